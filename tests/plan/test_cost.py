@@ -35,20 +35,20 @@ class CountingRanks:
     messages: int = 0
     sent: float = 0.0
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         self.messages += 1
         self.sent += 2 * (self.size - 1) / self.size * tensor.nbytes
         return tensor
 
-    def join_columns(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather_columns(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat(self.gather(tensor), -1)
 
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         self.messages += 1
         self.sent += (self.size - 1) * tensor.nbytes
         return [tensor] * self.size
 
-    def least(self, numbers: Any) -> list[int]:
+    def all_reduce_min(self, numbers: Any) -> list[int]:
         return list(numbers)
 
 

@@ -42,7 +42,7 @@ from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory, synchronize
 from panscan.model.phases import phase
 from panscan.model.quantization import weights_name
-from panscan.model.sharding import ALONE, Ranks
+from panscan.model.sharding import SINGLE_RANK, Ranks
 from panscan.model.support import fp8_cache_reason
 from panscan.model.text_layers import LayerFacts, OutputRows, TextLayers
 from panscan.model.vision_layers import ATTENTION_KERNELS, VisionLayers
@@ -175,7 +175,7 @@ class ModelRunner:
     """
 
     def __init__(
-        self, loaded: Loaded, options: EngineOptions, ranks: Ranks = ALONE, vocab_size: int | None = None
+        self, loaded: Loaded, options: EngineOptions, ranks: Ranks = SINGLE_RANK, vocab_size: int | None = None
     ) -> None:  # fmt: skip
         self._loaded, self._options, self._ranks = loaded, options, ranks
         self._decisions: list[str] = []
@@ -254,7 +254,7 @@ class ModelRunner:
         if name is None:
             return
         modules = [each for each in self._loaded.model.modules() if isinstance(each, QuantizedLinear)]
-        methods = choose_methods(modules, self._text.dtype, self._ranks.least)
+        methods = choose_methods(modules, self._text.dtype, self._ranks.all_reduce_min)
         self._say(f"weights: {name} ({'; '.join(methods)})" if methods else f"weights: {name}")
 
     def _limit_memory(self) -> None:
@@ -286,7 +286,7 @@ class ModelRunner:
     def _vision_layers(self) -> VisionLayers:
         """Build the vision tower with the same attention kernel on every rank: each has measured for itself."""
         vision = VisionLayers(self._loaded.model)
-        [agreed] = self._ranks.least([ATTENTION_KERNELS.index(vision.attention)])
+        [agreed] = self._ranks.all_reduce_min([ATTENTION_KERNELS.index(vision.attention)])
         name = ATTENTION_KERNELS[agreed]
         return vision if name == vision.attention else VisionLayers(self._loaded.model, name)
 
@@ -299,7 +299,7 @@ class ModelRunner:
             view_bytes=self._view_bytes, window=text.window, image_tokens=self._image_tokens,
             max_positions=text.max_positions, processes=1 if on_gpu else self._ranks.size,
         )  # fmt: skip
-        first, second = self._ranks.least(choose_blocks(facts, options, measure_memory(self._device)))
+        first, second = self._ranks.all_reduce_min(choose_blocks(facts, options, measure_memory(self._device)))
         self._blocks = first, second
         self.cache = KVCache(text.layers, self._blocks, options.block_size)
         tokens = [count * options.block_size for count in self._blocks]

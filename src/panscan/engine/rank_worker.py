@@ -122,7 +122,7 @@ class _Worker:
         )  # fmt: skip
         apply_tf32(load.settings.tf32)
         self._ranks = ProcessRanks(load.rank, load.size, device)
-        self._ranks.sum(torch.zeros(1, device=device))  # opens the connections
+        self._ranks.all_reduce(torch.zeros(1, device=device))  # opens the connections
 
     def _start(self, start: StartRunner) -> RunnerFacts:
         assert self._loaded is not None and self._ranks is not None  # LoadShard comes first

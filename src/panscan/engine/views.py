@@ -161,7 +161,7 @@ class ViewFeatures:
         by_rank = [[view for view in views if view.rank == rank] for rank in range(self._ranks.size)]
         padded = like.new_zeros(max(map(len, by_rank)), *like.shape[1:])
         padded[: len(features)] = features
-        for held, shared in zip(by_rank, self._ranks.gather(padded), strict=True):
+        for held, shared in zip(by_rank, self._ranks.all_gather(padded), strict=True):
             self._keep(held, shared[: len(held)])
 
     def fill(self, hidden: torch.Tensor, images: Iterable[ImageRows]) -> None:

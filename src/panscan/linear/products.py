@@ -25,8 +25,8 @@ __all__ = [
     "PlainLinear",
     "Product",
     "QuantizedProduct",
+    "RowParallelLinear",
     "Rows",
-    "SummedLinear",
     "is_plain",
     "linear_of",
     "runs_own_forward",
@@ -125,7 +125,7 @@ class QuantizedProduct:
         return self._weights.product(rows, dtype)
 
 
-class SummedLinear:
+class RowParallelLinear:
     """Multiplication whose inputs are split over ranks: each computes its part, ``reduce`` sums the parts in place."""
 
     def __init__(self, part: Linear, reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -76,7 +76,7 @@ def choose_methods(
     Args:
         modules: all quantised matrices of a model. Those of the size that holds most of the weights are measured.
         dtype: type of the model.
-        least: :meth:`panscan.model.sharding.Ranks.least`.
+        least: :meth:`panscan.model.sharding.Ranks.all_reduce_min`.
     """
     formats: dict[tuple[str, bool], list[QuantizedLinear]] = {}
     for each in modules:

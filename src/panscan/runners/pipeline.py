@@ -16,7 +16,7 @@ from transformers import GenerationConfig, StoppingCriteriaList, pipeline
 from panscan.core import Request, Result, SettingError, Stamps, UnsupportedError, now
 from panscan.images.views import plan_views
 from panscan.model.checkpoint import Loaded
-from panscan.model.inputs import Prepared, Read, read_images
+from panscan.model.inputs import DecodedRequest, Prepared, read_images
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.prompt import conversation
 from panscan.runners.clock import DeviceClock, TokenClock
@@ -58,7 +58,7 @@ class PipelineRunner(GenerateRunner):
                 found += recorder.observations()
         return found
 
-    def _call(self, read: Read, config: GenerationConfig, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _call(self, read: DecodedRequest, config: GenerationConfig, arguments: dict[str, Any]) -> dict[str, Any]:
         """One answer of the pipeline.
 
         Raises:
@@ -100,7 +100,7 @@ class PipelineRunner(GenerateRunner):
         return finished(Prepared(request, plans, prompt, None), row, stamps, steps, self.loaded)
 
 
-def _chat(read: Read) -> list[dict[str, Any]]:
+def _chat(read: DecodedRequest) -> list[dict[str, Any]]:
     """The conversation with its images in place.
 
     Raises:
