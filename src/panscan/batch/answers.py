@@ -203,7 +203,7 @@ class AnswerFile:
             found = json.loads(self.header_path.read_bytes())
         except FileNotFoundError as error:
             raise RecordsError(
-                f"{self.header_path} is missing, so nobody knows how {self.path.name} was made: --force starts anew"
+                f"{self.header_path} is missing, so {self.path.name} cannot be resumed: add --force to start over"
             ) from error
         except ValueError as error:
             raise RecordsError(f"{self.header_path} is garbled: --force starts anew") from error
@@ -212,9 +212,9 @@ class AnswerFile:
         return found
 
     def _forget(self) -> None:
-        """The job never began: its lock and directories go. Those that were there before stay."""
+        """Remove the lock and directories that a job created but never used."""
         for place in self._made:
-            with contextlib.suppress(OSError):  # whoever wrote into them meanwhile keeps them
+            with contextlib.suppress(OSError):  # not empty: another process wrote into them
                 place.unlink() if place == self._lock_path else place.rmdir()
 
 

@@ -19,11 +19,11 @@ from panscan.cli.options import (
     SEED,
     InRange,
     axis_options,
+    command_words,
     common_options,
     external_images_option,
     given_values,
     max_pages_option,
-    typed_again,
     url_options,
     utf8,
 )
@@ -47,7 +47,7 @@ __all__ = ["command"]
 _PAN_AND_SCAN = (
     "do_pan_and_scan", "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate",
 )  # fmt: skip
-_TIMEOUT = Range(above=0, most=86_400)
+_TIMEOUT = Range(gt=0, le=86_400)
 _INTERRUPTED = 130
 _EVERY_S = 10.0  # between two progress lines of a log
 _LONGEST_KEY = 4_096
@@ -134,7 +134,7 @@ def _number(group: Group, name: str, text: str, **extra: Any) -> Callable[[_Comm
     help="Timeout of a request, seconds.",
 )  # fmt: skip
 @option(
-    "Server", "--ready-check-timeout-sec", type=InRange(Range(least=0, most=86_400)), metavar="SECONDS", default=60.0,
+    "Server", "--ready-check-timeout-sec", type=InRange(Range(ge=0, le=86_400)), metavar="SECONDS", default=60.0,
     show_default=True, rare=True, help="Time for the server to start, seconds.",
 )  # fmt: skip
 @_number("Traffic", "processes", "Client processes.  [default: by the rate]", rare=True)
@@ -377,7 +377,7 @@ def _command_line(url: str, limits: Mapping[str, float]) -> list[str]:
     from panscan.load.probe import address
 
     context = click.get_current_context()
-    typed = typed_again(context, without=("words", "goodput", "api_key", "headers"))
+    typed = command_words(context, without=("words", "goodput", "api_key", "headers"))
     words = [word for name, limit in limits.items() for word in ("--goodput", f"{name}:{limit:g}")]
     return ["panscan", "load", address(url), *map(conceal, typed), *words]
 

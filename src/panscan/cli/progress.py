@@ -143,7 +143,7 @@ def batch_progress(expected: Callable[[], int]) -> Iterator[Callable[[dict[str, 
     """Show the progress of a batch job; yield a callback that takes each answer's record.
 
     Args:
-        expected: returns the number of documents to answer, as far as it is known.
+        expected: returns the number of documents to answer that are known so far.
     """
     failed = 0
     with activity("answering", total=expected()) as step:

@@ -50,7 +50,7 @@ __all__ = ["Admission", "Engine"]
 MAX_QUEUED_REQUESTS = 1024
 """Requests that :meth:`Engine.submit` takes besides those that compute, unless told otherwise."""
 
-_QUEUED = Range(whole=True, least=0, most=1_000_000)
+_QUEUED = Range(integer=True, ge=0, le=1_000_000)
 _AHEAD = 8  # requests that are decoded while others compute
 
 

@@ -563,7 +563,7 @@ class Worker:
                         self._messages.get()()
                     while not self._messages.empty():
                         self._messages.get()()
-                except BaseException as error:  # a bug, or a library's panic: whoever waits must hear of it
+                except BaseException as error:  # a bug, or a library's panic: waiting requests must end
                     self._break(error)
 
     def _accept(self, state: RequestState) -> None:

@@ -19,7 +19,7 @@ from panscan.engine.attention import Backend, SegmentsBackend
 from panscan.engine.graphs import Graphs, padded
 from panscan.engine.kv_memory import KVCache, limit_process_memory, measure_memory
 from panscan.engine.options import EngineOptions
-from panscan.engine.readback import mark
+from panscan.engine.readback import record_event
 from panscan.engine.sampling import PendingTokens, SampledToken, Sampler
 from panscan.engine.scheduling.batch import FlatBatch, SamplingRow
 from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS
@@ -128,7 +128,7 @@ class _Timestamp:
 
     @classmethod
     def record(cls, device: torch.device) -> _Timestamp:
-        return cls(now(), mark(device) if device.type == "cuda" else None)
+        return cls(now(), record_event(device) if device.type == "cuda" else None)
 
     def host_seconds(self, done: Any, finished_at: float) -> float:
         """Return host seconds, given that the later CUDA event ``done`` was reached at ``finished_at``."""

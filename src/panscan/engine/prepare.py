@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from panscan.core import ImageError, PanAndScan, Request, SettingError, View, now, waits_noted
+from panscan.core import ImageError, PanAndScan, Request, SettingError, View, now, record_waits
 from panscan.engine.detokenizer import Detokenizer
 from panscan.engine.grammar import Constraint, Grammars
 from panscan.engine.image_memory import DECODED_BYTES, ImageMemory
@@ -89,7 +89,7 @@ class Preparer:
             SettingError: the number of images does not match the prompt, the prompt is too long, and the like.
         """
         state.stamps.preparing = now()
-        with waits_noted(state.stamps.waits):
+        with record_waits(state.stamps.waits):
             self._prepare_within_memory(state)
 
     def place(self, view: RequestView) -> PixelRef:

@@ -41,7 +41,7 @@ class QuantizeOptions:
         out: directory of the new checkpoint.
         kind: one of :data:`panscan.settings.WEIGHT_KINDS`.
         group_size: ``int4`` group size; None: the largest supported size that divides every matrix.
-        calibration: documents to calibrate ``int4`` on; without places, weights are rounded to nearest.
+        calibration: documents to calibrate ``int4`` on; without sources, weights are rounded to nearest.
         dataset: labelled questions to measure accuracy on; the size of ``calibration``'s sample limits them too.
         verify: whether to measure the result.
         overwrite: replace an existing checkpoint of this command.
@@ -160,7 +160,7 @@ def _documents(
     calibration: list[Item] = []
     held_out: list[Item] = []
     origin = Source()
-    if options.calibration.places:
+    if options.calibration.sources:
         if not source.reads_images:
             raise SettingError(f"--calibration: {source.name} does not read images; leave out --calibration")
         calibration, held_out, origin = load_calibration(options.calibration, on_problem, on_step)

@@ -360,10 +360,10 @@ def verdict_lines(run: Run, cells: Sequence[str]) -> list[str]:
         quantized = any(loaded) or any(run.cells[cell].get("quantization") for cell in cells)
         weights = "weights (unquantised)" if quantized else "weights"
         seconds = sum(truth["seconds"] for truth in run.truths.values())
-        brought = all(truth["source"] == "reference" for truth in run.truths.values())
+        supplied = all(truth["source"] == "reference" for truth in run.truths.values())
         origin = (
-            "The truth was brought by --reference"
-            if brought
+            "--reference supplied the truth"
+            if supplied
             else f"Computing the reference took {seconds:,.1f} s, which no figure here includes"
         )
         lines.append(
