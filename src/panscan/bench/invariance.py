@@ -126,7 +126,7 @@ def _tokens_by_id(results: Sequence[Result]) -> Answers:
 def _results(runner: Runner, requests: Sequence[Request], views: Sequence[int], order: Sequence[int]) -> list[Result]:
     """Answer requests in an order, in the batches that the cell makes of it."""
     batches = calls([views[index] for index in order], runner.settings)
-    return [result for batch in batches for result in runner.run([requests[order[place]] for place in batch])]
+    return [result for batch in batches for result in runner.run([requests[order[index]] for index in batch])]
 
 
 def _in_chunks(runner: Runner, requests: Sequence[Request], settings: Settings, size: int) -> Answers:

@@ -65,7 +65,7 @@ __all__ = ["Verifier"]
 _Identity = tuple[Any, ...]
 _ANY = ""
 """In place of a fingerprint of views: all of them."""
-_UNOBSERVABLE = {"generate_batch": "generate_batch() offers no place to look at its logits"}
+_UNOBSERVABLE = {"generate_batch": "generate_batch() does not expose its logits"}
 """Runners whose cells need no truth, because nothing of theirs could be compared with it."""
 _SCORED = 4  # answers of a cell that are followed beyond the truth, the longest ones
 _BRING = "use --reference with a truth of the unquantised model in this --dtype"

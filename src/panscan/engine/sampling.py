@@ -144,9 +144,9 @@ def filter_scores(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.
 def _outside_top_k(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
     """Scores below the k-th highest; what equals it stays."""
     most = min(max(item.top_k or 1 for item in samplings), scores.shape[-1])
-    places = _beside(scores, [[min(item.top_k or 1, most) - 1] for item in samplings], np.int64)
+    last = _beside(scores, [[min(item.top_k or 1, most) - 1] for item in samplings], np.int64)
     chosen = _beside(scores, [[item.top_k is not None] for item in samplings], np.bool_)
-    return chosen & (scores < scores.topk(most).values.gather(1, places))
+    return chosen & (scores < scores.topk(most).values.gather(1, last))
 
 
 def _outside_top_p(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
@@ -187,7 +187,7 @@ def _sample(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
 
 def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Scores of ids that a row has seen, divided by its repetition penalty, or times it where they are negative."""
-    places: list[tuple[int, int]] = []
+    positions: list[tuple[int, int]] = []
     penalties: list[float] = []
     for index, row in enumerate(rows):
         penalty = row.sampling.repetition_penalty
@@ -196,11 +196,11 @@ def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor
         if row.token_ids is None:
             raise ValueError("a repetition penalty needs the ids seen so far")
         seen = [(index, token) for token in set(row.token_ids) if token < logits.shape[-1]]
-        places += seen
+        positions += seen
         penalties += [penalty] * len(seen)
-    if not places:
+    if not positions:
         return logits
-    at = _beside(logits, places, np.int64).unbind(1)
+    at = _beside(logits, positions, np.int64).unbind(1)
     penalty_at = _beside(logits, penalties, np.float32)
     before = logits[at]
     return logits.index_put(at, torch.where(before < 0, before * penalty_at, before / penalty_at))
@@ -211,12 +211,12 @@ def _constrain(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tenso
     masks = [row.allowed for row in rows if row.allowed is not None]
     if not masks:
         return scores
-    places = [index for index, row in enumerate(rows) if row.allowed is not None]
+    constrained = [index for index, row in enumerate(rows) if row.allowed is not None]
     packed, width = upload(np.stack(masks), scores.device), scores.shape[-1]
     bits = torch.arange(8, dtype=torch.uint8, device=scores.device)
     scores = scores.clone()
-    for part in _parts(list(range(len(places)))):
-        at = _beside(scores, [places[index] for index in part], np.int64)
+    for part in _parts(list(range(len(constrained)))):
+        at = _beside(scores, [constrained[index] for index in part], np.int64)
         allowed = (packed[part[0] : part[-1] + 1, :, None] >> bits & 1).bool().flatten(1)
         forbidden = ~pad(allowed, (0, width - allowed.shape[1]))  # a negative amount crops
         scores.index_copy_(0, at, scores.index_select(0, at).masked_fill_(forbidden, float("-inf")))

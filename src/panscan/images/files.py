@@ -160,7 +160,7 @@ def expand_images(images: Sequence[Any], *, max_pages: int = MAX_PAGES) -> list[
 
     Raises:
         ImageError: for the first image that cannot be read, a file with too many pages, and anything that is no image.
-            What has no path is named by its place: ``image 2 of 3``.
+            Images without a path are named by position: ``image 2 of 3``.
     """
     expanded: list[Page | PageBytes | Image.Image] = []
     for number, image in enumerate(images, start=1):

@@ -245,20 +245,20 @@ def _documents(where: str, value: Any) -> tuple[DocumentShare, ...]:
     known = [each.name for each in fields(DocumentShare)]
     found = []
     for number, entry in enumerate(_listed(where, value, _MAX_DOCUMENTS), 1):
-        place = f"{where} {number}"
+        entry_name = f"{where} {number}"
         if not isinstance(entry, dict):
-            raise SettingError(f"{place}: expected {{kind, width, height, share}}, got {shorten(entry)}")
-        _check_known(place, entry, known)
+            raise SettingError(f"{entry_name}: expected {{kind, width, height, share}}, got {shorten(entry)}")
+        _check_known(entry_name, entry, known)
         if missing := [name for name in known[:3] if name not in entry]:
-            raise SettingError(f"{place}: {missing[0]} is missing")
+            raise SettingError(f"{entry_name}: {missing[0]} is missing")
         if entry["kind"] not in KINDS:
             hint = nearest(str(entry["kind"]), KINDS)
             raise SettingError(
-                f"{place}: unknown kind {shorten(entry['kind'])}{hint}; expected one of {', '.join(KINDS)}"
+                f"{entry_name}: unknown kind {shorten(entry['kind'])}{hint}; expected one of {', '.join(KINDS)}"
             )
         for side in ("width", "height"):
-            _SIDE.check(f"{place}: {side}", entry[side])
-        _POSITIVE.check(f"{place}: share", entry.get("share", 1))
+            _SIDE.check(f"{entry_name}: {side}", entry[side])
+        _POSITIVE.check(f"{entry_name}: share", entry.get("share", 1))
         found.append(DocumentShare(**entry))
     if len({each.name for each in found}) < len(found):
         raise SettingError(f"{where}: two entries have the same kind and size: add their shares")

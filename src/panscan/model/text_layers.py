@@ -403,8 +403,8 @@ class _KernelOps:
 
 def _refuse_spread(model: Any) -> None:
     """Refuse layers that compute on several devices: one would work while the others wait."""
-    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
-    computing = {place for place in places if place not in ("cpu", "disk", "meta")} or {"cpu"}
+    devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
+    computing = {device for device in devices if device not in ("cpu", "disk", "meta")} or {"cpu"}
     if len(computing) > 1:
         raise UnsupportedError(
             f"--device-map spreads the layers over {len(computing)} devices, which the engine does not support:"

@@ -100,7 +100,7 @@ def load_calibration(
     seed, not on the order or names of files; of a dataset with more questions than are used, on their order too.
 
     Args:
-        wanted: source with at least one place.
+        wanted: calibration source with at least one entry.
         on_problem: called for each document that cannot be read.
         on_step: called after each document.
 

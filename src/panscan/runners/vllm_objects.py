@@ -168,8 +168,8 @@ def _known(rows: Sequence[LogprobRow | None], at: Sequence[int], vocabulary: int
     """Log-probabilities float32 ``[len(at), vocabulary]``, NaN where there is none. vLLM's own NaN become -inf: they
     are no answer, and must not pass for unknown."""
     found = torch.full((len(at), vocabulary), math.nan)
-    for index, place in enumerate(at):
-        row = rows[place] or {}
+    for index, position in enumerate(at):
+        row = rows[position] or {}
         values = [-math.inf if math.isnan(each.logprob) else each.logprob for each in row.values()]
         found[index, list(row)] = torch.tensor(values)
     return found
