@@ -167,10 +167,12 @@ def test_observations_of_the_trained_model_are_those_of_eager_attention(
     """Where it is sure of the next character, and where it is not: along an answer that is partly wrong."""
     page = printed("receipt", 220, 660)
     views = PanAndScan(min_crop_size=50, max_num_crops=2)
-    asked = Request(page.asks[0].question, [page.image], pan_and_scan=views, sampling=settings_from(SMALL).sampling)
+    asked = Request(
+        page.questions[0].question, [page.image], pan_and_scan=views, sampling=settings_from(SMALL).sampling
+    )
     reader = trained.loaded.reader
     ready = prepare(read_images(asked), reader, trained.loaded.device, trained.loaded.dtype, on_device=False)
-    answer = reader.tokenizer(page.asks[0].answers[0] + " zebra", add_special_tokens=False)["input_ids"]
+    answer = reader.tokenizer(page.questions[0].answers[0] + " zebra", add_special_tokens=False)["input_ids"]
     forced_tokens = ForcedTokens(answer, sample_image_positions(ready.prompt.ids, reader.prompts.soft_id), len(answer))
     engine = EngineRunner(trained.loaded, settings_from({**SMALL, "model": "mini", "prefill_chunk_size": chunk}))
     trained.configure(replace(trained.settings, attention="eager", max_new_tokens=len(answer)))

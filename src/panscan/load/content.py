@@ -76,7 +76,7 @@ def mix_of_scenario(scenario: Scenario, seed: int, prompts: Sequence[str] = ()) 
             digest = hashlib.sha256(drawn.image.tobytes()).hexdigest()
             file = DocumentFile(f"{scenario.name}/{entry.name}-{index}", entry.width, entry.height, digest)
             images[file.name] = VariantImage(drawn.image)
-            questions = list(prompts or scenario.prompts) or [ask.question for ask in drawn.asks]
+            questions = list(prompts or scenario.prompts) or [ask.question for ask in drawn.questions]
             items += [Item(f"{file.name}-{number}", (file,), question) for number, question in enumerate(questions)]
             weights += [entry.share / scenario.variety / len(questions)] * len(questions)
     return RequestMix(items, weights, lambda document: images[document.name])
