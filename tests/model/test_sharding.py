@@ -149,16 +149,16 @@ class ThreadRanks:
     threads: Threads
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.copy_(torch.stack(self.gather(tensor)).sum(0))
+        return tensor.copy_(torch.stack(self.all_gather(tensor)).sum(0))
 
     def all_gather_columns(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self.gather(tensor), -1)
+        return torch.cat(self.all_gather(tensor), -1)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         return self.threads.exchange(self.rank, tensor)
 
     def all_reduce_min(self, numbers: Iterable[int]) -> list[int]:
-        found: list[int] = torch.stack(self.gather(torch.tensor(list(numbers)))).amin(0).tolist()
+        found: list[int] = torch.stack(self.all_gather(torch.tensor(list(numbers)))).amin(0).tolist()
         return found
 
 

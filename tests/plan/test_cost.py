@@ -41,7 +41,7 @@ class CountingRanks:
         return tensor
 
     def all_gather_columns(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self.gather(tensor), -1)
+        return torch.cat(self.all_gather(tensor), -1)
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         self.messages += 1
