@@ -73,8 +73,8 @@ def line(cell: str, turn: int, number: int, **fields: Any) -> dict[str, Any]:
 
 
 @dataclass
-class Desk:
-    """Writer and observer at once."""
+class RecordingWriter:
+    """A writer and observer that records its calls."""
 
     records: list[Any] = field(default_factory=list)
     started: list[tuple[str, int]] = field(default_factory=list)
@@ -101,9 +101,9 @@ class Desk:
         self.problems.append(cell.id)
 
 
-def play(faults: Sequence[Faults], data: st.DataObject) -> Desk:
+def play(faults: Sequence[Faults], data: st.DataObject) -> RecordingWriter:
     """Let replicas speak in a drawn order until all are through."""
-    desk = Desk()
+    desk = RecordingWriter()
     scripts = [replica(number, each) for number, each in enumerate(faults)]
     saying: dict[int, Message | None] = {number: next(script, None) for number, script in enumerate(scripts)}
     waiting: dict[int, Ready] = {}
@@ -185,7 +185,7 @@ def first_failure(faults: Sequence[Faults], load: str, cell: str) -> tuple[dict[
 
 
 def test_the_first_replica_alone_speaks_of_loads_and_answers() -> None:
-    desk = Desk()
+    desk = RecordingWriter()
     step = ReplicaSync(plan(), {("a0", 0), ("a0", 1)}, ["", ""], writer=desk, observer=desk, answer=ignore)
     for number in (0, 1):
         step.take(number, RecordsWritten([{"type": "load", "cells": ["a0"]}]))
@@ -195,7 +195,7 @@ def test_the_first_replica_alone_speaks_of_loads_and_answers() -> None:
 
 
 def test_a_failure_after_the_last_repeat_takes_no_measurement_away() -> None:
-    desk = Desk()
+    desk = RecordingWriter()
     step = ReplicaSync(plan(), {("a0", 0)}, ["", ""], writer=desk, observer=desk, answer=ignore)
     last = [[*asked, whole | {"repeat": 1}, done] for *asked, whole, done in (part(0), part(1))]
     step.take(0, RecordsWritten(last[0]))
@@ -206,7 +206,7 @@ def test_a_failure_after_the_last_repeat_takes_no_measurement_away() -> None:
 
 
 def test_what_else_a_replica_says() -> None:
-    desk = Desk()
+    desk = RecordingWriter()
     step = ReplicaSync(plan(), set(), ["", ""], writer=desk, observer=desk, answer=ignore)
     step.take(0, Loading(Settings()))
     step.take(0, Stage("computing the truth"))

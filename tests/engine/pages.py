@@ -20,11 +20,11 @@ from panscan.engine.scheduling.batch import FlatBatch, SamplingRow, ViewToEncode
 from panscan.engine.scheduling.sequence import Chunk, PromptLayout, Sequence, flatten
 from panscan.model.checkpoint import Loaded
 
-__all__ = ["Asked", "Pages", "ask", "teacher"]
+__all__ = ["ForcedSequence", "Pages", "ask", "teacher"]
 
 
 @dataclass
-class Asked:
+class ForcedSequence:
     """A sequence, the tokens of its answer, and levels ``[48, 48, 3]`` of its views by key."""
 
     sequence: Sequence
@@ -45,7 +45,7 @@ class Asked:
         return Chunk(sequence, sequence.computed, sequence.layout.cut(sequence.computed, end))
 
 
-def ask(loaded: Loaded, draw: random.Random, *, number: int = 0, longest: int = 25, outputs: int = 3) -> Asked:
+def ask(loaded: Loaded, draw: random.Random, *, number: int = 0, longest: int = 25, outputs: int = 3) -> ForcedSequence:
     """Return a random prompt (text, and image blocks with text between them) and its answer."""
     ids = _text(draw, longest)
     views: dict[bytes, NDArray[np.uint8]] = {}
@@ -54,14 +54,14 @@ def ask(loaded: Loaded, draw: random.Random, *, number: int = 0, longest: int = 
         views[f"{number} {view}".encode()] = levels
         ids += [SOFT] * loaded.model.config.mm_tokens_per_image + _text(draw, longest)
     sequence = Sequence(number, ids, len(ids), PromptLayout.of(ids, SOFT, list(views)), len(ids) + outputs)
-    return Asked(sequence, [draw.randrange(20, 1000) for _ in range(outputs)], views)
+    return ForcedSequence(sequence, [draw.randrange(20, 1000) for _ in range(outputs)], views)
 
 
 def _text(draw: random.Random, longest: int) -> list[int]:
     return [draw.randrange(20, 1000) for _ in range(draw.randint(1, longest))]
 
 
-def inputs_of(loaded: Loaded, asked: Asked, ids: torch.Tensor) -> dict[str, Any]:
+def inputs_of(loaded: Loaded, asked: ForcedSequence, ids: torch.Tensor) -> dict[str, Any]:
     """Return what Transformers' model takes for ``ids [1, n]`` with the views of a prompt."""
     inputs: dict[str, Any] = {"input_ids": ids}
     if loaded.reader.reads_images:
@@ -73,7 +73,7 @@ def inputs_of(loaded: Loaded, asked: Asked, ids: torch.Tensor) -> dict[str, Any]
 
 
 @torch.no_grad()
-def teacher(loaded: Loaded, asked: Asked) -> torch.Tensor:
+def teacher(loaded: Loaded, asked: ForcedSequence) -> torch.Tensor:
     """Return logits ``[positions, vocabulary]`` of one eager forward pass over prompt and answer."""
     model, sequence = loaded.model, asked.sequence
     ids = torch.tensor([sequence.ids[: sequence.prompt_tokens] + asked.forced])
@@ -111,7 +111,7 @@ class Pages:
         self._free_slots = draw.sample(range(100), 100)
 
     def run(
-        self, chunks: Iterable[Chunk], asked: Rows[Asked] = (), *, observed: Rows[int] | None = None,
+        self, chunks: Iterable[Chunk], asked: Rows[ForcedSequence] = (), *, observed: Rows[int] | None = None,
         pending: dict[int, int] | None = None,
     ) -> PassResult:  # fmt: skip
         """Run one pass and return its result, with logits of the sampled rows, and what is known of the observed ones.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engine.pages import Asked, Pages, ask, inputs_of, teacher
+from tests.engine.pages import ForcedSequence, Pages, ask, inputs_of, teacher
 from tests.small_models import MODELS, SIDE, SOFT, loaded_of, odd_configs, odd_model
 from tests.triton_here import interpreted
 
@@ -29,7 +29,7 @@ Logits = dict[Sequence, dict[int, torch.Tensor]]
 """Logits by position."""
 
 
-def computed(batch: list[Asked], pages: Pages, draw: random.Random, most: int) -> Logits:
+def computed(batch: list[ForcedSequence], pages: Pages, draw: random.Random, most: int) -> Logits:
     """Run sequences to their ends, some of them in each pass, in any order; return logits of all positions.
 
     Some passes observe all of their rows, others none. Of the latter, only the logits of sampled rows are known.
@@ -52,7 +52,7 @@ def computed(batch: list[Asked], pages: Pages, draw: random.Random, most: int) -
     return seen
 
 
-def check(loaded: Loaded, batch: list[Asked], logits: Logits) -> None:
+def check(loaded: Loaded, batch: list[ForcedSequence], logits: Logits) -> None:
     for asked in batch:
         expected, found = teacher(loaded, asked), logits[asked.sequence]
         assert len(expected) - 1 in found
@@ -108,7 +108,7 @@ def test_long_text_is_computed_in_parts(name: str) -> None:
     draw, loaded = random.Random(0), loaded_of(name)
     short = ask(loaded, draw, number=1, longest=3)
     ids = [draw.randrange(20, 1000) for _ in range(600)]
-    long = Asked(Sequence(0, ids, len(ids), PromptLayout(), len(ids) + 3), short.forced)
+    long = ForcedSequence(Sequence(0, ids, len(ids), PromptLayout(), len(ids) + 3), short.forced)
     check(loaded, [short, long], computed([short, long], Pages(loaded, 16, draw), draw, 1000))
 
 
@@ -121,7 +121,7 @@ def test_sequences_of_one_pass_do_not_attend_to_each_other() -> None:
     ids = [30, 31, *[SOFT] * 16, 32, 33, *[SOFT] * 16, 34]
     orders = [(b"a", b"b"), (b"a", b"b"), (b"b", b"a")]
     batch = [
-        Asked(Sequence(number, list(ids), len(ids), PromptLayout.of(ids, SOFT, keys), 99), [], views)
+        ForcedSequence(Sequence(number, list(ids), len(ids), PromptLayout.of(ids, SOFT, keys), 99), [], views)
         for number, keys in enumerate(orders)
     ]
     result = Pages(loaded, 4, draw).run([Chunk(asked.sequence, 0, len(ids)) for asked in batch], batch)
