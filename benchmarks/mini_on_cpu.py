@@ -35,7 +35,7 @@ def main() -> None:
             document = draw_document(11, index)
             index += 1
             start = time.perf_counter()
-            [result] = engine.generate([engine.request(document.asks[0].question, [document.image])])
+            [result] = engine.generate([engine.request(document.questions[0].question, [document.image])])
             if result.views == VIEWS:
                 answers.append(time.perf_counter() - start)
                 tokens.append(result.output_tokens)

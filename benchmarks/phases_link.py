@@ -58,13 +58,13 @@ def _microseconds(ranks: ProcessRanks, held: torch.Tensor, *, gpu: bool) -> floa
 
     def body() -> None:
         for _ in range(_CALLS):
-            ranks.sum(held)
+            ranks.all_reduce(held)
 
     body()
     run = _recorded(body) if gpu else body
     best = float("inf")
     for _ in range(_TURNS):
-        ranks.sum(held)  # both ranks start together
+        ranks.all_reduce(held)  # both ranks start together
         if gpu:
             torch.cuda.synchronize()
         start = time.perf_counter()

@@ -77,7 +77,7 @@ def questions(count: int) -> list[tuple[int, Request, tuple[str, ...]]]:
     found: list[tuple[int, Request, tuple[str, ...]]] = []
     for number in range(count):
         document = draw_document(SEED, number)
-        found += [(number, Request(ask.question, [document.image]), ask.answers) for ask in document.asks]
+        found += [(number, Request(ask.question, [document.image]), ask.answers) for ask in document.questions]
     return found
 
 

@@ -185,7 +185,7 @@ class Log:
 
 
 def figures(run: Mapping[str, Any]) -> list[str]:
-    """Return the throughput and latency of a run in one line each, for whoever watches."""
+    """Return the throughput and the latency of a run, one line each, to show as it proceeds."""
     record = run.get("record", {})
     if "verdicts" in record:
         return [f"{side}: {each['verdict']} {each['ratio']}" for side, each in record["verdicts"].items()]

@@ -199,7 +199,7 @@ def _ask(
 ) -> list[str]:
     """Fill a row's slots with questions of its page; types take turns, so that rare ones are not drowned."""
     by_type: dict[str, list[tuple[str, str]]] = {}
-    for ask in page.document.asks:
+    for ask in page.document.questions:
         by_type.setdefault(ask.type, []).append((ask.question, ask.answers[0]))
     names, start, types = list(by_type), 0, []
     for length in lengths:
@@ -211,7 +211,7 @@ def _ask(
             continue
         for _ in range(5):
             # Half by type, half by question: a receipt has one total and many prices.
-            name = rng.choice(names) if rng.random() < 0.5 else rng.choice(page.document.asks).type
+            name = rng.choice(names) if rng.random() < 0.5 else rng.choice(page.document.questions).type
             if _fill(ids[place], targets[place], *rng.choice(by_type[name])):
                 types.append(name)
                 break

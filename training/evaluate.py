@@ -26,7 +26,7 @@ import transformers
 from rich.progress import track
 
 from panscan import Engine, PanAndScan
-from panscan.images.documents import Ask
+from panscan.images.documents import Question
 from panscan.quality.scores import exact_match
 from panscan.records.intervals import cluster_intervals, wilson_interval
 from training.fonts import held_out_faces, training_faces
@@ -54,7 +54,7 @@ class Held:
     shape: str
     new: str
     page: Page
-    asks: tuple[Ask, ...]
+    questions: tuple[Question, ...]
 
 
 def documents(count: int, seed: int) -> Iterator[Held]:
@@ -71,11 +71,11 @@ def documents(count: int, seed: int) -> Iterator[Held]:
             rng, ratio, faces, columns=rng.uniform(27, 35), kinds=kinds,
             held_out_layouts="layouts" in new, shorts=(448, 900),
         )  # fmt: skip
-        by_type: dict[str, list[Ask]] = defaultdict(list)
-        for ask in page.document.asks:
+        by_type: dict[str, list[Question]] = defaultdict(list)
+        for ask in page.document.questions:
             by_type[ask.type].append(ask)
-        asks = list(dict.fromkeys(rng.choice(by_type[rng.choice(list(by_type))]) for _ in range(12)))
-        yield Held(number, shape, new, page, tuple(asks[:_QUESTIONS]))
+        questions = list(dict.fromkeys(rng.choice(by_type[rng.choice(list(by_type))]) for _ in range(12)))
+        yield Held(number, shape, new, page, tuple(questions[:_QUESTIONS]))
 
 
 def evaluate(engine: Engine, held: Iterable[Held]) -> list[dict[str, Any]]:
@@ -88,11 +88,11 @@ def evaluate(engine: Engine, held: Iterable[Held]) -> list[dict[str, Any]]:
         requests = [
             engine.request(ask.question, [document.page.image], pan_and_scan=setting)
             for setting in named.values()
-            for ask in document.asks
+            for ask in document.questions
         ]
         results = iter(engine.generate(requests))
-        by_setting = {name: [next(results) for _ in document.asks] for name in named}
-        for place, ask in enumerate(document.asks):
+        by_setting = {name: [next(results) for _ in document.questions] for name in named}
+        for place, ask in enumerate(document.questions):
             answers = {name: results[place].text for name, results in by_setting.items()}
             rows.append({
                 "document": document.number, "shape": document.shape, "new": document.new,

@@ -11,7 +11,7 @@ from random import Random
 from PIL import Image
 
 from panscan.images.documents import KINDS, Document, Print, Sheet
-from panscan.images.documents.sheet import Ask, Flow
+from panscan.images.documents.sheet import Flow, Question
 from panscan.images.documents.words import (
     GOODS,
     LABELS,
@@ -117,7 +117,7 @@ def a_page(
     draw, layouts = KINDS[kind]
     layout = layouts - 1 if held_out_layouts else rng.randrange(layouts - 1)
     document = draw(rng, sheet, layout, 0.35)
-    if not document.asks:  # print so large that nothing fits
+    if not document.questions:  # print so large that nothing fits
         return a_page(
             rng,
             ratio,
@@ -142,18 +142,20 @@ def a_page_of_signs(rng: Random, ratio: float, faces: tuple[Face, ...], *, colum
     flow = Flow(sheet, 0.04 * short, 0.96 * short, 0.2 * sheet.step, sheet.height - 0.5 * sheet.step)
     flow.feed(rng.uniform(0, max(0, flow.room - 1)) * rng.random())
     least = rng.randint(1, 8)
-    asks: list[Ask] = []
-    while flow.room >= 1 and len(asks) < least:
+    questions: list[Question] = []
+    while flow.room >= 1 and len(questions) < least:
         text = sheet.pick(
             rng, lambda r: "".join(r.choice(_SIGNS) for _ in range(r.randint(1, 16))).strip() or "0", flow.width
         )
         flow.feed()
         x = flow.left + rng.random() * max(0.0, flow.width - sheet.long(text))
         sheet.text(x, flow.y, text)
-        asks.append(
-            Ask("What does the first line say?" if not asks else "What does the last line say?", (text,), "signs")
+        questions.append(
+            Question(
+                "What does the first line say?" if not questions else "What does the last line say?", (text,), "signs"
+            )
         )
-    return Page(sheet.document("signs", asks[:: max(1, len(asks) - 1)]), sheet.image)
+    return Page(sheet.document("signs", questions[:: max(1, len(questions) - 1)]), sheet.image)
 
 
 def _a_value(rng: Random) -> str:
@@ -214,10 +216,10 @@ def a_page_of_labels(rng: Random, ratio: float, faces: tuple[Face, ...], *, colu
                 break
     if not values:  # print so large that nothing fits
         return a_page_of_labels(rng, ratio, faces, columns=columns * 1.3)
-    asks = [Ask(f"What is the {label.lower()}?", (value,), "label") for label, value in values.items()]
-    asks += [Ask(f"What is the value of {label}?", (value,), "label") for label, value in values.items()]
-    asks += [Ask(f'Where does it say "{value}"?', (label,), "place") for label, value in values.items()]
-    return Page(sheet.document("labels", asks), sheet.image)
+    questions = [Question(f"What is the {label.lower()}?", (value,), "label") for label, value in values.items()]
+    questions += [Question(f"What is the value of {label}?", (value,), "label") for label, value in values.items()]
+    questions += [Question(f'Where does it say "{value}"?', (label,), "place") for label, value in values.items()]
+    return Page(sheet.document("labels", questions), sheet.image)
 
 
 def rows_of(document: Document) -> list[str]:

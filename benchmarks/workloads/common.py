@@ -332,5 +332,5 @@ def save(work: Work, record: Mapping[str, Any]) -> None:
 
 
 def say(what: str) -> None:
-    """On standard error, for whoever watches."""
+    """Print progress on standard error."""
     print(what, file=sys.stderr, flush=True)

@@ -86,25 +86,25 @@ def _axis(
     return field(default=default, metadata=metadata)
 
 
-_REQUESTS = Range(whole=True, least=1, most=65_536)  # arrays have a row for each
+_REQUESTS = Range(integer=True, ge=1, le=65_536)  # arrays have a row for each
 _GIGABYTES = 1_000_000
 RANGES = {
     **dict.fromkeys(("batch_size", "max_num_seqs", "vision_batch_size"), _REQUESTS),
-    "max_concurrency": Range(whole=True, least=1, most=2**31 - 1),
+    "max_concurrency": Range(integer=True, ge=1, le=2**31 - 1),
     **dict.fromkeys(("prefill_chunk_size", "pad_to_multiple_of"), SAMPLING_RANGES["max_new_tokens"]),
-    "tensor_parallel_size": Range(whole=True, least=1, most=64),
-    "quantization_group_size": Range(whole=True, least=GROUP_SIZES[-1], most=GROUP_SIZES[0]),
-    "gpu_memory_utilization": Range(above=0, most=1, note="a share: 0.92 is 92% of the memory"),
-    "gpu_memory_gb": Range(above=0, most=_GIGABYTES, note="leave it out to set no limit in GB"),
-    "kv_cache_gb": Range(above=0, most=_GIGABYTES, note="leave it out to take most of the free memory"),
-    "image_memory_gb": Range(above=0, most=_GIGABYTES, note="an image that is larger is read alone"),
-    "tpot_target_ms": Range(above=0, most=600_000, note="leave it out to set no target"),
-    "vision_cache_gb": Range(above=0, most=_GIGABYTES, note="it holds the encoded views of a pass"),
+    "tensor_parallel_size": Range(integer=True, ge=1, le=64),
+    "quantization_group_size": Range(integer=True, ge=GROUP_SIZES[-1], le=GROUP_SIZES[0]),
+    "gpu_memory_utilization": Range(gt=0, le=1, note="a share: 0.92 is 92% of the memory"),
+    "gpu_memory_gb": Range(gt=0, le=_GIGABYTES, note="leave it out to set no limit in GB"),
+    "kv_cache_gb": Range(gt=0, le=_GIGABYTES, note="leave it out to take most of the free memory"),
+    "image_memory_gb": Range(gt=0, le=_GIGABYTES, note="an image that is larger is read alone"),
+    "tpot_target_ms": Range(gt=0, le=600_000, note="leave it out to set no target"),
+    "vision_cache_gb": Range(gt=0, le=_GIGABYTES, note="it holds the encoded views of a pass"),
     **{"sampling_seed" if name == "seed" else name: allowed for name, allowed in SAMPLING_RANGES.items()},
     **{f"pan_and_scan_{name}": allowed for name, allowed in PAN_AND_SCAN_RANGES.items()},
 }
 """The numbers that each setting accepts."""
-SAMPLE_RANGES = {"count": Range(whole=True, least=1, most=10_000), "columns": Range(whole=True, least=12, most=200)}
+SAMPLE_RANGES = {"count": Range(integer=True, ge=1, le=10_000), "columns": Range(integer=True, ge=12, le=200)}
 """The numbers that drawing sample documents accepts."""
 
 

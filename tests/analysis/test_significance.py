@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from scipy import stats
 from tests.records.test_quality import run_of_cells
 
-from panscan.analysis.significance import Against, harmless, losses, quality_difference, sign_flip_p_value
+from panscan.analysis.significance import (
+    BaselineComparison,
+    compare_with_baseline,
+    quality_difference,
+    shows_no_loss,
+    sign_flip_p_value,
+)
 from panscan.records.store import Run
 
 
@@ -55,8 +61,10 @@ def test_many_graded_differences_are_close_to_the_normal_curves() -> None:
     assert sign_flip_p_value(differences) == pytest.approx(2 * stats.norm.sf(z), abs=0.02)
 
 
-def against(cells: dict[str, Sequence[Sequence[float]]], views: dict[str, float]) -> tuple[str, dict[str, Against]]:
-    found = losses(run_of_cells(**cells), list(cells), views.__getitem__)
+def against(
+    cells: dict[str, Sequence[Sequence[float]]], views: dict[str, float]
+) -> tuple[str, dict[str, BaselineComparison]]:
+    found = compare_with_baseline(run_of_cells(**cells), list(cells), views.__getitem__)
     assert found is not None
     return found[0], {each.cell: each for each in found[1]}
 
@@ -84,7 +92,7 @@ def test_a_small_loss_of_every_question_is_a_loss_though_its_interval_reaches_0(
     found = others["b"].difference
     assert -0.02 < found.low < 0 < found.high
     assert others["b"].word == "measurable loss"
-    fine, text = harmless(run_of_cells(a=base, b=worse), found, "a")
+    fine, text = shows_no_loss(run_of_cells(a=base, b=worse), found, "a")
     assert not fine
     assert text.startswith("measurable loss: ")
 
@@ -125,8 +133,8 @@ def test_one_loss_among_many_cells_must_be_clearer() -> None:
 
 
 def test_one_cell_is_compared_with_none() -> None:
-    assert losses(run_of_cells(c=right(3, 4)), ["c"], lambda _: 1.0) is None
-    assert losses(run_of_cells(c=[[None]], d=right(1, 2)), ["c", "d"], lambda _: 1.0) is None
+    assert compare_with_baseline(run_of_cells(c=right(3, 4)), ["c"], lambda _: 1.0) is None
+    assert compare_with_baseline(run_of_cells(c=[[None]], d=right(1, 2)), ["c", "d"], lambda _: 1.0) is None
 
 
 @pytest.mark.parametrize(
@@ -146,7 +154,7 @@ def test_the_rule_of_recommendations(ours: list[list[float]], theirs: list[list[
     run: Run = run_of_cells(c=ours, d=theirs)
     difference = quality_difference(run, "c", "d")
     assert difference is not None
-    fine, text = harmless(run, difference, "the other")
+    fine, text = shows_no_loss(run, difference, "the other")
     assert fine == text.startswith("no measurable loss")
     assert said in text
     assert "against the other over" in text

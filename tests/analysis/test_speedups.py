@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.records.synthetic import repeat, request, run_of
 
-from panscan.analysis.cells import distinguishing, meant, measured_rows, speedup_lines
+from panscan.analysis.cells import distinguishing_names, effective_settings, measured_rows, speedup_lines
 from panscan.bench.grid import build_cells
 
 
@@ -45,12 +45,12 @@ def test_one_runner_alone_says_nothing() -> None:
 def test_what_only_one_runner_has_is_a_column_only_where_it_differs_there() -> None:
     def swept(**flags: list[str]) -> list[str]:
         cells = build_cells({"runner": ["generate", "engine"], **flags})
-        return distinguishing([meant(asdict(cell.settings)) for cell in cells])
+        return distinguishing_names([effective_settings(asdict(cell.settings)) for cell in cells])
 
     assert swept() == ["runner"]
     assert swept(batch_size=["1", "2"]) == ["runner", "batch_size"]
     assert swept(kv_cache_gb=["none", "1"], batch_size=["4"]) == ["runner", "kv_cache_gb"]
     assert swept(max_num_seqs=["8"]) == ["runner"]
     [engine] = build_cells({"runner": ["engine"]})
-    assert meant(asdict(engine.settings))["batch_size"] is None
-    assert meant(asdict(engine.settings))["attention"] == "sdpa"
+    assert effective_settings(asdict(engine.settings))["batch_size"] is None
+    assert effective_settings(asdict(engine.settings))["attention"] == "sdpa"

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 from tests.records import synthetic
 
-from panscan.analysis.cells import MeasuredCell, Sweep, distinguishing, measured_rows, sweeps, telling, unmeasured
+from panscan.analysis.cells import (
+    MeasuredCell,
+    Sweep,
+    distinguishing_names,
+    measured_rows,
+    shared_settings,
+    sweeps,
+    unmeasured,
+)
 
 
 def rows_of(directory: Path, grid: list[dict[str, Any]]) -> list[MeasuredCell]:
@@ -45,8 +53,8 @@ def test_without_is_a_value_where_nothing_else_differs(tmp_path: Path) -> None:
 def test_crops_that_differ_only_by_being_off_are_no_setting_of_their_own(tmp_path: Path) -> None:
     grid = [{"do_pan_and_scan": on, "pan_and_scan_max_num_crops": 6} for on in (False, True)]
     rows = rows_of(tmp_path, grid)
-    assert distinguishing([row.settings for row in rows]) == ["do_pan_and_scan"]
-    assert telling([row.settings for row in rows]) == {"pan_and_scan_max_num_crops": 6}
+    assert distinguishing_names([row.settings for row in rows]) == ["do_pan_and_scan"]
+    assert shared_settings([row.settings for row in rows]) == {"pan_and_scan_max_num_crops": 6}
     [sweep] = sweeps(rows)
     assert (sweep.name, sweep.values) == ("do_pan_and_scan", (False, True))
 

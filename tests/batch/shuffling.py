@@ -18,7 +18,7 @@ from panscan.settings import Settings
 JOB = Job(settings=Settings(runner="engine"), prompt="What?")
 
 
-class Shuffling:
+class ShufflingEngine:
     """Answers as an engine does, in an order that the test draws: each result is one of those in flight.
 
     A request's text is its id backwards. ``most``: requests in flight.
@@ -34,15 +34,15 @@ class Shuffling:
         self, requests: Iterable[Request], *, max_concurrency: int | None = None
     ) -> Iterator[tuple[int, Result]]:
         source = enumerate(requests)
-        flying: dict[int, Request] = {}
+        inflight: dict[int, Request] = {}
         while True:
-            for index, request in islice(source, (max_concurrency or self.most) - len(flying)):
-                flying[index] = request
+            for index, request in islice(source, (max_concurrency or self.most) - len(inflight)):
+                inflight[index] = request
                 self.seen.append(request)
-            if not flying:
+            if not inflight:
                 return
-            index = sorted(flying)[next(self.choices, 0) % len(flying)]
-            yield index, self.result_of(flying.pop(index))
+            index = sorted(inflight)[next(self.choices, 0) % len(inflight)]
+            yield index, self.result_of(inflight.pop(index))
 
 
 def backwards(request: Request) -> Result:
@@ -71,7 +71,7 @@ def opened(path: Path, mode: Mode = "resume", job: Job = JOB) -> AnswerFile:
 def run_job(
     file: AnswerFile,
     wanted: Iterable[BatchItem],
-    engine: Shuffling | None = None,
+    engine: ShufflingEngine | None = None,
     *,
     window: int | None = None,
     retry_failed: bool = False,
@@ -81,5 +81,5 @@ def run_job(
     answered = Answered(file, retry_failed=retry_failed)
     left = answered.left(wanted)
     proven = answered.any_succeeded
-    answer(engine or Shuffling(), JOB, left, file, window=window, proven=proven, on_answer=on_answer)
+    answer(engine or ShufflingEngine(), JOB, left, file, window=window, proven=proven, on_answer=on_answer)
     file.finish()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.batch.shuffling import JOB, Shuffling, backwards, items, opened, run_job, tasks
+from tests.batch.shuffling import JOB, ShufflingEngine, backwards, items, opened, run_job, tasks
 
 from panscan.batch.answers import AnswerFile
 from panscan.batch.dispatch import answer
@@ -68,7 +68,7 @@ def test_every_item_is_answered_once_in_order_and_within_the_window(
             assert window is None or pulled - len(ids(path)) <= window
             yield item
 
-    engine = Shuffling(choices, most)
+    engine = ShufflingEngine(choices, most)
     with opened(path) as file:
         run_job(file, source(), engine, window=window, on_answer=lambda line: finished.append(line["id"]))
         lines = list(file.records())
@@ -114,7 +114,7 @@ def test_a_job_killed_anywhere_asks_nothing_twice_that_was_finished(
             turns += 1
 
         with opened(place / "a.jsonl") as file:
-            run_job(file, asked, Shuffling(choices, 5), window=window, on_answer=on_answer)
+            run_job(file, asked, ShufflingEngine(choices, 5), window=window, on_answer=on_answer)
         if after:
             [place] = after
             for name in ("a.jsonl", "a.jsonl.held"):
@@ -129,7 +129,7 @@ def test_a_job_killed_anywhere_asks_nothing_twice_that_was_finished(
 
 
 def test_the_window_is_no_smaller_than_it_says(file: AnswerFile) -> None:
-    engine = Shuffling([5, 4, 3, 2, 1], most=6)
+    engine = ShufflingEngine([5, 4, 3, 2, 1], most=6)
     written: list[int] = []
     run_job(file, items(6), engine, window=6, on_answer=lambda _: written.append(len(ids(file.path))))
     assert written == [0] * 6
@@ -139,7 +139,7 @@ def test_the_window_is_no_smaller_than_it_says(file: AnswerFile) -> None:
 def test_the_users_bound_on_requests_in_flight_reaches_the_engine(file: AnswerFile) -> None:
     job = replace(JOB, settings=replace(JOB.settings, max_concurrency=2))
     begun: list[int] = []
-    engine = Shuffling([], most=9)
+    engine = ShufflingEngine([], most=9)
     answer(
         engine, job, tasks(items(5)), file, window=None, proven=True, on_answer=lambda _: begun.append(len(engine.seen))
     )
@@ -172,9 +172,9 @@ def test_what_an_engine_leaves_when_it_ends_is_no_document_s_failure(
         return replace(result, finish_reason=reason, error=error) if request.id == "2.png" else result
 
     with pytest.raises(EngineError, match=r"the engine (stopped: a bug|was closed)"):
-        run_job(file, items(5), Shuffling([], 3, result_of), window=4)
+        run_job(file, items(5), ShufflingEngine([], 3, result_of), window=4)
     assert ids(file.path) == ["0.png", "1.png"]
-    engine = Shuffling()
+    engine = ShufflingEngine()
     run_job(file, items(5), engine)
     assert [request.id for request in engine.seen] == ["2.png", "3.png", "4.png"]
 
@@ -187,7 +187,7 @@ SETTING = SettingError("--vision-cache-gb 1e-06 does not hold one encoded view")
 def test_a_setting_that_fails_every_document_ends_the_job_and_leaves_nothing(
     tmp_path: Path, count: int, window: int | None
 ) -> None:
-    engine = Shuffling([], 1, failing(SETTING))
+    engine = ShufflingEngine([], 1, failing(SETTING))
     with opened(tmp_path / "a.jsonl") as file, pytest.raises(SettingError, match="vision-cache-gb"):
         run_job(file, items(count), engine, window=window)
     assert len(engine.seen) <= 3
@@ -196,11 +196,11 @@ def test_a_setting_that_fails_every_document_ends_the_job_and_leaves_nothing(
 
 def test_documents_that_fail_by_themselves_are_lines(file: AnswerFile) -> None:
     # One that is answered, another error, or an answer of before: the setting is not at fault.
-    first = Shuffling([], 1, failing(SETTING, "2.png"))
+    first = ShufflingEngine([], 1, failing(SETTING, "2.png"))
     run_job(file, items(6), first, window=9)
     assert [line["error"] is None for line in file.records()] == [False, False, True, False, False, False]
     more = items(8)
-    run_job(file, more, Shuffling([], 1, failing(SETTING)), window=9)
+    run_job(file, more, ShufflingEngine([], 1, failing(SETTING)), window=9)
     assert ids(file.path) == [item.id for item in more]
 
 
@@ -208,12 +208,12 @@ def test_different_settings_errors_are_the_documents_own(file: AnswerFile) -> No
     def result_of(request: Request) -> Result:
         return failing(SettingError(f"{request.id}: too long"))(request)
 
-    run_job(file, items(5), Shuffling([], 1, result_of), window=9)
+    run_job(file, items(5), ShufflingEngine([], 1, result_of), window=9)
     assert ids(file.path) == [item.id for item in items(5)]
 
 
 def test_a_document_beside_unreadable_ones_may_fail_with_a_setting(file: AnswerFile) -> None:
-    run_job(file, items(3, bad=[0, 1]), Shuffling([], 1, failing(SETTING)), window=9)
+    run_job(file, items(3, bad=[0, 1]), ShufflingEngine([], 1, failing(SETTING)), window=9)
     assert [line["error"] for line in file.records()] == ["0.png: broken", "1.png: broken", str(SETTING)]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.batch.shuffling import Shuffling, items, opened, run_job
+from tests.batch.shuffling import ShufflingEngine, items, opened, run_job
 
 from panscan.batch.answers import AnswerFile
 from panscan.batch.items import BatchItem
@@ -104,7 +104,7 @@ def test_a_retry_killed_anywhere_loses_no_line_and_doubles_none(
                 new[line["id"]] = line["error"]
 
         killed: list[Path] = []
-        run_job(file, better[:seen], Shuffling(choices, 3), window=window, retry_failed=True, on_answer=on_answer)
+        run_job(file, better[:seen], ShufflingEngine(choices, 3), window=window, retry_failed=True, on_answer=on_answer)
     assert set(turns) == {f"{number}.png" for number in bad if number < seen}
     if killed:
         path = Path(killed[0]) / "a.jsonl"
@@ -131,7 +131,7 @@ def test_the_pages_of_a_mended_file_take_its_place_in_their_order(path: Path, re
     first, last = items(2)
     begun_file(path, [first, BROKEN, last]).close()
     with opened(path) as file:
-        run_job(file, [first, *pages(11), last], Shuffling([5, 4, 3, 9, 1], 8), window=4, retry_failed=retry)
+        run_job(file, [first, *pages(11), last], ShufflingEngine([5, 4, 3, 9, 1], 8), window=4, retry_failed=retry)
     assert [line["id"] for line in lines_of(path)] == ["0.png", *(page.id for page in pages(11)), "1.png"]
 
 
@@ -183,7 +183,7 @@ def test_answers_beyond_a_limit_wait_beside_the_file(path: Path) -> None:
         run_job(file, every[:1])
         for number in (2, 4):
             file.hold({"id": f"{number}.png", "image": [f"{number}.png"], "error": None})
-    engine = Shuffling()
+    engine = ShufflingEngine()
     with opened(path) as file:
         run_job(file, every[:3], engine, window=4)
     assert [line["id"] for line in lines_of(path)] == ["0.png", "1.png", "2.png"]

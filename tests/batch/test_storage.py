@@ -18,7 +18,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 from tests.batch.object_store import ACCESS_KEY, FaultyProxy, S3Server
-from tests.batch.shuffling import JOB, Shuffling, opened, run_job
+from tests.batch.shuffling import JOB, ShufflingEngine, opened, run_job
 from tests.conftest import noise
 
 from panscan.batch.destination import destination
@@ -150,11 +150,11 @@ def test_a_store_that_fails_in_the_middle_fails_pages_but_one_that_is_gone_ends_
         for name in (f"{number}.png" for number in range(5))
     ]
     with opened(tmp_path / "some.jsonl") as file:
-        run_job(file, items, Shuffling())
+        run_job(file, items, ShufflingEngine())
         assert [line["error"] is not None for line in file.records()] == [False, True, False, True, False]
     gone = [BatchItem(f"{n}", (), (), problem=StorageError("s3://in: gone")) for n in range(30)]
     with opened(tmp_path / "gone.jsonl") as file, pytest.raises(StorageError, match="8 documents failed in a row"):
-        run_job(file, [*items[:1], *gone], Shuffling())
+        run_job(file, [*items[:1], *gone], ShufflingEngine())
     assert [line["id"] for line in lines((tmp_path / "gone.jsonl").read_bytes())] == ["0.png"]
 
 

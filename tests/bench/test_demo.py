@@ -22,7 +22,7 @@ from panscan.settings import Settings
 
 
 @dataclass
-class Watch:
+class RecordingObserver:
     """Follows a demo and its sweep."""
 
     said: list[str] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Watch:
         self.said.append("drawn")
 
     @contextmanager
-    def measuring(self, plan: SweepPlan, directory: Path) -> Iterator[Watch]:
+    def measuring(self, plan: SweepPlan, directory: Path) -> Iterator[RecordingObserver]:
         self.plans.append(plan)
         yield self
         self.said.append("swept")
@@ -72,8 +72,8 @@ def test_a_demo_returns_its_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(
         SettingError, match="tale already holds a demo: choose another folder, or replace it with --again"
     ):
-        run_demo(Path("tale"), count=2, seed=2, again=False, observer=Watch())
-    watch = Watch()
+        run_demo(Path("tale"), count=2, seed=2, again=False, observer=RecordingObserver())
+    watch = RecordingObserver()
     demo = run_demo(Path("tale"), count=2, seed=2, again=True, observer=watch)
 
     assert watch.said == ["samples", "drawn", "bench", "swept", "measured", "written", "report", "gallery", "recommend"]

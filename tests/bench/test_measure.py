@@ -30,7 +30,7 @@ from panscan.records.schema import problem_of
 from panscan.settings import Settings
 
 
-class Watcher:
+class RecordingObserver:
     """Remembers what it is told."""
 
     def __init__(self) -> None:
@@ -76,14 +76,17 @@ def test_a_sampled_cell_records_its_seed_and_repeats_are_draws_of_their_own(
     runner: GenerateRunner, plan: SweepPlan
 ) -> None:
     runner.configure(plan.cells[0].settings)
-    repeats = [[r for r in measure(plan, plan.cells[0], n, runner, Watcher()) if r["type"] == "repeat"] for n in (0, 1)]
+    repeats = [
+        [r for r in measure(plan, plan.cells[0], n, runner, RecordingObserver()) if r["type"] == "repeat"]
+        for n in (0, 1)
+    ]
     assert [line["sampling_seed"] for [line] in repeats] == [7, 8]
     assert [(line["device"], line["dtype"]) for [line] in repeats] == [("cpu", "float32")] * 2
 
 
 def test_warm_up_is_not_measured(runner: GenerateRunner, plan: SweepPlan) -> None:
     runner.configure(plan.cells[0].settings)
-    watcher = Watcher()
+    watcher = RecordingObserver()
     *requests, line = measure(plan, plan.cells[0], 0, runner, watcher)
     assert watcher.batches == len(requests) == 3
     assert line["warmup_s"] > 0
@@ -103,7 +106,7 @@ def test_answers_are_scored_when_the_time_has_been_taken(
     monkeypatch.setattr(sweep, "scores_of", score)
     items = [replace(item, answers=("x",), tags=(("type", "form"),)) for item in plan.items]
     runner.configure(plan.cells[0].settings)
-    *requests, line = measure(replace(plan, items=items), plan.cells[0], 0, runner, Watcher())
+    *requests, line = measure(replace(plan, items=items), plan.cells[0], 0, runner, RecordingObserver())
     assert len(scored) == len(requests)
     assert min(scored) >= line["ended"]
     assert all(request["tags"] == {"type": ["form"]} and "anls" in request["scores"] for request in requests)
@@ -130,7 +133,7 @@ def test_a_failing_cell_lets_go_of_what_it_held(plan: SweepPlan) -> None:
         def close(self) -> None: ...
 
     other = Cell.of(Settings(model="tiny", dtype="fp32", device="cpu", batch_size=2))
-    watcher, lines = Watcher(), Lines()
+    watcher, lines = RecordingObserver(), Lines()
     gc.disable()
     try:
         sweep._visit(plan, [(plan.cells[0], 0), (other, 0)], Failing(), writer=lines, observer=watcher, verifier=None)

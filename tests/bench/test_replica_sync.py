@@ -15,18 +15,18 @@ from tests.records.synthetic import outcome, repeat, request
 from panscan.bench.grid import Cell
 from panscan.bench.plan import SweepPlan
 from panscan.bench.replica_sync import (
+    Abort,
     Answer,
     BatchDone,
     Failed,
-    GiveUp,
-    Go,
     Loading,
     Message,
+    Proceed,
     Ready,
+    RecordsWritten,
     ReplicaSync,
     Stage,
     Warned,
-    Wrote,
     merged,
 )
 from panscan.bench.workload import Source
@@ -51,7 +51,7 @@ def replica(number: int, faults: Faults) -> Script:
     for group in GROUPS:
         if (group[0], None) in faults:
             for cell in group:
-                yield Wrote([outcome(cell, "failed", "load")])
+                yield RecordsWritten([outcome(cell, "failed", "load")])
             continue
         broken = set()
         for turn in range(REPEATS):
@@ -59,13 +59,13 @@ def replica(number: int, faults: Faults) -> Script:
                 if cell in broken:
                     continue
                 fault = faults.get((cell, turn))
-                go = fault != "before" and (yield Ready(cell, turn)) == Go()
+                go = fault != "before" and (yield Ready(cell, turn)) == Proceed()
                 if go and fault is None:
                     done = [outcome(cell, "done")] if turn == REPEATS - 1 else []
-                    yield Wrote([request(cell, "q", 0.0, [1.0], repeat=turn), line(cell, turn, number), *done])
+                    yield RecordsWritten([request(cell, "q", 0.0, [1.0], repeat=turn), line(cell, turn, number), *done])
                 else:
                     broken.add(cell)
-                    yield Wrote([outcome(cell, "failed", fault or "told to give up")])
+                    yield RecordsWritten([outcome(cell, "failed", fault or "told to give up")])
 
 
 def line(cell: str, turn: int, number: int, **fields: Any) -> dict[str, Any]:
@@ -73,8 +73,8 @@ def line(cell: str, turn: int, number: int, **fields: Any) -> dict[str, Any]:
 
 
 @dataclass
-class Desk:
-    """Writer and observer at once."""
+class RecordingWriter:
+    """A writer and observer that records its calls."""
 
     records: list[Any] = field(default_factory=list)
     started: list[tuple[str, int]] = field(default_factory=list)
@@ -101,18 +101,18 @@ class Desk:
         self.problems.append(cell.id)
 
 
-def play(faults: Sequence[Faults], data: st.DataObject) -> Desk:
+def play(faults: Sequence[Faults], data: st.DataObject) -> RecordingWriter:
     """Let replicas speak in a drawn order until all are through."""
-    desk = Desk()
+    desk = RecordingWriter()
     scripts = [replica(number, each) for number, each in enumerate(faults)]
     saying: dict[int, Message | None] = {number: next(script, None) for number, script in enumerate(scripts)}
     waiting: dict[int, Ready] = {}
 
     def answer(number: int, answer: Answer) -> None:
-        if answer == Go():
+        if answer == Proceed():
             assert len({*waiting.values()}) <= 1, "some started another visit than the others"
         visit = waiting.pop(number)
-        assert answer == GiveUp() or (visit.cell, visit.repeat) == desk.started[-1]
+        assert answer == Abort() or (visit.cell, visit.repeat) == desk.started[-1]
         saying[number] = send(scripts[number], pickled(answer))
 
     step = ReplicaSync(plan(), set(), [""] * len(faults), writer=desk, observer=desk, answer=answer)
@@ -185,28 +185,28 @@ def first_failure(faults: Sequence[Faults], load: str, cell: str) -> tuple[dict[
 
 
 def test_the_first_replica_alone_speaks_of_loads_and_answers() -> None:
-    desk = Desk()
+    desk = RecordingWriter()
     step = ReplicaSync(plan(), {("a0", 0), ("a0", 1)}, ["", ""], writer=desk, observer=desk, answer=ignore)
     for number in (0, 1):
-        step.take(number, Wrote([{"type": "load", "cells": ["a0"]}]))
-    step.take(0, Wrote([{"type": "verdict", "cell": "a0"}]))
-    step.take(0, Wrote([outcome("a0", "failed", "while answers were compared")]))
+        step.take(number, RecordsWritten([{"type": "load", "cells": ["a0"]}]))
+    step.take(0, RecordsWritten([{"type": "verdict", "cell": "a0"}]))
+    step.take(0, RecordsWritten([outcome("a0", "failed", "while answers were compared")]))
     assert [record["type"] for record in desk.records] == ["load", "verdict", "cell"]
 
 
 def test_a_failure_after_the_last_repeat_takes_no_measurement_away() -> None:
-    desk = Desk()
+    desk = RecordingWriter()
     step = ReplicaSync(plan(), {("a0", 0)}, ["", ""], writer=desk, observer=desk, answer=ignore)
     last = [[*asked, whole | {"repeat": 1}, done] for *asked, whole, done in (part(0), part(1))]
-    step.take(0, Wrote(last[0]))
-    step.take(0, Wrote([outcome("a0", "failed", "while answers were compared")]))
-    step.take(1, Wrote(last[1]))
+    step.take(0, RecordsWritten(last[0]))
+    step.take(0, RecordsWritten([outcome("a0", "failed", "while answers were compared")]))
+    step.take(1, RecordsWritten(last[1]))
     assert [record["repeat"] for record in desk.records if record["type"] == "repeat"] == [1]
     assert [record["outcome"] for record in desk.records if record["type"] == "cell"] == ["failed", "done"]
 
 
 def test_what_else_a_replica_says() -> None:
-    desk = Desk()
+    desk = RecordingWriter()
     step = ReplicaSync(plan(), set(), ["", ""], writer=desk, observer=desk, answer=ignore)
     step.take(0, Loading(Settings()))
     step.take(0, Stage("computing the truth"))

@@ -39,7 +39,7 @@ Act = Callable[[], None]
 
 
 @dataclass
-class Watch:
+class RecordingObserver:
     """What a sweep told; ``acts`` happen right before the measurement of their number starts everywhere."""
 
     acts: dict[int, Act] = field(default_factory=dict)
@@ -95,9 +95,9 @@ def facts(run: Run) -> dict[tuple[str, int], list[Any]]:
 
 def test_two_replicas_make_one_run(folder: Path) -> None:
     chosen = plan(folder, [1, 2], include_content=True, warmup=0)
-    watch = Watch()
+    watch = RecordingObserver()
     run = start(replace(chosen, replicas=2), folder / "two", [], watch)
-    alone = start(replace(chosen, verify=False), folder / "one", [], Watch())
+    alone = start(replace(chosen, verify=False), folder / "one", [], RecordingObserver())
     assert (watch.loads, watch.batches, len(watch.starts), watch.problems) == (1, 3 + 2, 2, []), "one bar for both"
     assert (run.header["settings"]["replicas"], run.header["settings"]["gpus_per_replica"]) == (2, 1)
     assert plan_of(run, on_problem=print) == replace(chosen, replicas=2)
@@ -161,7 +161,7 @@ def test_what_one_replica_cannot_do_fails_alone_and_a_killed_one_ends_the_run_wh
     def kill() -> None:
         workers()[1].kill()
 
-    watch = Watch({1: lambda: limit(0), 2: lambda: limit(256), 3: kill})
+    watch = RecordingObserver({1: lambda: limit(0), 2: lambda: limit(256), 3: kill})
     with pytest.raises(PanscanError, match=r"^replica 1 was killed by SIGKILL") as caught:
         start(chosen, folder / "run", [], watch)
     assert (caught.value.exit_code, str(caught.value).count("\n")) == (1, 0)
@@ -176,10 +176,10 @@ def test_what_one_replica_cannot_do_fails_alone_and_a_killed_one_ends_the_run_wh
     assert set(before.repeats) == {first, third}
 
     kept = before.path.read_bytes()
-    resumed = resume(plan_of(before, on_problem=print), folder / "run", Watch())
+    resumed = resume(plan_of(before, on_problem=print), folder / "run", RecordingObserver())
     assert resumed.path.read_bytes().startswith(kept), "what was there is kept"
     assert resumed.path.read_bytes().count(b'"type":"repeat"') == 6, "and not measured again"
-    alone = facts(start(replace(chosen, replicas=1), folder / "alone", [], Watch()))
+    alone = facts(start(replace(chosen, replicas=1), folder / "alone", [], RecordingObserver()))
     assert {key: sorted(asked) for key, asked in facts(resumed).items()} == {
         key: sorted([number, *fact] for number in (0, 1) for _, *fact in asked) for key, asked in alone.items()
     }
@@ -188,7 +188,7 @@ def test_what_one_replica_cannot_do_fails_alone_and_a_killed_one_ends_the_run_wh
 def test_a_replica_that_does_not_even_start_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHOME", str(folder))  # without a standard library
     with pytest.raises(PanscanError, match=r"^replica [01] ended with exit code 1: \S"):
-        start(plan(folder, [1], verify=False, replicas=2), folder / "run", [], Watch())
+        start(plan(folder, [1], verify=False, replicas=2), folder / "run", [], RecordingObserver())
     assert read_run(folder / "run").finished() == set()
 
 
@@ -338,7 +338,7 @@ def test_replicas_on_gpus_have_one_each(folder: Path) -> None:
         replace(chosen, cells=build_cells({"model": ["tiny"], "device": ["cuda"]}), replicas=2),
         folder / "run",
         [],
-        Watch(),
+        RecordingObserver(),
     )
     [line] = run.repeats.values()
     assert [each["device"] for each in line["replicas"]] == ["cuda:0", "cuda:1"]

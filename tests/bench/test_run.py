@@ -28,7 +28,7 @@ SKIPPED = {"attention": ["flash_attention_2"], "device": ["cpu"]}
 
 
 @dataclass
-class Watch:
+class RecordingObserver:
     """What a sweep told."""
 
     loads: list[str] = field(default_factory=list)
@@ -106,7 +106,7 @@ def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
 
 
 def test_a_run_starts_with_its_header_and_ends_with_its_summary(folder: Path) -> None:
-    watch = Watch()
+    watch = RecordingObserver()
     chosen = plan({**QUICK, "batch_size": [2], "max_new_tokens": [2]}, repeats=2, warmup=0)
     measured = start(chosen, folder / "run", ["panscan", "bench", "--x", "a b"], watch)
     assert (watch.loads, watch.batches, watch.problems) == (["tiny"], 4, [])
@@ -123,28 +123,28 @@ def test_a_run_starts_with_its_header_and_ends_with_its_summary(folder: Path) ->
 
 
 def test_a_second_run_into_a_directory_is_refused(folder: Path) -> None:
-    start(plan(SKIPPED), folder / "run", [], Watch())
+    start(plan(SKIPPED), folder / "run", [], RecordingObserver())
     before = (folder / "run" / "records.jsonl").read_bytes()
     with pytest.raises(RecordsError, match="already holds a run"):
-        start(plan(SKIPPED), folder / "run", [], Watch())
+        start(plan(SKIPPED), folder / "run", [], RecordingObserver())
     assert (folder / "run" / "records.jsonl").read_bytes() == before
 
 
 def test_nothing_is_not_resumed(folder: Path) -> None:
     with pytest.raises(RecordsError, match="there is no run"):
-        resume(plan(SKIPPED), folder / "run", Watch())
+        resume(plan(SKIPPED), folder / "run", RecordingObserver())
     assert not (folder / "run" / "records.jsonl").exists()
 
 
 def test_the_plan_comes_back_out_of_the_records(folder: Path) -> None:
     chosen = plan({**SKIPPED, "batch_size": [1, 2]}, repeats=3, warmup=2, seed=9, include_content=True)
-    measured = start(chosen, folder / "run", [], Watch())
+    measured = start(chosen, folder / "run", [], RecordingObserver())
     assert plan_of(measured, on_problem=refuse) == chosen
     assert list(plan_of(measured, on_problem=refuse).order()) == list(chosen.order())
 
 
 def test_the_other_processes_make_the_same_calls_and_write_nothing(folder: Path) -> None:
-    watch = Watch()
+    watch = RecordingObserver()
     chosen = plan({**QUICK, "batch_size": [3], "max_new_tokens": [1]}, warmup=0)
     before = sorted(folder.rglob("*"))
     follow(replace(chosen, cells=[*chosen.cells, *build_cells(SKIPPED)]), set(), watch)
@@ -155,7 +155,7 @@ def test_the_other_processes_make_the_same_calls_and_write_nothing(folder: Path)
 
 @pytest.mark.parametrize("change", ["pixels", "prompt", "fewer"])
 def test_another_workload_is_not_resumed(folder: Path, change: str) -> None:
-    measured = start(plan(SKIPPED), folder / "run", [], Watch())
+    measured = start(plan(SKIPPED), folder / "run", [], RecordingObserver())
     if change == "pixels":
         noise(300, 300, 1).save(folder / "b.png")
     elif change == "prompt":
@@ -177,7 +177,7 @@ def test_another_workload_is_not_resumed(folder: Path, change: str) -> None:
     ],
 )
 def test_a_header_of_another_version_is_said(folder: Path, edit: Any) -> None:
-    measured = edited(start(plan(SKIPPED), folder / "run", [], Watch()), edit)
+    measured = edited(start(plan(SKIPPED), folder / "run", [], RecordingObserver()), edit)
     with pytest.raises(RecordsError, match="another version") as caught:
         plan_of(measured, on_problem=refuse)
     assert "\n" not in str(caught.value)

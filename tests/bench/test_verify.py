@@ -44,11 +44,13 @@ class Bench:
         self.source = Source(images=(str(folder / "*.png"),), prompt="What is it?")
         self.items = build_workload(self.source, on_problem=lambda error: pytest.fail(str(error)))
 
-    def verifier(self, *references: Path, directory: Path | None = None, source: Source | None = None) -> Watched:
-        return Watched(self, references, directory or self.truths, source or self.source)
+    def verifier(
+        self, *references: Path, directory: Path | None = None, source: Source | None = None
+    ) -> RecordingVerifier:
+        return RecordingVerifier(self, references, directory or self.truths, source or self.source)
 
 
-class Watched(Verifier):
+class RecordingVerifier(Verifier):
     """A verifier that keeps what it writes and says."""
 
     def __init__(self, bench: Bench, references: Sequence[Path], directory: Path, source: Source) -> None:

@@ -22,7 +22,7 @@ from tests.conftest import noise
 
 from panscan.cli import batch
 from panscan.cli.main import run
-from panscan.cli.options import typed_again
+from panscan.cli.options import command_words
 from panscan.core import EngineError
 from panscan.engine.loop import Loop
 from panscan.model.tiny import tiny_directory
@@ -251,7 +251,7 @@ def test_the_line_to_go_on_with_does_what_was_typed(
         return batch.command.make_context("batch", arguments)
 
     context = parsed(given.split())
-    words = typed_again(context, without=without, extra=extra)
+    words = command_words(context, without=without, extra=extra)
     first, *rest = wanted.split(" -- ")
     assert words == [*first.split(), *extra, *(["--", *rest[0].split()] if rest else [])]
     again = parsed(words)
@@ -263,4 +263,4 @@ def test_the_line_to_go_on_with_does_what_was_typed(
 def test_the_line_to_go_on_with_keeps_debug() -> None:
     words = ["docs", "-p", "What?", "-o", "a", "--debug"]
     context = batch.command.make_context("batch", list(words), obj={"debug": False})
-    assert typed_again(context) == words
+    assert command_words(context) == words

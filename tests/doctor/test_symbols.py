@@ -30,7 +30,7 @@ def words() -> set[str]:
 
 
 def test_every_import_of_transformers_is_looked_up() -> None:
-    places = {place for use in used_symbols(SOURCE) for place in use.places}
+    places = {place for use in used_symbols(SOURCE) for place in use.locations}
     for path in SOURCE.rglob("*.py"):
         for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
             if re.match(r"\s*(from|import) transformers\b", line):

@@ -68,17 +68,17 @@ def questions() -> tuple[Request, ...]:
     """The same for the mini model, which was trained: text on paper and what it was taught to ask of it. Fewer, since
     its views are larger. Every other one goes on after its answer, where the model is less sure of itself."""
     chart, receipt, board = printed("chart", 300, 300), printed("receipt", 220, 660), printed("board", 640, 220)
-    (first, *_, last), [posted, *_] = receipt.asks, board.asks
+    (first, *_, last), [posted, *_] = receipt.questions, board.questions
     story = "".join(f"The total of line {line} is not what it says. " for line in range(20))
     asked = [
         Request("Hi"),
-        Request(chart.asks[0].question, [chart.image], pan_and_scan=crops(4)),
+        Request(chart.questions[0].question, [chart.image], pan_and_scan=crops(4)),
         Request(first.question, [receipt.image], pan_and_scan=crops(4)),
         Request(last.question, [receipt.image], pan_and_scan=crops(4)),
         Request(last.question, [receipt.image], pan_and_scan=crops(2)),
         Request(posted.question, [board.image], pan_and_scan=crops(2), system="Answer in few words."),
         Request(posted.question, [chart.image, board.image], pan_and_scan=crops(2)),
-        Request(f"{story}{BOI}{chart.asks[0].question}", [chart.image], raw=True, pan_and_scan=crops(1)),
+        Request(f"{story}{BOI}{chart.questions[0].question}", [chart.image], raw=True, pan_and_scan=crops(1)),
     ]
     return tuple(
         replace(request, id=str(place), sampling=replace(SHORT, ignore_eos=place % 2 == 1))

@@ -20,11 +20,11 @@ from panscan.engine.scheduling.batch import FlatBatch, SamplingRow, ViewToEncode
 from panscan.engine.scheduling.sequence import Chunk, PromptLayout, Sequence, flatten
 from panscan.model.checkpoint import Loaded
 
-__all__ = ["Asked", "Pages", "ask", "teacher"]
+__all__ = ["ForcedSequence", "Pages", "ask", "teacher"]
 
 
 @dataclass
-class Asked:
+class ForcedSequence:
     """A sequence, the tokens of its answer, and levels ``[48, 48, 3]`` of its views by key."""
 
     sequence: Sequence
@@ -45,7 +45,7 @@ class Asked:
         return Chunk(sequence, sequence.computed, sequence.layout.cut(sequence.computed, end))
 
 
-def ask(loaded: Loaded, draw: random.Random, *, number: int = 0, longest: int = 25, outputs: int = 3) -> Asked:
+def ask(loaded: Loaded, draw: random.Random, *, number: int = 0, longest: int = 25, outputs: int = 3) -> ForcedSequence:
     """Return a random prompt (text, and image blocks with text between them) and its answer."""
     ids = _text(draw, longest)
     views: dict[bytes, NDArray[np.uint8]] = {}
@@ -54,14 +54,14 @@ def ask(loaded: Loaded, draw: random.Random, *, number: int = 0, longest: int = 
         views[f"{number} {view}".encode()] = levels
         ids += [SOFT] * loaded.model.config.mm_tokens_per_image + _text(draw, longest)
     sequence = Sequence(number, ids, len(ids), PromptLayout.of(ids, SOFT, list(views)), len(ids) + outputs)
-    return Asked(sequence, [draw.randrange(20, 1000) for _ in range(outputs)], views)
+    return ForcedSequence(sequence, [draw.randrange(20, 1000) for _ in range(outputs)], views)
 
 
 def _text(draw: random.Random, longest: int) -> list[int]:
     return [draw.randrange(20, 1000) for _ in range(draw.randint(1, longest))]
 
 
-def inputs_of(loaded: Loaded, asked: Asked, ids: torch.Tensor) -> dict[str, Any]:
+def inputs_of(loaded: Loaded, asked: ForcedSequence, ids: torch.Tensor) -> dict[str, Any]:
     """Return what Transformers' model takes for ``ids [1, n]`` with the views of a prompt."""
     inputs: dict[str, Any] = {"input_ids": ids}
     if loaded.reader.reads_images:
@@ -73,7 +73,7 @@ def inputs_of(loaded: Loaded, asked: Asked, ids: torch.Tensor) -> dict[str, Any]
 
 
 @torch.no_grad()
-def teacher(loaded: Loaded, asked: Asked) -> torch.Tensor:
+def teacher(loaded: Loaded, asked: ForcedSequence) -> torch.Tensor:
     """Return logits ``[positions, vocabulary]`` of one eager forward pass over prompt and answer."""
     model, sequence = loaded.model, asked.sequence
     ids = torch.tensor([sequence.ids[: sequence.prompt_tokens] + asked.forced])
@@ -111,15 +111,15 @@ class Pages:
         self._free_slots = draw.sample(range(100), 100)
 
     def run(
-        self, chunks: Iterable[Chunk], asked: Rows[Asked] = (), *, watched: Rows[int] | None = None,
+        self, chunks: Iterable[Chunk], asked: Rows[ForcedSequence] = (), *, observed: Rows[int] | None = None,
         pending: dict[int, int] | None = None,
     ) -> PassResult:  # fmt: skip
-        """Run one pass and return its result, with logits of the sampled rows, and what is known of the watched ones.
+        """Run one pass and return its result, with logits of the sampled rows, and what is known of the observed ones.
 
         Args:
             chunks: in the order of their rows.
             asked: what the chunks belong to, with the levels of their views.
-            watched: rows to return; None: all of them.
+            observed: rows to return; None: all of them.
             pending: rows whose id is a token that the previous pass sampled, and its index there.
         """
         chunks = list(chunks)
@@ -133,8 +133,8 @@ class Pages:
             pending_rows=np.array(list(pending or {}), np.int64),
             pending_sources=np.array(list((pending or {}).values()), np.int64),
         )
-        rows = np.arange(batch.rows) if watched is None else np.array(watched)
-        result = self.runner.execute(replace(batch, watched=rows.astype(np.int64))).wait()
+        rows = np.arange(batch.rows) if observed is None else np.array(observed)
+        result = self.runner.execute(replace(batch, observed_rows=rows.astype(np.int64))).wait()
         for chunk in chunks:
             chunk.sequence.computed = chunk.end
             self._drop_local_blocks(chunk.sequence)
@@ -152,7 +152,7 @@ class Pages:
             encode=tuple(ViewToEncode(self._slots[key], ref.handle) for key, ref in zip(new, pixels, strict=True)),
             sampled=batch.offsets[1:][samples].astype(np.int64) - 1,
             sampling=tuple(SamplingRow(Sampling(), 0, 0) for _ in samples),
-            watched_samples=np.arange(len(samples)),
+            observed_samples=np.arange(len(samples)),
         )
 
     def _drop_local_blocks(self, sequence: Sequence) -> None:

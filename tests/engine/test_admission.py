@@ -26,7 +26,7 @@ def engine(tiny: GenerateRunner) -> Iterator[Engine]:
         yield opened
 
 
-def test_a_full_queue_is_refused_and_a_free_place_is_taken(engine: Engine) -> None:
+def test_a_full_queue_is_refused_and_a_free_slot_is_taken(engine: Engine) -> None:
     async def ask() -> list[str]:
         streams = [engine.submit(ENDLESS) for _ in range(3)]
         with pytest.raises(QueueFullError, match=r"queue is full: 2 submitted requests wait.*max_queued_requests"):
@@ -43,7 +43,7 @@ def test_a_full_queue_is_refused_and_a_free_place_is_taken(engine: Engine) -> No
     assert asyncio.run(ask()) == ["cancelled", "cancelled", "cancelled", "length"]
 
 
-def test_many_wait_for_a_place_and_all_are_answered(engine: Engine) -> None:
+def test_many_wait_for_a_slot_and_all_are_answered(engine: Engine) -> None:
     held: list[int] = []
 
     async def one(number: int) -> str:
@@ -58,7 +58,7 @@ def test_many_wait_for_a_place_and_all_are_answered(engine: Engine) -> None:
     assert max(held) <= 3
 
 
-def test_a_wait_that_is_cancelled_takes_no_place(engine: Engine) -> None:
+def test_a_wait_that_is_cancelled_takes_no_slot(engine: Engine) -> None:
     async def ask() -> None:
         streams = [engine.submit(ENDLESS) for _ in range(3)]
         waits = [asyncio.ensure_future(engine.submit_wait(SHORT)) for _ in range(3)]
@@ -75,7 +75,7 @@ def test_a_wait_that_is_cancelled_takes_no_place(engine: Engine) -> None:
     asyncio.run(ask())
 
 
-def test_a_request_that_cannot_begin_gives_its_place_back(engine: Engine) -> None:
+def test_a_request_that_cannot_begin_releases_its_slot(engine: Engine) -> None:
     async def ask() -> None:
         first = engine.submit(replace(ENDLESS, id="same"))
         for _ in range(5):
@@ -101,17 +101,17 @@ def test_closing_ends_every_wait(engine: Engine) -> None:
     assert len(found) == 5 and all(isinstance(error, EngineError) for error in found)
 
 
-def test_a_place_is_not_given_to_an_event_loop_that_has_ended() -> None:
+def test_a_slot_is_not_given_to_an_event_loop_that_has_ended() -> None:
     admission = Admission(1, "full")
-    admission.take()
+    admission.acquire_nowait()
     loop = asyncio.new_event_loop()
-    waiting = loop.create_task(admission.wait())
+    waiting = loop.create_task(admission.acquire())
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
-    admission.give()
-    admission.take()
+    admission.release()
+    admission.acquire_nowait()
     with pytest.raises(QueueFullError, match="full"):
-        admission.take()
+        admission.acquire_nowait()
     waiting._log_destroy_pending = False  # type: ignore[attr-defined]
 
 

@@ -19,7 +19,7 @@ from panscan.core import ImageError, PanscanError, PanscanWarning, SettingError,
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
 from panscan.model.inputs import plan_request, read_images
-from panscan.model.observation import ForcedTokens, image_places
+from panscan.model.observation import ForcedTokens, sample_image_positions
 
 SMALL: dict[str, Any] = {"kv_cache_gb": 0.02}
 
@@ -285,7 +285,7 @@ def test_what_is_seen_of_a_preempted_request_is_the_same(tiny: GenerateRunner) -
     loaded = tiny.loaded
     asked = [requests()[place] for place in (2, 10, 13) * 3]
     prompts = [plan_request(read_images(request), loaded.reader)[1].ids for request in asked]
-    places = [image_places(ids, loaded.reader.prompts.soft_id) for ids in prompts]
+    places = [sample_image_positions(ids, loaded.reader.prompts.soft_id) for ids in prompts]
     forced = [ForcedTokens([7 + place, *range(20, 59)], each, 40) for place, each in enumerate(places)]
     with Engine(loaded, EngineOptions(kv_cache_gb=0.0025, block_size=1, max_num_seqs=32)) as engine:
         seen = engine.observe(asked, forced)

@@ -162,7 +162,7 @@ def test_limits_stops_and_penalties_work_under_a_schema(engine: Engine) -> None:
 def test_the_trained_model_fills_in_what_it_reads(mini: GenerateRunner) -> None:
     """Its head has more rows than its tokenizer has tokens."""
     document = printed("receipt", 220, 660)
-    ask = next(each for each in document.asks if each.type == "total")
+    ask = next(each for each in document.questions if each.type == "total")
     price = {"type": "string", "pattern": r"^\$[0-9]+\.[0-9]{2}$"}
     asked = Request(ask.question, [document.image], pan_and_scan=crops(4))
     with Engine(mini.loaded, EngineOptions(kv_cache_gb=0.02)) as engine:

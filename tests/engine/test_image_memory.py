@@ -129,7 +129,7 @@ def test_memory_is_given_back_however_a_request_ends(tiny: GenerateRunner, tmp_p
     driver = Driver(tiny, OPTIONS)
     memory = driver.loop.preparer.memory
     answered, cancelled = driver.add(requests()[3]), driver.add(requests()[7])
-    assert memory.taken > 0 and driver.pixels == 5 + len(cancelled.job.sights)
+    assert memory.taken > 0 and driver.pixels == 5 + len(cancelled.job.request_views)
     driver.loop.end(cancelled.job, "cancelled")
     assert driver.pixels == 5
     driver.run(lambda: len(answered.tokens) == 1)
@@ -203,11 +203,11 @@ def test_an_image_that_is_needed_again_is_read_again(tiny: GenerateRunner, tmp_p
     again = driver.add(replace(requests()[3], images=[str(place)]))
     assert isinstance(driver.loop.runner, ModelRunner)
     pixels = driver.loop.runner.pixels
-    for sight in again.job.sights.values():
-        assert sight.pixels is not None
-        before, sight.pixels = pixels.take(sight.pixels.handle), None
-        assert torch.equal(pixels.take(driver.loop.preparer.place(sight).handle), before)
-        sight.pixels = None
+    for view in again.job.request_views.values():
+        assert view.pixels is not None
+        before, view.pixels = pixels.take(view.pixels.handle), None
+        assert torch.equal(pixels.take(driver.loop.preparer.place(view).handle), before)
+        view.pixels = None
     driver.run()
     assert again.tokens == expected.tokens
     assert driver.pixels == 0

@@ -124,14 +124,14 @@ def test_pixels_are_dropped_when_no_pass_needs_them(tiny: GenerateRunner) -> Non
     """Also those of views whose blocks came from the prefix cache."""
     driver = Driver(tiny, replace(OPTIONS, max_num_seqs=1))
     first, second = driver.add(requests()[3]), driver.add(requests()[4])
-    assert all(sight.pixels is not None for sight in second.job.sights.values())
-    assert driver.pixels == len(first.job.sights) + len(second.job.sights)
+    assert all(view.pixels is not None for view in second.job.request_views.values())
+    assert driver.pixels == len(first.job.request_views) + len(second.job.request_views)
     driver.run(lambda: len(second.tokens) == 1)
     assert second.job.sequence is not None and second.job.sequence.cached
-    assert all(sight.pixels is None for sight in second.job.sights.values())
+    assert all(view.pixels is None for view in second.job.request_views.values())
     assert driver.pixels == 0
     driver.run()
-    assert first.job.sights == second.job.sights == {}
+    assert first.job.request_views == second.job.request_views == {}
 
 
 def test_closing_beside_requests(engine: Engine) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.engine.pages import Asked, Pages, ask, inputs_of, teacher
+from tests.engine.pages import ForcedSequence, Pages, ask, inputs_of, teacher
 from tests.small_models import MODELS, SIDE, SOFT, loaded_of, odd_configs, odd_model
 from tests.triton_here import interpreted
 
@@ -29,19 +29,19 @@ Logits = dict[Sequence, dict[int, torch.Tensor]]
 """Logits by position."""
 
 
-def computed(batch: list[Asked], pages: Pages, draw: random.Random, most: int) -> Logits:
+def computed(batch: list[ForcedSequence], pages: Pages, draw: random.Random, most: int) -> Logits:
     """Run sequences to their ends, some of them in each pass, in any order; return logits of all positions.
 
-    Some passes watch all of their rows, others none. Of the latter, only the logits of sampled rows are known.
+    Some passes observe all of their rows, others none. Of the latter, only the logits of sampled rows are known.
     """
     seen: Logits = {asked.sequence: {} for asked in batch}
     while rest := [asked for asked in batch if not asked.done]:
         chunks = [asked.next_chunk(draw, most) for asked in draw.sample(rest, draw.randint(1, len(rest)))]
-        watches = draw.random() < 0.5
-        result = pages.run(chunks, batch, watched=None if watches else [])
+        observes = draw.random() < 0.5
+        result = pages.run(chunks, batch, observed=None if observes else [])
         samples = [chunk for chunk in chunks if chunk.samples]
         assert len(result.chosen) == len(samples) and (result.answers is None) == (not samples)
-        assert (result.logits is not None) == watches
+        assert (result.logits is not None) == observes
         if result.logits is not None:
             parts = result.logits.split([chunk.end - chunk.start for chunk in chunks])
             for chunk, part in zip(chunks, parts, strict=True):
@@ -52,7 +52,7 @@ def computed(batch: list[Asked], pages: Pages, draw: random.Random, most: int) -
     return seen
 
 
-def check(loaded: Loaded, batch: list[Asked], logits: Logits) -> None:
+def check(loaded: Loaded, batch: list[ForcedSequence], logits: Logits) -> None:
     for asked in batch:
         expected, found = teacher(loaded, asked), logits[asked.sequence]
         assert len(expected) - 1 in found
@@ -108,7 +108,7 @@ def test_long_text_is_computed_in_parts(name: str) -> None:
     draw, loaded = random.Random(0), loaded_of(name)
     short = ask(loaded, draw, number=1, longest=3)
     ids = [draw.randrange(20, 1000) for _ in range(600)]
-    long = Asked(Sequence(0, ids, len(ids), PromptLayout(), len(ids) + 3), short.forced)
+    long = ForcedSequence(Sequence(0, ids, len(ids), PromptLayout(), len(ids) + 3), short.forced)
     check(loaded, [short, long], computed([short, long], Pages(loaded, 16, draw), draw, 1000))
 
 
@@ -121,7 +121,7 @@ def test_sequences_of_one_pass_do_not_attend_to_each_other() -> None:
     ids = [30, 31, *[SOFT] * 16, 32, 33, *[SOFT] * 16, 34]
     orders = [(b"a", b"b"), (b"a", b"b"), (b"b", b"a")]
     batch = [
-        Asked(Sequence(number, list(ids), len(ids), PromptLayout.of(ids, SOFT, keys), 99), [], views)
+        ForcedSequence(Sequence(number, list(ids), len(ids), PromptLayout.of(ids, SOFT, keys), 99), [], views)
         for number, keys in enumerate(orders)
     ]
     result = Pages(loaded, 4, draw).run([Chunk(asked.sequence, 0, len(ids)) for asked in batch], batch)
@@ -132,13 +132,13 @@ def test_sequences_of_one_pass_do_not_attend_to_each_other() -> None:
     assert float((first[2:] - swapped[2:]).abs().amax(1).min()) > 1e-2
 
 
-def test_a_result_has_the_watched_rows_alone() -> None:
+def test_a_result_has_only_the_observed_rows() -> None:
     loaded = loaded_of("text only")
     pages = Pages(loaded, 4, random.Random(0))
     rows = [Sequence(number, [20, 21, 22, 23, 24], 5, PromptLayout(), 9) for number in range(2)]
     whole = pages.run([Chunk(rows[0], 0, 5)])
-    few = pages.run([Chunk(rows[1], 0, 5)], watched=[1, 4])
-    none = pages.run([Chunk(Sequence(2, [20], 1, PromptLayout(), 9), 0, 1)], watched=[])
+    few = pages.run([Chunk(rows[1], 0, 5)], observed=[1, 4])
+    none = pages.run([Chunk(Sequence(2, [20], 1, PromptLayout(), 9), 0, 1)], observed=[])
     for found, expected in ((few.hidden, whole.hidden), (few.logits, whole.logits)):
         assert found is not None and expected is not None
         torch.testing.assert_close(found, expected[[1, 4]])

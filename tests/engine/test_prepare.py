@@ -75,31 +75,31 @@ def test_views_have_one_key_whatever_an_image_comes_in(host: Host, tmp_path: Pat
     path = tmp_path / "page.png"
     path.write_bytes(png(image))
     states = [host.prepare(each) for each in (image, levels_of(image), png(image), path, str(path))]
-    assert len({tuple(state.sights) for state in states}) == 1
+    assert len({tuple(state.request_views) for state in states}) == 1
     assert len({tuple(state.sequence.ids) for state in states if state.sequence is not None}) == 1
-    assert all(sight.pixels is not None for state in states for sight in state.sights.values())
+    assert all(view.pixels is not None for state in states for view in state.request_views.values())
 
 
 def test_a_known_file_is_not_decoded_again(host: Host) -> None:
     content = png(noise(*SIZE))
     (first, before), levels = traced(host, content), 3 * SIZE[0] * SIZE[1]
-    host.known = {*first.sights}
+    host.known = {*first.request_views}
     again, after = traced(host, content)
     assert after < levels / 4 < levels < before
-    assert [*again.sights] == [*first.sights]
-    assert all(sight.pixels is None for sight in again.sights.values())
-    for lost in first.sights:  # one view left the cache
-        host.known = {*first.sights} - {lost}
-        assert [key for key, sight in host.prepare(content).sights.items() if sight.pixels is not None] == [lost]
+    assert [*again.request_views] == [*first.request_views]
+    assert all(view.pixels is None for view in again.request_views.values())
+    for lost in first.request_views:  # one view left the cache
+        host.known = {*first.request_views} - {lost}
+        assert [key for key, view in host.prepare(content).request_views.items() if view.pixels is not None] == [lost]
 
 
 def test_pixels_of_a_known_file_are_computed_when_its_views_are_dropped_later(host: Host) -> None:
     content = png(noise(*SIZE))
     first = host.prepare(content)
-    host.known = {*first.sights}
+    host.known = {*first.request_views}
     again = host.prepare(content)
-    for key, sight in again.sights.items():
-        expected, taken = (host.preparer.place(each).handle for each in (first.sights[key], sight))
+    for key, view in again.request_views.items():
+        expected, taken = (host.preparer.place(each).handle for each in (first.request_views[key], view))
         assert torch.equal(host.pixels.take(expected), host.pixels.take(taken))
 
 
@@ -107,20 +107,20 @@ def test_a_file_with_other_content_is_another_image(host: Host, tmp_path: Path) 
     path = tmp_path / "page.png"
     path.write_bytes(png(noise(*SIZE)))
     first = host.prepare(path)
-    host.known = {*first.sights}
+    host.known = {*first.request_views}
     path.write_bytes(png(noise(*SIZE, 1)))
     second = host.prepare(path)
-    assert not {*first.sights} & {*second.sights}
-    assert all(sight.pixels is not None for sight in second.sights.values())
+    assert not {*first.request_views} & {*second.request_views}
+    assert all(view.pixels is not None for view in second.request_views.values())
 
 
 def test_pages_of_one_file_are_told_apart(host: Host) -> None:
     stream = io.BytesIO()
     noise(*SIZE).save(stream, "TIFF", save_all=True, append_images=[noise(*SIZE, 1)])
     state = host.prepare(stream.getvalue())
-    host.known = {*state.sights}
-    assert len(host.known) == 2 * len(host.prepare(noise(*SIZE)).sights)
-    assert [*host.prepare(stream.getvalue()).sights] == [*state.sights]
+    host.known = {*state.request_views}
+    assert len(host.known) == 2 * len(host.prepare(noise(*SIZE)).request_views)
+    assert [*host.prepare(stream.getvalue()).request_views] == [*state.request_views]
 
 
 def test_an_image_may_change_once_it_is_prepared(host: Host) -> None:
@@ -128,6 +128,6 @@ def test_an_image_may_change_once_it_is_prepared(host: Host) -> None:
     due = host.prepare(image.copy())
     state = host.prepare(image)
     image.paste(0, (0, 0, *SIZE))
-    for key, sight in state.sights.items():
-        assert sight.pixels is not None and due.sights[key].pixels is not None
-        assert torch.equal(host.pixels.take(sight.pixels.handle), host.pixels.take(due.sights[key].pixels.handle))
+    for key, view in state.request_views.items():
+        assert view.pixels is not None and due.request_views[key].pixels is not None
+        assert torch.equal(host.pixels.take(view.pixels.handle), host.pixels.take(due.request_views[key].pixels.handle))

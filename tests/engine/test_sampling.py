@@ -23,7 +23,7 @@ from transformers.generation import (
 )
 
 from panscan import GenerateRunner, Sampling
-from panscan.engine.sampling import Chosen, Sampler, SamplingRow, draw, filter_scores
+from panscan.engine.sampling import SampledToken, Sampler, SamplingRow, draw, filter_scores
 
 VOCABULARY = 24
 SUPPRESSED = [0, 5, VOCABULARY + 3]
@@ -302,7 +302,7 @@ def test_logprobs_come_only_where_asked_for() -> None:
         SamplingRow(Sampling(logprobs=20), 0, 0),
     ]
     plain, own, all_three = Sampler([], "cpu").choose(torch.tensor([[0.0, 1.0, 2.0]] * 3), rows)
-    assert plain == Chosen(2, None)
+    assert plain == SampledToken(2, None)
     assert own.logprobs is not None
     assert own.logprobs.top == ()
     assert all_three.logprobs is not None

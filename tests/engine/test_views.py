@@ -17,7 +17,7 @@ from panscan.engine.scheduling.batch import ImageRows, ViewToEncode
 from panscan.engine.views import PixelRef, PixelStore, ViewFeatures
 from panscan.images.pixels import PixelSpec, levels_of, pixels_pil, pixels_torch
 from panscan.images.resize import choose_resize
-from panscan.model.sharding import ALONE
+from panscan.model.sharding import SINGLE_RANK
 from panscan.model.vision_layers import VisionLayers
 
 NAME = "window inside image blocks"
@@ -92,7 +92,7 @@ def test_features_are_those_of_each_view_alone(batch_size: int) -> None:
         batches.append(len(batch))
         return vision(batch)
 
-    features = ViewFeatures(encode, pixels, batch_size, ALONE)
+    features = ViewFeatures(encode, pixels, batch_size, SINGLE_RANK)
     refs = put(pixels, 5)
     views = [ViewToEncode(slot, ref.handle) for slot, ref in zip([3, 0, 7, 1, 4], refs, strict=True)]
     features.encode(views, torch.empty(0, TOKENS, HIDDEN))
@@ -107,7 +107,7 @@ def test_features_are_those_of_each_view_alone(batch_size: int) -> None:
 def test_a_slot_that_is_used_again_has_the_new_view_in_the_same_memory() -> None:
     pixels = store()
     features = ViewFeatures(
-        lambda batch: batch.mean((1, 2, 3))[:, None, None].expand(-1, TOKENS, HIDDEN), pixels, 4, ALONE
+        lambda batch: batch.mean((1, 2, 3))[:, None, None].expand(-1, TOKENS, HIDDEN), pixels, 4, SINGLE_RANK
     )
     like = torch.empty(0, TOKENS, HIDDEN)
     refs = put(pixels, 4)

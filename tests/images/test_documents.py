@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from panscan.core import PanAndScan
 from panscan.images.documents import COLUMNS, KINDS, Document, Print, Sheet, Text, draw_document
-from panscan.images.documents.bill import Bill, Line, item_asks, money, money_answers
+from panscan.images.documents.bill import Bill, Line, item_questions, money, money_answers
 from panscan.images.views import plan_views
 
 SEEDS = (0, 7)
@@ -57,7 +57,7 @@ def test_the_kinds_take_turns() -> None:
 def test_a_document_is_a_function_of_seed_and_index() -> None:
     again = draw_document(0, 4)
     assert again.image.tobytes() == document(0, 4).image.tobytes()
-    assert again.asks == document(0, 4).asks
+    assert again.questions == document(0, 4).questions
     assert document(7, 4).image.tobytes() != again.image.tobytes()
 
 
@@ -125,8 +125,8 @@ def test_any_print_ends_and_asks_what_can_be_seen(columns: int) -> None:
         shown = draw_document(5, index, columns=columns)
         width, height = shown.image.size
         inside = [t.text for t in shown.texts if t.box[2] <= width and t.box[3] <= height]
-        assert 2 <= len(shown.asks) <= 4
-        assert all(any(ask.answers[0] in text for text in inside) for ask in shown.asks)
+        assert 2 <= len(shown.questions) <= 4
+        assert all(any(ask.answers[0] in text for text in inside) for ask in shown.questions)
 
 
 def test_more_columns_are_smaller_print() -> None:
@@ -138,9 +138,9 @@ def test_more_columns_are_smaller_print() -> None:
 @every_document
 def test_every_question_has_an_answer_in_the_picture(seed: int, index: int) -> None:
     shown = document(seed, index)
-    assert 2 <= len(shown.asks) <= 4
-    assert len({ask.question for ask in shown.asks}) == len(shown.asks)
-    for ask in shown.asks:
+    assert 2 <= len(shown.questions) <= 4
+    assert len({ask.question for ask in shown.questions}) == len(shown.questions)
+    for ask in shown.questions:
         assert len(set(ask.answers)) == len(ask.answers) > 0
         assert any(ask.answers[0] in text.text for text in shown.texts), ask
 
@@ -151,7 +151,7 @@ def test_every_question_has_an_answer_in_the_picture(seed: int, index: int) -> N
 def test_every_layout_asks_unambiguous_questions(kind: str, layout: int, seed: int, size: tuple[int, int]) -> None:
     shown = drawn(kind, layout, seed, size)
     answers: dict[str, tuple[str, ...]] = {}
-    for ask in shown.asks:
+    for ask in shown.questions:
         assert answers.setdefault(ask.question, ask.answers) == ask.answers
         assert any(ask.answers[0] in text.text for text in shown.texts), ask
     assert len(answers) >= 2
@@ -174,7 +174,7 @@ def test_sums_are_right(seed: int, index: int) -> None:
     sums = {label: cents(row[-1]) for label, row in zip(labels, table, strict=True) if MONEY.fullmatch(row[-1])}
     if "Change" in sums:
         assert sums["Change"] == sums["Cash"] - total >= 0
-    for ask in shown.asks:
+    for ask in shown.questions:
         if ask.type in ("total", "subtotal", "change", "cash"):
             label = re.fullmatch(r"What is the (.*)\?", ask.question)[1].capitalize()
             assert {cents(answer) for answer in ask.answers} == {sums[label]}
@@ -190,7 +190,7 @@ def test_no_question_about_an_item_has_two_answers(
     bill = Bill(tuple(Line(f"item {i}", count, each) for i, (count, each) in enumerate(pieces)), tax_rate, sign)
     sums = [bill.subtotal, bill.tax, bill.total, *others]
     by_name = {line.name: line for line in bill.lines}
-    asked = {ask.question: ask for ask in item_asks(bill, others)}
+    asked = {ask.question: ask for ask in item_questions(bill, others)}
     for name, line in by_name.items():
         price = asked.pop(f"What is the price of {name}?", None)
         count = asked.pop(f"What is the quantity of {name}?", None)
@@ -217,7 +217,7 @@ def test_every_way_to_write_a_sum_means_the_same(amount: int, sign: str) -> None
 @pytest.mark.parametrize("seed", range(6))
 def test_a_table_s_cell_stands_where_its_row_and_column_cross(layout: int, seed: int) -> None:
     shown = drawn("table", layout, seed, (1200, 560))
-    for ask in shown.asks[1:]:
+    for ask in shown.questions[1:]:
         label, head = re.fullmatch(r"What is the value of (.*) in (.*)\?", ask.question).groups()
         (row,) = [t for t in shown.texts if t.text == label and t.box[0] < 80]
         columns = [t for t in shown.texts if t.text == head and t.box[3] < row.box[1]]
@@ -232,23 +232,23 @@ def test_a_table_s_cell_stands_where_its_row_and_column_cross(layout: int, seed:
 @pytest.mark.parametrize("seed", range(6))
 def test_the_highest_and_lowest_bar_are(layout: int, seed: int) -> None:
     shown = drawn("chart", layout, seed)
-    asks = {ask.question: ask.answers[0] for ask in shown.asks}
+    questions = {ask.question: ask.answers[0] for ask in shown.questions}
     values = {
         re.fullmatch(r"What is the value of (.*)\?", question)[1]: int(answer)
-        for question, answer in asks.items() if "value of" in question
+        for question, answer in questions.items() if "value of" in question
     }  # fmt: skip
     assert len(set(values.values())) == len(values) >= 2
-    assert asks["Which bar is the highest?"] == max(values, key=values.__getitem__)
-    assert asks["Which bar is the lowest?"] == min(values, key=values.__getitem__)
+    assert questions["Which bar is the highest?"] == max(values, key=values.__getitem__)
+    assert questions["Which bar is the lowest?"] == min(values, key=values.__getitem__)
     for label, value in values.items():
-        assert asks[f"Which bar has the value {value}?"] == label
+        assert questions[f"Which bar has the value {value}?"] == label
 
 
 @pytest.mark.parametrize("layout", (0, 1, 4))
 def test_bars_are_as_long_as_their_values(layout: int) -> None:
     """Seen in the picture: the run of one colour at the height of a label."""
     shown = drawn("chart", layout, 3)
-    values = {a.question[21:-1]: int(a.answers[0]) for a in shown.asks if a.type == "value"}
+    values = {a.question[21:-1]: int(a.answers[0]) for a in shown.questions if a.type == "value"}
     lengths = {}
     for label in values:
         (text,) = [t for t in shown.texts if t.text == label]
@@ -267,7 +267,7 @@ def test_numbered_lines_say_what_is_asked() -> None:
         lines = [row for row in rows(shown.texts) if len(row) == 2]
         by_number = {re.search(r"\d+", row[0])[0]: row[1] for row in lines}
         assert len(by_number) > 10
-        for ask in shown.asks:
+        for ask in shown.questions:
             if ask.type == "line":
                 assert by_number[re.search(r"\d+", ask.question)[0]] == ask.answers[0]
             elif ask.type == "which line":

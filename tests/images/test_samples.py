@@ -10,7 +10,7 @@ from PIL import Image
 
 from panscan.core import SettingError
 from panscan.images.documents import draw_document
-from panscan.images.samples import Question, write_samples
+from panscan.images.samples import QuestionRow, write_samples
 
 
 def snapshot(directory: Path) -> dict[str, bytes]:
@@ -29,17 +29,17 @@ def test_same_seed_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
 def test_rows_are_questions_about_pictures_beside_them(tmp_path: Path) -> None:
     path = write_samples(tmp_path / "new" / "samples", count=10, seed=3)
     assert path == tmp_path / "new" / "samples" / "questions.jsonl"
-    per_image: dict[str, list[Question]] = defaultdict(list)
+    per_image: dict[str, list[QuestionRow]] = defaultdict(list)
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         assert list(row) == ["image", "question", "answers", "kind", "type"]
-        question = Question(**{**row, "answers": tuple(row["answers"])})
+        question = QuestionRow(**{**row, "answers": tuple(row["answers"])})
         per_image[question.image].append(question)
     assert len(per_image) == 10
     for index, (name, questions) in enumerate(per_image.items()):
         drawn = draw_document(3, index)
         assert [(q.question, q.answers, q.type) for q in questions] == [
-            (a.question, a.answers, a.type) for a in drawn.asks
+            (a.question, a.answers, a.type) for a in drawn.questions
         ]
         assert {q.kind for q in questions} == {drawn.kind}
         with Image.open(path.parent / name) as image:

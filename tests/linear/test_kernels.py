@@ -33,11 +33,11 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-def weights(seed: int, inputs: int, outputs: int, how: WeightFormat) -> QuantizedLinear:
+def weights(seed: int, inputs: int, outputs: int, weight_format: WeightFormat) -> QuantizedLinear:
     """Return drawn weights; with drawn zero points where the format has them."""
     scale_type = torch.float32
-    made = QuantizedLinear(inputs, outputs, how, scale_type=scale_type, device=torch.device(DEVICE))
-    if how.zero_points:
+    made = QuantizedLinear(inputs, outputs, weight_format, scale_type=scale_type, device=torch.device(DEVICE))
+    if weight_format.zero_points:
         generator = torch.Generator().manual_seed(seed)
         made.weight.copy_(torch.randint(0, 256, made.weight.shape, dtype=torch.uint8, generator=generator))
         made.scale.copy_(torch.rand(made.scale.shape, generator=generator))
@@ -155,7 +155,7 @@ def test_products_on_the_gpu_for_every_number_of_rows(rows: int, kind: str) -> N
 
 
 def multiply(rows: QuantizedRows, made: QuantizedLinear) -> torch.Tensor:
-    if made.how.kind == "int8":
+    if made.weight_format.kind == "int8":
         return multiply_int8(rows, made.weight, made.scale, torch.bfloat16)
     sums = multiply_fp8(rows, made.weight, made.scale, torch.bfloat16)
     return sums.values.float() * sums.row_scale * sums.column_scale

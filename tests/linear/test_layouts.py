@@ -21,8 +21,8 @@ from panscan.linear.layouts import (
     order_of,
     unpack_words,
 )
-from panscan.linear.parts import part_of
 from panscan.linear.quantized import QuantizedLinear, WeightFormat
+from panscan.linear.shards import shard_linear
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -112,7 +112,7 @@ def test_parts_of_a_matrix_together_are_the_matrix(
     """Groups that the split cuts keep their scale; each of four parts of 512 channels is half a block."""
     linear = int4_linear(int4_values(seed, 8, 512 // group, size=group))
     linear.bias = torch.nn.Parameter(torch.rand(8), requires_grad=False)
-    parts = [part_of(linear, rank, size, by) for rank in range(size)]
+    parts = [shard_linear(linear, rank, size, by) for rank in range(size)]
     joined = torch.cat([part.dequantized() for part in parts], 0 if by == "rows" else 1)
     assert torch.equal(joined, linear.dequantized())
     inputs = torch.rand(3, 512)
@@ -126,11 +126,11 @@ def test_parts_of_a_matrix_together_are_the_matrix(
 def test_matrices_that_cannot_be_split_are_refused() -> None:
     linear = int4_linear(int4_values(0, 6, 3))
     with pytest.raises(UnsupportedError, match="cuts groups of 32 input channels into 16"):
-        part_of(linear, 0, 2, "columns")
+        shard_linear(linear, 0, 2, "columns")
     with pytest.raises(UnsupportedError, match="does not divide 6 channels"):
-        part_of(linear, 0, 4, "rows")
+        shard_linear(linear, 0, 4, "rows")
     eight = QuantizedLinear(64, 8, WeightFormat("int8"))
     eight.quantize(torch.rand(8, 64))
     assert torch.equal(
-        torch.cat([part_of(eight, rank, 4, "columns").weight for rank in range(4)], 1), eight.weight
+        torch.cat([shard_linear(eight, rank, 4, "columns").weight for rank in range(4)], 1), eight.weight
     )  # fmt: skip

@@ -22,11 +22,13 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def quantized(seed: int, inputs: int, outputs: int, how: WeightFormat, *, bias: bool = False) -> QuantizedLinear:
+def quantized(
+    seed: int, inputs: int, outputs: int, weight_format: WeightFormat, *, bias: bool = False
+) -> QuantizedLinear:
     made = QuantizedLinear(
         inputs,
         outputs,
-        how,
+        weight_format,
         scale_type=torch.float32,
         bias=nn.Parameter(drawn(seed + 7, outputs), requires_grad=False) if bias else None,
     )
@@ -43,36 +45,40 @@ def test_packed_values_unpack(seed: int, outputs: int, inputs: int) -> None:
 
 
 @given(SEEDS, st.sampled_from(FORMATS))
-def test_every_weight_becomes_the_nearest_of_its_group(seed: int, how: WeightFormat) -> None:
+def test_every_weight_becomes_the_nearest_of_its_group(seed: int, weight_format: WeightFormat) -> None:
     values = drawn(seed, 6, 256)
-    made = QuantizedLinear(256, 6, how, scale_type=torch.float32)
+    made = QuantizedLinear(256, 6, weight_format, scale_type=torch.float32)
     made.quantize(values)
-    size = how.group_size if how.kind == "int4" else 256
+    size = weight_format.group_size if weight_format.kind == "int4" else 256
     largest = values.unflatten(1, (-1, size)).abs().amax(-1, keepdim=True).expand(-1, -1, size).flatten(1)
     # Half a step; float8 has three mantissa bits. The highest of 16 levels is 7 / 7.5 of the largest value.
-    step = {"int8": largest / 254, "fp8": values.abs() / 16 + largest / 448 / 1024, "int4": largest / 15}[how.kind]
+    step = {"int8": largest / 254, "fp8": values.abs() / 16 + largest / 448 / 1024, "int4": largest / 15}[
+        weight_format.kind
+    ]
     error = (made.dequantized() - values).abs()
     assert bool((error <= 1.001 * step + (values == largest) * largest / 15).all())
 
 
 @given(SEEDS, st.sampled_from(FORMATS), st.booleans(), st.sampled_from([(3,), (2, 3)]))
 def test_products_are_those_of_the_dequantised_weights(
-    seed: int, how: WeightFormat, bias: bool, leading: tuple[int, ...]
+    seed: int, weight_format: WeightFormat, bias: bool, leading: tuple[int, ...]
 ) -> None:
-    made = quantized(seed, 256, 24, how, bias=bias)
+    made = quantized(seed, 256, 24, weight_format, bias=bias)
     inputs = drawn(seed + 1, *leading, 256)
     expected = inputs @ made.dequantized().T + (0.0 if made.bias is None else made.bias)
     found = made(inputs)
     assert found.shape == expected.shape
     # The error of rounding inputs, half a step each; steps of float8 are relative.
-    rounding = {"int8": inputs.abs().max() / 254, "fp8": inputs.abs().max() / 16}.get(how.kind, torch.tensor(0.0))
-    bound = rounding * made.dequantized().abs().sum(1).max() if how.quantizes_inputs else torch.tensor(0.0)
+    rounding = {"int8": inputs.abs().max() / 254, "fp8": inputs.abs().max() / 16}.get(
+        weight_format.kind, torch.tensor(0.0)
+    )
+    bound = rounding * made.dequantized().abs().sum(1).max() if weight_format.quantizes_inputs else torch.tensor(0.0)
     assert float((found - expected).abs().max()) <= float(bound) + 1e-4
 
 
-@pytest.mark.parametrize("how", FORMATS, ids=str)
-def test_one_product_for_matrices_of_the_same_input(how: WeightFormat) -> None:
-    parts = [quantized(seed, 256, outputs, how, bias=True) for seed, outputs in enumerate((8, 4, 20))]
+@pytest.mark.parametrize("weight_format", FORMATS, ids=str)
+def test_one_product_for_matrices_of_the_same_input(weight_format: WeightFormat) -> None:
+    parts = [quantized(seed, 256, outputs, weight_format, bias=True) for seed, outputs in enumerate((8, 4, 20))]
     inputs = drawn(9, 5, 256)
     expected = torch.cat([part(inputs) for part in parts], -1)
     product = linear_of(*parts)
@@ -94,10 +100,10 @@ def test_groups_that_do_not_fit_are_refused(inputs: int, group: int) -> None:
         QuantizedLinear(inputs, 8, WeightFormat("int4", group))
 
 
-@pytest.mark.parametrize("how", FORMATS, ids=str)
-def test_other_types_are_for_dense_parameters(how: WeightFormat) -> None:
+@pytest.mark.parametrize("weight_format", FORMATS, ids=str)
+def test_other_types_are_for_dense_parameters(weight_format: WeightFormat) -> None:
     """``model.half()`` would round scales, and make float8 weights float16."""
-    made = quantized(0, 256, 8, how, bias=True)
+    made = quantized(0, 256, 8, weight_format, bias=True)
     before = made.dequantized()
     made.half()
     assert torch.equal(made.dequantized(), before)

@@ -17,7 +17,7 @@ from panscan.linear.kernels import Tiles
 from panscan.linear.multiply import ANY_ROWS, kernel_rows, multiply_int4, multiply_int8, quantize_rows
 from panscan.linear.quantized import QuantizedLinear, WeightFormat
 from panscan.linear.tuning import choose_methods, choose_rows, median_ratio
-from panscan.model.sharding import ALONE
+from panscan.model.sharding import SINGLE_RANK
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "records" / "products.json"
 INT8, INT4 = (64, 128, 512, ANY_ROWS), (16, 32, 64, 128)
@@ -77,7 +77,7 @@ def test_one_slow_round_and_the_first_do_not_count() -> None:
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
 def test_nothing_is_measured_without_a_gpu(kind: str) -> None:
     module = QuantizedLinear(256, 32, WeightFormat(kind), device=torch.device("cpu"))
-    assert choose_methods([module], torch.float32, ALONE.least) == ["PyTorch"]
+    assert choose_methods([module], torch.float32, SINGLE_RANK.all_reduce_min) == ["PyTorch"]
 
 
 @settings(max_examples=8, deadline=None)  # the interpreter is slow
@@ -109,7 +109,7 @@ def test_every_choice_has_the_same_products(rows: int) -> None:
 @pytest.mark.parametrize(("kind", "rungs"), [("int8", INT8), ("int4", INT4)])
 def test_the_choice_is_measured_once_and_used(kind: str, rungs: tuple[int, ...]) -> None:
     modules = matrices(kind, 1024, 2048, count=3)
-    [logged] = choose_methods(modules, torch.bfloat16, ALONE.least)
+    [logged] = choose_methods(modules, torch.bfloat16, SINGLE_RANK.all_reduce_min)
     assert "relative to cuBLAS" in logged
     assert kernel_rows(kind, modules[0].weight.device) in rungs
-    assert choose_methods(modules, torch.bfloat16, ALONE.least) == [logged]
+    assert choose_methods(modules, torch.bfloat16, SINGLE_RANK.all_reduce_min) == [logged]

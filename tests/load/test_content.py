@@ -16,7 +16,7 @@ from tests.conftest import noise
 
 from panscan.bench.workload import Source, load_workload
 from panscan.core import SettingError
-from panscan.load.content import Content, RequestMix, pile_of_items, pile_of_scenario
+from panscan.load.content import Content, RequestMix, mix_of_items, mix_of_scenario
 from panscan.load.options import LoadOptions, Trace
 from panscan.load.scenario import load_scenario
 from panscan.load.variants import VariantImage
@@ -25,14 +25,14 @@ QUESTIONS = ("What is the total?", "Which shop?", "When?")
 
 
 @pytest.fixture
-def pile(tmp_path: Path) -> RequestMix:
+def mix(tmp_path: Path) -> RequestMix:
     """Three documents (PNG, JPEG and a PDF page), each with three prompts."""
     noise(200, 300).save(tmp_path / "a.png")
     noise(320, 100, 1).save(tmp_path / "b.jpg", quality=80, subsampling=0)
     noise(90, 90, 2).save(tmp_path / "c.pdf")
     (tmp_path / "prompts.txt").write_text("\n".join(QUESTIONS))
     source = Source(images=(str(tmp_path),), prompts=str(tmp_path / "prompts.txt"))
-    return pile_of_items(load_workload(source, on_problem=lambda problem: pytest.fail(str(problem))).items)
+    return mix_of_items(load_workload(source, on_problem=lambda problem: pytest.fail(str(problem))).items)
 
 
 def sent(content: Content, count: int) -> list[tuple[str, str, int, bytes]]:
@@ -79,50 +79,50 @@ def test_a_variant_survives_the_resize_of_the_model() -> None:
     assert len({Image.open(BytesIO(file)).resize((896, 896)).tobytes() for file in files}) == 8
 
 
-def test_levels_send_the_same_work_and_no_image_twice(pile: RequestMix) -> None:
+def test_levels_send_the_same_work_and_no_image_twice(mix: RequestMix) -> None:
     options = LoadOptions(min_tokens=4, max_tokens=64)
-    content = Content(pile, options, "m", salt=7)
+    content = Content(mix, options, "m", salt=7)
     first, second = sent(content, 20), sent(content, 30)
     assert [each[:3] for each in first] == [each[:3] for each in second[:20]]
     assert len({each[3] for each in first + second}) == 50
     assert {each[0] for each in first} == {"data:image/png", "data:image/jpeg"}
     assert Counter(each[1] for each in first[:9]) == dict.fromkeys(QUESTIONS, 3)
     assert 4 <= min(each[2] for each in second) < max(each[2] for each in second) <= 64
-    assert sent(Content(pile, options, "m", salt=7), 20) == first
-    assert not {each[3] for each in sent(Content(pile, options, "m", salt=8), 20)} & {each[3] for each in first[:1]}
+    assert sent(Content(mix, options, "m", salt=7), 20) == first
+    assert not {each[3] for each in sent(Content(mix, options, "m", salt=8), 20)} & {each[3] for each in first[:1]}
 
 
 @pytest.mark.parametrize(("share", "distinct"), [(0.0, 40), (0.25, 30), (0.75, 10), (1.0, 1)])
-def test_the_wanted_share_of_images_is_reused(pile: RequestMix, share: float, distinct: int) -> None:
-    found = sent(Content(pile, LoadOptions(image_reuse=share), "m"), 40)
+def test_the_wanted_share_of_images_is_reused(mix: RequestMix, share: float, distinct: int) -> None:
+    found = sent(Content(mix, LoadOptions(image_reuse=share), "m"), 40)
     assert len({each[3] for each in found}) == distinct
     assert share in (0.0, 1.0) or len({each[1] for each in found}) == len(QUESTIONS)
 
 
-def test_a_trace_sets_the_lengths(pile: RequestMix) -> None:
+def test_a_trace_sets_the_lengths(mix: RequestMix) -> None:
     trace = Trace((0.0, 0.5, 0.5), (3, 1, 2))
-    found = sent(Content(pile, LoadOptions(trace=trace, num_prompts=3), "m"), 3)
+    found = sent(Content(mix, LoadOptions(trace=trace, num_prompts=3), "m"), 3)
     assert [each[2] for each in found] == [3, 1, 2]
 
 
-def test_more_warm_up_requests_than_lines_repeat_the_lengths(pile: RequestMix) -> None:
+def test_more_warm_up_requests_than_lines_repeat_the_lengths(mix: RequestMix) -> None:
     trace = Trace((0.0, 0.5, 0.5), (3, 1, 2))
-    content = Content(pile, LoadOptions(trace=trace, num_prompts=3, num_warmups=5), "m")
+    content = Content(mix, LoadOptions(trace=trace, num_prompts=3, num_warmups=5), "m")
     assert [each[2] for each in sent(content, 5)] == [3, 1, 2, 3, 1]
 
 
-def test_too_large_a_load_is_refused_with_the_need(pile: RequestMix) -> None:
+def test_too_large_a_load_is_refused_with_the_need(mix: RequestMix) -> None:
     with pytest.raises(SettingError, match="--images: 1 documents exceed 0 MB"):
-        Content(pile, LoadOptions(), "m", most_bytes=1000).requests(2)
-    content = Content(pile, LoadOptions(), "m", most_bytes=1_000_000)
+        Content(mix, LoadOptions(), "m", most_bytes=1000).requests(2)
+    content = Content(mix, LoadOptions(), "m", most_bytes=1_000_000)
     with pytest.raises(SettingError, match=r"--num-prompts 9999: the requests need about \d+ MB, the limit is 1 MB"):
         content.requests(9999)
 
 
 def test_the_mixed_pile_has_the_shares_of_its_sizes() -> None:
     scenario = replace(load_scenario("mixed-documents"), variety=1)
-    pile = pile_of_scenario(scenario, 0, ["What?"])
-    items = [request.item for request in Content(pile, LoadOptions(), "m").requests(400)]
+    mix = mix_of_scenario(scenario, 0, ["What?"])
+    items = [request.item for request in Content(mix, LoadOptions(), "m").requests(400)]
     counts = Counter((item.documents[0].width, item.documents[0].height) for item in items)
     for entry in scenario.documents:
         assert counts[entry.width, entry.height] / 400 == pytest.approx(entry.share / 100, abs=0.07)

@@ -71,8 +71,8 @@ def load(
     """Run a load of small requests."""
     options = LoadOptions(**{"num_prompts": 4, "num_warmups": 0, "max_tokens": 4, **given})
     image = VariantImage(noise(120, 200))
-    pile = RequestMix([Item("0", (DOCUMENT,), "What is it?")], None, lambda document: image)
-    plan = LoadPlan(Endpoint(url, model, timeout=timeout), options, pile, PROBE)
+    mix = RequestMix([Item("0", (DOCUMENT,), "What is it?")], None, lambda document: image)
+    plan = LoadPlan(Endpoint(url, model, timeout=timeout), options, mix, PROBE)
     return run_load(plan, directory, ["panscan", "load"], observer, observer.cancelled)
 
 

@@ -31,7 +31,7 @@ def test_every_bundled_scenario_can_be_drawn() -> None:
         assert scenario.description
         for entry in scenario.documents:
             document = entry.draw(0, 0, scenario.columns)
-            assert document.image.size == (entry.width, entry.height) and document.asks
+            assert document.image.size == (entry.width, entry.height) and document.questions
 
 
 def test_a_scenario_is_read_from_a_file(tmp_path: Path) -> None:

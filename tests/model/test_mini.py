@@ -170,7 +170,7 @@ def test_its_turns_are_gemmas() -> None:
 def test_the_prompt_is_the_processors(kind: str, size: tuple[int, int], views: int) -> None:
     """Ids and views of what panscan feeds it, beside what its own processor makes of the same page."""
     page = printed(kind, *size)
-    question, crops = page.asks[0].question, PanAndScan(min_crop_size=50)
+    question, crops = page.questions[0].question, PanAndScan(min_crop_size=50)
     reader, processor = load_reader("mini"), AutoProcessor.from_pretrained(mini_directory())
     read = read_images(Request(question, [page.image], pan_and_scan=crops))
     ours = prepare(read, reader, torch.device("cpu"), torch.float32, on_device=False)

@@ -15,7 +15,7 @@ from panscan import GenerateRunner
 from panscan.core import ModelError, UnsupportedError
 from panscan.linear.quantized import QuantizedLinear
 from panscan.model.bundled import bundled_directory
-from panscan.model.load import load_for, quantization_config, weight_format
+from panscan.model.load import load_for, quantization_config, requested_format
 from panscan.model.machine import is_out_of_memory
 from panscan.model.quantization import unquantized_settings, weight_bytes, weights_name
 from panscan.model.support import quantization_reason
@@ -60,7 +60,7 @@ def test_a_quantised_model_answers_otherwise(int8: GenerateRunner) -> None:
     ],
 )
 def test_groups_divide_the_model(settings: Settings, size: int) -> None:
-    chosen = weight_format(settings)
+    chosen = requested_format(settings)
     assert chosen is not None and chosen.group_size == size
 
 

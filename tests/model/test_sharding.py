@@ -20,7 +20,7 @@ from panscan.model.checkpoint import drop_weights, load_random
 from panscan.model.random_weights import random_model, random_outline, random_shard
 from panscan.model.reference import head_logits
 from panscan.model.shapes import Shape, TextShape, VisionShape
-from panscan.model.sharding import Alone, check_divides, fill_shard, shard_config, shard_of
+from panscan.model.sharding import SingleRank, check_divides, fill_shard, shard_config, shard_of
 from panscan.model.text_layers import OutputRows, TextLayers
 
 TEXT = TextShape(5001, 64, 96, 4, 4, 2, 32, 16, 32, 256)
@@ -148,17 +148,17 @@ class ThreadRanks:
     size: int
     threads: Threads
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.copy_(torch.stack(self.gather(tensor)).sum(0))
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.copy_(torch.stack(self.all_gather(tensor)).sum(0))
 
-    def join_columns(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self.gather(tensor), -1)
+    def all_gather_columns(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self.all_gather(tensor), -1)
 
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         return self.threads.exchange(self.rank, tensor)
 
-    def least(self, numbers: Iterable[int]) -> list[int]:
-        found: list[int] = torch.stack(self.gather(torch.tensor(list(numbers)))).amin(0).tolist()
+    def all_reduce_min(self, numbers: Iterable[int]) -> list[int]:
+        found: list[int] = torch.stack(self.all_gather(torch.tensor(list(numbers)))).amin(0).tolist()
         return found
 
 
@@ -199,14 +199,14 @@ def test_shards_compute_what_the_model_computes(shape: Shape, size: int) -> None
     for found in Threads(size).run(lambda ranks: logits(shards[ranks.rank], ids, ranks, vocabulary)):
         assert found.shape == (len(ids), vocabulary)
         torch.testing.assert_close(found, due, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(logits(model, ids, Alone(), vocabulary), due, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits(model, ids, SingleRank(), vocabulary), due, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [[6], [1, 4], []])
 def test_shards_agree_on_output_rows(rows: list[int]) -> None:
     shape = SHAPES["sees"]
     model, ids, chosen = model_of(shape), torch.arange(30, 37), torch.tensor(rows, dtype=torch.long)
-    due = logits(model, ids, Alone(), shape.text.vocabulary)[chosen]
+    due = logits(model, ids, SingleRank(), shape.text.vocabulary)[chosen]
     shards = [shard(model, rank, 2) for rank in range(2)]
     for found in Threads(2).run(lambda ranks: logits(shards[ranks.rank], ids, ranks, shape.text.vocabulary, chosen)):
         torch.testing.assert_close(found, due, rtol=1e-5, atol=1e-5)

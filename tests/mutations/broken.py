@@ -183,7 +183,7 @@ def _ends(reason: Callable[[RequestState, int, Any], str | None]) -> Break:
 
         def other(self: RequestState, token: int, eos_ids: Any, *, full: bool) -> Any:
             usual = whole(self, token, eos_ids, full=full)
-            return usual if self.watched is not None else reason(self, token, usual)
+            return usual if self.observation is not None else reason(self, token, usual)
 
         patch.setattr(RequestState, "_reason", other)
 

@@ -32,8 +32,8 @@ class Found:
     caught_by: frozenset[str]
 
 
-class _Silent:
-    """Takes no notice of a sweep's progress."""
+class _NullObserver:
+    """An observer that ignores the progress of a sweep."""
 
     def loading(self, settings: Settings) -> None: ...
     def ready(self, cell: Cell, repeat: int) -> None: ...
@@ -65,7 +65,7 @@ def verdict_under(mutation: Mutation, pages: list[Path], directory: Path) -> Fou
     cell = Cell.of(settings_from({**BASE, **mutation.settings}))
     plan = SweepPlan(cells=[cell], items=items, source=source, verify_requests=6, **mutation.plan)
     with mutation.active():
-        run = start(plan, directory, ["panscan", "bench"], _Silent())
+        run = start(plan, directory, ["panscan", "bench"], _NullObserver())
     verdict = verdict_of(run, cell.id)
     parts = {
         TRUTH: verdict.measured is not None and verdict.measured.first is not None,

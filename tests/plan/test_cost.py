@@ -35,20 +35,20 @@ class CountingRanks:
     messages: int = 0
     sent: float = 0.0
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         self.messages += 1
         self.sent += 2 * (self.size - 1) / self.size * tensor.nbytes
         return tensor
 
-    def join_columns(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self.gather(tensor), -1)
+    def all_gather_columns(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self.all_gather(tensor), -1)
 
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         self.messages += 1
         self.sent += (self.size - 1) * tensor.nbytes
         return [tensor] * self.size
 
-    def least(self, numbers: Any) -> list[int]:
+    def all_reduce_min(self, numbers: Any) -> list[int]:
         return list(numbers)
 
 
@@ -143,8 +143,8 @@ def test_chunks_attend_to_the_intervals_of_the_engine(start: int, blocks: int, t
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4", None])
 def test_weights_take_the_bytes_of_a_loaded_model(kind: str | None) -> None:
-    how = None if kind is None else WeightFormat(kind, 64)
-    model, _ = random_model("mini", dtype=torch.float32, device="cpu", how=how)
+    weight_format = None if kind is None else WeightFormat(kind, 64)
+    model, _ = random_model("mini", dtype=torch.float32, device="cpu", weight_format=weight_format)
     assert variant("mini", kind, 64).weight_bytes() == weight_bytes(model)
 
 

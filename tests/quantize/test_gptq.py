@@ -28,8 +28,11 @@ def test_gptq_lowers_the_output_error_on_correlated_inputs(
         hessian.add(part)
     assert hessian.values is not None
     assert torch.allclose(hessian.values, inputs.T @ inputs / len(inputs), rtol=1e-3, atol=1e-2)
-    how = WeightFormat("int4", group)
-    nearest, fitted = rounded(weight, how), gptq(weight, hessian.values, how, scale_type=torch.float32)
+    weight_format = WeightFormat("int4", group)
+    nearest, fitted = (
+        rounded(weight, weight_format),
+        gptq(weight, hessian.values, weight_format, scale_type=torch.float32),
+    )
     before = output_error(nearest.dequantized() - weight, hessian.values)
     assert output_error(fitted.dequantized() - weight, hessian.values) < before
     assert (fitted.scale <= nearest.scale).all()
@@ -53,7 +56,7 @@ def test_a_stored_matrix_has_the_same_values(kind: str) -> None:
     dense = torch.randn(24, 192, generator=draw).bfloat16()
     linear = rounded(dense, WeightFormat(kind, 64))
     parts = compressed_parts(linear, dense.dtype)
-    assert torch.equal(linear_of_parts(parts, linear.how).dequantized(), linear.dequantized())
+    assert torch.equal(linear_of_parts(parts, linear.weight_format).dequantized(), linear.dequantized())
     step = linear.dequantized() - dense.float()
     assert step.abs().max() < {"int4": 0.3, "int8": 0.03, "fp8": 0.2}[kind]
 

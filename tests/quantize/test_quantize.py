@@ -202,7 +202,7 @@ def test_prompts_that_memory_cannot_hold_are_refused() -> None:
 
 
 def test_group_size_is_the_largest_that_fits() -> None:
-    from panscan.quantize.source import weight_format
+    from panscan.quantize.source import choose_format
 
-    assert weight_format(DenseCheckpoint("tiny"), "int4", None).group_size == 128
-    assert weight_format(DenseCheckpoint("mini"), "int4", None).group_size == 64
+    assert choose_format(DenseCheckpoint("tiny"), "int4", None).group_size == 128
+    assert choose_format(DenseCheckpoint("mini"), "int4", None).group_size == 64

@@ -18,7 +18,7 @@ from panscan.quality.scores import scores_of
 from panscan.records.quality import with_metric
 from panscan.records.store import Run, read_run
 from panscan.report import write_gallery
-from panscan.report.gallery import pictures_of
+from panscan.report.gallery import entries_of
 
 CELLS = {"off": {"do_pan_and_scan": False}, "on": {"pan_and_scan_max_num_crops": 3}}
 
@@ -106,10 +106,10 @@ def test_documents_on_which_cells_differ_come_first(picture: Path, tmp_path: Pat
     Image.new("RGB", (40, 30)).save(other)
     alike = [asked(cell, "a", picture, ["1"], "1") for cell in CELLS]
     unlike = [asked("off", "b", other, ["1"], "2"), asked("on", "b", other, ["1"], "1")]
-    cells, found = pictures_of(run_of(tmp_path / "run", [*alike, *unlike]))
+    cells, found = entries_of(run_of(tmp_path / "run", [*alike, *unlike]))
     assert [one.name for one in found] == [f"{path.name} (40 x 30)" for path in (other, picture)]
     assert list(cells) == ["off", "on"]
-    assert [answer.score for answer in found[0].asked[0].answers] == [0.0, 1.0]
+    assert [answer.score for answer in found[0].questions[0].answers] == [0.0, 1.0]
 
 
 def test_answers_are_marked_by_the_run_s_metric(picture: Path, tmp_path: Path) -> None:
@@ -134,8 +134,8 @@ def test_repeats_replicas_and_equal_words_are_kept_apart(picture: Path, tmp_path
         asked("on", "a", picture, ["yes"], "no", request="c", replica=1),
         asked("on", "a", picture, ["yes"], "no", request="a+1"),
     ]
-    _, [one] = pictures_of(run_of(tmp_path / "run", records))
-    assert [(a.expected, [each.text for each in a.answers]) for a in one.asked] == [
+    _, [one] = entries_of(run_of(tmp_path / "run", records))
+    assert [(a.expected, [each.text for each in a.answers]) for a in one.questions] == [
         (("yes",), ["yes"]),
         (("no",), ["no"]),
     ]
@@ -164,7 +164,7 @@ def test_a_picture_that_is_not_what_the_run_read_is_not_shown(picture: Path, tmp
         Image.new("RGB", (40, 30)).save(picture)
     else:
         record["image"] = ["https://example.org/page.png"]
-    _, [one] = pictures_of(run_of(tmp_path / "run", [record]))
+    _, [one] = entries_of(run_of(tmp_path / "run", [record]))
     assert one.pictures == (None,)
     write_gallery(run_of(tmp_path / "run2", [record]), tmp_path / "gallery.html")
     assert "not where the run found it" in (tmp_path / "gallery.html").read_text("utf-8")

@@ -62,7 +62,7 @@ def test_the_rest_is_there_too(tmp_path: Path) -> None:
         "~ has too few samples",
         "These weights are random: times are real, answers are noise.",
         "Some times are below their floor: the machine was busy",
-        "Truth: tiny, 5 requests, computed in this run in 12.5 s.",
+        "Reference: tiny, 5 requests, computed in 12.5 s.",
         "torch 2.11.0",
     ):
         assert wanted in text, wanted

@@ -20,7 +20,7 @@ from panscan.bench.verify import Verifier
 from panscan.bench.workload import Source, build_workload
 from panscan.core import ImageError, UnsupportedError
 from panscan.model.inputs import prepare, read_images
-from panscan.model.observation import ForcedTokens, image_places
+from panscan.model.observation import ForcedTokens, sample_image_positions
 from panscan.model.support import unsupported_reason
 from panscan.runners.engine import EngineRunner
 from panscan.runners.factory import open_runner, ready_runner
@@ -64,7 +64,9 @@ def test_observations_are_those_of_eager_attention(tiny: GenerateRunner, chunk: 
     ]
     forced = [
         ForcedTokens(
-            [5 + place, 9, 30, 7, 11, 200], image_places(prompt.ids, loaded.reader.prompts.soft_id), STEPS - place
+            [5 + place, 9, 30, 7, 11, 200],
+            sample_image_positions(prompt.ids, loaded.reader.prompts.soft_id),
+            STEPS - place,
         )
         for place, prompt in enumerate(prompts)
     ]
@@ -165,11 +167,13 @@ def test_observations_of_the_trained_model_are_those_of_eager_attention(
     """Where it is sure of the next character, and where it is not: along an answer that is partly wrong."""
     page = printed("receipt", 220, 660)
     views = PanAndScan(min_crop_size=50, max_num_crops=2)
-    asked = Request(page.asks[0].question, [page.image], pan_and_scan=views, sampling=settings_from(SMALL).sampling)
+    asked = Request(
+        page.questions[0].question, [page.image], pan_and_scan=views, sampling=settings_from(SMALL).sampling
+    )
     reader = trained.loaded.reader
     ready = prepare(read_images(asked), reader, trained.loaded.device, trained.loaded.dtype, on_device=False)
-    answer = reader.tokenizer(page.asks[0].answers[0] + " zebra", add_special_tokens=False)["input_ids"]
-    forced_tokens = ForcedTokens(answer, image_places(ready.prompt.ids, reader.prompts.soft_id), len(answer))
+    answer = reader.tokenizer(page.questions[0].answers[0] + " zebra", add_special_tokens=False)["input_ids"]
+    forced_tokens = ForcedTokens(answer, sample_image_positions(ready.prompt.ids, reader.prompts.soft_id), len(answer))
     engine = EngineRunner(trained.loaded, settings_from({**SMALL, "model": "mini", "prefill_chunk_size": chunk}))
     trained.configure(replace(trained.settings, attention="eager", max_new_tokens=len(answer)))
     [due] = observe(trained.loaded, trained.settings, [asked], [forced_tokens])

@@ -74,7 +74,7 @@ def test_the_trained_models_answers_equal_those_by_hand(trained: GenerateRunner)
     trained.configure(replace(trained.settings, batch_size=3, max_new_tokens=TOKENS))
     pages = [printed("receipt", 220, 660), printed("sign", 300, 300), printed("board", 640, 220)]
     views = PanAndScan(min_crop_size=100, max_num_crops=2)
-    asked = [(page.asks[-1].question, [page.image]) for page in pages]
+    asked = [(page.questions[-1].question, [page.image]) for page in pages]
     requests = [trained.request(question, images, pan_and_scan=views) for question, images in asked]
     found = [result.token_ids for result in trained.generate(requests)]
     assert found == [by_hand(trained, question, images, views) for question, images in asked]

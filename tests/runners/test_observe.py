@@ -10,7 +10,7 @@ from tests.conftest import needs_images_in_chunks, noise
 
 from panscan.core import PanAndScan, Request, Sampling
 from panscan.model.inputs import collate, prepare, read_images
-from panscan.model.observation import IMAGE_POSITIONS, ForcedTokens, Observation, image_places
+from panscan.model.observation import IMAGE_POSITIONS, ForcedTokens, Observation, sample_image_positions
 from panscan.runners.generate import GenerateRunner
 from panscan.runners.observe import observe
 
@@ -58,25 +58,25 @@ def test_forced_logits_are_those_of_one_forward_pass(runner: GenerateRunner, set
 
     runner.configure(replace(runner.settings, **settings))
     ids = prompts(runner)
-    places = [image_places(each, runner.loaded.reader.prompts.soft_id) for each in ids]
+    positions = [sample_image_positions(each, runner.loaded.reader.prompts.soft_id) for each in ids]
     tokens = [[30 + row, 40, 41, 42, 43, 44][: STEPS - row] for row in range(len(BATCH))]
-    forced = [ForcedTokens(each, place, STEPS) for each, place in zip(tokens, places, strict=True)]
+    forced = [ForcedTokens(each, position, STEPS) for each, position in zip(tokens, positions, strict=True)]
     for row, seen in enumerate(runner.observe(BATCH, forced)):
         full = teacher(runner, BATCH[row], tokens[row])
         assert seen.tokens == tokens[row]
         expected = full[len(ids[row]) - 1 : -1]
         torch.testing.assert_close(seen.answer, expected, rtol=1e-4, atol=2e-3)
-        assert (seen.image is None) == (not places[row])
+        assert (seen.image is None) == (not positions[row])
         if seen.image is not None:
-            torch.testing.assert_close(seen.image, full[places[row]], rtol=1e-4, atol=2e-3)
+            torch.testing.assert_close(seen.image, full[positions[row]], rtol=1e-4, atol=2e-3)
 
 
 def test_a_prompt_in_several_passes_is_seen_whole(runner: GenerateRunner) -> None:
-    """Passes that cut image blocks give other logits (the tiny's blocks are 64 tokens), but at the same places."""
+    """Passes that cut image blocks give other logits (the tiny's blocks are 64 tokens), but at the same positions."""
     from dataclasses import replace
 
     whole = observed(runner, None)
-    forced = [ForcedTokens(seen.tokens, seen.places, STEPS) for seen in whole]
+    forced = [ForcedTokens(seen.tokens, seen.positions, STEPS) for seen in whole]
     runner.configure(replace(runner.settings, prefill_chunk_size=70))
     for before, seen in zip(whole, runner.observe(BATCH, forced), strict=True):
         if before.image is not None:
@@ -106,10 +106,10 @@ def test_the_models_own_settings_come_back(runner: GenerateRunner) -> None:
 
 def test_image_places_are_a_fixed_draw_of_image_tokens() -> None:
     ids = [1, 2] + [9] * 64 + [3] + [9] * 64 + [4]
-    places = image_places(ids, 9)
-    assert len(places) == IMAGE_POSITIONS == len(set(places))
-    assert places == sorted(places)
-    assert all(ids[place] == 9 for place in places)
-    assert image_places([5, *ids], 9) == [place + 1 for place in places]
-    assert image_places([1, 9, 9], 9) == [1, 2]
-    assert image_places([1, 2], 9) == []
+    positions = sample_image_positions(ids, 9)
+    assert len(positions) == IMAGE_POSITIONS == len(set(positions))
+    assert positions == sorted(positions)
+    assert all(ids[position] == 9 for position in positions)
+    assert sample_image_positions([5, *ids], 9) == [position + 1 for position in positions]
+    assert sample_image_positions([1, 9, 9], 9) == [1, 2]
+    assert sample_image_positions([1, 2], 9) == []

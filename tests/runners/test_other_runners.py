@@ -37,7 +37,7 @@ def test_the_pipeline_gives_the_tokens_of_generate(tiny: GenerateRunner) -> None
 
 def test_the_pipeline_gives_the_answers_of_the_trained_model(mini: GenerateRunner) -> None:
     page = printed("receipt", 220, 660)
-    request = mini.request(page.asks[0].question, [page.image], pan_and_scan=PanAndScan(min_crop_size=100))
+    request = mini.request(page.questions[0].question, [page.image], pan_and_scan=PanAndScan(min_crop_size=100))
     [found], [due] = PipelineRunner(mini.loaded, mini.settings).generate([request]), mini.generate([request])
     assert (found.token_ids, found.text, found.prompt_tokens) == (due.token_ids, due.text, due.prompt_tokens)
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tests.conftest import noise
 
 from panscan import GenerateRunner, PanAndScan, Request, Sampling
-from panscan.analysis.cells import distinguishing, meant
+from panscan.analysis.cells import distinguishing_names, effective_settings
 from panscan.bench.divergence import DivergenceTally, compare_logits
 from panscan.bench.grid import Cell, build_cells
 from panscan.bench.verify import Verifier
@@ -138,8 +138,8 @@ def test_a_sweep_of_runners_leaves_each_what_it_has() -> None:
     assert by_runner["vllm"] == settings_from({"runner": "vllm", "vllm_attention": "TRITON_ATTN"})
     assert by_runner["engine"] == settings_from({"runner": "engine", "max_num_seqs": 8, "preprocess": "device"})
     assert by_runner["generate"].vllm_attention is None
-    shown = [meant({**cell.settings.changed(), "runner": cell.settings.runner}) for cell in cells]
-    assert "vllm_attention" not in distinguishing(shown)
+    shown = [effective_settings({**cell.settings.changed(), "runner": cell.settings.runner}) for cell in cells]
+    assert "vllm_attention" not in distinguishing_names(shown)
 
 
 def test_all_requests_go_at_once() -> None:

@@ -185,16 +185,16 @@ works = st.builds(
 @given(st.lists(st.tuples(works, st.booleans()), max_size=40), st.integers(1, 5))
 def test_outstanding_work_returns_to_zero(steps, replicas):
     router = router_of(*map(str, range(replicas)))
-    flying: dict[str, str] = {}
+    inflight: dict[str, str] = {}
     for number, (work, ends) in enumerate(steps):
         name = str(number)
-        flying[name] = send(router, number, work)
+        inflight[name] = send(router, number, work)
         if ends:
-            router.release(name, flying.pop(name))
+            router.release(name, inflight.pop(name))
         loads = {id: router.outstanding(id) for id in router.replicas}
         assert min(loads.values()) >= 0
-        assert all(loads[id] == 0 for id in router.replicas if id not in flying.values())
-    for name, id in flying.items():
+        assert all(loads[id] == 0 for id in router.replicas if id not in inflight.values())
+    for name, id in inflight.items():
         router.release(name, id)
     assert all(router.outstanding(id) == 0 for id in router.replicas)
 

@@ -52,7 +52,7 @@ TOKENS = 12
 GREEDY, DEFAULT = Sampling(TOKENS), PanAndScan()
 RECEIPT = printed("receipt", 220, 660)
 CHART = printed("chart", 300, 300)
-QUESTION = RECEIPT.asks[0].question
+QUESTION = RECEIPT.questions[0].question
 PNG, JPEG = saved(RECEIPT.image), saved(CHART.image, "JPEG", quality=90)
 PDF = saved(noise(300, 200), "PDF", save_all=True, append_images=[noise(200, 500, 1), noise(250, 250, 2)])
 TIFF = saved(noise(90, 300, 3), "TIFF", save_all=True, append_images=[noise(200, 100, 4)])

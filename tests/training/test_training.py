@@ -166,7 +166,7 @@ def test_evaluation_draws_what_training_never_saw() -> None:
         assert 448 <= min(width, height) <= 900
         crops = plan_views(width, height, WITH).crops
         assert (crops == 0) == (one.shape == "square")
-        assert 1 <= len(one.asks) <= 4
+        assert 1 <= len(one.questions) <= 4
 
 
 def test_a_second_set_of_questions_comes_one_batch_later() -> None:
@@ -199,7 +199,7 @@ def test_a_page_is_read_line_by_line() -> None:
 def test_large_print_still_asks_something(ratio: float) -> None:
     for seed in range(12):
         page = a_page(Random(seed), ratio, training_faces(), columns=9)
-        assert page.document.asks
+        assert page.document.questions
 
 
 def test_muon_turns_gradients_into_nearly_orthogonal_steps() -> None:

@@ -29,7 +29,7 @@ STEPS = 6
 Replies = dict[str, dict[str, Any]]
 EMPTY = {"answers nothing": "", "cuts a character": "\ud83d"}  # answers to questions with images
 DOCUMENTS = {"chart": printed("chart", 300, 300), "receipt": printed("receipt", 256, 600)}
-PROBES = [Request(each.asks[0].question, [encoded_image(each.image)], id=name) for name, each in DOCUMENTS.items()]
+PROBES = [Request(each.questions[0].question, [encoded_image(each.image)], id=name) for name, each in DOCUMENTS.items()]
 CHART = PROBES[:1]
 TEXT = Request("List the months of the year.", id="text")
 

@@ -7,7 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from panscan.analysis.cells import MeasuredCell, distinguishing, meant, measured_rows, preset_of, told_of
+from panscan.analysis.cells import (
+    MeasuredCell,
+    display_settings_of,
+    distinguishing_names,
+    effective_settings,
+    measured_rows,
+    preset_of,
+)
 from panscan.analysis.setting_words import label
 from panscan.records.intervals import Interval
 from panscan.records.quality import Quality, quality_of
@@ -98,13 +105,13 @@ def cell_names(run: Run) -> dict[str, str]:
 
     A cell's id follows where these words would not tell it from another cell, and stands alone where there are none.
     """
-    every = {cell: told_of(run, cell) for cell in run.cells}
-    varying = distinguishing(list(every.values()))
+    every = {cell: display_settings_of(run, cell) for cell in run.cells}
+    varying = distinguishing_names(list(every.values()))
     words = {}
     for cell, settings in every.items():
         names = list(varying)
         if run.aliases.get(cell):  # name what the choice leaves open, even if all cells do
-            names += [name for name, value in settings.items() if value != meant(run.cells[cell])[name]]
+            names += [name for name, value in settings.items() if value != effective_settings(run.cells[cell])[name]]
         words[cell] = label({name: settings.get(name) for name in dict.fromkeys(names)})
         words[cell] = ", ".join(filter(None, (preset_of(run, cell), words[cell])))
     times = Counter(words.values())

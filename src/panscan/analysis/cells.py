@@ -23,20 +23,20 @@ __all__ = [
     "aliases_of",
     "cell_title",
     "count",
-    "decimals",
-    "distinguishing",
-    "meant",
+    "decimal_places",
+    "display_settings",
+    "display_settings_of",
+    "distinguishing_names",
+    "effective_settings",
     "measured_rows",
     "memory_metric",
     "number_text",
     "preset_of",
-    "short",
+    "shared_settings",
+    "short_name",
     "speed",
     "speedup_lines",
     "sweeps",
-    "telling",
-    "told",
-    "told_of",
     "unmeasured",
     "varying_names",
 ]
@@ -44,8 +44,16 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCell:
-    """A cell with metrics: its id, its settings (None for those that mean nothing), its verdict and preset, and the
-    settings of its aliases (see :func:`panscan.bench.grid.merge_equal_work`)."""
+    """A cell with metrics.
+
+    Args:
+        cell: id of the cell.
+        settings: its settings, from :func:`effective_settings`.
+        metrics: measured values.
+        verdict: comparison with the reference.
+        preset: preset that the cell started from, if any.
+        aliases: settings of its aliases (see :func:`panscan.bench.grid.merge_equal_work`).
+    """
 
     cell: str
     settings: Mapping[str, Any]
@@ -55,33 +63,42 @@ class MeasuredCell:
     aliases: Sequence[Mapping[str, Any]] = ()
 
     @property
-    def told(self) -> Mapping[str, Any]:
-        """See :func:`told`."""
-        return told(self.settings, self.aliases)
+    def display_settings(self) -> Mapping[str, Any]:
+        """Settings for display (see :func:`display_settings`)."""
+        return display_settings(self.settings, self.aliases)
 
     def label(self, names: Sequence[str]) -> str:
         """Return the named settings in words, aliases included."""
-        values = self.told
+        values = self.display_settings
         return label({name: values.get(name) for name in names})
 
 
 def measured_rows(run: Run) -> list[MeasuredCell]:
-    """The measured cells of a run. Crop settings of a cell without pan and scan are None: they mean nothing there.
+    """Return the measured cells of a run. Settings without effect are None (see :func:`effective_settings`).
 
     Raises:
         RecordsError: see :func:`panscan.records.summary.cell_metrics`.
     """
     measured = ((cell, settings, cell_metrics(run, cell)) for cell, settings in run.cells.items())
     return [
-        MeasuredCell(cell, meant(settings), metrics, verdict_of(run, cell), preset_of(run, cell), aliases_of(run, cell))
+        MeasuredCell(
+            cell,
+            effective_settings(settings),
+            metrics,
+            verdict_of(run, cell),
+            preset_of(run, cell),
+            aliases_of(run, cell),
+        )
         for cell, settings, metrics in measured
         if metrics is not None
     ]
 
 
-def meant(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Settings with None for those that mean nothing: crops without pan and scan, a checkpoint for random weights, a
-    batch size for an engine, an engine's settings for other runners."""
+def effective_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return settings with None for those without effect.
+
+    These are crop settings without pan and scan, the checkpoint of random weights, and settings of other runners.
+    """
     idle = () if settings.get("do_pan_and_scan", True) else tuple(name for name in settings if name.startswith(CROPS))
     if settings.get("random_weights"):
         idle += ("model",)
@@ -89,36 +106,36 @@ def meant(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     return {name: None if name in idle else value for name, value in settings.items()}
 
 
-def told(settings: Mapping[str, Any], aliases: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return a cell's settings for display: ``4 or 6`` where an alias has a different value."""
-    own, others = meant(settings), [meant(alias) for alias in aliases]
+def display_settings(settings: Mapping[str, Any], aliases: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return a cell's effective settings for display: ``4 or 6`` where an alias has a different value."""
+    own, others = effective_settings(settings), [effective_settings(alias) for alias in aliases]
     values = {name: dict.fromkeys(shown(each.get(name)) for each in (own, *others)) for name in own}
     return {name: " or ".join(values[name]) if len(values[name]) > 1 else value for name, value in own.items()}
 
 
-def told_of(run: Run, cell: str) -> Mapping[str, Any]:
-    """:func:`told` of a cell of a run."""
-    return told(run.cells[cell], aliases_of(run, cell))
+def display_settings_of(run: Run, cell: str) -> Mapping[str, Any]:
+    """Return the :func:`display_settings` of a cell of a run."""
+    return display_settings(run.cells[cell], aliases_of(run, cell))
 
 
 def aliases_of(run: Run, cell: str) -> list[Mapping[str, Any]]:
-    """The settings of a cell's aliases."""
+    """Return the settings of a cell's aliases."""
     return [alias["settings"] for alias in run.aliases.get(cell, ())]
 
 
 def preset_of(run: Run, cell: str) -> str | None:
-    """The preset that a cell began with, and those of its aliases; None without any."""
+    """Return the preset that a cell started from, and those of its aliases; None without any."""
     aliases = [alias["preset"] for alias in run.aliases.get(cell, ())]
     return " or ".join(dict.fromkeys(filter(None, (run.presets.get(cell), *aliases)))) or None
 
 
 def alias_lines(run: Run, names: Mapping[str, str]) -> list[str]:
-    """A line for each cell that was measured for others, too, with their settings; ``names`` are of cells by id."""
+    """Return a line for each cell with aliases, naming their settings; ``names`` has the names of cells by id."""
     lines = []
     for cell in run.aliases:
         if cell not in names:
             continue
-        every = [meant(settings) for settings in (run.cells[cell], *aliases_of(run, cell))]
+        every = [effective_settings(settings) for settings in (run.cells[cell], *aliases_of(run, cell))]
         apart = varying_names(every)
         others = "; ".join(label({name: each.get(name) for name in apart}) for each in every[1:])
         lines.append(f"Measured once for {names[cell]} and {others}: the views of every document are the same.")
@@ -126,13 +143,13 @@ def alias_lines(run: Run, names: Mapping[str, str]) -> list[str]:
 
 
 def varying_names(cells: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Settings that differ between cells, in their order."""
+    """Return the settings that differ between cells, in order."""
     names = dict.fromkeys(name for cell in cells for name in cell)
     return [name for name in names if len({shown(cell.get(name)) for cell in cells}) > 1]
 
 
-def distinguishing(cells: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The varying settings without those that differ only because they mean nothing in some cells (None there)."""
+def distinguishing_names(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the varying settings, except those that differ only by having no effect (None) in some cells."""
     return [name for name in varying_names(cells) if not _off_or_the_same(cells, name)]
 
 
@@ -147,14 +164,14 @@ def _off_or_the_same(cells: Sequence[Mapping[str, Any]], name: str) -> bool:
 
 
 def _foreign(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    """Settings that its runner does not have; the engine's attention, which has one value, stays."""
+    """Return settings that the runner does not have, except the engine's attention, which has one value."""
     runner = settings.get("runner", "generate")
     return tuple(name for name in foreign_settings(runner) if (runner, name) != ("engine", "attention"))
 
 
-def telling(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Settings that are the same wherever they mean anything, and worth saying: the model, and what is not default."""
-    varying = distinguishing(cells)
+def shared_settings(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the model and all other settings with the same non-default value wherever they have an effect."""
+    varying = distinguishing_names(cells)
     names = dict.fromkeys(name for cell in cells for name in cell if name not in varying)
     constant = {name: next((cell[name] for cell in cells if cell.get(name) is not None), None) for name in names}
     return {
@@ -165,7 +182,7 @@ def telling(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def memory_metric(rows: Sequence[MeasuredCell]) -> tuple[str, str]:
-    """(metric, whose): the GPU's peak, or the process's (RSS) where a cell ran without a GPU."""
+    """Return metric and label of peak memory: of the GPU, or of the process (RSS) if a cell ran without a GPU."""
     if all(row.metrics.values["peak_allocated_bytes"] is not None for row in rows):
         return "peak_allocated_bytes", "GPU"
     return "peak_rss_bytes", "RSS"
@@ -177,27 +194,27 @@ def count(number: int, noun: str) -> str:
 
 def cell_title(cell: str, settings: Mapping[str, Any], varying: Sequence[str]) -> str:
     """Return ``id (settings)``: a cell and the settings in words that tell it from others."""
-    told = {name: settings.get(name) for name in varying if settings.get(name) is not None or _may_be_off(name)}
-    return f"{cell} ({label(told)})" if told else cell
+    chosen = {name: settings.get(name) for name in varying if settings.get(name) is not None or _may_be_off(name)}
+    return f"{cell} ({label(chosen)})" if chosen else cell
 
 
 def _may_be_off(name: str) -> bool:
     return name in axes() and axes()[name].optional
 
 
-def short(name: str) -> str:
-    """A setting's name without the prefix that four of them share."""
+def short_name(name: str) -> str:
+    """Return a setting's name without the prefix of pan-and-scan settings."""
     return name.removeprefix(CROPS)
 
 
-def decimals(value: float) -> int:
+def decimal_places(value: float) -> int:
     """Decimals that show three digits."""
     return max(0, 2 - floor(log10(abs(value)))) if value else 0
 
 
 def number_text(value: float | None) -> str:
     """Three digits, or a dash."""
-    return "-" if value is None else f"{value:,.{decimals(value)}f}"
+    return "-" if value is None else f"{value:,.{decimal_places(value)}f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +250,7 @@ class Sweep:
         found: list[dict[str, None]] = [{} for _ in self.values]
         for rows in self.series.values():
             for row in rows:
-                found[self.at(row)][shown(row.told.get(self.name))] = None
+                found[self.at(row)][shown(row.display_settings.get(self.name))] = None
         return tuple(
             next(iter(texts)) if len(texts) == 1 else shown(value)
             for value, texts in zip(self.values, found, strict=True)
@@ -247,7 +264,7 @@ def speed(row: MeasuredCell) -> float:
 
 def sweeps(rows: Sequence[MeasuredCell]) -> list[Sweep]:
     """The settings that were swept: some cells differ in that setting alone."""
-    varying = distinguishing([row.settings for row in rows])
+    varying = distinguishing_names([row.settings for row in rows])
     found = [_sweep(rows, name, varying) for name in varying]
     return [sweep for sweep in found if any(len(points) > 1 for points in sweep.series.values())]
 

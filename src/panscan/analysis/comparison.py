@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from string import ascii_uppercase
 from typing import Any
 
-from panscan.analysis.cells import aliases_of, cell_title, count, number_text, telling, told
+from panscan.analysis.cells import aliases_of, cell_title, count, display_settings, number_text, shared_settings
 from panscan.analysis.differences import (
     DEFAULT_METRICS,
     METRICS,
@@ -105,36 +105,36 @@ class Report:
         found += [_renamed(line, name) for line in comparison.alone]
         if is_load_run(comparison.a):
             return found
-        same = telling([pair.settings for pair in comparison.pairs])
+        same = shared_settings([pair.settings for pair in comparison.pairs])
         same = {name: value for name, value in same.items() if name not in (*comparison.apart, *comparison.varying)}
         return [*found, *([f"In both: {label(same)}"] if same else [])]
 
-    def title(self, at: int, place: int) -> str:
+    def title(self, at: int, pair_index: int) -> str:
         """Both ids of a pair of cells (one if they are equal), and its settings that vary within either run."""
         comparison = self.comparisons[at]
-        pair = comparison.pairs[place]
+        pair = comparison.pairs[pair_index]
         if is_load_run(comparison.a):
             return f"level {level_names(comparison.a)[pair.cells[0]]}"
-        settings = told(pair.settings, aliases_of(comparison.a, pair.cells[0]))
+        settings = display_settings(pair.settings, aliases_of(comparison.a, pair.cells[0]))
         return "cell " + cell_title(" / ".join(dict.fromkeys(pair.cells)), settings, comparison.varying)
 
-    def extent(self, at: int, place: int) -> str:
+    def extent(self, at: int, pair_index: int) -> str:
         """How much of a pair of cells pairs."""
-        requests = self.comparisons[at].pairs[place].requests
+        requests = self.comparisons[at].pairs[pair_index].requests
         plural = "" if len(requests.work) == 1 else "es"
         return f"{count(len(requests.pairs), 'paired request')} in {len(requests.work)} batch{plural}"
 
-    def verdict(self, at: int, place: int) -> tuple[str, bool]:
+    def verdict(self, at: int, pair_index: int) -> tuple[str, bool]:
         """Both verdicts, and whether they differ; load runs have none, which is an empty text."""
         if is_load_run(self.runs[0]):
             return "", False
-        a, b = (verdict.word for verdict in self.comparisons[at].pairs[place].verdicts)
+        a, b = (verdict.word for verdict in self.comparisons[at].pairs[pair_index].verdicts)
         return (a, False) if a == b else (f"{a} -> {b}", True)
 
-    def rows(self, at: int, place: int) -> list[Row]:
+    def rows(self, at: int, pair_index: int) -> list[Row]:
         """One row for each metric, then peak memory, which is not tested."""
-        rows = [_row(difference) for difference in self.differences[at][place].values()]
-        peaks = self.comparisons[at].pairs[place].peaks
+        rows = [_row(difference) for difference in self.differences[at][pair_index].values()]
+        peaks = self.comparisons[at].pairs[pair_index].peaks
         for name, (a, b) in list(peaks.items())[:1]:
             change = f"{b / a - 1:+.1%}" if a else "-"
             gib_a, gib_b = number_text(a / 2**30), number_text(b / 2**30)
@@ -165,10 +165,10 @@ class Report:
         """Each condition that holds or cannot be told, where and why; then the others."""
         found = []
         for finding in self.findings:
-            place = "" if finding.pair is None else self.title(finding.comparison, finding.pair) + ": "
+            title = "" if finding.pair is None else self.title(finding.comparison, finding.pair) + ": "
             run = f"{self.name(finding.comparison)}, " if len(self.comparisons) > 1 else ""
             state = "holds" if finding.holds else "cannot be told"
-            found.append((finding.condition, f"{state}: {run}{place}{finding.reason}"))
+            found.append((finding.condition, f"{state}: {run}{title}{finding.reason}"))
         spoken = {finding.condition for finding in self.findings}
         rest = dict.fromkeys(each.text for each in self.conditions if each.text not in spoken)
         return [*found, *((text, "does not hold") for text in rest)]
@@ -291,9 +291,9 @@ def _row(difference: Difference) -> Row:
 
 
 def _both(differences_: Mapping[str, tuple[Any, Any]]) -> str:
-    short = {name: tuple(shown(each)[:40] for each in both) for name, both in differences_.items()}
+    shortened = {name: tuple(shown(each)[:40] for each in both) for name, both in differences_.items()}
     return ", ".join(
-        name if name == "workload_sha256" else f"{name} {ours} / {theirs}" for name, (ours, theirs) in short.items()
+        name if name == "workload_sha256" else f"{name} {ours} / {theirs}" for name, (ours, theirs) in shortened.items()
     )
 
 

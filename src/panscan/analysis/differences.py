@@ -87,9 +87,9 @@ def differences(comparisons: Sequence[Comparison], metrics: Sequence[str]) -> li
         RecordsError: stamps contradict counts.
     """
     found = [
-        (at, place, metric, paired)
+        (at, pair_index, metric, paired)
         for at, comparison in enumerate(comparisons)
-        for place, pair in enumerate(comparison.pairs)
+        for pair_index, pair in enumerate(comparison.pairs)
         for metric, paired in measured(pair, metrics).items()
     ]
     draws = draws_for(2 * len(found))
@@ -97,8 +97,10 @@ def differences(comparisons: Sequence[Comparison], metrics: Sequence[str]) -> li
     p_values = [min(1.0, 2 * min(tail)) for tail in tails]
     alarms = decide(p_values, [2 * least_p_value(paired.clusters, draws) for *_, paired in found])
     rows: list[list[dict[str, Difference]]] = [[{} for _ in comparison.pairs] for comparison in comparisons]
-    for (at, place, metric, paired), tail, p_value, alarm in zip(found, tails, p_values, alarms, strict=True):
-        rows[at][place][metric] = _difference(metric, paired, larger=tail[0] < tail[1], p_value=p_value, alarm=alarm)
+    for (at, pair_index, metric, paired), tail, p_value, alarm in zip(found, tails, p_values, alarms, strict=True):
+        rows[at][pair_index][metric] = _difference(
+            metric, paired, larger=tail[0] < tail[1], p_value=p_value, alarm=alarm
+        )
     return rows
 
 
@@ -294,10 +296,10 @@ def evaluate(conditions: Sequence[Condition], comparisons: Sequence[Comparison])
     values = [[measured(pair, metrics) for pair in comparison.pairs] for comparison in comparisons]
     found = [finding for condition in conditions for finding in _untested(condition, comparisons, values)]
     tests = [
-        (condition, at, place, pair[condition.metric])
+        (condition, at, pair_index, pair[condition.metric])
         for condition in conditions
         for at, comparison in enumerate(values)
-        for place, pair in enumerate(comparison)
+        for pair_index, pair in enumerate(comparison)
         if condition.metric in pair and pair[condition.metric].contributions().any()  # identical: nothing to tell
     ]
     draws = draws_for(len(tests))
@@ -306,13 +308,13 @@ def evaluate(conditions: Sequence[Condition], comparisons: Sequence[Comparison])
         larger, smaller = tail_p_values(paired.contributions(condition.factor), draws)
         p_values.append(larger if condition.larger else smaller)
     alarms = decide(p_values, [least_p_value(paired.clusters, draws) for *_, paired in tests])
-    for (condition, at, place, paired), alarm in zip(tests, alarms, strict=True):
+    for (condition, at, pair_index, paired), alarm in zip(tests, alarms, strict=True):
         if alarm is None:
             reason = f"{paired.clusters} batches are too few to tell (tests: {len(tests)})"
-            needed = repeats_needed(comparisons[at].pairs[place], len(tests), sides=1)
-            found.append(Finding(condition.text, at, place, False, reason, needed))
+            needed = repeats_needed(comparisons[at].pairs[pair_index], len(tests), sides=1)
+            found.append(Finding(condition.text, at, pair_index, False, reason, needed))
         elif alarm and _beyond(condition, paired):
-            found.append(Finding(condition.text, at, place, True, _change(paired)))
+            found.append(Finding(condition.text, at, pair_index, True, _change(paired)))
     return found
 
 
@@ -334,15 +336,15 @@ def _untested(
     """Worse and unknown verdicts, and metrics that a pair of cells does not have."""
     found = []
     for at, comparison in enumerate(comparisons):
-        for place, pair in enumerate(comparison.pairs):
+        for pair_index, pair in enumerate(comparison.pairs):
             if condition.metric == _VERDICT:
                 a, b = (verdict.word for verdict in pair.verdicts)
                 if a not in _RANK or b not in _RANK:
-                    found.append(Finding(condition.text, at, place, False, f"{a} in A, {b} in B"))
+                    found.append(Finding(condition.text, at, pair_index, False, f"{a} in A, {b} in B"))
                 elif _RANK[b] > _RANK[a]:
-                    found.append(Finding(condition.text, at, place, True, f"{a} in A, {b} in B"))
-            elif condition.metric not in values[at][place]:
-                found.append(Finding(condition.text, at, place, False, "not measured on both sides"))
+                    found.append(Finding(condition.text, at, pair_index, True, f"{a} in A, {b} in B"))
+            elif condition.metric not in values[at][pair_index]:
+                found.append(Finding(condition.text, at, pair_index, False, "not measured on both sides"))
         if comparison.unpaired:
             reason = f"{noun_of(comparison.a)}s of A that were not compared: {comparison.unpaired}"
             found.append(Finding(condition.text, at, None, False, reason))

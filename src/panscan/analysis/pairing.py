@@ -8,7 +8,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from panscan.analysis.cells import aliases_of, cell_title, count, distinguishing, meant
+from panscan.analysis.cells import aliases_of, cell_title, count, distinguishing_names, effective_settings
 from panscan.analysis.load_pairing import comparable, load_differences
 from panscan.analysis.setting_words import shown
 from panscan.core import RecordsError
@@ -222,7 +222,7 @@ def compare_runs(a: Run, b: Run) -> Comparison:
     compared = tuple(pair for pair in pairs if pair.requests.pairs)
     if not compared:
         raise RecordsError(f"{_names(a, b)}: {noun}s pair, but no request does: other ids, images, prompts or repeats")
-    varies = {name for cells in (cells_a, cells_b) for name in distinguishing(list(cells.values()))}
+    varies = {name for cells in (cells_a, cells_b) for name in distinguishing_names(list(cells.values()))}
     varying = tuple(name for name in names if name in varies)
     return Comparison(
         a,
@@ -281,7 +281,7 @@ def _filled_in(run: Run, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Settings with the defaults of those that the run's version did not know. Load levels have no other settings."""
     if is_load_run(run):
         return settings
-    return meant({**{name: axis.default for name, axis in axes().items()}, **settings})
+    return effective_settings({**{name: axis.default for name, axis in axes().items()}, **settings})
 
 
 def noun_of(run: Run) -> str:

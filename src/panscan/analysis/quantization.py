@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from panscan.analysis.cells import MeasuredCell, distinguishing, meant, memory_metric, number_text, speed
+from panscan.analysis.cells import (
+    MeasuredCell,
+    distinguishing_names,
+    effective_settings,
+    memory_metric,
+    number_text,
+    speed,
+)
 from panscan.analysis.setting_words import label
 from panscan.analysis.significance import QualityDifference, p_text, points_text, quality_difference
 from panscan.core import same_model
@@ -104,7 +111,9 @@ def tradeoff_table(run: Run, rows: Sequence[MeasuredCell]) -> TradeoffTable | No
         return None
     scored = any(tradeoff.quality for tradeoff in tradeoffs)
     memory, whose = memory_metric(rows)
-    others = [name for name in distinguishing([each.row.told for each in tradeoffs]) if name not in _WEIGHTS]
+    others = [
+        name for name in distinguishing_names([each.row.display_settings for each in tradeoffs]) if name not in _WEIGHTS
+    ]
     headings = [
         "weights", "weights GiB", f"peak {whose} GiB", "req/s", "TTFT ms", "TPOT ms", "verdict",
         "KL answers", "KL images", "top-1",
@@ -127,7 +136,7 @@ def _tradeoff(run: Run, row: MeasuredCell, base: Tradeoff | None) -> Tradeoff:
 
 def _same_but_weights(run: Run, row: MeasuredCell, plain: MeasuredCell) -> bool:
     """Whether two cells differ in nothing but the quantisation, of a checkpoint or on load."""
-    ours, theirs = dict(meant(run.cells[row.cell])), dict(meant(run.cells[plain.cell]))
+    ours, theirs = dict(effective_settings(run.cells[row.cell])), dict(effective_settings(run.cells[plain.cell]))
     if base_model := run.loads.get(row.cell, {}).get("base_model"):
         ours |= {"model": base_model, "revision": theirs.get("revision")}
     names = {*ours, *theirs} - {*_KINDS, "model"}
@@ -137,7 +146,7 @@ def _same_but_weights(run: Run, row: MeasuredCell, plain: MeasuredCell) -> bool:
 
 def _texts(tradeoff: Tradeoff, others: Sequence[str], memory: str, *, scored: bool) -> tuple[str, ...]:
     values, top1 = tradeoff.row.metrics.values, tradeoff.row.verdict.top1
-    setting = label({name: tradeoff.row.told.get(name) for name in others})
+    setting = label({name: tradeoff.row.display_settings.get(name) for name in others})
     size = None if tradeoff.weight_bytes is None else tradeoff.weight_bytes / 2**30
     peak = values[memory]
     texts = [

@@ -14,7 +14,7 @@ from panscan.analysis.cells import alias_lines, number_text, preset_of
 from panscan.analysis.decision import Rule, Selection, costs_of, decision_of, reason_of
 from panscan.analysis.levels import refuse_load_run
 from panscan.analysis.setting_words import shown
-from panscan.analysis.significance import harmless, quality_difference
+from panscan.analysis.significance import quality_difference, shows_no_loss
 from panscan.core import RecordsError, SettingError
 from panscan.records.quality import metric_title
 from panscan.records.store import Run, write_atomically
@@ -65,8 +65,9 @@ def recommend(
     4. Speed. The highest ``request_throughput`` wins; among cells whose 95% interval overlaps the winner's, exact wins
        over close, then the higher accuracy, then more views, then the lower p95 of E2E.
 
-    "No measurable loss" is :func:`panscan.analysis.significance.harmless`: the 95% interval of the paired difference
-    reaches 0 and excludes a loss of more than :data:`WORST_LOSS`, over at least :data:`LEAST_QUESTIONS` questions.
+    "No measurable loss" is :func:`panscan.analysis.significance.shows_no_loss`: the 95% interval of the paired
+    difference reaches 0 and excludes a loss of more than :data:`WORST_LOSS`, over at least :data:`LEAST_QUESTIONS`
+    questions.
     Accuracy is the mean of the run's metric of quality (:func:`panscan.records.quality.metric_of`).
 
     Args:
@@ -175,7 +176,7 @@ def _loss(run: Run, candidate: Candidate, peers: Sequence[Candidate]) -> tuple[b
     difference = quality_difference(run, candidate.cell, peer.cell)
     if difference is None or peer.quality is None or not peer.quality.mean:
         return False, f"no loss can be measured: {peer.name} answers nothing right"
-    return harmless(run, difference, peer.name)
+    return shows_no_loss(run, difference, peer.name)
 
 
 def _within(

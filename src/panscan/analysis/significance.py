@@ -23,21 +23,21 @@ __all__ = [
     "ALPHA",
     "LEAST_QUESTIONS",
     "WORST_LOSS",
-    "Against",
+    "BaselineComparison",
     "Paired",
     "QualityDifference",
     "Rates",
     "Values",
     "clusters_needed",
+    "compare_with_baseline",
     "decide",
     "draws_for",
-    "harmless",
     "least_p_value",
-    "losses",
     "p_text",
     "paired_difference",
     "points_text",
     "quality_difference",
+    "shows_no_loss",
     "sign_flip_p_value",
     "tail_p_values",
 ]
@@ -288,14 +288,14 @@ WORST_LOSS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Against:
-    """A cell's answers against the baseline's.
+class BaselineComparison:
+    """A comparison of a cell's answers with the baseline's.
 
     Args:
-        cell: its id.
-        difference: of their quality.
+        cell: id of the cell.
+        difference: difference of their quality.
         word: "measurable loss", "measurable gain", "no measurable loss", or "undecided".
-        text: the word, the figures, and what so many questions could have shown.
+        text: the word, the figures, and what this number of questions can show.
     """
 
     cell: str
@@ -304,11 +304,11 @@ class Against:
     text: str
 
 
-def harmless(run: Run, difference: QualityDifference, peer: str) -> tuple[bool, str]:
+def shows_no_loss(run: Run, difference: QualityDifference, peer: str) -> tuple[bool, str]:
     """Return whether a cell has no measurable loss against the cell named ``peer``, and the evidence.
 
     It loses nothing measurable if the 95% interval of the paired difference reaches 0 and excludes a loss of more than
-    :data:`WORST_LOSS`, over at least :data:`LEAST_QUESTIONS` questions, and the p-value does not speak of a loss: for
+    :data:`WORST_LOSS`, over at least :data:`LEAST_QUESTIONS` questions, and the p-value does not show a loss: for
     shares the interval is so wide that it alone would overlook small losses of many questions.
     """
     low, high = difference.low, difference.high
@@ -325,18 +325,20 @@ def harmless(run: Run, difference: QualityDifference, peer: str) -> tuple[bool, 
     return True, f"no measurable loss: {text}"
 
 
-def losses(run: Run, cells: Sequence[str], views: Callable[[str], float]) -> tuple[str, list[Against]] | None:
-    """The baseline and every other cell against it; None where fewer than two cells have scores.
+def compare_with_baseline(
+    run: Run, cells: Sequence[str], views: Callable[[str], float]
+) -> tuple[str, list[BaselineComparison]] | None:
+    """Return the baseline, and a comparison of every other cell with it; None if fewer than two cells have scores.
 
-    The baseline is the cell that reads the most views a request, so the one that settings with fewer crops must match;
-    among several of those, the first: the one that answers best would have been chosen by its luck, too. All tests are
-    one family: the chance that any cell is falsely called worse or better is at most 5%
+    The baseline is the cell with the most views per request, which settings with fewer crops must match; of several,
+    the first, because the best one would partly be chosen by luck. All tests
+    are one family: the chance that any cell is falsely called worse or better is at most 5%
     (:func:`panscan.analysis.significance.decide`).
 
     Args:
-        run: with the answers' scores.
+        run: run with scored answers.
         cells: ids of the cells to compare.
-        views: mean views of a cell's requests, by its id.
+        views: returns the mean views per request of a cell, by its id.
     """
     means = {cell: quality.mean for cell in cells if (quality := quality_of(run, cell)) is not None}
     if len(means) < 2:
@@ -348,36 +350,37 @@ def losses(run: Run, cells: Sequence[str], views: Callable[[str], float]) -> tup
     return baseline, [
         _judged(cell, each, alarm=bool(alarm))
         if means[cell] or means[baseline]
-        else Against(cell, each, "undecided", "undecided: neither answers anything right")
+        else BaselineComparison(cell, each, "undecided", "undecided: neither answers anything right")
         for (cell, each), alarm in zip(found.items(), alarms, strict=True)
     ]
 
 
 def _least(difference: QualityDifference) -> float:
-    """The smallest p-value that the questions that differ could have given, had all of them differed the same way."""
+    """Return the smallest p-value that the differing questions could give: all of them differing the same way."""
     return min(1.0, 2 * 0.5 ** (difference.better + difference.worse))
 
 
 def _is_loss(difference: QualityDifference) -> bool:
-    """Whether the p-value alone, not corrected for other tests, speaks of a loss."""
+    """Whether the p-value alone, not corrected for other tests, shows a loss."""
     return difference.value < 0 and difference.p_value < ALPHA
 
 
-def _judged(cell: str, difference: QualityDifference, *, alarm: bool) -> Against:
+def _judged(cell: str, difference: QualityDifference, *, alarm: bool) -> BaselineComparison:
     low, high = difference.low, difference.high
     figures = f"{p_text(difference.p_value)}, difference {points_text(difference.value)} points"
     figures += f" [{points_text(low)}, {points_text(high)}]"
     several = f"{difference.questions:,} questions" if difference.questions != 1 else "1 question"
     if alarm and difference.value < 0:
-        return Against(cell, difference, "measurable loss", f"measurable loss ({figures})")
+        return BaselineComparison(cell, difference, "measurable loss", f"measurable loss ({figures})")
     if alarm:
-        return Against(cell, difference, "measurable gain", f"measurable gain ({figures})")
+        return BaselineComparison(cell, difference, "measurable gain", f"measurable gain ({figures})")
     reach = f"{100 * max(0.0, -low):.1f}"
     if difference.questions >= LEAST_QUESTIONS and low >= -WORST_LOSS and high >= 0 and not _is_loss(difference):
         seen = f"with {several}, a loss of more than {reach} points is excluded"
-        return Against(cell, difference, "no measurable loss", f"no measurable loss ({figures}): {seen}")
+        word = "no measurable loss"
+        return BaselineComparison(cell, difference, word, f"{word} ({figures}): {seen}")
     seen = f"with {several}, " + (f"a loss of {reach} points is possible" if low < 0 else "the result may be chance")
-    return Against(cell, difference, "undecided", f"undecided ({figures}): {seen}")
+    return BaselineComparison(cell, difference, "undecided", f"undecided ({figures}): {seen}")
 
 
 def points_text(share: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from panscan.analysis.cells import meant
+from panscan.analysis.cells import effective_settings
 from panscan.analysis.significance import QualityDifference, p_text, points_text, quality_difference
 from panscan.core import same_model
 from panscan.records.quality import metrics_in
@@ -94,7 +94,7 @@ def _comparable(run: Run, cell: str, peer: str) -> bool:
 
 def _distance(run: Run, cell: str, peer: str) -> int:
     """Settings that differ, of those that mean something."""
-    ours, theirs = meant(run.cells[cell]), meant(run.cells[peer])
+    ours, theirs = effective_settings(run.cells[cell]), effective_settings(run.cells[peer])
     return sum(value != theirs.get(name) for name, value in ours.items())
 
 

@@ -164,7 +164,7 @@ class AnswerFile:
         self.close()
 
     def _acquire(self) -> None:
-        made = [place for place in (self._lock_path, *self.path.parents) if not place.exists()]
+        made = [path for path in (self._lock_path, *self.path.parents) if not path.exists()]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o664))  # FileLock takes some refusals for a lock
         try:
@@ -203,19 +203,19 @@ class AnswerFile:
             found = json.loads(self.header_path.read_bytes())
         except FileNotFoundError as error:
             raise RecordsError(
-                f"{self.header_path} is missing, so nobody knows how {self.path.name} was made: --force starts anew"
+                f"{self.header_path} is missing, so {self.path.name} cannot be resumed: add --force to start over"
             ) from error
         except ValueError as error:
-            raise RecordsError(f"{self.header_path} is garbled: --force starts anew") from error
+            raise RecordsError(f"{self.header_path} is not valid JSON: add --force to start over") from error
         if not isinstance(found, dict):
-            raise RecordsError(f"{self.header_path} is garbled: --force starts anew")
+            raise RecordsError(f"{self.header_path} is not a JSON object: add --force to start over")
         return found
 
     def _forget(self) -> None:
-        """The job never began: its lock and directories go. Those that were there before stay."""
-        for place in self._made:
-            with contextlib.suppress(OSError):  # whoever wrote into them meanwhile keeps them
-                place.unlink() if place == self._lock_path else place.rmdir()
+        """Remove the lock and directories that a job created but never used."""
+        for path in self._made:
+            with contextlib.suppress(OSError):  # not empty: another process wrote into them
+                path.unlink() if path == self._lock_path else path.rmdir()
 
 
 def refuse_sources(output: Path, sources: Iterable[str]) -> None:

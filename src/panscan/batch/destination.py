@@ -96,22 +96,22 @@ def destination(output: str) -> Destination:
         SettingError: the URL names no object, or its scheme is not supported.
         UnsupportedError: pyarrow is missing for a Parquet file.
     """
-    place = local_path(output)
-    table = is_table(place)
+    location = local_path(output)
+    table = is_table(location)
     if table:
         require_pyarrow(f"-o {output}")
-    if not is_stored(place):
-        if "://" in place:
+    if not is_stored(location):
+        if "://" in location:
             raise SettingError(f"-o {conceal(output)}: unsupported URL: use s3://, gs://, az://, file:// or a path")
-        path = Path(place)
+        path = Path(location)
         return Destination(output, path.with_name(f"{path.name}.jsonl"), path) if table else Destination(output, path)
-    if place.count("/") < 3 or place.endswith("/"):
+    if location.count("/") < 3 or location.endswith("/"):
         raise SettingError(f"-o {output}: a bucket or prefix, not an object: add a name such as /answers.jsonl")
-    spool = cache_directory() / "batch" / hashlib.sha256(place.encode()).hexdigest()[:16]
-    path = spool / place.rpartition("/")[2]
+    spool = cache_directory() / "batch" / hashlib.sha256(location.encode()).hexdigest()[:16]
+    path = spool / location.rpartition("/")[2]
     if not table:
-        return Destination(output, path, url=place)
-    return Destination(output, path.with_name(f"{path.name}.jsonl"), path, f"{place}.jsonl", place)
+        return Destination(output, path, url=location)
+    return Destination(output, path.with_name(f"{path.name}.jsonl"), path, f"{location}.jsonl", location)
 
 
 def fetch_previous(target: Destination, mode: Mode) -> None:

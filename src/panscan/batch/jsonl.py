@@ -124,10 +124,10 @@ class JsonLines:
         return before
 
     def rewrite(self, lines: Iterable[bytes]) -> None:
-        """Hold these lines instead; whoever looks sees the old file or the new one.
+        """Replace the file's lines atomically: a reader sees the old file or the new one.
 
         Raises:
-            RecordsError: the disk does not take the new file.
+            RecordsError: the new file cannot be written.
         """
         self.cut()
         temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")

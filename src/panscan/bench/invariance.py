@@ -17,7 +17,7 @@ from panscan.records.verdict import AxisCheck, Departure
 from panscan.runners.base import Runner, calls
 from panscan.settings import Settings
 
-__all__ = ["Again", "Answers", "RunAnswers", "answered", "compare", "shared_axis", "variants"]
+__all__ = ["Answers", "RepeatedAnswers", "RunAnswers", "answer_again", "compare", "shared_axis", "variants"]
 
 _ALONE = 8  # requests that are answered alone
 _JUDGED = 4  # differences of an axis whose margin is computed; each takes a float32 pass over prompt and answer
@@ -68,14 +68,14 @@ def variants(runner: Runner, requests: Sequence[Request], views: Sequence[int], 
     """
     settings = runner.settings
     backwards = range(len(requests))[::-1]
-    yield _variant("order", "in reverse order", lambda: _named(_results(runner, requests, views, backwards)))
+    yield _variant("order", "in reverse order", lambda: _tokens_by_id(_results(runner, requests, views, backwards)))
     if hasattr(runner, "answer"):  # the engine's caches outlive a call
-        yield _variant("cache", "with the caches of an earlier pass", lambda: _named(runner.answer(requests)))
+        yield _variant("cache", "with the caches of an earlier pass", lambda: _tokens_by_id(runner.answer(requests)))
     else:
         yield RunAnswers("cache", "the runner keeps no cache between calls", {})
     if len(requests) > 1 or settings.batch_size > 1:
         alone = [requests[index] for index in _spread(len(requests))]
-        yield _variant("batch", "each alone", lambda: _named([runner.run([request])[0] for request in alone]))
+        yield _variant("batch", "each alone", lambda: _tokens_by_id([runner.run([request])[0] for request in alone]))
     if settings.runner == "engine":
         size = max(16, min(longest, EngineOptions.of(settings).prefill_chunk_size) // 3 - 5)
         yield _variant("chunk", f"chunks of {size} tokens", lambda: _in_chunks(runner, requests, settings, size))
@@ -85,21 +85,23 @@ def variants(runner: Runner, requests: Sequence[Request], views: Sequence[int], 
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
-    """The answers of requests that were answered as a measurement does, and the tokens of the longest prompt."""
+class RepeatedAnswers:
+    """Answers of a repeat that ran as a measured one does, and the tokens of its longest prompt."""
 
     variant: RunAnswers
     longest: int
 
 
-def answered(runner: Runner, requests: Sequence[Request], views: Sequence[int]) -> Again:
-    """Answer a cell's requests once more, in their order and batches.
+def answer_again(runner: Runner, requests: Sequence[Request], views: Sequence[int]) -> RepeatedAnswers:
+    """Answer a cell's requests again, in the same order and batches.
 
     Raises:
         PanscanError: of a request that failed.
     """
     results = _results(runner, requests, views, range(len(requests)))
-    return Again(RunAnswers("repeats", "", _named(results)), max(result.prompt_tokens for result in results))
+    return RepeatedAnswers(
+        RunAnswers("repeats", "", _tokens_by_id(results)), max(result.prompt_tokens for result in results)
+    )
 
 
 def _variant(axis: str, note: str, run: Callable[[], Answers]) -> RunAnswers:
@@ -117,20 +119,20 @@ def _spread(count: int) -> list[int]:
     return list(range(0, count, step))[:_ALONE]
 
 
-def _named(results: Sequence[Result]) -> Answers:
+def _tokens_by_id(results: Sequence[Result]) -> Answers:
     return {result.id: result.token_ids for result in results}
 
 
 def _results(runner: Runner, requests: Sequence[Request], views: Sequence[int], order: Sequence[int]) -> list[Result]:
     """Answer requests in an order, in the batches that the cell makes of it."""
     batches = calls([views[index] for index in order], runner.settings)
-    return [result for batch in batches for result in runner.run([requests[order[place]] for place in batch])]
+    return [result for batch in batches for result in runner.run([requests[order[index]] for index in batch])]
 
 
 def _in_chunks(runner: Runner, requests: Sequence[Request], settings: Settings, size: int) -> Answers:
     runner.configure(replace(settings, prefill_chunk_size=size))
     try:
-        return _named(runner.run(requests))
+        return _tokens_by_id(runner.run(requests))
     finally:
         runner.configure(settings)
 

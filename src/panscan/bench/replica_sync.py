@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from panscan.settings import Settings
 
 __all__ = [
+    "Abort",
     "Answer",
     "BatchDone",
     "Failed",
     "Finished",
-    "GiveUp",
-    "Go",
     "Loading",
     "Message",
+    "Proceed",
     "Ready",
+    "RecordsWritten",
     "ReplicaSync",
     "Stage",
     "Start",
     "Warned",
-    "Wrote",
     "merged",
 ]
 
@@ -62,16 +62,16 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Go:
+class Proceed:
     """Answers :class:`Ready`: every replica is ready, start measuring."""
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp:
+class Abort:
     """Answers :class:`Ready`: another replica failed in this cell, skip it."""
 
 
-Answer = Go | GiveUp
+Answer = Proceed | Abort
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Wrote:
+class RecordsWritten:
     """Records of a repeat, of a cell's outcome, or of the whole run."""
 
     records: Sequence[Record]
@@ -127,7 +127,7 @@ class Finished:
     """The replica finished its sweep, and its process exits."""
 
 
-Message = Loading | Ready | BatchDone | Stage | Wrote | Warned | Failed | Finished
+Message = Loading | Ready | BatchDone | Stage | RecordsWritten | Warned | Failed | Finished
 
 
 class ReplicaSync:
@@ -185,7 +185,7 @@ class ReplicaSync:
                 self._observer.batch_done()
             case Stage(text):
                 self._observer.stage(text)
-            case Wrote(records):
+            case RecordsWritten(records):
                 self._wrote(replica, records)
             case Warned(text):
                 warnings.warn(text, PanscanWarning, stacklevel=2)
@@ -204,14 +204,14 @@ class ReplicaSync:
             self._waiting.clear()
             self._observer.ready(self._cells[visit.cell], visit.repeat)
             for each in range(len(self._devices)):
-                self._answer(each, Go())
+                self._answer(each, Proceed())
 
     def _give_up(self, cell: str) -> None:
         """Tell the replicas that wait to start a cell to skip it."""
         for replica in [replica for replica, visit in self._waiting.items() if visit.cell == cell]:
             del self._waiting[replica]
             self._gave_up.add((replica, cell))
-            self._answer(replica, GiveUp())
+            self._answer(replica, Abort())
 
     def _wrote(self, replica: int, records: Sequence[Record]) -> None:
         kind, cell = records[0]["type"], records[0].get("cell", "")

@@ -17,19 +17,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
 
 from panscan.bench.replica_sync import (
+    Abort,
     Answer,
     BatchDone,
     Failed,
     Finished,
-    GiveUp,
-    Go,
     Loading,
     Message,
+    Proceed,
     Ready,
+    RecordsWritten,
     Stage,
     Start,
     Warned,
-    Wrote,
 )
 from panscan.core import PanscanError, PanscanWarning
 
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 
-class _Link:
-    """The writer and the observer of this process's sweep; both send messages to the parent."""
+class _ParentConnection:
+    """The connection to the parent process: writer and observer of this process's sweep."""
 
     def __init__(self) -> None:
         self._incoming = os.fdopen(os.dup(0), "rb")
@@ -77,7 +77,7 @@ class _Link:
         from panscan.model.machine import thread_count
 
         threads = {"torch_threads": thread_count()}
-        self.send(Wrote([{**record, **(threads if record["type"] == "repeat" else {})} for record in records]))
+        self.send(RecordsWritten([{**record, **(threads if record["type"] == "repeat" else {})} for record in records]))
 
     def loading(self, settings: Settings) -> None:
         self._report(Loading(settings))
@@ -90,9 +90,9 @@ class _Link:
         """
         self.send(Ready(cell.id, repeat))
         match answer := self._answers.get():
-            case Go():
+            case Proceed():
                 return
-            case GiveUp():
+            case Abort():
                 raise PanscanError("given up, because another replica failed in this cell")
             case _:
                 assert_never(answer)
@@ -120,8 +120,8 @@ class _Link:
 def main() -> None:
     """Run the sweep that the parent sends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to every process; the parent decides
-    link = _Link()
-    start = link.start()
+    parent = _ParentConnection()
+    start = parent.start()
     from panscan.bench.run import verifier_of
     from panscan.bench.sweep import run_sweep
     from panscan.model.runtime import quiet_libraries
@@ -129,16 +129,16 @@ def main() -> None:
 
     quiet_libraries()
     warnings.simplefilter("always", PanscanWarning)
-    warnings.showwarning = link.warning
+    warnings.showwarning = parent.warning
     try:
         plan = start.plan if start.replica == 0 else replace(start.plan, verify=False)
         previous = read_run(start.directory)
-        verifier = verifier_of(start.plan, link, link.stage, start.directory, previous, follows=start.replica > 0)
-        run_sweep(plan, link, start.done, link, verifier)
+        verifier = verifier_of(start.plan, parent, parent.stage, start.directory, previous, follows=start.replica > 0)
+        run_sweep(plan, parent, start.done, parent, verifier)
     except PanscanError as error:
-        link.send(Failed(error))
+        parent.send(Failed(error))
     else:
-        link.send(Finished())
+        parent.send(Finished())
 
 
 if __name__ == "__main__":

@@ -93,9 +93,9 @@ def _sweep(
 
 
 def follow(plan: SweepPlan, done: set[tuple[str, int | None]], observer: Observer) -> None:
-    """What the processes beside the first do under torchrun: the same calls in the same order, and no records."""
-    nowhere = _Nowhere()
-    run_sweep(plan, nowhere, done, observer, verifier_of(plan, nowhere, observer.stage, None))
+    """Run the sweep in a torchrun process other than the first: the same calls in the same order, without records."""
+    writer = _NullWriter()
+    run_sweep(plan, writer, done, observer, verifier_of(plan, writer, observer.stage, None))
 
 
 def verifier_of(
@@ -153,12 +153,13 @@ def check_plan(plan: SweepPlan) -> None:
     if plan.replicas * plan.gpus_per_replica > 1:
         slots(plan)
     if plan.reference is not None:
-        verifier_of(plan, _Nowhere(), lambda _: None, None)
+        verifier_of(plan, _NullWriter(), lambda _: None, None)
 
 
-class _Nowhere:
-    def write(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """The first process has written them."""
+class _NullWriter:
+    """A writer that discards records: the first process writes them."""
+
+    def write(self, records: Sequence[Mapping[str, Any]]) -> None: ...
 
 
 def finish(directory: Path) -> Run:

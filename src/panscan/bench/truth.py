@@ -50,17 +50,24 @@ _TOGETHER = 4  # requests in one call; one by one where their memory is not ther
 
 @dataclass(frozen=True, slots=True)
 class TruthRequest:
-    """One request of the truth: its greedy tokens, places of image tokens in its prompt, and float32 hidden states
-    ``[tokens, hidden]`` and ``[places, hidden]``."""
+    """One request of the truth.
+
+    Args:
+        request: id of the request.
+        tokens: its greedy tokens.
+        positions: positions of image tokens in its prompt.
+        answer: float32 ``[tokens, hidden]``: final hidden states before each token.
+        image: float32 ``[positions, hidden]``: final hidden states at the image positions.
+    """
 
     request: str
     tokens: list[int]
-    places: list[int]
+    positions: list[int]
     answer: torch.Tensor
     image: torch.Tensor
 
     def forced_tokens(self, steps: int) -> ForcedTokens:
-        return ForcedTokens(self.tokens, self.places, steps)
+        return ForcedTokens(self.tokens, self.positions, steps)
 
 
 @dataclass(slots=True)
@@ -83,7 +90,7 @@ class Truth:
 
     @property
     def image_positions(self) -> int:
-        return sum(len(expected.places) for expected in self.requests)
+        return sum(len(expected.positions) for expected in self.requests)
 
 
 def eager_settings(settings: Settings, pixels: str, steps: int = TOKENS) -> Settings:
@@ -159,9 +166,9 @@ def reference_states(loaded: Loaded, settings: Settings, request: Request, token
     """
     with float32_model(loaded.model), one_view_at_a_time(loaded.model):
         start = len(plan_request(read_images(request), loaded.reader)[1].ids) - 1
-        places = ForcedTokens([tokens[-1]], list(range(start, start + len(tokens))), 1)
-        [seen] = observe(loaded, settings, [request], [places], dtype=torch.float32, behind=[tokens[:-1]])
-    assert seen.image_hidden is not None  # places were asked for
+        forced_tokens = ForcedTokens([tokens[-1]], list(range(start, start + len(tokens))), 1)
+        [seen] = observe(loaded, settings, [request], [forced_tokens], dtype=torch.float32, suffixes=[tokens[:-1]])
+    assert seen.image_hidden is not None  # requested by its positions
     return seen.image_hidden
 
 
@@ -193,7 +200,7 @@ def _truth_request(request: str, seen: Observation) -> TruthRequest:
     assert seen.answer_hidden is not None  # its tokens were not forced
     hidden = seen.answer_hidden.shape[-1]
     image = torch.empty(0, hidden) if seen.image_hidden is None else seen.image_hidden
-    return TruthRequest(request, seen.tokens, seen.places, seen.answer_hidden, image)
+    return TruthRequest(request, seen.tokens, seen.positions, seen.answer_hidden, image)
 
 
 def save_truth(truth: Truth, path: Path) -> None:
@@ -211,7 +218,7 @@ def save_truth(truth: Truth, path: Path) -> None:
         "model": truth.model,
         "noise": {name: asdict(noise) for name, noise in truth.noise.items()},
         "leads": [
-            {"request": expected.request, "tokens": expected.tokens, "places": expected.places}
+            {"request": expected.request, "tokens": expected.tokens, "places": expected.positions}
             for expected in truth.requests
         ],
     }
@@ -232,7 +239,13 @@ def load_truth(path: Path) -> Truth:
             raise RecordsError(f"{path} is not a truth that this panscan reads")
         header: dict[str, Any] = json.loads(metadata["header"])
         found = [
-            TruthRequest(**expected, answer=file.get_tensor(f"{index}.answer"), image=file.get_tensor(f"{index}.image"))
+            TruthRequest(
+                expected["request"],
+                expected["tokens"],
+                expected["places"],
+                file.get_tensor(f"{index}.answer"),
+                file.get_tensor(f"{index}.image"),
+            )
             for index, expected in enumerate(header.pop("leads"))
         ]
         noise = {name: Noise(**figures) for name, figures in header.pop("noise").items()}

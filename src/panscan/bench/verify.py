@@ -21,7 +21,7 @@ import torch
 
 from panscan.bench.divergence import DivergenceTally, Noise
 from panscan.bench.grid import Cell
-from panscan.bench.invariance import RunAnswers, answered, compare, shared_axis, variants
+from panscan.bench.invariance import RunAnswers, answer_again, compare, shared_axis, variants
 from panscan.bench.tokens import Expected, Judge, ReferenceRows, Tokens, compared_with_truth, first_difference
 from panscan.bench.truth import (
     Truth,
@@ -65,7 +65,7 @@ __all__ = ["Verifier"]
 _Identity = tuple[Any, ...]
 _ANY = ""
 """In place of a fingerprint of views: all of them."""
-_UNWATCHED = {"generate_batch": "generate_batch() offers no place to look at its logits"}
+_UNOBSERVABLE = {"generate_batch": "generate_batch() does not expose its logits"}
 """Runners whose cells need no truth, because nothing of theirs could be compared with it."""
 _SCORED = 4  # answers of a cell that are followed beyond the truth, the longest ones
 _BRING = "use --reference with a truth of the unquantised model in this --dtype"
@@ -134,7 +134,7 @@ class Verifier:
             RecordsError: a reference is of other weights.
         """
         settings = cells[0].settings
-        if _is_quantized(settings) or _unwatched(settings) is not None:
+        if _is_quantized(settings) or _unobservable_reason(settings) is not None:
             return  # its truth is that of the unquantised weights
         try:
             weights = self._digests[_identity(settings)] = weights_digest(runner.loaded.model)
@@ -150,7 +150,7 @@ class Verifier:
         from panscan.runners.factory import open_runner
 
         settings = cells[0].settings
-        if not _is_quantized(settings) or _unwatched(settings) is not None:
+        if not _is_quantized(settings) or _unobservable_reason(settings) is not None:
             return
         if settings.runner == "vllm":
             self._missing[_identity(settings), _ANY] = f"vLLM does not show its weights: {_BRING}"
@@ -249,7 +249,7 @@ class Verifier:
         if requests and not self._runs.get(cell.id):
             self.say("answering again: tokens measured before this run was resumed are not stored")
             try:
-                again = answered(runner, requests, views)
+                again = answer_again(runner, requests, views)
             except Exception as error:  # the measurement and the verdict so far stand
                 self.say(f"not answered again: {_reason(error, 'answering again')}")
                 return
@@ -325,7 +325,7 @@ class Verifier:
 
     def _truth(self, settings: Settings, pixels: str) -> Truth | None:
         """The truth of a cell with its noise. Of quantised weights, one from elsewhere is taken by the model's name."""
-        if _unwatched(settings) is not None:
+        if _unobservable_reason(settings) is not None:
             return None
         views, weights = self._views(settings, pixels), self._digests.get(_identity(settings))
         precision = _precision(settings)
@@ -355,8 +355,8 @@ class Verifier:
         return next((each for each in fitting if weights in (None, each.weights)), None)
 
     def _why_missing(self, settings: Settings, pixels: str) -> str:
-        if (unwatched := _unwatched(settings)) is not None:
-            return unwatched
+        if (reason := _unobservable_reason(settings)) is not None:
+            return reason
         identity = _identity(settings)
         found = self._missing.get((identity, self._views(settings, pixels))) or self._missing.get((identity, _ANY))
         return found or "no truth was computed"
@@ -504,11 +504,11 @@ def _comparable(settings: Settings) -> bool:
     return settings.sampling.greedy and settings.repetition_penalty in (None, 1)
 
 
-def _unwatched(settings: Settings) -> str | None:
+def _unobservable_reason(settings: Settings) -> str | None:
     """Why nothing of a cell could be compared with a truth; None if it can."""
     if settings.runner == "vllm" and settings.random_weights:
         return _OTHER_WEIGHTS
-    return _UNWATCHED.get(settings.runner)
+    return _UNOBSERVABLE.get(settings.runner)
 
 
 def _identity(settings: Settings) -> _Identity:

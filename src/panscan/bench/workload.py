@@ -333,16 +333,16 @@ class _Opening:
             more = self._problems - _MOST_SAID
             self._on_problem(DatasetError(f"{self._called}: {more} more file{'' if more == 1 else 's'}"))
 
-    def _documents(self, place: str) -> list[DocumentFile]:
-        if place not in self._known:
+    def _documents(self, file: str) -> list[DocumentFile]:
+        if file not in self._known:
             try:  # A row names files, no folders and no patterns: those could lead anywhere.
-                expanded = expand_images([place], max_pages=self._max_pages)
+                expanded = expand_images([file], max_pages=self._max_pages)
                 pages = [page for page in expanded if isinstance(page, Page)]
             except ImageError as problem:
                 pages = []
                 self._problem(problem)
-            self._known[place] = _documents_of(pages, self._problem, _ignore)
-        return self._known[place]
+            self._known[file] = _documents_of(pages, self._problem, _ignore)
+        return self._known[file]
 
     def _problem(self, problem: InputError) -> None:
         self._problems += 1

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from panscan.cli.console import echo, errors, import_libraries, say_mini, show_warnings
+from panscan.cli.console import echo, errors, import_libraries, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_checkpoint
 from panscan.cli.options import (
     RUNNER_DEFAULT,
@@ -21,9 +21,9 @@ from panscan.cli.options import (
     json_schema_option,
     max_pages_option,
     preset_option,
+    print_runner,
     read_json_schema,
     read_prompt,
-    say_runner,
     url_options,
     utf8,
 )
@@ -78,8 +78,8 @@ def command(**options: Any) -> None:
     # A missing file is reported before a model loads.
     request = replace(request, images=expand_images(request.images, max_pages=request.max_pages))
     if settings.model == "mini" and not settings.random_weights and options["model"] is None:
-        say_mini()
-    say_runner(choice)
+        warn_mini()
+    print_runner(choice)
     DemonstrationWarning(settings).check(image.name if isinstance(image, Page) else "" for image in request.images)
     result, startup = _answer(request, settings)
     _show(result, startup, settings.runner, as_json=options["as_json"])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from panscan.cli.console import echo, errors, import_libraries, out, say_mini, show_warnings
+from panscan.cli.console import echo, errors, import_libraries, out, show_warnings, warn_mini
 from panscan.cli.options import (
     axis_options,
     common_options,
@@ -100,7 +100,7 @@ def command(**options: Any) -> None:
         max_pages=options["max_pages"],
     )
     if settings == Settings() and options["model"] is None:
-        say_mini()
+        warn_mini()
     with activity("measuring attention"):
         shown = measure(request, settings, names)
     if place is not None:

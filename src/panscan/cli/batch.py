@@ -12,24 +12,24 @@ from typing import Any
 
 import click
 
-from panscan.cli.console import errors, first_process, import_libraries, out, say_mini, show_warnings
+from panscan.cli.console import errors, first_process, import_libraries, out, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_checkpoint
 from panscan.cli.options import (
     RUNNER_DEFAULT,
     InRange,
     axis_options,
     chosen_settings,
+    command_words,
     common_options,
     external_images_option,
     given_values,
     json_schema_option,
     max_pages_option,
     preset_option,
+    print_runner,
     read_json_schema,
     read_prompt,
-    say_runner,
     storage_option,
-    typed_again,
     url_options,
     utf8,
 )
@@ -52,9 +52,9 @@ from panscan.settings import VLLM_AXES, Settings
 __all__ = ["command"]
 
 _NOT_HERE = (*VLLM_AXES, "tp_plan", "equal_views")
-_LIMIT = InRange(Range(whole=True, least=1, most=2**31 - 1))
-_PRICE = InRange(Range(above=0, most=1_000_000))
-_REPLICAS = InRange(Range(whole=True, least=1, most=1024))
+_LIMIT = InRange(Range(integer=True, ge=1, le=2**31 - 1))
+_PRICE = InRange(Range(gt=0, le=1_000_000))
+_REPLICAS = InRange(Range(integer=True, ge=1, le=1024))
 _REASONS = 50  # failed documents that are listed; the file has them all
 
 EPILOG = """\
@@ -148,7 +148,7 @@ def command(**options: Any) -> int:
         ):
             _answer(job, ahead, tasks, file, answered, work, options, keep)
         if not idle:
-            _say_speed(ledger.ledger)
+            _print_speed(ledger.ledger)
         return _summary(file, options["output"], idle=idle)
 
 
@@ -219,7 +219,7 @@ def _columns(options: dict[str, Any]) -> Any:
     return TableColumns(**names) if any(name is not None for name in names.values()) else None
 
 
-def _say_speed(ledger: Any) -> None:
+def _print_speed(ledger: Any) -> None:
     if (speed := ledger.pages_per_second) is None:
         return
     pages = sum(start.successful_pages for start in ledger.starts)
@@ -297,7 +297,7 @@ def _job(options: dict[str, Any], *, dataset: bool) -> Any:
     prompt = None if dataset else read_prompt(options["prompt"])
     settings = _settings(options)
     if settings.model == "mini" and not settings.random_weights and options["model"] is None:
-        say_mini()
+        warn_mini()
     if options["ray_address"] is None and not options["resume"]:  # a finished job needs no checkpoint
         check_checkpoint(settings)
     import_libraries()
@@ -327,7 +327,7 @@ def _settings(options: dict[str, Any]) -> Settings:
         if settings.runner != "engine" and options[name] is not None:
             reason = f" without {choice.option}" if choice.option else ""
             raise SettingError(f"--{name.replace('_', '-')}: requires the engine; use --runner engine{reason}")
-    say_runner(choice)
+    print_runner(choice)
     return settings
 
 
@@ -368,7 +368,7 @@ def _resumable(file: Any, piped: str | None) -> Iterator[None]:
             context = click.get_current_context()
             again = [*(() if piped is None else ("-p", piped)), *(("--resume",) if file.begun else ())]
             without = [*(("force", "resume") if file.begun else ()), *(() if piped is None else ("prompt",))]
-            words = ["panscan", "batch", *typed_again(context, without=without, extra=again)]
+            words = ["panscan", "batch", *command_words(context, without=without, extra=again)]
             sources = context.params["sources"]
             words = [conceal(word) if word in sources else word for word in words]
             line = f"resume with: {shlex.join(words)}"

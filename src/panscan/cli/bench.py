@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from panscan.cli.console import errors, first_process, import_libraries, out, say_mini, show_warnings
+from panscan.cli.console import errors, first_process, import_libraries, out, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning
 from panscan.cli.options import (
     RUNNER_DEFAULT,
@@ -21,7 +21,7 @@ from panscan.cli.options import (
     external_images_option,
     given_axes,
     max_pages_option,
-    say_runner,
+    print_runner,
     url_options,
     utf8,
 )
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 __all__ = ["command", "exit_code", "print_dataset", "print_files", "print_run", "print_start", "sweep_progress"]
 
-_SAMPLES = InRange(Range(whole=True, least=1, most=1_000_000))
-_TRUTH = InRange(Range(whole=True, least=1, most=4096))
-_REPEATS = InRange(Range(whole=True, least=1, most=10_000))
-_WARMUP = InRange(Range(whole=True, least=0, most=10_000))
-_PROCESSES = InRange(Range(whole=True, least=1, most=1024))
+_SAMPLES = InRange(Range(integer=True, ge=1, le=1_000_000))
+_TRUTH = InRange(Range(integer=True, ge=1, le=4096))
+_REPEATS = InRange(Range(integer=True, ge=1, le=10_000))
+_WARMUP = InRange(Range(integer=True, ge=0, le=10_000))
+_PROCESSES = InRange(Range(integer=True, ge=1, le=1024))
 
 EPILOG = """\
 Options take comma lists of values; every combination is a cell. Presets: baseline,
@@ -226,9 +226,9 @@ def _cells(options: dict[str, Any]) -> list[Cell]:
     presets = [name.strip() for name in options["preset"].split(",")] if options["preset"] else []
     cells = build_cells(flags, file=file, presets=presets, choose=True)
     if "model" not in flags and any(cell.settings.model_name == "mini" for cell in cells):
-        say_mini()
+        warn_mini()
     for choice in dict.fromkeys(sweep_runners(flags, file=file, presets=presets)):
-        say_runner(choice)
+        print_runner(choice)
     return cells
 
 

@@ -16,7 +16,7 @@ from rich.text import Text
 from panscan.core import PanscanWarning, escape_controls
 from panscan.core.activity import activity
 
-__all__ = ["echo", "errors", "first_process", "import_libraries", "out", "say_mini", "show_log", "show_warnings"]
+__all__ = ["echo", "errors", "first_process", "import_libraries", "out", "show_log", "show_warnings", "warn_mini"]
 
 
 class _Console(Console):
@@ -50,7 +50,7 @@ def errors() -> Console:
     return _Console(stderr=True, quiet=not first_process(), markup=False, emoji=False, highlight=False)
 
 
-class _Remarks(logging.Handler):
+class _LogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         errors().print(record.getMessage(), style="dim", soft_wrap=True)
 
@@ -58,8 +58,8 @@ class _Remarks(logging.Handler):
 def show_log() -> None:
     """Print panscan's log on standard error: the engine's startup may take a minute on a GPU."""
     log = logging.getLogger("panscan")
-    if not any(isinstance(handler, _Remarks) for handler in log.handlers):
-        log.addHandler(_Remarks())
+    if not any(isinstance(handler, _LogHandler) for handler in log.handlers):
+        log.addHandler(_LogHandler())
         log.setLevel(logging.INFO)
         log.propagate = False
 
@@ -77,7 +77,7 @@ def import_libraries() -> None:
         quiet_libraries()
 
 
-def say_mini() -> None:
+def warn_mini() -> None:
     """Report that the bundled model is used, as no model is given."""
     text = "no --model given: using the bundled mini Gemma 3, which reads panscan's sample documents"
     errors().print(text, soft_wrap=True)

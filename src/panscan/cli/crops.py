@@ -72,9 +72,9 @@ def command(**options: Any) -> None:
     problems: list[ImageError] = []
     pages = find_pages(options["images"], on_problem=problems.append, max_pages=options["max_pages"])
     shown = []
-    for page, place in zip(pages, _places(pages, options["output"]), strict=True):
+    for page, path in zip(pages, _output_paths(pages, options["output"]), strict=True):
         try:
-            shown.append(_one(page, place, settings, cost, options))
+            shown.append(_one(page, path, settings, cost, options))
         except ImageError as error:
             problems.append(error)
     if options["as_json"]:
@@ -85,7 +85,7 @@ def command(**options: Any) -> None:
         raise ImageError("no readable image is left")
 
 
-def _one(page: Page, place: Path, settings: Settings, cost: PromptCost, options: dict[str, Any]) -> dict[str, Any]:
+def _one(page: Page, path: Path, settings: Settings, cost: PromptCost, options: dict[str, Any]) -> dict[str, Any]:
     from panscan.images.draw import draw_views
     from panscan.images.files import load_page
 
@@ -97,8 +97,8 @@ def _one(page: Page, place: Path, settings: Settings, cost: PromptCost, options:
         model = _RELEASED if cost is GEMMA3_COST else settings.model
         print_plan(page.name, plan, model=model, estimated=cost.estimated, console=out())
     if not options["as_json"] or options["output"]:
-        _save(draw_views(image, plan, caption=page.name, estimated=cost.estimated), place)
-        errors().print(f"picture: {place}", soft_wrap=True)
+        _save(draw_views(image, plan, caption=page.name, estimated=cost.estimated), path)
+        errors().print(f"picture: {path}", soft_wrap=True)
     return _facts(page.name, plan, cost)
 
 
@@ -131,7 +131,7 @@ def _cost(settings: Settings, *, given: bool) -> PromptCost:
     return reader.prompts.cost()
 
 
-def _places(pages: Sequence[Page], output: str | None) -> list[Path]:
+def _output_paths(pages: Sequence[Page], output: str | None) -> list[Path]:
     """A picture's file for each page: no two the same, and none of them one of the images."""
     images = {Path(page.source).resolve() for page in pages}
     folder = Path(output or "")
@@ -139,19 +139,19 @@ def _places(pages: Sequence[Page], output: str | None) -> list[Path]:
         if folder.resolve() in images:
             raise SettingError(f"--output {output} is the image itself")
         return [folder]
-    places: dict[Path, None] = {}  # in order; thousands of pages are looked up
+    paths: dict[Path, None] = {}  # in order; thousands of pages are looked up
     for page in pages:
         source = Path(page.source)
         stem = source.stem if page.page is None else f"{source.name.replace('.', '-')}-page{page.page}"
         names = (f"{stem}-views.png" if turn == 1 else f"{stem}-{turn}-views.png" for turn in count(1))
-        free = (p for name in names if (p := folder / name) not in places and p.resolve() not in images)
-        places[next(free)] = None
-    return list(places)
+        free = (p for name in names if (p := folder / name) not in paths and p.resolve() not in images)
+        paths[next(free)] = None
+    return list(paths)
 
 
-def _save(picture: Any, place: Path) -> None:
+def _save(picture: Any, path: Path) -> None:
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(place)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture.save(path)
     except OSError as error:
-        raise SettingError(f"--output {place}: {error.strerror or error}") from error
+        raise SettingError(f"--output {path}: {error.strerror or error}") from error

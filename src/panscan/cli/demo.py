@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from panscan.cli.console import errors, import_libraries, out, say_mini, show_warnings
+from panscan.cli.console import errors, import_libraries, out, show_warnings, warn_mini
 from panscan.cli.options import SEED, InRange, common_options
 from panscan.cli.verb import option, verb
 from panscan.core.ranges import Range
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-_COUNT = InRange(Range(whole=True, least=2, most=SAMPLE_RANGES["count"].most))
+_COUNT = InRange(Range(integer=True, ge=2, le=SAMPLE_RANGES["count"].le))
 
 EPILOG = """\b
 Examples
@@ -76,7 +76,7 @@ class _Steps:
         from panscan.cli.bench import print_dataset, print_start, sweep_progress
 
         import_libraries()
-        say_mini()
+        warn_mini()
         print_dataset(plan)
         print_start(plan, directory)
         with sweep_progress(plan, set(), directory) as progress:

@@ -19,11 +19,11 @@ from panscan.cli.options import (
     SEED,
     InRange,
     axis_options,
+    command_words,
     common_options,
     external_images_option,
     given_values,
     max_pages_option,
-    typed_again,
     url_options,
     utf8,
 )
@@ -47,7 +47,7 @@ __all__ = ["command"]
 _PAN_AND_SCAN = (
     "do_pan_and_scan", "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate",
 )  # fmt: skip
-_TIMEOUT = Range(above=0, most=86_400)
+_TIMEOUT = Range(gt=0, le=86_400)
 _INTERRUPTED = 130
 _EVERY_S = 10.0  # between two progress lines of a log
 _LONGEST_KEY = 4_096
@@ -134,7 +134,7 @@ def _number(group: Group, name: str, text: str, **extra: Any) -> Callable[[_Comm
     help="Timeout of a request, seconds.",
 )  # fmt: skip
 @option(
-    "Server", "--ready-check-timeout-sec", type=InRange(Range(least=0, most=86_400)), metavar="SECONDS", default=60.0,
+    "Server", "--ready-check-timeout-sec", type=InRange(Range(ge=0, le=86_400)), metavar="SECONDS", default=60.0,
     show_default=True, rare=True, help="Time for the server to start, seconds.",
 )  # fmt: skip
 @_number("Traffic", "processes", "Client processes.  [default: by the rate]", rare=True)
@@ -162,7 +162,7 @@ def command(**options: Any) -> int:
     scenario = load_scenario(options["scenario"]) if options["scenario"] else None
     chosen = _load_options(options, limits, scenario)
     endpoint = _endpoint(url, options)
-    pile, source = _pile(options, scenario)
+    mix, source = _request_mix(options, scenario)
     with activity("probing the endpoint") as step:
         probe = probe_endpoint(
             endpoint,
@@ -170,7 +170,7 @@ def command(**options: Any) -> int:
             ready_seconds=options["ready_check_timeout_sec"],
             on_wait=lambda reason: step.rename(f"waiting for the endpoint: {reason}"),
         )
-    plan = _plan(endpoint, probe, chosen, pile, source, options)
+    plan = _plan(endpoint, probe, chosen, mix, source, options)
     directory = new_directory(Path(options["output_dir"]), f"load-{_host(url)}")
     with _stopped_by_signals() as cancelled, LoadProgress(plan) as progress:
         progress.begin(directory)
@@ -305,7 +305,7 @@ def _endpoint(url: str, options: Mapping[str, Any]) -> Endpoint:
     return Endpoint(url, model, options["api_key"] or None, tuple(headers), options["timeout"])
 
 
-def _pile(options: Mapping[str, Any], scenario: Scenario | None) -> tuple[RequestMix, dict[str, Any]]:
+def _request_mix(options: Mapping[str, Any], scenario: Scenario | None) -> tuple[RequestMix, dict[str, Any]]:
     """Return the documents with their prompts, and where they come from for the records.
 
     Raises:
@@ -315,7 +315,7 @@ def _pile(options: Mapping[str, Any], scenario: Scenario | None) -> tuple[Reques
     from dataclasses import asdict
 
     from panscan.bench.workload import Source, load_workload, source_or_samples
-    from panscan.load.content import pile_of_items, pile_of_scenario
+    from panscan.load.content import mix_of_items, mix_of_scenario
 
     prompt = utf8("--prompt", options["prompt"])
     given = {
@@ -332,15 +332,15 @@ def _pile(options: Mapping[str, Any], scenario: Scenario | None) -> tuple[Reques
             asked = Source(prompts=options["prompts"], prompt=prompt, no_images=True)
             questions = [item.prompt for item in load_workload(asked, on_problem=_report_problem).items]
         with activity("drawing documents"):
-            pile = pile_of_scenario(scenario, options["seed"], questions)
-        return pile, {"scenario": asdict(scenario)}
+            mix = mix_of_scenario(scenario, options["seed"], questions)
+        return mix, {"scenario": asdict(scenario)}
     source = source_or_samples(
         **given, external_images=options["allow_external_images"], max_pages=options["max_pages"],
         seed=options["seed"], on_default=lambda remark: errors().print(remark, soft_wrap=True),
     )  # fmt: skip
     with activity("reading documents") as step:
         workload = load_workload(source, on_problem=_report_problem, on_document=step.update)
-    return pile_of_items(workload.items), asdict(source)
+    return mix_of_items(workload.items), asdict(source)
 
 
 def _report_problem(problem: InputError) -> None:
@@ -351,7 +351,7 @@ def _plan(
     endpoint: Endpoint,
     probe: Any,
     chosen: LoadOptions,
-    pile: RequestMix,
+    mix: RequestMix,
     source: dict[str, Any],
     options: Mapping[str, Any],
 ) -> LoadPlan:
@@ -360,7 +360,7 @@ def _plan(
     from panscan.load.run import LoadPlan, new_salt
 
     return LoadPlan(
-        endpoint=replace(endpoint, model=probe.model), options=chosen, pile=pile, probe=probe, source=source,
+        endpoint=replace(endpoint, model=probe.model), options=chosen, mix=mix, probe=probe, source=source,
         save_result=options["save_result"], include_content=options["include_content"], salt=new_salt(),
     )  # fmt: skip
 
@@ -377,7 +377,7 @@ def _command_line(url: str, limits: Mapping[str, float]) -> list[str]:
     from panscan.load.probe import address
 
     context = click.get_current_context()
-    typed = typed_again(context, without=("words", "goodput", "api_key", "headers"))
+    typed = command_words(context, without=("words", "goodput", "api_key", "headers"))
     words = [word for name, limit in limits.items() for word in ("--goodput", f"{name}:{limit:g}")]
     return ["panscan", "load", address(url), *map(conceal, typed), *words]
 

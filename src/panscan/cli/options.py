@@ -23,6 +23,7 @@ __all__ = [
     "InRange",
     "axis_options",
     "chosen_settings",
+    "command_words",
     "common_options",
     "external_images_option",
     "given_axes",
@@ -31,12 +32,11 @@ __all__ = [
     "max_pages_option",
     "one_preset",
     "preset_option",
+    "print_ignored",
+    "print_runner",
     "read_json_schema",
     "read_prompt",
-    "say_left_out",
-    "say_runner",
     "storage_option",
-    "typed_again",
     "url_options",
     "utf8",
 ]
@@ -99,7 +99,7 @@ def storage_option(command: Command) -> Command:
 def max_pages_option(command: Command) -> Command:
     """Add ``--max-pages`` to a command."""
     return option(
-        "Input", "--max-pages", type=InRange(Range(whole=True, least=1, most=1_000_000)), default=MAX_PAGES,
+        "Input", "--max-pages", type=InRange(Range(integer=True, ge=1, le=1_000_000)), default=MAX_PAGES,
         show_default=True, metavar="INT", rare=True, help="Maximum pages per PDF or TIFF.",
     )(command)  # fmt: skip
 
@@ -153,7 +153,7 @@ class InRange(click.ParamType):  # type: ignore[type-arg]  # not generic in olde
 
     def __init__(self, allowed: Range) -> None:
         self.allowed = allowed
-        self.name = "integer" if allowed.whole else "float"
+        self.name = "integer" if allowed.integer else "float"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The number of a text; defaults are numbers already."""
@@ -261,7 +261,7 @@ def one_preset(name: str | None, verb: str, takes: Collection[str]) -> dict[str,
         return {}
     found, left_out = single_preset(name, takes)
     if left_out:
-        say_left_out(name, f"panscan {verb}", left_out)
+        print_ignored(name, f"panscan {verb}", left_out)
     return found
 
 
@@ -289,17 +289,17 @@ def chosen_settings(
         if name in preset and name not in given and preset[name] != axes()[name].default
     ]
     if idle:
-        say_left_out(options["preset"], f"runner {choice.runner}", idle)
+        print_ignored(options["preset"], f"runner {choice.runner}", idle)
     used = {name: value for name, value in preset.items() if name not in idle}
     return used | given | {"runner": choice.runner}, choice
 
 
-def say_left_out(preset: str, who: str, settings: Iterable[str]) -> None:
+def print_ignored(preset: str, who: str, settings: Iterable[str]) -> None:
     """Report the settings of a preset that a command or runner does not support."""
     errors().print(f"--preset {preset}: ignoring {', '.join(settings)}: not supported by {who}", soft_wrap=True)
 
 
-def say_runner(choice: RunnerChoice) -> None:
+def print_runner(choice: RunnerChoice) -> None:
     """Report a runner that panscan chose, and why; nothing if the user or a preset names it."""
     if choice.reason:
         errors().print(f"runner: {choice.runner} ({choice.reason})", style="dim", soft_wrap=True)
@@ -337,7 +337,7 @@ def read_prompt(text: str | None) -> str:
     return text
 
 
-def typed_again(context: click.Context, *, without: Collection[str] = (), extra: Iterable[str] = ()) -> list[str]:
+def command_words(context: click.Context, *, without: Collection[str] = (), extra: Iterable[str] = ()) -> list[str]:
     """Rebuild the present command line from its parsed values, as words.
 
     Positional arguments come first, then options in the order in which the user gave them.
@@ -357,7 +357,7 @@ def typed_again(context: click.Context, *, without: Collection[str] = (), extra:
         if isinstance(parameter, click.Argument):
             places += [str(each) for each in (value if isinstance(value, tuple) else (value,))]
         else:
-            options += _words_of(parameter, value)
+            options += _option_words(parameter, value)
     if (context.obj or {}).get("debug"):
         options.append("--debug")
     before = ["--"] if any(place.startswith("-") for place in places) else []
@@ -365,7 +365,7 @@ def typed_again(context: click.Context, *, without: Collection[str] = (), extra:
     return [*found, *before, *places] if before else [*places, *found]
 
 
-def _words_of(parameter: click.Parameter, value: Any) -> list[str]:
+def _option_words(parameter: click.Parameter, value: Any) -> list[str]:
     """Return an option as words; a value that looks like an option is attached to its flag."""
     flag = parameter.opts[0]
     if isinstance(parameter, click.Option) and parameter.is_flag:

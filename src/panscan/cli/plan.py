@@ -35,8 +35,8 @@ _SIZES = (
 _PAN_AND_SCAN = (
     "do_pan_and_scan", "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate",
 )  # fmt: skip
-_COUNT = Range(whole=True, least=1, most=4096)
-_TEXT_TOKENS = Range(whole=True, least=1, most=1_000_000)
+_COUNT = Range(integer=True, ge=1, le=4096)
+_TEXT_TOKENS = Range(integer=True, ge=1, le=1_000_000)
 _DEFAULT_VIEWS = "4"
 _DEFAULT_GOODPUT = ("ttft:2000", "tpot:50")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from panscan.cli.console import errors, import_libraries, out, say_mini, show_warnings
+from panscan.cli.console import errors, import_libraries, out, show_warnings, warn_mini
 from panscan.cli.options import axis_options, common_options, given_values, max_pages_option, url_options, utf8
 from panscan.cli.verb import option, verb
 from panscan.core import SettingError
@@ -89,7 +89,7 @@ def command(**options: Any) -> None:
     import_libraries()
     modes = _modes(options, settings, given)
     if settings.model == "mini" and not settings.random_weights and "model" not in given:
-        say_mini()
+        warn_mini()
     from panscan.profile.run import checked_modes
     from panscan.profile.workload import profiled_requests, repeats_documents
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console, RenderableType
 
-from panscan.analysis.cells import distinguishing, meant
+from panscan.analysis.cells import distinguishing_names, effective_settings
 from panscan.analysis.setting_words import label
 from panscan.core import escape_controls, now
 from panscan.core.activity import Activity, activity, displayed
@@ -144,7 +144,7 @@ def batch_progress(expected: Callable[[], int]) -> Iterator[Callable[[dict[str, 
     """Show the progress of a batch job; yield a callback that takes each answer's record.
 
     Args:
-        expected: returns the number of documents to answer, as far as it is known.
+        expected: returns the number of documents to answer that are known so far.
     """
     failed = 0
     with activity("answering", total=expected()) as step:
@@ -177,8 +177,8 @@ class SweepProgress:
         pending = [cell for cell in runnable for repeat in range(plan.repeats) if (cell.id, repeat) not in done]
         batches = {cell.id: len(plan.batches(cell.settings)) for cell in runnable}
         self._visit, self._visits = 0, len(pending)
-        settings = {cell.id: meant(asdict(cell.settings)) for cell in plan.cells}
-        varying = distinguishing(list(settings.values()))
+        settings = {cell.id: effective_settings(asdict(cell.settings)) for cell in plan.cells}
+        varying = distinguishing_names(list(settings.values()))
         self._names = {cell: label({name: values[name] for name in varying}) for cell, values in settings.items()}
         self._batches, self._done = sum(batches[cell.id] for cell in pending), 0
         self._activity = activity(_MEASURING, total=self._batches)

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _GARBAGE, _UNKNOWN = 5, 6
-_COUNT = InRange(Range(whole=True, least=1, most=100_000))
-_GROUP = InRange(Range(whole=True, least=1, most=65_536))
+_COUNT = InRange(Range(integer=True, ge=1, le=100_000))
+_GROUP = InRange(Range(integer=True, ge=1, le=65_536))
 _EVERY_S = 10.0  # between two lines of a log
 _AXES = (
     "revision", "device", "do_pan_and_scan", "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops",
@@ -105,7 +105,7 @@ def _quantize(options: dict[str, Any]) -> int:
         settings, options["output"], options["quantization"], options["quantization_group_size"], calibration,
         options["dataset"], options["verify"], options["overwrite"],
     )  # fmt: skip
-    if calibration.places and chosen.kind != "int4":
+    if calibration.sources and chosen.kind != "int4":
         errors().print(
             f"--calibration: {chosen.kind} needs no calibration; the documents are only used to measure the result",
             soft_wrap=True,

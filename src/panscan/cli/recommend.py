@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["command", "print_recommendation"]
 
-_MILLISECONDS = InRange(Range(above=0, most=1_000_000_000))
-_SHARE = InRange(Range(least=0, most=1))
+_MILLISECONDS = InRange(Range(gt=0, le=1_000_000_000))
+_SHARE = InRange(Range(ge=0, le=1))
 
 EPILOG = """\
 A cell is never recommended whose answers differ from the reference, or that reads fewer

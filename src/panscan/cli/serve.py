@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
-from panscan.cli.console import echo, errors, say_mini, show_warnings
+from panscan.cli.console import echo, errors, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_checkpoint
 from panscan.cli.options import (
     RUNNER_DEFAULT,
@@ -20,7 +20,7 @@ from panscan.cli.options import (
     chosen_settings,
     common_options,
     preset_option,
-    say_runner,
+    print_runner,
 )
 from panscan.cli.verb import option, verb
 from panscan.core import SettingError, UnsupportedError
@@ -34,7 +34,7 @@ __all__ = ["command"]
 
 _NOT_HERE = ("equal_views", "max_concurrency")
 _DEFAULTS = {"tpot_target_ms": f"{SERVED_TPOT_MS:g}"}
-_REPLICAS = InRange(Range(whole=True, least=1, most=10_000))
+_REPLICAS = InRange(Range(integer=True, ge=1, le=10_000))
 _PLAIN = {item.name: item.default for item in fields(ServeOptions)}
 
 EPILOG = """\
@@ -124,7 +124,7 @@ def command(**options: Any) -> int:
         errors().print(f"Serving {chosen.model_name} on {url}", soft_wrap=True)
 
     if chosen.settings.model == "mini" and options["model"] is None and not chosen.settings.random_weights:
-        say_mini()
+        warn_mini()
     if is_demonstration(chosen.settings):
         DemonstrationWarning(chosen.settings).show()
     if options["ray_address"] is None:
@@ -177,7 +177,7 @@ def _settings(options: dict[str, Any]) -> Settings:
     if chosen["runner"] == "engine":
         chosen.setdefault("tpot_target_ms", SERVED_TPOT_MS)
     settings = Settings(**chosen)
-    say_runner(choice)
+    print_runner(choice)
     return settings
 
 

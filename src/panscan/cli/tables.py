@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from panscan.analysis.cells import distinguishing, short, told
+from panscan.analysis.cells import display_settings, distinguishing_names, short_name
 from panscan.analysis.setting_words import shown
 from panscan.bench.plan import SweepPlan
 from panscan.bench.predict import predict
@@ -40,14 +40,17 @@ def print_plan(name: str, plan: ViewPlan, *, model: str, estimated: bool, consol
 def print_predictions(plan: SweepPlan, console: Console) -> None:
     """What each cell of a sweep will cost."""
     predictions = predict(plan)
-    cells = [told(asdict(cell.settings), [asdict(alias.settings) for alias in cell.aliases]) for cell in plan.cells]
-    varying = distinguishing(cells)
+    cells = [
+        display_settings(asdict(cell.settings), [asdict(alias.settings) for alias in cell.aliases])
+        for cell in plan.cells
+    ]
+    varying = distinguishing_names(cells)
     counts = (_count(len(predictions), "cell"), _count(len(plan.items), "request"), _count(plan.repeats, "repeat"))
     console.print("{}, {} each, {}".format(*counts))
     table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
     table.add_column("cell", no_wrap=True)
     for name in varying:
-        table.add_column(short(name).replace("_", "\n"), overflow="fold")
+        table.add_column(short_name(name).replace("_", "\n"), overflow="fold")
     for heading in ("batches", "views", "image\ntokens", "prompt\ntokens", "about"):
         table.add_column(heading, justify="right", no_wrap=True)
     for p, cell in zip(predictions, cells, strict=True):

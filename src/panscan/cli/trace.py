@@ -33,7 +33,7 @@ Examples
 """
 
 _MOST_FILES = 8
-_TOP = Range(whole=True, least=1, most=1_000)
+_TOP = Range(integer=True, ge=1, le=1_000)
 _COMPARED = 1_000  # names to match between traces
 
 

@@ -37,11 +37,11 @@ from panscan.core.process import (
     create_file,
     fallback_directory,
     from_perf_counter,
-    held,
+    hold_lock,
     now,
+    record_waits,
+    recorded_wait,
     sync_directory,
-    wait_noted,
-    waits_noted,
 )
 from panscan.core.request import Message, PanAndScan, Request, Sampling, View
 from panscan.core.result import FinishReason, Result, Stamps, Stats, TokenEvent, TokenLogprobs
@@ -81,10 +81,10 @@ __all__ = [
     "escape_controls",
     "fallback_directory",
     "from_perf_counter",
-    "held",
+    "hold_lock",
     "now",
+    "record_waits",
+    "recorded_wait",
     "same_model",
     "sync_directory",
-    "wait_noted",
-    "waits_noted",
 ]

@@ -49,8 +49,8 @@ _WAITS: ContextVar[list[tuple[float, float]] | None] = ContextVar("waits", defau
 
 
 @contextmanager
-def waits_noted(waits: list[tuple[float, float]]) -> Iterator[None]:
-    """Add (start, end) of this thread's waits to ``waits``: those in :func:`wait_noted`."""
+def record_waits(waits: list[tuple[float, float]]) -> Iterator[None]:
+    """Append (start, end) of each :func:`recorded_wait` of this thread to ``waits``."""
     token = _WAITS.set(waits)
     try:
         yield
@@ -59,8 +59,8 @@ def waits_noted(waits: list[tuple[float, float]]) -> Iterator[None]:
 
 
 @contextmanager
-def wait_noted() -> Iterator[None]:
-    """Note that this thread waits meanwhile."""
+def recorded_wait() -> Iterator[None]:
+    """Record the body's duration as a wait (see :func:`record_waits`)."""
     start = now()
     yield
     if (waits := _WAITS.get()) is not None:
@@ -68,10 +68,10 @@ def wait_noted() -> Iterator[None]:
 
 
 @contextmanager
-def held(lock: threading.Lock) -> Iterator[None]:
-    """Hold a lock that other requests may hold for long, and note how long this thread waited for it, if it had to."""
+def hold_lock(lock: threading.Lock) -> Iterator[None]:
+    """Hold a lock that other requests may hold for long, and record the wait for it, if any."""
     if not lock.acquire(blocking=False):
-        with wait_noted():
+        with recorded_wait():
             lock.acquire()
     try:
         yield

@@ -23,36 +23,36 @@ def shorten(value: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """Numbers from ``least``, or above ``above``, to ``most``; infinity, NaN, True and False are refused.
+    """A range of accepted numbers; infinity, NaN, True and False are not accepted.
 
     Args:
-        most: the greatest number that is accepted: where sizes would overflow, or memory could not hold them.
-        whole: integers only.
-        least: the smallest number that is accepted.
-        above: a number that all accepted ones exceed.
-        note: text that a refusal adds.
+        le: maximum, beyond which sizes would overflow or not fit into memory.
+        integer: whether only integers are accepted.
+        ge: minimum.
+        gt: exclusive minimum.
+        note: text to append to an error.
     """
 
-    most: int
-    whole: bool = False
-    least: float | None = None
-    above: float | None = None
+    le: int
+    integer: bool = False
+    ge: float | None = None
+    gt: float | None = None
     note: str = ""
 
     def __contains__(self, value: object) -> bool:
-        if isinstance(value, bool) or not isinstance(value, int if self.whole else int | float):
+        if isinstance(value, bool) or not isinstance(value, int if self.integer else int | float):
             return False
-        from_below = self.least is None or value >= self.least
-        return from_below and (self.above is None or value > self.above) and value <= self.most
+        from_below = self.ge is None or value >= self.ge
+        return from_below and (self.gt is None or value > self.gt) and value <= self.le
 
     def __str__(self) -> str:
-        kind = "a whole number" if self.whole else "a number"
-        if self.above is not None:
-            return f"{kind} above {self.above} and at most {self.most}"
-        return f"{kind} " + (f"of at most {self.most}" if self.least is None else f"from {self.least} to {self.most}")
+        kind = "a whole number" if self.integer else "a number"
+        if self.gt is not None:
+            return f"{kind} above {self.gt} and at most {self.le}"
+        return f"{kind} " + (f"of at most {self.le}" if self.ge is None else f"from {self.ge} to {self.le}")
 
     def check(self, name: str, value: object) -> None:
-        """Refuse a value that is not in the range.
+        """Raise if a value is not in the range.
 
         Raises:
             SettingError: the value is out of range; the message names the setting, range and value.
@@ -68,7 +68,7 @@ class Range:
             SettingError: the text is not a number, or out of range.
         """
         try:
-            number = int(text) if self.whole else float(text)
+            number = int(text) if self.integer else float(text)
         except ValueError:  # also for integers of more digits than Python reads
             raise SettingError(f"{name} takes {self}; got {shorten(text)}") from None
         self.check(name, number)

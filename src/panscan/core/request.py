@@ -33,25 +33,25 @@ MAX_SCHEMA_BYTES = 2**16
 
 _TOKENS = 2**20  # eight times Gemma 3's context
 SAMPLING_RANGES = {
-    "max_new_tokens": Range(whole=True, least=1, most=_TOKENS),
-    "temperature": Range(least=0, most=1_000_000, note="0 is greedy"),
-    "top_k": Range(whole=True, least=1, most=2**31 - 1),
-    "top_p": Range(above=0, most=1),
-    "min_p": Range(least=0, most=1),
-    "repetition_penalty": Range(least=1e-6, most=1_000_000),
-    "seed": Range(whole=True, least=-(2**63), most=2**64 - 1),
-    "logprobs": Range(whole=True, least=0, most=20),
+    "max_new_tokens": Range(integer=True, ge=1, le=_TOKENS),
+    "temperature": Range(ge=0, le=1_000_000, note="0 is greedy"),
+    "top_k": Range(integer=True, ge=1, le=2**31 - 1),
+    "top_p": Range(gt=0, le=1),
+    "min_p": Range(ge=0, le=1),
+    "repetition_penalty": Range(ge=1e-6, le=1_000_000),
+    "seed": Range(integer=True, ge=-(2**63), le=2**64 - 1),
+    "logprobs": Range(integer=True, ge=0, le=20),
 }
 """Of the numbers in :class:`Sampling`; seeds are those of ``torch.manual_seed``."""
 PAN_AND_SCAN_RANGES = {
-    "min_crop_size": Range(whole=True, least=1, most=2**20, note="Transformers divides by it"),
-    "max_num_crops": Range(whole=True, least=1, most=1024, note="Transformers divides by it"),
-    "min_ratio_to_activate": Range(least=0, most=2**20),
+    "min_crop_size": Range(integer=True, ge=1, le=2**20, note="Transformers divides by it"),
+    "max_num_crops": Range(integer=True, ge=1, le=1024, note="Transformers divides by it"),
+    "min_ratio_to_activate": Range(ge=0, le=2**20),
 }
 """Of the numbers in :class:`PanAndScan`."""
 
-_TOKEN = Range(whole=True, least=0, most=2**31 - 1)
-_PAGES = Range(whole=True, least=1, most=1_000_000)
+_TOKEN = Range(integer=True, ge=0, le=2**31 - 1)
+_PAGES = Range(integer=True, ge=1, le=1_000_000)
 
 
 @dataclass(frozen=True, slots=True)

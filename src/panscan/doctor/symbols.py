@@ -17,7 +17,7 @@ from panscan.doctor.findings import CheckFinding, not_checked, ok, problem
 __all__ = ["METHODS", "PARTS", "SymbolUse", "findings", "symbols", "used_symbols"]
 
 _LIBRARY = "transformers"
-_SHOWN_PLACES = 3  # of each name
+_SHOWN_LOCATIONS = 3  # of each name
 _MODEL = f"{_LIBRARY}.Gemma3ForConditionalGeneration"
 METHODS: dict[str, tuple[str, ...]] = {
     _MODEL: (),
@@ -68,7 +68,7 @@ class SymbolUse:
 
     symbol: str
     arguments: set[str] = field(default_factory=set)
-    places: list[str] = field(default_factory=list)
+    locations: list[str] = field(default_factory=list)
 
 
 def symbols() -> Iterator[CheckFinding]:
@@ -104,15 +104,15 @@ def findings(uses: list[SymbolUse]) -> Iterator[CheckFinding]:
     listed = [SymbolUse(name, set(arguments)) for name, arguments in METHODS.items()]
     for use in [*uses, *listed]:
         found = resolve(use.symbol, use.arguments)
-        places = _shortened(use.places)
+        locations = _shortened(use.locations)
         if found.location is None:
-            yield _missing(f"{use.symbol} does not exist (used: {places})")
+            yield _missing(f"{use.symbol} does not exist (used: {locations})")
         elif found.missing:
-            yield _missing(f"{use.symbol} does not accept {', '.join(found.missing)} (used: {places})")
+            yield _missing(f"{use.symbol} does not accept {', '.join(found.missing)} (used: {locations})")
         else:
             accepted = sorted(use.arguments - set(found.unverified))
             arguments = f"({', '.join(accepted)})" if accepted else ""
-            yield ok(f"{use.symbol}{arguments}: {found.location} (used: {places})")
+            yield ok(f"{use.symbol}{arguments}: {found.location} (used: {locations})")
         if found.unverified:
             yield not_checked(f"{use.symbol}: takes {', '.join(found.unverified)} in **kwargs, which accept any name")
     for part in PARTS:
@@ -120,9 +120,9 @@ def findings(uses: list[SymbolUse]) -> Iterator[CheckFinding]:
         yield ok(f"a model's {part}: {kind}") if kind is not None else _missing(f"a model has no {part}")
 
 
-def _shortened(places: list[str]) -> str:
-    more = f" and {len(places) - _SHOWN_PLACES} more" if len(places) > _SHOWN_PLACES else ""
-    return ", ".join(places[:_SHOWN_PLACES]) + more if places else "called on objects"
+def _shortened(locations: list[str]) -> str:
+    more = f" and {len(locations) - _SHOWN_LOCATIONS} more" if len(locations) > _SHOWN_LOCATIONS else ""
+    return ", ".join(locations[:_SHOWN_LOCATIONS]) + more if locations else "called on objects"
 
 
 def _missing(fact: str) -> CheckFinding:
@@ -170,8 +170,8 @@ class _Reader(ast.NodeVisitor):
 
     def _add(self, symbol: str, line: int) -> SymbolUse:
         use = self._found.setdefault(symbol, SymbolUse(symbol))
-        if (place := f"{self._file}:{line}") not in use.places:
-            use.places.append(place)
+        if (location := f"{self._file}:{line}") not in use.locations:
+            use.locations.append(location)
         return use
 
 

@@ -35,7 +35,7 @@ from panscan.core.request import checked_request, request_list
 from panscan.engine.loop import Loop, Worker
 from panscan.engine.options import EngineOptions
 from panscan.engine.ranks import RankGroup
-from panscan.engine.request_state import RequestState, Watched
+from panscan.engine.request_state import ObservationState, RequestState
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import count_prompt
 from panscan.model.load import load_for, load_outline_for
@@ -50,7 +50,7 @@ __all__ = ["Admission", "Engine"]
 MAX_QUEUED_REQUESTS = 1024
 """Requests that :meth:`Engine.submit` takes besides those that compute, unless told otherwise."""
 
-_QUEUED = Range(whole=True, least=0, most=1_000_000)
+_QUEUED = Range(integer=True, ge=0, le=1_000_000)
 _AHEAD = 8  # requests that are decoded while others compute
 
 
@@ -185,7 +185,7 @@ class Engine:
     def stream_results(
         self, requests: Iterable[Request], *, max_concurrency: int | None = None
     ) -> Iterator[tuple[int, Result]]:
-        """Answer requests; (place, result) as they finish.
+        """Answer requests; yield (index, result) as they finish.
 
         Requests are drawn from the iterable as others finish, so it may be longer than memory. Leaving the iterator
         before its end cancels what is in flight. One thread at a time may read it.
@@ -201,35 +201,35 @@ class Engine:
         self._worker.check_process()
         if max_concurrency is not None:
             RANGES["max_concurrency"].check("max_concurrency", max_concurrency)
-        return _OneReader(self._results(requests, max_concurrency))
+        return _ResultIterator(self._results(requests, max_concurrency))
 
     def _results(
         self, requests: Iterable[Request], max_concurrency: int | None
     ) -> Generator[tuple[int, Result], None, None]:
         most = max_concurrency or self.settings.max_concurrency or self.options.max_num_seqs + _AHEAD
         finished: SimpleQueue[tuple[int, Result]] = SimpleQueue()
-        flying: dict[int, RequestState] = {}
+        inflight: dict[int, RequestState] = {}
         source = enumerate(requests)
         try:
             while True:
-                for index, request in islice(source, most - len(flying)):
-                    flying[index] = self._state(request, _ignore, partial(_put, finished, index))
-                    self._worker.accept(flying[index])
-                if not flying:
+                for index, request in islice(source, most - len(inflight)):
+                    inflight[index] = self._state(request, _ignore, partial(_put, finished, index))
+                    self._worker.accept(inflight[index])
+                if not inflight:
                     return
                 self._worker.check_process()  # a copy of the iterator in a forked child waits for results in vain
                 index, result = finished.get()
-                del flying[index]
+                del inflight[index]
                 yield index, result
         finally:
             with suppress(EngineError):  # closed: they are cancelled already
-                for state in flying.values():
+                for state in inflight.values():
                     self._worker.cancel(state)
 
     def submit(self, request: Request) -> Stream:
-        """Answer one request; its tokens come by ``async for event in stream``. To be called where asyncio runs.
+        """Submit one request and return its stream of token events. Call it in a running event loop.
 
-        Does not wait, as ``asyncio.Queue.put_nowait`` does not: :meth:`submit_wait` waits for a free place.
+        Like ``asyncio.Queue.put_nowait``, it does not wait; :meth:`submit_wait` waits for a free slot.
 
         Raises:
             SettingError: another request in flight has the same id.
@@ -237,27 +237,28 @@ class Engine:
             EngineError: the engine is closed, or belongs to another process.
         """
         self._worker.check_process()
-        self._admission.take()
+        self._admission.acquire_nowait()
         return self._submit(request)
 
     async def submit_wait(self, request: Request) -> Stream:
-        """Wait for a free place in the queue, then :meth:`submit`. ``asyncio.timeout`` limits the wait; a wait that is
-        cancelled submits nothing.
+        """Wait for a free slot in the queue, then :meth:`submit`.
+
+        ``asyncio.timeout`` limits the wait; a cancelled wait submits nothing.
 
         Raises:
             SettingError: another request in flight has the same id.
             EngineError: the engine is closed, or belongs to another process.
         """
         self._worker.check_process()
-        await self._admission.wait()
+        await self._admission.acquire()
         return self._submit(request)
 
     def _submit(self, request: Request) -> Stream:
-        """Answer a request that has a place. The place goes back when the request has ended, or cannot begin."""
+        """Answer a request that holds a slot; release the slot when the request ends or cannot start."""
         try:
             return self._begin(request)
         except BaseException:
-            self._admission.give()
+            self._admission.release()
             raise
 
     def _begin(self, request: Request) -> Stream:
@@ -269,7 +270,7 @@ class Engine:
 
         def on_end(result: Result) -> None:
             self._streams.pop(name, None)
-            self._admission.give()
+            self._admission.release()
             stream.on_end(result)
 
         state = self._streams[name] = self._state(replace(request, id=name), stream.on_event, on_end)
@@ -331,14 +332,14 @@ class Engine:
         """
         self._worker.check_process()
         finished: SimpleQueue[tuple[int, Result]] = SimpleQueue()
-        watched = [Watched(forced_tokens) for forced_tokens in forced]
-        for index, (request, watch) in enumerate(zip(requests, watched, strict=True)):
-            self._worker.accept(self._state(request, _ignore, partial(_put, finished, index), watch))
-        results = dict(finished.get() for _ in watched)
-        for index in range(len(watched)):
+        observations = [ObservationState(forced_tokens) for forced_tokens in forced]
+        for index, (request, observation) in enumerate(zip(requests, observations, strict=True)):
+            self._worker.accept(self._state(request, _ignore, partial(_put, finished, index), observation))
+        results = dict(finished.get() for _ in observations)
+        for index in range(len(observations)):
             if (error := results[index].error) is not None:
                 raise error
-        return [watch.observation(results[index].token_ids) for index, watch in enumerate(watched)]
+        return [observation.observation(results[index].token_ids) for index, observation in enumerate(observations)]
 
     @property
     def decisions(self) -> tuple[str, ...]:
@@ -375,11 +376,11 @@ class Engine:
         request: Request,
         on_event: Callable[[TokenEvent], None],
         on_end: Callable[[Result], None],
-        watched: Watched | None = None,
+        observation: ObservationState | None = None,
     ) -> RequestState:
         seed = checked_request(request).sampling.seed
         seed = secrets.randbits(63) if seed is None else seed
-        return RequestState(next(self._numbers), request, Stamps(accepted=now()), on_event, on_end, seed, watched)
+        return RequestState(next(self._numbers), request, Stamps(accepted=now()), on_event, on_end, seed, observation)
 
 
 def _loop(loaded: Loaded, options: EngineOptions, ranks: RankGroup | None) -> Loop:
@@ -399,7 +400,7 @@ def _close_both(worker: Worker, ranks: RankGroup) -> None:
     ranks.close()
 
 
-class _OneReader(Iterator[tuple[int, Result]]):
+class _ResultIterator(Iterator[tuple[int, Result]]):
     """An iterator that refuses a second thread while one is waiting for the next result."""
 
     def __init__(self, results: Generator[tuple[int, Result], None, None]) -> None:
@@ -420,7 +421,7 @@ class _OneReader(Iterator[tuple[int, Result]]):
 
 
 def _ignore(_event: TokenEvent) -> None:
-    """Whoever waits for results does not look at tokens."""
+    """Discard a token event: only the result is wanted."""
 
 
 def _put(finished: SimpleQueue[tuple[int, Result]], index: int, result: Result) -> None:
@@ -441,31 +442,31 @@ def _bar(total: int, *, shown: bool | None) -> Iterator[Callable[[], None]]:
 
 
 class Admission:
-    """Places for submitted requests. Any thread and any event loop may take one or give one back.
+    """Slots for submitted requests. Any thread and any event loop may acquire or release one.
 
     Args:
-        places: how many there are.
-        full: the message of :class:`QueueFullError`.
+        slots: number of slots.
+        full: message of :class:`QueueFullError`.
     """
 
-    def __init__(self, places: int, full: str) -> None:
-        self._free, self._full = places, full
+    def __init__(self, slots: int, full: str) -> None:
+        self._free, self._full = slots, full
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._lock = threading.Lock()
 
-    def take(self) -> None:
-        """Take a place now.
+    def acquire_nowait(self) -> None:
+        """Acquire a slot without waiting.
 
         Raises:
-            QueueFullError: there is none.
+            QueueFullError: no slot is free.
         """
         with self._lock:
             if not self._free:
                 raise QueueFullError(self._full)
             self._free -= 1
 
-    async def wait(self) -> None:
-        """Take a place as soon as there is one. Those that wait come first, in their order."""
+    async def acquire(self) -> None:
+        """Acquire a slot as soon as one is free, in order of arrival."""
         with self._lock:
             if self._free:
                 self._free -= 1
@@ -480,10 +481,10 @@ class Admission:
                 if not given:
                     self._waiting.remove(turn)
             if given:  # in the same moment: it goes to the next
-                self.give()
+                self.release()
             raise
 
-    def give(self) -> None:
+    def release(self) -> None:
         """Release a slot, or pass it to the request that has waited longest."""
         while True:
             with self._lock:

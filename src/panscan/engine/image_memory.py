@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from panscan.core import wait_noted
+from panscan.core import recorded_wait
 
 __all__ = ["DECODED_BYTES", "ImageMemory", "Share"]
 
@@ -58,7 +58,7 @@ class ImageMemory:
         with self._changed:
             self._waiting.append(turn)
             if not self._free(turn, size):
-                with wait_noted():
+                with recorded_wait():
                     self._changed.wait_for(lambda: self._free(turn, size))
             self._waiting.remove(turn)
             self._taken += size

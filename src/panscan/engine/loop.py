@@ -35,8 +35,8 @@ from panscan.engine.daemons import DaemonThreads
 from panscan.engine.model_runner import Launched, ModelRunner, PassResult, RunnerFacts
 from panscan.engine.options import EngineOptions
 from panscan.engine.prepare import PixelIntake, Preparer
-from panscan.engine.request_state import RequestState, Watched
-from panscan.engine.sampling import Chosen
+from panscan.engine.request_state import ObservationState, RequestState
+from panscan.engine.sampling import SampledToken
 from panscan.engine.scheduling.batch import NO_ROWS, FlatBatch, SamplingRow, ViewToEncode
 from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.pacing import Pacer, PassSize, PrefillLimit
@@ -76,8 +76,8 @@ class _InFlight:
     Args:
         step: what it computes.
         sampled: the sequences whose next token it gives, in order.
-        watched: position in its sequence of each row that a verdict watches, in order.
-        observed: sequences among ``sampled`` whose logits a verdict watches, in order.
+        observed_rows: position in its sequence of each row that a verdict observes, in order.
+        observed: sequences among ``sampled`` whose logits a verdict observes, in order.
         image_requests: requests with image blocks in this pass; empty if the pass encodes no view.
         size: rows and views that it computes.
         launched: the runner's handle.
@@ -85,7 +85,7 @@ class _InFlight:
 
     step: Step
     sampled: list[Tokens]
-    watched: list[tuple[Tokens, int]]
+    observed_rows: list[tuple[Tokens, int]]
     observed: list[Tokens]
     image_requests: list[RequestState]
     size: PassSize
@@ -143,31 +143,32 @@ class Loop:
         for preempted in self._scheduler.preempted:
             self._states[preempted].preempted()
         if step is None:
-            return self.land()
+            return self.finish_pass()
         try:
             with host_work("engine: launch"):
                 inflight = self._launch(step)
         except _LostImageError as lost:  # that request's own failure: the others are scheduled again
             self.end(lost.state, "error", lost.reason)
-            self.land()
+            self.finish_pass()
             return True
         except EngineError:
             raise  # the ranks were closed: no pass can run any more
         except Exception as error:  # any failure of a pass is its requests' failure, not the engine's
             _check_device(error)
             self._fail(step, error)
-            self.land()  # before the next schedule: a preempted request may wait for a token of the pass in flight
+            # Before the next schedule: a preempted request may wait for a token of the pass in flight.
+            self.finish_pass()
             return True
         self._count(step)
-        self.land()
+        self.finish_pass()
         with host_work("engine: schedule"):
             self._scheduler.advance(step)
         self._inflight = inflight
         if not self._overlap or any(self._states[each].looks_back for each in inflight.sampled if each in self._states):
-            self.land()
+            self.finish_pass()
         return True
 
-    def land(self) -> bool:
+    def finish_pass(self) -> bool:
         """Wait for the pass in flight and deliver its tokens; return False if there is none."""
         inflight, self._inflight = self._inflight, None
         if inflight is None:
@@ -185,13 +186,13 @@ class Loop:
             return True
         if self._pacer is not None:
             start, end = result.vision or (0.0, 0.0)
-            self._pacer.landed(inflight.size, result.landed, end - start)
+            self._pacer.pass_finished(inflight.size, result.finished_at, end - start)
         if result.vision is not None:
             for state in inflight.image_requests:
                 if not state.ended:
                     state.saw(*result.vision)
         with host_work("engine: deliver tokens"):
-            self._deliver(self._settle(inflight, result), result.landed)
+            self._deliver(self._settle(inflight, result), result.finished_at)
         return True
 
     def add(self, state: RequestState) -> None:
@@ -216,7 +217,7 @@ class Loop:
     def close(self) -> None:
         """Wait for the pass in flight, which still uses its memory, and release the device."""
         with suppress(EngineError):  # the ranks were closed, and their pass with them
-            self.land()
+            self.finish_pass()
         self.runner.close()
 
     def reset_caches(self) -> None:
@@ -266,7 +267,7 @@ class Loop:
         what = f"the prompt has {sequence.prompt_tokens} tokens ({state.views} views)"
         if sequence.prompt_tokens >= self.facts.max_positions:
             return SettingError(f"{what}; the model's context ends at {self.facts.max_positions}")
-        if state.sights and not self.vision.count:
+        if state.request_views and not self.vision.count:
             least = ceil(self.facts.view_bytes / 1e4) / 1e5
             return SettingError(
                 f"--vision-cache-gb {self.options.vision_cache_gb:g} does not hold one encoded view:"
@@ -289,13 +290,13 @@ class Loop:
             sampled = [chunk.sequence for chunk in step.chunks if chunk.samples]
             rows = np.flatnonzero([chunk.samples for chunk in step.chunks])
             rows = flat.offsets[rows + 1].astype(np.int64) - 1
-            observed = [at for at, tokens in enumerate(sampled) if self._states[tokens].watched is not None]
-            watched = self._watched(step, flat)
+            observed = [at for at, tokens in enumerate(sampled) if self._states[tokens].observation is not None]
+            observed_rows = self._observed_rows(step, flat)
             pending, sources = self._pending(sampled)
             batch = replace(
                 flat, encode=tuple(encode.values()), sampled=rows, sampling=tuple(map(self._row, sampled)),
-                pending_rows=rows[pending], pending_sources=sources, watched=np.array(list(watched), np.int64),
-                watched_samples=np.array(observed, np.int64),
+                pending_rows=rows[pending], pending_sources=sources,
+                observed_rows=np.array(list(observed_rows), np.int64), observed_samples=np.array(observed, np.int64),
             )  # fmt: skip
             with phase("decode" if all(chunk.sequence.decodes for chunk in step.chunks) else "prefill"):
                 launched = self.runner.execute(batch)
@@ -307,7 +308,9 @@ class Loop:
             self.vision.release()
         observers = [sampled[at] for at in observed]
         size = PassSize.of(step, len(encode), launched_at)
-        return _InFlight(step, sampled, list(watched.values()), observers, requests if encode else [], size, launched)
+        return _InFlight(
+            step, sampled, list(observed_rows.values()), observers, requests if encode else [], size, launched
+        )
 
     def _place_views(
         self, step: Step
@@ -326,7 +329,7 @@ class Loop:
         try:
             slots = {key: slot for key, _ in wanted if (slot := self.vision.pin(key)) is not None}
             # Of several requests that show the view, one whose pixels wait, if there is one.
-            missing = dict(sorted(wanted, key=lambda each: each[1].sights[each[0]].pixels is not None))
+            missing = dict(sorted(wanted, key=lambda each: each[1].request_views[each[0]].pixels is not None))
             refs = {key: self._pixels(state, key) for key, state in missing.items() if key not in slots}
             for key, ref in refs.items():
                 slots[key] = self.vision.place(key)
@@ -343,16 +346,16 @@ class Loop:
 
     def _pixels(self, state: RequestState, key: bytes) -> PixelRef:
         try:
-            return self.preparer.place(state.sights[key])
+            return self.preparer.place(state.request_views[key])
         except ImageError as error:
             raise _LostImageError(state, error) from error
 
-    def _watched(self, step: Step, flat: FlatBatch) -> dict[int, tuple[Tokens, int]]:
-        """Return the sequence and position of each row that a verdict watches, by row."""
+    def _observed_rows(self, step: Step, flat: FlatBatch) -> dict[int, tuple[Tokens, int]]:
+        """Return the sequence and position of each row that a verdict observes, by row."""
         found = {}
         for chunk, offset in zip(step.chunks, flat.offsets.tolist(), strict=False):
-            watched = self._states[chunk.sequence].watched
-            for at in () if watched is None else watched.forced_tokens.places:
+            observation = self._states[chunk.sequence].observation
+            for at in () if observation is None else observation.forced_tokens.positions:
                 if chunk.start <= at < chunk.end:
                     found[offset + at - chunk.start] = (chunk.sequence, at)
         return found
@@ -367,7 +370,7 @@ class Loop:
 
     def _row(self, tokens: Tokens) -> SamplingRow:
         state = self._states[tokens]
-        sampling = state.request.sampling if state.watched is None else Sampling()
+        sampling = state.request.sampling if state.observation is None else Sampling()
         token_ids = tokens.ids if sampling.repetition_penalty not in (None, 1) else None
         allowed = None
         if state.constraint is not None:
@@ -375,29 +378,29 @@ class Loop:
             allowed = state.constraint.allowed
         return SamplingRow(sampling, state.seed, len(tokens.ids) - tokens.prompt_tokens, token_ids, allowed)
 
-    def _settle(self, inflight: _InFlight, result: PassResult) -> dict[Tokens, Chosen]:
+    def _settle(self, inflight: _InFlight, result: PassResult) -> dict[Tokens, SampledToken]:
         """Record the result of a pass; return the new tokens of sequences that have not ended."""
         if result.hidden is not None and result.logits is not None:
-            for (tokens, place), *found in zip(inflight.watched, result.hidden, result.logits, strict=True):
-                if (watch := self._watch_of(tokens)) is not None:
-                    watch.places[place] = found[0], found[1]
+            for (tokens, position), *found in zip(inflight.observed_rows, result.hidden, result.logits, strict=True):
+                if (observation := self._observation_of(tokens)) is not None:
+                    observation.positions[position] = found[0], found[1]
         answers = {} if result.answers is None else dict(zip(inflight.observed, result.answers, strict=True))
         settled = {}
         for tokens, chosen in zip(inflight.sampled, result.chosen, strict=True):
             if tokens not in self._states:
                 continue
             settled[tokens] = chosen
-            if (watch := self._watch_of(tokens)) is not None:
-                watch.answer.append(answers[tokens])
-                if (forced := watch.next(len(tokens.outputs))) is not None:
-                    settled[tokens] = Chosen(forced, None)
+            if (observation := self._observation_of(tokens)) is not None:
+                observation.answer.append(answers[tokens])
+                if (forced := observation.next(len(tokens.outputs))) is not None:
+                    settled[tokens] = SampledToken(forced, None)
             tokens.settle(settled[tokens].token)
         return settled
 
-    def _watch_of(self, tokens: Tokens) -> Watched | None:
-        return self._states[tokens].watched if tokens in self._states else None
+    def _observation_of(self, tokens: Tokens) -> ObservationState | None:
+        return self._states[tokens].observation if tokens in self._states else None
 
-    def _deliver(self, chosen: Mapping[Tokens, Chosen], at: float) -> None:
+    def _deliver(self, chosen: Mapping[Tokens, SampledToken], at: float) -> None:
         """Give requests their new tokens, and end those whose token was the last."""
         self._output_tokens += len(chosen)
         for tokens, each in chosen.items():
@@ -560,7 +563,7 @@ class Worker:
                         self._messages.get()()
                     while not self._messages.empty():
                         self._messages.get()()
-                except BaseException as error:  # a bug, or a library's panic: whoever waits must hear of it
+                except BaseException as error:  # a bug, or a library's panic: waiting requests must end
                     self._break(error)
 
     def _accept(self, state: RequestState) -> None:

@@ -19,8 +19,8 @@ from panscan.engine.attention import Backend, SegmentsBackend
 from panscan.engine.graphs import Graphs, padded
 from panscan.engine.kv_memory import KVCache, limit_process_memory, measure_memory
 from panscan.engine.options import EngineOptions
-from panscan.engine.readback import mark
-from panscan.engine.sampling import Chosen, Draws, Sampler
+from panscan.engine.readback import record_event
+from panscan.engine.sampling import PendingTokens, SampledToken, Sampler
 from panscan.engine.scheduling.batch import FlatBatch, SamplingRow
 from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS
 from panscan.engine.scheduling.kv_sizes import (
@@ -42,7 +42,7 @@ from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory, synchronize
 from panscan.model.phases import phase
 from panscan.model.quantization import weights_name
-from panscan.model.sharding import ALONE, Ranks
+from panscan.model.sharding import SINGLE_RANK, Ranks
 from panscan.model.support import fp8_cache_reason
 from panscan.model.text_layers import LayerFacts, OutputRows, TextLayers
 from panscan.model.vision_layers import ATTENTION_KERNELS, VisionLayers
@@ -84,15 +84,15 @@ class PassResult:
 
     Args:
         chosen: the token of each sampled row.
-        landed: when the host had it, in seconds of :func:`panscan.core.now`.
-        vision: when its views were encoded, from and to, likewise; None if none were.
-        hidden: float32 ``[watched, hidden]``: final hidden states of the watched rows; None without.
-        logits: float32 ``[watched, vocabulary]`` of the same rows.
-        answers: float32 ``[watched samples, vocabulary]``: logits of watched sampled rows; None without.
+        finished_at: time at which the result reached the host, in seconds of :func:`panscan.core.now`.
+        vision: start and end of encoding its views, on the same clock; None if it encoded none.
+        hidden: float32 ``[observed, hidden]``: final hidden states of the observed rows; None without.
+        logits: float32 ``[observed, vocabulary]`` of the same rows.
+        answers: float32 ``[observed samples, vocabulary]``: logits of observed sampled rows; None without.
     """
 
-    chosen: list[Chosen]
-    landed: float
+    chosen: list[SampledToken]
+    finished_at: float
     vision: tuple[float, float] | None = None
     hidden: torch.Tensor | None = None
     logits: torch.Tensor | None = None
@@ -100,7 +100,7 @@ class PassResult:
 
 
 class Launched(Protocol):
-    """A pass that was launched."""
+    """A launched pass."""
 
     def wait(self) -> PassResult:
         """Return the result once the device has computed it.
@@ -111,8 +111,8 @@ class Launched(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Watched:
-    """Tensors of a pass that a verdict asked for, on the device."""
+class _Observed:
+    """Tensors of a pass that a verdict requested, on the device."""
 
     hidden: torch.Tensor | None
     logits: torch.Tensor | None
@@ -120,40 +120,41 @@ class _Watched:
 
 
 @dataclass(frozen=True, slots=True)
-class _Moment:
-    """A moment of a device's work: host time, and on CUDA an event."""
+class _Timestamp:
+    """A point in a device's work: the host time at which it was enqueued, and on CUDA an event."""
 
     at: float
     event: Any
 
     @classmethod
-    def of(cls, device: torch.device) -> _Moment:
-        return cls(now(), mark(device) if device.type == "cuda" else None)
+    def record(cls, device: torch.device) -> _Timestamp:
+        return cls(now(), record_event(device) if device.type == "cuda" else None)
 
-    def time(self, done: Any, landed: float) -> float:
-        """Return host seconds, given that the later CUDA event ``done`` was reached at ``landed``."""
+    def host_seconds(self, done: Any, finished_at: float) -> float:
+        """Return host seconds, given that the later CUDA event ``done`` was reached at ``finished_at``."""
         if self.event is None or done is None:
             return self.at
-        return landed - float(self.event.elapsed_time(done)) / 1e3
+        return finished_at - float(self.event.elapsed_time(done)) / 1e3
 
 
 @dataclass(frozen=True, slots=True)
 class _LaunchedLocally:
     """A pass on this process's device."""
 
-    draws: Draws
-    vision: tuple[_Moment, _Moment] | None
-    watched: _Watched
+    tokens: PendingTokens
+    vision: tuple[_Timestamp, _Timestamp] | None
+    observed: _Observed
 
     def wait(self) -> PassResult:
         """See :class:`Launched`."""
-        chosen = self.draws.wait()
-        landed, done = now(), self.draws.readback.done
+        chosen = self.tokens.wait()
+        finished_at, done = now(), self.tokens.readback.done
         vision = None
         if self.vision is not None:
-            vision = self.vision[0].time(done, landed), self.vision[1].time(done, landed)
-        hosts = (_to_host(each) for each in (self.watched.hidden, self.watched.logits, self.watched.answers))
-        return PassResult(chosen, landed, vision, *hosts)
+            start, end = self.vision
+            vision = start.host_seconds(done, finished_at), end.host_seconds(done, finished_at)
+        hosts = (_to_host(each) for each in (self.observed.hidden, self.observed.logits, self.observed.answers))
+        return PassResult(chosen, finished_at, vision, *hosts)
 
 
 class ModelRunner:
@@ -174,7 +175,7 @@ class ModelRunner:
     """
 
     def __init__(
-        self, loaded: Loaded, options: EngineOptions, ranks: Ranks = ALONE, vocab_size: int | None = None
+        self, loaded: Loaded, options: EngineOptions, ranks: Ranks = SINGLE_RANK, vocab_size: int | None = None
     ) -> None:  # fmt: skip
         self._loaded, self._options, self._ranks = loaded, options, ranks
         self._decisions: list[str] = []
@@ -214,12 +215,12 @@ class ModelRunner:
         vision = self._encode(batch)
         hidden = self._text.embed(self._ids(batch))
         self._features.fill(hidden, batch.images)
-        sampled, watched_rows = self._layers(batch, hidden)
+        sampled, observed_rows = self._layers(batch, hidden)
         logits = self._text.logits(sampled)
-        watched = self._watch(batch, watched_rows, logits)
-        draws = self._sampler.launch(logits, batch.sampling)
-        self._previous = draws.tokens
-        return _LaunchedLocally(draws, vision, watched)
+        observed = self._observe(batch, observed_rows, logits)
+        tokens = self._sampler.launch(logits, batch.sampling)
+        self._previous = tokens.tokens
+        return _LaunchedLocally(tokens, vision, observed)
 
     def _start(self, vocab_size: int | None) -> None:
         options, model = self._options, self._loaded.model
@@ -253,7 +254,7 @@ class ModelRunner:
         if name is None:
             return
         modules = [each for each in self._loaded.model.modules() if isinstance(each, QuantizedLinear)]
-        methods = choose_methods(modules, self._text.dtype, self._ranks.least)
+        methods = choose_methods(modules, self._text.dtype, self._ranks.all_reduce_min)
         self._say(f"weights: {name} ({'; '.join(methods)})" if methods else f"weights: {name}")
 
     def _limit_memory(self) -> None:
@@ -285,7 +286,7 @@ class ModelRunner:
     def _vision_layers(self) -> VisionLayers:
         """Build the vision tower with the same attention kernel on every rank: each has measured for itself."""
         vision = VisionLayers(self._loaded.model)
-        [agreed] = self._ranks.least([ATTENTION_KERNELS.index(vision.attention)])
+        [agreed] = self._ranks.all_reduce_min([ATTENTION_KERNELS.index(vision.attention)])
         name = ATTENTION_KERNELS[agreed]
         return vision if name == vision.attention else VisionLayers(self._loaded.model, name)
 
@@ -298,7 +299,7 @@ class ModelRunner:
             view_bytes=self._view_bytes, window=text.window, image_tokens=self._image_tokens,
             max_positions=text.max_positions, processes=1 if on_gpu else self._ranks.size,
         )  # fmt: skip
-        first, second = self._ranks.least(choose_blocks(facts, options, measure_memory(self._device)))
+        first, second = self._ranks.all_reduce_min(choose_blocks(facts, options, measure_memory(self._device)))
         self._blocks = first, second
         self.cache = KVCache(text.layers, self._blocks, options.block_size)
         tokens = [count * options.block_size for count in self._blocks]
@@ -387,10 +388,10 @@ class ModelRunner:
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
-    def _encode(self, batch: FlatBatch) -> tuple[_Moment, _Moment] | None:
+    def _encode(self, batch: FlatBatch) -> tuple[_Timestamp, _Timestamp] | None:
         if not batch.encode:
             return None
-        start = _Moment.of(self._device)
+        start = _Timestamp.record(self._device)
         like = torch.empty(
             0, self._image_tokens, self._text.hidden_size, dtype=self._text.dtype, device=self._device
         )  # fmt: skip
@@ -398,7 +399,7 @@ class ModelRunner:
             self._features.encode(batch.encode, like)
         if self._device.type != "cuda":
             synchronize(self._device)
-        return start, _Moment.of(self._device)
+        return start, _Timestamp.record(self._device)
 
     def _ids(self, batch: FlatBatch) -> torch.Tensor:
         """int64 ``[T]``; pending ones come from the previous pass, on the device."""
@@ -409,17 +410,17 @@ class ModelRunner:
         return ids
 
     def _layers(self, batch: FlatBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return final hidden states of the sampled and of the watched rows, from a graph if one is large enough.
+        """Return final hidden states of the sampled and of the observed rows, from a graph if one is large enough.
 
-        Recorded passes, and passes with watched rows, compute all rows of the last layer.
+        Recorded passes, and passes with observed rows, compute all rows of the last layer.
         """
         final = None if self.graphs is None else self.graphs.run(batch, hidden)
-        if final is None and not len(batch.watched) and len(batch.sampled) < batch.rows:
+        if final is None and not len(batch.observed_rows) and len(batch.sampled) < batch.rows:
             sampled = self._eager(batch, hidden, self.cache, self._output_rows(batch))
             return sampled, sampled[:0]
         if final is None:
             final = self._eager(batch, hidden, self.cache)
-        return self._rows(final, batch.sampled), self._rows(final, batch.watched)
+        return self._rows(final, batch.sampled), self._rows(final, batch.observed_rows)
 
     def _eager(
         self, batch: FlatBatch, hidden: torch.Tensor, cache: KVCache, output: OutputRows | None = None
@@ -436,13 +437,13 @@ class ModelRunner:
     def _run_layers(self, hidden: torch.Tensor, positions: torch.Tensor, plans: Mapping[bool, Any]) -> torch.Tensor:
         return self._text.run(hidden, positions, self.cache.k, self.cache.v, plans)
 
-    def _watch(self, batch: FlatBatch, rows: torch.Tensor, logits: torch.Tensor) -> _Watched:
+    def _observe(self, batch: FlatBatch, rows: torch.Tensor, logits: torch.Tensor) -> _Observed:
         hidden = found = answers = None
-        if len(batch.watched):
+        if len(batch.observed_rows):
             found, hidden = self._text.logits(rows), rows.float()
-        if len(batch.watched_samples):
-            answers = self._rows(logits, batch.watched_samples)
-        return _Watched(hidden, found, answers)
+        if len(batch.observed_samples):
+            answers = self._rows(logits, batch.observed_samples)
+        return _Observed(hidden, found, answers)
 
     def _rows(self, tensor: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
         return tensor.index_select(0, upload(rows, tensor.device))

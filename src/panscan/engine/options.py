@@ -15,7 +15,7 @@ SERVED_TPOT_MS = 50.0
 """Default of ``--tpot-target-ms`` in ``panscan serve``."""
 _CHUNK = 2048  # tokens: a prompt of seven views in one pass
 _BLOCK = 2  # tokens: a prefix is taken over up to a block's end; Gemma 3 writes two tokens behind an image
-_RANGES = {**RANGES, "block_size": Range(whole=True, least=1, most=65_536)}
+_RANGES = {**RANGES, "block_size": Range(integer=True, ge=1, le=65_536)}
 
 
 def _default(name: str) -> Any:

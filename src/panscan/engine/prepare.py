@@ -10,12 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from panscan.core import ImageError, PanAndScan, Request, SettingError, View, now, waits_noted
+from panscan.core import ImageError, PanAndScan, Request, SettingError, View, now, record_waits
 from panscan.engine.detokenizer import Detokenizer
 from panscan.engine.grammar import Constraint, Grammars
 from panscan.engine.image_memory import DECODED_BYTES, ImageMemory
 from panscan.engine.options import EngineOptions
-from panscan.engine.request_state import RequestState, Sight
+from panscan.engine.request_state import RequestState, RequestView
 from panscan.engine.scheduling.sequence import PromptLayout
 from panscan.engine.scheduling.sequence import Sequence as Tokens
 from panscan.engine.views import PixelRef
@@ -86,22 +86,22 @@ class Preparer:
 
         Raises:
             ImageError: an image cannot be read.
-            SettingError: images and their places do not match, the prompt is too long, and the like.
+            SettingError: the number of images does not match the prompt, the prompt is too long, and the like.
         """
         state.stamps.preparing = now()
-        with waits_noted(state.stamps.waits):
+        with record_waits(state.stamps.waits):
             self._prepare_within_memory(state)
 
-    def place(self, sight: Sight) -> PixelRef:
-        """Return where a view's pixels wait, computing them again if they were taken or dropped.
+    def place(self, view: RequestView) -> PixelRef:
+        """Return a reference to a view's pixels, computing them again if they were taken or dropped.
 
         Raises:
-            ImageError: its image has to be read again, and cannot be, or has changed.
+            ImageError: its image must be read again, but is unreadable or has changed.
         """
-        if sight.pixels is None:
-            self._read_again(sight)
-        assert sight.pixels is not None  # they were just computed
-        return sight.pixels
+        if view.pixels is None:
+            self._read_again(view)
+        assert view.pixels is not None  # they were just computed
+        return view.pixels
 
     def _prepare_within_memory(self, state: RequestState) -> None:
         images = images_of(state.request)
@@ -121,7 +121,7 @@ class Preparer:
             share.free()
             raise
         # None where features were known already.
-        share.shrink(view_bytes * sum(sight.pixels is not None for sight in state.sights.values()))
+        share.shrink(view_bytes * sum(view.pixels is not None for view in state.request_views.values()))
         state.memory = share
 
     def _read(self, image: Page | PageBytes | Image.Image, pan_and_scan: PanAndScan) -> _ReadImage:
@@ -148,9 +148,9 @@ class Preparer:
         """Prepare a request, of which ``request`` is a copy with one image for each page."""
         state.constraint = self._constraint(state)
         plans, prompt = plan_sizes(request, [image.size for image in read], self._reader)
-        keys, sights = self._sights(state.request, read, plans)
+        keys, request_views = self._request_views(state.request, read, plans)
         state.forget = self._intake.forget
-        state.sights, state.views, state.crops = sights, len(keys), sum(plan.crops for plan in plans)
+        state.request_views, state.views, state.crops = request_views, len(keys), sum(plan.crops for plan in plans)
         state.image_tokens = prompt.image_tokens
         state.sequence = Tokens(
             number=state.number,
@@ -158,9 +158,11 @@ class Preparer:
             prompt_tokens=len(prompt.ids),
             layout=PromptLayout.of(prompt.ids, self._reader.prompts.soft_id, keys),
             limit=len(prompt.ids) + state.max_new_tokens,
-            reuse=state.watched is None or not state.watched.forced_tokens.places,
+            reuse=state.observation is None or not state.observation.forced_tokens.positions,
         )
-        state.text = Detokenizer(self._reader.tokenizer, state.request.sampling.stop if state.watched is None else ())
+        state.text = Detokenizer(
+            self._reader.tokenizer, state.request.sampling.stop if state.observation is None else ()
+        )
         state.stamps.preprocessed = now()
 
     def _constraint(self, state: RequestState) -> Constraint | None:
@@ -168,49 +170,49 @@ class Preparer:
         schema = state.request.sampling.json_schema
         if schema is None:
             return None
-        if state.watched is not None:
+        if state.observation is not None:
             raise SettingError("json_schema: an observed request takes none: leave it out")
         return self._grammars.start(schema)
 
-    def _sights(
+    def _request_views(
         self, request: Request, images: Sequence[_ReadImage], plans: Sequence[ViewPlan]
-    ) -> tuple[list[bytes], dict[bytes, Sight]]:
-        """Return the key of each view, in order, and the views by key; pixels of unknown ones are on their way."""
+    ) -> tuple[list[bytes], dict[bytes, RequestView]]:
+        """Return all views' keys, in order, and the views by key; send the pixels of unknown ones to the runner."""
         keys: list[bytes] = []
-        sights: dict[bytes, Sight] = {}
+        request_views: dict[bytes, RequestView] = {}
         try:
             for index, (image, plan) in enumerate(zip(images, plans, strict=True)):
-                new: list[Sight] = []
+                new: list[RequestView] = []
                 for view in plan.views:
                     keys.append(self._key(image.digest, view))
-                    if keys[-1] not in sights:
-                        sights[keys[-1]] = Sight(request, index, image.digest, view)
-                        new += [] if self._known(keys[-1]) else [sights[keys[-1]]]
+                    if keys[-1] not in request_views:
+                        request_views[keys[-1]] = RequestView(request, index, image.digest, view)
+                        new += [] if self._known(keys[-1]) else [request_views[keys[-1]]]
                 if image.levels is not None:  # else its views were known, and one that was dropped since is read again
                     self._put(image.levels, new)
         except BaseException:
-            self._intake.forget(sight.pixels for sight in sights.values() if sight.pixels is not None)
+            self._intake.forget(view.pixels for view in request_views.values() if view.pixels is not None)
             raise
-        return keys, sights
+        return keys, request_views
 
-    def _read_again(self, sight: Sight) -> None:
+    def _read_again(self, view: RequestView) -> None:
         """Compute the pixels of a view whose features were dropped before its request could use them.
 
         Keeping every running request's images for this rare case would take most of the host's memory.
         """
-        found = images_of(sight.request)
-        read = _decoded(found[sight.index]) if sight.index < len(found) else None
-        if read is None or read.levels is None or read.digest != sight.digest:
-            raise ImageError(f"request {sight.request.id!r}: image {sight.index + 1} changed while it was read")
-        self._put(read.levels, [sight])
+        found = images_of(view.request)
+        read = _decoded(found[view.index]) if view.index < len(found) else None
+        if read is None or read.levels is None or read.digest != view.digest:
+            raise ImageError(f"request {view.request.id!r}: image {view.index + 1} changed while it was read")
+        self._put(read.levels, [view])
 
-    def _put(self, levels: NDArray[np.uint8], sights: list[Sight]) -> None:
+    def _put(self, levels: NDArray[np.uint8], request_views: list[RequestView]) -> None:
         """Give views of one image to the runner; the image crosses to it once."""
-        if not sights:
+        if not request_views:
             return
-        refs = self._intake.put(levels, [sight.view for sight in sights])
-        for sight, ref in zip(sights, refs, strict=True):
-            sight.pixels = ref
+        refs = self._intake.put(levels, [view.view for view in request_views])
+        for view, ref in zip(request_views, refs, strict=True):
+            view.pixels = ref
 
 
 def _decoded(image: Page | PageBytes | Image.Image) -> _ReadImage:

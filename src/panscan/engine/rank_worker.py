@@ -29,16 +29,16 @@ from panscan.core import PanscanError
 from panscan.core.process import join_time_line
 from panscan.engine.model_runner import Launched, ModelRunner, RunnerFacts
 from panscan.engine.ranks import (
-    BEAT_SECONDS,
-    Beat,
-    Broken,
+    HEARTBEAT_SECONDS,
+    CommandDone,
     CommandFailed,
-    Done,
-    Forget,
-    Landed,
+    ForgetPixels,
+    Heartbeat,
     LoadShard,
-    Peaks,
-    Put,
+    PassFailed,
+    PassFinished,
+    PutPixels,
+    ReportPeaks,
     StartRunner,
     StopRunner,
     pass_seconds,
@@ -76,7 +76,7 @@ class _Worker:
 
     def run(self) -> None:
         """Serve commands until the parent closes the connection."""
-        for target in (self._beat, self._receive_pixels, self._report):
+        for target in (self._send_heartbeats, self._receive_pixels, self._report):
             threading.Thread(target=target, daemon=True).start()
         while True:
             message = pickle.loads(self._control.recv_bytes())
@@ -91,14 +91,14 @@ class _Worker:
             match message:
                 case LoadShard():
                     self._load(message)
-                    self._send(Done())
+                    self._send(CommandDone())
                 case StartRunner():
-                    self._send(Done(self._start(message)))
+                    self._send(CommandDone(self._start(message)))
                 case StopRunner():
                     self._drop_runner()
-                    self._send(Done())
-                case Peaks():
-                    self._send(Done(peaks=self._peaks(reset=message.reset)))
+                    self._send(CommandDone())
+                case ReportPeaks():
+                    self._send(CommandDone(peaks=self._peaks(reset=message.reset)))
                 case _:
                     raise TypeError(f"unknown command {type(message).__name__}")
         except PanscanError as error:
@@ -122,7 +122,7 @@ class _Worker:
         )  # fmt: skip
         apply_tf32(load.settings.tf32)
         self._ranks = ProcessRanks(load.rank, load.size, device)
-        self._ranks.sum(torch.zeros(1, device=device))  # opens the connections
+        self._ranks.all_reduce(torch.zeros(1, device=device))  # opens the connections
 
     def _start(self, start: StartRunner) -> RunnerFacts:
         assert self._loaded is not None and self._ranks is not None  # LoadShard comes first
@@ -174,7 +174,7 @@ class _Worker:
                     self._break(error)
                     continue
                 if self._ranks is not None and self._ranks.rank == 0:
-                    self._send(Landed(number, result))
+                    self._send(PassFinished(number, result))
                 del launched, handle, result  # their tensors, until the next pass
 
     def _receive_pixels(self) -> None:
@@ -188,29 +188,29 @@ class _Worker:
         except Exception as error:  # out of memory, for one
             self._break(error)
 
-    def _take_pixels(self, message: Put | Forget) -> None:
+    def _take_pixels(self, message: PutPixels | ForgetPixels) -> None:
         runner = self._runner
-        if runner is None or (isinstance(message, Put) and message.session != self._session):
+        if runner is None or (isinstance(message, PutPixels) and message.session != self._session):
             return
-        if isinstance(message, Put):
+        if isinstance(message, PutPixels):
             runner.pixels.put_as(message.handles, message.levels, message.views)
         else:
             runner.pixels.forget(message.handles)
         with self._arrived:
             if self._runner is not runner:
                 return  # dropped meanwhile, and its pixels with it
-            if isinstance(message, Put):
+            if isinstance(message, PutPixels):
                 self._held |= {*message.handles}
             else:
                 self._held -= {*message.handles}
             self._arrived.notify_all()
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         pause, parent = threading.Event(), os.getppid()
-        while not pause.wait(BEAT_SECONDS):
+        while not pause.wait(HEARTBEAT_SECONDS):
             if os.getppid() != parent:  # a forked child of it may keep the connections open
                 os._exit(0)
-            self._send(Beat())
+            self._send(Heartbeat())
 
     def _drop_runner(self) -> None:
         self._launched.put(None)
@@ -226,7 +226,7 @@ class _Worker:
     def _break(self, error: Exception) -> None:
         self._failed.set()
         traceback.print_exc()
-        self._send(Broken(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))
+        self._send(PassFailed(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))
 
     def _send(self, message: Any) -> None:
         with self._sending, suppress(OSError):  # the parent has exited, and this process is about to

@@ -39,31 +39,31 @@ from panscan.engine.views import PixelRef
 from panscan.settings import Settings
 
 __all__ = [
-    "BEAT_SECONDS",
-    "Beat",
-    "Broken",
+    "HEARTBEAT_SECONDS",
+    "CommandDone",
     "CommandFailed",
-    "Done",
-    "Forget",
-    "Landed",
+    "ForgetPixels",
+    "Heartbeat",
     "LoadShard",
-    "Peaks",
-    "Put",
+    "PassFailed",
+    "PassFinished",
+    "PutPixels",
     "RankGroup",
+    "ReportPeaks",
     "StartRunner",
     "StopRunner",
     "pass_seconds",
 ]
 
 SILENCE_SECONDS = 30.0
-"""A rank that sends nothing for this long has hung. It sends a heartbeat every :data:`BEAT_SECONDS`."""
-BEAT_SECONDS = 2.0
+"""A rank that sends nothing for this long has hung. It sends a heartbeat every :data:`HEARTBEAT_SECONDS`."""
+HEARTBEAT_SECONDS = 2.0
 _IMPORT_SECONDS = 300.0  # until a rank's first heartbeat: from a network disk, PyTorch takes minutes to import
 _COMMAND_SECONDS = 3600.0  # to load a shard, or to build a model runner
 _FAILED_SECONDS = 5.0  # between the first rank that fails a command and the last, if all fail alike
 _EXIT_SECONDS = 10.0  # from SIGKILL to the end of a process, which may have to give back a GPU
 _WATCH_SECONDS = 0.5
-_LAST_WORDS = 300  # characters of a rank's last error message
+_ERROR_CHARACTERS = 300  # characters of a rank's last error message
 _SIGNALS = {each.value: each.name for each in signal.Signals}
 
 
@@ -107,7 +107,7 @@ class StopRunner:
 
 
 @dataclass(frozen=True, slots=True)
-class Put:
+class PutPixels:
     """To a rank, over its connection for pixels: keep the pixels of these views (see ``PixelStore.put_as``).
 
     Pixels of an earlier session are ignored: a thread may still have been preparing them when it ended.
@@ -120,26 +120,26 @@ class Put:
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
-    """To a rank, over its connection for pixels: drop them."""
+class ForgetPixels:
+    """To a rank, over its connection for pixels: drop the pixels with these handles."""
 
     handles: list[int]
 
 
 @dataclass(frozen=True, slots=True)
-class Peaks:
+class ReportPeaks:
     """To a rank: report peak memory since the last reset. ``reset``: then start new peaks."""
 
     reset: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class CommandDone:
     """From a rank: the last command is done.
 
     Args:
         facts: answer to :class:`StartRunner`.
-        peaks: answer to :class:`Peaks`, as :func:`panscan.model.machine.peak_memory` returns them.
+        peaks: answer to :class:`ReportPeaks`, as :func:`panscan.model.machine.peak_memory` returns them.
     """
 
     facts: RunnerFacts | None = None
@@ -147,15 +147,15 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Landed:
-    """From rank 0: a pass is over. ``number``: counts the batches sent to the ranks, from 0."""
+class PassFinished:
+    """From rank 0: the result of a pass. ``number``: index of its batch, from 0."""
 
     number: int
     result: PassResult
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
+class Heartbeat:
     """From a rank: it is alive."""
 
 
@@ -167,7 +167,7 @@ class CommandFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class PassFailed:
     """From a rank: a pass failed. The others may wait for it in a collective, so the group has to end."""
 
     reason: str
@@ -190,10 +190,13 @@ class RankGroup:
         self._reason: str | None = None  # why the group was ended
         self._broken: str | None = None  # the first pass that failed
         self._closed = threading.Event()
-        self._answers: queue.SimpleQueue[tuple[int, Done | CommandFailed | None]] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[Landed | None] = queue.SimpleQueue()
-        self._launched = self._landed = 0  # passes
-        self._landed_before, self._stalled = 0, 0.0  # the watchdog's: passes that had landed; seconds without another
+        self._answers: queue.SimpleQueue[tuple[int, CommandDone | CommandFailed | None]] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[PassFinished | None] = queue.SimpleQueue()
+        self._launched = self._finished = 0  # passes
+        self._finished_before, self._stalled = (
+            0,
+            0.0,
+        )  # the watchdog's: passes that had finished; seconds without another
         self._pass_seconds = pass_seconds("cpu")
         self._sessions, self._handles, self._turns = count(), count(), count()
         self._numbering, self._commanding = threading.Lock(), threading.Lock()
@@ -203,7 +206,7 @@ class RankGroup:
         atexit.register(self.close)
         try:
             for rank in range(self._size):
-                self._ranks.append(_Rank(rank, self._take))
+                self._ranks.append(_Rank(rank, self._receive))
             self._watchdog.start()
             store, threads = str(self._folder / "store"), _threads_each(self._size)
             self._command(
@@ -232,7 +235,7 @@ class RankGroup:
         Raises:
             EngineError: a rank died or hung.
         """
-        answers = self._command([Peaks(reset)] * self._size, self._pass_seconds)
+        answers = self._command([ReportPeaks(reset)] * self._size, self._pass_seconds)
         return [answer.peaks for answer in answers if answer.peaks is not None]
 
     def start(self, options: EngineOptions) -> _Session:
@@ -283,11 +286,11 @@ class RankGroup:
         """
         while True:
             self._check()
-            landed = self._results.get()  # ended by _kill()
-            if landed is None:
+            finished = self._results.get()  # ended by _kill()
+            if finished is None:
                 self._raise_closed()
-            if landed.number == number:
-                return landed.result
+            if finished.number == number:
+                return finished.result
 
     def stop(self) -> None:
         """Drop the model runners; the ranks keep their weights.
@@ -308,7 +311,7 @@ class RankGroup:
         for rank in self._ranks:
             own = [at for at, ref in enumerate(refs) if ref.rank == rank.number]
             if own:
-                put = Put(session, [refs[at].handle for at in own], levels, [views[at] for at in own])
+                put = PutPixels(session, [refs[at].handle for at in own], levels, [views[at] for at in own])
                 rank.send_pixels(put, self._raise_closed)
         return refs
 
@@ -319,9 +322,9 @@ class RankGroup:
             handles = [ref.handle for ref in held if ref.rank == rank.number]
             if handles:
                 with suppress(EngineError):  # the rank has exited, and its pixels with it
-                    rank.send_pixels(Forget(handles), self._raise_closed)
+                    rank.send_pixels(ForgetPixels(handles), self._raise_closed)
 
-    def _command(self, messages: Sequence[Any], seconds: float = _COMMAND_SECONDS) -> list[Done]:
+    def _command(self, messages: Sequence[Any], seconds: float = _COMMAND_SECONDS) -> list[CommandDone]:
         """Send each rank its command, wait until all are done, and return their answers by rank.
 
         Raises:
@@ -340,11 +343,11 @@ class RankGroup:
         if errors:
             raise errors[0]
         self._check()
-        return [answer for _, answer in sorted(answers.items()) if isinstance(answer, Done)]
+        return [answer for _, answer in sorted(answers.items()) if isinstance(answer, CommandDone)]
 
-    def _collect(self, seconds: float) -> dict[int, Done | CommandFailed]:
+    def _collect(self, seconds: float) -> dict[int, CommandDone | CommandFailed]:
         """Return answers to a command by rank, in the order of their arrival; not all if a rank failed or hung."""
-        answers: dict[int, Done | CommandFailed] = {}
+        answers: dict[int, CommandDone | CommandFailed] = {}
         while len(answers) < self._size:
             if any(isinstance(answer, CommandFailed) for answer in answers.values()):
                 seconds = _FAILED_SECONDS  # the others may wait for the failed one in a collective
@@ -357,16 +360,16 @@ class RankGroup:
             answers[rank] = answer
         return answers
 
-    def _take(self, rank: int, message: Any) -> None:
-        """Take a rank's message; None: its connection is closed."""
+    def _receive(self, rank: int, message: Any) -> None:
+        """Handle a message of a rank; None: its connection is closed."""
         match message:
-            case Beat():
+            case Heartbeat():
                 pass
-            case Landed():
-                self._landed = message.number + 1
+            case PassFinished():
+                self._finished = message.number + 1
                 if self._broken is None:  # else it may hold sums of different passes
                     self._results.put(message)
-            case Broken():
+            case PassFailed():
                 self._broken = self._broken or f"rank {rank}: {message.reason}"
             case _:
                 self._answers.put((rank, message))
@@ -383,22 +386,22 @@ class RankGroup:
     def _watch(self) -> None:
         """End the group when a rank dies, fails, falls silent or does not finish a pass."""
         while not self._closed.wait(_WATCH_SECONDS):
-            self._tick()
-            if self._trouble() is None or self._closed.wait(_WATCH_SECONDS):
+            self._count_silence()
+            if self._failure_reason() is None or self._closed.wait(_WATCH_SECONDS):
                 continue
             # Asked again: a rank that dies breaks the others' passes some time before its own exit can be seen.
-            if (reason := self._trouble()) is not None:
+            if (reason := self._failure_reason()) is not None:
                 self._end(reason)
 
-    def _tick(self) -> None:
+    def _count_silence(self) -> None:
         """Count time. A clock would also count the time for which the whole program was suspended."""
         for rank in self._ranks:
             rank.silent += _WATCH_SECONDS
-        stalls = self._launched > self._landed == self._landed_before
+        stalls = self._launched > self._finished == self._finished_before
         self._stalled = self._stalled + _WATCH_SECONDS if stalls else 0.0
-        self._landed_before = self._landed
+        self._finished_before = self._finished
 
-    def _trouble(self) -> str | None:
+    def _failure_reason(self) -> str | None:
         """Return why the group has failed, preferring causes over their effects; None if it has not."""
         exits = (rank.exit_reason() for rank in self._ranks)
         hangs = (rank.hang_reason() for rank in self._ranks)
@@ -462,14 +465,14 @@ class _Rank:
     ``silent``: seconds since its last message; the watchdog counts them.
 
     Args:
-        number: of the rank, from 0.
-        take: called with the number and each message, in a thread of the rank's own; with None at the end.
+        number: rank, from 0.
+        on_message: called with the number and each message, in the listener thread; with None at the end.
     """
 
-    def __init__(self, number: int, take: Callable[[int, Any], None]) -> None:
+    def __init__(self, number: int, on_message: Callable[[int, Any], None]) -> None:
         self.number = number
         self.silent = 0.0
-        self._take = take
+        self._on_message = on_message
         self._heard = self._lost = False
         self._sending, self._sending_pixels = threading.Lock(), threading.Lock()
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
@@ -495,7 +498,7 @@ class _Rank:
         except OSError:
             raise_closed()
 
-    def send_pixels(self, message: Put | Forget, raise_closed: Callable[[], NoReturn]) -> None:
+    def send_pixels(self, message: PutPixels | ForgetPixels, raise_closed: Callable[[], NoReturn]) -> None:
         """Send pixels. Thread-safe."""
         try:
             with self._sending_pixels:
@@ -511,7 +514,7 @@ class _Rank:
         if code == -signal.SIGKILL:
             return f"rank {self.number} was killed by SIGKILL (by the system, if the host ran out of memory)"
         how = f"was killed by {_SIGNALS.get(-code, -code)}" if code < 0 else f"exited with code {code}"
-        return f"rank {self.number} {how}{self._last_words()}"
+        return f"rank {self.number} {how}{self._error_text()}"
 
     def hang_reason(self) -> str | None:
         """Return why the process is considered unresponsive; None if it answers."""
@@ -534,14 +537,14 @@ class _Rank:
             while True:
                 message = pickle.loads(self._control.recv_bytes())
                 self.silent, self._heard = 0.0, True
-                self._take(self.number, message)
+                self._on_message(self.number, message)
         self._lost = True
-        self._take(self.number, None)
+        self._on_message(self.number, None)
 
-    def _last_words(self) -> str:
+    def _error_text(self) -> str:
         """Return the last line that the process wrote, as the end of a sentence."""
         lines = os.pread(self._errors.fileno(), 1 << 20, 0).decode(errors="replace").split("\n")
-        last = next((" ".join(line.split())[:_LAST_WORDS] for line in reversed(lines) if line.strip()), "")
+        last = next((" ".join(line.split())[:_ERROR_CHARACTERS] for line in reversed(lines) if line.strip()), "")
         return f": {last}" if last else ""
 
 

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["Readback", "mark", "side_stream"]
+__all__ = ["Readback", "record_event", "side_stream"]
 
 
-def mark(device: torch.device, *, blocking: bool = False) -> Any:
-    """A ``torch.cuda.Event`` (its calls have no types) that is reached when all work of the device so far is done.
+def record_event(device: torch.device, *, blocking: bool = False) -> Any:
+    """Record and return a ``torch.cuda.Event`` after all work enqueued on the device so far.
 
     Args:
         device: an NVIDIA GPU.
-        blocking: whoever waits for it sleeps, rather than turns.
+        blocking: whether a waiting thread sleeps instead of spinning.
     """
-    event: Any = torch.cuda.Event
+    event: Any = torch.cuda.Event  # its calls have no types
     event = event(enable_timing=True, blocking=blocking)
     event.record(torch.cuda.current_stream(device))
     return event
@@ -49,7 +49,7 @@ class Readback:
         host = tuple(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors)
         for place, tensor in zip(host, tensors, strict=True):
             place.copy_(tensor, non_blocking=True)
-        return cls(host, mark(tensors[0].device, blocking=True))
+        return cls(host, record_event(tensors[0].device, blocking=True))
 
     def wait(self) -> tuple[torch.Tensor, ...]:
         """The tensors on the host, when they are there."""

@@ -11,17 +11,17 @@ from panscan.core import FinishReason, PanscanError, Request, Result, Stamps, To
 from panscan.engine.detokenizer import Detokenizer
 from panscan.engine.grammar import Constraint
 from panscan.engine.image_memory import Share
-from panscan.engine.sampling import Chosen
+from panscan.engine.sampling import SampledToken
 from panscan.engine.scheduling.sequence import Sequence
 from panscan.engine.views import PixelRef
 from panscan.model.observation import ForcedTokens, Observation
 
-__all__ = ["RequestState", "Sight", "Watched"]
+__all__ = ["ObservationState", "RequestState", "RequestView"]
 
 
 @dataclass(slots=True)
-class Sight:
-    """One view of a request, and where its pixels wait.
+class RequestView:
+    """One view of a request, and a reference to its pixels.
 
     The image is not kept: if the pixels are needed after they were taken, the image is read again.
 
@@ -30,7 +30,7 @@ class Sight:
         index: index of the image in the request.
         digest: digest of the image's levels.
         view: box in the image.
-        pixels: where the model runner keeps its pixels; None: not computed, or encoded already.
+        pixels: its pixels in the model runner; None: not computed, or encoded already.
     """
 
     request: Request
@@ -41,18 +41,18 @@ class Sight:
 
 
 @dataclass(slots=True)
-class Watched:
-    """What an observed request has shown so far (see :class:`panscan.model.observation.ForcedTokens`).
+class ObservationState:
+    """What has been observed of a request so far (see :class:`panscan.model.observation.ForcedTokens`).
 
     Args:
-        forced_tokens: what to force, and which positions of the prompt to watch.
+        forced_tokens: what to force, and which prompt positions to observe.
         answer: logits before each token.
-        places: final hidden state and logits at each watched position; a preempted prompt is computed again.
+        positions: final hidden state and logits at each observed position; a preempted prompt is computed again.
     """
 
     forced_tokens: ForcedTokens
     answer: list[torch.Tensor] = field(default_factory=list)
-    places: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    positions: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     def next(self, count: int) -> int | None:
         """Return the token to force after ``count`` tokens; None for the model's own choice."""
@@ -60,11 +60,11 @@ class Watched:
 
     def observation(self, tokens: list[int]) -> Observation:
         """Return all that was observed."""
-        found = Observation(tokens, self.forced_tokens.places, torch.stack(self.answer))
-        if self.forced_tokens.places:
-            watched = [self.places[position] for position in self.forced_tokens.places]
-            found.image_hidden = torch.stack([hidden for hidden, _ in watched])
-            found.image = torch.stack([logits for _, logits in watched])
+        found = Observation(tokens, self.forced_tokens.positions, torch.stack(self.answer))
+        if self.forced_tokens.positions:
+            rows = [self.positions[position] for position in self.forced_tokens.positions]
+            found.image_hidden = torch.stack([hidden for hidden, _ in rows])
+            found.image = torch.stack([logits for _, logits in rows])
         return found
 
 
@@ -73,16 +73,16 @@ class RequestState:
     """One request in the engine.
 
     Args:
-        number: of its arrival.
-        request: as it came.
-        stamps: filled as it goes.
+        number: arrival order, starting at 0.
+        request: the submitted request.
+        stamps: its time stamps so far.
         on_event: called with each event, from the engine's thread.
-        on_end: called with the result behind the last event, from the engine's thread.
-        seed: of its random stream.
-        watched: of an observed request.
-        sights: its views by key, once it is prepared.
+        on_end: called with the result after the last event, from the engine's thread.
+        seed: seed of its sampling.
+        observation: what has been observed, for an observed request.
+        request_views: its views by key, once it is prepared.
         sequence: its tokens and blocks, once it is prepared.
-        text: of its answer.
+        text: detokenizer of its answer.
         memory: its share of the memory for images, which holds its pixels.
         forget: drops pixels at the model runner; set when it is prepared.
         constraint: the tokens that its JSON schema allows next, once it is prepared; None: all.
@@ -94,8 +94,8 @@ class RequestState:
     on_event: Callable[[TokenEvent], None]
     on_end: Callable[[Result], None]
     seed: int
-    watched: Watched | None = None
-    sights: Mapping[bytes, Sight] = field(default_factory=dict)
+    observation: ObservationState | None = None
+    request_views: Mapping[bytes, RequestView] = field(default_factory=dict)
     views: int = 0
     crops: int = 0
     image_tokens: int = 0
@@ -111,9 +111,9 @@ class RequestState:
     @property
     def max_new_tokens(self) -> int:
         """Output tokens at most."""
-        if self.watched is None:
+        if self.observation is None:
             return self.request.sampling.max_new_tokens
-        forced_tokens = self.watched.forced_tokens
+        forced_tokens = self.observation.forced_tokens
         return (
             forced_tokens.steps if forced_tokens.tokens is None else min(forced_tokens.steps, len(forced_tokens.tokens))
         )
@@ -122,7 +122,7 @@ class RequestState:
     def looks_back(self) -> bool:
         """Whether its next token cannot be chosen before the host knows the last one."""
         penalised = self.request.sampling.repetition_penalty not in (None, 1)
-        return self.watched is not None or self.constraint is not None or penalised
+        return self.observation is not None or self.constraint is not None or penalised
 
     def preempted(self) -> None:
         """It gave its blocks back: from now on it waits."""
@@ -149,7 +149,7 @@ class RequestState:
             before = self.stamps.vision - self.stamps.vision_start
         self.stamps.vision_start, self.stamps.vision = start - before, end
 
-    def take(self, chosen: Chosen, at: float, eos_ids: Collection[int], *, full: bool) -> FinishReason | None:
+    def take(self, chosen: SampledToken, at: float, eos_ids: Collection[int], *, full: bool) -> FinishReason | None:
         """Its next token, chosen at ``at``. Gives why the answer ends, if it does.
 
         Args:
@@ -178,16 +178,16 @@ class RequestState:
 
     def drop_view(self, key: bytes, *, taken: bool) -> None:
         """Note that a view has features; ``taken``: the model runner takes its pixels from here."""
-        sight = self.sights[key]
-        waiting, sight.pixels = sight.pixels, None
+        view = self.request_views[key]
+        waiting, view.pixels = view.pixels, None
         if waiting is not None and not taken and self.forget is not None:
             self.forget([waiting])
 
     def drop_pixels(self) -> None:
         """Drop pixels: the views are encoded, or not needed any more."""
-        waiting = [sight.pixels for sight in self.sights.values() if sight.pixels is not None]
-        for sight in self.sights.values():
-            sight.pixels = None
+        waiting = [view.pixels for view in self.request_views.values() if view.pixels is not None]
+        for view in self.request_views.values():
+            view.pixels = None
         if waiting and self.forget is not None:
             self.forget(waiting)
         if self.memory is not None:
@@ -198,7 +198,7 @@ class RequestState:
         self.ended = True
         self.stamps.end = now()
         self.drop_pixels()
-        self.sights = {}
+        self.request_views = {}
         if reason in ("cancelled", "error"):
             rest = "" if self.text is None else self.text.finish()
             self.on_event(TokenEvent(None, rest, self.stamps.end, finish_reason=reason))
@@ -207,7 +207,7 @@ class RequestState:
     def _reason(self, token: int, eos_ids: Collection[int], *, full: bool) -> FinishReason | None:
         assert self.text is not None  # it is prepared
         sampling = self.request.sampling
-        forced = self.watched is not None and self.watched.forced_tokens.tokens is not None
+        forced = self.observation is not None and self.observation.forced_tokens.tokens is not None
         marks = () if sampling.ignore_eos or forced else eos_ids
         if token in marks or self.text.stopped or (not forced and token in sampling.stop_token_ids):
             return "stop"

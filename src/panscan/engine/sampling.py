@@ -15,7 +15,7 @@ from panscan.engine.readback import Readback
 from panscan.engine.scheduling.batch import SamplingRow
 from panscan.images.transfer import upload
 
-__all__ = ["DRAWS", "Chosen", "Draws", "Sampler", "draw", "filter_scores"]
+__all__ = ["DRAWS", "PendingTokens", "SampledToken", "Sampler", "draw", "filter_scores"]
 
 _BITS = 31  # of a draw: its product with the low half of a sum of weights fits into int64
 DRAWS = 2**_BITS
@@ -27,7 +27,7 @@ _ALL64 = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
+class SampledToken:
     """One token, with log-probabilities if the request asks for them."""
 
     token: int
@@ -35,29 +35,29 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True)
-class Draws:
-    """Tokens that a device is choosing.
+class PendingTokens:
+    """Tokens that a device is still computing.
 
     Args:
-        tokens: int64 ``[rows]``, on the device: what the next pass may read without waiting.
-        readback: of them, and of what log-probabilities are made of.
-        counts: how many log-probabilities a row asks for, by row, in the order of ``readback``'s rows.
+        tokens: int64 ``[rows]``, on the device; the next pass may read them without waiting.
+        readback: copies the tokens and the inputs of log-probabilities to the host.
+        counts: number of log-probabilities requested, by row, in the order of ``readback``'s rows.
     """
 
     tokens: torch.Tensor
     readback: Readback
     counts: dict[int, int]
 
-    def wait(self) -> list[Chosen]:
-        """One token per row, when the device is done."""
+    def wait(self) -> list[SampledToken]:
+        """Wait for the device and return one token per row."""
         tokens, *logprobs = self.readback.wait()
         found: dict[int, TokenLogprobs] = {}
         if logprobs:
             own, ids, values = (part.tolist() for part in logprobs)
-            for place, (row, count) in enumerate(self.counts.items()):
-                best = zip(ids[place], values[place], strict=True)
-                found[row] = TokenLogprobs(own[place], tuple(best)[:count])
-        return [Chosen(token, found.get(row)) for row, token in enumerate(tokens.tolist())]
+            for index, (row, count) in enumerate(self.counts.items()):
+                best = zip(ids[index], values[index], strict=True)
+                found[row] = TokenLogprobs(own[index], tuple(best)[:count])
+        return [SampledToken(token, found.get(row)) for row, token in enumerate(tokens.tolist())]
 
 
 class Sampler:
@@ -72,13 +72,13 @@ class Sampler:
         self._ids = torch.tensor(sorted(set(suppressed)), dtype=torch.long, device=device)
         self._mask: torch.Tensor | None = None
 
-    def choose(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[Chosen]:
-        """One token per row, as :meth:`launch` says."""
+    def choose(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+        """Return one token per row, chosen as by :meth:`launch`."""
         return self.launch(logits, rows).wait()
 
     @torch.no_grad()
-    def launch(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> Draws:
-        """Have the device choose one token per row; the host does not wait for it.
+    def launch(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> PendingTokens:
+        """Choose one token per row on the device, without waiting for it.
 
         The order is that of ``generate()``: repetition penalty, suppressed ids, the row's mask, then either the first
         id of the highest score, or temperature, ``top_k``, ``top_p``, ``min_p`` and a draw. Log-probabilities are those
@@ -95,7 +95,7 @@ class Sampler:
             at = _beside(scores, part, np.int64)
             tokens.index_copy_(0, at, _sample(scores.index_select(0, at), [rows[index] for index in part]))
         counts = {index: row.sampling.logprobs for index, row in enumerate(rows) if row.sampling.logprobs is not None}
-        return Draws(tokens, Readback.of(tokens, *_logprobs(logits, tokens, counts)), counts)
+        return PendingTokens(tokens, Readback.of(tokens, *_logprobs(logits, tokens, counts)), counts)
 
     def scores(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
         """What greedy rows take the highest of: ``[rows, vocabulary]``, penalised, forbidden ids at minus infinity."""
@@ -144,9 +144,9 @@ def filter_scores(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.
 def _outside_top_k(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
     """Scores below the k-th highest; what equals it stays."""
     most = min(max(item.top_k or 1 for item in samplings), scores.shape[-1])
-    places = _beside(scores, [[min(item.top_k or 1, most) - 1] for item in samplings], np.int64)
+    last = _beside(scores, [[min(item.top_k or 1, most) - 1] for item in samplings], np.int64)
     chosen = _beside(scores, [[item.top_k is not None] for item in samplings], np.bool_)
-    return chosen & (scores < scores.topk(most).values.gather(1, places))
+    return chosen & (scores < scores.topk(most).values.gather(1, last))
 
 
 def _outside_top_p(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
@@ -187,7 +187,7 @@ def _sample(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
 
 def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Scores of ids that a row has seen, divided by its repetition penalty, or times it where they are negative."""
-    places: list[tuple[int, int]] = []
+    positions: list[tuple[int, int]] = []
     penalties: list[float] = []
     for index, row in enumerate(rows):
         penalty = row.sampling.repetition_penalty
@@ -196,11 +196,11 @@ def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor
         if row.token_ids is None:
             raise ValueError("a repetition penalty needs the ids seen so far")
         seen = [(index, token) for token in set(row.token_ids) if token < logits.shape[-1]]
-        places += seen
+        positions += seen
         penalties += [penalty] * len(seen)
-    if not places:
+    if not positions:
         return logits
-    at = _beside(logits, places, np.int64).unbind(1)
+    at = _beside(logits, positions, np.int64).unbind(1)
     penalty_at = _beside(logits, penalties, np.float32)
     before = logits[at]
     return logits.index_put(at, torch.where(before < 0, before * penalty_at, before / penalty_at))
@@ -211,12 +211,12 @@ def _constrain(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tenso
     masks = [row.allowed for row in rows if row.allowed is not None]
     if not masks:
         return scores
-    places = [index for index, row in enumerate(rows) if row.allowed is not None]
+    constrained = [index for index, row in enumerate(rows) if row.allowed is not None]
     packed, width = upload(np.stack(masks), scores.device), scores.shape[-1]
     bits = torch.arange(8, dtype=torch.uint8, device=scores.device)
     scores = scores.clone()
-    for part in _parts(list(range(len(places)))):
-        at = _beside(scores, [places[index] for index in part], np.int64)
+    for part in _parts(list(range(len(constrained)))):
+        at = _beside(scores, [constrained[index] for index in part], np.int64)
         allowed = (packed[part[0] : part[-1] + 1, :, None] >> bits & 1).bool().flatten(1)
         forbidden = ~pad(allowed, (0, width - allowed.shape[1]))  # a negative amount crops
         scores.index_copy_(0, at, scores.index_select(0, at).masked_fill_(forbidden, float("-inf")))

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from panscan.core import View
-from panscan.engine.readback import mark, side_stream
+from panscan.engine.readback import record_event, side_stream
 from panscan.engine.scheduling.batch import ImageRows, ViewToEncode
 from panscan.images.pixels import PixelSpec
 from panscan.images.resize import Resize, by_pillow
@@ -87,7 +87,7 @@ class PixelStore:
                     self._waiting[handle] = _Waiting(each.cpu(), None, on_device=False)
                     continue
                 own = each.clone() if len(handles) > 1 else each  # a slice would keep them all
-                self._waiting[handle] = _Waiting(own, None if self._stream is None else mark(self._device))
+                self._waiting[handle] = _Waiting(own, None if self._stream is None else record_event(self._device))
 
     def take(self, handle: int) -> torch.Tensor:
         """Remove and return a view's pixels, ready for the current stream.
@@ -161,7 +161,7 @@ class ViewFeatures:
         by_rank = [[view for view in views if view.rank == rank] for rank in range(self._ranks.size)]
         padded = like.new_zeros(max(map(len, by_rank)), *like.shape[1:])
         padded[: len(features)] = features
-        for held, shared in zip(by_rank, self._ranks.gather(padded), strict=True):
+        for held, shared in zip(by_rank, self._ranks.all_gather(padded), strict=True):
             self._keep(held, shared[: len(held)])
 
     def fill(self, hidden: torch.Tensor, images: Iterable[ImageRows]) -> None:

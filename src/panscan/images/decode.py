@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError, _imaging
 
-from panscan.core import ImageError, held
+from panscan.core import ImageError, hold_lock
 from panscan.core.errors import one_line
 from panscan.core.request import MAX_PAGES
 from panscan.images.tiff import PageStream, find_directories
@@ -323,7 +323,7 @@ def _pdf(stream: BinaryIO, name: str) -> Iterator[Any]:
         import pypdfium2
     except ImportError as error:
         raise image_error(name, "PDF files need the package pypdfium2 (pip install pypdfium2)") from error
-    with held(_PDFIUM):
+    with hold_lock(_PDFIUM):
         # For a document without pages pypdfium2 quotes pdfium's last error, however old; so here is one to quote.
         pypdfium2.raw.FPDF_LoadDocument(b"", None)
         try:

@@ -160,7 +160,7 @@ def expand_images(images: Sequence[Any], *, max_pages: int = MAX_PAGES) -> list[
 
     Raises:
         ImageError: for the first image that cannot be read, a file with too many pages, and anything that is no image.
-            What has no path is named by its place: ``image 2 of 3``.
+            Images without a path are named by position: ``image 2 of 3``.
     """
     expanded: list[Page | PageBytes | Image.Image] = []
     for number, image in enumerate(images, start=1):
@@ -233,7 +233,7 @@ def open_image(image: Any, *, copy: bool = True) -> Image.Image:
 
 
 def in_memory(page: Page | PageBytes, most: int) -> Page | PageBytes:
-    """A page of a file of up to ``most`` bytes with the file's bytes, otherwise the page as it is.
+    """Return the page with its file's bytes if these are at most ``most``, otherwise the page unchanged.
 
     Raises:
         ImageError: the file cannot be read.
@@ -249,7 +249,7 @@ def in_memory(page: Page | PageBytes, most: int) -> Page | PageBytes:
 
 
 def page_digest(page: Page) -> str:
-    """SHA-256 of the file's bytes in hex, with ``#page=N`` behind it for one page of several.
+    """Return the SHA-256 of the file's bytes in hex, followed by ``#page=N`` for one page of several.
 
     Raises:
         ImageError: the file cannot be read.

@@ -15,14 +15,14 @@ from panscan.core import SettingError, create_file
 from panscan.images.documents import COLUMNS, draw_document
 from panscan.settings import SAMPLE_RANGES
 
-__all__ = ["Question", "document_name", "encode_document", "is_sample", "write_samples"]
+__all__ = ["QuestionRow", "document_name", "encode_document", "is_sample", "write_samples"]
 
 _QUESTIONS = "questions.jsonl"
 _MARK = "panscan sample document"  # in the file's metadata
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class QuestionRow:
     """One row of ``questions.jsonl``.
 
     Args:
@@ -78,8 +78,8 @@ def _files(count: int, seed: int, columns: int) -> dict[str, bytes]:
         document = draw_document(seed, index, columns=columns)
         name = document_name(document.kind, index)
         files[name] = encode_document(document.image, name)
-        for ask in document.asks:
-            rows.append(asdict(Question(name, ask.question, ask.answers, document.kind, ask.type)))
+        for ask in document.questions:
+            rows.append(asdict(QuestionRow(name, ask.question, ask.answers, document.kind, ask.type)))
     files[_QUESTIONS] = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
     return files
 

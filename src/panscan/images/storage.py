@@ -48,7 +48,7 @@ __all__ = [
 STORAGE_TIMEOUT = "PANSCAN_STORAGE_TIMEOUT"
 """Environment variable with the seconds for one object, retries included; other processes inherit it."""
 
-STORAGE_TIMEOUT_RANGE = Range(above=0, most=86_400)
+STORAGE_TIMEOUT_RANGE = Range(gt=0, le=86_400)
 
 MAX_OBJECTS = 20_000_000
 """Objects that one listing may hold."""

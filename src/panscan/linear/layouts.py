@@ -137,8 +137,8 @@ def int4_linear(values: Int4Values) -> QuantizedLinear:
     size = gcd(width, _MOST_CHANNELS)
     if size < _LEAST_CHANNELS:
         raise ValueError(f"groups of {width} input channels: expected a multiple of {_LEAST_CHANNELS}")
-    how = WeightFormat("int4", size, zero_points=values.zero is not None, ordered=values.order is not None)
-    linear = QuantizedLinear(inputs, outputs, how, device=torch.device("meta"))
+    weight_format = WeightFormat("int4", size, zero_points=values.zero is not None, ordered=values.order is not None)
+    linear = QuantizedLinear(inputs, outputs, weight_format, device=torch.device("meta"))
     linear.weight = pack_int4(values.levels if values.order is None else values.levels[:, values.order])
     linear.scale = values.scale.repeat_interleave(width // size, 0).contiguous()
     linear.zero = None if values.zero is None else values.zero.repeat_interleave(width // size, 0).contiguous()

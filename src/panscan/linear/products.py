@@ -25,8 +25,8 @@ __all__ = [
     "PlainLinear",
     "Product",
     "QuantizedProduct",
+    "RowParallelLinear",
     "Rows",
-    "SummedLinear",
     "is_plain",
     "linear_of",
     "runs_own_forward",
@@ -113,7 +113,7 @@ class QuantizedProduct:
 
     def __init__(self, modules: Sequence[QuantizedLinear]) -> None:
         self._weights = fused(modules)
-        self.input_dtype = self._weights.how.input_dtype
+        self.input_dtype = self._weights.weight_format.input_dtype
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """See :class:`Linear`."""
@@ -125,7 +125,7 @@ class QuantizedProduct:
         return self._weights.product(rows, dtype)
 
 
-class SummedLinear:
+class RowParallelLinear:
     """Multiplication whose inputs are split over ranks: each computes its part, ``reduce`` sums the parts in place."""
 
     def __init__(self, part: Linear, reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -182,8 +182,11 @@ def _one_format(modules: Sequence[QuantizedLinear]) -> bool:
     """Return whether quantised modules can be fused; reordered channels need separate inputs."""
     if len(modules) == 1:
         return True
-    kinds = {(part.how, part.in_features, part.bias is None, part.scale.dtype, part.weight.device) for part in modules}
-    return len(kinds) == 1 and not modules[0].how.ordered
+    kinds = {
+        (part.weight_format, part.in_features, part.bias is None, part.scale.dtype, part.weight.device)
+        for part in modules
+    }
+    return len(kinds) == 1 and not modules[0].weight_format.ordered
 
 
 def _fit_together(modules: Sequence[Any]) -> bool:

@@ -82,7 +82,7 @@ class QuantizedLinear(nn.Module):
     Args:
         in_features: input channels.
         out_features: output channels.
-        how: format of the weights.
+        weight_format: format of the weights.
         bias: ``[outputs]`` or None.
         scale_type: type of ``int4`` scales.
         device: device of the buffers, which are uninitialised until :meth:`quantize` or a loader sets them.
@@ -97,28 +97,28 @@ class QuantizedLinear(nn.Module):
     order: torch.Tensor | None
 
     def __init__(
-        self, in_features: int, out_features: int, how: WeightFormat, *, bias: nn.Parameter | None = None,
+        self, in_features: int, out_features: int, weight_format: WeightFormat, *, bias: nn.Parameter | None = None,
         scale_type: torch.dtype = torch.bfloat16, device: torch.device | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.in_features, self.out_features, self.how = in_features, out_features, how
+        self.in_features, self.out_features, self.weight_format = in_features, out_features, weight_format
         self.bias = bias
         zero = order = None
-        if how.kind == "int4":
-            if how.group_size not in GROUP_SIZES:
-                raise ValueError(f"groups of {how.group_size} input channels: 128, 64 and 32 are supported")
-            if in_features % how.group_size:
-                raise ValueError(f"groups of {how.group_size} do not divide {in_features} input channels")
-            groups = in_features // how.group_size
+        if weight_format.kind == "int4":
+            if weight_format.group_size not in GROUP_SIZES:
+                raise ValueError(f"groups of {weight_format.group_size} input channels: 128, 64 and 32 are supported")
+            if in_features % weight_format.group_size:
+                raise ValueError(f"groups of {weight_format.group_size} do not divide {in_features} input channels")
+            groups = in_features // weight_format.group_size
             shape = (-(-in_features // BLOCK), out_features, BLOCK // 2)
             weight = torch.empty(shape, dtype=torch.uint8, device=device)
             scale = torch.empty(groups, out_features, dtype=scale_type, device=device)
-            if how.zero_points:
+            if weight_format.zero_points:
                 zero = torch.empty(groups, out_features, dtype=torch.uint8, device=device)
-            if how.ordered:
+            if weight_format.ordered:
                 order = torch.empty(in_features, dtype=torch.long, device=device)
         else:
-            weight = torch.empty(out_features, in_features, dtype=row_type(how.kind), device=device)
+            weight = torch.empty(out_features, in_features, dtype=row_type(weight_format.kind), device=device)
             scale = torch.empty(out_features, dtype=torch.float32, device=device)
         for name, value in (("weight", weight), ("scale", scale), ("zero", zero), ("order", order)):
             self.register_buffer(name, value)
@@ -131,12 +131,12 @@ class QuantizedLinear(nn.Module):
         """
         assert self.zero is None and self.order is None
         values = values.to(self.weight.device)
-        if self.how.kind != "int4":
+        if self.weight_format.kind != "int4":
             rows = quantize_rows(values, self.weight.dtype)
             self.weight.copy_(rows.values)
             self.scale.copy_(rows.scale[:, 0])
             return
-        groups = values.float().view(len(values), -1, self.how.group_size)
+        groups = values.float().view(len(values), -1, self.weight_format.group_size)
         scale = (groups.abs().amax(-1) / _INT4_HALF_RANGE).clamp_min(LEAST_SCALE).to(self.scale.dtype)
         levels = torch.round(groups / scale.float()[:, :, None]).clamp_(-8, 7).flatten(1) + _INT4_ZERO
         self.weight.copy_(pack_int4(levels.to(torch.uint8)))
@@ -162,11 +162,11 @@ class QuantizedLinear(nn.Module):
             input: ``[T, inputs]`` in ``dtype``, or quantised to the type :attr:`WeightFormat.input_dtype`.
             dtype: type of the model.
         """
-        if self.how.input_dtype is None:
+        if self.weight_format.input_dtype is None:
             assert isinstance(input, torch.Tensor)  # weight-only formats have no row type
             return self._with_bias(self._dense_product(input))
-        rows = quantize_rows(input, self.how.input_dtype) if isinstance(input, torch.Tensor) else input
-        if self.how.kind == "int8":
+        rows = quantize_rows(input, self.weight_format.input_dtype) if isinstance(input, torch.Tensor) else input
+        if self.weight_format.kind == "int8":
             return self._with_bias(multiply_int8(rows, self.weight, self.scale, dtype))
         sums = multiply_fp8(rows, self.weight, self.scale, dtype)
         return sums if self.bias is None else self._with_bias(apply_scales(sums, dtype))
@@ -174,9 +174,9 @@ class QuantizedLinear(nn.Module):
     def _dense_product(self, rows: torch.Tensor) -> torch.Tensor:
         if self.order is not None:
             rows = rows.index_select(1, self.order)
-        if self.how.kind == "int4" and has_kernels(rows.device):
-            return multiply_int4(rows, self.weight, self.scale, self.zero, self.how.group_size)
-        if self.how.kind != "int4":
+        if self.weight_format.kind == "int4" and has_kernels(rows.device):
+            return multiply_int4(rows, self.weight, self.scale, self.zero, self.weight_format.group_size)
+        if self.weight_format.kind != "int4":
             return multiply_weight_only(rows, self.weight, self.scale)
         return functional.linear(rows, self._stored(rows.dtype))
 
@@ -185,9 +185,13 @@ class QuantizedLinear(nn.Module):
 
     def _stored(self, dtype: torch.dtype) -> torch.Tensor:
         """Return dense weights with input channels in the order of :attr:`order`."""
-        if self.how.kind != "int4":
+        if self.weight_format.kind != "int4":
             return (self.weight.float() * self.scale[:, None]).to(dtype)
-        levels = unpack_int4(self.weight, self.in_features).float().view(self.out_features, -1, self.how.group_size)
+        levels = (
+            unpack_int4(self.weight, self.in_features)
+            .float()
+            .view(self.out_features, -1, self.weight_format.group_size)
+        )
         zero = _INT4_ZERO if self.zero is None else self.zero.T[:, :, None].float()
         dense: torch.Tensor = ((levels - zero) * self.scale.T[:, :, None].float()).flatten(1).to(dtype)
         return dense
@@ -203,7 +207,7 @@ class QuantizedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         """Return what ``print`` shows of the module."""
-        return f"in_features={self.in_features}, out_features={self.out_features}, {self.how}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.weight_format}"
 
 
 def fused(parts: Sequence[QuantizedLinear]) -> QuantizedLinear:
@@ -220,7 +224,9 @@ def fused(parts: Sequence[QuantizedLinear]) -> QuantizedLinear:
     whole = copy(first)
     whole._buffers, whole._parameters = dict(first._buffers), dict(first._parameters)
     whole.out_features = sum(part.out_features for part in parts)
-    dimensions = {"weight": 1, "scale": 1, "zero": 1} if first.how.kind == "int4" else {"weight": 0, "scale": 0}
+    dimensions = (
+        {"weight": 1, "scale": 1, "zero": 1} if first.weight_format.kind == "int4" else {"weight": 0, "scale": 0}
+    )
     for name, dimension in dimensions.items():
         if getattr(first, name) is not None:
             setattr(whole, name, _joined(parts, name, dimension))

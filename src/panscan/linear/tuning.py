@@ -76,11 +76,11 @@ def choose_methods(
     Args:
         modules: all quantised matrices of a model. Those of the size that holds most of the weights are measured.
         dtype: type of the model.
-        least: :meth:`panscan.model.sharding.Ranks.least`.
+        least: :meth:`panscan.model.sharding.Ranks.all_reduce_min`.
     """
     formats: dict[tuple[str, bool], list[QuantizedLinear]] = {}
     for each in modules:
-        formats.setdefault((each.how.kind, each.how.input_dtype is not None), []).append(each)
+        formats.setdefault((each.weight_format.kind, each.weight_format.input_dtype is not None), []).append(each)
     methods = []
     for (kind, quantizes_inputs), found in formats.items():
         device = found[0].weight.device
@@ -180,13 +180,13 @@ def _drawn(rows: int, width: int, like: QuantizedLinear, dtype: torch.dtype) -> 
     """Return random rows ``[rows, width]``, quantised if these weights take quantised rows."""
     generator = torch.Generator(like.weight.device).manual_seed(0)
     values = torch.randn(rows, width, device=like.weight.device, dtype=dtype, generator=generator)
-    return values if like.how.input_dtype is None else quantize_rows(values, like.how.input_dtype)
+    return values if like.weight_format.input_dtype is None else quantize_rows(values, like.weight_format.input_dtype)
 
 
 def _product(module: QuantizedLinear, rows: Any, dtype: torch.dtype, most: int) -> torch.Tensor:
-    if module.how.kind == "int8":
+    if module.weight_format.kind == "int8":
         return multiply_int8(rows, module.weight, module.scale, dtype, most)
-    return multiply_int4(rows, module.weight, module.scale, module.zero, module.how.group_size, most)
+    return multiply_int4(rows, module.weight, module.scale, module.zero, module.weight_format.group_size, most)
 
 
 def _gpu_seconds(products: Sequence[Callable[[], torch.Tensor]]) -> float:

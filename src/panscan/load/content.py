@@ -23,7 +23,7 @@ from panscan.load.options import LoadOptions
 from panscan.load.scenario import Scenario
 from panscan.load.variants import VariantImage
 
-__all__ = ["MAX_BYTES", "Content", "LoadRequest", "RequestMix", "content_digest", "pile_of_items", "pile_of_scenario"]
+__all__ = ["MAX_BYTES", "Content", "LoadRequest", "RequestMix", "content_digest", "mix_of_items", "mix_of_scenario"]
 
 MAX_BYTES = 2**31
 """Encoded documents and request bodies of one level, bytes."""
@@ -54,13 +54,13 @@ class RequestMix:
     open_image: Callable[[DocumentFile], VariantImage]
 
 
-def pile_of_items(items: Sequence[Item]) -> RequestMix:
-    """Return the pile of the documents that a workload found."""
+def mix_of_items(items: Sequence[Item]) -> RequestMix:
+    """Return a mix of a workload's items, each once per round."""
     return RequestMix(items, None, _open_document)
 
 
-def pile_of_scenario(scenario: Scenario, seed: int, prompts: Sequence[str] = ()) -> RequestMix:
-    """Return the drawn documents of a scenario.
+def mix_of_scenario(scenario: Scenario, seed: int, prompts: Sequence[str] = ()) -> RequestMix:
+    """Draw the documents of a scenario and return their mix.
 
     Args:
         scenario: one with documents.
@@ -76,7 +76,7 @@ def pile_of_scenario(scenario: Scenario, seed: int, prompts: Sequence[str] = ())
             digest = hashlib.sha256(drawn.image.tobytes()).hexdigest()
             file = DocumentFile(f"{scenario.name}/{entry.name}-{index}", entry.width, entry.height, digest)
             images[file.name] = VariantImage(drawn.image)
-            questions = list(prompts or scenario.prompts) or [ask.question for ask in drawn.asks]
+            questions = list(prompts or scenario.prompts) or [ask.question for ask in drawn.questions]
             items += [Item(f"{file.name}-{number}", (file,), question) for number, question in enumerate(questions)]
             weights += [entry.share / scenario.variety / len(questions)] * len(questions)
     return RequestMix(items, weights, lambda document: images[document.name])
@@ -102,7 +102,7 @@ class Content:
     """Makes the requests of each level of a run.
 
     Args:
-        pile: documents and prompts.
+        mix: documents and prompts.
         options: options of the run; the seed determines order, lengths and reuse.
         model: model name of the requests.
         salt: number that is mixed into the images, so that a second run with the same seed sends other pixels. The same
@@ -111,9 +111,9 @@ class Content:
     """
 
     def __init__(
-        self, pile: RequestMix, options: LoadOptions, model: str, salt: int = 0, most_bytes: int = MAX_BYTES
+        self, mix: RequestMix, options: LoadOptions, model: str, salt: int = 0, most_bytes: int = MAX_BYTES
     ) -> None:
-        self._pile, self._options, self._model, self._most_bytes = pile, options, model, most_bytes
+        self._mix, self._options, self._model, self._most_bytes = mix, options, model, most_bytes
         self._variant = salt
         self._images: dict[str, VariantImage] = {}
         self._document_bytes = 0
@@ -160,13 +160,13 @@ class Content:
 
     def _by_documents(self) -> dict[tuple[DocumentFile, ...], list[Item]]:
         found: dict[tuple[DocumentFile, ...], list[Item]] = {}
-        for item in self._pile.items:
+        for item in self._mix.items:
             found.setdefault(item.documents, []).append(item)
         return found
 
     def _order(self) -> Iterator[Item]:
         """Yield items without end, the same for the same seed."""
-        items, weights = list(self._pile.items), self._pile.weights
+        items, weights = list(self._mix.items), self._mix.weights
         draw = Random(f"{self._options.seed}-items")
         while True:
             if weights is None:
@@ -201,7 +201,7 @@ class Content:
 
     def _image(self, document: DocumentFile) -> VariantImage:
         if document.name not in self._images:
-            self._images[document.name] = image = self._pile.open_image(document)
+            self._images[document.name] = image = self._mix.open_image(document)
             self._document_bytes += image.shared_bytes
             self._check_size(0, 0, 0)
         return self._images[document.name]

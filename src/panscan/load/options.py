@@ -52,18 +52,18 @@ _MAX_TRACE_BYTES = 2**28
 _LEAST_SECONDS = 10.0
 _DELAY_SHARE = 11.0  # duration of a level over the limit on a delay
 _TRACE_FIELDS = ("timestamp", "output_length", "input_length", "hash_ids")
-RATE = Range(above=0, most=1_000_000)
+RATE = Range(gt=0, le=1_000_000)
 """Requests per second."""
 LOAD_RANGES = {
-    "num_prompts": Range(whole=True, least=1, most=MAX_PROMPTS),
-    "num_warmups": Range(whole=True, least=0, most=MAX_PROMPTS),
-    "max_concurrency": Range(whole=True, least=1, most=100_000),
-    "burstiness": Range(above=0, most=1_000_000),
-    "goodput_attainment": Range(above=0, most=1),
-    "image_reuse": Range(least=0, most=1),
-    "level_seconds": Range(above=0, most=86_400),
-    "processes": Range(whole=True, least=1, most=256),
-    "trace_speedup": Range(above=0, most=1_000_000),
+    "num_prompts": Range(integer=True, ge=1, le=MAX_PROMPTS),
+    "num_warmups": Range(integer=True, ge=0, le=MAX_PROMPTS),
+    "max_concurrency": Range(integer=True, ge=1, le=100_000),
+    "burstiness": Range(gt=0, le=1_000_000),
+    "goodput_attainment": Range(gt=0, le=1),
+    "image_reuse": Range(ge=0, le=1),
+    "level_seconds": Range(gt=0, le=86_400),
+    "processes": Range(integer=True, ge=1, le=256),
+    "trace_speedup": Range(gt=0, le=1_000_000),
     "min_tokens": SAMPLING_RANGES["max_new_tokens"],
     "max_tokens": SAMPLING_RANGES["max_new_tokens"],
 }
@@ -369,7 +369,7 @@ def parse_percentiles(text: str) -> tuple[float, ...]:
         SettingError: a value is not a number between 0 and 100.
     """
     option = "--metric-percentiles"
-    found = [Range(above=0, most=100).parse(option, part) for part in _parts(option, text)]
+    found = [Range(gt=0, le=100).parse(option, part) for part in _parts(option, text)]
     if 100.0 in found:
         raise SettingError("--metric-percentiles: 100 is the maximum, not a percentile; give less, such as 99.9")
     return tuple(sorted(dict.fromkeys(found)))

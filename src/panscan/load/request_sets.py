@@ -77,7 +77,7 @@ def document_requests(count: int, seed: int, *, columns: int = COLUMNS) -> Itera
         name = document_name(document.kind, index)
         yield DocumentRequest(
             image=data_url(name, encode_document(document.image, name)),
-            prompt=prompt or rng.choice(document.asks).question,
+            prompt=prompt or rng.choice(document.questions).question,
             output_tokens=output_tokens,
             views=len(plan_views(*document.image.size, PanAndScan()).views),
         )

@@ -67,7 +67,7 @@ class LoadPlan:
     Args:
         endpoint: endpoint and its model.
         options: levels, arrivals, lengths and limits.
-        pile: documents and prompts.
+        mix: documents and prompts.
         probe: results of the earlier probe.
         source: origin of the documents, for the records.
         save_result: write each level in vLLM's format, too.
@@ -77,7 +77,7 @@ class LoadPlan:
 
     endpoint: Endpoint
     options: LoadOptions
-    pile: RequestMix
+    mix: RequestMix
     probe: EndpointFacts
     source: Mapping[str, Any] = field(default_factory=dict)
     save_result: bool = False
@@ -133,7 +133,7 @@ class _LoadRun:
         self, plan: LoadPlan, writer: RecordWriter, observer: LoadObserver, cancelled: threading.Event
     ) -> None:
         self._plan, self._writer, self._observer, self._cancelled = plan, writer, observer, cancelled
-        self._content = Content(plan.pile, plan.options, plan.endpoint.model, plan.salt)
+        self._content = Content(plan.mix, plan.options, plan.endpoint.model, plan.salt)
         self._sized = False
 
     def measure(self) -> None:
@@ -260,7 +260,7 @@ def _header(plan: LoadPlan, command: Sequence[str]) -> Record:
         "created": datetime.now(UTC).isoformat(timespec="seconds"), "command": list(command),
         "settings": {
             "verify": False, "load": load, "source": dict(plan.source),
-            "workload_sha256": content_digest(plan.pile.items), "include_content": plan.include_content,
+            "workload_sha256": content_digest(plan.mix.items), "include_content": plan.include_content,
         },
         "environment": environment(), "cells": [_cell(level) for level in options.levels],
     }  # fmt: skip

@@ -25,18 +25,18 @@ __all__ = ["DocumentShare", "Scenario", "load_scenario", "scenario_names"]
 
 _MAX_DOCUMENTS = 100  # entries of a scenario
 _MAX_PROMPTS = 1_000
-_SIDE = Range(whole=True, least=64, most=8_192)
-_POSITIVE = Range(above=0, most=1_000_000)
+_SIDE = Range(integer=True, ge=64, le=8_192)
+_POSITIVE = Range(gt=0, le=1_000_000)
 _NUMBERS = {
-    "variety": Range(whole=True, least=1, most=64),
-    "columns": Range(whole=True, least=12, most=200),
+    "variety": Range(integer=True, ge=1, le=64),
+    "columns": Range(integer=True, ge=12, le=200),
     "max_tokens": SAMPLING_RANGES["max_new_tokens"],
-    "min_tokens_share": Range(above=0, most=1),
+    "min_tokens_share": Range(gt=0, le=1),
     "burstiness": _POSITIVE,
-    "image_reuse": Range(least=0, most=1),
-    "num_prompts": Range(whole=True, least=1, most=MAX_PROMPTS),
+    "image_reuse": Range(ge=0, le=1),
+    "num_prompts": Range(integer=True, ge=1, le=MAX_PROMPTS),
 }
-_CONCURRENCY = Range(whole=True, least=1, most=100_000)
+_CONCURRENCY = Range(integer=True, ge=1, le=100_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +237,7 @@ def _goodput(where: str, value: Any) -> dict[str, float]:
         raise SettingError(f"{where}: expected limits in milliseconds such as {{ttft: 500}}, got {shorten(value)}")
     _check_known(where, value, list(GOODPUT_METRICS))
     for name, limit in value.items():
-        Range(above=0, most=10**9).check(f"{where}: {name}", limit)
+        Range(gt=0, le=10**9).check(f"{where}: {name}", limit)
     return {name: float(limit) for name, limit in value.items()}
 
 
@@ -245,20 +245,20 @@ def _documents(where: str, value: Any) -> tuple[DocumentShare, ...]:
     known = [each.name for each in fields(DocumentShare)]
     found = []
     for number, entry in enumerate(_listed(where, value, _MAX_DOCUMENTS), 1):
-        place = f"{where} {number}"
+        entry_name = f"{where} {number}"
         if not isinstance(entry, dict):
-            raise SettingError(f"{place}: expected {{kind, width, height, share}}, got {shorten(entry)}")
-        _check_known(place, entry, known)
+            raise SettingError(f"{entry_name}: expected {{kind, width, height, share}}, got {shorten(entry)}")
+        _check_known(entry_name, entry, known)
         if missing := [name for name in known[:3] if name not in entry]:
-            raise SettingError(f"{place}: {missing[0]} is missing")
+            raise SettingError(f"{entry_name}: {missing[0]} is missing")
         if entry["kind"] not in KINDS:
             hint = nearest(str(entry["kind"]), KINDS)
             raise SettingError(
-                f"{place}: unknown kind {shorten(entry['kind'])}{hint}; expected one of {', '.join(KINDS)}"
+                f"{entry_name}: unknown kind {shorten(entry['kind'])}{hint}; expected one of {', '.join(KINDS)}"
             )
         for side in ("width", "height"):
-            _SIDE.check(f"{place}: {side}", entry[side])
-        _POSITIVE.check(f"{place}: share", entry.get("share", 1))
+            _SIDE.check(f"{entry_name}: {side}", entry[side])
+        _POSITIVE.check(f"{entry_name}: share", entry.get("share", 1))
         found.append(DocumentShare(**entry))
     if len({each.name for each in found}) < len(found):
         raise SettingError(f"{where}: two entries have the same kind and size: add their shares")

@@ -226,7 +226,7 @@ def load_reader(name: str, revision: str | None = None) -> Reader:
 
 def load_random(
     name: str, shape: str | Shape, dtype: torch.dtype, device: torch.device, *, drawn_on: torch.device | None = None,
-    how: WeightFormat | None = None,
+    weight_format: WeightFormat | None = None,
 ) -> Loaded:  # fmt: skip
     """A model of a released shape with random weights, for speed without a download.
 
@@ -236,17 +236,17 @@ def load_random(
         dtype: of the weights.
         device: of the model.
         drawn_on: device that draws the weights, as each kind of device draws others; None: ``device``.
-        how: format that the decoder's matrices are quantised to as they are drawn; None: dense.
+        weight_format: format that the decoder's matrices are quantised to as they are drawn; None: dense.
     """
     from panscan.model.random_weights import random_model
 
-    model, tools = random_model(shape, dtype=dtype, device=device, drawn_on=drawn_on, how=how)
+    model, tools = random_model(shape, dtype=dtype, device=device, drawn_on=drawn_on, weight_format=weight_format)
     return ready_model(model, _reader_of(name, tools, model.config))
 
 
 def load_random_shard(
     name: str, shape: str, rank: int, size: int, dtype: torch.dtype, device: torch.device,
-    how: WeightFormat | None = None,
+    weight_format: WeightFormat | None = None,
 ) -> tuple[Loaded, int]:  # fmt: skip
     """Load one rank's part of :func:`load_random`; return it with the size of the full vocabulary.
 
@@ -255,7 +255,7 @@ def load_random_shard(
     """
     from panscan.model.random_weights import random_shard
 
-    model, tools, vocabulary = random_shard(shape, rank, size, dtype=dtype, device=device, how=how)
+    model, tools, vocabulary = random_shard(shape, rank, size, dtype=dtype, device=device, weight_format=weight_format)
     return ready_model(model, _reader_of(name, tools, model.config)), vocabulary
 
 
@@ -270,33 +270,33 @@ def load_random_outline(name: str, shape: str, dtype: torch.dtype, device: torch
 
 def load_shard_of(
     name: str, rank: int, size: int, dtype: torch.dtype, device: torch.device, *, revision: str | None = None,
-    how: WeightFormat | None = None,
+    weight_format: WeightFormat | None = None,
 ) -> tuple[Loaded, int]:  # fmt: skip
     """Load one rank's part of a checkpoint; return it with the size of the full vocabulary.
 
     The whole model is loaded into host memory (memory-mapped if the dtype does not change), and only the rank's part is
-    copied to the device, one parameter at a time. With ``how``, the device quantises each decoder matrix as it arrives,
-    so it never holds more than the quantised model and one dense matrix. The matrices of a quantised checkpoint are
-    read, converted and split one at a time.
+    copied to the device, one parameter at a time. With ``weight_format``, the device quantises each decoder matrix as
+    it arrives, so it never holds more than the quantised model and one dense matrix. The matrices of a quantised
+    checkpoint are read, converted and split one at a time.
 
     Raises:
-        ModelError: as :func:`load_model`, or ``how`` is given for a quantised checkpoint.
+        ModelError: as :func:`load_model`, or ``weight_format`` is given for a quantised checkpoint.
         UnsupportedError: ``size`` does not divide the model.
     """
     if (scheme := stored_scheme_of(name, revision)) is not None:
-        if how is not None:
-            raise already_quantized(name, scheme.name, how.kind)
+        if weight_format is not None:
+            raise already_quantized(name, scheme.name, weight_format.kind)
         return _load_stored(name, scheme, dtype, device, revision, rank, size)
     whole = load_model(name, Placement(torch.device("cpu"), "auto"), revision=revision)  # as stored: memory-mapped
     config = whole.model.config
     check_divides(config, size)
     part = shard_config(config, size) if size > 1 else config
-    if how is None:
+    if weight_format is None:
         kind = AutoModelForImageTextToText if whole.reader.reads_images else AutoModelForCausalLM
         with device:
             shard = kind.from_config(part, dtype=dtype)
     else:
-        shard = quantized_outline(part, how, dtype, device)
+        shard = quantized_outline(part, weight_format, dtype, device)
     fill_shard(shard, whole.model.named_parameters(), rank, size)
     shard.generation_config = whole.model.generation_config
     return ready_model(shard, whole.reader), int(config.get_text_config().vocab_size)

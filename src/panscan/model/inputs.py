@@ -19,8 +19,8 @@ from panscan.model.checkpoint import Loaded, Reader
 from panscan.model.prompt import Prompt
 
 __all__ = [
+    "DecodedRequest",
     "Prepared",
-    "Read",
     "collate",
     "count_prompt",
     "count_views",
@@ -34,7 +34,7 @@ __all__ = [
 
 
 @dataclass(slots=True)
-class Read:
+class DecodedRequest:
     """A request whose images are decoded (RGB, upright)."""
 
     request: Request
@@ -59,7 +59,7 @@ class Prepared:
         return sum(plan.crops for plan in self.plans)
 
 
-def read_images(request: Request, *, copy: bool = True) -> Read:
+def read_images(request: Request, *, copy: bool = True) -> DecodedRequest:
     """Decode a request's images; a file of several pages gives several images. Without ``copy`` those that are decoded
     already may be the caller's own, to be read before the call returns and never later.
 
@@ -67,7 +67,7 @@ def read_images(request: Request, *, copy: bool = True) -> Read:
         ImageError: naming the file.
     """
     images = [open_image(image, copy=copy) for image in images_of(request)]
-    return Read(replace(request, images=images), images)
+    return DecodedRequest(replace(request, images=images), images)
 
 
 def images_of(request: Request) -> list[Page | PageBytes | Image.Image]:
@@ -85,7 +85,9 @@ def count_views(request: Request) -> int:
     return sum(len(plan_views(*image.size, request.pan_and_scan).views) for image in images)
 
 
-def prepare(read: Read, reader: Reader, device: torch.device, dtype: torch.dtype, *, on_device: bool) -> Prepared:
+def prepare(
+    read: DecodedRequest, reader: Reader, device: torch.device, dtype: torch.dtype, *, on_device: bool
+) -> Prepared:
     """Plan the views, write the prompt and compute the pixels of one request.
 
     Args:
@@ -105,7 +107,7 @@ def prepare(read: Read, reader: Reader, device: torch.device, dtype: torch.dtype
     return Prepared(read.request, plans, prompt, torch.cat(parts))
 
 
-def plan_request(read: Read, reader: Reader) -> tuple[list[ViewPlan], Prompt]:
+def plan_request(read: DecodedRequest, reader: Reader) -> tuple[list[ViewPlan], Prompt]:
     """The views of each image, and the prompt with their places."""
     return plan_sizes(read.request, [image.size for image in read.images], reader)
 

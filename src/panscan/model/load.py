@@ -29,7 +29,7 @@ from panscan.model.shapes import SHAPES
 from panscan.model.sharding import check_divides
 from panscan.settings import WEIGHT_KINDS, Settings
 
-__all__ = ["load_for", "load_outline_for", "load_shard", "quantization_config", "weight_format"]
+__all__ = ["load_for", "load_outline_for", "load_shard", "quantization_config", "requested_format"]
 
 
 def load_for(settings: Settings) -> Loaded:
@@ -66,12 +66,14 @@ def load_shard(settings: Settings, rank: int, size: int) -> tuple[Loaded, int, t
     dtype = resolve_dtype(settings.dtype, device)
     if device.type == "cuda":
         device = torch.device("cuda", rank)
-    how = weight_format(settings)
+    weight_format = requested_format(settings)
     if settings.random_weights:
         assert settings.model_shape is not None  # Settings holds this
-        found = load_random_shard(settings.model_name, settings.model_shape, rank, size, dtype, device, how)
+        found = load_random_shard(settings.model_name, settings.model_shape, rank, size, dtype, device, weight_format)
     else:
-        found = load_shard_of(settings.model, rank, size, dtype, device, revision=settings.revision, how=how)
+        found = load_shard_of(
+            settings.model, rank, size, dtype, device, revision=settings.revision, weight_format=weight_format
+        )
     return *found, device
 
 
@@ -98,12 +100,16 @@ def _load(settings: Settings, device: torch.device, dtype: torch.dtype, drawn_on
     if dtype == torch.float16:
         message = "--dtype fp16: Gemma 3 is known to overflow in it; bf16 has the same size and speed"
         warnings.warn(message, PanscanWarning, stacklevel=2)
-    how = weight_format(settings)
+    weight_format = requested_format(settings)
     if settings.random_weights:
         assert settings.model_shape is not None  # Settings holds this
-        return load_random(settings.model_name, settings.model_shape, dtype, device, drawn_on=drawn_on, how=how)
-    if how is not None:
-        return load_shard_of(settings.model, 0, 1, dtype, device, revision=settings.revision, how=how)[0]
+        return load_random(
+            settings.model_name, settings.model_shape, dtype, device, drawn_on=drawn_on, weight_format=weight_format
+        )
+    if weight_format is not None:
+        return load_shard_of(
+            settings.model, 0, 1, dtype, device, revision=settings.revision, weight_format=weight_format
+        )[0]
     placement = Placement(
         device, dtype, settings.device_map, settings.max_memory, settings.tp_plan,
         quantization_config(settings.quantization, dtype),
@@ -119,7 +125,7 @@ def _check_unquantized(settings: Settings) -> None:
         raise already_quantized(settings.model, method, settings.quantization)
 
 
-def weight_format(settings: Settings) -> WeightFormat | None:
+def requested_format(settings: Settings) -> WeightFormat | None:
     """Return the weight format that ``--quantization`` requests; None for bitsandbytes and without quantisation.
 
     Without ``--quantization-group-size``, groups have 128 input channels, or fewer if 128 does not divide a matrix or a

@@ -28,14 +28,14 @@ __all__ = [
 ]
 
 
-def quantized_outline(config: Any, how: WeightFormat, dtype: torch.dtype, device: torch.device) -> Any:
+def quantized_outline(config: Any, weight_format: WeightFormat, dtype: torch.dtype, device: torch.device) -> Any:
     """Build the model of a configuration with :class:`QuantizedLinear` in its decoder layers.
 
     Computed buffers are set; parameters and quantised weights are uninitialised.
 
     Args:
         config: configuration of a Gemma 3, or of one rank's shard.
-        how: format of the decoder's matrices.
+        weight_format: format of the decoder's matrices.
         dtype: type of all other parameters.
         device: device of the model.
 
@@ -46,11 +46,16 @@ def quantized_outline(config: Any, how: WeightFormat, dtype: torch.dtype, device
     for name, linear in decoder_linears(model):
         try:
             quantized = QuantizedLinear(
-                linear.in_features, linear.out_features, how, bias=linear.bias, device=device, scale_type=dtype
+                linear.in_features,
+                linear.out_features,
+                weight_format,
+                bias=linear.bias,
+                device=device,
+                scale_type=dtype,
             )
         except ValueError as error:
             raise UnsupportedError(
-                f"--quantization-group-size {how.group_size}: {error} of {name}; {_fitting(model)}"
+                f"--quantization-group-size {weight_format.group_size}: {error} of {name}; {_fitting(model)}"
             ) from error
         set_module(model, name, quantized)
     _allocate(model, dtype, device)

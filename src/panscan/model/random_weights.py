@@ -29,7 +29,7 @@ _DEVIATION = 0.02
 @torch.no_grad()
 def random_model(
     shape: str | Shape, *, dtype: torch.dtype, device: str | torch.device, seed: int = 0,
-    drawn_on: torch.device | None = None, how: WeightFormat | None = None,
+    drawn_on: torch.device | None = None, weight_format: WeightFormat | None = None,
 ) -> tuple[PreTrainedModel, Gemma3Processor | GemmaTokenizer]:  # fmt: skip
     """Build ``shape`` (a name of ``SHAPES``, or a shape) in place on ``device``, its weights drawn there in ``dtype``.
 
@@ -44,7 +44,7 @@ def random_model(
         device: of the model.
         seed: of the weights.
         drawn_on: another device to draw the weights on, one parameter at a time.
-        how: format that the decoder's matrices are quantised to as they are drawn; None: dense.
+        weight_format: format that the decoder's matrices are quantised to as they are drawn; None: dense.
 
     Raises:
         SettingError: for an unknown name.
@@ -53,8 +53,8 @@ def random_model(
     shape, device = _named(shape), torch.device(device)
     tokenizer = tokenizer_for(shape.text.vocabulary)
     config = gemma3_config(shape, tokenizer)
-    model = _undrawn(shape, config, dtype, device, how)
-    if drawn_on is not None or how is not None:
+    model = _undrawn(shape, config, dtype, device, weight_format)
+    if drawn_on is not None or weight_format is not None:
         drawn_on = drawn_on or device
         whole = _undrawn(shape, config, dtype, torch.device("meta"))
         fill_shard(model, _drawn(whole, torch.Generator(drawn_on).manual_seed(seed), dtype, drawn_on), 0, 1)
@@ -66,7 +66,7 @@ def random_model(
 
 def random_shard(
     shape: str | Shape, rank: int, size: int, *, dtype: torch.dtype, device: str | torch.device, seed: int = 0,
-    how: WeightFormat | None = None,
+    weight_format: WeightFormat | None = None,
 ) -> tuple[PreTrainedModel, Gemma3Processor | GemmaTokenizer, int]:  # fmt: skip
     """Build one rank's shard of :func:`random_model` without ever holding more than one whole parameter.
 
@@ -82,7 +82,7 @@ def random_shard(
     config = gemma3_config(shape, tokenizer)
     check_divides(config, size)
     whole = _undrawn(shape, config, dtype, torch.device("meta"))
-    shard = _undrawn(shape, shard_config(config, size), dtype, device, how)
+    shard = _undrawn(shape, shard_config(config, size), dtype, device, weight_format)
     fill_shard(shard, _drawn(whole, torch.Generator(device).manual_seed(seed), dtype, device), rank, size)
     return *_with_reader(shard, shape, tokenizer), shape.text.vocabulary
 
@@ -102,10 +102,10 @@ def random_outline(
 
 
 def _undrawn(
-    shape: Shape, config: Any, dtype: torch.dtype, device: torch.device, how: WeightFormat | None = None
+    shape: Shape, config: Any, dtype: torch.dtype, device: torch.device, weight_format: WeightFormat | None = None
 ) -> PreTrainedModel:
-    if how is not None:
-        outline: PreTrainedModel = quantized_outline(config, how, dtype, device)
+    if weight_format is not None:
+        outline: PreTrainedModel = quantized_outline(config, weight_format, dtype, device)
         return outline
     auto = AutoModelForCausalLM if shape.vision is None else AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:

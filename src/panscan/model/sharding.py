@@ -21,7 +21,16 @@ from panscan.core import UnsupportedError
 from panscan.linear.quantized import QuantizedLinear
 from panscan.model.shapes import split_reason
 
-__all__ = ["ALONE", "Alone", "ProcessRanks", "Ranks", "check_divides", "fill_shard", "shard_config", "shard_of"]
+__all__ = [
+    "SINGLE_RANK",
+    "ProcessRanks",
+    "Ranks",
+    "SingleRank",
+    "check_divides",
+    "fill_shard",
+    "shard_config",
+    "shard_of",
+]
 
 _BY_ROWS = re.compile(r"\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.(weight|bias)$|(embed_tokens|lm_head)\.weight$")
 _BY_COLUMNS = re.compile(r"\.(o_proj|down_proj)\.weight$")
@@ -38,46 +47,46 @@ class Ranks(Protocol):
     @property
     def size(self) -> int: ...
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor, summed over the ranks in place."""
         ...
 
-    def join_columns(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather_columns(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``[n, size * m]``: every rank's ``[n, m]`` next to each other."""
         ...
 
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's tensor; they have one shape."""
         ...
 
-    def least(self, numbers: Iterable[int]) -> list[int]:
+    def all_reduce_min(self, numbers: Iterable[int]) -> list[int]:
         """Return the least of each number over the ranks."""
         ...
 
 
-class Alone:
+class SingleRank:
     """A single rank: nothing to exchange."""
 
     rank, size = 0, 1
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """See :class:`Ranks`."""
         return tensor
 
-    def join_columns(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather_columns(self, tensor: torch.Tensor) -> torch.Tensor:
         """See :class:`Ranks`."""
         return tensor
 
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """See :class:`Ranks`."""
         return [tensor]
 
-    def least(self, numbers: Iterable[int]) -> list[int]:
+    def all_reduce_min(self, numbers: Iterable[int]) -> list[int]:
         """See :class:`Ranks`."""
         return list(numbers)
 
 
-ALONE = Alone()
+SINGLE_RANK = SingleRank()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,22 +97,22 @@ class ProcessRanks:
     size: int
     device: torch.device
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """See :class:`Ranks`."""
         distributed.all_reduce(tensor)
         return tensor
 
-    def join_columns(self, tensor: torch.Tensor) -> torch.Tensor:
+    def all_gather_columns(self, tensor: torch.Tensor) -> torch.Tensor:
         """See :class:`Ranks`."""
-        return torch.cat(self.gather(tensor), -1)
+        return torch.cat(self.all_gather(tensor), -1)
 
-    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """See :class:`Ranks`."""
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         distributed.all_gather(parts, tensor.contiguous())
         return parts
 
-    def least(self, numbers: Iterable[int]) -> list[int]:
+    def all_reduce_min(self, numbers: Iterable[int]) -> list[int]:
         """See :class:`Ranks`."""
         held = torch.tensor(list(numbers), dtype=torch.long, device=self.device)
         distributed.all_reduce(held, distributed.ReduceOp.MIN)

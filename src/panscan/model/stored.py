@@ -21,15 +21,15 @@ from panscan.core import ModelError, UnsupportedError
 from panscan.linear.compressed import CompressedTensorsScheme
 from panscan.linear.gptq import AwqScheme, GptqScheme
 from panscan.linear.multiply import device_reason
-from panscan.linear.parts import part_of
 from panscan.linear.quantized import WeightFormat
 from panscan.linear.schemes import StoredScheme, unsupported_format
+from panscan.linear.shards import shard_linear
 from panscan.linear.tensors import MatrixTensors, StoredTensors, key_of, names_of
 from panscan.linear.torchao_tensors import TorchAoScheme
 from panscan.model.outline import build_model, decoder_linears, set_computed_buffers, set_module
 from panscan.model.sharding import shard_config, shard_of
 
-__all__ = ["load_stored", "part_of", "stored_scheme"]
+__all__ = ["load_stored", "stored_scheme"]
 
 log = logging.getLogger("panscan.model")
 
@@ -178,14 +178,14 @@ class _Loading:
             return
         quantized = self._scheme.linear_of(names, stored, linear.out_features, linear.in_features)
         if inside:
-            _check_device(quantized.how, self._device)
+            _check_device(quantized.weight_format, self._device)
             if linear.bias is None:
                 stored.skip_zero_bias(linear.out_features)
             else:
                 bias = self._dense(f"{name}.bias", (linear.out_features,))
                 quantized.bias = nn.Parameter(bias, requires_grad=False)
             by: Literal["rows", "columns"] = "columns" if name.rpartition(".")[2] in _BY_COLUMNS else "rows"
-            set_module(model, name, part_of(quantized, self._rank, self._size, by))
+            set_module(model, name, shard_linear(quantized, self._rank, self._size, by))
         else:
             self._dequantized.append(stored.weight_name)
             _set_parameter(model, f"{name}.weight", quantized.dequantized(self._dtype))
@@ -221,9 +221,9 @@ class _Loading:
             raise ValueError(f"unexpected tensor {name}: the model and config.json do not use it")
 
 
-def _check_device(how: WeightFormat, device: torch.device) -> None:
+def _check_device(weight_format: WeightFormat, device: torch.device) -> None:
     """Raise for devices without such products, at the first matrix rather than after loading all of them."""
-    if (reason := device_reason(how.kind, device)) is not None:
+    if (reason := device_reason(weight_format.kind, device)) is not None:
         raise UnsupportedError(f"the checkpoint's {reason}")
 
 

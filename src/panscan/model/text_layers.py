@@ -18,10 +18,10 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, apply_rota
 
 from panscan.core import UnsupportedError
 from panscan.linear.multiply import apply_scales
-from panscan.linear.products import Linear, Product, Rows, SummedLinear, is_plain, linear_of
+from panscan.linear.products import Linear, Product, RowParallelLinear, Rows, is_plain, linear_of
 from panscan.linear.rows import UnscaledProduct
 from panscan.model.shapes import decoder_working_bytes
-from panscan.model.sharding import ALONE, Ranks
+from panscan.model.sharding import SINGLE_RANK, Ranks
 
 __all__ = ["AttentionPlan", "LayerFacts", "OutputRows", "TextLayers"]
 
@@ -115,7 +115,7 @@ class TextLayers:
     """
 
     def __init__(
-        self, loaded_model: Any, ranks: Ranks = ALONE, *, vocab_size: int | None = None,
+        self, loaded_model: Any, ranks: Ranks = SINGLE_RANK, *, vocab_size: int | None = None,
         kv_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         _refuse_spread(loaded_model)
@@ -166,7 +166,7 @@ class TextLayers:
         local = ids - self._ranks.rank * held
         outside = (local < 0) | (local >= held)
         hidden = embedding(local.masked_fill(outside, 0)).masked_fill(outside[:, None], 0.0)
-        return self._ranks.sum(hidden)
+        return self._ranks.all_reduce(hidden)
 
     @torch.no_grad()
     def run(
@@ -213,7 +213,7 @@ class TextLayers:
         """
         logits = self._head(hidden)
         if self._ranks.size > 1:
-            logits = self._ranks.join_columns(logits)[:, : self.vocab_size]
+            logits = self._ranks.all_gather_columns(logits)[:, : self.vocab_size]
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits.float()
@@ -275,7 +275,7 @@ def _layer_of(module: Any, kind: str, config: Any, ranks: Ranks) -> _Layer:
     attention, mlp = module.self_attn, module.mlp
     out, down = linear_of(attention.o_proj), linear_of(mlp.down_proj)
     if ranks.size > 1:
-        out, down = SummedLinear(out, ranks.sum), SummedLinear(down, ranks.sum)
+        out, down = RowParallelLinear(out, ranks.all_reduce), RowParallelLinear(down, ranks.all_reduce)
     return _Layer(
         local=kind == "sliding_attention",
         heads=config.num_attention_heads,
@@ -403,8 +403,8 @@ class _KernelOps:
 
 def _refuse_spread(model: Any) -> None:
     """Refuse layers that compute on several devices: one would work while the others wait."""
-    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
-    computing = {place for place in places if place not in ("cpu", "disk", "meta")} or {"cpu"}
+    devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
+    computing = {device for device in devices if device not in ("cpu", "disk", "meta")} or {"cpu"}
     if len(computing) > 1:
         raise UnsupportedError(
             f"--device-map spreads the layers over {len(computing)} devices, which the engine does not support:"

@@ -31,7 +31,7 @@ __all__ = [
 ArrivalTimes = Callable[[float, int], Sequence[float]]
 """Returns the arrival times in seconds of so many requests at a rate, ascending."""
 
-REPLICAS = Range(whole=True, least=1, most=256)
+REPLICAS = Range(integer=True, ge=1, le=256)
 _PERCENTILES = (50, 90, 95, 99)
 _LEAST_REQUESTS, _MOST_REQUESTS = 64, 512
 _LEAST_SECONDS, _DELAY_SHARE = 20.0, 11.0  # of a level; as for the levels of panscan load --find-max-rate
@@ -222,7 +222,7 @@ def _one_layout(inputs: PlanInputs, layout: Layout, traffic: Traffic) -> Fleet:
     while needed > 1 and _holds(maker, inputs, traffic, traffic.rate, needed - 1):
         needed -= 1
     level = measure_level(inputs, layout, traffic, traffic.rate, needed)
-    while not level.goodput.reaches(traffic.attainment) and needed < REPLICAS.most:
+    while not level.goodput.reaches(traffic.attainment) and needed < REPLICAS.le:
         needed += 1
         level = measure_level(inputs, layout, traffic, traffic.rate, needed)
     return Fleet(layout, needed, (needed, needed), rate_of_one, level, max(traffic.rate, needed * rate_of_one))
@@ -245,8 +245,8 @@ _ENDS: tuple[Level, ...] = ("low", "high")
 
 
 def _replicas(rate: float, rate_of_one: float) -> int | None:
-    count = max(1, ceil(rate / rate_of_one - 1e-9)) if rate_of_one > 0 else REPLICAS.most + 1
-    return count if count <= REPLICAS.most else None
+    count = max(1, ceil(rate / rate_of_one - 1e-9)) if rate_of_one > 0 else REPLICAS.le + 1
+    return count if count <= REPLICAS.le else None
 
 
 def _highest_rate(inputs: PlanInputs, layout: Layout, traffic: Traffic, guess: float, level: Level = "value") -> float:

@@ -16,9 +16,9 @@ from panscan.model.shapes import Shape
 
 __all__ = ["PageShare", "RequestSketch", "WorkloadMix", "mix_of_sizes", "mix_of_views", "parse_output_tokens"]
 
-VIEWS = Range(whole=True, least=0, most=1_000)
-TEXT_TOKENS = Range(whole=True, least=1, most=1_000_000)
-_SHARE = Range(above=0, most=1_000_000)
+VIEWS = Range(integer=True, ge=0, le=1_000)
+TEXT_TOKENS = Range(integer=True, ge=1, le=1_000_000)
+_SHARE = Range(gt=0, le=1_000_000)
 _MOST_ENTRIES = 100
 _TEMPLATE_TOKENS = 14  # of the chat template and the words before the first image: the same in every request
 _SOFT, _TEXT = 2, 3  # stand-ins for token ids; only their equality matters

@@ -311,7 +311,7 @@ class SimulatedEngine:
             return False
         self.now = max(self.now, flight.ended)
         if self._pacer is not None:
-            self._pacer.landed(flight.size, flight.ended, flight.vision)
+            self._pacer.pass_finished(flight.size, flight.ended, flight.vision)
         for sequence in flight.sampled:
             request = self._requests.get(sequence)
             if request is None:

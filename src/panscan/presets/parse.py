@@ -42,11 +42,11 @@ def load_preset(name: str) -> Axes:
 
 
 def single_preset(name: str, takes: Collection[str] | None = None) -> tuple[dict[str, Any], list[str]]:
-    """The settings of a preset for whoever runs once, and the names of those that are left out.
+    """Return the settings of a preset for a single run, and the names of those that it does not take.
 
     Args:
         name: a shipped preset, or a YAML file.
-        takes: settings that are wanted; None: all.
+        takes: names of the settings to return; None: all.
 
     Raises:
         SettingError: no such preset, or several values of a wanted setting.

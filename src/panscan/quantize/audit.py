@@ -211,17 +211,17 @@ def _parts(stored: Inventory) -> list[PartSummary]:
 
 def _formats(loaded: Loaded) -> list[str]:
     """Return one sentence for each format of the loaded decoder matrices."""
-    formats = Counter(each.how for each in loaded.model.modules() if isinstance(each, QuantizedLinear))
-    return [f"{count} matrices: {_described(how)}." for how, count in formats.most_common()]
+    formats = Counter(each.weight_format for each in loaded.model.modules() if isinstance(each, QuantizedLinear))
+    return [f"{count} matrices: {_described(weight_format)}." for weight_format, count in formats.most_common()]
 
 
-def _described(how: WeightFormat) -> str:
-    if how.kind != "int4":
-        inputs = "inputs quantised per token" if how.quantizes_inputs else "weights only"
-        return f"{how.kind}, 8 bits, one scale per output channel, symmetric, {inputs}"
-    zeros = "with zero points" if how.zero_points else "symmetric"
-    order = "channels reordered by activation (act-order)" if how.ordered else "channels in original order"
-    return f"int4, 4 bits, groups of {how.group_size}, {zeros}, {order}, weights only"
+def _described(weight_format: WeightFormat) -> str:
+    if weight_format.kind != "int4":
+        inputs = "inputs quantised per token" if weight_format.quantizes_inputs else "weights only"
+        return f"{weight_format.kind}, 8 bits, one scale per output channel, symmetric, {inputs}"
+    zeros = "with zero points" if weight_format.zero_points else "symmetric"
+    order = "channels reordered by activation (act-order)" if weight_format.ordered else "channels in original order"
+    return f"int4, 4 bits, groups of {weight_format.group_size}, {zeros}, {order}, weights only"
 
 
 def _misfolded(loaded: Loaded, base: DenseCheckpoint, found: Audit) -> list[str]:
@@ -251,8 +251,10 @@ def _misfolded(loaded: Loaded, base: DenseCheckpoint, found: Audit) -> list[str]
             if float((effect.abs() - 1).abs().median()) > _MOVED:
                 wrong.append(f"{number}.{norm}")
     if changed:
-        how = f"in {len(wrong)} of them the matrices do not compensate" if wrong else "the matrices compensate for it"
-        found.remarks.append(f"{changed} norms differ from those of {base.name}; {how}.")
+        effect_text = (
+            f"in {len(wrong)} of them the matrices do not compensate" if wrong else "the matrices compensate for it"
+        )
+        found.remarks.append(f"{changed} norms differ from those of {base.name}; {effect_text}.")
     return wrong
 
 

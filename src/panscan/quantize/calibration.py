@@ -168,15 +168,15 @@ class _PackedMask:
     def of(cls, mask: torch.Tensor) -> Self:
         """Pack a mask, and move it to the host."""
         values = nn.functional.pad(mask.flatten().to(torch.uint8), (0, -mask.numel() % _BITS)).view(-1, _BITS)
-        return cls((values << _places(mask.device)).sum(-1, dtype=torch.uint8).cpu(), mask.shape)
+        return cls((values << _bit_shifts(mask.device)).sum(-1, dtype=torch.uint8).cpu(), mask.shape)
 
     def unpacked(self, device: torch.device) -> torch.Tensor:
         """Return the mask on a device."""
-        values = (self.bits.to(device)[:, None] >> _places(device)) & 1
+        values = (self.bits.to(device)[:, None] >> _bit_shifts(device)) & 1
         return values.flatten()[: self.shape.numel()].view(self.shape).bool()
 
 
-def _places(device: torch.device) -> torch.Tensor:
+def _bit_shifts(device: torch.device) -> torch.Tensor:
     return torch.arange(_BITS, dtype=torch.uint8, device=device)
 
 

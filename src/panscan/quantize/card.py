@@ -35,19 +35,19 @@ class CardFacts:
     Args:
         base: the dense checkpoint, as the user named it.
         name: name of the new checkpoint.
-        how: format of its decoder matrices.
+        weight_format: format of its decoder matrices.
         prompts: calibration prompts; 0: rounded to nearest.
     """
 
     base: str
     name: str
-    how: WeightFormat
+    weight_format: WeightFormat
     prompts: int
 
 
-def described_format(how: WeightFormat) -> str:
+def described_format(weight_format: WeightFormat) -> str:
     """Return a format in words."""
-    return _FORMATS[how.kind].format(group=how.group_size)
+    return _FORMATS[weight_format.kind].format(group=weight_format.group_size)
 
 
 def model_card(facts: CardFacts, sizes: tuple[int, int], found: Measurement | None) -> str:
@@ -71,7 +71,7 @@ def model_card(facts: CardFacts, sizes: tuple[int, int], found: Measurement | No
         "",
         f"# {facts.name}",
         "",
-        f"{facts.base} with quantised decoder layers: {described_format(facts.how)}.",
+        f"{facts.base} with quantised decoder layers: {described_format(facts.weight_format)}.",
         "",
         "| | |",
         "| --- | --- |",

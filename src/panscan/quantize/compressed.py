@@ -29,22 +29,22 @@ _UNQUANTIZED = ("re:.*vision_tower.*", "re:.*multi_modal_projector.*", "re:.*emb
 _NIBBLES = 8  # 4-bit values of one int32
 
 
-def quantization_config(how: WeightFormat, *, calibrated: bool) -> dict[str, Any]:
+def quantization_config(weight_format: WeightFormat, *, calibrated: bool) -> dict[str, Any]:
     """Return the ``quantization_config`` of ``config.json``.
 
     Args:
-        how: format of the decoder's matrices.
+        weight_format: format of the decoder's matrices.
         calibrated: whether columns were quantised in the order of their activations (GPTQ).
     """
     weights: dict[str, Any] = {
-        "num_bits": 4 if how.kind == "int4" else 8,
-        "type": "float" if how.kind == "fp8" else "int",
+        "num_bits": 4 if weight_format.kind == "int4" else 8,
+        "type": "float" if weight_format.kind == "fp8" else "int",
         "symmetric": True,
-        "group_size": how.group_size if how.kind == "int4" else None,
-        "strategy": "group" if how.kind == "int4" else "channel",
+        "group_size": weight_format.group_size if weight_format.kind == "int4" else None,
+        "strategy": "group" if weight_format.kind == "int4" else "channel",
         "block_structure": None,
         "dynamic": False,
-        "actorder": "weight" if calibrated and how.kind == "int4" else None,
+        "actorder": "weight" if calibrated and weight_format.kind == "int4" else None,
         "scale_dtype": None,
         "zp_dtype": None,
         "observer": "memoryless_minmax",
@@ -54,13 +54,13 @@ def quantization_config(how: WeightFormat, *, calibrated: bool) -> dict[str, Any
     group = {
         "targets": ["Linear"],
         "weights": weights,
-        "input_activations": None if how.kind == "int4" else inputs,
+        "input_activations": None if weight_format.kind == "int4" else inputs,
         "output_activations": None,
-        "format": _FORMATS[how.kind],
+        "format": _FORMATS[weight_format.kind],
     }
     return {
         "quant_method": "compressed-tensors",
-        "format": _FORMATS[how.kind],
+        "format": _FORMATS[weight_format.kind],
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": list(_UNQUANTIZED),
@@ -71,18 +71,24 @@ def quantization_config(how: WeightFormat, *, calibrated: bool) -> dict[str, Any
 
 
 @torch.no_grad()
-def rounded(values: torch.Tensor, how: WeightFormat) -> QuantizedLinear:
+def rounded(values: torch.Tensor, weight_format: WeightFormat) -> QuantizedLinear:
     """Quantise a dense matrix ``[outputs, inputs]`` by rounding to nearest, with scales of its type.
 
     Weights are rounded with the stored scale, because loaders do not see a more precise one.
     """
-    linear = QuantizedLinear(values.shape[1], values.shape[0], how, scale_type=values.dtype, device=values.device)
+    linear = QuantizedLinear(
+        values.shape[1], values.shape[0], weight_format, scale_type=values.dtype, device=values.device
+    )
     linear.quantize(values)
-    if how.kind != "int4":
+    if weight_format.kind != "int4":
         linear.scale.copy_(linear.scale.to(values.dtype))
-        most = torch.finfo(linear.weight.dtype).max if how.kind == "fp8" else torch.iinfo(linear.weight.dtype).max
+        most = (
+            torch.finfo(linear.weight.dtype).max
+            if weight_format.kind == "fp8"
+            else torch.iinfo(linear.weight.dtype).max
+        )
         scaled = (values.float() / linear.scale[:, None]).clamp(-most, most)
-        linear.weight.copy_(scaled.round() if how.kind == "int8" else scaled)
+        linear.weight.copy_(scaled.round() if weight_format.kind == "int8" else scaled)
     return linear
 
 
@@ -93,7 +99,7 @@ def compressed_parts(linear: QuantizedLinear, scale_type: torch.dtype) -> dict[s
         linear: symmetric, with its channels in their own order.
         scale_type: type of the stored scales.
     """
-    if linear.how.kind != "int4":
+    if linear.weight_format.kind != "int4":
         return {"weight": linear.weight.cpu(), "weight_scale": linear.scale[:, None].to("cpu", scale_type)}
     levels = unpack_int4(linear.weight, linear.in_features).to(torch.int64).view(linear.out_features, -1, _NIBBLES)
     words = (levels << _shifts(levels.device)).sum(-1)
@@ -105,15 +111,15 @@ def compressed_parts(linear: QuantizedLinear, scale_type: torch.dtype) -> dict[s
     }
 
 
-def linear_of_parts(parts: dict[str, torch.Tensor], how: WeightFormat) -> QuantizedLinear:
+def linear_of_parts(parts: dict[str, torch.Tensor], weight_format: WeightFormat) -> QuantizedLinear:
     """Return the matrix that :func:`compressed_parts` stored."""
     scale = parts["weight_scale"]
-    if how.kind != "int4":
-        linear = QuantizedLinear(parts["weight"].shape[1], parts["weight"].shape[0], how)
+    if weight_format.kind != "int4":
+        linear = QuantizedLinear(parts["weight"].shape[1], parts["weight"].shape[0], weight_format)
         linear.weight, linear.scale = parts["weight"], scale[:, 0].float()
         return linear
     outputs, inputs = parts["weight_shape"].tolist()
-    linear = QuantizedLinear(inputs, outputs, how, scale_type=scale.dtype)
+    linear = QuantizedLinear(inputs, outputs, weight_format, scale_type=scale.dtype)
     levels = (parts["weight_packed"][:, :, None] >> _shifts(scale.device).int()) & 0xF
     linear.weight, linear.scale = pack_int4(levels.flatten(1).to(torch.uint8)), scale.T.contiguous()
     return linear

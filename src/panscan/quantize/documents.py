@@ -26,31 +26,31 @@ class CalibrationSource:
     """Source of calibration prompts.
 
     Args:
-        places: directories, globs and files of documents, or one dataset; empty: no calibration.
+        sources: directories, globs and files of documents, or one dataset; empty: no calibration.
         prompts: questions about the documents; empty: a general one.
         num_samples: maximum number of prompts.
         seed: random seed for sampling prompts.
         max_pages: maximum number of pages per document.
     """
 
-    places: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
     prompts: tuple[str, ...] = ()
     num_samples: int = 128
     seed: int = 0
     max_pages: int = MAX_PAGES
 
     def __post_init__(self) -> None:
-        if self.prompts and not self.places:
+        if self.prompts and not self.sources:
             raise SettingError("--prompt requires calibration documents: add --calibration")
         if any(not prompt.strip() for prompt in self.prompts):
             raise SettingError("--prompt is empty: give a question")
         if self.prompts and self.is_dataset:
-            raise SettingError(f"--prompt: --calibration {self.places[0]} already has questions; leave out --prompt")
+            raise SettingError(f"--prompt: --calibration {self.sources[0]} already has questions; leave out --prompt")
 
     @property
     def is_dataset(self) -> bool:
         """Whether the prompts are a dataset's questions."""
-        return len(self.places) == 1 and self.places[0].endswith(_DATASETS)
+        return len(self.sources) == 1 and self.sources[0].endswith(_DATASETS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def load_calibration(
     seed, not on the order or names of files; of a dataset with more questions than are used, on their order too.
 
     Args:
-        wanted: source with at least one place.
+        wanted: calibration source with at least one entry.
         on_problem: called for each document that cannot be read.
         on_step: called after each document.
 
@@ -111,14 +111,14 @@ def load_calibration(
     first, *others = wanted.prompts or (DEFAULT_PROMPT,)
     if wanted.is_dataset:
         count = wanted.num_samples + _MOST_HELD_OUT  # only documents that are drawn are opened
-        source = Source(dataset=wanted.places[0], num_samples=count, seed=wanted.seed, max_pages=wanted.max_pages)
+        source = Source(dataset=wanted.sources[0], num_samples=count, seed=wanted.seed, max_pages=wanted.max_pages)
     else:
-        source = Source(images=wanted.places, prompt=first, max_pages=wanted.max_pages)
+        source = Source(images=wanted.sources, prompt=first, max_pages=wanted.max_pages)
     try:
         items = _workload(source, on_problem, on_step).items
     except (ImageError, DatasetError) as error:
         text = re.sub("--(images|dataset)", "--calibration", str(error), count=1)
-        raise type(error)(text if "--calibration" in text else f"--calibration {wanted.places[0]}: {text}") from error
+        raise type(error)(text if "--calibration" in text else f"--calibration {wanted.sources[0]}: {text}") from error
     items += [replace(item, id=f"{item.id}.{n}", prompt=prompt) for n, prompt in enumerate(others) for item in [*items]]
     kept, held_out = _split(_drawn(items, wanted.seed))
     return kept[: wanted.num_samples], held_out[: wanted.num_samples], source

@@ -41,7 +41,11 @@ class Hessian:
 
 @torch.no_grad()
 def gptq(
-    weight: torch.Tensor, hessian: torch.Tensor, how: WeightFormat, *, scale_type: torch.dtype = torch.bfloat16
+    weight: torch.Tensor,
+    hessian: torch.Tensor,
+    weight_format: WeightFormat,
+    *,
+    scale_type: torch.dtype = torch.bfloat16,
 ) -> QuantizedLinear:
     """Quantise a matrix for the inputs that a Hessian describes.
 
@@ -49,7 +53,7 @@ def gptq(
         weight: ``[outputs, inputs]``.
         hessian: float32 ``[inputs, inputs]``, on any device, where the work is done. Channels without inputs are
             rounded to nearest.
-        how: ``int4``, symmetric, channels in their own order.
+        weight_format: ``int4``, symmetric, channels in their own order.
         scale_type: data type of the scales.
 
     Raises:
@@ -58,13 +62,13 @@ def gptq(
     if not hessian.isfinite().all():
         raise ValueError("the calibration inputs are not finite")
     device = hessian.device
-    found = QuantizedLinear(weight.shape[1], weight.shape[0], how, scale_type=scale_type, device=device)
+    found = QuantizedLinear(weight.shape[1], weight.shape[0], weight_format, scale_type=scale_type, device=device)
     found.quantize(weight)
     dense = weight.to(device, torch.float32)
-    found.scale.copy_(_scales(dense, found.scale, hessian.diagonal(), how))
+    found.scale.copy_(_scales(dense, found.scale, hessian.diagonal(), weight_format))
     order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
     factor = _inverse_factor(hessian[order][:, order])
-    scales = found.scale.float()[order // how.group_size]
+    scales = found.scale.float()[order // weight_format.group_size]
     levels = _quantized_columns(dense[:, order].T.contiguous(), factor, scales)
     restored = torch.empty_like(levels).index_copy_(0, order, levels)
     found.weight.copy_(pack_int4(restored.T.contiguous()))
@@ -77,17 +81,19 @@ def output_error(change: torch.Tensor, hessian: torch.Tensor) -> float:
     return float(((change @ hessian) * change).sum(1).mean())
 
 
-def _scales(dense: torch.Tensor, largest: torch.Tensor, energy: torch.Tensor, how: WeightFormat) -> torch.Tensor:
+def _scales(
+    dense: torch.Tensor, largest: torch.Tensor, energy: torch.Tensor, weight_format: WeightFormat
+) -> torch.Tensor:
     """Return the scales ``[groups, outputs]`` whose rounding errors change outputs least, taken independently.
 
     Args:
         dense: weights, float32 ``[outputs, inputs]``.
         largest: scales that clip no weight.
         energy: mean square of each input, float32 ``[inputs]``.
-        how: the weights' format.
+        weight_format: the weights' format.
     """
-    groups = dense.view(len(dense), -1, how.group_size)
-    weights = energy.view(-1, how.group_size)
+    groups = dense.view(len(dense), -1, weight_format.group_size)
+    weights = energy.view(-1, weight_format.group_size)
     best, least = largest.clone(), torch.full(largest.shape, torch.inf, device=dense.device)
     for shrink in _SHRINK:
         scale = (largest.float() * shrink).to(largest.dtype)

@@ -22,7 +22,7 @@ from panscan.quantize.card import CardFacts, described_format, model_card
 from panscan.quantize.documents import CalibrationSource, DatasetSample, digest_of, load_calibration, load_documents
 from panscan.quantize.measure import Measurement, Steps, WeightsToMeasure, measure
 from panscan.quantize.partial import CARD_FILE, PartialCheckpoint, resolved_output
-from panscan.quantize.source import DenseCheckpoint, weight_format
+from panscan.quantize.source import DenseCheckpoint, choose_format
 from panscan.quantize.write import CheckpointWriter
 from panscan.settings import Settings, check_weight_kind
 
@@ -41,7 +41,7 @@ class QuantizeOptions:
         out: directory of the new checkpoint.
         kind: one of :data:`panscan.settings.WEIGHT_KINDS`.
         group_size: ``int4`` group size; None: the largest supported size that divides every matrix.
-        calibration: documents to calibrate ``int4`` on; without places, weights are rounded to nearest.
+        calibration: documents to calibrate ``int4`` on; without sources, weights are rounded to nearest.
         dataset: labelled questions to measure accuracy on; the size of ``calibration``'s sample limits them too.
         verify: whether to measure the result.
         overwrite: replace an existing checkpoint of this command.
@@ -66,7 +66,7 @@ class Quantized:
 
     Args:
         path: directory of the checkpoint.
-        how: format of its decoder matrices.
+        weight_format: format of its decoder matrices.
         dense_bytes: size of the dense checkpoint.
         bytes: size of the quantised checkpoint's weights.
         measurement: comparison with the dense model; None with ``verify=False``.
@@ -75,7 +75,7 @@ class Quantized:
     """
 
     path: Path
-    how: WeightFormat
+    weight_format: WeightFormat
     dense_bytes: int
     bytes: int
     measurement: Measurement | None
@@ -85,7 +85,7 @@ class Quantized:
     @property
     def described(self) -> str:
         """The format in words."""
-        return described_format(self.how)
+        return described_format(self.weight_format)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,27 +115,27 @@ def quantize_checkpoint(
     device = resolve_device(options.settings.device)
     source = DenseCheckpoint(options.settings.model, options.settings.revision)
     documents = _documents(options, source, on_problem, on_step)
-    how = weight_format(source, options.kind, options.group_size)
-    calibrated = bool(documents.calibration) and how.kind == "int4"
+    weight_format = choose_format(source, options.kind, options.group_size)
+    calibrated = bool(documents.calibration) and weight_format.kind == "int4"
     if calibrated:
         dtype = resolve_dtype("auto", device)
         check_prompt_memory(_lengths(documents.calibration, options.settings), source.files.config, dtype)
-    job = _job(source, how, documents, options, calibrated=calibrated)
+    job = _job(source, weight_format, documents, options, calibrated=calibrated)
     with PartialCheckpoint(out, job, overwrite=options.overwrite) as target:
-        writer = CheckpointWriter(source, how, target, on_step)
+        writer = CheckpointWriter(source, weight_format, target, on_step)
         target.check_space(writer.bytes)
         _write(writer, options, documents, device, calibrated=calibrated)
         found = None
         if options.verify:
-            found = _measured(options, how, target.path, documents, on_step, calibrated=calibrated)
+            found = _measured(options, weight_format, target.path, documents, on_step, calibrated=calibrated)
         size = sum(file.stat().st_size for file in target.path.glob("*.safetensors"))
         prompts = len(documents.calibration) if calibrated else 0
-        facts = CardFacts(options.settings.model, out.name, how, prompts)
+        facts = CardFacts(options.settings.model, out.name, weight_format, prompts)
         target.write_bytes(CARD_FILE, model_card(facts, (source.dense_bytes, size), found).encode())
         resumed = target.resumed
         target.publish()
     garbage = None if found is None else garbage_reason(found.rows[1], found.rows[0])
-    return Quantized(options.out, how, source.dense_bytes, size, found, resumed, garbage)
+    return Quantized(options.out, weight_format, source.dense_bytes, size, found, resumed, garbage)
 
 
 def _write(
@@ -160,7 +160,7 @@ def _documents(
     calibration: list[Item] = []
     held_out: list[Item] = []
     origin = Source()
-    if options.calibration.places:
+    if options.calibration.sources:
         if not source.reads_images:
             raise SettingError(f"--calibration: {source.name} does not read images; leave out --calibration")
         calibration, held_out, origin = load_calibration(options.calibration, on_problem, on_step)
@@ -180,14 +180,19 @@ def _lengths(items: list[Item], settings: Settings) -> list[int]:
 
 
 def _job(
-    source: DenseCheckpoint, how: WeightFormat, documents: _Documents, options: QuantizeOptions, *, calibrated: bool
+    source: DenseCheckpoint,
+    weight_format: WeightFormat,
+    documents: _Documents,
+    options: QuantizeOptions,
+    *,
+    calibrated: bool,
 ) -> dict[str, Any]:
     """Return what decides the contents of the weights' files."""
     job: dict[str, Any] = {
         "panscan": panscan.__version__,
         "weights": source.fingerprint(),
-        "quantization": how.kind,
-        "group_size": how.group_size if how.kind == "int4" else None,
+        "quantization": weight_format.kind,
+        "group_size": weight_format.group_size if weight_format.kind == "int4" else None,
         "calibration": None,
     }
     if calibrated:
@@ -199,7 +204,7 @@ def _job(
 
 
 def _measured(
-    options: QuantizeOptions, how: WeightFormat, path: Path, documents: _Documents, on_step: Steps,
+    options: QuantizeOptions, weight_format: WeightFormat, path: Path, documents: _Documents, on_step: Steps,
     *, calibrated: bool,
 ) -> Measurement:  # fmt: skip
     """Measure the checkpoint against the dense one, and beside round-to-nearest if it is calibrated."""
@@ -208,12 +213,14 @@ def _measured(
     dtype = resolve_dtype("auto", device)
     placement = Placement(device, dtype)
     method = "GPTQ" if calibrated else "rounded"
-    candidates = [WeightsToMeasure(f"{how.kind} ({method})", lambda: load_model(str(path), placement))]
+    candidates = [WeightsToMeasure(f"{weight_format.kind} ({method})", lambda: load_model(str(path), placement))]
     if calibrated:
 
         def load_rounded() -> Loaded:
-            return load_shard_of(settings.model, 0, 1, dtype, device, revision=settings.revision, how=how)[0]
+            return load_shard_of(
+                settings.model, 0, 1, dtype, device, revision=settings.revision, weight_format=weight_format
+            )[0]
 
-        candidates.append(WeightsToMeasure(f"{how.kind} (rounded)", load_rounded))
+        candidates.append(WeightsToMeasure(f"{weight_format.kind} (rounded)", load_rounded))
     dense = WeightsToMeasure("dense", lambda: load_model(settings.model, placement, revision=settings.revision))
     return measure(dense, candidates, settings, documents.measured, documents.measured_source, on_step)

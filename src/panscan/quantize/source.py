@@ -20,7 +20,7 @@ from panscan.linear.quantized import WeightFormat
 from panscan.model.checkpoint import CheckpointFiles, checkpoint_files
 from panscan.settings import GROUP_SIZES
 
-__all__ = ["DenseCheckpoint", "decoder_matrix", "weight_format"]
+__all__ = ["DenseCheckpoint", "choose_format", "decoder_matrix"]
 
 """Group sizes that kernels have, best first."""
 _MATRIX = re.compile(
@@ -161,7 +161,7 @@ class DenseCheckpoint:
             raise ModelError(f"{self.name}: {path.name} cannot be read: {error}: download it again") from error
 
 
-def weight_format(checkpoint: DenseCheckpoint, kind: str, group_size: int | None) -> WeightFormat:
+def choose_format(checkpoint: DenseCheckpoint, kind: str, group_size: int | None) -> WeightFormat:
     """Return the format of a checkpoint's decoder matrices.
 
     Args:

@@ -30,13 +30,13 @@ class CheckpointWriter:
 
     Args:
         source: the dense checkpoint.
-        how: format of its decoder matrices.
+        weight_format: format of its decoder matrices.
         target: directory of the files.
         on_step: called after each step.
     """
 
     source: DenseCheckpoint
-    how: WeightFormat
+    weight_format: WeightFormat
     target: PartialCheckpoint
     on_step: Steps
 
@@ -45,7 +45,7 @@ class CheckpointWriter:
         """Estimated bytes of the checkpoint's weights."""
         quantized = sum(prod(self.source.shape(tensor)) for layer in self.source.layers for tensor in layer.values())
         dense = self.source.bytes_of(tensor for names in self.source.other_shards for tensor in names)
-        bits = 4 + 16 / self.how.group_size if self.how.kind == "int4" else 8
+        bits = 4 + 16 / self.weight_format.group_size if self.weight_format.kind == "int4" else 8
         return dense + int(quantized * bits / 8)
 
     def write_dense(self) -> None:
@@ -62,7 +62,10 @@ class CheckpointWriter:
             if not self.target.has(self._layer_file(number)):
                 self._write_layer(
                     number,
-                    {name: rounded(self.source.read(tensor).to(device), self.how) for name, tensor in layer.items()},
+                    {
+                        name: rounded(self.source.read(tensor).to(device), self.weight_format)
+                        for name, tensor in layer.items()
+                    },
                 )
             self.on_step("quantising layers", number + 1, len(self.source.layers))
 
@@ -104,7 +107,7 @@ class CheckpointWriter:
         total = sum((self.target.path / name).stat().st_size for name in {*self._weight_map().values()})
         self.target.write_json(INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": self._weight_map()})
         config = json.loads(json.dumps(self.source.files.config))
-        config["quantization_config"] = quantization_config(self.how, calibrated=calibrated)
+        config["quantization_config"] = quantization_config(self.weight_format, calibrated=calibrated)
         self.target.write_json("config.json", config)
 
     def _calibrated(self, number: int, layer: Any, hessians: dict[str, torch.Tensor]) -> dict[str, QuantizedLinear]:
@@ -112,7 +115,7 @@ class CheckpointWriter:
         for name, tensor in self.source.layers[number].items():
             weight = layer.get_submodule(name).weight
             try:
-                found[name] = gptq(weight, hessians[name], self.how, scale_type=self.source.dtype(tensor))
+                found[name] = gptq(weight, hessians[name], self.weight_format, scale_type=self.source.dtype(tensor))
             except ValueError as error:
                 raise ModelError(f"{self.source.name}: layer {number}, {name}: {error}") from error
         return found
@@ -136,13 +139,13 @@ class CheckpointWriter:
         for name, tensor in self.source.layers[number].items():
             stem = tensor.removesuffix("weight")
             parts = {key.removeprefix(stem): values for key, values in tensors.items() if key.startswith(stem)}
-            found[name] = linear_of_parts(parts, self.how)
+            found[name] = linear_of_parts(parts, self.weight_format)
         return found
 
     def _weight_map(self) -> dict[str, str]:
         files = {name: self._file(number) for number, names in enumerate(self.source.other_shards) for name in names}
         parts = {"int4": ("weight_packed", "weight_scale", "weight_shape")}.get(
-            self.how.kind, ("weight", "weight_scale")
+            self.weight_format.kind, ("weight", "weight_scale")
         )
         for number, layer in enumerate(self.source.layers):
             for tensor in layer.values():

@@ -371,10 +371,10 @@ def verdict_lines(run: Run, cells: Sequence[str]) -> list[str]:
         quantized = any(loaded) or any(run.cells[cell].get("quantization") for cell in cells)
         weights = "weights (unquantised)" if quantized else "weights"
         seconds = sum(truth["seconds"] for truth in run.truths.values())
-        brought = all(truth["source"] == "reference" for truth in run.truths.values())
+        supplied = all(truth["source"] == "reference" for truth in run.truths.values())
         origin = (
             "--reference supplied the reference"
-            if brought
+            if supplied
             else f"Computing the reference took {seconds:,.1f} s, excluded from all timings"
         )
         lines.append(

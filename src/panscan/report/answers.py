@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from panscan.analysis.cells import MeasuredCell
-from panscan.analysis.significance import losses
+from panscan.analysis.significance import compare_with_baseline
 from panscan.records.quality import (
     Quality,
     accuracy_title,
@@ -185,7 +185,7 @@ def answers_of(run: Run, rows: Sequence[MeasuredCell], names: Mapping[str, str])
     if not scored:
         return None
     views = {row.cell: row.metrics.values["mean_views"] or 0.0 for row in scored}
-    compared = losses(run, [row.cell for row in scored], views.__getitem__)
+    compared = compare_with_baseline(run, [row.cell for row in scored], views.__getitem__)
     baseline, others = compared if compared is not None else (None, [])
     words = {each.cell: (each.word, each.text) for each in others}
     counted = "quality_metric" in run.header["settings"]

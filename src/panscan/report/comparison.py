@@ -22,7 +22,7 @@ def print_comparison(report: Report, console: Console) -> None:
     for line in report.head():
         print_line(console, line)
     blocks = [
-        [report.rows(at, place) for place in range(len(comparison.pairs))]
+        [report.rows(at, pair_index) for pair_index in range(len(comparison.pairs))]
         for at, comparison in enumerate(report.comparisons)
     ]
     every = [HEADINGS, *(row for block in blocks for rows in block for row in rows)]
@@ -33,18 +33,18 @@ def print_comparison(report: Report, console: Console) -> None:
             print_line(console, f"A and {report.name(at)}")
         for line in report.lines(at):
             print_line(console, line)
-        for place, rows in enumerate(block):
-            _cell(report, at, place, rows, widths, console)
+        for pair_index, rows in enumerate(block):
+            _cell(report, at, pair_index, rows, widths, console)
     console.print()
     for line in report.legend():
         print_line(console, line)
 
 
-def _cell(report: Report, at: int, place: int, rows: list[Row], widths: list[int], console: Console) -> None:
+def _cell(report: Report, at: int, pair_index: int, rows: list[Row], widths: list[int], console: Console) -> None:
     from rich.table import Table
 
-    verdict, differ = report.verdict(at, place)
-    line = safe_text(console, f"{report.title(at, place)}: {report.extent(at, place)}")
+    verdict, differ = report.verdict(at, pair_index)
+    line = safe_text(console, f"{report.title(at, pair_index)}: {report.extent(at, pair_index)}")
     if verdict:
         line.append(", verdict ").append(verdict, style="bold red" if differ else None)
     console.print()
@@ -69,11 +69,11 @@ def markdown_text(report: Report) -> str:
         parts.append(_list(report.lines(at)))
         headings = ("cell", "verdict", "metric", *_headings(report, at)[1:])
         lines = [_line(headings), _line(["---", "---", "---", "--:", "--:", "--:", "--:", "---"])]
-        for place in range(len(comparison.pairs)):
-            verdict, differ = report.verdict(at, place)
+        for pair_index in range(len(comparison.pairs)):
+            verdict, differ = report.verdict(at, pair_index)
             verdict = f"**{_plain(verdict)}**" if differ else verdict or "-"
-            first = [_plain(f"{report.title(at, place)}; {report.extent(at, place)}"), verdict]
-            for index, (*values, word) in enumerate(report.rows(at, place)):
+            first = [_plain(f"{report.title(at, pair_index)}; {report.extent(at, pair_index)}"), verdict]
+            for index, (*values, word) in enumerate(report.rows(at, pair_index)):
                 strong = f"**{word}**" if word in _STYLES else word
                 lines.append(_line([*(["", ""] if index else first), *map(_plain, values), strong]))
         parts.append("\n".join(lines))

@@ -370,13 +370,13 @@ def _draw_series(axes: Axes, panel: Panel, index: int, points: Sequence[Point], 
     """Draw a series from left to right, beside the others where they share ticks: no interval covers another."""
     aside = (index - (len(panel.series) - 1) / 2) * 0.04 if panel.kind == "steps" else 0.0
     look = _look(index, colours)
-    places = [point.at + aside for point in points]
-    axes.plot(places, [point.value.value or 0.0 for point in points], **look)
-    for number, (place, point) in enumerate(zip(places, points, strict=True)):
+    positions = [point.at + aside for point in points]
+    axes.plot(positions, [point.value.value or 0.0 for point in points], **look)
+    for number, (position, point) in enumerate(zip(positions, points, strict=True)):
         if point.value.low is not None and point.value.high is not None:
-            axes.plot((place, place), (point.value.low, point.value.high), color=look["color"], linewidth=1.2)
+            axes.plot((position, position), (point.value.low, point.value.high), color=look["color"], linewidth=1.2)
         axes.plot(
-            place, point.value.value or 0.0, markerfacecolor=colours["page"] if point.hollow else look["color"],
+            position, point.value.value or 0.0, markerfacecolor=colours["page"] if point.hollow else look["color"],
             clip_on=False, zorder=3, gid=f"{panel.name}-{index}-{number}", **_marker(index, colours),
         )  # fmt: skip
 
@@ -403,14 +403,14 @@ def _name_levels(axes: Axes, panel: Panel) -> None:
         top = point.value.value or 0.0 if point.value.high is None else point.value.high
         tops[point.name] = point.at, max(top, tops.get(point.name, (point.at, top))[1])
     taken: list[tuple[float, float]] = []
-    for name, place in tops.items():
-        x, y = axes.transData.transform(place)
+    for name, position in tops.items():
+        x, y = axes.transData.transform(position)
         room = 6.2 * len(_level_mark(name))
         if any(abs(x - other_x) < room and abs(y - other_y) < 14 for other_x, other_y in taken):
             continue
         taken.append((x, y))
         axes.annotate(
-            _level_mark(name), place, xytext=(0, 5), textcoords="offset points", ha="center", fontsize=_FONT - 2
+            _level_mark(name), position, xytext=(0, 5), textcoords="offset points", ha="center", fontsize=_FONT - 2
         )
 
 
@@ -464,13 +464,13 @@ def _name_points(axes: Axes, front: Front) -> None:
     """Write names or numbers beside the points where no other point or name is, the recommended one first."""
     every = len(front.points) <= MOST_NAMED
     named = [point for point in front.points if every or point.on_front or point.recommended]
-    places = dict(zip(named, axes.transData.transform([_place_of(point) for point in named]), strict=True))
+    positions = dict(zip(named, axes.transData.transform([_position_of(point) for point in named]), strict=True))
     taken = [
-        (x - 6, y - 6, x + 6, y + 6) for x, y in axes.transData.transform([_place_of(each) for each in front.points])
+        (x - 6, y - 6, x + 6, y + 6) for x, y in axes.transData.transform([_position_of(each) for each in front.points])
     ]
     right_edge = axes.transAxes.transform((1, 0))[0]
     for point in sorted(named, key=lambda each: not each.recommended):
-        (x, y), text = places[point], str(point.cell) if front.numbered else point.name
+        (x, y), text = positions[point], str(point.cell) if front.numbered else point.name
         width = 7.2 * len(text)
         for right, up in ((True, True), (False, True), (True, False), (False, False)):
             left, bottom = (x + 7 if right else x - 7 - width), (y + 5 if up else y - 5 - _FONT)
@@ -479,14 +479,14 @@ def _name_points(axes: Axes, front: Front) -> None:
                 continue
             taken.append(box)
             axes.annotate(
-                text, _place_of(point), xytext=(7 if right else -7, 5 if up else -5), textcoords="offset points",
+                text, _position_of(point), xytext=(7 if right else -7, 5 if up else -5), textcoords="offset points",
                 ha="left" if right else "right", va="bottom" if up else "top",
                 fontweight="bold" if point.recommended else "normal",
             )  # fmt: skip
             break
 
 
-def _place_of(point: FrontPoint) -> tuple[float, float]:
+def _position_of(point: FrontPoint) -> tuple[float, float]:
     return _speed(point), point.value.value or 0.0
 
 

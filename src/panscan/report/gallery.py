@@ -25,18 +25,18 @@ from panscan.report import draw
 from panscan.report.formatting import clean, percent, templates
 from panscan.settings import recorded_settings
 
-__all__ = ["Answer", "Asked", "Pictured", "Sighting", "pictures_of", "render_gallery"]
+__all__ = ["Answer", "CellViews", "GalleryEntry", "QuestionAnswers", "entries_of", "render_gallery"]
 
 _SHOWN = (460, 620)  # pixels, the largest width and height of an image
 _TILE = 192  # pixels, the largest side of a view
 _MOST = 200  # documents on a page
-_MOST_VIEWS = 8  # tiles of a sighting
+_MOST_VIEWS = 8  # tiles of an image
 _LONGEST_MARKED = 200  # characters of an answer in which differences are marked
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer of a cell (None: the request failed), and its score by the run's metric (None: it has none)."""
+    """A cell's answer (None: the request failed), and its score by the run's metric (None: not scored)."""
 
     cell: str
     text: str | None
@@ -45,8 +45,8 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One question about a document with its accepted answers."""
+class QuestionAnswers:
+    """One question about a document, its accepted answers, and the answer of each cell."""
 
     question: str
     expected: tuple[str, ...]
@@ -59,8 +59,8 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
-    """The views of an image that some cells' models saw.
+class CellViews:
+    """The views of an image, for cells with the same views.
 
     Args:
         cells: names of the cells.
@@ -80,22 +80,22 @@ class Sighting:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An image as a data URL, and what the model saw of it; empty for records that do not fit the image's views."""
+    """An image as a data URL, and its views by cell; empty if the records do not fit the image's views."""
 
     url: str
-    sightings: tuple[Sighting, ...]
+    cell_views: tuple[CellViews, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Pictured:
-    """One or more images that were asked about together (None: see :func:`_opened`)."""
+class GalleryEntry:
+    """A document of one or more images (None: see :func:`_opened`), with its questions."""
 
     name: str
     pictures: tuple[Picture | None, ...]
-    asked: tuple[Asked, ...]
+    questions: tuple[QuestionAnswers, ...]
 
 
-def pictures_of(run: Run) -> tuple[dict[str, str], list[Pictured]]:
+def entries_of(run: Run) -> tuple[dict[str, str], list[GalleryEntry]]:
     """Return the names of the cells by id, and every document with its questions, those on which cells differ first.
 
     Answers are those of the first repeat and replica.
@@ -119,8 +119,8 @@ def pictures_of(run: Run) -> tuple[dict[str, str], list[Pictured]]:
     for record in records:
         if "content" in record:
             by_document.setdefault(tuple(record["image"]), []).append(record)
-    found = [_pictured(run, names, group, cells, short) for names, group in by_document.items()]
-    found.sort(key=lambda one: not any(asked.differs for asked in one.asked))
+    found = [_entry(run, names, group, cells, short) for names, group in by_document.items()]
+    found.sort(key=lambda one: not any(each.differs for each in one.questions))
     return cells, found
 
 
@@ -138,18 +138,18 @@ def _short_names(names: Collection[str]) -> dict[str, str]:
     return {name: relpath(name, shared) for name in files} if shared != "." else {}
 
 
-def _pictured(
+def _entry(
     run: Run, names: tuple[str, ...], group: Sequence[Record], cells: Mapping[str, str], short: Mapping[str, str]
-) -> Pictured:
+) -> GalleryEntry:
     by_question: dict[tuple[str, tuple[str, ...]], dict[str, Answer]] = {}
     for record in group:  # a dataset may ask the same words twice, with other answers
         question = (record["content"]["prompt"], tuple(record["content"]["answers"]))
         by_question.setdefault(question, {}).setdefault(record["cell"], _answer(record, metric_of(run)))
-    asked = [
-        Asked(question, expected, tuple(answers[cell] for cell in cells if cell in answers))
+    questions = [
+        QuestionAnswers(question, expected, tuple(answers[cell] for cell in cells if cell in answers))
         for (question, expected), answers in by_question.items()
     ]
-    asked.sort(key=lambda one: not one.differs)
+    questions.sort(key=lambda one: not one.differs)
     sizes = group[0].get("image_size") or [None] * len(names)
     called = [
         f"{short.get(name, name)} ({size[0]} x {size[1]})" if size else short.get(name, name)
@@ -159,7 +159,7 @@ def _pictured(
     images = [_opened(name, digest) for name, digest in zip(names, digests, strict=True)]
     views = {record["cell"]: record["views"] for record in group if record["error"] is None}
     pictures = _pictures(run, images, views, cells)
-    return Pictured(", ".join(called) or "without an image", pictures, tuple(asked))
+    return GalleryEntry(", ".join(called) or "without an image", pictures, tuple(questions))
 
 
 def _answer(record: Record, metric: str) -> Answer:
@@ -213,15 +213,15 @@ def _picture(
     most = max(by_plan, key=lambda plan: plan.crops, default=None)
     if most is not None:
         _outline(shown, most)
-    sightings = tuple(
-        Sighting(
+    cell_views = tuple(
+        CellViews(
             tuple(names[cell] for cell in cells),
             tuple(_tile(image, plan, index, _side(run, cells[0])) for index in range(len(plan.views))[:_MOST_VIEWS]),
             max(0, len(plan.views) - _MOST_VIEWS),
         )
         for plan, cells in sorted(by_plan.items(), key=lambda each: each[0].crops)
     )
-    return Picture(_data_url(shown), sightings)
+    return Picture(_data_url(shown), cell_views)
 
 
 def _outline(shown: Image.Image, plan: ViewPlan) -> None:
@@ -274,9 +274,9 @@ def render_gallery(run: Run) -> str:
     """Return one HTML page with its images embedded; at most 200 documents.
 
     Raises:
-        RecordsError: see :func:`pictures_of`.
+        RecordsError: see :func:`entries_of`.
     """
-    cells, found = pictures_of(run)
+    cells, found = entries_of(run)
     environment = templates()
     environment.filters.update(count=count, percent=percent)
     return environment.get_template("gallery.html.j2").render(
@@ -292,11 +292,11 @@ def render_gallery(run: Run) -> str:
     )
 
 
-def _totals(cells: dict[str, str], found: Sequence[Pictured]) -> list[tuple[str, float | None, int, float]]:
+def _totals(cells: dict[str, str], found: Sequence[GalleryEntry]) -> list[tuple[str, float | None, int, float]]:
     """Return (cell, mean score, scored questions, mean views) of each cell."""
     totals: list[tuple[str, float | None, int, float]] = []
     for cell in cells:
-        answers = [a for one in found for asked in one.asked for a in asked.answers if a.cell == cell]
+        answers = [a for one in found for each in one.questions for a in each.answers if a.cell == cell]
         scores = [answer.score for answer in answers if answer.score is not None]
         mean = sum(scores) / len(scores) if scores else None
         totals.append((cell, mean, len(scores), sum(answer.views for answer in answers) / max(1, len(answers))))

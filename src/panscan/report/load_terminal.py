@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from panscan.analysis.cells import decimals, number_text
+from panscan.analysis.cells import decimal_places, number_text
 from panscan.analysis.levels import VERIFY_HINT
 from panscan.report.charts import Panel, Series
 from panscan.report.formatting import print_line, safe_text
@@ -93,7 +93,7 @@ def _with_half(row: LevelRow) -> str:
         return value.text
     if value.high - value.low > value.value:  # too wide and lopsided for a half
         return value.whole
-    return f"{value.text}±{(value.high - value.low) / 2:,.{decimals(value.value)}f}"
+    return f"{value.text}±{(value.high - value.low) / 2:,.{decimal_places(value.value)}f}"
 
 
 def _latencies(facts: LoadReport) -> tuple[list[str], list[list[str]], int]:

@@ -16,9 +16,9 @@ from panscan.analysis.cells import (
     count,
     measured_rows,
     memory_metric,
-    short,
+    shared_settings,
+    short_name,
     speedup_lines,
-    telling,
     unmeasured,
 )
 from panscan.analysis.floors import Floor, floor_of, ratios
@@ -165,7 +165,7 @@ def report_data_of(run: Run) -> ReportData:
     advice, no_advice, compared = _advice(run, cells, names)
     best = None if advice is None else advice.cell.number
     qualities = {cell.cell: cell.quality for cell in cells}
-    settings = [row.told for row in rows] or list(run.cells.values())
+    settings = [row.display_settings for row in rows] or list(run.cells.values())
     return ReportData(
         run_id=clean(run.header["run_id"]),
         models=tuple(definitions.model_names(run)),
@@ -214,9 +214,9 @@ def _dataset(run: Run) -> str:
 
 def _constant(cells: Sequence[Mapping[str, Any]]) -> str:
     """The settings that are alike; those of crops mean nothing in a cell without any."""
-    every, crops = telling(cells), {}
+    every, crops = shared_settings(cells), {}
     if not all(cell.get("do_pan_and_scan", True) for cell in cells):
-        crops = {name: every.pop(name) for name in list(every) if short(name) != name}
+        crops = {name: every.pop(name) for name in list(every) if short_name(name) != name}
     return "; ".join(filter(None, (label(every), f"{label(crops)} with pan and scan" if crops else "")))
 
 

@@ -11,20 +11,20 @@ from panscan.analysis.cells import (
     Sweep,
     alias_lines,
     count,
-    decimals,
+    decimal_places,
     measured_rows,
     memory_metric,
     number_text,
+    shared_settings,
     speed,
     speedup_lines,
     sweeps,
-    telling,
     unmeasured,
 )
 from panscan.analysis.quantization import tradeoff_table
 from panscan.analysis.recommend import recommend
 from panscan.analysis.setting_words import label, setting_title, shown
-from panscan.analysis.significance import losses
+from panscan.analysis.significance import compare_with_baseline
 from panscan.analysis.task_cost import TITLE, cost_lines, costs_of_cells
 from panscan.core import RecordsError
 from panscan.quality.datasets import facts_of_header
@@ -62,7 +62,7 @@ def print_summary(run: Run, console: Console) -> None:
         print_load_summary(load_report_of(run), console)
         return
     rows, names = measured_rows(run), cell_names(run)
-    constant = telling([row.told for row in rows] or list(run.cells.values()))
+    constant = shared_settings([row.display_settings for row in rows] or list(run.cells.values()))
     if constant:
         print_line(console, label(constant))
     if rows:
@@ -197,7 +197,7 @@ def _answers(run: Run, rows: Sequence[MeasuredCell], names: Mapping[str, str]) -
     empty = sum(empty_answers(run, row.cell) for row in rows)
     lines += [f"{count(empty, 'empty answer')} ({'it counts' if empty == 1 else 'they count'} as wrong)."] * bool(empty)
     lines += cost_lines({cell: cost for cell, cost in costs_of_cells(run).items() if cell in views})
-    compared = losses(run, list(views), views.__getitem__)
+    compared = compare_with_baseline(run, list(views), views.__getitem__)
     if compared is None:
         return lines
     baseline, others = compared
@@ -211,7 +211,7 @@ def _throughput(metrics: Metrics) -> str:
         return number_text(value)
     if interval[1] - interval[0] > value:  # too wide and lopsided for a half
         return f"{number_text(value)} ({number_text(interval[0])}-{number_text(interval[1])})"
-    return f"{number_text(value)}±{(interval[1] - interval[0]) / 2:,.{decimals(value)}f}"
+    return f"{number_text(value)}±{(interval[1] - interval[0]) / 2:,.{decimal_places(value)}f}"
 
 
 def _marked(metrics: Metrics, name: str) -> str:

@@ -33,7 +33,7 @@ class DeviceClock:
         self._zero = now()
 
     def mark(self) -> int:
-        """Marks this moment; returns its place in :meth:`read`."""
+        """Record a time mark; return its index in :meth:`read`."""
         if self._events:
             self._marks.append(self._event())
         else:

@@ -20,7 +20,7 @@ from panscan.images.views import plan_views
 from panscan.model.checkpoint import Loaded, Reader, checkpoint_source, ready_model, refuse_downloaded_kernels
 from panscan.model.config import generation_config
 from panscan.model.hub_errors import friendly_errors, quiet_transformers
-from panscan.model.inputs import Prepared, Read, plan_request
+from panscan.model.inputs import DecodedRequest, Prepared, plan_request
 from panscan.model.machine import resolve_device, resolve_dtype
 from panscan.model.prompt import Prompt, PromptWriter, conversation
 from panscan.model.tokenizer import tokenizer_for
@@ -138,11 +138,11 @@ class Gemma3nRunner(GenerateRunner):
         runner.configure(settings)
         return runner
 
-    def _prepare(self, read: Read) -> Prepared:
+    def _prepare(self, read: DecodedRequest) -> Prepared:
         return _prepared(read, self.loaded)
 
 
-def _prepared(read: Read, loaded: Loaded) -> Prepared:
+def _prepared(read: DecodedRequest, loaded: Loaded) -> Prepared:
     """Write the prompt and compute the pixels of one request, with the checkpoint's own processor.
 
     Raises:

@@ -13,7 +13,7 @@ from panscan.core import Request, Result, Sampling, SettingError, Stamps, now
 from panscan.core.request import request_list
 from panscan.engine.detokenizer import Detokenizer
 from panscan.model.checkpoint import Loaded
-from panscan.model.inputs import Prepared, Read, collate, count_views, prepare, read_images
+from panscan.model.inputs import DecodedRequest, Prepared, collate, count_views, prepare, read_images
 from panscan.model.load import load_for
 from panscan.model.machine import release_memory
 from panscan.model.observation import ForcedTokens, Observation
@@ -212,7 +212,7 @@ class GenerateRunner:
         """Next-token distributions of one batch along given tokens, through this runner's own path."""
         return observe(self.loaded, self.settings, batch, forced)
 
-    def _prepare(self, read: Read) -> Prepared:
+    def _prepare(self, read: DecodedRequest) -> Prepared:
         loaded, on_device = self.loaded, self.settings.preprocess == "device"
         return prepare(read, loaded.reader, loaded.device, loaded.dtype, on_device=on_device)
 

@@ -65,7 +65,7 @@ class GenerateBatchRunner(GenerateRunner):
 
     def observe(self, batch: Sequence[Request], forced: Sequence[ForcedTokens]) -> list[Observation]:
         """Not here. Raises UnsupportedError."""
-        raise UnsupportedError("generate_batch() offers no place to look at its logits")
+        raise UnsupportedError("generate_batch() does not expose its logits")
 
 
 def _cache_for(lengths: Sequence[int], sampling: Sampling) -> ContinuousBatchingConfig:

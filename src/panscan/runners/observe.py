@@ -18,19 +18,19 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from panscan.core import Request
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import Prepared, collate, prepare, read_images
-from panscan.model.observation import ForcedTokens, Observation, image_places
+from panscan.model.observation import ForcedTokens, Observation, sample_image_positions
 from panscan.settings import Settings
 
-__all__ = ["Watch", "observe", "watched_config"]
+__all__ = ["ObservationRecorder", "observation_config", "observe"]
 
 
-def watched_config(loaded: Loaded, settings: Settings) -> GenerationConfig:
-    """What ``generate()`` is told while it is watched: nothing that changes scores, and the cell's own cache size."""
+def observation_config(loaded: Loaded, settings: Settings) -> GenerationConfig:
+    """Return the generation config of an observed call: nothing that changes scores, and the cell's own cache size."""
     config = GenerationConfig(
         max_new_tokens=settings.max_new_tokens,
         do_sample=False,
         pad_token_id=loaded.model.generation_config.pad_token_id,
-        eos_token_id=loaded.model.config.get_text_config().vocab_size,  # never comes up: the watch ends the answer
+        eos_token_id=loaded.model.config.get_text_config().vocab_size,  # never chosen: the recorder ends the answer
         prefill_chunk_size=settings.prefill_chunk_size,
     )
     if settings.cache != "dynamic":
@@ -39,14 +39,14 @@ def watched_config(loaded: Loaded, settings: Settings) -> GenerationConfig:
 
 
 @dataclass
-class Watch:
+class ObservationRecorder:
     """Records logits and hidden states of one ``generate()`` call, and chooses its tokens.
 
     Args:
         loaded: the model that is called.
-        forced: one per row of the batch.
-        padding: tokens on the left of each row.
-        hidden_only: no logits at the places, which may be many.
+        forced: forced tokens of each row of the batch.
+        padding: number of padding tokens on the left of each row.
+        hidden_only: compute no logits at the prompt positions, of which there may be many.
         keep_hidden: keep final hidden states of every step too. Not for compiled models or prompts of several passes.
     """
 
@@ -57,13 +57,13 @@ class Watch:
     hidden_only: bool = False
     _chosen: list[list[int]] = field(init=False)
     _scores: list[torch.Tensor] = field(default_factory=list)
-    _places: list[list[torch.Tensor]] = field(init=False)
+    _at_positions: list[list[torch.Tensor]] = field(init=False)
     _last: list[torch.Tensor] = field(default_factory=list)
     _seen: int = 0
 
     def __post_init__(self) -> None:
         self._chosen = [[] for _ in self.forced]
-        self._places = [[] for _ in self.forced]
+        self._at_positions = [[] for _ in self.forced]
         self._own = self.loaded.model.generation_config
         self._suppressed = self._own.suppress_tokens or []
 
@@ -87,16 +87,16 @@ class Watch:
         }
 
     def observations(self) -> list[Observation]:
-        """What was seen, row by row."""
+        """Return what was recorded, by row."""
         return [self._observation(row) for row in range(len(self.forced))]
 
     def _forward(self, _module: Any, _inputs: Any, output: Any) -> None:
-        """A prompt may come in several passes, and each brings its own positions."""
+        """Record the observed positions of one forward pass; a prompt may take several."""
         hidden = output[0]
         passed = range(self._seen, self._seen + hidden.shape[1])
         for row, (forced_tokens, pad) in enumerate(zip(self.forced, self.padding, strict=True)):
-            inside = [place + pad - self._seen for place in forced_tokens.places if place + pad in passed]
-            self._places[row].append(hidden[row, inside])
+            inside = [position + pad - self._seen for position in forced_tokens.positions if position + pad in passed]
+            self._at_positions[row].append(hidden[row, inside])
         self._seen += hidden.shape[1]
         if self.keep_hidden:
             self._last.append(hidden[:, -1].float().cpu())
@@ -134,9 +134,9 @@ class Watch:
     def _observation(self, row: int) -> Observation:
         tokens = self._chosen[row]
         answer = torch.stack([scores[row] for scores in self._scores[: len(tokens)]])
-        found = Observation(tokens, self.forced[row].places, answer)
-        if self.forced[row].places:
-            hidden = torch.cat(self._places[row])
+        found = Observation(tokens, self.forced[row].positions, answer)
+        if self.forced[row].positions:
+            hidden = torch.cat(self._at_positions[row])
             found.image_hidden = hidden.float().cpu()
             if not self.hidden_only:
                 found.image = self.loaded.model.get_output_embeddings()(hidden).float().cpu()
@@ -154,37 +154,37 @@ def observe(
     *,
     steps: int = 0,
     dtype: torch.dtype | None = None,
-    behind: Sequence[Sequence[int]] | None = None,
+    suffixes: Sequence[Sequence[int]] | None = None,
 ) -> list[Observation]:
-    """Watch one ``generate()`` call.
+    """Return observations of one ``generate()`` call.
 
     Args:
-        loaded: the model, its attention and compilation as they should be.
+        loaded: the model, with attention and compilation already set.
         settings: cache, padding, preprocessing and chunking of the call.
         batch: requests of one batch.
-        forced: the tokens of each answer. None: the model's own greedy tokens, up to ``steps``, with hidden states, at
-            some positions of images.
-        steps: tokens at most, where none are forced.
-        dtype: of the pixels; the model's own if None.
-        behind: tokens to put behind each prompt, so that their positions are places of one prefill; the places then
-            have hidden states and no logits.
+        forced: the tokens of each answer. None: the model's own greedy tokens, up to ``steps``, with hidden states
+            and a sample of image positions.
+        steps: maximum number of tokens, if ``forced`` is None.
+        dtype: dtype of the pixels; None: the model's own.
+        suffixes: tokens to append to each prompt, so that one prefill covers their positions, which then have hidden
+            states and no logits.
     """
     on_device = settings.preprocess == "device"
     prepared = [
         prepare(read_images(item), loaded.reader, loaded.device, dtype or loaded.dtype, on_device=on_device)
         for item in batch
     ]
-    for item, tokens in zip(prepared, behind or (), strict=False):
+    for item, tokens in zip(prepared, suffixes or (), strict=False):
         item.prompt = replace(item.prompt, ids=[*item.prompt.ids, *tokens])
     keep_hidden = forced is None
     if forced is None:
         forced = [_own_tokens(item, loaded, steps) for item in prepared]
     inputs = collate(prepared, loaded, settings.pad_to_multiple_of)
     padding = [inputs["input_ids"].shape[1] - len(item.prompt.ids) for item in prepared]
-    with Watch(loaded, forced, padding, keep_hidden, hidden_only=behind is not None) as watch:
-        loaded.model.generate(**inputs, **watch.arguments(), generation_config=watched_config(loaded, settings))
-        return watch.observations()
+    with ObservationRecorder(loaded, forced, padding, keep_hidden, hidden_only=suffixes is not None) as recorder:
+        loaded.model.generate(**inputs, **recorder.arguments(), generation_config=observation_config(loaded, settings))
+        return recorder.observations()
 
 
 def _own_tokens(item: Prepared, loaded: Loaded, steps: int) -> ForcedTokens:
-    return ForcedTokens(None, image_places(item.prompt.ids, loaded.reader.prompts.soft_id), steps)
+    return ForcedTokens(None, sample_image_positions(item.prompt.ids, loaded.reader.prompts.soft_id), steps)

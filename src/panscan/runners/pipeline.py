@@ -16,12 +16,12 @@ from transformers import GenerationConfig, StoppingCriteriaList, pipeline
 from panscan.core import Request, Result, SettingError, Stamps, UnsupportedError, now
 from panscan.images.views import plan_views
 from panscan.model.checkpoint import Loaded
-from panscan.model.inputs import Prepared, Read, read_images
+from panscan.model.inputs import DecodedRequest, Prepared, read_images
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.prompt import conversation
 from panscan.runners.clock import DeviceClock, TokenClock
 from panscan.runners.generate import GenerateRunner, finished, generation_config, one_sampling
-from panscan.runners.observe import Watch, watched_config
+from panscan.runners.observe import ObservationRecorder, observation_config
 from panscan.settings import Settings
 
 __all__ = ["PipelineRunner"]
@@ -53,12 +53,12 @@ class PipelineRunner(GenerateRunner):
         """Each request in its own call."""
         found = []
         for request, forced_tokens in zip(batch, forced, strict=True):
-            with Watch(self.loaded, [forced_tokens], [0]) as watch:
-                self._call(read_images(request), watched_config(self.loaded, self.settings), watch.arguments())
-                found += watch.observations()
+            with ObservationRecorder(self.loaded, [forced_tokens], [0]) as recorder:
+                self._call(read_images(request), observation_config(self.loaded, self.settings), recorder.arguments())
+                found += recorder.observations()
         return found
 
-    def _call(self, read: Read, config: GenerationConfig, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _call(self, read: DecodedRequest, config: GenerationConfig, arguments: dict[str, Any]) -> dict[str, Any]:
         """One answer of the pipeline.
 
         Raises:
@@ -100,7 +100,7 @@ class PipelineRunner(GenerateRunner):
         return finished(Prepared(request, plans, prompt, None), row, stamps, steps, self.loaded)
 
 
-def _chat(read: Read) -> list[dict[str, Any]]:
+def _chat(read: DecodedRequest) -> list[dict[str, Any]]:
     """The conversation with its images in place.
 
     Raises:

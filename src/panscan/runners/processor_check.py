@@ -18,7 +18,7 @@ from panscan.core import PanAndScan, Request
 from panscan.images.pixels import pixels_pil
 from panscan.images.views import ViewPlan
 from panscan.model.checkpoint import Reader
-from panscan.model.inputs import Read, plan_request, read_images
+from panscan.model.inputs import DecodedRequest, plan_request, read_images
 from panscan.model.prompt import conversation
 
 __all__ = ["CHECKED_REQUESTS", "check_inputs"]
@@ -61,7 +61,7 @@ def _record(requests: int, views: int, difference: str | None, notes: Sequence[s
     return {"requests": requests, "views": views, "difference": difference, "note": "; ".join(notes)}
 
 
-def _difference(reader: Reader, read: Read) -> tuple[str | None, int]:
+def _difference(reader: Reader, read: DecodedRequest) -> tuple[str | None, int]:
     """The first difference of one request, if any, and the views that were compared."""
     plans, prompt = plan_request(read, reader)
     settings, count = read.request.pan_and_scan, 0
@@ -100,7 +100,7 @@ def _box(crop: Any, width: int) -> tuple[int, int, int, int]:
     return left, top, right + 1, bottom + 1
 
 
-def _id_difference(reader: Reader, read: Read, ours: Sequence[int]) -> str | None:
+def _id_difference(reader: Reader, read: DecodedRequest, ours: Sequence[int]) -> str | None:
     request = read.request
     if request.raw:
         assert request.prompt is not None  # Request holds this for raw prompts

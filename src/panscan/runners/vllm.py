@@ -22,7 +22,7 @@ from typing import Any
 from panscan.core import PanscanError, Request, Result, SettingError, Stamps, UnsupportedError, now
 from panscan.model.bundled import bundled_directory
 from panscan.model.checkpoint import load_outline
-from panscan.model.inputs import Read, plan_request, read_images
+from panscan.model.inputs import DecodedRequest, plan_request, read_images
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.random_weights import write_shape
@@ -157,7 +157,7 @@ class VllmRunner:
         if not any(self._llm.reset_prefix_cache() for _ in range(_RESET_TRIES)):
             raise PanscanError("vLLM did not empty its prefix cache: blocks are still in use")
 
-    def _prompt(self, read: Read, answer: Sequence[int] = ()) -> dict[str, Any]:
+    def _prompt(self, read: DecodedRequest, answer: Sequence[int] = ()) -> dict[str, Any]:
         """A request as vLLM takes it."""
         if read.request.pan_and_scan != self.settings.pan_and_scan:
             raise SettingError("runner vllm: all requests must have the runner's pan-and-scan settings")

@@ -151,16 +151,16 @@ def observation_of(
     """What vLLM's ``prompt_logprobs`` of a prompt with the answer behind it show.
 
     Args:
-        forced_tokens: places of the prompt that are wanted.
+        forced_tokens: prompt positions to return.
         answer: the tokens behind the prompt.
         prompt_tokens: without the answer.
         rows: of each position the distribution that its own token was drawn from; the first has none.
         vocabulary: rows of the embedding.
     """
     at_answer = range(prompt_tokens, prompt_tokens + len(answer))
-    found = Observation(list(answer), forced_tokens.places, _known(rows, at_answer, vocabulary), likeliest=LIKELIEST)
-    if forced_tokens.places:
-        found.image = _known(rows, [place + 1 for place in forced_tokens.places], vocabulary)
+    found = Observation(list(answer), forced_tokens.positions, _known(rows, at_answer, vocabulary), likeliest=LIKELIEST)
+    if forced_tokens.positions:
+        found.image = _known(rows, [position + 1 for position in forced_tokens.positions], vocabulary)
     return found
 
 
@@ -168,8 +168,8 @@ def _known(rows: Sequence[LogprobRow | None], at: Sequence[int], vocabulary: int
     """Log-probabilities float32 ``[len(at), vocabulary]``, NaN where there is none. vLLM's own NaN become -inf: they
     are no answer, and must not pass for unknown."""
     found = torch.full((len(at), vocabulary), math.nan)
-    for index, place in enumerate(at):
-        row = rows[place] or {}
+    for index, position in enumerate(at):
+        row = rows[position] or {}
         values = [-math.inf if math.isnan(each.logprob) else each.logprob for each in row.values()]
         found[index, list(row)] = torch.tensor(values)
     return found

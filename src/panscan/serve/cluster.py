@@ -299,9 +299,9 @@ def _keys_of(source: str | None) -> ApiKeys:
     """
     if source is None:
         return ApiKeys()
-    kind, _, place = source.partition(":")
+    kind, _, name = source.partition(":")
     if kind == "file":
-        return ApiKeys.of(read_api_keys(Path(place)))
-    if kind == "env" and os.environ.get(place):
-        return ApiKeys.of(os.environ[place].split())
+        return ApiKeys.of(read_api_keys(Path(name)))
+    if kind == "env" and os.environ.get(name):
+        return ApiKeys.of(os.environ[name].split())
     raise SettingError(f"args: api_keys: expected file:PATH, or env:NAME of a variable that is set, got {source!r}")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ClusterEngine"]
 
-_REPLICAS = Range(whole=True, least=1, most=1024)
+_REPLICAS = Range(integer=True, ge=1, le=1024)
 _ATTEMPTS = 3  # attempts per request, so that a request that kills its replica fails eventually
 _TOKENS_PER_VIEW = 256
 _AHEAD = 8  # requests per replica that are decoded while others compute
@@ -68,7 +68,7 @@ class ClusterEngine:
         self._max_concurrency = settings.max_concurrency
         self._stack = ExitStack()
         self._numbers = count()
-        self._flying: dict[int, _InFlight] = {}
+        self._inflight: dict[int, _InFlight] = {}
         self._waiting: deque[_InFlight] = deque()
         self._suspects: deque[_InFlight] = deque()
         self._finished: deque[tuple[int, Result]] = deque()
@@ -118,7 +118,7 @@ class ClusterEngine:
         """
         if max_concurrency is not None:
             RANGES["max_concurrency"].check("max_concurrency", max_concurrency)
-        if self._flying:
+        if self._inflight:
             raise EngineError("another iterator over results is open: close it first")
         return self._results(requests, max_concurrency or self._max_concurrency or self._replicas * self._most)
 
@@ -138,34 +138,34 @@ class ClusterEngine:
         source = enumerate(requests)
         try:
             while True:
-                for index, request in islice(source, most - len(self._flying)):
+                for index, request in islice(source, most - len(self._inflight)):
                     self._accept(index, request)
-                if not self._flying:
+                if not self._inflight:
                     return
                 self._place()
                 while not self._finished:
                     self._fleet.turn()
                     self._place()
                 index, result = self._finished.popleft()
-                del self._flying[index]
+                del self._inflight[index]
                 yield index, result
         finally:
             self._cancel()
 
     def _accept(self, index: int, request: Request) -> None:
         flight = _InFlight(index, str(next(self._numbers)), request, _work(request), now())
-        self._flying[index] = flight
+        self._inflight[index] = flight
         self._waiting.append(flight)
 
     def _cancel(self) -> None:
         """Cancel the requests in flight. Their replies are ignored."""
         import ray
 
-        for flight in self._flying.values():
+        for flight in self._inflight.values():
             if flight.ref is not None:
                 with suppress(ValueError):  # the call has ended
                     ray.cancel(flight.ref)
-        for queue in (self._flying, self._waiting, self._suspects, self._finished):
+        for queue in (self._inflight, self._waiting, self._suspects, self._finished):
             queue.clear()
 
     def _place(self) -> None:
@@ -204,7 +204,7 @@ class ClusterEngine:
         lost = isinstance(error, ReplicaLostError)
         if lost:
             self._fleet.lose(replica, str(error))
-        if self._flying.get(flight.index) is not flight:
+        if self._inflight.get(flight.index) is not flight:
             return  # cancelled
         if lost:
             self._retry(flight)

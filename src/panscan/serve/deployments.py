@@ -25,7 +25,7 @@ APP = "panscan"
 CreateApp = Callable[[ServeOptions, ServeBackend], Any]
 
 _RETRY_SECONDS = 2.0  # between attempts to reach the first replica
-_REPLICAS = Range(whole=True, least=1, most=1024)
+_REPLICAS = Range(integer=True, ge=1, le=1024)
 _HTTP_REQUESTS = 65_536  # concurrent requests on the ingress; far above the queue bound, which returns 429
 _QUERIES = 16  # calls to a replica besides requests: token counts, statistics
 _STARTS = 1  # failed starts until the deployment fails: a model that cannot be loaded fails at once

@@ -75,7 +75,7 @@ class EngineProcess:
     def __init__(self, settings: Settings, *, max_queued_requests: int) -> None:
         self._settings, self._max_queued = settings, max_queued_requests
         self._child: _Child | None = None
-        self._flying: dict[str, _InFlight] = {}
+        self._inflight: dict[str, _InFlight] = {}
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._numbers = count()
         self._ready = asyncio.Event()
@@ -126,10 +126,10 @@ class EngineProcess:
         if self.failed.is_set() or self._closed or self._info is None:
             raise EngineError("the engine is not running")
         most = self._info.max_concurrency + self._max_queued
-        if len(self._flying) >= most:
+        if len(self._inflight) >= most:
             raise QueueFullError(f"{most} requests are running or waiting (--max-queued-requests {self._max_queued})")
         flight = _InFlight(request, Stream(request.id, lambda: self._cancel(request.id)), stream)
-        self._flying[request.id] = flight
+        self._inflight[request.id] = flight
         if self.ready:
             self._send(flight)
         return flight.stream
@@ -165,7 +165,7 @@ class EngineProcess:
         ready = await opened
         self._info = ready.info
         self._ready.set()
-        for flight in list(self._flying.values()):
+        for flight in list(self._inflight.values()):
             self._send(flight)
 
     def _take(self, child: _Child, messages: list[Any] | str, opened: asyncio.Future[EngineReady]) -> None:
@@ -187,7 +187,7 @@ class EngineProcess:
                 self._deliver(message)
             case Ended():
                 self._deaths = 0
-                if (flight := self._flying.pop(message.id, None)) is not None:
+                if (flight := self._inflight.pop(message.id, None)) is not None:
                     flight.end(message.result)
             case QueryAnswer():
                 if (answer := self._answers.pop(message.number, None)) is not None and not answer.done():
@@ -199,7 +199,7 @@ class EngineProcess:
 
     def _deliver(self, message: Events) -> None:
         for id, event in message.events:
-            if (flight := self._flying.get(id)) is not None:
+            if (flight := self._inflight.get(id)) is not None:
                 flight.stream.on_event(event)
 
     def _send(self, flight: _InFlight) -> None:
@@ -208,13 +208,13 @@ class EngineProcess:
         self._child.send(Submit(flight.request, flight.streams))
 
     def _cancel(self, id: str) -> None:
-        if (flight := self._flying.get(id)) is None:
+        if (flight := self._inflight.get(id)) is None:
             return
         flight.cancelled = True
         if self.ready and self._child is not None:
             self._child.send(Cancel(id))
         else:  # it waits for a process
-            del self._flying[id]
+            del self._inflight[id]
             flight.fail(None)
 
     def _lose(self, reason: str) -> None:
@@ -227,12 +227,12 @@ class EngineProcess:
             if not answer.done():
                 answer.set_exception(error)
         self._answers.clear()
-        for id, flight in list(self._flying.items()):
+        for id, flight in list(self._inflight.items()):
             if flight.cancelled:
-                del self._flying[id]
+                del self._inflight[id]
                 flight.fail(None)
             elif flight.streams or flight.attempts >= _ATTEMPTS:
-                del self._flying[id]
+                del self._inflight[id]
                 flight.fail(error)
             else:
                 self._retried += 1
@@ -255,9 +255,9 @@ class EngineProcess:
         self.failed.set()
 
     def _end_all(self, error: EngineError) -> None:
-        for flight in self._flying.values():
+        for flight in self._inflight.values():
             flight.fail(error)
-        self._flying.clear()
+        self._inflight.clear()
 
     async def _ask(self, query: Query, seconds: float = _QUERY_SECONDS) -> Any:
         if not self.ready or self._child is None:

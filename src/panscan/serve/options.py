@@ -16,16 +16,16 @@ from panscan.settings import Settings
 __all__ = ["ROUTING", "SERVE_RANGES", "ApiKeys", "ServeOptions", "read_api_keys"]
 
 SERVE_RANGES = {
-    "port": Range(whole=True, least=0, most=65_535, note="0 takes a free port"),
-    "max_body_mb": Range(above=0, most=4096),
-    "max_images": Range(whole=True, least=0, most=10_000),
-    "max_pages": Range(whole=True, least=1, most=1_000_000),
-    "max_pixels": Range(whole=True, least=1, most=MAX_PIXELS),
-    "max_output_tokens": Range(whole=True, least=1, most=2**20),
-    "max_choices": Range(whole=True, least=1, most=128),
-    "max_queued_requests": Range(whole=True, least=0, most=1_000_000),
-    "request_timeout": Range(above=0, most=86_400, note="seconds"),
-    "drain_timeout": Range(least=0, most=86_400, note="seconds"),
+    "port": Range(integer=True, ge=0, le=65_535, note="0 takes a free port"),
+    "max_body_mb": Range(gt=0, le=4096),
+    "max_images": Range(integer=True, ge=0, le=10_000),
+    "max_pages": Range(integer=True, ge=1, le=1_000_000),
+    "max_pixels": Range(integer=True, ge=1, le=MAX_PIXELS),
+    "max_output_tokens": Range(integer=True, ge=1, le=2**20),
+    "max_choices": Range(integer=True, ge=1, le=128),
+    "max_queued_requests": Range(integer=True, ge=0, le=1_000_000),
+    "request_timeout": Range(gt=0, le=86_400, note="seconds"),
+    "drain_timeout": Range(ge=0, le=86_400, note="seconds"),
 }
 """The range of each numeric option."""
 

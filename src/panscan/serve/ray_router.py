@@ -7,7 +7,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from panscan.serve.backend import RequestWork
-from panscan.serve.routing import open_books
+from panscan.serve.routing import create_router
 
 __all__ = ["WorkRouter"]
 
@@ -19,7 +19,7 @@ class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are unty
 
     def initialize_state(self, policy: str = "affinity", **_options: Any) -> None:
         """Create the router's state. Ray calls this once, before the first replica is known."""
-        self._router = open_books(self.app_name, policy)
+        self._router = create_router(self.app_name, policy)
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Set the running replicas."""

@@ -16,7 +16,7 @@ from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from panscan.core import EngineError, PanscanError, QueueFullError, Request, Result, Stats, Stream, TokenEvent, now
 from panscan.serve.backend import ModelInfo, RequestWork, TokenCounts
 from panscan.serve.options import ServeOptions
-from panscan.serve.routing import books
+from panscan.serve.routing import router_of
 
 __all__ = ["ReplicaBackend"]
 
@@ -47,7 +47,7 @@ class ReplicaBackend:
 
     def __init__(self, engines: Any, options: ServeOptions, *, app: str, replicas: int) -> None:
         self._engines, self._options, self._app, self._replicas = engines, options, app, replicas
-        self._flying: dict[str, asyncio.Task[None]] = {}
+        self._inflight: dict[str, asyncio.Task[None]] = {}
         self._closed = False
         self.info: ModelInfo | None = None
         self.retried = 0
@@ -55,7 +55,7 @@ class ReplicaBackend:
     @property
     def ready(self) -> bool:
         """See :class:`panscan.serve.backend.ServeBackend`."""
-        found = books(self._app)
+        found = router_of(self._app)
         return self.info is not None and not self._closed and found is not None and bool(found.replicas)
 
     async def start(self) -> None:
@@ -70,10 +70,10 @@ class ReplicaBackend:
     async def close(self) -> None:
         """See :class:`panscan.serve.backend.ServeBackend`."""
         self._closed = True
-        for task in self._flying.values():
+        for task in self._inflight.values():
             task.cancel()
-        if self._flying:
-            await asyncio.wait(self._flying.values(), timeout=_QUERY_SECONDS)
+        if self._inflight:
+            await asyncio.wait(self._inflight.values(), timeout=_QUERY_SECONDS)
 
     def submit(self, request: Request, work: RequestWork, *, stream: bool) -> Stream:
         """See :class:`panscan.serve.backend.ServeBackend`."""
@@ -82,13 +82,13 @@ class ReplicaBackend:
         if self.info is None:
             raise EngineError("no replica has loaded the model yet")
         most = self.info.max_concurrency + self._options.max_queued_requests
-        if len(self._flying) >= most:
+        if len(self._inflight) >= most:
             queued = self._options.max_queued_requests
             raise QueueFullError(f"{most} requests are running or waiting (--max-queued-requests {queued})")
         loop = asyncio.get_running_loop()
         flight = _InFlight(request, work, Stream(request.id, lambda: _cancel(loop, task)), stream, now())
         task = loop.create_task(self._run(flight), context=contextvars.Context())
-        self._flying[request.id] = task
+        self._inflight[request.id] = task
         return flight.stream
 
     async def count(self, request: Request) -> TokenCounts:
@@ -127,7 +127,7 @@ class ReplicaBackend:
             log.exception("request %s", flight.request.id)
             result = flight.unanswered(EngineError(f"{type(error).__name__}: {error}"))
         finally:
-            self._flying.pop(flight.request.id, None)
+            self._inflight.pop(flight.request.id, None)
         flight.stream.on_end(result)
 
     async def _attempt(self, flight: _InFlight) -> Result:

@@ -9,7 +9,7 @@ from random import Random
 
 from panscan.serve.backend import RequestWork
 
-__all__ = ["CostModel", "Router", "books", "open_books"]
+__all__ = ["CostModel", "Router", "create_router", "router_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,19 +160,19 @@ def _known(replica: _Replica, work: RequestWork) -> list[bool]:
     return [image in replica.seen for image in work.keys]
 
 
-_BOOKS: dict[str, Router] = {}
+_ROUTERS: dict[str, Router] = {}
 
 
-def open_books(app: str, policy: str = "affinity") -> Router:
+def create_router(app: str, policy: str = "affinity") -> Router:
     """Create and return the router of an application (``policy``: see :class:`Router`).
 
     Ray creates its routers on one of its threads, from a copy of their module. This module is not copied, so
-    :func:`books` finds the router here.
+    :func:`router_of` finds the router here.
     """
-    _BOOKS[app] = Router(policy=policy)
-    return _BOOKS[app]
+    _ROUTERS[app] = Router(policy=policy)
+    return _ROUTERS[app]
 
 
-def books(app: str) -> Router | None:
+def router_of(app: str) -> Router | None:
     """Return the router of an application in this process; None before Ray has created it."""
-    return _BOOKS.get(app)
+    return _ROUTERS.get(app)

@@ -15,7 +15,7 @@ __all__ = [
     "Explanation",
     "HypothesisFit",
     "NoiseLevel",
-    "Word",
+    "VerdictWord",
     "best_candidates",
     "explain",
     "explained_word",
@@ -24,7 +24,7 @@ __all__ = [
     "summary",
 ]
 
-Word = Literal["exact", "close", "different", "unknown"]
+VerdictWord = Literal["exact", "close", "different", "unknown"]
 Strength = Literal["matches", "consistent", "closest", "none"]
 
 _SAME_SIZE = 3.0
@@ -113,7 +113,7 @@ class Explanation:
     rivals: tuple[Hypothesis, ...] = ()
 
 
-def judge_fit(fit: Fit, noise: NoiseLevel) -> Word:
+def judge_fit(fit: Fit, noise: NoiseLevel) -> VerdictWord:
     """Return the verdict on a computation, from its divergence and its clear tokens.
 
     Tokens alone never show that an endpoint is exact, and clear tokens that disagree make it different at any
@@ -136,7 +136,7 @@ def _tokens_agree(fit: Fit) -> bool:
     return fit.agree >= CLOSE_TOP1 * fit.clear
 
 
-def judge_candidate(candidate: HypothesisFit, noise: NoiseLevel, *, images: bool) -> Word:
+def judge_candidate(candidate: HypothesisFit, noise: NoiseLevel, *, images: bool) -> VerdictWord:
     """Return the verdict on a hypothesis, limited by what the answers about images show.
 
     Args:
@@ -190,7 +190,7 @@ def explain(reference: HypothesisFit, candidates: Sequence[HypothesisFit], noise
         rivals = [each.hypothesis for each in within[1:] if each.plain_changes <= within[0].plain_changes]
         return Explanation(within[0], "matches", tuple(rivals))
     similar = sorted(
-        (each for each in candidates if _deviates_as_much(each, noise) and (each.counts_fit or not counts)),
+        (each for each in candidates if _is_as_far_from_reference(each, noise) and (each.counts_fit or not counts)),
         key=lambda each: (each.plain_changes, _size_gap(each)),
     )
     closest = next((each for each in ranked if each.counts_fit or not counts), None)
@@ -206,7 +206,7 @@ def _halves(closest: HypothesisFit, similar: HypothesisFit) -> bool:
     return _unexplained(closest) <= _LEAST_GAIN * start
 
 
-def _deviates_as_much(candidate: HypothesisFit, noise: NoiseLevel) -> bool:
+def _is_as_far_from_reference(candidate: HypothesisFit, noise: NoiseLevel) -> bool:
     """Return whether answers deviate as much as under approximate changes, with images and without."""
     fit, text = candidate.fit, candidate.text_fit
     if not candidate.hypothesis.approximate or not fit.deviation or noise.kl is None:
@@ -224,8 +224,8 @@ def _size_gap(candidate: HypothesisFit) -> float:
 
 
 def explained_word(
-    word: Word, reference: HypothesisFit, explanation: Explanation, noise: NoiseLevel, *, images: bool
-) -> Word:
+    word: VerdictWord, reference: HypothesisFit, explanation: Explanation, noise: NoiseLevel, *, images: bool
+) -> VerdictWord:
     """Return the verdict after the search for an explanation.
 
     An endpoint with a known fault is different, however small its effect, if the fault explains the answers within the
@@ -250,7 +250,7 @@ def explained_word(
     return "different" if deviates and halved else word
 
 
-def summary(word: Word, explanation: Explanation, reason: str = "") -> str:
+def summary(word: VerdictWord, explanation: Explanation, reason: str = "") -> str:
     """Return the verdict in a sentence, with the cause and the fix.
 
     Args:

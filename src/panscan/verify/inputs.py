@@ -17,7 +17,7 @@ from panscan.core import PanAndScan, Request, View
 from panscan.images.pixels import PixelSpec, levels_of, levels_to_device, normalised, pixels_torch, resized_pil
 from panscan.images.views import ViewPlan, plan_views
 from panscan.model.checkpoint import Reader
-from panscan.model.inputs import Read
+from panscan.model.inputs import DecodedRequest
 from panscan.model.prompt import conversation
 
 __all__ = ["ChangedPrompt", "changed_pixels", "changed_prompt"]
@@ -35,7 +35,7 @@ class ChangedPrompt:
     plans: list[ViewPlan]
 
 
-def changed_prompt(read: Read, changes: Collection[str], reader: Reader) -> ChangedPrompt:
+def changed_prompt(read: DecodedRequest, changes: Collection[str], reader: Reader) -> ChangedPrompt:
     """Return the prompt of a request under changes. Those that concern something else have no effect.
 
     A raw request has no turns, so changes of turns have no effect on it either.

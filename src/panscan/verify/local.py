@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from panscan.bench.truth import eager_settings
 from panscan.core import Request
 from panscan.model.checkpoint import Loaded
-from panscan.model.inputs import Read, read_images
+from panscan.model.inputs import DecodedRequest, read_images
 from panscan.model.load import load_for
 from panscan.model.machine import release_memory
 from panscan.model.reference import converted_model, head_logits, one_view_at_a_time
@@ -41,7 +41,7 @@ class _KnownRequest:
     """A request, which must live as long as its id is a key; its decoded images; the hypotheses that change it."""
 
     request: Request
-    read: Read
+    read: DecodedRequest
     hypotheses: list[Hypothesis] | None = None
 
 

@@ -10,10 +10,10 @@ from panscan.settings import Settings
 __all__ = ["VERIFY_RANGES", "VerifyOptions"]
 
 VERIFY_RANGES = {
-    "max_requests": Range(whole=True, least=3, most=32),
-    "max_tokens": Range(whole=True, least=1, most=256),
-    "top_logprobs": Range(whole=True, least=0, most=20),
-    "timeout": Range(above=0, most=86_400),
+    "max_requests": Range(integer=True, ge=3, le=32),
+    "max_tokens": Range(integer=True, ge=1, le=256),
+    "top_logprobs": Range(integer=True, ge=0, le=20),
+    "timeout": Range(gt=0, le=86_400),
 }
 """Ranges of the numbers in :class:`VerifyOptions`."""
 

@@ -50,7 +50,7 @@ def sample_probes(settings: PanAndScan, *, view_size: int | None) -> list[Reques
 
     def ask(name: str, prompt: str | None, *pages: _Page, other: PanAndScan | None = None) -> Request:
         drawn = [_drawn(page, view_size) for page in pages]
-        question = drawn[-1].asks[0].question if prompt is None else prompt
+        question = drawn[-1].questions[0].question if prompt is None else prompt
         images = [encoded_image(_resized(each, page, side)) for each, page in zip(drawn, pages, strict=True)]
         return Request(question, images, pan_and_scan=settings if other is None else other, id=name)
 

@@ -14,7 +14,7 @@ from panscan.verify.diagnosis import (
     Explanation,
     HypothesisFit,
     NoiseLevel,
-    Word,
+    VerdictWord,
     explained_word,
     judge_candidate,
     summary,
@@ -25,7 +25,7 @@ from panscan.verify.hypotheses import CHANGES, REFERENCE
 from panscan.verify.local import LocalModel
 from panscan.verify.options import VerifyOptions
 from panscan.verify.probes import sample_probes
-from panscan.verify.search import AskedProbe, Evaluator, find_explanation, unseen_changes
+from panscan.verify.search import Evaluator, ProbeAnswer, find_explanation, unseen_changes
 
 __all__ = ["Verification", "as_json", "verify_endpoint"]
 
@@ -60,7 +60,7 @@ class Verification:
     model: str
     served_model: str
     server: str | None
-    word: Word
+    word: VerdictWord
     message: str
     explanation: Explanation
     noise: NoiseLevel
@@ -97,13 +97,15 @@ def verify_endpoint(
     on_progress(f"loading {options.settings.model_name}")
     with LocalModel.open(options.settings) as local:
         questions = probes or sample_probes(options.settings.pan_and_scan, view_size=local.view_size)
-        asked, notes = _ask_all(session, questions, on_progress)
-        found, failed = _probes_of(asked, local, options.max_tokens, notes)
-        return _concluded(options, session, local, found, notes, failed, on_progress)
+        attempts, notes = _ask_all(session, questions, on_progress)
+        found, failed = _usable_answers(attempts, local, options.max_tokens, notes)
+        return _conclude(options, session, local, found, notes, failed, on_progress)
 
 
 @dataclass(slots=True)
-class _Asked:
+class _ProbeAttempt:
+    """A question, and the endpoint's answer or why there is none."""
+
     request: Request
     answer: EndpointAnswer | None
     error: str | None = None
@@ -112,9 +114,9 @@ class _Asked:
 
 def _ask_all(
     session: EndpointClient, questions: Sequence[Request], on_progress: OnProgress
-) -> tuple[list[_Asked], list[str]]:
-    """Ask the questions, the first one twice; return answers and what is not visible without the others."""
-    asked: list[_Asked] = []
+) -> tuple[list[_ProbeAttempt], list[str]]:
+    """Ask the questions, the first one twice; return the attempts, and notes on what they cannot show."""
+    attempts: list[_ProbeAttempt] = []
     notes: list[str] = []
     failures = 0
     for number, request in enumerate(questions, start=1):
@@ -129,34 +131,34 @@ def _ask_all(
             notes.append(f"{missed} of {len(questions)} questions: not asked ({why})")
             break
         on_progress(f"question {number} of {len(questions)}: {request.id}")
-        asked.append(_ask(session, request))
-        failures = failures + 1 if asked[-1].error is not None else 0
-        if asked[-1].error is not None:
-            _learn_refusal(session, asked[-1])
-        elif len(asked) == 1 and session.left > len(questions):
-            notes += _repeated(session, asked[0])
-    return asked, notes
+        attempts.append(_ask(session, request))
+        failures = failures + 1 if attempts[-1].error is not None else 0
+        if attempts[-1].error is not None:
+            _record_refusal(session, attempts[-1])
+        elif len(attempts) == 1 and session.left > len(questions):
+            notes += _check_determinism(session, attempts[0])
+    return attempts, notes
 
 
-def _ask(session: EndpointClient, request: Request) -> _Asked:
+def _ask(session: EndpointClient, request: Request) -> _ProbeAttempt:
     try:
-        return _Asked(request, session.answer(request))
+        return _ProbeAttempt(request, session.answer(request))
     except EndpointError as error:
-        return _Asked(request, None, str(error), error.status)
+        return _ProbeAttempt(request, None, str(error), error.status)
 
 
-def _learn_refusal(session: EndpointClient, asked: _Asked) -> None:
-    """Remember that images are refused, so that no request is wasted on more of them."""
-    can, count = session.capabilities, len(asked.request.images)
-    refused = asked.status in _IMAGES_REFUSED
+def _record_refusal(session: EndpointClient, attempt: _ProbeAttempt) -> None:
+    """Record that the endpoint refuses images, so that no further request has any."""
+    can, count = session.capabilities, len(attempt.request.images)
+    refused = attempt.status in _IMAGES_REFUSED
     if refused and count == 1:
         can.images = False
     if refused and count > 1:
         can.several_images = False
 
 
-def _repeated(session: EndpointClient, first: _Asked) -> list[str]:
-    """Ask a question again; return what differs."""
+def _check_determinism(session: EndpointClient, first: _ProbeAttempt) -> list[str]:
+    """Ask a question again; return notes on differences."""
     again = _ask(session, first.request)
     if again.answer is None or first.answer is None:
         return [] if again.error is None else [f"determinism: the repeated request failed ({again.error})"]
@@ -173,12 +175,12 @@ def _repeated(session: EndpointClient, first: _Asked) -> list[str]:
     return []
 
 
-def _probes_of(
-    asked: Sequence[_Asked], local: LocalModel, max_tokens: int, notes: list[str]
-) -> tuple[list[AskedProbe], list[_Asked]]:
+def _usable_answers(
+    attempts: Sequence[_ProbeAttempt], local: LocalModel, max_tokens: int, notes: list[str]
+) -> tuple[list[ProbeAnswer], list[_ProbeAttempt]]:
     """Return the usable answers in token ids, at most ``max_tokens`` each, and the failed requests."""
     found, dropped = [], 0
-    for each in asked:
+    for each in attempts:
         if each.answer is None:
             continue
         steps = each.answer.steps or _steps_of_text(each.answer, local)
@@ -189,12 +191,12 @@ def _probes_of(
         steps = steps[:max_tokens]
         tokens, mapped = _mapped(steps, each.request, local)
         dropped += mapped.dropped
-        found.append(AskedProbe(each.request, tokens, mapped, each.answer.prompt_tokens))
+        found.append(ProbeAnswer(each.request, tokens, mapped, each.answer.prompt_tokens))
         if len(mapped) < len(steps):
             notes.append(f"{each.request.id}: {len(steps) - len(mapped)} tokens after one that cannot be identified")
     if dropped:
         notes.append(f"reported tokens that cannot be identified: {dropped}, counted with all others")
-    return found, [each for each in asked if each.answer is None]
+    return found, [each for each in attempts if each.answer is None]
 
 
 def _steps_of_text(answer: EndpointAnswer, local: LocalModel) -> tuple[ReportedStep, ...]:
@@ -216,7 +218,7 @@ def _steps_of_text(answer: EndpointAnswer, local: LocalModel) -> tuple[ReportedS
 def _mapped(steps: Sequence[ReportedStep], request: Request, local: LocalModel) -> tuple[list[int], MappedAnswer]:
     """Return the token ids to force, and the answer in token ids.
 
-    If several tokens have the same text, the reference decides; then positions behind it are computed again.
+    If several tokens have the same text, the reference decides; then later positions are computed again.
     """
     tokens = forced_tokens(steps, local)
     mapped = MappedAnswer([], [])
@@ -232,9 +234,9 @@ def _mapped(steps: Sequence[ReportedStep], request: Request, local: LocalModel) 
     return tokens, mapped
 
 
-def _concluded(
-    options: VerifyOptions, session: EndpointClient, local: LocalModel, probes: Sequence[AskedProbe], notes: list[str],
-    failed: Sequence[_Asked], on_progress: OnProgress,
+def _conclude(
+    options: VerifyOptions, session: EndpointClient, local: LocalModel, probes: Sequence[ProbeAnswer], notes: list[str],
+    failed: Sequence[_ProbeAttempt], on_progress: OnProgress,
 ) -> Verification:  # fmt: skip
     evaluator = Evaluator(local, [probe for probe in probes if len(probe.mapped)], on_progress)
     rows = [_answer_row(probe, local) for probe in probes]
@@ -313,7 +315,7 @@ def _samples_tokens(evaluator: Evaluator, fit: Fit) -> bool:
     return any(token in reported and reported[token] < max(reported.values()) for token, reported in steps)
 
 
-def _no_verdict(evaluator: Evaluator, failed: Sequence[_Asked]) -> str:
+def _no_verdict(evaluator: Evaluator, failed: Sequence[_ProbeAttempt]) -> str:
     """Return why usable answers give no verdict."""
     if any(probe.request.images for probe in evaluator.probes) or evaluator.local.view_size is None:
         which = "" if evaluator.local.view_size is None else " about images"
@@ -322,7 +324,7 @@ def _no_verdict(evaluator: Evaluator, failed: Sequence[_Asked]) -> str:
     return "no question about an image was answered" + (f": {error}" if error else "")
 
 
-def _answer_row(probe: AskedProbe, local: LocalModel) -> dict[str, Any]:
+def _answer_row(probe: ProbeAnswer, local: LocalModel) -> dict[str, Any]:
     text = b"".join(local.token_text(token) for token in probe.tokens).decode(errors="replace")
     return {
         "id": probe.request.id, "tokens": list(probe.tokens), "text": text, "images": len(probe.request.images),
@@ -330,7 +332,7 @@ def _answer_row(probe: AskedProbe, local: LocalModel) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _not_visible(session: EndpointClient, probes: Sequence[AskedProbe], failed: Sequence[_Asked]) -> list[str]:
+def _not_visible(session: EndpointClient, probes: Sequence[ProbeAnswer], failed: Sequence[_ProbeAttempt]) -> list[str]:
     """Return what the endpoint's refusals hide."""
     can, found = session.capabilities, []
     reasons = can.refusals

@@ -23,7 +23,7 @@ from panscan.verify.evidence import (
 from panscan.verify.hypotheses import CHANGES, REFERENCE, Hypothesis, combine, hypothesis
 from panscan.verify.local import LocalModel
 
-__all__ = ["AskedProbe", "Evaluator", "find_explanation", "unseen_changes"]
+__all__ = ["Evaluator", "ProbeAnswer", "find_explanation", "unseen_changes"]
 
 _SCREENED = 2  # answers with images, those that deviate most, on which all hypotheses are compared
 _FINALISTS = 4  # hypotheses that are then compared on all answers
@@ -32,8 +32,8 @@ _SENSITIVE = 4  # answers that distinguish changes from the reference
 
 
 @dataclass(frozen=True, slots=True)
-class AskedProbe:
-    """A question and its answer in token ids.
+class ProbeAnswer:
+    """A probe's request and its answer in token ids.
 
     Args:
         request: the question.
@@ -57,7 +57,7 @@ class Evaluator:
         on_progress: called with what is computed next.
     """
 
-    def __init__(self, local: LocalModel, probes: Sequence[AskedProbe], on_progress: Callable[[str], None]) -> None:
+    def __init__(self, local: LocalModel, probes: Sequence[ProbeAnswer], on_progress: Callable[[str], None]) -> None:
         self.local, self.probes, self._on_progress = local, list(probes), on_progress
         self._known: dict[tuple[str, int], tuple[AnswerEvidence, list[float]]] = {}
         self.noise = self._noise_level()
@@ -72,7 +72,7 @@ class Evaluator:
         found = [each for probe in self.probes for each in self.local.hypotheses(probe.request)]
         return list({each.name: each for each in found}.values())
 
-    def candidate(self, tried: Hypothesis, probes: Sequence[AskedProbe] | None = None) -> HypothesisFit:
+    def candidate(self, tried: Hypothesis, probes: Sequence[ProbeAnswer] | None = None) -> HypothesisFit:
         """Return how well a hypothesis explains some answers, by default all of them."""
         chosen = self.probes if probes is None else probes
         text = [probe for probe in chosen if not probe.request.images]
@@ -88,22 +88,22 @@ class Evaluator:
         """Return whether all reported prompt token counts are those of a hypothesis."""
         return all(self._counts(tried, self.probes))
 
-    def evidence(self, tried: Hypothesis, probe: AskedProbe) -> AnswerEvidence:
+    def evidence(self, tried: Hypothesis, probe: ProbeAnswer) -> AnswerEvidence:
         """Return the comparison of one answer with a hypothesis."""
         return self._compared(tried, probe)[0]
 
-    def _fit(self, tried: Hypothesis, probes: Sequence[AskedProbe]) -> Fit:
+    def _fit(self, tried: Hypothesis, probes: Sequence[ProbeAnswer]) -> Fit:
         compared = [self._compared(tried, probe) for probe in probes]
         return merged_fit(
             [each for each, _ in compared], self.noise.clear_margin, prompts=self._counts(tried, probes),
             deviations=[value for _, values in compared for value in values],
         )  # fmt: skip
 
-    def _counts(self, tried: Hypothesis, probes: Iterable[AskedProbe]) -> list[bool]:
+    def _counts(self, tried: Hypothesis, probes: Iterable[ProbeAnswer]) -> list[bool]:
         counted = [probe for probe in probes if probe.prompt_tokens is not None]
         return [self.local.prompt_tokens(probe.request, tried) == probe.prompt_tokens for probe in counted]
 
-    def _compared(self, tried: Hypothesis, probe: AskedProbe) -> tuple[AnswerEvidence, list[float]]:
+    def _compared(self, tried: Hypothesis, probe: ProbeAnswer) -> tuple[AnswerEvidence, list[float]]:
         """Return the comparison of an answer, and the hypothesis's distance from the one that it changes."""
         key = tried.name, id(probe)
         if key not in self._known:
@@ -184,7 +184,7 @@ def _screened(evaluator: Evaluator, reference: HypothesisFit, tried: Sequence[Hy
     return exact[:_FINALISTS] + [each.hypothesis for each in ranked if each.hypothesis.approximate]
 
 
-def _size(evaluator: Evaluator, probe: AskedProbe) -> float:
+def _size(evaluator: Evaluator, probe: ProbeAnswer) -> float:
     """Return the divergence of an answer that the reference does not explain, in nats."""
     found = evaluator.evidence(REFERENCE, probe)
     return sum(found.kl) if found.kl else sum(value for value in found.regret if value is not None)

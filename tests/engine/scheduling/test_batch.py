@@ -147,8 +147,8 @@ def test_a_batch_survives_pickling(seed: int, block_size: int, window: int) -> N
         pending_sources=np.array([2]),
         sampled=np.array([0]),
         sampling=(SamplingRow(Sampling(), seed, 3, token_ids=[1, 2]),),
-        watched=np.array([0]),
-        watched_samples=np.array([0]),
+        observed_rows=np.array([0]),
+        observed_samples=np.array([0]),
     )
     assert equal(pickle.loads(pickle.dumps(batch)), batch)
     assert not equal(replace(batch, ids=batch.ids + 1), batch)

@@ -74,7 +74,7 @@ class History(RuleBasedStateMachine):
         self.preemptions = self.added = 0
         self.ending = False
         self.overlap, self.worth, self.caching = overlap, worth, caching
-        self.flying: dict[Sequence, int] = {}  # tokens that are not known yet
+        self.inflight: dict[Sequence, int] = {}  # tokens that are not known yet
 
     @rule(several=st.lists(st.tuples(PIECES, st.integers(1, 16), st.integers(0, 4).map(bool)), min_size=1, max_size=5))
     def add(self, several: list) -> None:
@@ -113,16 +113,16 @@ class History(RuleBasedStateMachine):
         limit = None if self.ending else random.choice(LIMITS)
         step = self.scheduler.schedule(limit)
         if step is None:
-            assert not self.ids or self.flying, "who waits for a last token may hold what all others need"
+            assert not self.ids or self.inflight, "who waits for a last token may hold what all others need"
             self.preemptions = self.scheduler.preemptions
-            self.land()
+            self.finish_step()
             return
         if not any(chunk.sequence.decodes for chunk in step.chunks):
             limit = None
         self.check_rules(step, before, limit)
         self.check_chunks(step, limit)
         written = self.written(step)
-        self.land()
+        self.finish_step()
         self.write_and_read(step, written)
         left = [chunk.sequence for chunk in step.chunks if chunk.sequence in self.ids]
         if cancel and left:  # while the pass runs
@@ -131,9 +131,9 @@ class History(RuleBasedStateMachine):
         self.scheduler.advance(step)
         for chunk in step.chunks:
             assert chunk.sequence not in self.ids or chunk.sequence.computed == chunk.end
-        self.flying = tokens
+        self.inflight = tokens
         if not self.overlap:
-            self.land()
+            self.finish_step()
 
     def teardown(self) -> None:
         """All that is left ends: in every step its oldest sequence computes a token at least."""
@@ -145,15 +145,15 @@ class History(RuleBasedStateMachine):
             assert not self.ids and self.scheduler.schedule() is None
             assert [used for used, _ in self.blocks.usage()] == [0, 0]
 
-    def land(self) -> None:
+    def finish_step(self) -> None:
         """The pass under way is over: its tokens are known, and who is as long as it may be ends."""
-        for one, token in self.flying.items():
+        for one, token in self.inflight.items():
             if one in self.ids:
                 one.settle(token)
                 self.ids[one].append(token)
                 if len(one.ids) == one.limit:
                     self.remove(one)
-        self.flying = {}
+        self.inflight = {}
 
     def remove(self, one: Sequence) -> None:
         self.scheduler.remove(one)

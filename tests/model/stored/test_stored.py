@@ -62,7 +62,7 @@ def test_weights_and_logits_are_those_of_the_formats_library(name: str, tmp_path
             assert torch.allclose(weight, expected, rtol=0.0, atol=1e-7)
         else:
             assert torch.equal(weight.to(expected.dtype), expected)
-    assert model.get_submodule(f"{LAYER}self_attn.q_proj").how == FORMATS[name]
+    assert model.get_submodule(f"{LAYER}self_attn.q_proj").weight_format == FORMATS[name]
     for key, value in dense_weights().items():
         if key not in checkpoint.expected:
             assert torch.equal(model.get_parameter(key).bfloat16(), value), key
@@ -70,7 +70,7 @@ def test_weights_and_logits_are_those_of_the_formats_library(name: str, tmp_path
     dense.load_state_dict({**dense_weights(), **checkpoint.expected}, strict=True)
     ids = torch.tensor([[2, 10, 20, 30, 40]])
     got, logits = (each(input_ids=ids).logits for each in (model, dense))
-    exact = all(part.how.input_dtype is None for part in model.modules() if isinstance(part, QuantizedLinear))
+    exact = all(part.weight_format.input_dtype is None for part in model.modules() if isinstance(part, QuantizedLinear))
     assert torch.allclose(got, logits, rtol=0.0, atol=float(logits.std()) * (0.05 if exact else 0.3))
 
 
@@ -152,7 +152,7 @@ def test_act_order_of_compressed_tensors_assigns_channels_to_groups(tmp_path: Pa
     levels = (before.float() / scale.float().repeat_interleave(32, 1)).round()
     expected = levels * scale.float().flip(1).repeat_interleave(32, 1)
     linear = load(checkpoint.write(tmp_path)).model.get_submodule(path)
-    assert linear.how.ordered
+    assert linear.weight_format.ordered
     assert torch.equal(linear.dequantized(), expected)
 
 
@@ -198,7 +198,7 @@ def test_other_quantisation_and_placement_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"is quantised already: AWQ \(gemm, 4 bits\)"):
         load_for(Settings(model=directory, device="cpu", dtype="bf16", quantization="int8"))
     with pytest.raises(ModelError, match=r"is quantised already: AWQ \(gemm, 4 bits\)"):
-        load_shard_of(directory, 0, 1, torch.bfloat16, CPU, how=WeightFormat("int8"))
+        load_shard_of(directory, 0, 1, torch.bfloat16, CPU, weight_format=WeightFormat("int8"))
     with pytest.raises(UnsupportedError, match="--device-map: not supported"):
         load_for(Settings(model=directory, dtype="bf16", device_map="auto"))
 

@@ -84,8 +84,8 @@ class FlatBatch:
         pending_sources: int64 ``[P]``: their indices among the previous pass's ``sampled``.
         sampled: int64 ``[S]``: rows whose next token is sampled, ascending; each is the last row of its chunk.
         sampling: how, for each of ``sampled``.
-        watched: int64: rows whose final hidden states and logits the result returns.
-        watched_samples: int64: indices into ``sampled`` whose logits the result returns.
+        observed_rows: int64: rows whose final hidden states and logits the result returns.
+        observed_samples: int64: indices into ``sampled`` whose logits the result returns.
     """
 
     ids: NDArray[np.int64]
@@ -101,8 +101,8 @@ class FlatBatch:
     pending_sources: NDArray[np.int64] = field(default_factory=lambda: NO_ROWS)
     sampled: NDArray[np.int64] = field(default_factory=lambda: NO_ROWS)
     sampling: tuple[SamplingRow, ...] = ()
-    watched: NDArray[np.int64] = field(default_factory=lambda: NO_ROWS)
-    watched_samples: NDArray[np.int64] = field(default_factory=lambda: NO_ROWS)
+    observed_rows: NDArray[np.int64] = field(default_factory=lambda: NO_ROWS)
+    observed_samples: NDArray[np.int64] = field(default_factory=lambda: NO_ROWS)
 
     @classmethod
     def empty(cls, block_size: int, window: int) -> Self:

@@ -108,7 +108,7 @@ class Pacer:
     def __init__(self, target: float) -> None:
         self._target = _MARGIN * target
         self._decode, self._row, self._view = _Cost(), _Cost(), _Cost()  # seconds of a pass, a prompt token, a view
-        self._landed = -inf
+        self._finished_at = -inf
 
     def limit(
         self, now: float, inflight: PassSize | None, requests: Iterable[tuple[Sequence, float, Rows[float]]]
@@ -117,7 +117,7 @@ class Pacer:
 
         Args:
             now: current time, in seconds.
-            inflight: the launched pass that has not landed; None: there is none.
+            inflight: the launched pass that has not finished; None: there is none.
             requests: queued and running requests: sequence, time of acceptance, and times of the delivered tokens.
         """
         if not (self._decode.known and self._row.known):
@@ -142,7 +142,7 @@ class Pacer:
         steady = max(target - decode, _LEAST_CHUNK * row + view)
         return PrefillLimit(min(ahead, steady), row, view)
 
-    def landed(self, size: PassSize, at: float, vision: float) -> None:
+    def pass_finished(self, size: PassSize, at: float, vision: float) -> None:
         """Learn from a finished pass.
 
         Args:
@@ -151,7 +151,7 @@ class Pacer:
             vision: seconds of it that encoded views.
         """
         seconds = at - self._started(size)
-        self._landed = at
+        self._finished_at = at
         if size.views:
             self._view.add(vision / size.views)
         if not size.prefill_rows:
@@ -162,7 +162,7 @@ class Pacer:
 
     def _started(self, size: PassSize) -> float:
         """Return when the device began a pass: passes run one after the other."""
-        return max(size.launched, self._landed)
+        return max(size.launched, self._finished_at)
 
     def _predicted(self, size: PassSize) -> float:
         prefill = size.prefill_rows * self._row.seconds + size.views * self._view.seconds

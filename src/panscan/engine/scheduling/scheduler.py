@@ -172,9 +172,9 @@ class Scheduler:
                 sequence.expect()
 
     def _take(self, sequence: Sequence, plan: _PassPlan) -> None:
-        """Give a running sequence its chunk, if need be with the blocks of the youngest ones, which may be itself.
+        """Schedule a running sequence's chunk; if blocks run out, preempt the youngest sequences, possibly itself.
 
-        Sequences have their turn from the oldest on, so whoever is preempted has no chunk in the step yet.
+        Sequences are scheduled oldest first, so a preempted one has no chunk in the step yet.
         """
         end = plan.end(sequence)
         if end == sequence.computed or sequence.full:

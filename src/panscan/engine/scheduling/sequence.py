@@ -100,7 +100,7 @@ class Sequence:
         layout: image blocks of the prompt.
         limit: maximum number of tokens, prompt and output together.
         reuse: whether the request may start with cached blocks of other requests (not while the positions of its prompt
-            are watched).
+            are observed).
         computed: number of leading tokens whose keys and values are in the cache. While decoding: all but the last.
         cached: number of prompt tokens taken from the prefix cache at first admission; None before.
         tables: block numbers of global and of local layers by position // block size; -1 where a local layer's block
@@ -173,7 +173,7 @@ class Step:
 def flatten(
     chunks: Rows[Chunk], *, block_size: int, window: int, slots: Mapping[bytes, int] | None = None
 ) -> FlatBatch:
-    """Write the chunks of a pass into one flat batch, without anything to encode, sample or watch.
+    """Write the chunks of a pass into one flat batch, without anything to encode, sample or observe.
 
     Ids that the previous pass has yet to give are 0.
 

@@ -9,10 +9,10 @@ from random import Random
 
 from panscan.core import ImageError
 from panscan.images.documents import board, chart, form, invoice, notes, receipt, sign, table
-from panscan.images.documents.sheet import Ask, Document, Print, Sheet, Text, choose
+from panscan.images.documents.sheet import Document, Print, Question, Sheet, Text, choose
 from panscan.images.ink import AILERON, Face
 
-__all__ = ["COLUMNS", "KINDS", "Ask", "Document", "Print", "Sheet", "Text", "draw_document"]
+__all__ = ["COLUMNS", "KINDS", "Document", "Print", "Question", "Sheet", "Text", "draw_document"]
 
 COLUMNS = 30
 """Characters of ordinary text that fit across a document's short side: small print for the bundled model's 192 pixels a
@@ -81,13 +81,13 @@ def draw_document(seed: int, index: int, *, columns: int = COLUMNS) -> Document:
     kind, low, high = _CYCLE[place]
     before = turn * sum(kind == each for each, *_ in _CYCLE) + sum(kind == each for each, *_ in _CYCLE[:place])
     drawn = _drawn(f"{seed}-{index}", kind, before, (low, high), columns)
-    while len(set(drawn.asks)) < 2:  # print so large that hardly anything fits
+    while len(set(drawn.questions)) < 2:  # print so large that hardly anything fits
         columns = columns + 2
         drawn = _drawn(f"{seed}-{index}", kind, before, (low, high), columns)
     rng = Random(f"{seed}-{index}-asks")
-    asks = list(dict.fromkeys(drawn.asks))
-    first = rng.choice([ask for ask in asks if ask.type == _FIRST.get(kind)] or asks)
-    chosen = choose(rng, first, [ask for ask in asks if ask != first])
+    questions = list(dict.fromkeys(drawn.questions))
+    first = rng.choice([ask for ask in questions if ask.type == _FIRST.get(kind)] or questions)
+    chosen = choose(rng, first, [ask for ask in questions if ask != first])
     return Document(kind, drawn.image, drawn.texts, tuple(chosen))
 
 

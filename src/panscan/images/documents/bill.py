@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from panscan.images.documents.sheet import Ask
+from panscan.images.documents.sheet import Question
 
-__all__ = ["Bill", "Line", "item_asks", "money", "money_answers"]
+__all__ = ["Bill", "Line", "item_questions", "money", "money_answers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def money_answers(cents: int, sign: str = "$") -> tuple[str, ...]:
     return tuple(dict.fromkeys((shown, bare, shown.replace(",", ""), bare.replace(",", ""))))
 
 
-def item_asks(bill: Bill, other_sums: Iterable[int] = ()) -> list[Ask]:
+def item_questions(bill: Bill, other_sums: Iterable[int] = ()) -> list[Question]:
     """Every unambiguous question about a line.
 
     A price is asked for, or named, only where it is that of one piece; it is named only if no other sum in the
@@ -71,12 +71,12 @@ def item_asks(bill: Bill, other_sums: Iterable[int] = ()) -> list[Ask]:
     sums = Counter([bill.subtotal, bill.tax, bill.total, *other_sums])
     for line in bill.lines:
         sums.update({line.amount, line.each})
-    asks = []
+    questions = []
     for line in bill.lines:
         if line.count > 1:
-            asks.append(Ask(f"What is the quantity of {line.name}?", (str(line.count),), "quantity"))
+            questions.append(Question(f"What is the quantity of {line.name}?", (str(line.count),), "quantity"))
             continue
-        asks.append(Ask(f"What is the price of {line.name}?", money_answers(line.each, bill.sign), "price"))
+        questions.append(Question(f"What is the price of {line.name}?", money_answers(line.each, bill.sign), "price"))
         if sums[line.each] == 1:
-            asks.append(Ask(f"Which item costs {money(line.each, bill.sign)}?", (line.name,), "item"))
-    return asks
+            questions.append(Question(f"Which item costs {money(line.each, bill.sign)}?", (line.name,), "item"))
+    return questions

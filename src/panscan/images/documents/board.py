@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from panscan.images.documents.bill import money, money_answers
-from panscan.images.documents.sheet import Ask, Document, Flow, Sheet
+from panscan.images.documents.sheet import Document, Flow, Question, Sheet
 from panscan.images.documents.words import GOODS, TOWNS, a_name
 
 __all__ = ["LAYOUTS", "board"]
@@ -79,7 +79,7 @@ def _panels(sheet: Sheet, layout: int) -> list[Flow]:
 
 def board(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Document:
     """A board that fills the sheet, a panel for about each square of it; ``layout`` is below :data:`LAYOUTS`."""
-    flows, known, asks = _panels(sheet, layout), set[str](), list[Ask]()
+    flows, known, questions = _panels(sheet, layout), set[str](), list[Question]()
     sign = rng.choice(("$", "$", ""))
     if rng.random() < 0.6:
         prices = list[tuple[str, int]]()
@@ -88,17 +88,17 @@ def board(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Docu
             prices += _prices(rng, flow, layout, invented, sign, known)
         sums = [cents for _, cents in prices]
         for name, cents in prices:
-            asks.append(Ask(f"What is the price of {name}?", money_answers(cents, sign), "price"))
+            questions.append(Question(f"What is the price of {name}?", money_answers(cents, sign), "price"))
             if sums.count(cents) == 1:
-                asks.append(Ask(f"Which item costs {money(cents, sign)}?", (name,), "item"))
-        return sheet.document("board", asks)
+                questions.append(Question(f"Which item costs {money(cents, sign)}?", (name,), "item"))
+        return sheet.document("board", questions)
     times = list[tuple[str, str]]()
     for flow, heading in zip(flows, rng.sample(_STATIONS, len(flows)), strict=True):
         _open(flow, layout, heading)
         times += _departures(rng, flow, invented, known)
     leaving = [time for _, time in times]
     for place, time in times:
-        asks.append(Ask(f"When does {place} leave?", (time,), "time"))
+        questions.append(Question(f"When does {place} leave?", (time,), "time"))
         if leaving.count(time) == 1:
-            asks.append(Ask(f"Which one leaves at {time}?", (place,), "item"))
-    return sheet.document("board", asks)
+            questions.append(Question(f"Which one leaves at {time}?", (place,), "item"))
+    return sheet.document("board", questions)

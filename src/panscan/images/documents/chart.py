@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from random import Random
 
-from panscan.images.documents.sheet import Ask, Document, Sheet
+from panscan.images.documents.sheet import Document, Question, Sheet
 from panscan.images.documents.words import PEOPLE, TOWNS, a_name
 
 __all__ = ["LAYOUTS", "chart"]
@@ -81,9 +81,9 @@ def chart(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Docu
         _upwards(rng, sheet, bars, top)
     else:
         _across(rng, sheet, layout, bars, top)
-    asks = [Ask(f"What is the value of {label}?", (str(value),), "value") for label, value in bars.items()]
-    asks += [Ask(f"Which bar has the value {value}?", (label,), "item") for label, value in bars.items()]
-    asks.append(Ask("Which bar is the highest?", (max(bars, key=bars.__getitem__),), "highest"))
-    asks.append(Ask("Which bar is the lowest?", (min(bars, key=bars.__getitem__),), "lowest"))
-    asks.append(Ask("What is the title?", (title,), "title"))
-    return sheet.document("chart", asks)
+    questions = [Question(f"What is the value of {label}?", (str(value),), "value") for label, value in bars.items()]
+    questions += [Question(f"Which bar has the value {value}?", (label,), "item") for label, value in bars.items()]
+    questions.append(Question("Which bar is the highest?", (max(bars, key=bars.__getitem__),), "highest"))
+    questions.append(Question("Which bar is the lowest?", (min(bars, key=bars.__getitem__),), "lowest"))
+    questions.append(Question("What is the title?", (title,), "title"))
+    return sheet.document("chart", questions)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
-from panscan.images.documents.sheet import Ask, Document, Flow, Sheet
+from panscan.images.documents.sheet import Document, Flow, Question, Sheet
 from panscan.images.documents.words import (
     COMPANIES,
     PEOPLE,
@@ -91,7 +91,7 @@ def form(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Docum
     title = a_name(rng, _TITLES, invented)
     flow.centre(title, 1.35, bold=True) if layout != 1 else flow.line(title, 1.3, bold=True)
     flow.rule(weight=max(1, sheet.style.size // 14))
-    asks = [Ask("What is the title?", (title,), "title")]
+    questions = [Question("What is the title?", (title,), "title")]
     fields = _fields(rng, invented)
     limit = flow.width - sheet.long("Member number") - 1.7 * sheet.style.size
     for label in rng.sample(list(fields), len(fields)):
@@ -100,5 +100,5 @@ def form(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Docum
         draw, kind = fields[label]
         value = sheet.pick(rng, draw, limit if layout < 3 else flow.width)
         _draw(flow, layout, label, value)
-        asks.append(Ask(f"What is the {label.lower()}?", (value,), kind))
-    return sheet.document("form", asks)
+        questions.append(Question(f"What is the {label.lower()}?", (value,), kind))
+    return sheet.document("form", questions)

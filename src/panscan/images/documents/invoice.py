@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 from random import Random
 
-from panscan.images.documents.bill import Bill, Line, item_asks, money, money_answers
-from panscan.images.documents.sheet import Ask, Document, Flow, Sheet
+from panscan.images.documents.bill import Bill, Line, item_questions, money, money_answers
+from panscan.images.documents.sheet import Document, Flow, Question, Sheet
 from panscan.images.documents.words import COMPANIES, GOODS, PEOPLE, a_code, a_date, a_name, long_date
 
 __all__ = ["LAYOUTS", "invoice"]
@@ -36,7 +36,7 @@ def _heading(rng: Random, flow: Flow, layout: int, company: str) -> None:
     flow.rule()
 
 
-def _facts(rng: Random, flow: Flow, layout: int, invented: float) -> list[Ask]:
+def _facts(rng: Random, flow: Flow, layout: int, invented: float) -> list[Question]:
     """Number, dates and receiver, with their questions."""
     day = a_date(rng)
     due, style = day + timedelta(days=rng.choice((10, 14, 30))), rng.random()
@@ -49,7 +49,7 @@ def _facts(rng: Random, flow: Flow, layout: int, invented: float) -> list[Ask]:
         "Due date": shown[1],
         "Customer": a_name(rng, PEOPLE, invented),
     }
-    asks = []
+    questions = []
     below = 6  # lines: a rule, one article, a rule and the sums
     for label, value in list(facts.items())[: max(1, min(4, flow.room - below))]:
         if layout == 2:
@@ -60,8 +60,8 @@ def _facts(rng: Random, flow: Flow, layout: int, invented: float) -> list[Ask]:
         else:
             flow.pair(label, value)
         kind = {"Invoice number": "number", "Customer": "name"}.get(label, "date")
-        asks.append(Ask(f"What is the {label.lower()}?", (value,), kind))
-    return asks
+        questions.append(Question(f"What is the {label.lower()}?", (value,), kind))
+    return questions
 
 
 def _row(flow: Flow, layout: int, line: Line, sign: str) -> None:
@@ -94,8 +94,8 @@ def invoice(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Do
     sign = rng.choice(("$", "$", "$", ""))
     company = sheet.pick(rng, lambda r: a_name(r, COMPANIES, invented), flow.width / 1.25, bold=True)
     _heading(rng, flow, layout, company)
-    asks = _facts(rng, flow, layout, invented)
-    asks.append(Ask("Which company sent the invoice?", (company,), "name"))
+    questions = _facts(rng, flow, layout, invented)
+    questions.append(Question("Which company sent the invoice?", (company,), "name"))
     flow.rule(weight=max(1, sheet.style.size // 12))
     lines = _lines(rng, flow, layout, 4.3 * sheet.step, invented, sign)
     bill = Bill(tuple(lines), rng.choice((500, 700, 1900, 2000)), sign)
@@ -104,9 +104,9 @@ def invoice(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Do
         flow.pair(label, money(cents, sign))
     flow.feed(0.15)
     flow.pair("Total due", money(bill.total, sign), 1.15, bold=True)
-    asks += [
-        Ask("What is the total due?", money_answers(bill.total, sign), "total"),
-        Ask("What is the subtotal?", money_answers(bill.subtotal, sign), "subtotal"),
-        Ask("What is the tax?", money_answers(bill.tax, sign), "tax"),
+    questions += [
+        Question("What is the total due?", money_answers(bill.total, sign), "total"),
+        Question("What is the subtotal?", money_answers(bill.subtotal, sign), "subtotal"),
+        Question("What is the tax?", money_answers(bill.tax, sign), "tax"),
     ]
-    return sheet.document("invoice", [*asks, *item_asks(bill)])
+    return sheet.document("invoice", [*questions, *item_questions(bill)])

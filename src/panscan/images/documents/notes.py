@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from random import Random
 
-from panscan.images.documents.sheet import Ask, Document, Flow, Sheet
+from panscan.images.documents.sheet import Document, Flow, Question, Sheet
 from panscan.images.documents.words import GOODS, PEOPLE, TASKS, TOWNS, a_code, a_name
 
 __all__ = ["LAYOUTS", "notes"]
@@ -39,7 +39,7 @@ def notes(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Docu
     way = _way(rng, layout)
     start = flow.left + sheet.long(way.format(88)) + sheet.style.size * 0.5
     pool = rng.choice((TASKS, GOODS, PEOPLE, TOWNS, TASKS))
-    asks, said = [Ask("What is the title?", (title,), "title")], set[str]()
+    questions, said = [Question("What is the title?", (title,), "title")], set[str]()
     first, aligned = rng.choice((1, 1, 1, rng.randint(2, 40))), rng.random() < 0.3
     while flow.room >= 1 and len(said) < 50:
         draw = a_code if rng.random() < 0.1 else lambda r: a_name(r, pool, invented)
@@ -51,6 +51,6 @@ def notes(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Docu
         sheet.text(left, flow.y, way.format(number), anchor=anchor, fill=grey, bold=sheet.style.bold_values)
         sheet.text(start, flow.y, text)
         said.add(text)
-        asks.append(Ask(f"What does line {number} say?", (text,), "line"))
-        asks.append(Ask(f'Which line says "{text}"?', (str(number),), "which line"))
-    return sheet.document("notes", asks)
+        questions.append(Question(f"What does line {number} say?", (text,), "line"))
+        questions.append(Question(f'Which line says "{text}"?', (str(number),), "which line"))
+    return sheet.document("notes", questions)

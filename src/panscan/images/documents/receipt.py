@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from panscan.images.documents.bill import Bill, Line, item_asks, money, money_answers
-from panscan.images.documents.sheet import Ask, Document, Flow, Sheet
+from panscan.images.documents.bill import Bill, Line, item_questions, money, money_answers
+from panscan.images.documents.sheet import Document, Flow, Question, Sheet
 from panscan.images.documents.words import (
     COMPANIES,
     GOODS,
@@ -119,31 +119,31 @@ def _lines(rng: Random, flow: Flow, layout: _Layout, until: float, invented: flo
     return lines
 
 
-def _slip(rng: Random, flow: Flow, invented: float, asks: list[Ask]) -> None:
+def _slip(rng: Random, flow: Flow, invented: float, questions: list[Question]) -> None:
     """Date, time and who served, as far as there is room."""
     day = a_date(rng)
     text = rng.choice((day.isoformat(), day.strftime("%d.%m.%Y"), day.strftime("%d/%m/%Y")))
     flow.pair("Date", text)
-    asks.append(Ask("What is the date of purchase?", (text,), "date"))
+    questions.append(Question("What is the date of purchase?", (text,), "date"))
     if flow.room > 12:
         clock = f"{rng.randint(7, 22):02d}:{rng.randrange(60):02d}"
         flow.pair("Time", clock)
-        asks.append(Ask("What is the time of purchase?", (clock,), "time"))
+        questions.append(Question("What is the time of purchase?", (clock,), "time"))
     if flow.room > 14:
         place, number = rng.choice(_PLACES), str(rng.randint(1, 99))
         flow.pair(place, number)
-        asks.append(Ask(f"What is the {place.lower()} number?", (number,), "number"))
+        questions.append(Question(f"What is the {place.lower()} number?", (number,), "number"))
     if flow.room > 16:
         server = a_name(rng, PEOPLE, invented).split()[0]
         flow.pair("Served by", server)
-        asks.append(Ask("Who served?", (server,), "name"))
+        questions.append(Question("Who served?", (server,), "name"))
 
 
-def _sums(flow: Flow, layout: _Layout, bill: Bill, cash: int | None, asks: list[Ask]) -> None:
+def _sums(flow: Flow, layout: _Layout, bill: Bill, cash: int | None, questions: list[Question]) -> None:
     def pair(label: str, cents: int, scale: float = 1.0, bold: bool = False) -> None:
         flow.pair(label, money(cents, bill.sign), scale, bold=bold)
         name = "tax" if label.startswith("Tax") else label.lower()
-        asks.append(Ask(f"What is the {name}?", money_answers(cents, bill.sign), name))
+        questions.append(Question(f"What is the {name}?", money_answers(cents, bill.sign), name))
 
     flow.rule(dash=flow.sheet.style.size / 3 if layout.dash else 0)
     if bill.tax_rate:
@@ -176,21 +176,21 @@ def receipt(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Do
     chosen = LAYOUTS[layout]
     margin = chosen.margin * min(sheet.width, sheet.height)
     flow = Flow(sheet, margin, sheet.width - margin, 0.3 * sheet.step, sheet.height - 0.5 * sheet.step)
-    room, sign, asks = flow.room, rng.choice(("$", "$", "$", "")), list[Ask]()
+    room, sign, questions = flow.room, rng.choice(("$", "$", "$", "")), list[Question]()
     address = [f"{rng.randint(2, 98)} {rng.choice(STREETS)}", a_name(rng, TOWNS, invented), f"Tel. {a_phone(rng)}"]
     shop = a_name(rng, SHOPS + COMPANIES, invented)
     chosen.head(flow, shop, address[: max(0, (room - 10) // 3)])
-    asks.append(Ask("What is the name of the shop?", (shop,), "name"))
+    questions.append(Question("What is the name of the shop?", (shop,), "name"))
     flow.rule(dash=sheet.style.size / 3 if chosen.dash else 0)
     if room > 9:
-        _slip(rng, flow, invented, asks)
+        _slip(rng, flow, invented, questions)
         flow.rule(dash=sheet.style.size / 3 if chosen.dash else 0)
     taxed, paid = room > 8, room > 12
     below = 1.2 + 0.9 * chosen.bold_total + 2 * taxed + 2 * paid + (room > 15) * 3
     lines = _lines(rng, flow, chosen, below * sheet.step, invented, sign)
     bill = Bill(tuple(lines), rng.choice((500, 625, 700, 825)) if taxed else 0, sign)
     cash = -(-bill.total // 1000) * 1000 + rng.choice((0, 1000, 2000)) if paid else None
-    _sums(flow, chosen, bill, cash, asks)
+    _sums(flow, chosen, bill, cash, questions)
     _foot(rng, flow)
     others = () if cash is None else (cash, cash - bill.total)
-    return sheet.document("receipt", [*asks, *item_asks(bill, others)])
+    return sheet.document("receipt", [*questions, *item_questions(bill, others)])

@@ -11,7 +11,7 @@ from PIL import Image, ImageDraw
 from panscan.images.documents.words import a_word
 from panscan.images.ink import AILERON, Box, Face, mean_advance, text_width, write
 
-__all__ = ["Ask", "Document", "Flow", "Print", "Sheet", "Text", "choose"]
+__all__ = ["Document", "Flow", "Print", "Question", "Sheet", "Text", "choose"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,8 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """A question with every right answer, first the one that stands in the picture word for word."""
+class Question:
+    """A question with all right answers; the first one appears verbatim in the picture."""
 
     question: str
     answers: tuple[str, ...]
@@ -38,7 +38,7 @@ class Document:
     kind: str
     image: Image.Image
     texts: tuple[Text, ...]
-    asks: tuple[Ask, ...]
+    questions: tuple[Question, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +146,10 @@ class Sheet:
             end = min(start + dash, right) if dash else right
             self.draw.line((start, y, end, y), fill=colour, width=weight)
 
-    def document(self, kind: str, asks: Sequence[Ask]) -> Document:
+    def document(self, kind: str, questions: Sequence[Question]) -> Document:
         """The finished document, without questions whose answers ended up outside of it, as in very large print."""
         inside = [text.text for text in self.texts if self._holds(text.box)]
-        seen = tuple(ask for ask in asks if any(ask.answers[0] in text for text in inside))
+        seen = tuple(ask for ask in questions if any(ask.answers[0] in text for text in inside))
         return Document(kind, self.image, tuple(self.texts), seen)
 
     def _holds(self, box: Box) -> bool:
@@ -229,6 +229,6 @@ class Flow:
         self.sheet.rule(self.left, self.right, round(self.y), dash=dash, weight=weight)
 
 
-def choose(rng: Random, first: Ask, others: Sequence[Ask]) -> list[Ask]:
+def choose(rng: Random, first: Question, others: Sequence[Question]) -> list[Question]:
     """``first`` and one to three of the others."""
     return [first, *rng.sample(others, min(len(others), rng.randint(1, 3)))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from panscan.images.documents.sheet import Ask, Document, Flow, Sheet
+from panscan.images.documents.sheet import Document, Flow, Question, Sheet
 from panscan.images.documents.words import PEOPLE, SHOPS, TOWNS, a_date, a_name, a_phone, long_date
 from panscan.images.ink import rounded
 
@@ -39,7 +39,7 @@ def _plate(sheet: Sheet) -> Flow:
     return Flow(sheet, 3.2 * edge, sheet.width - 3.2 * edge, 2 * edge, sheet.height - 3 * edge)
 
 
-def _notice(rng: Random, flow: Flow, invented: float) -> list[Ask]:
+def _notice(rng: Random, flow: Flow, invented: float) -> list[Question]:
     """A warning in large letters, with its reason, its end and a number to call."""
     heading, reason = rng.choice(_NOTICES)
     if rng.random() < invented:
@@ -53,13 +53,13 @@ def _notice(rng: Random, flow: Flow, invented: float) -> list[Ask]:
     flow.centre(f"Until {until}")
     flow.centre(f"Call {phone}")
     return [
-        Ask("What does the sign say in large letters?", (heading,), "sign"),
-        Ask("Until which date does the sign hold?", (until,), "date"),
-        Ask("Which number can one call?", (phone,), "number"),
+        Question("What does the sign say in large letters?", (heading,), "sign"),
+        Question("Until which date does the sign hold?", (until,), "date"),
+        Question("Which number can one call?", (phone,), "number"),
     ]
 
 
-def _hours(rng: Random, flow: Flow, invented: float, *, stacked: bool = False) -> list[Ask]:
+def _hours(rng: Random, flow: Flow, invented: float, *, stacked: bool = False) -> list[Question]:
     """The opening hours of a shop, beside the days or under them."""
     shop = flow.sheet.pick(rng, lambda r: a_name(r, SHOPS, invented), flow.width / 1.3, bold=True)
     flow.feed(0.3)
@@ -67,7 +67,7 @@ def _hours(rng: Random, flow: Flow, invented: float, *, stacked: bool = False) -
     flow.rule()
     days = _DAYS[: max(2, min(7, flow.room // 2 if stacked else flow.room))]
     closed = rng.choice(days)
-    asks = [Ask("What is the name of the shop?", (shop,), "name")]
+    questions = [Question("What is the name of the shop?", (shop,), "name")]
     for day in days:
         opens = f"{rng.randint(6, 11):02d}:{rng.choice(('00', '15', '30'))}"
         text = f"{opens} - {rng.randint(13, 22)}:{rng.choice(('00', '30', '45'))}"
@@ -78,16 +78,16 @@ def _hours(rng: Random, flow: Flow, invented: float, *, stacked: bool = False) -
         else:
             flow.pair(day, text)
         if day != closed:
-            asks.append(Ask(f"What are the opening hours on {day}?", (text, text.replace(" ", "")), "hours"))
-    asks.append(Ask("On which day is it closed?", (closed,), "closed"))
-    return asks
+            questions.append(Question(f"What are the opening hours on {day}?", (text, text.replace(" ", "")), "hours"))
+    questions.append(Question("On which day is it closed?", (closed,), "closed"))
+    return questions
 
 
-def _hours_below(rng: Random, flow: Flow, invented: float) -> list[Ask]:
+def _hours_below(rng: Random, flow: Flow, invented: float) -> list[Question]:
     return _hours(rng, flow, invented, stacked=True)
 
 
-def _door(rng: Random, flow: Flow, invented: float) -> list[Ask]:
+def _door(rng: Random, flow: Flow, invented: float) -> list[Question]:
     """Who sits in which room."""
     rooms = sorted(rng.sample(range(1, 400), max(2, min(8, flow.room - 2))))
     people = list[str]()
@@ -99,30 +99,30 @@ def _door(rng: Random, flow: Flow, invented: float) -> list[Ask]:
     floor = f"Floor {rng.randint(1, 40)}"
     flow.line(floor, 1.3, bold=True)
     flow.rule()
-    asks = [Ask("Which floor is it?", (floor,), "number")]
+    questions = [Question("Which floor is it?", (floor,), "number")]
     for room, person in zip(rooms, people, strict=True):
         flow.feed()
         sheet.text(flow.left, flow.y, str(room), bold=True)
         sheet.text(flow.left + sheet.long("0000", bold=True), flow.y, person)
-        asks.append(Ask(f"Who is in room {room}?", (person,), "name"))
-        asks.append(Ask(f"In which room is {person}?", (str(room),), "number"))
-    return asks
+        questions.append(Question(f"Who is in room {room}?", (person,), "name"))
+        questions.append(Question(f"In which room is {person}?", (str(room),), "number"))
+    return questions
 
 
-def _directions(rng: Random, flow: Flow, invented: float) -> list[Ask]:
+def _directions(rng: Random, flow: Flow, invented: float) -> list[Question]:
     """Distances to places."""
     flow.feed(0.4)
     flow.centre("Walking routes", 1.2, bold=True)
     flow.rule()
-    places, asks = list[str](), list[Ask]()
+    places, questions = list[str](), list[Question]()
     while len(places) < max(2, min(8, flow.room)):
         limit = flow.width * 0.6
         places.append(flow.sheet.pick(rng, lambda r: a_name(r, TOWNS, max(invented, 0.1)), limit, known=places))
     for place in places:
         distance = f"{rng.randint(0, 29)}.{rng.randrange(10)} km"
         flow.pair(place, distance)
-        asks.append(Ask(f"How far is it to {place}?", (distance,), "number"))
-    return asks
+        questions.append(Question(f"How far is it to {place}?", (distance,), "number"))
+    return questions
 
 
 _DRAW = (_notice, _hours, _door, _directions, _hours_below)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from panscan.images.documents.sheet import Ask, Document, Sheet
+from panscan.images.documents.sheet import Document, Question, Sheet
 from panscan.images.documents.words import GOODS, MONTHS, TOWNS, a_name
 
 __all__ = ["LAYOUTS", "table"]
@@ -106,10 +106,10 @@ def table(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Docu
     title = rng.choice(_TOPICS)
     sheet.text(grid.margin, 1.15 * sheet.step, title, 1.2, bold=True)
     _drawn(grid, layout, heads, labels, [[f"{value:,}" for value in row] for row in figures])
-    asks = [Ask("What is the title?", (title,), "title")]
+    questions = [Question("What is the title?", (title,), "title")]
     for r, label in enumerate(labels):
         for c, head in enumerate(heads):
             value = figures[r][c]
             answers = tuple(dict.fromkeys((f"{value:,}", str(value))))
-            asks.append(Ask(f"What is the value of {label} in {head}?", answers, "cell"))
-    return sheet.document("table", asks)
+            questions.append(Question(f"What is the value of {label} in {head}?", answers, "cell"))
+    return sheet.document("table", questions)

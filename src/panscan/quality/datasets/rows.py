@@ -162,8 +162,8 @@ class Pictures:
     """
 
     def __init__(self, roots: Sequence[Path], folders: Sequence[str]) -> None:
-        self._places = [root / folder for root in roots for folder in folders]
-        self._places = [place for place in self._places if place.is_dir()]
+        self._directories = [root / folder for root in roots for folder in folders]
+        self._directories = [directory for directory in self._directories if directory.is_dir()]
         self._roots = list(roots)
 
     def find(self, name: Any) -> list[str]:
@@ -171,10 +171,10 @@ class Pictures:
         if not isinstance(name, str) or isinstance(name, Number) or not name.strip() or "\0" in name:
             return []
         last = PurePosixPath(name).name
-        for index, place in enumerate(self._places):
-            if is_file(place / last):
-                self._places.insert(0, self._places.pop(index))  # the others are there, too
-                return [str(self._places[0] / last)]
+        for index, directory in enumerate(self._directories):
+            if is_file(directory / last):
+                self._directories.insert(0, self._directories.pop(index))  # the others are there, too
+                return [str(self._directories[0] / last)]
         for root in self._roots:
             if is_file(root / name):
                 return [str(root / name)]

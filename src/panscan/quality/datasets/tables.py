@@ -143,19 +143,19 @@ def _beside(picture: Any, folder: Path) -> str | None:
 
 def _kept(data: bytes, folder: Path, called: str) -> str:
     suffix = next((suffix for magic, suffix in _SUFFIXES if data.startswith(magic)), "")
-    place = folder / (hashlib.sha256(data).hexdigest()[:32] + suffix)
+    path = folder / (hashlib.sha256(data).hexdigest()[:32] + suffix)
     try:
-        if not place.exists():
+        if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            partial = place.with_name(f".{place.name}.{os.getpid()}")
+            partial = path.with_name(f".{path.name}.{os.getpid()}")
             with create_file(partial) as file:
                 file.write(data)
-            partial.replace(place)
+            partial.replace(path)
     except OSError as error:
         raise DatasetError(
             f"{called}: its pictures cannot be written to {folder}: {error.strerror} (PANSCAN_CACHE names another)"
         ) from error
-    return str(place)
+    return str(path)
 
 
 def _paths(path: Path, image: str, called: str) -> list[list[str]] | None:

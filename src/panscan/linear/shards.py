@@ -1,4 +1,4 @@
-"""One rank's part of a quantised matrix."""
+"""Tensor-parallel shards of quantised matrices."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from torch import nn
 from panscan.core import UnsupportedError
 from panscan.linear.quantized import BLOCK, QuantizedLinear, pack_int4, unpack_int4
 
-__all__ = ["part_of"]
+__all__ = ["shard_linear"]
 
 
 @torch.no_grad()
-def part_of(linear: QuantizedLinear, rank: int, size: int, by: Literal["rows", "columns"] = "rows") -> QuantizedLinear:
-    """Return a rank's part of a quantised matrix; the whole one may be freed.
+def shard_linear(
+    linear: QuantizedLinear, rank: int, size: int, by: Literal["rows", "columns"] = "rows"
+) -> QuantizedLinear:
+    """Return a rank's shard of a quantised matrix. It shares no memory with the whole matrix, which may be freed.
 
     Args:
         linear: the whole matrix.
-        rank: which part, from 0.
+        rank: rank of the shard, from 0.
         size: number of ranks.
         by: ``rows`` splits output channels. ``columns`` splits input channels, so products are partial sums: only the
             first rank keeps the bias, the others have zeros.
@@ -41,7 +43,7 @@ def part_of(linear: QuantizedLinear, rank: int, size: int, by: Literal["rows", "
 
 def _rows(linear: QuantizedLinear, share: slice) -> QuantizedLinear:
     part = _like(linear, linear.in_features, share.stop - share.start)
-    if linear.how.kind == "int4":
+    if linear.weight_format.kind == "int4":
         part.weight = linear.weight[:, share].clone()
         part.scale = linear.scale[:, share].clone()
         part.zero = None if linear.zero is None else linear.zero[:, share].clone()
@@ -56,7 +58,7 @@ def _rows(linear: QuantizedLinear, share: slice) -> QuantizedLinear:
 
 def _columns(linear: QuantizedLinear, share: slice, rank: int, size: int) -> QuantizedLinear:
     inputs = share.stop - share.start
-    if linear.how.kind == "int4":
+    if linear.weight_format.kind == "int4":
         part = _int4_columns(linear, share, size)
     else:
         part = _like(linear, inputs, linear.out_features)
@@ -76,18 +78,18 @@ def _int4_columns(linear: QuantizedLinear, share: slice, size: int) -> Quantized
             " split; use --tensor-parallel-size 1, or a checkpoint without act-order"
         )
     inputs = share.stop - share.start
-    group = gcd(linear.how.group_size, inputs)
+    group = gcd(linear.weight_format.group_size, inputs)
     if group % 32:
         raise UnsupportedError(
-            f"--tensor-parallel-size {size} cuts groups of {linear.how.group_size} input channels into {group};"
-            " use a smaller size, so that parts of groups are multiples of 32"
+            f"--tensor-parallel-size {size} cuts groups of {linear.weight_format.group_size} input channels into"
+            f" {group}; use a smaller size, so that parts of groups are multiples of 32"
         )
     part = _like(linear, inputs, linear.out_features, group)
     if share.start % BLOCK == 0 and inputs % BLOCK == 0:
         part.weight = linear.weight[share.start // BLOCK : share.stop // BLOCK].clone()
     else:
         part.weight = pack_int4(unpack_int4(linear.weight, linear.in_features)[:, share])
-    repeats, groups = linear.how.group_size // group, slice(share.start // group, share.stop // group)
+    repeats, groups = linear.weight_format.group_size // group, slice(share.start // group, share.stop // group)
     part.scale = linear.scale.repeat_interleave(repeats, 0)[groups].clone()
     if linear.zero is not None:
         part.zero = linear.zero.repeat_interleave(repeats, 0)[groups].clone()
@@ -96,5 +98,5 @@ def _int4_columns(linear: QuantizedLinear, share: slice, size: int) -> Quantized
 
 def _like(linear: QuantizedLinear, inputs: int, outputs: int, group_size: int | None = None) -> QuantizedLinear:
     """Return a module of the same format, with buffers on the meta device."""
-    how = linear.how if group_size is None else replace(linear.how, group_size=group_size)
-    return QuantizedLinear(inputs, outputs, how, device=torch.device("meta"))
+    weight_format = linear.weight_format if group_size is None else replace(linear.weight_format, group_size=group_size)
+    return QuantizedLinear(inputs, outputs, weight_format, device=torch.device("meta"))
