@@ -32,6 +32,7 @@ __all__ = [
     "memory_metric",
     "number_text",
     "preset_of",
+    "queueing_note",
     "shared_settings",
     "short_name",
     "speed",
@@ -179,6 +180,17 @@ def shared_settings(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for name, value in constant.items()
         if value is not None and (name == "model" or name not in axes() or value != axes()[name].default)
     }
+
+
+def queueing_note(rows: Sequence[MeasuredCell]) -> str:
+    """Return what a reader must know of latencies where all requests are submitted at once; empty elsewhere."""
+    flooded = [
+        row for row in rows if row.settings.get("runner") == "engine" and not row.settings.get("max_concurrency")
+    ]
+    if not flooded:
+        return ""
+    text = "all requests are submitted at once, so TTFT and E2E include queueing."
+    return f"A{text[1:]}" if len(flooded) == len(rows) else f"With the engine, {text}"
 
 
 def memory_metric(rows: Sequence[MeasuredCell]) -> tuple[str, str]:

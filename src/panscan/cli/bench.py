@@ -269,7 +269,8 @@ def print_dataset(plan: SweepPlan) -> None:
     if facts is None:
         return
     others = f" (other splits: {facts.other_splits})" if facts.other_splits else ""
-    errors().print(f"dataset {facts.text}{others}", soft_wrap=True)
+    if others or facts.used < facts.questions:
+        errors().print(f"dataset {facts.text}{others}", soft_wrap=True)
     if facts.unscored == facts.used:
         errors().print("no question has a reference answer: quality is not measured", soft_wrap=True)
 
@@ -317,14 +318,15 @@ def _show(measured: Run, directory: Path) -> int:
     return exit_code(measured)
 
 
-def print_run(run: Run) -> None:
-    """Print the table, the curves and the recommendation of a finished run."""
+def print_run(run: Run, *, decision: bool = True) -> None:
+    """Print the table and the curves of a finished run, and with ``decision`` the recommendation."""
     from panscan.report.terminal import print_curves, print_decision, print_summary
 
     console = out()
     print_summary(run, console)
     print_curves(run, console)
-    print_decision(run, console)
+    if decision:
+        print_decision(run, console)
 
 
 def print_files(directory: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,7 +71,7 @@ class _Steps:
     def documents_drawn(self, questions: Path) -> None:
         from panscan.cli.samples import print_samples
 
-        print_samples(questions, self._count)
+        print_samples(questions, self._count, hint=False)
 
     @contextmanager
     def measuring(self, plan: SweepPlan, directory: Path) -> Iterator[Observer]:
@@ -85,7 +87,7 @@ class _Steps:
     def measured(self, run: Run) -> None:
         from panscan.cli.bench import print_run
 
-        print_run(run)
+        print_run(run, decision=False)  # recommend prints it
 
     def report_written(self, directory: Path) -> None:
         from panscan.cli.bench import print_files
@@ -103,5 +105,12 @@ def _print_results(demo: Demo) -> None:
     console.print(f"\nDecision, accuracy and speed: {demo.directory / HTML_NAME}", soft_wrap=True)
     console.print(f"Answers beside their images:  {demo.directory / GALLERY_NAME}", soft_wrap=True)
     question = ["-p", "What is the total?", "--preset", str(demo.preset)]
-    line = shlex.join(["panscan", "ask", str(demo.documents / "receipt-00.png"), *question])
+    line = shlex.join([*_program(), "ask", str(demo.documents / "receipt-00.png"), *question])
     console.print(f"Try: {line}", soft_wrap=True)
+
+
+def _program() -> list[str]:
+    """Return the words that start panscan in this shell, whose virtual environment may not be activated."""
+    if shutil.which("panscan"):
+        return ["panscan"]
+    return [sys.argv[0]] if Path(sys.argv[0]).name == "panscan" else [sys.executable, "-m", "panscan"]

@@ -24,18 +24,17 @@ _MILLISECONDS = InRange(Range(gt=0, le=1_000_000_000))
 _SHARE = InRange(Range(ge=0, le=1))
 
 EPILOG = """\
-A cell is never recommended whose answers differ from the reference, or that reads fewer
-views than others within --max-p95-ms, unless a labelled dataset shows no measurable loss,
-or --allow-different names it. --min-quality replaces the rule about views.
+A cell qualifies if its answers match the reference and, on a labelled dataset, show no
+measurable loss of accuracy. Without labels it must read the most views of the cells within
+--max-p95-ms. The fastest cell that qualifies is recommended. --min-quality replaces the
+rule on accuracy or views. A cell whose answers differ qualifies if a labelled dataset shows
+no measurable loss, or by --allow-different.
 
 \b
 Examples
   panscan recommend runs/20260101-120000-mini
   panscan recommend runs/20260101-120000-mini --max-p95-ms 2000 --min-quality 0.9
   panscan bench --preset preset.yaml --batch-size 1,2,4
-
-The same rule decides in panscan bench and in report.html: trusted answers first, then accuracy, then speed. Without a
-labelled dataset, settings with fewer views are not recommended: speed alone cannot tell what they lose.
 """
 
 

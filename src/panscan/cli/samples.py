@@ -66,8 +66,9 @@ def command(directory: Path, format: str | None, **options: Any) -> None:
         out().print(f"next: {written.command}", soft_wrap=True)
 
 
-def print_samples(questions: Path, count: int) -> None:
-    """Print where samples were written, and the command that uses them."""
+def print_samples(questions: Path, count: int, *, hint: bool = True) -> None:
+    """Print where samples were written, and with ``hint`` the command that uses them."""
     console = out()
     console.print(f"{count} documents in {questions.parent}", soft_wrap=True)
-    console.print(f"next: panscan bench --dataset {questions}", soft_wrap=True)
+    if hint:
+        console.print(f"next: panscan bench --dataset {questions}", soft_wrap=True)

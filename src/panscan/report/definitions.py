@@ -188,9 +188,10 @@ def _about_speed() -> list[tuple[str, str]]:
         ),
         (
             "Stages",
-            "load, preprocess, queue, vision, prefill, decode: means over requests that add up to the mean E2E. Queue "
-            "is all waiting: for a thread that prepares the request, for the engine's first pass, for a lock, and "
-            "after a preemption. Requests of a batch share its stages.",
+            "load (read and decode the images), preprocess (crop and resize them), queue, vision, prefill, decode: "
+            "means over requests that add up to the mean E2E. Queue is all waiting: for a thread that prepares the "
+            "request, for the engine's first pass, for a lock, and after a preemption. Requests of a batch share its "
+            "stages.",
         ),
         (
             "Intervals",

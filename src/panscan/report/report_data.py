@@ -16,6 +16,7 @@ from panscan.analysis.cells import (
     count,
     measured_rows,
     memory_metric,
+    queueing_note,
     shared_settings,
     short_name,
     speedup_lines,
@@ -129,6 +130,8 @@ class ReportData:
     warnings: tuple[str, ...]
     constant: str
     dataset: str
+    queueing: str
+    uncertified: bool
     cells: tuple[ReportCell, ...]
     memory: str
     footnotes: tuple[str, ...]
@@ -178,6 +181,8 @@ def report_data_of(run: Run) -> ReportData:
         warnings=tuple(_warnings(run, cells, footnotes)),
         constant=clean(_constant(settings)),
         dataset=_dataset(run),
+        queueing=queueing_note(rows),
+        uncertified=any(row.metrics.uncertified for row in rows),
         cells=cells,
         memory=memory_metric(rows)[1],
         footnotes=footnotes,

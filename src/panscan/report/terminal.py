@@ -15,6 +15,7 @@ from panscan.analysis.cells import (
     measured_rows,
     memory_metric,
     number_text,
+    queueing_note,
     shared_settings,
     speed,
     speedup_lines,
@@ -224,7 +225,7 @@ def _legend(rows: Sequence[MeasuredCell], console: Console) -> None:
         legend += " ± is half of the 95% interval."
     if any(set(row.metrics.uncertified) & {*_LATENCIES.values()} for row in rows):
         legend += " ~ has too few samples for 99% confidence."
-    print_line(console, legend)
+    print_line(console, " ".join(filter(None, (legend, queueing_note(rows)))))
 
 
 def _replicas(run: Run, rows: Sequence[MeasuredCell], names: Mapping[str, str]) -> list[str]:
