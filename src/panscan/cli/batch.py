@@ -227,7 +227,8 @@ def _say_speed(ledger: Any) -> None:
     if (speed := ledger.pages_per_second) is None:
         return
     pages = sum(start.successful_pages for start in ledger.starts)
-    text = f"{pages} pages in {ledger.seconds:.1f} s: {speed:.3g} pages/s (model load: {ledger.load_seconds:.1f} s)"
+    counted = f"{pages} page{'s'[: pages != 1]}"
+    text = f"{counted} in {ledger.seconds:.1f} s: {speed:.3g} pages/s (model load: {ledger.load_seconds:.1f} s)"
     if (price := ledger.price_per_million_pages) is not None:
         text += f"; price per million pages: {price:,.2f}"
     errors().print(text, soft_wrap=True)

@@ -48,12 +48,12 @@ _PROCESSES = InRange(Range(whole=True, least=1, most=1024))
 
 EPILOG = """\
 Options take comma lists of values; every combination is a cell. Presets: baseline,
-balanced, document, throughput, or a YAML file. Underscores work too (--attn_impl).
+balanced, document, throughput, or a YAML file. Underscores work too (--max_num_seqs).
 
 \b
 Examples
   panscan bench
-  panscan bench --dataset samples/questions.jsonl --preset baseline,balanced,document
+  panscan bench --dataset samples/questions.jsonl --preset baseline,balanced --max-new-tokens 32
   panscan bench --model google/gemma-3-27b-it --images scans/ -p "What is the total?" --dry-run
   panscan bench --model google/gemma-3-27b-it --tensor-parallel-size 1,2,4
   panscan bench --runner generate --batch-size 1,2,4 --device-map auto --gpus-per-replica 2
