@@ -5,13 +5,18 @@ from __future__ import annotations
 import statistics
 from collections.abc import Collection, Sequence
 
-__all__ = ["number", "ranged", "table"]
+__all__ = ["counted", "number", "ranged", "table"]
 
 
 def table(headings: list[str], rows: list[list[str]], text: Collection[int] = (0,)) -> str:
     """Return a table; columns at the positions ``text`` hold text, the others numbers."""
     lines = [headings, ["---" if at in text else "---:" for at in range(len(headings))], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun: ``1 repeat``, ``3 repeats``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def number(value: float | None, digits: int) -> str:

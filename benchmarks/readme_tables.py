@@ -32,7 +32,7 @@ from benchmarks.faster import (
 )
 from benchmarks.idle_gap_tables import idle_gap
 from benchmarks.load_tables import load_crosscheck, load_generator, load_kills, load_mixed, load_replicas
-from benchmarks.markdown import number, ranged, table
+from benchmarks.markdown import counted, number, ranged, table
 from benchmarks.mini_tables import mini_by_part, mini_on_cpu, mini_quality, mini_training, task_cost
 from benchmarks.plan_accuracy import plan_accuracy
 from benchmarks.plan_simulation import plan_on_cpu, plan_simulation
@@ -85,7 +85,8 @@ def machine(run: Run) -> str:
         f"{len(facts['gpus'])} x {gpu['name']} (driver {gpu['driver']}) and {facts['cpu']},"
         f" torch {packages['torch']}, transformers {packages['transformers']}, Python {facts['python']},"
         f" {run.header['created'][:10]};"
-        f" {kept['requests']} requests per cell, {kept['repeats']} repeat(s); ~ has too few samples for 99% confidence."
+        f" {kept['requests']} requests per cell, {counted(kept['repeats'], 'repeat')};"
+        " ~ has too few samples for 99% confidence."
         f" Record: `benchmarks/records/{run.path.parent.name}`. Command: `{command}`"
     )
 
@@ -194,8 +195,9 @@ def vision_tower() -> str:
     gpu = facts["gpus"][0]
     where = (
         "SigLIP at its true shape, random weights, bfloat16; both kernels in one run, in turns; one"
-        f" {gpu['name']} at {number(power['mean_w'], 0)} W and {number(power['median_sm_mhz'], 0)} MHz"
-        f" (driver {gpu['driver']}), {facts['cpu']}, torch {packages['torch']}, triton {packages['triton']}."
+        f" {gpu['name']} (mean power {number(power['mean_w'], 0)} W, median SM clock"
+        f" {number(power['median_sm_mhz'], 0)} MHz, driver {gpu['driver']}), {facts['cpu']},"
+        f" torch {packages['torch']}, triton {packages['triton']}."
         f" Record: `benchmarks/records/vision-tower.json`. Command: `{' '.join(record['command'])}`"
     )
     return table(["attention kernel", "views at once", "ms per view", f"times {kernels[0]}"], rows) + "\n\n" + where

@@ -1,4 +1,4 @@
-"""Tables of the workloads' records, W1, W2 and W4: the engine beside the floor."""
+"""Tables of the workloads' records, W1, W2 and W4: the engine beside the limit of the machine."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.markdown import number, ranged, table
+from benchmarks.markdown import counted, number, ranged, table
+from panscan.settings import axes
 
 __all__ = ["distinct_documents", "questions"]
 
 
 def distinct_documents(record: Mapping[str, Any], name: str) -> str:
-    """Return the table of a record of W1 or W4: each figure, its floor on this machine, and the ratio of both."""
+    """Return the table of a record of W1 or W4: each figure, its limit on this machine, and the ratio of both."""
     found, floor = record["measured"]["engine"], record["floor"]["engine"]
     alone, seen = found["alone"], found["vision"][-1]
     figures = [
@@ -30,19 +31,20 @@ def distinct_documents(record: Mapping[str, Any], name: str) -> str:
         [what, ranged(values, digits), number(floor[key], digits), number(found["ratios"][key], 2) + "x"]
         for what, values, digits, key in figures
     ]
-    rows += [
-        [f"GPU idle in decode steps of {each['batch']}", f"{number(100 * each['idle']['share'], 1)}%", "-", "-"]
-        for each in found["decode"]
-        if each["idle"] and each["idle"]["share"] is not None
-    ]
+    idle = [each for each in found["decode"] if each["idle"] and each["idle"]["share"] is not None]
+    if idle:
+        sizes = ", ".join(str(each["batch"]) for each in idle)
+        shares = ", ".join(f"{number(100 * each['idle']['share'], 1)}%" for each in idle)
+        rows.append([f"GPU idle in decode steps of {sizes}", shares, "-", "-"])
     if joules := joules_of(found["throughput"]):
         rows.append(["joules per request, all at once", ranged(joules, 0), "-", "-"])
     if alone.get("joules_per_request") is not None:
         rows.append(["joules of one request alone", number(alone["joules_per_request"], 0), "-", "-"])
     peak = max(turn["peak_reserved_bytes"] for turn in found["throughput"])
     gpus = record["settings"].get("tensor_parallel_size", 1)
-    rows.append(["peak memory per GPU, GB", number(peak / gpus / 1e9, 1), "-", "-"])
-    return table(["", "engine", "floor", "times floor"], rows) + "\n\n" + _machine(record, name)
+    rows.append([f"memory reserved per GPU, GB ({_memory_limit(record)})", number(peak / gpus / 1e9, 1), "-", "-"])
+    note = "For requests/s the limit is a maximum, and the ratio is limit / measured."
+    return table(["", "engine", "limit", "ratio"], rows) + f"\n\n{note} " + _machine(record, name)
 
 
 def questions(record: Mapping[str, Any], name: str) -> str:
@@ -76,6 +78,12 @@ def joules_of(turns: Sequence[Mapping[str, Any]]) -> list[float]:
     return [turn["joules_per_request"] for turn in turns if turn.get("joules_per_request") is not None]
 
 
+def _memory_limit(record: Mapping[str, Any]) -> str:
+    """Return the setting that limits the engine's memory: it reserves all of that at startup."""
+    name = "gpu_memory_gb" if record["settings"].get("gpu_memory_gb") is not None else "gpu_memory_utilization"
+    return f"limit: `--{axes()[name].flag} {record['settings'].get(name, axes()[name].default):g}`"
+
+
 def _machine(record: Mapping[str, Any], name: str) -> str:
     """Return one line on model, verdict, hardware, power, versions and command of a workload's record."""
     facts, work = record["environment"], record["work"]
@@ -87,11 +95,11 @@ def _machine(record: Mapping[str, Any], name: str) -> str:
     return (
         f"{record['model']['name']}, {record['model']['dtype']}: {_verdict(record)};"
         f" {work['requests']} requests of {work['views']} views,"
-        f" {work['prompt_tokens']:,} prompt and {work['output_tokens']} output tokens, {work['repeats']} turn(s);"
-        f" {gpus} x {facts['gpus'][0]['name']} at {number(watts, 0)} W and {number(clock, 0)} MHz (driver"
-        f" {facts['gpus'][0]['driver']}), {facts['cpu']}, torch {packages['torch']}, transformers"
-        f" {packages['transformers']}, triton {packages['triton']}, {record['created'][:10]}. Record:"
-        f" `benchmarks/records/{name}.json`. Command: `{record['command']}`"
+        f" {work['prompt_tokens']:,} prompt and {work['output_tokens']} output tokens,"
+        f" {counted(work['repeats'], 'repeat')}; {gpus} x {facts['gpus'][0]['name']} (mean power {number(watts, 0)} W,"
+        f" median SM clock {number(clock, 0)} MHz, driver {facts['gpus'][0]['driver']}), {facts['cpu']},"
+        f" torch {packages['torch']}, transformers {packages['transformers']}, triton {packages['triton']},"
+        f" {record['created'][:10]}. Record: `benchmarks/records/{name}.json`. Command: `{record['command']}`"
     )
 
 

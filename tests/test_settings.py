@@ -91,7 +91,12 @@ def test_other_tools_names_are_no_settings_of_ours_and_name_settings_that_exist(
     [
         ({}, {}, "engine", "the default; it supports all your options"),
         ({"attention": "eager"}, {}, "generate", "the engine does not support --attention eager"),
-        ({"batch_size": [1, 4]}, {}, "generate", "the engine does not support --batch-size 4"),
+        (
+            {"batch_size": [1, 4]},
+            {},
+            "generate",
+            "the engine does not support --batch-size 4; --max-num-seqs limits its batches",
+        ),
         ({"batch_size": [1]}, {}, "engine", "the default; it supports all your options"),
         ({"device_map": "auto"}, {}, "generate", "the engine does not support --device-map auto"),
         ({"device": "mps"}, {}, "generate", "the engine does not support --device mps"),

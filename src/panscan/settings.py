@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache, cached_property
+from importlib.util import find_spec
 from types import UnionType
 from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
@@ -25,6 +26,7 @@ __all__ = [
     "GROUPS",
     "GROUP_SIZES",
     "KV_CACHE_DTYPES",
+    "MODEL_SHAPES",
     "QUANTIZATION",
     "RANGES",
     "RUNNER_LIMITS",
@@ -42,6 +44,7 @@ __all__ = [
     "choose_runner",
     "foreign_option",
     "foreign_settings",
+    "missing_package",
     "nearest",
     "parse_value",
     "recorded_settings",
@@ -56,7 +59,7 @@ GROUP_SIZES = (128, 64, 32)
 WEIGHT_KINDS = ("fp8", "int8", "int4")
 """panscan's own quantisations, supported by every runner except vLLM; only int4 has groups."""
 QUANTIZATION = (*WEIGHT_KINDS, "bnb-8bit", "bnb-4bit")
-_SHAPES = ("mini", "tiny", "270m", "1b", "4b", "12b", "27b")
+MODEL_SHAPES = ("mini", "tiny", "270m", "1b", "4b", "12b", "27b")
 KV_CACHE_DTYPES = ("auto", "fp8")
 Level = Literal["load", "call"]
 Group = Literal[
@@ -122,7 +125,7 @@ class Settings:
     revision: str | None = _axis(None, "Model", "Branch, tag or commit of a hub checkpoint.", level="load", rare=True)
     random_weights: bool = _axis(False, "Model", "Use random weights of --model-shape: no download.", level="load")
     model_shape: str | None = _axis(
-        None, "Model", "Random shape: mini, tiny, 270m, 1b, 4b, 12b or 27b.", choices=_SHAPES, level="load"
+        None, "Model", "Random shape: mini, tiny, 270m, 1b, 4b, 12b or 27b.", choices=MODEL_SHAPES, level="load"
     )  # fmt: skip
     dtype: str = _axis(
         "auto", "Model", "Precision; auto: bf16 on a GPU, fp32 on a CPU.", aliases=("precision", "torch_dtype"),
@@ -163,7 +166,7 @@ class Settings:
         choices=("default", "reduce-overhead", "max-autotune"), rare=True,
     )  # fmt: skip
     tf32: bool = _axis(False, "Runner", "Use TF32 for float32 matrix products.", rare=True)
-    batch_size: int = _axis(1, "Runner", "Requests per generate() call.")
+    batch_size: int = _axis(1, "Runner", "Requests per generate() call; selects --runner generate.")
     max_concurrency: int | None = _axis(None, "Engine", "Maximum requests in flight; none: no limit.", only="engine")
     max_num_seqs: int = _axis(128, "Engine", "Maximum requests that compute at once.", only="engine")
     gpu_memory_utilization: float = _axis(0.92, "Engine", "Maximum share of each GPU's memory.", only="engine")
@@ -190,14 +193,13 @@ class Settings:
     )  # fmt: skip
     equal_views: bool = _axis(False, "Runner", "Batch requests with equal view counts together.", rare=True)
     prefill_chunk_size: int | None = _axis(
-        None, "Engine", "Prompt tokens per pass; changes the answers of generate()."
+        None, "Engine", "Prompt tokens per pass; generate() drops images."
     )  # fmt: skip
     pad_to_multiple_of: int | None = _axis(
         None, "Runner", "Pad prompts to a multiple of this many tokens.", rare=True
     )  # fmt: skip
     preprocess: str = _axis(
-        "cpu", "Runner", "Resize views with Pillow, or with PyTorch on the device.", choices=("cpu", "device"),
-        rare=True,
+        "cpu", "Runner", "Resize views: cpu (Pillow) or device (PyTorch).", choices=("cpu", "device")
     )  # fmt: skip
     do_pan_and_scan: bool = _axis(True, "Pan and scan", "Add crops to the whole image.", flag="pan-and-scan")
     pan_and_scan_min_crop_size: int = _axis(
@@ -213,7 +215,7 @@ class Settings:
     max_new_tokens: int = _axis(128, "Generation", "Maximum output tokens.", aliases=("max_tokens",))
     temperature: float = _axis(0.0, "Generation", "Sampling temperature; 0 is greedy.")
     top_k: int | None = _axis(None, "Generation", "Sample from the k most probable tokens.")
-    top_p: float | None = _axis(None, "Generation", "Sample from the most probable tokens of this mass.")
+    top_p: float | None = _axis(None, "Generation", "Sample from top tokens with this total probability.")
     min_p: float | None = _axis(
         None, "Generation", "Drop tokens below this share of the most probable.", rare=True
     )  # fmt: skip
@@ -249,7 +251,7 @@ class Settings:
 
     def _check_contradictions(self) -> None:
         if self.random_weights and self.model_shape is None:
-            raise SettingError(f"--random-weights: no shape is given; add --model-shape {'|'.join(_SHAPES)}")
+            raise SettingError(f"--random-weights: no shape is given; add --model-shape {'|'.join(MODEL_SHAPES)}")
         if self.model_shape is not None and not self.random_weights:
             raise SettingError(f"--model-shape {self.model_shape}: requires --random-weights; add it, or use --model")
         if self.random_weights and self.model != "mini":
@@ -471,7 +473,8 @@ def choose_runner(given: Mapping[str, Any], preset: Mapping[str, Any]) -> Runner
         for each in value if isinstance(value, list | tuple) else (value,):
             if not _engine_takes(name, each):
                 option = f"--{axes()[name].flag} {each}"
-                return RunnerChoice("generate", f"the engine does not support {option}", option)
+                advice = "; --max-num-seqs limits its batches" if name == "batch_size" else ""
+                return RunnerChoice("generate", f"the engine does not support {option}{advice}", option)
     return RunnerChoice("engine", "" if named else "the default; it supports all your options")
 
 
@@ -492,6 +495,13 @@ def check_weight_kind(kind: str) -> None:
     """Raise a SettingError unless ``panscan quantize`` can write weights of a kind."""
     if kind not in WEIGHT_KINDS:
         raise SettingError(f"--quantization takes {', '.join(WEIGHT_KINDS)}; got {kind!r}{nearest(kind, WEIGHT_KINDS)}")
+
+
+def missing_package(quantization: str | None) -> str | None:
+    """Return which package a quantisation lacks on this machine, and how to install it; None if none."""
+    if quantization is None or quantization in WEIGHT_KINDS or find_spec("bitsandbytes"):
+        return None
+    return f"--quantization {quantization} needs bitsandbytes: pip install bitsandbytes"
 
 
 def nearest(word: object, known: Iterable[str]) -> str:

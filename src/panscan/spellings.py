@@ -71,7 +71,7 @@ FOREIGN_OPTIONS: dict[str, str] = {
     "max_length": "use --max-new-tokens, which excludes the prompt",
     "min_new_tokens": "use --ignore-eos for answers of exactly --max-new-tokens tokens",
     "num_beams": "beam search is not supported; leave it out",
-    "per_device_eval_batch_size": "use --batch-size",
+    "per_device_eval_batch_size": "use --max-num-seqs, or --batch-size with --runner generate",
     "use_cache": "the KV cache cannot be disabled; leave it out",
     "low_cpu_mem_usage": "checkpoints are always loaded without a second copy; leave it out",
     "max_image_size": _CROPS,

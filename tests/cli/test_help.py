@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 import pytest
 
-from panscan.cli.main import VERBS, cli, run
+from panscan.cli.main import SECTIONS, VERBS, cli, run
 from panscan.cli.verb import Option, Verb
 from panscan.settings import GROUPS, axes
 
@@ -78,3 +78,34 @@ def test_every_choice_of_a_setting_is_in_its_help() -> None:
             record = each.get_help_record(context) if isinstance(each, click.Option) else None
             assert record is not None
             assert choice in " ".join(record), each.name
+
+
+def test_the_commands_are_listed_by_task_also_without_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = help_of(capsys)
+    assert lines == help_of(capsys, "--help")
+    headings = [line[:-1] for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert headings == ["Options", *SECTIONS]
+    assert [line.split()[0] for line in lines if line.split()[:1] and line.split()[0] in VERBS] == list(VERBS)
+    assert "--batch-size" not in " ".join(lines)  # it would select generate()
+
+
+@pytest.mark.parametrize(
+    ("verb", "expected"),
+    [
+        ("serve", ["Runner: engine or generate."]),
+        ("batch", ["Runner: engine or generate.", "--prompt-column"]),
+        ("verify", ["'tiny'. [required]"]),
+        ("profile", ["Requests at once."]),
+        ("bench", ["selects --runner generate.", "generate() drops images. [default: 2048]"]),
+        ("plan", ["Prompt tokens per pass. [default: 2048]"]),
+    ],
+)
+def test_a_command_describes_what_its_options_do_there(
+    verb: str, expected: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = " ".join(" ".join(help_of(capsys, verb, "--help")).split())
+    assert [words for words in expected if words not in text] == []
+
+
+def test_serve_has_no_options_of_runners_that_it_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "vllm" not in "\n".join(help_of(capsys, "serve", "--help-all")).lower()

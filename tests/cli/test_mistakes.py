@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from tests.conftest import noise
 
+from panscan import settings
 from panscan.cli.main import run
 
 ASK = ["ask", "doc.png", "-p", "What?"]
@@ -17,7 +21,7 @@ SERVE = ["serve", "--port", "0"]
 MISTAKES = {
     "verb: typo": (["bnech"], 2, "'bnech'", "did you mean 'bench'"),
     "verb: another tool's": (["run", "doc.png"], 2, "'run'", "did you mean 'ask'"),
-    "verb: chat": (["chat"], 2, "'chat'", "did you mean 'ask'"),
+    "verb: chat": (["chat"], 2, "'chat'", "(did you mean 'ask'?); panscan --help lists the commands"),
     "verb: evaluate": (["eval", "--dataset", "q.jsonl"], 2, "'eval'", "did you mean 'bench'"),
     "option: typo": ([*BENCH, "--bach-size", "2"], 2, "--bach-size", "--batch-size"),
     "option: of another verb": ([*ASK, "--max-concurrency", "2"], 2, "--max-concurrency", "panscan ask --help"),
@@ -27,6 +31,9 @@ MISTAKES = {
     "value: out of range": ([*ASK, "--gpu-memory-utilization", "92"], 2, "--gpu-memory-utilization", "0.92 is 92%"),
     "value: typo of a choice": ([*ASK, "--dtype", "bf17"], 2, "--dtype", "did you mean 'bf16'"),
     "value: another tool's": ([*ASK, "--quantization", "awq"], 2, "--quantization", "fp8, int8, int4"),
+    "value: size as model": ([*ASK, "--model", "27b"], 3, "--model 27b", "--random-weights --model-shape 27b"),
+    "value: size in a sweep": ([*BENCH, "--model", "mini,27b"], 3, "--model 27b", "google/gemma-3-27b-it"),
+    "value: size in a dry run": ([*BENCH, "--model", "4b", "--dry-run"], 3, "--model 4b", "--model-shape 4b"),
     "value: preset": ([*ASK, "--preset", "balancd"], 2, "--preset", "did you mean 'balanced'"),
     "vLLM: max-model-len": ([*SERVE, "--max-model-len", "8192"], 2, "--max-model-len", "--kv-cache-gb"),
     "vLLM: batched tokens": ([*BATCH, "--max-num-batched-tokens=1"], 2, "--max-num-batched-tokens", "--prefill-chunk"),
@@ -45,6 +52,7 @@ MISTAKES = {
     "file: grid": ([*BENCH, "--grid", "none.yaml"], 2, "none.yaml", "No such file"),
     "file: grid key": ([*BENCH, "--grid", "grid.yaml"], 2, "grid.yaml", "did you mean 'batch_size'"),
     "file: another tool's grid key": ([*BENCH, "--grid", "vllm.yaml"], 2, "vllm.yaml: max_model_len", "--kv-cache-gb"),
+    "file: answers": (BATCH, 3, "answers.jsonl", "--resume, or replace them with --force"),
     "file: run directory": (["report", "nowhere"], 3, "nowhere", "not a run directory"),
     "prompt: none": (["ask", "doc.png"], 2, "-p", "no prompt is given"),
 }
@@ -58,6 +66,7 @@ def test_a_mistake_is_one_line_with_the_fix(
     monkeypatch.setattr("sys.stdin", None)
     noise(60, 60).save("doc.png")
     Path("notes.txt").write_text("no picture")
+    Path("answers.jsonl").write_text("{}\n")
     Path("grid.yaml").write_text("bach_size: [1, 2]\n")
     Path("vllm.yaml").write_text("max_model_len: 8192\n")
     words, code, named, fix = MISTAKES[name]
@@ -68,3 +77,29 @@ def test_a_mistake_is_one_line_with_the_fix(
     assert line.startswith("panscan: ")
     assert named in line
     assert fix in line
+
+
+@pytest.mark.parametrize("words", [[*ASK, "--load-in-4bit"], [*BATCH, "--quantization", "bnb-8bit"], SERVE])
+def test_a_missing_package_is_one_line_with_the_fix(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(settings, "find_spec", lambda _: None)
+    noise(60, 60).save("doc.png")
+    words = words if words is not SERVE else [*SERVE, "--quantization", "bnb-4bit"]
+    assert run(words) == 4
+    assert "bitsandbytes: pip install bitsandbytes" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_mistakes_are_found_before_pytorch_is_imported(tmp_path: Path) -> None:
+    noise(60, 60).save(tmp_path / "doc.png")
+    (tmp_path / "answers.jsonl").write_text("{}\n")
+    names = ("verb: chat", "value: size as model", "value: size in a dry run", "file: answers", "vLLM: eager")
+    code = (
+        "import json, sys; from panscan.cli.main import run; from panscan import settings;"
+        " settings.find_spec = lambda name: None;"
+        " print(*map(run, json.loads(sys.argv[1])), 'torch' in sys.modules)"
+    )
+    commands = json.dumps([*(MISTAKES[name][0] for name in names), [*ASK, "--load-in-4bit"]])
+    done = subprocess.run([sys.executable, "-c", code, commands], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.split() == [*(str(MISTAKES[name][1]) for name in names), "4", "False"], done.stderr

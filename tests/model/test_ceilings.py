@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import astuple
+from functools import partial
 
 import pytest
 import torch
 
+from panscan.model import ceilings
 from panscan.model.ceilings import measure_ceilings
 
 CPU = torch.device("cpu")
@@ -29,6 +31,25 @@ def test_the_products_precision_is_put_back() -> None:
         assert torch.get_float32_matmul_precision() == "high"
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize(
+    ("rate", "wait", "largest", "least"),
+    [(1e11, 0.0, 1024, 0.99), (1e11, 0.03, 4096, 0.95), (1e9, 0.0, 512, 0.99)],
+    ids=["idle", "busy with other processes", "slow"],
+)
+def test_a_wait_for_threads_is_not_taken_for_work(
+    rate: float, wait: float, largest: int, least: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sides = []
+
+    def seconds(work: partial[torch.Tensor], _device: torch.device) -> float:
+        sides.append(len(work.args[0]))
+        return wait + 2 * sides[-1] ** 3 / rate
+
+    monkeypatch.setattr(ceilings, "_best_seconds", seconds)
+    assert least * rate <= ceilings._product_rate(CPU, torch.float32) <= rate
+    assert sides[-1] == largest
 
 
 @pytest.mark.gpu

@@ -48,12 +48,12 @@ def statements(shown: PromptAttention, other: Masks) -> list[str]:
     lines = []
     for each in differences(shown, other):
         if not each.missing and not each.extra:
-            lines.append(f"{each.kind} layers: {name} and {reference} agree in all cells")
+            lines.append(f"{each.kind} layers: {name} and {reference} agree on all token pairs")
             continue
         why = cause(shown.segments, shown.reference.by_kind[each.kind], other.by_kind[each.kind])
-        parts = [f"lacks {each.missing:,} of the {each.reference:,} cells in which {reference} attends"]
+        parts = [f"lacks {each.missing:,} of the {each.reference:,} token pairs in which {reference} attends"]
         parts = parts if each.missing else []
-        parts += [f"adds {each.extra:,} cells"] if each.extra else []
+        parts += [f"adds {each.extra:,} token pairs"] if each.extra else []
         lines.append(f"{each.kind} layers: {name} {' and '.join(parts)}: {why}")
     return lines
 

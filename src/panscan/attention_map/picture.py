@@ -241,7 +241,7 @@ def _legend_entries(shown: PromptAttention, scale: _Scale) -> list[_Entry]:
         entries += [mark for mark, there in zip(marks, needed, strict=True) if there]
     if scale.blends:
         cells = scale.tokens / scale.side
-        entries.append(((), f"A pixel is {cells:.1f} x {cells:.1f} cells: paler where only some of them attend."))
+        entries.append(((), f"A pixel is {cells:.1f} x {cells:.1f} token pairs: paler where only some of them attend."))
     return entries
 
 

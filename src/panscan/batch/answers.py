@@ -25,7 +25,7 @@ from panscan.batch.outbox import Outbox
 from panscan.core import RecordsError
 from panscan.records.store import write_atomically
 
-__all__ = ["AnswerFile", "Mode", "refuse_sources"]
+__all__ = ["AnswerFile", "Mode", "refuse_answers", "refuse_sources"]
 
 Mode = Literal["new", "resume", "force"]
 Check = Callable[[Mapping[str, Any], Mapping[str, Any]], str | None]
@@ -177,7 +177,7 @@ class AnswerFile:
 
     def _go_on(self, header: Mapping[str, Any], mode: Mode, check: Check) -> None:
         if mode == "new":
-            raise RecordsError(f"{self.path} already has answers: continue with --resume, or replace them with --force")
+            refuse_answers(self.path)
         self.begun_with = self._header()
         if (reason := check(self.begun_with, header)) is not None:
             raise RecordsError(f"{self.path} {reason}: resume with the same, or start anew with --force")
@@ -216,6 +216,18 @@ class AnswerFile:
         for path in self._made:
             with contextlib.suppress(OSError):  # not empty: another process wrote into them
                 path.unlink() if path == self._lock_path else path.rmdir()
+
+
+def refuse_answers(path: Path) -> None:
+    """Refuse a file of answers that has some.
+
+    Raises:
+        RecordsError: it has answers, or answers are held for it.
+    """
+    path = Path(os.path.realpath(path))
+    held = _sidecars(path)[1]
+    if _size(path) or _size(held):
+        raise RecordsError(f"{path} already has answers: continue with --resume, or replace them with --force")
 
 
 def refuse_sources(output: Path, sources: Iterable[str]) -> None:

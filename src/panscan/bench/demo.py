@@ -106,7 +106,9 @@ def _check(directory: Path, runs: Path, *, again: bool) -> None:
     if runs.exists() and not runs.is_dir():
         raise SettingError(f"{runs} is in the way of the demo's runs: name another folder")
     if runs.exists() and not again:
-        raise SettingError(f"{directory} already holds a demo: choose another folder, or replace it with --again")
+        raise SettingError(
+            f"{directory} already holds a demo: choose another folder, or add --again (earlier runs are kept)"
+        )
 
 
 def _line(*words: object) -> list[str]:

@@ -14,6 +14,7 @@ import click
 from panscan.cli.console import echo, errors, import_libraries, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_checkpoint
 from panscan.cli.options import (
+    RAW_PROMPT,
     RUNNER_DEFAULT,
     axis_options,
     chosen_settings,
@@ -50,7 +51,7 @@ Examples
 @click.argument("images", nargs=-1, metavar="[IMAGE]...")
 @option("Input", "-p", "--prompt", help="Prompt; '-' or none reads standard input.")
 @option("Input", "--system", help="System message.")
-@option("Input", "--raw-prompt", is_flag=True, rare=True, help="Skip the turn template; mark images in the prompt.")
+@option("Input", "--raw-prompt", is_flag=True, rare=True, help=RAW_PROMPT)
 @preset_option
 @option("Output", "--json", "as_json", is_flag=True, help="Print one JSON object.")
 @json_schema_option

@@ -13,6 +13,7 @@ import click
 
 from panscan.cli.console import echo, errors, import_libraries, out, show_warnings, warn_mini
 from panscan.cli.options import (
+    RAW_PROMPT,
     axis_options,
     common_options,
     given_values,
@@ -61,7 +62,7 @@ Examples
 @click.argument("images", nargs=-1, metavar="[IMAGE]...")
 @option("Input", "-p", "--prompt", help="Prompt; '-' or none reads standard input.")
 @option("Input", "--system", help="System message.")
-@option("Input", "--raw-prompt", is_flag=True, help="Skip the turn template; mark images in the prompt.")
+@option("Input", "--raw-prompt", is_flag=True, help=RAW_PROMPT)
 @option(
     "Runner", "--attention", "--attn-impl", "--attn-implementation", "implementations", default="sdpa,engine",
     show_default=True, shown="--attention NAMES",
@@ -72,13 +73,13 @@ Examples
 @option("Output", "--json", "as_json", is_flag=True, help="Print JSON; draws only with --output.")
 @url_options
 @max_pages_option
-@axis_options(_SETTINGS)
+@axis_options(_SETTINGS, texts={"prefill_chunk_size": "Prompt tokens per pass of the engine."})
 @common_options
 def command(**options: Any) -> None:
     """Draw which positions attend to which: text, each view, global and local layers.
 
-    Masks are measured on the attention code of each implementation; cells that differ from eager are marked. No
-    weights are loaded: with --random-weights --model-shape 27b nothing is downloaded.
+    Masks are measured on the attention code of each implementation; token pairs that differ from eager are
+    marked. No weights are loaded: with --random-weights --model-shape 27b nothing is downloaded.
     """
     show_warnings(errors())
     prompt = read_prompt(options["prompt"])

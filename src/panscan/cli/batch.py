@@ -15,6 +15,8 @@ import click
 from panscan.cli.console import errors, first_process, import_libraries, out, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_checkpoint
 from panscan.cli.options import (
+    ANSWERING_RUNNERS,
+    RAW_PROMPT,
     RUNNER_DEFAULT,
     InRange,
     axis_options,
@@ -78,12 +80,12 @@ Examples
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @option("Input", "-p", "--prompt", help="Prompt; '-' or none reads standard input.")
 @option("Input", "--system", help="System message for every request.")
-@option("Input", "--raw-prompt", is_flag=True, rare=True, help="Skip the turn template; mark images in the prompt.")
+@option("Input", "--raw-prompt", is_flag=True, rare=True, help=RAW_PROMPT)
 @option("Input", "--whole-files", is_flag=True, help="Send all pages of a file in one request.")
 @option("Input", "--limit", type=_LIMIT, metavar="INT", help="Maximum documents (pages, questions) to process.")
 @option("Input", "--image-column", metavar="NAME", rare=True, help="Image column of Parquet.  [default: image]")
 @option("Input", "--id-column", metavar="NAME", rare=True, help="Id column of Parquet.  [default: id]")
-@option("Input", "--prompt-column", metavar="NAME", rare=True, help="Prompt column of Parquet.  [default: question]")
+@option("Input", "--prompt-column", metavar="NAME", help="Prompt column of Parquet.  [default: question]")
 @option(
     "Output", "-o", "--output", default="answers.jsonl", show_default=True, metavar="PATH",
     help="Answers: JSON Lines, or .parquet.",
@@ -98,13 +100,13 @@ Examples
 @option("Output", "--cost-per-hour", type=_PRICE, metavar="PRICE", help="Machine cost per hour, for page prices.")
 @storage_option
 @preset_option
-@option("Engine", "--replicas", type=_REPLICAS, metavar="INT", help="Replicas of the engine, on Ray.")
+@option("Engine", "--replicas", type=_REPLICAS, metavar="INT", help="Engine replicas on Ray; none: this process.")
 @option("Engine", "--ray-address", metavar="URL", rare=True, help="Ray cluster to join instead of starting one.")
 @json_schema_option
 @external_images_option
 @url_options
 @max_pages_option
-@axis_options(leave_out=_NOT_HERE, defaults=RUNNER_DEFAULT)
+@axis_options(leave_out=_NOT_HERE, defaults=RUNNER_DEFAULT, texts=ANSWERING_RUNNERS)
 @common_options
 def command(**options: Any) -> int:
     """Answer one prompt over many documents, or the questions of a dataset.
@@ -112,7 +114,7 @@ def command(**options: Any) -> int:
     SOURCE is a directory, glob, file, URL, JSON Lines file of {image, question} or Parquet file. Each page of a PDF or
     TIFF is a document, unless --whole-files is given. If a document fails, its line says why.
     """
-    from panscan.batch.answers import AnswerFile
+    from panscan.batch.answers import AnswerFile, refuse_answers
     from panscan.batch.destination import destination, fetch_previous
     from panscan.batch.dispatch import up_to_first_question
     from panscan.batch.job import changed_versions, difference
@@ -127,6 +129,8 @@ def command(**options: Any) -> int:
         work = _work(options)
         target = destination(options["output"])
         target.refuse_sources(work.files)
+    if mode == "new" and target.url is None and target.path.is_file():
+        refuse_answers(target.path)  # before PyTorch is imported
     job = _job(options, dataset=work.has_questions)
     header = job.header()
     with activity("looking for earlier answers"):
@@ -223,7 +227,8 @@ def _print_speed(ledger: Any) -> None:
     if (speed := ledger.pages_per_second) is None:
         return
     pages = sum(start.successful_pages for start in ledger.starts)
-    text = f"{pages} pages in {ledger.seconds:.1f} s: {speed:.3g} pages/s (model load: {ledger.load_seconds:.1f} s)"
+    counted = f"{pages} page{'s'[: pages != 1]}"
+    text = f"{counted} in {ledger.seconds:.1f} s: {speed:.3g} pages/s (model load: {ledger.load_seconds:.1f} s)"
     if (price := ledger.price_per_million_pages) is not None:
         text += f"; price per million pages: {price:,.2f}"
     errors().print(text, soft_wrap=True)

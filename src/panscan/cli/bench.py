@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from panscan.cli.console import errors, first_process, import_libraries, out, show_warnings, warn_mini
-from panscan.cli.models import DemonstrationWarning
+from panscan.cli.models import DemonstrationWarning, check_model_names
 from panscan.cli.options import (
+    RAW_PROMPT,
     RUNNER_DEFAULT,
     SEED,
     InRange,
@@ -47,12 +48,12 @@ _PROCESSES = InRange(Range(integer=True, ge=1, le=1024))
 
 EPILOG = """\
 Options take comma lists of values; every combination is a cell. Presets: baseline,
-balanced, document, throughput, or a YAML file. Underscores work too (--attn_impl).
+balanced, document, throughput, or a YAML file. Underscores work too (--max_num_seqs).
 
 \b
 Examples
   panscan bench
-  panscan bench --dataset samples/questions.jsonl --preset baseline,balanced,document
+  panscan bench --dataset samples/questions.jsonl --preset baseline,balanced --max-new-tokens 32
   panscan bench --model google/gemma-3-27b-it --images scans/ -p "What is the total?" --dry-run
   panscan bench --model google/gemma-3-27b-it --tensor-parallel-size 1,2,4
   panscan bench --runner generate --batch-size 1,2,4 --device-map auto --gpus-per-replica 2
@@ -71,8 +72,8 @@ Examples
 @option("Input", "--no-images", is_flag=True, rare=True, help="Send prompts alone, for text-only checkpoints.")
 @option("Input", "--num-samples", type=_SAMPLES, metavar="INT", help="Requests per cell, sampled or repeated.")
 @option("Input", "--system", help="System message for every request.")
-@option("Input", "--raw-prompt", is_flag=True, rare=True, help="Skip the turn template; mark images in the prompt.")
-@option("Measurement", "--preset", metavar="NAMES", help="Presets to combine with all other settings, comma list.")
+@option("Input", "--raw-prompt", is_flag=True, rare=True, help=RAW_PROMPT)
+@option("Measurement", "--preset", metavar="NAMES", help="Presets (baseline, balanced, ...) or YAML files.")
 @option("Measurement", "--grid", "grid_file", metavar="FILE", help="YAML file of 'setting: [values]'.")
 @option(
     "Measurement", "--repeats", type=_REPEATS, metavar="INT", default=1, show_default=True,
@@ -100,7 +101,7 @@ Examples
 @option("Measurement", "--quality-metric", metavar="NAME", rare=True, help="Quality metric; the dataset's by default.")
 @option(
     "Measurement", "--replicas", type=_PROCESSES, metavar="INT", default=1, show_default=True,
-    help="Model replicas that run in parallel.",
+    help="Model replicas that run in parallel, without Ray.",
 )  # fmt: skip
 @option(
     "Measurement", "--gpus-per-replica", type=_PROCESSES, metavar="INT", default=1, show_default=True, rare=True,
@@ -118,9 +119,9 @@ Examples
 def command(**options: Any) -> int:
     """Sweep settings over your documents and measure latency, throughput, tokens and memory.
 
-    The defaults are the bundled model and its sample documents. Each cell's answers are compared with a reference
-    (float32 eager attention on the same weights and views). The run directory gets records.jsonl, summary.csv and
-    report.html.
+    IMAGE means the same as --images. The defaults are the bundled model and its sample documents. Each cell's answers
+    are compared with a reference (float32 eager attention on the same weights and views). The run directory gets
+    records.jsonl, summary.csv and report.html.
     """
     show_warnings(errors())
     if options["resume"] is not None:
@@ -225,6 +226,7 @@ def _cells(options: dict[str, Any]) -> list[Cell]:
     file = read_grid_file(Path(options["grid_file"])) if options["grid_file"] else None
     presets = [name.strip() for name in options["preset"].split(",")] if options["preset"] else []
     cells = build_cells(flags, file=file, presets=presets, choose=True)
+    check_model_names(cell.settings.model for cell in cells)
     if "model" not in flags and any(cell.settings.model_name == "mini" for cell in cells):
         warn_mini()
     for choice in dict.fromkeys(sweep_runners(flags, file=file, presets=presets)):

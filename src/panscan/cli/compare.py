@@ -15,8 +15,8 @@ from panscan.core import SettingError
 __all__ = ["command"]
 
 EPILOG = """\
-A condition is METRIC>NUMBER% or METRIC<-NUMBER% on the change against A, or "verdict"
-(became worse). METRIC is request_throughput, output_throughput,
+A condition is "METRIC>5%" (rises by more than 5% against A), "METRIC<-5%" (falls by more
+than 5%) or "verdict" (becomes worse). METRIC is request_throughput, output_throughput,
 {mean,median,p90,p95,p99}_{ttft,tpot,e2el}, a score (exact_match, anls, ...), or for load
 runs attainment: the share of answered requests that meet the goodput limits.
 Exit code 5: a condition holds beyond the noise. See docs/compare.md.

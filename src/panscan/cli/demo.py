@@ -40,7 +40,7 @@ Examples
 @option(
     "Input", "--seed", type=SEED, metavar="INT", default=2, show_default=True, help="Seed of the generated documents."
 )
-@option("Output", "--again", is_flag=True, help="Replace an existing demo.")
+@option("Output", "--again", is_flag=True, help="Replace documents and preset; keep earlier runs.")
 @common_options
 def command(directory: Path, count: int, seed: int, again: bool) -> int:
     """Show the accuracy and the cost of pan and scan on generated documents, in about two minutes.

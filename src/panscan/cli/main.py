@@ -21,27 +21,38 @@ from panscan.settings import nearest
 
 __all__ = ["main"]
 
-# verb -> its help line; each lives in panscan.cli.<verb> and is imported when it is called: --help must be quick.
-VERBS = {
-    "ask": "Answer a question about images or PDF pages.",
-    "attention": "Draw which positions of a prompt attend to which.",
-    "batch": "Answer a prompt over many documents (JSONL, resumable).",
-    "bench": "Sweep settings over your documents and measure them.",
-    "compare": "Compare runs by cell and by request.",
-    "crops": "Draw the pan-and-scan views of an image.",
-    "demo": "Show the accuracy and the cost of pan and scan.",
-    "doctor": "Find what makes Gemma 3 slow or wrong on this machine.",
-    "load": "Load-test an OpenAI-compatible endpoint.",
-    "plan": "Predict which layouts fit on GPUs, and their speed.",
-    "profile": "Profile a warm request: GPU busy, idle, and kernels.",
-    "quantize": "Write a quantised checkpoint, or audit one.",
-    "recommend": "Choose a cell of a run and write it as a preset.",
-    "report": "Write a run as an HTML page, markdown or pictures.",
-    "samples": "Generate sample documents with questions and answers.",
-    "serve": "Serve an OpenAI-compatible API and a playground.",
-    "trace": "Summarise profiler traces: GPU busy, idle, and why.",
-    "verify": "Check an endpoint's answers against its checkpoint.",
+# Heading -> verb -> its help line. Each verb lives in panscan.cli.<verb>, imported when called: --help must be quick.
+SECTIONS = {
+    "Ask and serve": {
+        "samples": "Generate sample documents with questions and answers.",
+        "ask": "Answer a question about images or PDF pages.",
+        "crops": "Draw the pan-and-scan views of an image.",
+        "attention": "Draw which positions of a prompt attend to which.",
+        "batch": "Answer a prompt over many documents (JSONL, resumable).",
+        "serve": "Serve an OpenAI-compatible API and a playground.",
+    },
+    "Measure settings and choose one": {
+        "demo": "Show the accuracy and the cost of pan and scan.",
+        "bench": "Sweep settings over your documents and measure them.",
+        "report": "Write a run as an HTML page, markdown or pictures.",
+        "recommend": "Choose a cell of a run and write it as a preset.",
+        "compare": "Compare runs by cell and by request.",
+        "quantize": "Write a quantised checkpoint, or audit one.",
+    },
+    "Choose GPUs": {
+        "plan": "Predict which layouts fit on GPUs, and their speed.",
+    },
+    "Check an OpenAI-compatible endpoint": {
+        "load": "Load-test an endpoint.",
+        "verify": "Check an endpoint's answers against its checkpoint.",
+    },
+    "Find what is slow or wrong": {
+        "doctor": "Find what makes Gemma 3 slow or wrong on this machine.",
+        "profile": "Profile a warm request: GPU busy, idle, and kernels.",
+        "trace": "Summarise profiler traces: GPU busy, idle, and why.",
+    },
 }
+VERBS = {verb: text for verbs in SECTIONS.values() for verb, text in verbs.items()}
 
 _SUGGESTED = {
     **dict.fromkeys(("run", "chat", "generate", "infer", "predict", "query", "complete"), "ask"),
@@ -95,12 +106,14 @@ class _Verbs(click.Group):
         if word not in VERBS and not word.startswith("-"):
             ours = _SUGGESTED.get(word.lower())
             hint = nearest(word.lower(), VERBS) if ours is None else f" (did you mean {ours!r}?)"
-            ctx.fail(f"there is no command {shorten(word)}{hint}")
+            raise click.UsageError(f"there is no command {shorten(word)}{hint}; panscan --help lists the commands")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(VERBS.items()))
+        width = max(map(len, VERBS))  # one column for all sections
+        for heading, verbs in SECTIONS.items():
+            with formatter.section(heading):
+                formatter.write_dl([(verb.ljust(width), text) for verb, text in verbs.items()])
 
 
 def _dashes(token: str) -> str:
@@ -123,7 +136,7 @@ def cli() -> None:
 
     \b
     Example:
-      panscan bench --images "docs/*.png" -p "What is the total?" --batch-size 1,2,4
+      panscan bench --images "docs/*.png" -p "What is the total?" --max-num-crops 2,4
     """
 
 
@@ -143,7 +156,8 @@ def run(arguments: list[str]) -> int:
         fitted = "COLUMNS" in os.environ or (sys.stdout is not None and sys.stdout.isatty())
         width = None if fitted else _WIDTH  # the same text in every pipe
         with progress_line(errors()):
-            result = cli.main(arguments, prog_name="panscan", standalone_mode=False, obj=state, terminal_width=width)
+            words = arguments or ["--help"]
+            result = cli.main(words, prog_name="panscan", standalone_mode=False, obj=state, terminal_width=width)
         return result if isinstance(result, int) else 0
     except click.ClickException as error:
         context = getattr(error, "ctx", None)

@@ -5,23 +5,39 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from panscan.cli.console import errors
-from panscan.core import BUNDLED
+from panscan.core import BUNDLED, UnsupportedError
 from panscan.model.bundled import is_demonstration
-from panscan.settings import Settings
+from panscan.settings import Settings, missing_package
 
-__all__ = ["DemonstrationWarning", "check_checkpoint"]
+__all__ = ["DemonstrationWarning", "check_checkpoint", "check_model_names"]
 
 
 def check_checkpoint(settings: Settings) -> None:
     """Contact the hub for a checkpoint that is not on this machine, before PyTorch is imported.
 
     Raises:
+        UnsupportedError: the package of the quantisation is not installed.
         ModelError: there is no such checkpoint, or the hub cannot be reached.
     """
+    if (reason := missing_package(settings.quantization)) is not None:
+        raise UnsupportedError(reason)
     if not settings.random_weights and settings.model not in BUNDLED:
         from panscan.model.hub import checkpoint_directory
 
         checkpoint_directory(settings.model, settings.revision, weights=False)
+
+
+def check_model_names(names: Iterable[str]) -> None:
+    """Check names of models before anything else is done with them, without contacting the hub.
+
+    Raises:
+        ModelError: one of them can be no checkpoint.
+    """
+    if named := set(names) - set(BUNDLED):
+        from panscan.model.hub import check_model_name
+
+        for name in named:
+            check_model_name(name)
 
 
 class DemonstrationWarning:

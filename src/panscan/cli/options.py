@@ -11,13 +11,17 @@ from typing import Any, TypeVar
 import click
 
 from panscan.cli.console import errors
+from panscan.cli.models import check_model_names
 from panscan.cli.verb import option
 from panscan.core import InputError, Sampling, SettingError
 from panscan.core.ranges import Range
 from panscan.core.request import MAX_PAGES, MAX_SCHEMA_BYTES, SAMPLING_RANGES
+from panscan.engine.options import EngineOptions
 from panscan.settings import Axis, RunnerChoice, axes, choose_runner, foreign_settings, parse_value
 
 __all__ = [
+    "ANSWERING_RUNNERS",
+    "RAW_PROMPT",
     "RUNNER_DEFAULT",
     "SEED",
     "InRange",
@@ -58,7 +62,7 @@ def common_options(command: Command) -> Command:
 
 def preset_option(command: Command) -> Command:
     """Add ``--preset`` to a command that runs once."""
-    return option("Model", "--preset", metavar="NAME|FILE", help="Preset, or a YAML file of panscan recommend.")(
+    return option("Model", "--preset", metavar="NAME|FILE", help="Preset (baseline, balanced, ...) or YAML file.")(
         command
     )
 
@@ -162,12 +166,23 @@ class InRange(click.ParamType):  # type: ignore[type-arg]  # not generic in olde
 
 
 SEED = InRange(SAMPLING_RANGES["seed"])
-RUNNER_DEFAULT = {"runner": "engine, or generate where needed"}
+RUNNER_DEFAULT = {"runner": "engine; generate with options of generate()"}
 """The default of ``--runner`` for ``--help``; see :func:`panscan.settings.choose_runner`."""
+ANSWERING_RUNNERS = {"runner": "Runner: engine or generate."}
+"""The help line of ``--runner`` where only these two are supported."""
+RAW_PROMPT = "Send -p as is, with one <start_of_image> per image."
+"""The help line of ``--raw-prompt``."""
+_ENGINE_DEFAULTS = {"prefill_chunk_size": EngineOptions().prefill_chunk_size}
+"""Defaults of the engine for settings that are off in the table."""
 
 
 def axis_options(
-    names: Iterable[str] | None = None, *, leave_out: Collection[str] = (), defaults: Mapping[str, str] | None = None
+    names: Iterable[str] | None = None,
+    *,
+    leave_out: Collection[str] = (),
+    defaults: Mapping[str, str] | None = None,
+    texts: Mapping[str, str] | None = None,
+    required: Collection[str] = (),
 ) -> Callable[[Command], Command]:
     """Return a decorator that adds one option per setting; values stay text (see :func:`given_axes`).
 
@@ -175,13 +190,18 @@ def axis_options(
         names: settings to add; None: all of them.
         leave_out: settings without an option.
         defaults: defaults of this command, for ``--help``, where they differ from the table's.
+        texts: help lines of this command, where they differ from the table's.
+        required: settings that the command refuses to go without, for ``--help``.
     """
 
     def add(command: Command) -> Command:
         for name in reversed(list(names if names is not None else axes())):
-            if name not in leave_out:
-                axis = axes()[name]
-                command = _option(axis, (defaults or {}).get(name, _default_text(axis)))(command)
+            if name in leave_out:
+                continue
+            axis = axes()[name]
+            default = (defaults or {}).get(name, _default_text(axis))
+            end = "  [required]" if name in required else f"  [default: {default}]" if default else ""
+            command = _option(axis, (texts or {}).get(name, axis.help) + end)(command)
         return command
 
     return add
@@ -191,10 +211,11 @@ def _default_text(axis: Axis) -> str:
     """Return the default of a setting for ``--help``; empty where there is none, or a switch is off."""
     if axis.kind is bool:
         return "on" if axis.default else ""
-    return "" if axis.default is None else f"{axis.default:g}" if axis.kind is float else str(axis.default)
+    default = _ENGINE_DEFAULTS.get(axis.name, axis.default)
+    return "" if default is None else f"{default:g}" if axis.kind is float else str(default)
 
 
-def _option(axis: Axis, default: str) -> Callable[[Command], Command]:
+def _option(axis: Axis, text: str) -> Callable[[Command], Command]:
     kinds = {bool: "", int: "INT", float: "FLOAT", str: "TEXT"}
     choices = "|".join(axis.choices)
     metavar = kinds[axis.kind] if not choices else choices if len(axis.flag + choices) < 34 else "NAME"
@@ -207,7 +228,7 @@ def _option(axis: Axis, default: str) -> Callable[[Command], Command]:
         switch=axis.kind is bool,
         shown=shown,
         metavar=metavar,
-        help=axis.help + (f"  [default: {default}]" if default else ""),
+        help=text,
     )
 
 
@@ -279,9 +300,12 @@ def chosen_settings(
 
     Raises:
         SettingError: as :func:`given_values` and :func:`one_preset`.
+        ModelError: as :func:`panscan.cli.models.check_model_names`.
     """
     preset = one_preset(options["preset"], verb, [name for name in axes() if name not in leave_out])
     given = given_values(options)
+    if "model" in given:
+        check_model_names([given["model"]])
     choice = choose_runner(given, preset)
     idle = [
         name

@@ -73,10 +73,10 @@ def _load_option(name: str, text: str, **extra: Any) -> Callable[[_Command], _Co
 )  # fmt: skip
 @option("Model", "--quantization", metavar="KINDS", help="Weights: none, fp8, int8, int4.  [default: all]")
 @option("Input", "--images", multiple=True, metavar="PATH", help="Glob, directory, file (PDF too) or URL; repeatable.")
-@option("Input", "--view-mix", metavar="MIX", help="Views per page, with shares: 1:20,3:50.  [default: 4]")
+@option("Input", "--view-mix", metavar="MIX", help="Views per page, with relative shares: 1:20,3:50.  [default: 4]")
 @option(
     "Input", "--text-tokens", type=InRange(_TEXT_TOKENS), metavar="INT", default=42, show_default=True,
-    help="Prompt tokens besides image tokens.",
+    help="Tokens of the question and the chat template.",
 )  # fmt: skip
 @option(
     "Generation", "--output-tokens", default="256", show_default=True, metavar="N|A-B", help="Answer length, tokens."
@@ -95,7 +95,7 @@ def _load_option(name: str, text: str, **extra: Any) -> Callable[[_Command], _Co
 @option("Output", "--json", "as_json", is_flag=True, help="Print one JSON object.")
 @url_options
 @max_pages_option
-@axis_options((*_SIZES, *_PAN_AND_SCAN))
+@axis_options((*_SIZES, *_PAN_AND_SCAN), texts={"prefill_chunk_size": "Prompt tokens per pass."})
 @common_options
 def command(**options: Any) -> int:
     """Predict which layouts of a model fit on GPUs, how fast they are, and which one to run.

@@ -231,7 +231,9 @@ def _table_of(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
 
 
 def _basis(found: PlanAnswer) -> str:
-    return "; ".join(dict.fromkeys(each.speed.basis for each in found.fitting if each.speed is not None))
+    """Return what the predictions rest on, in one sentence; layouts of one GPU and of several differ in a figure."""
+    sentences = {each.speed.basis: each.speed.basis.split(" ") for each in found.fitting if each.speed is not None}
+    return " ".join(" or ".join(dict.fromkeys(words)) for words in zip(*sentences.values(), strict=True))
 
 
 def _milliseconds(interval: Interval) -> str:

@@ -74,7 +74,7 @@ Examples
 )
 @url_options
 @max_pages_option
-@axis_options(_AXES, defaults=_DEFAULTS)
+@axis_options(_AXES, defaults=_DEFAULTS, texts={"batch_size": "Requests at once."})
 @common_options
 def command(**options: Any) -> None:
     """Profile one warm request, or a steady batch with --batch-size, and compare decode modes.

@@ -14,6 +14,7 @@ import click
 from panscan.cli.console import echo, errors, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_checkpoint
 from panscan.cli.options import (
+    ANSWERING_RUNNERS,
     RUNNER_DEFAULT,
     InRange,
     axis_options,
@@ -28,11 +29,12 @@ from panscan.core.ranges import Range
 from panscan.engine.options import SERVED_TPOT_MS
 from panscan.model.bundled import is_demonstration
 from panscan.serve.options import SERVE_RANGES, ApiKeys, ServeOptions, read_api_keys
-from panscan.settings import Settings
+from panscan.settings import VLLM_AXES, Settings
 
 __all__ = ["command"]
 
-_NOT_HERE = ("equal_views", "max_concurrency")
+_NOT_HERE = (*VLLM_AXES, "equal_views", "max_concurrency")
+_TEXTS = {**ANSWERING_RUNNERS, "max_new_tokens": "Output tokens of a request without max_tokens."}
 _DEFAULTS = {"tpot_target_ms": f"{SERVED_TPOT_MS:g}"}
 _REPLICAS = InRange(Range(integer=True, ge=1, le=10_000))
 _PLAIN = {item.name: item.default for item in fields(ServeOptions)}
@@ -86,10 +88,10 @@ def _number(name: str, text: str, *, rare: bool = False) -> Callable[[_Command],
 @_number("max_images", "Maximum images and documents per request.")
 @_number("max_pages", "Maximum pages per document.", rare=True)
 @_number("max_pixels", "Maximum pixels per image or page.", rare=True)
-@_number("max_output_tokens", "Maximum output tokens per answer.")
+@_number("max_output_tokens", "Hard limit of output tokens per answer.")
 @_number("max_choices", "Maximum answers per request (n).", rare=True)
 @option("Server", "--otlp-traces-endpoint", metavar="URL", rare=True, help="Endpoint for OpenTelemetry traces.")
-@option("Server", "--replicas", type=_REPLICAS, metavar="INT", help="Replicas on Ray Serve.")
+@option("Server", "--replicas", type=_REPLICAS, metavar="INT", help="Replicas on Ray Serve; none: this process.")
 @option("Server", "--max-replicas", type=_REPLICAS, metavar="INT", rare=True, help="Maximum replicas under load.")
 @option(
     "Server", "--routing", default="affinity", show_default=True, metavar="NAME", rare=True,
@@ -98,7 +100,7 @@ def _number(name: str, text: str, *, rare: bool = False) -> Callable[[_Command],
 @option("Server", "--ray-address", metavar="URL", rare=True, help="Ray cluster to join instead of starting one.")
 @option("Output", "--print-config", is_flag=True, rare=True, help="Print a Ray Serve config file and exit.")
 @preset_option
-@axis_options(leave_out=_NOT_HERE, defaults={**RUNNER_DEFAULT, **_DEFAULTS})
+@axis_options(leave_out=_NOT_HERE, defaults={**RUNNER_DEFAULT, **_DEFAULTS}, texts=_TEXTS)
 @common_options
 def command(**options: Any) -> int:
     """Serve Gemma 3 with pan and scan over HTTP."""

@@ -66,7 +66,8 @@ def print_predictions(plan: SweepPlan, console: Console) -> None:
         console.print(f"skipped: {reason}", style="yellow", soft_wrap=True)
     known = [p.seconds for p in predictions if p.seconds is not None]
     if known:
-        console.print(f"all together about {_duration(sum(known) * plan.repeats)}, a rough figure")
+        about = _duration(sum(known) * plan.repeats)
+        console.print(f"all together about {about}, a rough figure: within a factor of two at best")
 
 
 def print_result(result: Result, startup: Mapping[str, float], runner: str, console: Console) -> None:

@@ -39,7 +39,7 @@ _COMPARED = 1_000  # names to match between traces
 
 @verb("trace", EPILOG)
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
-@option("Input", "--step", metavar="NAME", help="Range or function of each step.  [default: panscan.decode]")
+@option("Input", "--step", metavar="NAME", help="Range or function that begins each step.  [default: panscan.decode]")
 @option("Input", "--gpu", metavar="NAME", help="GPU to compare rates with.  [default: the trace's]")
 @option("Output", "--top", type=InRange(_TOP), metavar="INT", default=12, show_default=True, help="Rows per table.")
 @option("Output", "--html", type=click.Path(path_type=Path), metavar="FILE", help="Web page to write, too.")

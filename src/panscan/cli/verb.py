@@ -76,10 +76,7 @@ class Verb(cloup.Command):
     """A command whose help lists its options by group, the rare ones under ``--help-all`` only."""
 
     def __init__(self, *args: Any, params: list[click.Parameter] | None = None, **kwargs: Any) -> None:
-        params = list(params or ())
-        if any(isinstance(each, Option) and each.rare for each in params):
-            params.append(_help_all())
-        super().__init__(*args, params=params, **kwargs)
+        super().__init__(*args, params=[*(params or ()), _help_all()], **kwargs)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, list(_respelled(self, ctx, args)))

@@ -72,7 +72,7 @@ def _number(group: Group, name: str, text: str) -> Callable[[_Command], _Command
     "Output", "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Verdict file to write, JSON."
 )
 @url_options
-@axis_options(_AXES)
+@axis_options(_AXES, required=("model",))
 @common_options
 def command(**options: Any) -> int:
     """Compare an endpoint's answers with what its checkpoint computes on this machine."""

@@ -22,8 +22,9 @@ from tqdm import tqdm
 from panscan.core import ModelError, PanscanWarning
 from panscan.core.activity import activity
 from panscan.model.hub_errors import friendly_errors
+from panscan.settings import MODEL_SHAPES
 
-__all__ = ["checkpoint_directory"]
+__all__ = ["check_model_name", "checkpoint_directory"]
 
 _DEADLINE_S = 4.0  # for the hub's first answer, name resolution included
 _PARALLEL = 8  # downloads
@@ -35,6 +36,21 @@ _TransportError: type[Exception] = HfHubHTTPError.__bases__[0]
 
 _T = TypeVar("_T")
 _found: dict[tuple[str, str | None, bool], Path] = {}  # by name, revision, and whether it has the weights
+
+
+def check_model_name(name: str) -> None:
+    """Check that a name can be that of a checkpoint that is not bundled, without contacting the hub.
+
+    Raises:
+        ModelError: it is neither a path of this machine nor a hub id.
+    """
+    if "/" in name or Path(name).expanduser().exists():
+        return
+    message = f"--model {name}: neither 'mini' nor 'tiny', nor a directory, nor a hub id (owner/name)"
+    if name.lower() in MODEL_SHAPES:
+        size = name.lower()
+        message += f"; use google/gemma-3-{size}-it, or add --random-weights --model-shape {size} instead"
+    raise ModelError(message)
 
 
 def checkpoint_directory(name: str, revision: str | None = None, *, weights: bool = True) -> Path:
@@ -53,8 +69,7 @@ def checkpoint_directory(name: str, revision: str | None = None, *, weights: boo
         if not (path / _CONFIG).is_file():
             raise ModelError(f"--model {name}: the directory has no config.json (is it a Transformers checkpoint?)")
         return path
-    if "/" not in name and not path.exists():
-        raise ModelError(f"--model {name}: neither 'mini' nor 'tiny', nor a directory, nor a hub id (owner/name)")
+    check_model_name(name)
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.is_file():
         raise ModelError(f"--model {name}: there is no such directory")
     with friendly_errors(name):

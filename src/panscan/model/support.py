@@ -14,7 +14,7 @@ import torch
 from panscan.core import UnsupportedError
 from panscan.linear.multiply import device_reason
 from panscan.model.machine import gpu_count, resolve_device, resolve_dtype
-from panscan.settings import ENGINE_AXES, RUNNER_LIMITS, VLLM_AXES, WEIGHT_KINDS, Settings, axes
+from panscan.settings import ENGINE_AXES, RUNNER_LIMITS, VLLM_AXES, WEIGHT_KINDS, Settings, axes, missing_package
 
 __all__ = ["attention_reason", "fp8_cache_reason", "quantization_reason", "require_supported", "unsupported_reason"]
 
@@ -119,7 +119,7 @@ def quantization_reason(name: str | None, device: torch.device) -> str | None:
         return None
     if name in WEIGHT_KINDS:
         return _kind_reason(name, device)
-    return None if find_spec("bitsandbytes") else f"--quantization {name} needs bitsandbytes: pip install bitsandbytes"
+    return missing_package(name)
 
 
 def _kind_reason(name: str, device: torch.device) -> str | None:

@@ -411,9 +411,8 @@ class Clock:
         if self.measured:
             return f"records of {label}: within {self._spread(found):.0%} in nine of ten measurements"
         rates = "its measured ceilings" if ceilings else "its data sheet"
-        return (
-            f"no record of this GPU: {rates} with the efficiency of {label}; interval widened to x{self._widening:.2f}"
-        )
+        factor = f"{self._widening:.2f}"
+        return f"no record of this GPU: {rates} with the efficiency of {label}; range: a factor of {factor} either way"
 
 
 @lru_cache(maxsize=4096)
