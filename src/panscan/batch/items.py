@@ -106,7 +106,7 @@ def find_work(
             of object stores.
         whole_files: all pages of a document are one item. Otherwise each page is.
         limit: items at most.
-        on_problem: told of each subdirectory that cannot be read.
+        on_problem: receives the error of each unreadable subdirectory.
         external_images: rows of the dataset may name URLs, and files outside its folder.
         max_pages: a document with more fails.
         columns: columns of Parquet files that the user named; None if there are none.

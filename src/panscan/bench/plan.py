@@ -1,4 +1,4 @@
-"""What a sweep does: cells, requests, order; and who takes its records and is told how it goes on."""
+"""The plan of a sweep (cells, requests, order), and the protocols of its writer and observer."""
 
 from __future__ import annotations
 

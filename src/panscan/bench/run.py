@@ -112,7 +112,7 @@ def verifier_of(
     Args:
         plan: of the run.
         writer: takes its records.
-        say: told what goes on.
+        say: receives progress messages.
         directory: of the run, which stores truths; None stores none.
         previous: the run so far.
         follows: another process computes the truths and stores them in the directory.

@@ -36,7 +36,7 @@ def run_sweep(
         plan: what to measure.
         writer: of the run's records, its header already written.
         done: visits that an earlier start of this run finished, with the cell's id.
-        observer: told of progress.
+        observer: receives progress.
         verifier: compares answers, if the plan says so.
 
     Raises:
@@ -185,7 +185,7 @@ def measure(
         cell: that ``runner`` is configured for.
         repeat: its number, starting at 0.
         runner: answers the requests.
-        observer: told of progress.
+        observer: receives progress.
         verifier: compares the measured tokens, after the measurement.
     """
     from panscan.model import machine

@@ -94,12 +94,12 @@ class Truth:
 
 
 def eager_settings(settings: Settings, pixels: str, steps: int = TOKENS) -> Settings:
-    """The settings of the reference for a cell: nothing but its weights, precision, views and pixels.
+    """Return the settings of a cell's reference: only its weights, precision, views and pixels.
 
     Args:
-        settings: of the cell.
-        pixels: which rounding the pixels have, ``cpu`` or ``device``.
-        steps: output tokens of the reference at most.
+        settings: settings of the cell.
+        pixels: rounding of the pixels, ``cpu`` or ``device``.
+        steps: maximum number of output tokens of the reference.
     """
     return replace(
         settings, runner="generate", attention="eager", cache="dynamic", compile=None, tf32=False,
@@ -123,7 +123,7 @@ def compute_truth(
         requests: the sample.
         names: digests of weights and views, and the model's name.
         steps: tokens of each request at most.
-        on_step: told how far it is.
+        on_step: receives progress messages.
 
     Raises:
         UnsupportedError: the weights cannot be upcast.
@@ -253,10 +253,10 @@ def load_truth(path: Path) -> Truth:
 
 
 def find_references(path: Path) -> list[tuple[Path, Truth]]:
-    """The truths of ``--reference``: a truth's file, or a run directory.
+    """Return the truths of ``--reference``, which names a truth's file or a run directory.
 
     Raises:
-        RecordsError: there is none.
+        RecordsError: it has no truth.
     """
     if not path.exists():
         raise RecordsError(f"--reference {path}: there is no such file or run directory")
@@ -267,7 +267,7 @@ def find_references(path: Path) -> list[tuple[Path, Truth]]:
 
 
 def views_digest(items: Sequence[Item], settings: Settings, source: Source, pixels: str) -> str:
-    """A fingerprint of everything that a truth is asked: documents, views taken of them, pixels' rounding, prompts."""
+    """Return a digest of a truth's inputs: documents, views, rounding of the pixels, and prompts."""
     facts = [
         [
             [document.sha256 for document in item.documents],

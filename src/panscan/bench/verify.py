@@ -83,7 +83,7 @@ class Verifier:
         directory: where truths are stored; None stores none.
         references: truths from elsewhere, with their files.
         write: takes records.
-        say: told what goes on.
+        say: receives progress messages.
         recorded: ids of truths that the run's records name already.
         everything: all items; they are answered again if ``invariance`` is to be checked.
         invariance: whether to answer the requests of each cell again under other conditions.

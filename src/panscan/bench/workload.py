@@ -189,7 +189,7 @@ def load_workload(
 
     Args:
         source: what the user gave.
-        on_problem: told of each file that cannot be used; the rest goes on.
+        on_problem: receives the error of each unusable file, which is skipped.
         on_document: called with the number of documents (questions of a dataset) read so far, and of all.
 
     Raises:

@@ -48,7 +48,7 @@ from panscan.settings import RANGES, Settings, axes, foreign_settings, settings_
 __all__ = ["Admission", "Engine"]
 
 MAX_QUEUED_REQUESTS = 1024
-"""Requests that :meth:`Engine.submit` takes besides those that compute, unless told otherwise."""
+"""Requests that :meth:`Engine.submit` takes besides those that compute, by default."""
 
 _QUEUED = Range(integer=True, ge=0, le=1_000_000)
 _AHEAD = 8  # requests that are decoded while others compute

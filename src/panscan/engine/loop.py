@@ -141,7 +141,7 @@ class Loop:
         with host_work("engine: schedule"):
             step = self._scheduler.schedule(self._prefill_limit())
         for preempted in self._scheduler.preempted:
-            self._states[preempted].preempted()
+            self._states[preempted].on_preempted()
         if step is None:
             return self.finish_pass()
         try:
@@ -164,7 +164,9 @@ class Loop:
         with host_work("engine: schedule"):
             self._scheduler.advance(step)
         self._inflight = inflight
-        if not self._overlap or any(self._states[each].looks_back for each in inflight.sampled if each in self._states):
+        if not self._overlap or any(
+            self._states[each].needs_last_token for each in inflight.sampled if each in self._states
+        ):
             self.finish_pass()
         return True
 
@@ -190,7 +192,7 @@ class Loop:
         if result.vision is not None:
             for state in inflight.image_requests:
                 if not state.ended:
-                    state.saw(*result.vision)
+                    state.on_views_encoded(*result.vision)
         with host_work("engine: deliver tokens"):
             self._deliver(self._settle(inflight, result), result.finished_at)
         return True
@@ -323,7 +325,7 @@ class Loop:
         wanted: list[tuple[bytes, RequestState]] = []
         for chunk in step.chunks:
             state = self._states[chunk.sequence]
-            state.runs()
+            state.on_scheduled()
             wanted += [(span.key, state) for span in chunk.sequence.layout.within(chunk.start, chunk.end)]
         encode: dict[bytes, ViewToEncode] = {}
         try:
@@ -406,7 +408,7 @@ class Loop:
         for tokens, each in chosen.items():
             state = self._states[tokens]
             try:
-                reason = state.take(each, at, self.loaded.eos_ids, full=tokens.full)
+                reason = state.append_token(each, at, self.loaded.eos_ids, full=tokens.full)
             except SettingError as error:  # its JSON schema allows no next token
                 self.end(state, "error", error)
                 continue

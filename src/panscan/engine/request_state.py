@@ -110,7 +110,7 @@ class RequestState:
 
     @property
     def max_new_tokens(self) -> int:
-        """Output tokens at most."""
+        """Maximum number of output tokens."""
         if self.observation is None:
             return self.request.sampling.max_new_tokens
         forced_tokens = self.observation.forced_tokens
@@ -119,17 +119,17 @@ class RequestState:
         )
 
     @property
-    def looks_back(self) -> bool:
-        """Whether its next token cannot be chosen before the host knows the last one."""
+    def needs_last_token(self) -> bool:
+        """Whether the host must know the last token before the next one can be chosen."""
         penalised = self.request.sampling.repetition_penalty not in (None, 1)
         return self.observation is not None or self.constraint is not None or penalised
 
-    def preempted(self) -> None:
-        """It gave its blocks back: from now on it waits."""
+    def on_preempted(self) -> None:
+        """Record that the request lost its blocks and waits."""
         self._preempted_at = now()
 
-    def runs(self) -> None:
-        """A pass that computes some of it is launched."""
+    def on_scheduled(self) -> None:
+        """Record that a pass with a chunk of the request is launched."""
         at = now()
         if self._preempted_at is not None:
             self.stamps.waits.append((self._preempted_at, at))
@@ -137,33 +137,35 @@ class RequestState:
         if self.stamps.scheduled is None:
             self.stamps.scheduled = at
 
-    def saw(self, start: float, end: float) -> None:
-        """Its views were encoded from ``start`` to ``end``, seconds of :func:`panscan.core.now`.
+    def on_views_encoded(self, start: float, end: float) -> None:
+        """Record that views were encoded from ``start`` to ``end``, in seconds of :func:`panscan.core.now`.
 
-        A prompt in several chunks is seen in parts: the start moves up, so that the stage is the sum of them.
+        Chunks of a prompt may encode views in several passes: the start moves, so that the stage is their sum.
         """
-        if self.stamps.tokens:  # preempted, and seen again: the stages before the first token are over
+        if self.stamps.tokens:  # preempted, and encoded again: the stages before the first token are over
             return
         before = 0.0
         if self.stamps.vision is not None and self.stamps.vision_start is not None:
             before = self.stamps.vision - self.stamps.vision_start
         self.stamps.vision_start, self.stamps.vision = start - before, end
 
-    def take(self, chosen: SampledToken, at: float, eos_ids: Collection[int], *, full: bool) -> FinishReason | None:
-        """Its next token, chosen at ``at``. Gives why the answer ends, if it does.
+    def append_token(
+        self, chosen: SampledToken, at: float, eos_ids: Collection[int], *, full: bool
+    ) -> FinishReason | None:
+        """Append a token and deliver its event; return the finish reason if it ends the answer.
 
         Args:
             chosen: the token.
-            at: seconds of :func:`panscan.core.now`.
-            eos_ids: the checkpoint's end marks.
-            full: whether there is room for no other token.
+            at: when it was chosen, in seconds of :func:`panscan.core.now`.
+            eos_ids: the checkpoint's end-of-sequence ids.
+            full: whether the sequence has no room for another token.
 
         Raises:
             SettingError: no token can follow this one; the token has been delivered.
         """
         assert self.text is not None and self.sequence is not None  # it is prepared
         if not self.stamps.tokens:
-            self.drop_pixels()  # also of views that a prefix brought along
+            self.drop_pixels()  # also those of views that a cached prefix covers
         self.stamps.tokens.append(at)
         if chosen.logprobs is not None:
             self.logprobs.append(chosen.logprobs)

@@ -57,7 +57,7 @@ def generation_config(
     }
     if not sampling.greedy:
         chosen["temperature"] = sampling.temperature
-        # generate() keeps the 50 likeliest tokens unless told otherwise; 0 keeps all.
+        # generate() keeps the 50 likeliest tokens by default; 0 keeps all.
         chosen |= {"top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1.0, "min_p": sampling.min_p}
     if sampling.repetition_penalty is not None:
         chosen["repetition_penalty"] = sampling.repetition_penalty

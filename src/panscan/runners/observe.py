@@ -68,7 +68,7 @@ class ObservationRecorder:
         self._suppressed = self._own.suppress_tokens or []
 
     def __enter__(self) -> Self:
-        # generate() fills what it is not told from the checkpoint's settings, and would mask or scale scores by them.
+        # generate() takes missing settings from the checkpoint, which may mask or scale scores.
         self.loaded.model.generation_config = GenerationConfig(pad_token_id=self._own.pad_token_id)
         self._hook = self.loaded.model.model.register_forward_hook(self._forward)
         return self

@@ -137,10 +137,10 @@ def block_hash(parent: bytes, ids: Rows[int], images: Rows[tuple[int, bytes]]) -
 
 
 def extend_hashes(sequence: Sequence, block_size: int) -> None:
-    """Give ``sequence.hashes`` the names of all full blocks of its ids that are known so far.
+    """Append to ``sequence.hashes`` the hash of every full block of known ids.
 
-    A block that lies within an image block is told by the view, and how far it is from where that began: its name is
-    that of the last block before it that does not, and a number. Hashing hundreds of them takes a millisecond.
+    A block inside an image block is identified by the view and its distance from the image's start: its hash is that of
+    the last block that is not inside, followed by a number. Hashing hundreds of them takes a millisecond.
     """
     hashes, ids = sequence.hashes, sequence.ids
     known = len(ids) - sequence.pending
@@ -150,7 +150,7 @@ def extend_hashes(sequence: Sequence, block_size: int) -> None:
         inside = sequence.layout.around(start)
         if inside is None or start + block_size > inside.end:
             images = [
-                (span.start - start, _told(span)) for span in sequence.layout.within(start, start + block_size)
+                (span.start - start, _span_key(span)) for span in sequence.layout.within(start, start + block_size)
             ]  # fmt: skip
             hashes.append(block_hash(parent, ids[start : start + block_size], images))
             continue
@@ -159,8 +159,8 @@ def extend_hashes(sequence: Sequence, block_size: int) -> None:
         hashes.extend(stem + number.to_bytes(4, "little") for number in range(first, first + blocks))
 
 
-def _told(span: Span) -> bytes:
-    """A view, and how long its image block is."""
+def _span_key(span: Span) -> bytes:
+    """Return the length of a span's image block and the key of its view, as bytes."""
     return (span.end - span.start).to_bytes(4, "little") + span.key
 
 
