@@ -139,8 +139,8 @@ def gpu_working_bytes(*, largest_pass: int, graphs: int, pixels: int) -> int:
 def choose_blocks(facts: MemoryFacts, options: EngineOptions, memory: DeviceMemory) -> tuple[int, int]:
     """Return the numbers of blocks for global and for local layers.
 
-    The KV cache gets ``options.kv_cache_gb``. Without it, on a GPU it gets the :class:`MemoryBudget`, or what is free
-    if that is less, except for the working space of passes and the vision cache; elsewhere at most 4 GB.
+    The KV cache gets ``options.kv_cache_gb``. By default, it gets the :class:`MemoryBudget` or the free memory of a
+    GPU, whichever is less, minus the working memory of passes and the vision cache; on other devices at most 4 GB.
 
     Args:
         facts: what the model needs. Its weights are loaded; the KV cache and the vision cache are not yet allocated.
@@ -182,7 +182,7 @@ def _too_large(facts: MemoryFacts, options: EngineOptions, room: int, limit: str
     """Return why ``kv_cache_gb`` does not fit."""
     size, left = f"--kv-cache-gb {options.kv_cache_gb:g}", f"{max(room, 0) / 1e9:.3g} GB"
     if limit is None:
-        return f"{size}: {facts.device} has room for {left}; lower it, or leave it out to take most of what is free"
+        return f"{size}: {facts.device} has room for {left}; lower it, or leave it out to use most of the free memory"
     flag = limit.split()[0]
     return f"{limit}: {facts.device} has room for {left}, less than {size}; raise {flag}, or lower --kv-cache-gb"
 

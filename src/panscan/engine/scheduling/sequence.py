@@ -70,8 +70,8 @@ class PromptLayout:
         return position if span is None else span.start
 
     def cut(self, start: int, end: int) -> int:
-        """Return where a chunk ``[start, end)`` must end: before an image block that ``end`` is inside of, or behind
-        the block if the chunk would be empty otherwise."""
+        """Return the end of a chunk ``[start, end)`` that does not cut an image block: ``end``, or the start of the
+        block around it, or the end of the block if the chunk would be empty otherwise."""
         span = self.around(end)
         if span is None:
             return end
