@@ -81,7 +81,7 @@ class JsonLines:
         """Move an incomplete last line to the end of ``NAME.torn`` and log a warning.
 
         Raises:
-            RecordsError: it cannot be written there.
+            RecordsError: the incomplete line cannot be written there.
         """
         if not self._torn:
             return

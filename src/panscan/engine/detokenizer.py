@@ -130,7 +130,7 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
     """Return the bytes of one token; empty for special tokens and ids beyond the vocabulary.
 
     Args:
-        tokenizer: as for :class:`Detokenizer`.
+        tokenizer: see :class:`Detokenizer`.
         token: the token id.
     """
     name = tokenizer.convert_ids_to_tokens(token)

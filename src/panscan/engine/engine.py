@@ -374,7 +374,7 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._finalizer()  # in a forked child it does nothing, and hides no exception
+        self._finalizer()  # does nothing in a forked child, and masks no exception
 
     def _state(
         self,

@@ -181,7 +181,7 @@ class ModelRunner:
         self._decisions: list[str] = []
         self._undo: list[Callable[[], None]] = []
         self.graphs: Graphs | None = None
-        self._pixel_bytes: int | None = None  # that may wait on the device
+        self._pixel_bytes: int | None = None  # limit for waiting pixels on the device
         self._previous: torch.Tensor | None = None  # tokens that the last pass sampled, on the device
         try:
             self._start(vocab_size)

@@ -61,7 +61,7 @@ HEARTBEAT_SECONDS = 2.0
 _IMPORT_SECONDS = 300.0  # until a rank's first heartbeat: from a network disk, PyTorch takes minutes to import
 _COMMAND_SECONDS = 3600.0  # to load a shard, or to build a model runner
 _FAILED_SECONDS = 5.0  # between the first rank that fails a command and the last, if all fail alike
-_EXIT_SECONDS = 10.0  # from SIGKILL to the end of a process, which may have to give back a GPU
+_EXIT_SECONDS = 10.0  # from SIGKILL to the end of a process, which may have to release a GPU
 _WATCH_SECONDS = 0.5
 _ERROR_CHARACTERS = 300  # characters of a rank's last error message
 _SIGNALS = {each.value: each.name for each in signal.Signals}
@@ -417,7 +417,7 @@ class RankGroup:
         for rank in self._ranks:
             with suppress(subprocess.TimeoutExpired):  # stuck in a driver: there is nothing else to do
                 rank.process.wait(_EXIT_SECONDS)
-        self._results.put(None)  # for the thread that waits for a result
+        self._results.put(None)  # wakes the thread that waits for a result
 
 
 @dataclass(frozen=True, slots=True)

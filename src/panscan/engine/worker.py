@@ -104,7 +104,7 @@ class Worker:
 
     def _send(self, message: Callable[[], None]) -> None:
         self.check_process()
-        with self._lock:  # a message after the last one would wait for ever
+        with self._lock:  # no message may follow the last one: it would never be processed
             if self._closed:
                 raise EngineError("the engine is closed")
             self._messages.put(message)

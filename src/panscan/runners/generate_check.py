@@ -19,7 +19,7 @@ __all__ = ["Recompilations", "batch_answers", "chunked_prefill", "padding_error"
 _CHUNK = 40  # tokens; a view of the tiny model has 64
 _BLOCK = 256  # tokens of a cache block
 _STEPS = 6
-_SAME = 1e-3  # of the largest logit
+_SAME = 1e-3  # tolerance relative to the largest logit
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,7 @@ _THREADS = 16  # threads per pool, except for decoding; a download may take a mi
 _SEND_SECONDS = 60.0  # after the deadline of a request, for a client that reads slowly
 _DECODERS = 2  # threads that decode pages for previews: each holds up to 540 MB of pixels
 _BODIES = 2 * 2**30  # maximum bytes of all request bodies and images in flight
-_BODY_SECONDS = 120.0  # for one body: a slow client must not hold a slot until its deadline
+_BODY_SECONDS = 120.0  # per body: a slow client must not hold a slot until its deadline
 _TIMEOUT_HEADER = "x-request-timeout"
 
 

@@ -116,7 +116,7 @@ class ReplicaBackend:
         try:
             async with asyncio.timeout(self._options.request_timeout):
                 result = await self._attempt(entry)
-        except asyncio.CancelledError:  # by Stream.cancel or close; nothing else holds this task
+        except asyncio.CancelledError:  # raised by Stream.cancel or close; nothing else holds this task
             result = entry.unanswered(None)
         except TimeoutError:
             seconds = self._options.request_timeout

@@ -343,7 +343,7 @@ class KVBlocks:
         return True
 
     def commit(self, sequence: Sequence) -> None:
-        """After ``computed`` advanced, register full blocks for reuse and release blocks that left the window."""
+        """Register full blocks for reuse and release blocks that left the window, after ``computed`` advanced."""
         if self.prefix_caching:
             self._register(sequence)
         for group in self._groups:

@@ -23,10 +23,10 @@ __all__ = [
     "split_blocks",
 ]
 
-_CPU_SHARE = 0.9  # of available memory; passes need the rest
+_CPU_SHARE = 0.9  # share of the available memory; passes need the rest
 _CPU_BYTES = 4_000_000_000  # unless --kv-cache-gb asks for more: a laptop has other work
-_GPU_MARGIN = 0.01  # of a GPU's memory: libraries allocate some outside PyTorch's allocator
-_SLACK = 1.2  # of the working memory of the largest pass: the allocator cannot use all that it reserves
+_GPU_MARGIN = 0.01  # share of a GPU's memory for libraries that allocate outside PyTorch's allocator
+_SLACK = 1.2  # factor on the working memory of the largest pass: the allocator cannot use all that it reserves
 _PIXEL_SHARE = 250  # 1/250 of the memory limit is for pixels that wait: 33 views of 40 GB
 _FIXED_BYTES = 256 << 20  # workspaces of products, and small tensors of passes in flight
 
@@ -102,7 +102,7 @@ class MemoryBudget:
             device: name of the device in the message.
 
         Raises:
-            UnsupportedError: they take the whole budget.
+            UnsupportedError: the weights take the whole budget.
         """
         if held >= self.bytes:
             raise UnsupportedError(
@@ -143,7 +143,7 @@ def choose_blocks(facts: MemoryFacts, options: EngineOptions, memory: DeviceMemo
     GPU, whichever is less, minus the working memory of passes and the vision cache; on other devices at most 4 GB.
 
     Args:
-        facts: what the model needs. Its weights are loaded; the KV cache and the vision cache are not yet allocated.
+        facts: memory needs of the model. Its weights are loaded; the KV and vision caches are not yet allocated.
         options: sizes.
         memory: the device's memory, without what the allocator can release.
 

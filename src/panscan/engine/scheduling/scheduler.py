@@ -90,7 +90,7 @@ class Scheduler:
         self._max_views = max_views
         self._waiting: list[Sequence] = []  # both sorted by number
         self._running: list[Sequence] = []
-        self.preempted: Rows[Sequence] = ()  # in the last call of schedule()
+        self.preempted: Rows[Sequence] = ()  # sequences preempted by the last schedule()
         self.preemptions = 0
 
     @property
@@ -133,7 +133,7 @@ class Scheduler:
 
         Args:
             limit: device time for the step's prefill. Ignored while no sequence decodes. Decoding sequences finish
-                after finitely many steps, so the oldest prompt is never blocked for ever.
+                after finitely many steps, so the oldest prompt is not blocked indefinitely.
         """
         if not any(each.decodes and not each.full for each in self._running):
             limit = None

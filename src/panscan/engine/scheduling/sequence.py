@@ -178,7 +178,7 @@ def flatten(
     Ids that the previous pass has yet to give are 0.
 
     Args:
-        chunks: in the order of their rows; blocks for all their positions are in the sequences' tables.
+        chunks: chunks in the order of their rows; their sequences' tables have blocks for all positions.
         block_size: tokens per KV cache block.
         window: positions that a local layer attends to.
         slots: vision cache slot by view key, of every image block in the chunks.
