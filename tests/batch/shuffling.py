@@ -11,7 +11,7 @@ from panscan.batch.dispatch import answer
 from panscan.batch.items import BatchItem
 from panscan.batch.job import Job, difference
 from panscan.batch.jsonl import Record
-from panscan.batch.pending import Answered, Task
+from panscan.batch.pending import AnsweredItems, Task
 from panscan.core import ImageError, Request, Result, Stamps
 from panscan.settings import Settings
 
@@ -78,8 +78,8 @@ def run_job(
     on_answer: Callable[[Record], None] = lambda _: None,
 ) -> None:
     """What ``panscan batch`` does between its file and its engine."""
-    answered = Answered(file, retry_failed=retry_failed)
-    left = answered.left(wanted)
+    answered = AnsweredItems(file, retry_failed=retry_failed)
+    left = answered.pending(wanted)
     proven = answered.any_succeeded
     answer(engine or ShufflingEngine(), JOB, left, file, window=window, proven=proven, on_answer=on_answer)
     file.finish()

@@ -150,7 +150,7 @@ def test_an_output_without_answers_is_begun_anew_with_its_own_header(tmp_path: P
     path = tmp_path / "a.jsonl"
     for mode, prompt in (("resume", "a"), ("new", "b"), ("resume", "c")):
         with opened(path, mode, {"prompt": prompt}) as file:  # type: ignore[arg-type]  # a text, drawn
-            assert file.begun_with == {"prompt": prompt}
+            assert file.original_header == {"prompt": prompt}
             file.write(answer(0))
             assert json.loads(file.header_path.read_bytes()) == {"prompt": prompt}
         path.write_bytes(b"")
@@ -175,7 +175,9 @@ def test_a_job_of_another_kind_does_not_go_on(tmp_path: Path) -> None:
     write(path, [answer(0)])
     path.write_bytes(path.read_bytes() + b"torn")
     before = path.read_bytes()
-    with pytest.raises(RecordsError, match="was made in another way: resume with the same, or start anew with --force"):
+    with pytest.raises(
+        RecordsError, match="was made in another way: resume with the same options, or replace it with --force"
+    ):
         opened(path, "resume", {"schema": 1, "prompt": "Who?"})
     assert path.read_bytes() == before
     header = path.with_name("a.jsonl.run.json")
@@ -197,7 +199,7 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         file.write(answer(0))
         for name in ("a.jsonl", "link.jsonl"):
             other = subprocess.run([sys.executable, "-c", code, str(tmp_path / name)], capture_output=True, text=True)
-            assert "is being written by another panscan" in other.stderr
+            assert "is being written by another panscan process" in other.stderr
         file.write(answer(1))
     assert [record["id"] for record in map(json.loads, path.read_bytes().splitlines())] == ["0", "1"]
 
@@ -286,12 +288,12 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "fake.png").write_text("")
     before = sorted(tmp_path.iterdir())
-    regular = "an output that can be resumed is a regular file of its own"
+    regular = "use a separate regular file, so that the job can be resumed"
     for name in ("pipe", "."):
         with pytest.raises(RecordsError, match=regular):
             opened(tmp_path / name, "force")
     for name in ("-", "/dev/null"):
-        with pytest.raises(RecordsError, match=f"^-o {name}: {regular}"):
+        with pytest.raises(RecordsError, match=f"^-o {name}: not a regular file: {regular}"):
             opened(Path(name), "force")
     for deeper in ("x.jsonl", "y/z/x.jsonl"):
         with pytest.raises(RecordsError, match=r"fake\.png is a file, not a directory$"):
@@ -315,10 +317,10 @@ def test_standard_output_is_no_output(tmp_path: Path) -> None:
         with path.open("w") as file:
             line = [sys.executable, "-c", code, name]
             other = subprocess.run(line, stdout=file, stderr=subprocess.PIPE, text=True)
-        assert f"-o {name}: standard output goes there" in other.stderr
+        assert f"-o {name}: standard output or standard error is redirected to it" in other.stderr
     piped = subprocess.run([sys.executable, "-c", code, "/dev/stdout"], capture_output=True, text=True)
     assert "-o /dev/stdout: " in piped.stderr
-    assert "is a regular file of its own" in piped.stderr
+    assert "use a separate regular file" in piped.stderr
     assert list(tmp_path.iterdir()) == [path]
 
 

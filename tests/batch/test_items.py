@@ -119,9 +119,9 @@ def test_urls_of_a_dataset_are_not_relative_and_its_files_need_not_be_there_yet(
 def test_what_cannot_be_asked_is_refused(folder: Path) -> None:
     row = {"image": "docs/p2.png", "question": "What?"}
     good = write_rows(folder / "good.jsonl", row)
-    with pytest.raises(SettingError, match="a dataset stands alone"):
+    with pytest.raises(SettingError, match="a dataset needs a separate job"):
         find(good, "docs")
-    with pytest.raises(SettingError, match="--whole-files does not go with a dataset"):
+    with pytest.raises(SettingError, match="--whole-files: not supported for datasets"):
         find(good, whole_files=True)
     with pytest.raises(DatasetError, match=r"two questions have the id '00001'"):
         find(write_rows(folder / "twice.jsonl", {**row, "id": "00001"}, row))

@@ -68,12 +68,12 @@ def test_a_setting_that_is_newer_than_the_file_had_its_default() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"prompt": "Who?"}, "another --prompt"),
-        ({"prompt": None}, "another --prompt"),
-        ({"system": "In French."}, "another --system"),
-        ({"raw_prompt": True}, "another --raw-prompt"),
-        ({"whole_files": True}, "another --whole-files"),
-        ({"json_schema": "{}"}, "another --json-schema"),
+        ({"prompt": "Who?"}, "a different --prompt"),
+        ({"prompt": None}, "a different --prompt"),
+        ({"system": "In French."}, "a different --system"),
+        ({"raw_prompt": True}, "a different --raw-prompt"),
+        ({"whole_files": True}, "a different --whole-files"),
+        ({"json_schema": "{}"}, "a different --json-schema"),
     ],
 )
 def test_another_question_is_another_job(change: dict[str, Any], reason: str) -> None:
@@ -97,7 +97,7 @@ def test_a_bundled_model_that_changed_is_another_model() -> None:
     assert header["settings"]["model"] == "mini"
     for kept in ({"mini": "000000000000"}, {}, None):
         assert difference({**header, "bundled": kept}, header) == (
-            "was made with other weights of mini: the bundled model has changed since"
+            "was made with different weights of mini: the bundled model has changed since"
         )
     older = {name: value for name, value in header.items() if name != "bundled"}
     assert "bundled model has changed" in (difference(older, header) or "")

@@ -16,7 +16,7 @@ from tests.batch.shuffling import ShufflingEngine, items, opened, run_job
 
 from panscan.batch.answers import AnswerFile
 from panscan.batch.items import BatchItem
-from panscan.batch.pending import Answered, Task, tally
+from panscan.batch.pending import AnsweredItems, Task, tally
 from panscan.core import ImageError, RecordsError
 
 
@@ -39,30 +39,30 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 def test_what_is_answered_is_not_asked_again(path: Path) -> None:
     every = items(6, bad=[1, 4])
     with begun_file(path, [every[number] for number in (0, 1, 3)]) as file:
-        answered = Answered(file, retry_failed=False)
-        assert list(answered.left(every)) == [Task(every[number]) for number in (2, 4, 5)]
+        answered = AnsweredItems(file, retry_failed=False)
+        assert list(answered.pending(every)) == [Task(every[number]) for number in (2, 4, 5)]
         assert answered.skipped == 3
         assert answered.any_succeeded
         before = path.read_bytes()
-        again = Answered(file, retry_failed=True)
-        assert list(again.left(every)) == [
+        again = AnsweredItems(file, retry_failed=True)
+        assert list(again.pending(every)) == [
             Task(every[1], replaces="1.png"), *(Task(every[number]) for number in (2, 4, 5))
         ]  # fmt: skip
         assert path.read_bytes() == before
     with begun_file(path.with_name("b.jsonl"), items(2, bad=[0, 1])) as file:
-        assert not Answered(file, retry_failed=False).any_succeeded
+        assert not AnsweredItems(file, retry_failed=False).any_succeeded
 
 
 def test_several_answers_to_one_document_are_reported(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     every = items(3)
     with begun_file(path, every) as file:
-        assert list(Answered(file, retry_failed=False).left(every)) == []
+        assert list(AnsweredItems(file, retry_failed=False).pending(every)) == []
     assert "several answers" not in caplog.text
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines, lines[1]]))
     before = path.read_bytes()
     with opened(path, "resume") as file:
-        assert list(Answered(file, retry_failed=False).left(every)) == []
+        assert list(AnsweredItems(file, retry_failed=False).pending(every)) == []
     assert f"{path}: several answers to one document, using the last: '1.png'" in caplog.text
     assert path.read_bytes() == before
 
@@ -173,8 +173,8 @@ def test_a_job_of_one_damaged_file_goes_on_with_its_pages(path: Path) -> None:
 def test_a_whole_file_that_failed_may_have_its_pages_now(path: Path) -> None:
     whole = replace(BROKEN, named=("b.pdf#page=1", "b.pdf#page=2"), problem=None)
     with begun_file(path, [BROKEN]) as file:
-        assert list(Answered(file, retry_failed=False).left([whole])) == []
-        assert list(Answered(file, retry_failed=True).left([whole])) == [Task(whole, replaces="b.pdf")]
+        assert list(AnsweredItems(file, retry_failed=False).pending([whole])) == []
+        assert list(AnsweredItems(file, retry_failed=True).pending([whole])) == [Task(whole, replaces="b.pdf")]
 
 
 def test_answers_beyond_a_limit_wait_beside_the_file(path: Path) -> None:
@@ -197,10 +197,10 @@ def test_answers_beyond_a_limit_wait_beside_the_file(path: Path) -> None:
 def test_an_id_that_now_means_something_else_is_refused(path: Path, change: dict[str, Any]) -> None:
     row = BatchItem("00000", ("docs/a.png",), ("a.png",), "Who?")
     with begun_file(path, [row]) as file:
-        answered = Answered(file, retry_failed=False)
-        assert list(answered.left([row])) == []
-        with pytest.raises(RecordsError, match=r"'00000' was another image or question when it was answered"):
-            list(answered.left([replace(row, **change)]))
+        answered = AnsweredItems(file, retry_failed=False)
+        assert list(answered.pending([row])) == []
+        with pytest.raises(RecordsError, match=r"'00000' had a different image or question when it was answered"):
+            list(answered.pending([replace(row, **change)]))
 
 
 def test_a_file_that_has_none_of_the_documents_is_another_job_s(path: Path) -> None:
@@ -209,12 +209,12 @@ def test_a_file_that_has_none_of_the_documents_is_another_job_s(path: Path) -> N
             yield replace(item, id=f"./{item.id}", document=f"./{item.id}")
 
     with begun_file(path, items(4)) as file:
-        answered = Answered(file, retry_failed=False)
-        reason = r"answers none of these documents \(it has '0.png', not './0.png'\): type them as before, or give"
+        answered = AnsweredItems(file, retry_failed=False)
+        reason = r"answers none of these documents \(it has '0.png', not './0.png'\): name them as before, or choose"
         with pytest.raises(RecordsError, match=reason):
-            next(answered.left(renamed()), None)
+            next(answered.pending(renamed()), None)
         later = [*renamed(), items(4)[3], *items(5)[4:]]
-        assert [task.item for task in answered.left(later)] == [*renamed(), items(5)[4]]
+        assert [task.item for task in answered.pending(later)] == [*renamed(), items(5)[4]]
 
 
 def test_failures_are_counted_and_the_first_ones_named(path: Path) -> None:

@@ -169,7 +169,7 @@ def test_rows_of_parquet_files_are_requests(store: S3Server, tmp_path: Path) -> 
         assert [item.named for item in items][:1] == [(f"{source}#row=1",)]
         assert str(items[1].problem) == f"{source}#row=2: the prompt is empty"
         assert JOB.request(items[0]).images == (picture(1),)
-        with pytest.raises(DatasetError, match="#row=3: column 'image' holds no image"):
+        with pytest.raises(DatasetError, match="#row=3: column 'image' has no image"):
             JOB.request(items[2])
         assert JOB.request(items[0]).images == (picture(1),)  # an earlier row, after a later one
     assert [item.question for item in find(here, has_prompt=True)] == [None, None, None]
@@ -185,7 +185,7 @@ def test_tables_that_cannot_be_asked_about_are_refused(tmp_path: Path) -> None:
     table = write_table(tmp_path / "a.parquet", image=[picture(1)] * 2, id=["x", "x"], n=[1, 2])
     for columns, reason in (
         (TableColumns(), "another row has the id 'x': choose another --id-column"),
-        (TableColumns(image="scan"), "no column 'scan'; it has image, id, n: name one with --image-column"),
+        (TableColumns(image="scan"), "no column 'scan'; it has image, id, n: choose one with --image-column"),
         (TableColumns(prompt="text"), "no column 'text'"),
         (TableColumns(image="n", id="n"), "column 'n' is int64, not images"),
         (TableColumns(prompt="n", id="n"), "the prompts in column 'n' are int64, not text"),

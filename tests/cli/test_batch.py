@@ -219,7 +219,7 @@ def test_an_output_is_resumed_with_what_it_began_with_only(folder: Path, capsys:
     for arguments, reason in (
         ((QUESTION,), "already has answers: continue with --resume, or replace them with --force"),
         ((QUESTION, "--resume", "--dtype", "bf16"), "was made with --dtype fp32, not bf16"),
-        (("Who?", "--resume"), "was made with another --prompt"),
+        (("Who?", "--resume"), "was made with a different --prompt"),
     ):
         capsys.readouterr()
         assert run(["batch", "docs", "-o", "answers.jsonl", *QUICK, "-p", *arguments]) == 3
@@ -242,7 +242,7 @@ def test_a_schema_constrains_every_answer_and_is_part_of_the_job(
     assert asked(*arguments, "--resume") == lines
     Path("schema.json").write_text('{"enum": ["cash"]}')
     assert run(["batch", *QUICK, *arguments, "--resume"]) == 3
-    assert "was made with another --json-schema" in capsys.readouterr().err
+    assert "was made with a different --json-schema" in capsys.readouterr().err
 
 
 def test_answers_can_be_written_as_they_finish(folder: Path) -> None:

@@ -124,7 +124,7 @@ def test_answers_that_wait_for_a_slower_one_survive_kill_9(
     [
         (["doks"], "doks: no such file or directory"),
         (["docs", "doks*"], "doks*: no image or PDF file matches"),
-        (["docs", "-o", "-"], "-o -: an output that can be resumed is a regular file of its own"),
+        (["docs", "-o", "-"], "-o -: not a regular file: use a separate regular file, so that the job can be resumed"),
         (["docs", "-o", "docs/0.png", "--force"], "-o docs/0.png would overwrite docs/0.png, a source of this job"),
         (["docs/q.jsonl", "-o", "docs/q.jsonl", "--force"], "-o docs/q.jsonl would overwrite docs/q.jsonl"),
         (["docs", "-o", "docs/0.png/x.jsonl"], "-o docs/0.png/x.jsonl: docs/0.png is a file, not a directory"),

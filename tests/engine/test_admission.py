@@ -79,7 +79,7 @@ def test_a_request_that_cannot_begin_releases_its_slot(engine: Engine) -> None:
     async def ask() -> None:
         first = engine.submit(replace(ENDLESS, id="same"))
         for _ in range(5):
-            with pytest.raises(SettingError, match="in flight already"):
+            with pytest.raises(SettingError, match="already in flight"):
                 engine.submit(replace(SHORT, id="same"))
         assert engine._admission._free == 2
         first.cancel()

@@ -72,7 +72,7 @@ def test_a_bad_request_fails_alone(engine: Engine, reference: Reference, tmp_pat
         "too long": (Request("word " * 9000, sampling=SHORT), SettingError, "--kv-cache-gb"),
         "too many images": (Request("What?", [*fine.images] * 90, sampling=SHORT), SettingError, "90 views"),
         "too long an answer": (Request("Hi", sampling=Sampling(max_new_tokens=30_000)), SettingError, "max-new-tokens"),
-        "context": (Request("word " * 33_000), SettingError, "context ends at 32768"),
+        "context": (Request("word " * 33_000), SettingError, "context length is 32768"),
     }
     asked = [fine, *(replace(request, id=name) for name, (request, _, _) in bad.items()), requests()[1]]
     results = engine.generate(asked)
@@ -309,9 +309,9 @@ def test_opening_by_name(tmp_path: Path) -> None:
         [more] = engine.generate([engine.request("What?", [page], pan_and_scan=crops(4))])
         assert more.views == 5
     preset.write_text("max_new_tokens: 2\nbatch_size: [4, 8]\n")
-    with pytest.warns(PanscanWarning, match="takes no batch_size"):
+    with pytest.warns(PanscanWarning, match="ignoring batch_size: not supported by the engine"):
         Engine.from_pretrained("tiny", preset=str(preset), dtype="fp32", device="cpu", kv_cache_gb=0.01).close()
-    with pytest.raises(SettingError, match="this is the engine"):
+    with pytest.raises(SettingError, match="runner: expected 'engine', got 'generate'"):
         Engine.from_pretrained("tiny", runner="generate")
     preset.write_text("max_new_tokens: [3, 4]\n")
     with pytest.raises(SettingError, match="one max_new_tokens"):

@@ -249,5 +249,5 @@ def test_most_schemas_are_refused_without_a_checkpoint(name: str) -> None:
 
 
 def test_observed_requests_refuse_schemas(engine: Engine) -> None:
-    with pytest.raises(SettingError, match="json_schema: an observed request takes none"):
+    with pytest.raises(SettingError, match="json_schema: not supported in observed requests"):
         engine.observe([constrained(requests()[0], True)], [ForcedTokens(None, [], 3)])

@@ -57,7 +57,7 @@ with Engine.from_pretrained("tiny", **settings) as engine:
 """
     growth, kind, *message = run_measured(SETTINGS + code)
     assert kind == "SettingError"
-    assert "tokens (0 views); the model's context ends at 32768" in " ".join(message)
+    assert "tokens (0 views); the model's context length is 32768" in " ".join(message)
     assert int(growth) < 500  # the tokenizer takes gigabytes
 
 
@@ -89,11 +89,11 @@ def test_the_bound_refuses_no_prompt_that_fits(tiny: GenerateRunner) -> None:
 
 def test_shares_wait_for_their_turn() -> None:
     memory = ImageMemory(100)
-    first = memory.take(60)
+    first = memory.acquire(60)
     taken: list[str] = []
 
     def take(name: str, size: int) -> None:
-        share = memory.take(size)
+        share = memory.acquire(size)
         taken.append(name)
         share.free()
 
@@ -117,7 +117,7 @@ def test_shares_wait_for_their_turn() -> None:
 
 def test_closed_memory_wakes_all_waiting_threads() -> None:
     memory = ImageMemory(1)
-    memory.take(1)
+    memory.acquire(1)
     thread = threading.Thread(target=memory.take, args=(1,))
     thread.start()
     memory.close()

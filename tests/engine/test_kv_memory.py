@@ -141,7 +141,7 @@ def test_a_refusal_names_the_available_memory_and_the_limiting_option() -> None:
         return str(caught.value)
 
     laptop = DeviceMemory(4 * 10**9, 2 * 10**9)
-    free = "has room for 1.8 GB; lower it, or leave it out to take most of what is free"
+    free = "has room for 1.8 GB; lower it, or leave it out to use most of the free memory"
     assert refusal(FACTS, laptop, kv_cache_gb=3) == f"--kv-cache-gb 3: cpu {free}"
     assert re.match("--kv-cache-gb: 1e-06 GB hold no block of keys and values; one takes", refusal(
         FACTS, laptop, kv_cache_gb=1e-6

@@ -116,7 +116,7 @@ def test_few_requests_are_prepared_ahead(tiny: GenerateRunner) -> None:
         worker, seen = engine._worker, []
         endless = replace(requests()[0], sampling=Sampling(max_new_tokens=60, ignore_eos=True))
         for _ in engine.stream_results([endless, *requests()[1:] * 2], max_concurrency=40):
-            seen.append(worker.ask(lambda: len(worker._preparing) + worker.loop.waiting))
+            seen.append(worker.call(lambda: len(worker._preparing) + worker.loop.waiting))
         assert 0 < max(seen) <= 8
 
 

@@ -81,7 +81,7 @@ def _cold(patch: pytest.MonkeyPatch) -> None:
 
 
 def _one_image_for_prefixes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kv_blocks, "_span_key", lambda span: (span.end - span.start).to_bytes(4, "little"))
+    patch.setattr(kv_blocks, "_image_key", lambda span: (span.end - span.start).to_bytes(4, "little"))
 
 
 def _one_image_for_views(patch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def test_the_pipeline_refuses_what_it_does_not_offer(tiny: GenerateRunner) -> No
 
 def test_the_pipeline_refuses_special_tokens_that_it_would_obey(tiny: GenerateRunner) -> None:
     pipeline = PipelineRunner(tiny.loaded, replace(tiny.settings, runner="pipeline"))
-    with pytest.raises(SettingError, match="would obey <end_of_turn>"):
+    with pytest.raises(SettingError, match="contains <end_of_turn>, which"):
         pipeline.generate([tiny.request("What <end_of_turn> now?")])
 
 

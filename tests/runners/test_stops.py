@@ -92,7 +92,7 @@ def test_end_marks_still_end_beside_stop_ids(runner: GenerateRunner) -> None:
 @pytest.mark.parametrize("sampling", [{"logprobs": 0}, {"logprobs": 3}, {"json_schema": "{}"}], ids=str)
 def test_runner_generate_refuses_what_it_would_drop(runner: GenerateRunner, sampling: dict[str, Any]) -> None:
     [name] = sampling
-    with pytest.raises(SettingError, match=f"^runner generate does not offer {name}: use the runner engine$"):
+    with pytest.raises(SettingError, match=f"^runner generate: {name} is not supported; use the runner engine$"):
         answers(runner, **sampling)
 
 
@@ -102,7 +102,7 @@ REFUSED = [{"stop": ("a",)}, {"stop_token_ids": (7,)}, {"logprobs": 0}, {"json_s
 @pytest.mark.parametrize("sampling", REFUSED, ids=str)
 def test_other_runners_refuse_what_they_would_drop(tiny: GenerateRunner, sampling: dict[str, Any]) -> None:
     pipeline = PipelineRunner(tiny.loaded, tiny.settings)
-    with pytest.raises(SettingError, match=f"^runner pipeline does not offer {next(iter(sampling))}: "):
+    with pytest.raises(SettingError, match=f"^runner pipeline: {next(iter(sampling))} is not supported; "):
         pipeline.run([Request(prompt="What?", sampling=Sampling(4, **sampling))])
 
 
@@ -110,5 +110,5 @@ def test_continuous_batching_refuses_what_it_would_drop(text_checkpoint: Path) -
     settings = text_settings(text_checkpoint, runner="generate_batch")
     batched = GenerateBatchRunner(GenerateRunner.from_settings(text_settings(text_checkpoint)).loaded, settings)
     for sampling in REFUSED:
-        with pytest.raises(SettingError, match=f"^runner generate_batch does not offer {next(iter(sampling))}: "):
+        with pytest.raises(SettingError, match=f"^runner generate_batch: {next(iter(sampling))} is not supported; "):
             batched.run([Request(prompt="What?", sampling=Sampling(4, **sampling))])

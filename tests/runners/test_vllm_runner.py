@@ -167,7 +167,7 @@ def test_sampling_leaves_nothing_to_vllms_defaults() -> None:
     drawn = sampling_arguments(Sampling(temperature=0.7, top_k=5, top_p=0.9, seed=3, stop=("END",), logprobs=2))
     assert (drawn["temperature"], drawn["top_k"], drawn["top_p"], drawn["seed"]) == (0.7, 5, 0.9, 3)
     assert drawn["stop"] == ["END"] and drawn["logprobs"] == 2
-    with pytest.raises(SettingError, match="runner vllm does not offer json_schema: use the runner engine"):
+    with pytest.raises(SettingError, match="runner vllm: json_schema is not supported; use the runner engine"):
         sampling_arguments(Sampling(json_schema="{}"))
 
 
@@ -202,7 +202,7 @@ def test_image_marks_become_the_prompt_that_panscan_writes(size: tuple[int, int]
 
 
 def test_what_vllm_would_obey_is_refused(tiny: GenerateRunner) -> None:
-    with pytest.raises(SettingError, match="would obey <end_of_turn>"):
+    with pytest.raises(SettingError, match="contains <end_of_turn>, which"):
         prompt_ids(tiny.request("What <end_of_turn> now?"), tiny.loaded.reader)
     with pytest.raises(SettingError, match="raw"):
         prompt_ids(Request(prompt="What", raw=True), tiny.loaded.reader)

@@ -1,10 +1,12 @@
-"""The file of answers: one JSON line per document, appended whole, so that ``kill -9`` loses none that was finished.
+"""The output file of a batch job: one JSON line per document. ``kill -9`` loses no finished answer.
 
-``answers.jsonl`` holds answers and nothing else. How they were made stands beside it, in ``answers.jsonl.run.json``
-(prompt, settings, versions), because a job is only resumed with what it began with. ``answers.jsonl.held`` holds the
-answers that wait: for a slower one before them, or, of documents that are asked again, for the end of the job.
-``answers.jsonl.lock`` keeps a second process out. ``answers.jsonl.torn`` has what a killed process or a failed machine
-left of a line.
+``answers.jsonl`` contains only answers. Files beside it:
+
+- ``answers.jsonl.run.json``: the header with prompt, settings and versions. A job can only be resumed with the same.
+- ``answers.jsonl.held``: finished answers that wait for a slower one before them, or, if they replace failed answers,
+  for the end of the job.
+- ``answers.jsonl.lock``: lock against a second process.
+- ``answers.jsonl.torn``: incomplete lines after a killed process or a machine failure.
 """
 
 from __future__ import annotations
@@ -34,39 +36,40 @@ _SIDECARS = (".run.json", ".held", ".lock", ".torn", ".held.torn", ".ledger.json
 
 
 class AnswerFile:
-    """Appends answers to a file. One process at a time holds it.
+    """Appends answers to a file, which it locks against other processes.
 
-    Nothing is made, and nothing thrown away, before the first answer: a job that never begins leaves all as it was.
+    No answer is written or deleted before the first :meth:`write` or :meth:`hold`: a job that does not start leaves the
+    files as they were.
 
     Args:
-        path: the file of answers; its directory is made if need be.
-        header: how the answers are made, kept beside the file.
-        mode: ``new`` refuses a file that has answers, ``resume`` continues it (or begins it; half a last line moves
-            to ``.torn`` with the first answer), ``force`` throws it away.
-        check: of a header that is there and the one of now; why one cannot be resumed with the other, or None.
+        path: output file; its directory is created if necessary.
+        header: description of the job, stored beside the file.
+        mode: ``new`` refuses a file with answers; ``resume`` continues it, or starts a new one, and moves an incomplete
+            last line to ``.torn`` with the first answer; ``force`` replaces it.
+        check: compares the stored header with ``header``; returns why the job cannot be resumed, or None.
 
     Attributes:
-        path: the file, links resolved.
-        begun_with: the header that the file began with.
+        path: the file, with symbolic links resolved.
+        original_header: header that the file was started with.
 
     Raises:
-        RecordsError: another process holds the file, it has answers already, was made in another way, or cannot be
-            read or written.
+        RecordsError: another process is writing the file, it already has answers, it belongs to a different job, or it
+            cannot be read or written.
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any], mode: Mode, check: Check) -> None:
         self.path = Path(os.path.realpath(path))
         self.header_path, self._held_path, self._lock_path, *_ = _sidecars(self.path)
-        self.begun_with = header
+        self.original_header = header
         self._lines: JsonLines | None = None
         self._held: Outbox | None = None
-        self._made: list[Path] = []
+        self._created: list[Path] = []
         self._lock = FileLock(self._lock_path, timeout=0, thread_local=False)
         try:
             _refuse_irregular(path)
             self._acquire()
             if mode != "force" and (_size(self.path) or _size(self._held_path)):
-                self._go_on(header, mode, check)
+                self._resume(header, mode, check)
         except OSError as error:
             self.close()
             raise unwritable(self.path, error) from error
@@ -76,11 +79,11 @@ class AnswerFile:
 
     @property
     def begun(self) -> bool:
-        """Whether it holds anything, or did before."""
+        """Whether the job has answers, written now or by an earlier start."""
         return self._lines is not None
 
     def records(self) -> Iterator[Record]:
-        """The answers in the file, one at a time.
+        """Yield the answers in the file.
 
         Raises:
             RecordsError: a line is not an answer.
@@ -88,52 +91,52 @@ class AnswerFile:
         return (line.record for line in self._lines or ())
 
     def held(self) -> Iterator[tuple[Record, str | None]]:
-        """The answers that wait beside the file, each with the id of the failed one that it replaces, if it does."""
+        """Yield the held answers, each with the id of the failed answer that it replaces, or None."""
         return iter(self._held or ())
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Append one answer, as one whole line.
+        """Append one answer.
 
         Raises:
-            RecordsError: the disk does not take it.
+            RecordsError: the answer cannot be written.
         """
-        lines, held = self._begun()
+        lines, held = self._open()
         lines.append(record)
         if record["id"] in held:
             held.drop(record["id"])
 
     def hold(self, record: Mapping[str, Any], replaces: str | None = None) -> None:
-        """Keep an answer until its turn comes (:meth:`write_held`), or, of one asked again, until :meth:`finish`.
+        """Store an answer until :meth:`write_held`, or until :meth:`finish` if it replaces a failed one.
 
         Args:
             record: the answer.
-            replaces: the id of the failed one whose place it takes.
+            replaces: id of the failed answer that it replaces.
 
         Raises:
-            RecordsError: the disk does not take it.
+            RecordsError: the answer cannot be written.
         """
-        _, held = self._begun()
+        _, held = self._open()
         held.add(record, replaces)
 
     def write_held(self, id: str) -> None:
-        """The turn of a held answer has come.
+        """Append a held answer to the file.
 
         Raises:
-            RecordsError: the disk does not take it.
+            RecordsError: the answer cannot be written.
         """
-        _, held = self._begun()
+        _, held = self._open()
         self.write(held.get(id))
 
     def drop_held(self, id: str) -> None:
-        """A held answer is not wanted any more."""
-        _, held = self._begun()
+        """Delete a held answer."""
+        _, held = self._open()
         held.drop(id)
 
     def finish(self) -> None:
-        """The job is done: what was asked again takes the places of the failed answers, all at once.
+        """Finish the job: replace failed answers by held ones, atomically.
 
         Raises:
-            RecordsError: a line is not an answer, or the disk does not take the new file.
+            RecordsError: a line is not an answer, or the new file cannot be written.
         """
         if self._lines is None or self._held is None:
             return
@@ -145,11 +148,11 @@ class AnswerFile:
             self._held.drop(id)
 
     def close(self) -> None:
-        """Put everything on the disk and let go of the file. A closed file is not used again."""
+        """Flush everything to disk and release the file."""
         if self._lines is not None:
             self._lines.close()
         else:
-            self._forget()
+            self._remove_created()
         if self._held is not None:
             self._held.close()
         self._lines = self._held = None
@@ -164,36 +167,36 @@ class AnswerFile:
         self.close()
 
     def _acquire(self) -> None:
-        made = [path for path in (self._lock_path, *self.path.parents) if not path.exists()]
+        created = [path for path in (self._lock_path, *self.path.parents) if not path.exists()]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o664))  # FileLock takes some refusals for a lock
+        os.close(os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o664))  # FileLock mistakes some errors for a lock
         try:
             self._lock.acquire()
-            self._made = made
+            self._created = created
         except Timeout as error:
             raise RecordsError(
-                f"{self.path} is being written by another panscan; give this job its own file"
+                f"{self.path} is being written by another panscan process; choose another -o for this job"
             ) from error
 
-    def _go_on(self, header: Mapping[str, Any], mode: Mode, check: Check) -> None:
+    def _resume(self, header: Mapping[str, Any], mode: Mode, check: Check) -> None:
         if mode == "new":
             refuse_answers(self.path)
-        self.begun_with = self._header()
-        if (reason := check(self.begun_with, header)) is not None:
-            raise RecordsError(f"{self.path} {reason}: resume with the same, or start anew with --force")
+        self.original_header = self._header()
+        if (reason := check(self.original_header, header)) is not None:
+            raise RecordsError(f"{self.path} {reason}: resume with the same options, or replace it with --force")
         self._lines = JsonLines(self.path)
         self._held = Outbox(self._held_path)
 
-    def _begun(self) -> tuple[JsonLines, Outbox]:
+    def _open(self) -> tuple[JsonLines, Outbox]:
         if self._lines is None or self._held is None:
-            # In this order: answers never stand beside the header of others.
+            # In this order, so that answers never lie beside the header of another job.
             try:
                 self.path.unlink(missing_ok=True)
                 self._held_path.unlink(missing_ok=True)
                 ledger_path(self.path).unlink(missing_ok=True)
             except OSError as error:
                 raise unwritable(self.path, error) from error
-            write_atomically(self.header_path, json.dumps(self.begun_with, indent=2).encode() + b"\n")
+            write_atomically(self.header_path, json.dumps(self.original_header, indent=2).encode() + b"\n")
             self._held = Outbox(self._held_path)
             self._lines = JsonLines(self.path)
         return self._lines, self._held
@@ -203,18 +206,18 @@ class AnswerFile:
             found = json.loads(self.header_path.read_bytes())
         except FileNotFoundError as error:
             raise RecordsError(
-                f"{self.header_path} is missing, so {self.path.name} cannot be resumed: add --force to start over"
+                f"{self.header_path} is missing, so {self.path.name} cannot be resumed: replace it with --force"
             ) from error
         except ValueError as error:
-            raise RecordsError(f"{self.header_path} is not valid JSON: add --force to start over") from error
+            raise RecordsError(f"{self.header_path} is not valid JSON: replace the job with --force") from error
         if not isinstance(found, dict):
-            raise RecordsError(f"{self.header_path} is not a JSON object: add --force to start over")
+            raise RecordsError(f"{self.header_path} is not a JSON object: replace the job with --force")
         return found
 
-    def _forget(self) -> None:
-        """Remove the lock and directories that a job created but never used."""
-        for path in self._made:
-            with contextlib.suppress(OSError):  # not empty: another process wrote into them
+    def _remove_created(self) -> None:
+        """Remove the lock file and the directories that this job created, because it never started."""
+        for path in self._created:
+            with contextlib.suppress(OSError):  # a directory that is no longer empty stays
                 path.unlink() if path == self._lock_path else path.rmdir()
 
 
@@ -231,17 +234,17 @@ def refuse_answers(path: Path) -> None:
 
 
 def refuse_sources(output: Path, sources: Iterable[str]) -> None:
-    """Refuse an output that would overwrite what is asked about.
+    """Refuse an output that would overwrite a source.
 
     Args:
-        output: the file of answers.
-        sources: every file that is read.
+        output: output file of the job.
+        sources: all files that the job reads.
 
     Raises:
-        RecordsError: the output, or a file beside it, is one of them.
+        RecordsError: the output, or a file that is written beside it, is one of them.
     """
     real = Path(os.path.realpath(output))
-    # Files, not names: a link of either kind is the same file. What does not exist yet is no source.
+    # Compare files, not names: hard and symbolic links refer to the same file.
     written = {_identity(path): path for path in (real, *_sidecars(real)) if path.exists()}
     for source in sources if written else ():
         if (path := written.get(_identity(source))) is not None:
@@ -251,7 +254,7 @@ def refuse_sources(output: Path, sources: Iterable[str]) -> None:
 def _identity(path: str | Path) -> tuple[int, int] | None:
     try:
         found = os.stat(path)  # noqa: PTH116 - Path.stat takes no string
-    except (OSError, ValueError):  # a URL, or a file that is gone: found out when its turn comes
+    except (OSError, ValueError):  # a URL, or a missing file, which is reported when it is read
         return None
     return found.st_dev, found.st_ino
 
@@ -261,16 +264,20 @@ def _sidecars(path: Path) -> tuple[Path, ...]:
 
 
 def _refuse_irregular(path: Path) -> None:
-    """Terminals, pipes and devices hold no answers to resume; nor does what standard output is redirected to."""
-    regular = "an output that can be resumed is a regular file of its own"
+    """Refuse terminals, pipes, devices, and the target of a redirected standard output: they cannot be resumed.
+
+    Raises:
+        RecordsError: the output is one of these, or lies below a file.
+    """
+    hint = "use a separate regular file, so that the job can be resumed"
     if str(path) == "-" or (path.exists() and not path.is_file()):
-        raise RecordsError(f"-o {path}: {regular}")
+        raise RecordsError(f"-o {path}: not a regular file: {hint}")
     ours = _identity(path)
     for stream in (1, 2):
         with contextlib.suppress(OSError):  # it is closed
             found = os.fstat(stream)
             if ours == (found.st_dev, found.st_ino):
-                raise RecordsError(f"-o {path}: standard output goes there, and {regular}")
+                raise RecordsError(f"-o {path}: standard output or standard error is redirected to it: {hint}")
     for parent in path.parents:
         if parent.exists() and not parent.is_dir():
             raise RecordsError(f"-o {path}: {parent} is a file, not a directory")
@@ -281,12 +288,12 @@ def _size(path: Path) -> int:
 
 
 def _replaced(lines: JsonLines, held: Outbox, replacing: Mapping[str, list[str]]) -> Iterator[bytes]:
-    """The lines, answers that were asked again in the places of failed ones."""
-    left = dict(replacing)
-    there = set()
+    """Yield the lines of the file, with failed answers replaced by the held ones."""
+    remaining = dict(replacing)
+    present = set()
     for line in lines:
-        there.add(line.record["id"])
-        ids = left.pop(line.record["id"], None)
+        present.add(line.record["id"])
+        ids = remaining.pop(line.record["id"], None)
         yield line.raw if ids is None else b"".join(encode(held.get(id)) for id in ids)
-    # Where the failed one has gone, this was done before, and stopped at its very end.
-    yield from (encode(held.get(id)) for ids in left.values() for id in ids if id not in there)
+    # If a failed answer is missing, an earlier finish() replaced it but stopped before it dropped the held answers.
+    yield from (encode(held.get(id)) for ids in remaining.values() for id in ids if id not in present)

@@ -1,8 +1,8 @@
-"""Where answers go: a file of JSON Lines on this machine, and from there to a Parquet file or an object store.
+"""The output of a batch job: a local JSON Lines file, converted to Parquet or uploaded to an object store if requested.
 
-Objects cannot be appended to, and Parquet files are only readable when complete. The durable file of answers is
-therefore always JSON Lines on a local disk, the spool. It is uploaded as a whole, at intervals and when the job ends,
-and converted to Parquet when the job ends.
+Objects cannot be appended to, and Parquet files are only readable when complete. The durable output is therefore always
+a JSON Lines file on a local disk, the spool. It is uploaded as a whole, at intervals and when the job ends, and
+converted to Parquet when the job ends.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ __all__ = ["Destination", "Uploader", "destination", "fetch_previous"]
 
 _LOG = logging.getLogger(__name__)
 
-_EVERY_S = 60.0  # between two uploads, at least
-_SHARE = 20  # or this many times the duration of the last one: uploads take 5% of the time
+_INTERVAL_SECONDS = 60.0  # minimum between two uploads
+_SHARE = 20  # and this many times the duration of the last one: uploads take at most 5% of the time
 _BLOCK_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where the answers of a job go.
+    """The output of a job.
 
     Args:
-        name: as the user wrote it.
-        path: the durable file of answers, JSON Lines on this machine.
-        table: the Parquet file that is written when the job ends; None without one.
-        url: the object to which ``path`` is uploaded; None if the answers stay on this machine.
-        table_url: the object to which ``table`` is uploaded.
+        name: value of ``-o``.
+        path: durable JSON Lines file on this machine.
+        table: Parquet file written when the job ends; None: no Parquet output.
+        url: object that ``path`` is uploaded to; None: no upload.
+        table_url: object that ``table`` is uploaded to.
     """
 
     name: str
@@ -61,10 +61,10 @@ class Destination:
     table_url: str | None = None
 
     def refuse_sources(self, sources: Collection[str]) -> None:
-        """Refuse an output that would overwrite what is asked about.
+        """Refuse an output that would overwrite a source.
 
         Args:
-            sources: every file and object that is read.
+            sources: all files and objects that the job reads.
 
         Raises:
             RecordsError: a file or object of the output is one of them.
@@ -76,10 +76,10 @@ class Destination:
             raise RecordsError(f"-o {self.name} would overwrite {url}, a source of this job")
 
     def finish(self) -> None:
-        """Write the Parquet file from the finished answers.
+        """Write the Parquet file, if requested, from the finished answers.
 
         Raises:
-            RecordsError: the disk does not take it.
+            RecordsError: the file cannot be written.
         """
         if self.table is not None and self.path.exists():
             lines = JsonLines(self.path)
@@ -90,11 +90,11 @@ class Destination:
 
 
 def destination(output: str) -> Destination:
-    """Return where the answers of ``-o`` go. Nothing is created.
+    """Return the destination that ``-o`` names. Creates no files.
 
     Raises:
-        SettingError: the URL names no object, or its scheme is not supported.
-        UnsupportedError: pyarrow is missing for a Parquet file.
+        SettingError: the URL does not name an object, or its scheme is not supported.
+        UnsupportedError: a Parquet file is requested, but pyarrow is not installed.
     """
     location = local_path(output)
     table = is_table(location)
@@ -115,14 +115,14 @@ def destination(output: str) -> Destination:
 
 
 def fetch_previous(target: Destination, mode: Mode) -> None:
-    """Check that the object store can be reached, and bring an earlier job's answers from it to this machine.
+    """Check that the object store is reachable, and download the answers of an earlier start.
 
-    Answers on this machine are used if there are any: they are at least as complete, unless another machine continued
-    the job, which is refused.
+    Local answers take precedence: they are at least as complete, unless another machine continued the job, which is
+    refused.
 
     Raises:
         RecordsError: the store has answers that a new job would replace, or that this machine lacks.
-        StorageError: the store refused, or did not answer before the deadline.
+        StorageError: the store refused a request, or did not answer before the deadline.
     """
     if target.url is None:
         if target.table is not None and target.table.exists() and not target.path.exists():
@@ -150,7 +150,11 @@ def fetch_previous(target: Destination, mode: Mode) -> None:
 
 
 def _refuse_table(target: Destination, mode: Mode) -> None:
-    """Refuse a Parquet file without the lines from which it would be resumed."""
+    """Refuse an existing Parquet file without the JSON Lines file that it would be resumed from.
+
+    Raises:
+        RecordsError: the mode is not ``force``.
+    """
     if mode != "force":
         lines = target.path if target.url is None else target.url
         raise RecordsError(f"{target.name} exists but {lines} does not: choose another -o, or replace it with --force")
@@ -169,7 +173,7 @@ def _refuse_older_spool(url: str, path: Path) -> None:
 
 
 def _answered_id(line: bytes) -> str | None:
-    """Return the id of a line that has an answer; None for a failure and for half a line."""
+    """Return the id of an answer's line; None for a failure or an incomplete line."""
     try:
         record = json.loads(line)
         return str(record["id"]) if record.get("error") is None else None
@@ -178,11 +182,11 @@ def _answered_id(line: bytes) -> str | None:
 
 
 class Uploader:
-    """Uploads a growing file of answers in a background thread, with its description and its ledger.
+    """Uploads a growing output file, its header and its ledger in a background thread.
 
     Args:
-        target: the destination, which has a URL.
-        replace: whether the store may hold answers of an earlier job, which are deleted before the first upload.
+        target: destination with a URL.
+        replace: whether to delete answers of an earlier job from the store before the first upload.
     """
 
     def __init__(self, target: Destination, *, replace: bool) -> None:
@@ -195,10 +199,10 @@ class Uploader:
         self._error: StorageError | None = None
 
     def answered(self) -> None:
-        """Start an upload if one is due. To be called before each answer is written.
+        """Start an upload if one is due. Call it before each answer is written.
 
         Raises:
-            StorageError: the first upload failed, so that the store may refuse all of them.
+            StorageError: the first upload failed, so later ones would probably fail too.
         """
         if self._thread is not None and self._thread.is_alive():
             return
@@ -206,21 +210,21 @@ class Uploader:
             self._error = None
             if not self._worked:
                 raise error
-            _LOG.warning("%s; the answers are in %s, and the upload is tried again", error, self._target.path)
-        # Before the first answer of a start is written, the file may hold those of a job that --force replaces.
+            _LOG.warning("%s; the answers are in %s, and the upload will be retried", error, self._target.path)
+        # Until its first answer is written, the file may contain answers of a job that --force replaces.
         begun, self._begun = self._begun, True
         if begun and now() >= self._due and self._target.path.exists():
             self._thread = threading.Thread(target=self._try, name="panscan-upload", daemon=True)
             self._thread.start()
 
     def finish(self) -> None:
-        """Upload everything, and wait for it.
+        """Upload everything and wait until it is done.
 
         Raises:
-            StorageError: the store refused, or did not take it before the deadline.
+            StorageError: the store refused an upload, or did not finish it before the deadline.
         """
         if self._thread is not None:
-            self._thread.join()  # it ends with the deadline of its transfers
+            self._thread.join()  # its transfers have a deadline
         if not self._target.path.exists():
             return
         self._upload()
@@ -234,11 +238,11 @@ class Uploader:
             self._worked = True
         except StorageError as error:
             self._error = error
-        self._due = now() + max(_EVERY_S, _SHARE * (now() - began))
+        self._due = now() + max(_INTERVAL_SECONDS, _SHARE * (now() - began))
 
     def _upload(self) -> None:
         path = self._target.path
-        if self._replace:  # in this order: answers never stand beside the description of others
+        if self._replace:  # in this order, so that answers never lie beside the header of another job
             delete_object(self._url)
             delete_object(f"{self._url}.ledger.json")
             self._replace = False

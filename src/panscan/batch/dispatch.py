@@ -1,4 +1,4 @@
-"""Requests of a job through the engine, and their answers, in order, into the file."""
+"""Dispatch of a job's requests to an engine, and writing of their answers in order."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from panscan.settings import Settings
 
 __all__ = ["Output", "SupportsStreamResults", "answer", "answers_ahead", "up_to_first_question"]
 
-_SAME_ERRORS = 3  # of the first requests, until their setting and not they are at fault
-_STORAGE_ERRORS = 8  # in succession, until the object store and not a document is at fault
+_SAME_ERRORS = 3  # first requests with the same setting error, after which the setting is at fault
+_STORAGE_ERRORS = 8  # consecutive storage errors, after which the object store is at fault
 
 
 class SupportsStreamResults(Protocol):
-    """What answers. :class:`panscan.engine.engine.Engine` does."""
+    """An engine, such as :class:`panscan.engine.engine.Engine`."""
 
     def stream_results(
         self, requests: Iterable[Request], *, max_concurrency: int | None = None
     ) -> Iterator[tuple[int, Result]]:
-        """Pairs of a request's index and its result, as they finish; pulls requests as it has room for them."""
+        """Yield (index, result) as requests finish; read further requests as others finish."""
         ...
 
 
 class Output(Protocol):
-    """What takes answers. :class:`panscan.batch.answers.AnswerFile` does."""
+    """An output for answers, such as :class:`panscan.batch.answers.AnswerFile`."""
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Append an answer."""
         ...
 
     def hold(self, record: Mapping[str, Any], replaces: str | None = None) -> None:
-        """Keep an answer until its turn comes, or until it can take the place of a failed one."""
+        """Store an answer until it can be written in order, or can replace a failed one."""
         ...
 
     def write_held(self, id: str) -> None:
-        """The turn of a held answer has come."""
+        """Append a held answer."""
         ...
 
 
 def up_to_first_question(tasks: Iterator[Task]) -> list[Task]:
-    """Take tasks up to the first that needs an engine; all of them if none does."""
+    """Return the tasks up to the first that needs an engine; all if none does."""
     ahead = []
     for task in tasks:
         ahead.append(task)
@@ -57,7 +57,7 @@ def up_to_first_question(tasks: Iterator[Task]) -> list[Task]:
 
 
 def answers_ahead(settings: Settings, replicas: int = 1) -> int:
-    """Return how many answers may wait for a slower one before them, when they are written in order."""
+    """Return how many answers may wait for a slower earlier one when answers are written in order."""
     return 4 * max(settings.max_num_seqs, 16) * replicas
 
 
@@ -71,41 +71,41 @@ def answer(
     proven: bool,
     on_answer: Callable[[Record], None],
 ) -> None:
-    """Ask what is to be asked and write every answer.
+    """Answer all tasks and write the answers.
 
     Args:
-        engine: what answers; None where no task needs it.
-        job: what the requests have in common.
-        tasks: pulled as the engine has room.
-        output: takes the answers.
-        window: answers are written in the order of the tasks, and no task is begun that lies this far behind the first
-            unwritten one: what bounds the answers that wait. None: they are written as they finish.
-        proven: the job's settings have answered something before, so that an error is a document's own.
-        on_answer: called with each line as its request finishes, before it is written.
+        engine: engine that answers; None if no task needs one.
+        job: properties that all requests share.
+        tasks: tasks in input order, read as others finish.
+        output: output for the answers.
+        window: maximum number of tasks between the first unwritten answer and the last started task; answers are
+            written in the order of the tasks. None: answers are written as they finish.
+        proven: whether the job's settings have produced an answer before, so that errors are caused by documents.
+        on_answer: called with each record when its request finishes, before it is written.
 
     Raises:
-        EngineError: the engine broke or was closed. What it had not answered is not written, so that it can be asked.
-        SettingError: the first requests all failed with it, and nothing else is known of the settings.
-        StorageError: several requests in a row failed with it. None of them is written, so that all can be asked
-            again; a few such failures among answers are the documents' own and are written.
+        EngineError: the engine failed or was closed. Unanswered requests are not written, so they can be resumed.
+        SettingError: the first requests all failed with this error, and no request has succeeded.
+        StorageError: several consecutive requests failed with a storage error. None of them is written, so all can be
+            resumed; a few such failures among answers are attributed to the documents and written.
     """
     lines = _OrderedWriter(output, window)
-    asking = _StreamedTasks(job, iter(tasks), lines, on_answer, proven=proven)
+    streamed = _StreamedTasks(job, iter(tasks), lines, on_answer, proven=proven)
     if engine is None:
-        deque(asking.requests(), maxlen=0)
-        asking.settle()
+        deque(streamed.requests(), maxlen=0)
+        streamed.settle()
         return
-    # A stream ends early when the window is full: what it has begun is then finished, and the next one goes on.
+    # A stream ends early when the window is full: its requests finish, then the next stream continues.
     most, before = job.settings.max_concurrency, -1
     while lines.begun > before:
         before = lines.begun
-        for index, result in engine.stream_results(asking.requests(), max_concurrency=most):
-            asking.finished(index, result)
-        asking.settle()
+        for index, result in engine.stream_results(streamed.requests(), max_concurrency=most):
+            streamed.finished(index, result)
+        streamed.settle()
 
 
 class _StreamedTasks:
-    """Tasks on their way through streams of an engine, one stream after the other."""
+    """The tasks of a job, answered by consecutive streams of an engine."""
 
     def __init__(
         self,
@@ -117,13 +117,13 @@ class _StreamedTasks:
         proven: bool,
     ) -> None:
         self._job, self._queue, self._lines, self._on_answer = job, queue, lines, on_answer
-        self._in_flight: dict[int, tuple[int, Task]] = {}  # by the request's index in its stream
-        self._unsure: list[tuple[int, Task, Result]] = []
-        self._unstored: list[tuple[int, Task, Result]] = []  # failed with a StorageError, one after the other
+        self._in_flight: dict[int, tuple[int, Task]] = {}  # by index in the stream
+        self._undecided: list[tuple[int, Task, Result]] = []
+        self._storage_failures: list[tuple[int, Task, Result]] = []  # consecutive ones
         self._proven = proven
 
     def requests(self) -> Iterator[Request]:
-        """The requests of the next stream; what cannot be asked, or has been, is written on the way."""
+        """Yield the requests of the next stream; write failed and held tasks on the way."""
         index = count()
         while self._lines.has_room and (task := next(self._queue, None)) is not None:
             number = self._lines.begin(task)
@@ -134,67 +134,82 @@ class _StreamedTasks:
             if problem is None:
                 try:
                     request = self._job.request(task.item)
-                except InputError as error:  # a table's row without an image, or a store that failed
+                except InputError as error:  # a table row without an image, or a storage error
                     problem = error
             if problem is not None:
-                self._concluded(number, task, Result.unanswered(task.item.id, now(), problem))
+                self._conclude(number, task, Result.unanswered(task.item.id, now(), problem))
                 continue
             self._in_flight[next(index)] = number, task
             yield request
 
     def finished(self, index: int, result: Result) -> None:
-        """The request that the stream drew at ``index`` has its result."""
+        """Handle the result of the request at ``index`` of the stream.
+
+        Raises:
+            EngineError: the engine failed or was closed.
+            SettingError: the first requests all failed with this error.
+            StorageError: too many consecutive requests failed with a storage error.
+        """
         number, task = self._in_flight.pop(index)
         if isinstance(result.error, EngineError):
             raise result.error
         if result.finish_reason == "cancelled":
-            raise EngineError("the engine was closed while it answered")
+            raise EngineError("the engine was closed during the job")
         if self._proven or isinstance(result.error, StorageError):
-            self._concluded(number, task, result)
+            self._conclude(number, task, result)
             return
-        self._unsure.append((number, task, result))
+        self._undecided.append((number, task, result))
         error = self._common_error()
         if error is None:
-            self._believe()
-        elif len(self._unsure) == _SAME_ERRORS:
+            self._accept_undecided()
+        elif len(self._undecided) == _SAME_ERRORS:
             raise error
 
     def settle(self) -> None:
-        """The stream is over; were its results one and the same error of a setting, too few to tell, they are enough
-        if there is nothing beside them."""
-        error = self._common_error()
-        if error is not None and self._lines.begun == len(self._unsure):
-            raise error
-        if self._unsure:
-            self._believe()
-        self._write_unstored()
+        """Handle the end of a stream.
 
-    def _concluded(self, number: int, task: Task, result: Result) -> None:
-        """Write a result, unless it may be one of many that an unreachable object store fails."""
+        Raises:
+            SettingError: all requests of the job, fewer than the usual threshold, failed with this error.
+        """
+        error = self._common_error()
+        if error is not None and self._lines.begun == len(self._undecided):
+            raise error
+        if self._undecided:
+            self._accept_undecided()
+        self._write_storage_failures()
+
+    def _conclude(self, number: int, task: Task, result: Result) -> None:
+        """Write a result, or hold it back if the object store may be unreachable.
+
+        Raises:
+            StorageError: too many consecutive requests failed with a storage error.
+        """
         if isinstance(result.error, StorageError):
-            self._unstored.append((number, task, result))
-            if len(self._unstored) == _STORAGE_ERRORS:
-                raise StorageError(f"{len(self._unstored)} documents failed in a row; last error: {result.error}")
+            self._storage_failures.append((number, task, result))
+            if len(self._storage_failures) == _STORAGE_ERRORS:
+                raise StorageError(
+                    f"{len(self._storage_failures)} documents failed in a row; last error: {result.error}"
+                )
             return
-        self._write_unstored()
+        self._write_storage_failures()
         self._done(number, task, result)
 
-    def _write_unstored(self) -> None:
-        for number, task, result in self._unstored:
+    def _write_storage_failures(self) -> None:
+        for number, task, result in self._storage_failures:
             self._done(number, task, result)
-        self._unstored.clear()
+        self._storage_failures.clear()
 
     def _common_error(self) -> SettingError | None:
-        errors = {str(result.error): result.error for _, _, result in self._unsure}
+        errors = {str(result.error): result.error for _, _, result in self._undecided}
         [error, *others] = list(errors.values()) or [None]
         return error if isinstance(error, SettingError) and not others else None
 
-    def _believe(self) -> None:
+    def _accept_undecided(self) -> None:
         self._proven = True
-        self._write_unstored()
-        for number, task, result in self._unsure:
+        self._write_storage_failures()
+        for number, task, result in self._undecided:
             self._done(number, task, result)
-        self._unsure.clear()
+        self._undecided.clear()
 
     def _done(self, number: int, task: Task, result: Result) -> None:
         record = _record(task.item, self._job.settings.model_name, result)
@@ -203,7 +218,7 @@ class _StreamedTasks:
 
 
 class _OrderedWriter:
-    """Answers on their way to the file. One that takes a failed one's place has its place, and waits for no turn."""
+    """Writes answers in the order of their tasks. Answers that replace failed ones are held at once."""
 
     def __init__(self, output: Output, window: int | None) -> None:
         self._output, self._window = output, window
@@ -213,17 +228,17 @@ class _OrderedWriter:
 
     @property
     def has_room(self) -> bool:
-        """Whether another task may begin."""
+        """Whether another task may start."""
         return self._window is None or self._ordered - self._turn < self._window
 
     def begin(self, task: Task) -> int:
-        """The number of the task that begins now."""
+        """Start a task and return its number."""
         self.begun += 1
         self._ordered += task.replaces is None
         return self._ordered - 1
 
     def add(self, number: int, task: Task, record: Record) -> None:
-        """Write the answer of task ``number`` when those of all before it are written; at once without a window."""
+        """Write the answer of task ``number`` once all earlier ones are written; immediately without a window."""
         if task.replaces is not None:
             self._output.hold(record, task.replaces)
         elif self._window is None or number == self._turn:
@@ -234,7 +249,7 @@ class _OrderedWriter:
             self._held[number] = record["id"]
 
     def add_held(self, number: int, task: Task) -> None:
-        """The same for an answer that the output holds already."""
+        """Do the same as :meth:`add` for an answer that the output already holds."""
         if self._window is None or number == self._turn:
             self._output.write_held(task.item.id)
             self._advance()
@@ -249,7 +264,7 @@ class _OrderedWriter:
 
 
 def _record(item: BatchItem, model: str, result: Result) -> Record:
-    """Return the line of an answer. Fields that vary between runs of the same job come last."""
+    """Return the record of an answer. Fields that vary between runs of the same job come last."""
     failed = result.error is not None
     stamps = result.stamps
     seconds = {"ttft_ms": stamps.ttft, "e2el_ms": stamps.e2e}

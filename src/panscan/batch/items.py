@@ -1,4 +1,4 @@
-"""What a batch job asks: documents or rows of a dataset, found at once but opened one after the other."""
+"""The work items of a batch job: documents or dataset rows, listed at startup and opened one at a time."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path, PurePosixPath
 
 from panscan.batch.tables import ParquetTable, RowImages, TableColumns, is_table
 from panscan.core import DatasetError, ImageError, InputError, SettingError
+from panscan.core.daemons import DaemonThreads
 from panscan.core.request import MAX_PAGES
-from panscan.engine.daemons import DaemonThreads
 from panscan.images.fetch import named_url
 from panscan.images.files import SUFFIXES, Page, expand_images, find_files
 from panscan.images.storage import check_object, is_stored, local_path
@@ -23,20 +23,20 @@ from panscan.quality.datasets import Boundary, dataset_rows
 __all__ = ["BatchItem", "BatchWork", "find_work"]
 
 _ONE_PAGE = SUFFIXES - {".pdf", ".tif", ".tiff"}
-_AHEAD = 8  # stored documents that are downloaded ahead to count their pages
+_AHEAD = 8  # stored documents to download in advance, to count their pages
 
 
 @dataclass(frozen=True, slots=True)
 class BatchItem:
-    """One line of answers to be.
+    """One request of a job.
 
     Args:
-        id: its own within the job: the document's name, or the row's id.
-        images: what is opened, in order; of a table's row its images, which are read when it is asked about.
-        named: the same as the user calls it (images of a dataset are relative to its file).
-        question: of a row; None where the job has one prompt.
-        problem: why it cannot be asked.
-        document: the file that it is, or is a page of; None for a row.
+        id: unique id: the name of the document or page, or the id of the row.
+        images: paths or URLs to open, in order; for a table row, its images, read when the request is made.
+        named: names of the images as the user wrote them (in a dataset, relative to its file).
+        question: the row's own prompt; None if the job has one prompt.
+        problem: error because of which the item cannot be answered.
+        document: file of the document or page; None for a row.
     """
 
     id: str
@@ -48,14 +48,14 @@ class BatchItem:
 
 
 class BatchWork:
-    """The items of a job in input order, once over. Files are opened to count their pages as the iteration gets there.
+    """The items of a job in input order; can be iterated once. Files are opened during iteration to count their pages.
 
     Args:
-        groups: the items of each file or row.
-        count: files or rows.
-        limit: items at most; None: all.
-        files: every file or URL that the job reads.
-        has_questions: each item brings its own.
+        groups: items of each file or row.
+        count: number of files or rows.
+        limit: maximum number of items; None: all.
+        files: all files and URLs that the job reads.
+        has_questions: whether each item has its own prompt.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class BatchWork:
 
     @property
     def expected(self) -> int:
-        """Items in all, as far as is known: a file that has not been opened counts as one."""
+        """Estimated number of items: a file that has not been opened counts as one."""
         known = self._opened + self._left
         return known if self._limit is None else min(known, self._limit)
 
@@ -99,22 +99,22 @@ def find_work(
     columns: TableColumns | None = None,
     has_prompt: bool = False,
 ) -> BatchWork:
-    """The work that a user's sources stand for.
+    """Return the work items of the sources.
 
     Args:
-        sources: one dataset (``.jsonl``), Parquet files, or documents: directories, globs, files and URLs, also those
-            of object stores.
-        whole_files: all pages of a document are one item. Otherwise each page is.
-        limit: items at most.
-        on_problem: receives the error of each unreadable subdirectory.
-        external_images: rows of the dataset may name URLs, and files outside its folder.
-        max_pages: a document with more fails.
-        columns: columns of Parquet files that the user named; None if there are none.
-        has_prompt: whether the job has one prompt, so that the prompts of Parquet files are ignored.
+        sources: one dataset (``.jsonl``), Parquet files, or documents: directories, globs, files and URLs, including
+            object store URLs.
+        whole_files: make one item per document instead of one per page.
+        limit: maximum number of items.
+        on_problem: called for each subdirectory that cannot be read.
+        external_images: whether dataset rows may reference URLs and files outside the dataset's folder.
+        max_pages: maximum number of pages per document; documents with more fail.
+        columns: columns of Parquet files from the command line; None if none was given.
+        has_prompt: whether the job has one prompt, so that prompts in Parquet files are ignored.
 
     Raises:
-        SettingError: a dataset or Parquet files beside something else, or with ``whole_files``.
-        InputError: a source stands for no document, is not there or cannot be opened, or the dataset cannot be used.
+        SettingError: a dataset or Parquet files are combined with other sources, or with ``whole_files``.
+        InputError: a source contains no document, does not exist or cannot be opened, or the dataset is invalid.
     """
     sources = [named_url(local_path(source)) for source in sources]
     if any(is_table(source) for source in sources):
@@ -127,17 +127,17 @@ def find_work(
         raise SettingError("--image-column, --id-column and --prompt-column are for Parquet files (.parquet)")
     if any(_is_dataset(source) for source in sources):
         if len(sources) > 1:
-            raise SettingError(f"a dataset stands alone: give {' '.join(sources)} to jobs of their own")
+            raise SettingError(f"a dataset needs a separate job: do not combine {' '.join(sources)}")
         if whole_files:
-            raise SettingError("--whole-files does not go with a dataset: each row is one request already")
+            raise SettingError("--whole-files: not supported for datasets, where each row is one request")
         items = _dataset(Path(sources[0]), external=external_images)
         files = [sources[0], *(image for item in items if isinstance(item.images, tuple) for image in item.images)]
         return BatchWork(([item] for item in items), len(items), limit, files, has_questions=True)
     found = [file for source in sources for file in _files(source, on_problem)]
-    if all(is_stored(file) for file in found):  # their names are unique, and may look like globs
+    if all(is_stored(file) for file in found):  # object names may look like globs
         files = list(dict.fromkeys(found))
     else:
-        files = find_files(found, on_problem=on_problem)  # each once
+        files = find_files(found, on_problem=on_problem)  # removes duplicates
     groups = _opened(files, lambda file: _document(file, max_pages, whole=whole_files))
     return BatchWork(groups, len(files), limit, files, has_questions=False)
 
@@ -147,7 +147,12 @@ def _is_dataset(source: str) -> bool:
 
 
 def _files(source: str, on_problem: Callable[[ImageError], None]) -> list[str]:
-    """The files of one source. A misspelt one is refused now, before a model is loaded for nothing."""
+    """Return the files of one source, checked before the model is loaded.
+
+    Raises:
+        SettingError: the source is a dataset on an object store.
+        InputError: the source contains no document, does not exist or cannot be opened.
+    """
     if is_stored(source) and source.lower().endswith(".jsonl"):
         raise SettingError(f"{source}: JSON Lines can only be read from a local file: download it first")
     problems: list[ImageError] = []
@@ -155,7 +160,7 @@ def _files(source: str, on_problem: Callable[[ImageError], None]) -> list[str]:
     if not files:
         raise problems[0] if problems else ImageError(f"{source}: no document found")
     if files == [source] and "://" not in source:
-        # What is in a file shows when its turn comes; that it is there and may be read shows now.
+        # Check only that the file exists and is readable; it is opened during iteration.
         path = source if os.path.lexists(source) else re.sub("#page=[0-9]+$", "", source)
         if not (os.path.isfile(path) and os.access(path, os.R_OK)):  # noqa: PTH113 - Path.is_file may raise
             expand_images([path])
@@ -181,7 +186,7 @@ def _table_work(
     files = list(dict.fromkeys(file for source in sources for file in _table_files(source, on_problem)))
     tables = [ParquetTable(file, columns, prompts=prompts, external=external) for file in files]
     if len({table.has_prompts for table in tables}) > 1:
-        raise SettingError("some of the Parquet files have prompts and others do not: give --prompt or separate jobs")
+        raise SettingError("some Parquet files have prompts and others do not: use --prompt, or separate jobs")
     _refuse_repeated_ids(tables)
     rows = sum(table.rows for table in tables)
     return BatchWork(_table_items(tables), rows, limit, files, has_questions=tables[0].has_prompts)
@@ -193,7 +198,11 @@ def _table_files(source: str, on_problem: Callable[[ImageError], None]) -> list[
 
 
 def _refuse_repeated_ids(tables: Iterable[ParquetTable]) -> None:
-    """Check the ids of all rows before anything is asked; a job resumes by them."""
+    """Refuse repeated ids before any request: jobs are resumed by id.
+
+    Raises:
+        DatasetError: two rows have the same id.
+    """
     known: set[str] = set()
     for table in tables:
         for row in table:
@@ -212,7 +221,7 @@ def _table_items(tables: Iterable[ParquetTable]) -> Iterator[list[BatchItem]]:
 
 
 def _opened(files: Iterable[str], document: Callable[[str], list[BatchItem]]) -> Iterator[list[BatchItem]]:
-    """Yield the items of each file in order. Stored documents of several pages are downloaded a few ahead."""
+    """Yield the items of each file in order. Stored multi-page documents are downloaded a few in advance."""
     threads = DaemonThreads(_AHEAD, "panscan-storage")
     waiting: deque[tuple[str, Future[list[BatchItem]] | None]] = deque()
     rest = iter(files)
@@ -245,7 +254,7 @@ def _submitted(
 
 
 def _has_pages(file: str) -> bool:
-    """Return whether a stored document may have several pages, so that it is downloaded to count them."""
+    """Return whether a stored document may have several pages, which requires a download to count them."""
     return is_stored(file) and PurePosixPath(file).suffix.lower() not in _ONE_PAGE
 
 
@@ -268,7 +277,7 @@ def _dataset(path: Path, *, external: bool) -> list[BatchItem]:
         item_id = str(row.get("id", f"{number:05d}"))
         if item_id in items:
             raise DatasetError(f"{path}: two questions have the id {item_id!r}")
-        if not row["question"].strip():  # every row has a line in the output: none is left out
+        if not row["question"].strip():  # not skipped: every row has a line in the output
             raise DatasetError(f"{path}: the question with the id {item_id!r} is empty")
         named = tuple(map(named_url, [row["image"]] if isinstance(row["image"], str) else row["image"]))
         images = tuple(name if "://" in name else str(path.parent / name) for name in named)
@@ -276,5 +285,5 @@ def _dataset(path: Path, *, external: bool) -> list[BatchItem]:
             boundary.check(image, f"{path}, row {number + 1}")
         items[item_id] = BatchItem(item_id, images, named, row["question"])
     if not items:
-        raise DatasetError(f"{path}: the file has no question")
+        raise DatasetError(f"{path}: the file has no questions")
     return list(items.values())

@@ -1,4 +1,4 @@
-"""What the requests of a job have in common, and with what it may be resumed."""
+"""The definition of a batch job, and the checks before it is resumed."""
 
 from __future__ import annotations
 
@@ -23,18 +23,25 @@ SCHEMA = 1
 _ANSWERS_STAY = frozenset(
     {*ENGINE_AXES, "device", "device_map", "max_memory", "prefill_chunk_size"} - {"kv_cache_dtype"}
 )
-"""Settings of place and size: they may change on the way, as after a machine ran out of memory."""
+"""Settings that do not affect answers, so that they may change when a job is resumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What every request of a job has in common. ``prompt`` is None where each item brings its question.
+    """Properties that all requests of a job share.
 
-    ``json_schema`` constrains every answer (see :class:`panscan.core.Sampling`); ``image_column`` is the column of
-    Parquet files that the user named.
+    Args:
+        settings: settings of the model and its runner.
+        prompt: prompt of all requests; None if each item has its own.
+        system: system prompt.
+        raw_prompt: send the prompt without a chat template.
+        whole_files: one request per document instead of one per page.
+        max_pages: maximum number of pages per document.
+        json_schema: constraint on every answer (see :class:`panscan.core.Sampling`).
+        image_column: value of ``--image-column`` for Parquet files.
 
     Raises:
-        SettingError: it contradicts itself, so that no request can be made.
+        SettingError: the properties contradict each other.
     """
 
     settings: Settings
@@ -50,10 +57,10 @@ class Job:
         self.request(BatchItem("", (), (), question=self.prompt or ""))
 
     def request(self, item: BatchItem) -> Request:
-        """Return an item as a request. A table's images are read now.
+        """Return the request of an item. The images of a table row are read now.
 
         Raises:
-            InputError: they cannot be read.
+            InputError: the images cannot be read.
         """
         images = item.images.read() if isinstance(item.images, RowImages) else item.images
         return Request(
@@ -68,19 +75,19 @@ class Job:
         )
 
     def header(self) -> Record:
-        """How the answers are made, for the file beside them."""
-        asked = asdict(self)
-        settings = asked.pop("settings")
+        """Return the header of the output file: prompt, settings and versions."""
+        properties = asdict(self)
+        settings = properties.pop("settings")
         versions = {"panscan": __version__, **{name: version(name) for name in ("torch", "transformers")}}
         bundled = fingerprints([] if self.settings.random_weights else [self.settings.model])
-        return {"schema": SCHEMA, **asked, "settings": settings, "versions": versions, "bundled": bundled}
+        return {"schema": SCHEMA, **properties, "settings": settings, "versions": versions, "bundled": bundled}
 
 
 def with_resolved_dtype(settings: Settings) -> Settings:
-    """Replace the precision ``auto`` by what it means here: it may mean another where the job is resumed.
+    """Replace the dtype ``auto`` by its value on this machine; it may differ on the machine that resumes the job.
 
     Raises:
-        UnsupportedError: the device is not here.
+        UnsupportedError: the device is not available.
     """
     from panscan.model.machine import resolve_device, resolve_dtype
 
@@ -91,25 +98,25 @@ def with_resolved_dtype(settings: Settings) -> Settings:
 
 
 def difference(begun: Mapping[str, Any], header: Mapping[str, Any]) -> str | None:
-    """Why a file that began with one header cannot be resumed with another; None if the answers are the same."""
+    """Return why a job with one header cannot be resumed with another; None if the answers would be the same."""
     if begun.get("schema") != SCHEMA:
         return f"was made by another version of panscan (schema {begun.get('schema')!r}, not {SCHEMA})"
     for name in ("prompt", "system", "raw_prompt", "whole_files", "json_schema", "image_column"):
         if begun.get(name) != header[name]:
-            return f"was made with another --{name.replace('_', '-')}"
+            return f"was made with a different --{name.replace('_', '-')}"
     for name, value in header["settings"].items():
-        before = begun.get("settings", {}).get(name, axes()[name].default)  # a setting that is newer than the file
+        before = begun.get("settings", {}).get(name, axes()[name].default)  # older files lack newer settings
         if before != value and name not in _ANSWERS_STAY:
             return f"was made with --{axes()[name].flag} {before}, not {value}"
     for name, weights in header["bundled"].items():
         kept = begun.get("bundled")
         if not isinstance(kept, dict) or kept.get(name) != weights:
-            return f"was made with other weights of {name}: the bundled model has changed since"
+            return f"was made with different weights of {name}: the bundled model has changed since"
     return None
 
 
 def changed_versions(begun: Mapping[str, Any], header: Mapping[str, Any]) -> list[str]:
-    """``torch 2.11.0, now 2.12.0`` for each library that is another one now, so that rounding may differ."""
+    """Return ``torch 2.11.0, now 2.12.0`` for each library whose version has changed, so that rounding may differ."""
     before = begun.get("versions", {})
     return [
         f"{name} {before.get(name)}, now {now}" for name, now in header["versions"].items() if before.get(name) != now

@@ -1,4 +1,4 @@
-"""A file of JSON lines that is appended to: whatever ends the process, the lines that were written stay whole."""
+"""A JSON Lines file for appending: written lines stay complete, however the process ends."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Record = dict[str, Any]
 
 _LOG = logging.getLogger(__name__)
 
-_SYNC_S = 1.0  # a failing machine, unlike a killed process, may lose what is younger than this
+_SYNC_SECONDS = 1.0  # a machine failure, unlike a killed process, may lose lines younger than this
 
 
 class JsonLine(NamedTuple):
-    """One line of a file: where it begins (bytes), its bytes with the line's end, and what it says."""
+    """One line of a file: its byte offset, its bytes including the line break, and its record."""
 
     at: int
     raw: bytes
@@ -30,13 +30,13 @@ class JsonLine(NamedTuple):
 
 
 class JsonLines:
-    """Answers in a file, one JSON line each.
+    """A file of answers, one JSON line each.
 
-    Half a last line is not read, and :meth:`cut` off before something is written. A file that is only read, because it
-    turns out to be of another job, stays as it was.
+    An incomplete last line is not read; :meth:`cut` removes it before the first write. A file that is only read is not
+    changed.
 
     Args:
-        path: made if need be.
+        path: the file, created if necessary.
 
     Raises:
         RecordsError: the file cannot be read or written.
@@ -54,7 +54,7 @@ class JsonLines:
             raise unwritable(path, error) from error
 
     def __iter__(self) -> Iterator[JsonLine]:
-        """The lines, one at a time.
+        """Yield the lines.
 
         Raises:
             RecordsError: a line is not an answer.
@@ -71,17 +71,17 @@ class JsonLines:
                 at += len(raw)
 
     def read(self, at: int) -> Record:
-        """What the line says that begins ``at`` bytes into the file."""
+        """Return the record of the line at byte offset ``at``."""
         with self.path.open("rb") as file:
             file.seek(at)
             record: Record = json.loads(file.readline())
         return record
 
     def cut(self) -> None:
-        """Move half a last line to the end of ``NAME.torn``, and report it.
+        """Move an incomplete last line to the end of ``NAME.torn`` and log a warning.
 
         Raises:
-            RecordsError: the disk does not take it there.
+            RecordsError: the incomplete line cannot be written there.
         """
         if not self._torn:
             return
@@ -100,21 +100,21 @@ class JsonLines:
         _LOG.warning("%s ended with an incomplete line: moved its %d bytes to %s", self.path, len(half), kept)
 
     def append(self, record: Mapping[str, Any]) -> int:
-        """Add one whole line; returns where it begins.
+        """Append one line and return its byte offset.
 
         Raises:
-            RecordsError: the disk does not take it; half a line is then cut off again.
+            RecordsError: the line cannot be written; a partly written line is removed.
         """
         self.cut()
         data = encode(record)
         before = os.fstat(self._file).st_size
         try:
             rest = memoryview(data)
-            while rest:  # one turn, unless the disk fills up
+            while rest:  # more than once only if the disk is nearly full
                 rest = rest[os.write(self._file, rest) :]
-            if now() - self._synced >= _SYNC_S:
+            if now() - self._synced >= _SYNC_SECONDS:
                 self._sync()
-        except BaseException as error:  # Ctrl-C, too: the next line must not join half a line
+        except BaseException as error:  # includes KeyboardInterrupt: the next line must not join a partial one
             with contextlib.suppress(OSError):
                 if os.fstat(self._file).st_size < before + len(data):
                     os.ftruncate(self._file, before)
@@ -124,7 +124,7 @@ class JsonLines:
         return before
 
     def rewrite(self, lines: Iterable[bytes]) -> None:
-        """Replace the file's lines atomically: a reader sees the old file or the new one.
+        """Replace all lines atomically: readers see the old file or the new one.
 
         Raises:
             RecordsError: the new file cannot be written.
@@ -146,13 +146,13 @@ class JsonLines:
                 temporary.unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Hold no line."""
+        """Remove all lines."""
         self.cut()
         os.ftruncate(self._file, 0)
 
     def close(self) -> None:
-        """Put everything on the disk. Closed lines are not used again."""
-        with contextlib.suppress(OSError):  # what failed in earnest was raised by the write
+        """Flush everything to disk and close the file."""
+        with contextlib.suppress(OSError):  # a failed write has already raised
             self._sync()
         os.close(self._file)
 
@@ -165,18 +165,18 @@ class JsonLines:
 
 
 def encode(record: Mapping[str, Any]) -> bytes:
-    """A record as a line."""
-    # A name that is not Unicode holds halves of surrogate pairs: written \udcxx, which is JSON's escape of them.
+    """Return a record as a line."""
+    # File names that are not Unicode contain lone surrogates: written as \udcxx, JSON's escape for them.
     return json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
 
 def unwritable(path: Path, error: OSError) -> RecordsError:
-    """What is raised for a file that the disk or the user's rights do not allow."""
+    """Return the exception for a file that cannot be written."""
     return RecordsError(f"{path} could not be written: {error.strerror or error}")
 
 
 def _whole(file: BinaryIO) -> int:
-    """Length of the part that ends with a whole line. A machine that failed may leave a last line of zeros, too."""
+    """Return the length of the complete lines. After a machine failure, the last line may consist of zeros."""
     before = end = 0
     last = b""
     for line in file:

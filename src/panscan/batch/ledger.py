@@ -1,7 +1,7 @@
 """The ledger of a job: pages, failures by reason, tokens, retries and time, in ``NAME.ledger.json``.
 
-Counts of answers come from the file of answers; times and retries are kept for each start, because a job may be
-resumed. The file is replaced atomically every few seconds and when a start ends.
+Answers are counted in the output file; times and retries are stored per start, because a job may be resumed. The file
+is replaced atomically every few seconds and when a start ends.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ SCHEMA = 1
 
 Ending = Literal["running", "finished", "stopped"]
 
-_EVERY_S = 10.0  # a killed start loses the time since the last write
-_REASONS = 50  # different reasons that are counted; the rest share one entry
+_INTERVAL_SECONDS = 10.0  # a killed start loses the time since the last write
+_REASONS = 50  # different reasons with their own counts; the rest share one entry
 _OTHER = "other reasons"
-_FIX = "delete it to begin a new one"
+_FIX = "delete it to start a new one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +39,10 @@ class JobStart:
         began: UTC time in ISO 8601.
         load_seconds: time to load the model.
         seconds: wall time from the loaded model to the last answer.
-        pages: images of the requests that ended.
-        successful_pages: those of requests with an answer.
-        retries: requests that had failed in an earlier start.
-        ending: ``running`` of a start that is in progress or was killed.
+        pages: images of finished requests.
+        successful_pages: images of answered requests.
+        retries: requests retried because they had failed in an earlier start.
+        ending: how the start ended; ``running`` if it is in progress or was killed.
     """
 
     began: str
@@ -56,21 +56,21 @@ class JobStart:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """What a job has done so far. Counts of answers are those at the end of the last start.
+    """Totals of a job. Counts of answers are from the end of the last start.
 
     Args:
-        requests: lines in the file of answers.
-        pages: their images.
-        successful_pages: images of requests with an answer.
+        requests: lines in the output file.
+        pages: images of these requests.
+        successful_pages: images of answered requests.
         failed_pages: images of failed requests.
-        reasons: failed requests by reason, document names removed.
-        prompt_tokens: of all requests, image tokens included.
-        image_tokens: of all requests.
-        cached_tokens: prompt tokens that were found in the prefix cache.
-        output_tokens: of all requests.
-        replica_retries: times that a request was given to another replica because one had failed.
+        reasons: number of failed requests by reason, without document names.
+        prompt_tokens: prompt tokens of all requests, including image tokens.
+        image_tokens: image tokens of all requests.
+        cached_tokens: prompt tokens found in the prefix cache.
+        output_tokens: output tokens of all requests.
+        replica_retries: retries on another replica because one had failed.
         starts: the job's starts in order.
-        cost_per_hour: price of the machines, in any currency; None if it was not given.
+        cost_per_hour: price of the machines, in any currency; None: not given.
     """
 
     requests: int = 0
@@ -88,22 +88,22 @@ class Ledger:
 
     @property
     def seconds(self) -> float:
-        """Wall time of answering in all starts, without loading."""
+        """Wall time of all starts, excluding model loading."""
         return sum(start.seconds for start in self.starts)
 
     @property
     def load_seconds(self) -> float:
-        """Time to load the model in all starts."""
+        """Model loading time of all starts."""
         return sum(start.load_seconds for start in self.starts)
 
     @property
     def retries(self) -> int:
-        """Requests that were asked again because they or a replica had failed."""
+        """Requests retried because they or a replica had failed."""
         return self.replica_retries + sum(start.retries for start in self.starts)
 
     @property
     def pages_per_second(self) -> float | None:
-        """Successful pages per second of answering; None before the first."""
+        """Successful pages per second, excluding model loading; None before the first answer."""
         successful = sum(start.successful_pages for start in self.starts)
         return successful / self.seconds if self.seconds > 0 else None
 
@@ -115,7 +115,7 @@ class Ledger:
 
 
 def ledger_path(answers: Path) -> Path:
-    """Return the path of the ledger beside a file of answers."""
+    """Return the path of the ledger of an output file."""
     return answers.with_name(f"{answers.name}.ledger.json")
 
 
@@ -123,7 +123,7 @@ def read_ledger(path: Path) -> Ledger:
     """Read the ledger of a job, running or ended.
 
     Args:
-        path: the ledger, ``answers.jsonl.ledger.json``.
+        path: the ledger file, such as ``answers.jsonl.ledger.json``.
 
     Raises:
         RecordsError: the file cannot be read, or is not a ledger of this version.
@@ -146,12 +146,12 @@ def read_ledger(path: Path) -> Ledger:
 
 
 class LedgerWriter:
-    """Keeps the ledger of a job that is answering.
+    """Updates the ledger of a running job.
 
     Args:
-        answers: the file of answers.
-        resumed: whether the job began before, so that its starts add up.
-        cost_per_hour: price of the machines; None keeps the price of an earlier start.
+        answers: output file of the job.
+        resumed: whether to continue the ledger of earlier starts.
+        cost_per_hour: price of the machines; None: the price from an earlier start.
 
     Raises:
         RecordsError: the ledger of an earlier start cannot be read.
@@ -167,23 +167,23 @@ class LedgerWriter:
 
     @property
     def ledger(self) -> Ledger:
-        """The ledger with the present start."""
+        """The ledger including the current start."""
         return replace(self._ledger, starts=(*self._ledger.starts, self._start))
 
     def loaded(self, seconds: float) -> None:
-        """Note how long the model took to load; answering begins now."""
+        """Record how long the model took to load, and start the timer."""
         self._began = now()
         self._start = replace(self._start, load_seconds=seconds)
 
     def retried(self) -> None:
-        """Count a request that is asked again."""
+        """Count a retried request."""
         self._start = replace(self._start, retries=self._start.retries + 1)
 
     def add(self, record: Record) -> None:
-        """Count an answer, and write the ledger if it is due.
+        """Count an answer, and write the ledger if a write is due.
 
         Raises:
-            RecordsError: the disk does not take it.
+            RecordsError: the ledger cannot be written.
         """
         pages = len(record["image"])
         self._start = replace(
@@ -192,18 +192,18 @@ class LedgerWriter:
             pages=self._start.pages + pages,
             successful_pages=self._start.successful_pages + (pages if record["error"] is None else 0),
         )
-        if now() - self._written >= _EVERY_S:
+        if now() - self._written >= _INTERVAL_SECONDS:
             self._write()
 
     def end(self, records: Iterable[Record], ending: Ending) -> Ledger:
         """Count all answers, write the ledger and return it.
 
         Args:
-            records: all lines of the file of answers.
-            ending: ``finished`` if nothing remains to be asked.
+            records: all records of the output file.
+            ending: ``finished`` if the job is complete, else ``stopped``.
 
         Raises:
-            RecordsError: the disk does not take it, or a line is not an answer.
+            RecordsError: the ledger cannot be written, or a line is not an answer.
         """
         self._ledger = replace(self._ledger, **_counts(records))
         self._start = replace(self._start, ending=ending)
@@ -238,7 +238,7 @@ _TOKENS = ("prompt_tokens", "image_tokens", "cached_tokens", "output_tokens")
 
 
 def _reason(record: Record) -> str:
-    """Return the error of a line without the name of its document, so that equal failures are one reason."""
+    """Return the error of a record without document names, so that equal failures share one reason."""
     text = str(record["error"])
     for name in (record["id"], *record["image"]):
         for each in (name, re.sub("#page=[0-9]+$", "", name)):
@@ -247,7 +247,12 @@ def _reason(record: Record) -> str:
 
 
 def _checked(kind: type[Any], values: Mapping[str, Any]) -> Any:
-    """Return a dataclass of JSON values; the types of numbers, texts and maps are checked against its defaults."""
+    """Return a dataclass instance from JSON values; fields with numbers are checked.
+
+    Raises:
+        TypeError: a field is missing or unknown, or is not a number.
+        ValueError: ``ending`` has an unknown value.
+    """
     found = kind(**values)
     for each in fields(kind):
         value = getattr(found, each.name)

@@ -1,4 +1,4 @@
-"""What is left of a job: items without an answer, failed ones that are asked again, answers that wait to be written."""
+"""The pending tasks of a job: items without an answer, failed items to retry, and held answers to write."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from panscan.batch.items import BatchItem
 from panscan.batch.jsonl import Record
 from panscan.core import RecordsError
 
-__all__ = ["AnswerCounts", "Answered", "Task", "tally"]
+__all__ = ["AnswerCounts", "AnsweredItems", "Task", "tally"]
 
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One item that has no line in the file yet, or another one than it should have.
+    """An item to answer, or whose held answer must be written.
 
     Args:
         item: the item.
-        replaces: the id of the failed answer whose place the new one takes.
-        held: it has been answered, and only waits for its turn to be written.
+        replaces: id of the failed answer that the new one replaces.
+        held: whether the item has been answered and only needs to be written.
     """
 
     item: BatchItem
@@ -32,21 +32,22 @@ class Task:
 
     @property
     def needs_engine(self) -> bool:
-        """Whether a model has to look at it."""
+        """Whether the task needs a model."""
         return not self.held and self.item.problem is None
 
 
-class Answered:
-    """Which items a file has answers of. No line of it is changed. Of several answers to one item the last one counts,
-    and they are reported.
+class AnsweredItems:
+    """The items that a file has answers of.
+
+    If an item has several answers, the last one wins, and a warning is logged.
 
     Args:
-        file: the file.
-        retry_failed: failed ones are asked again.
+        file: output file of the job; its lines are not changed.
+        retry_failed: whether failed items are retried.
 
     Attributes:
-        skipped: items so far that need not be asked.
-        any_succeeded: whether there is an answer that is no failure.
+        skipped: number of items so far that need no request.
+        any_succeeded: whether an item has been answered without an error.
 
     Raises:
         RecordsError: a line is not an answer.
@@ -54,10 +55,10 @@ class Answered:
 
     def __init__(self, file: AnswerFile, *, retry_failed: bool) -> None:
         self._file, self._retry = file, retry_failed
-        # Hashes, because a job may have more documents than memory has room for their questions.
+        # Hashes, because the questions of a large job may not fit into memory.
         self._asked: dict[str, int] = {}
         self._failed: set[str] = set()
-        self._held: set[str] = set()  # in no place of the file yet
+        self._held: set[str] = set()  # to append to the file
         self._replaces: dict[str, str] = {}
         repeated: list[str] = []
         for record in file.records():
@@ -72,7 +73,7 @@ class Answered:
         for record, replaces in list(file.held()):
             if replaces is not None:
                 self._replaces[record["id"]] = replaces
-            elif record["id"] in self._asked:  # written, and the process was ended before it could let go of it
+            elif record["id"] in self._asked:  # written, but the process ended before it could drop it
                 file.drop_held(record["id"])
                 continue
             else:
@@ -81,12 +82,12 @@ class Answered:
         self.skipped = 0
         self.any_succeeded = len(self._failed) < len(self._asked)
 
-    def left(self, items: Iterable[BatchItem]) -> Iterator[Task]:
-        """What is left of the items, in their order.
+    def pending(self, items: Iterable[BatchItem]) -> Iterator[Task]:
+        """Yield the pending tasks in the order of the items.
 
         Raises:
-            RecordsError: an answer has an item's id, but belongs to another question or image; or no item has one,
-                so that this is another job, or the same one under other names.
+            RecordsError: an item's answer belongs to a different question or image, or no item has an answer, so that
+                this is a different job or the documents were named differently.
         """
         known = not self._asked
         ahead: list[Task] = []
@@ -98,9 +99,10 @@ class Answered:
                 yield from ahead
                 ahead.clear()
         if not known:
-            named = f"it has {next(iter(self._asked))!r}, not {ahead[0].item.id!r}" if ahead else "nothing was found"
+            named = f"it has {next(iter(self._asked))!r}, not {ahead[0].item.id!r}" if ahead else "none was found"
             raise RecordsError(
-                f"{self._file.path} answers none of these documents ({named}): type them as before, or give another -o"
+                f"{self._file.path} answers none of these documents ({named}): name them as before, or choose another"
+                " -o"
             )
 
     def _task(self, item: BatchItem) -> Task | None:
@@ -109,17 +111,17 @@ class Answered:
         failed = item.id in self._failed
         if failed and self._retry:
             return Task(item, replaces=None if item.id in self._held else self._replaces.get(item.id, item.id))
-        # A file that failed was known by its own name, and is known by those of its pages once it can be read.
+        # A file that could not be read has one entry under its own name; once readable, it has one per page.
         if self._asked[item.id] != _asked(item.named, item.question) and not (failed and item.document):
             raise RecordsError(
-                f"{self._file.path}: {item.id!r} was another image or question when it was answered:"
-                " give rows an 'id' that stays with them, or start anew with --force"
+                f"{self._file.path}: {item.id!r} had a different image or question when it was answered:"
+                " give rows a permanent 'id', or replace the file with --force"
             )
         self.skipped += 1
         return Task(item, held=True) if item.id in self._held else None
 
     def _whole_file(self, item: BatchItem) -> str | None:
-        """The failed answer of the file of which ``item`` is a page, now that it can be read."""
+        """Return the id of the failed answer to replace if ``item`` is a page of a file that could not be read."""
         if item.document not in self._failed:
             return None
         if item.document not in self._held:
@@ -143,7 +145,7 @@ def _asked(named: Iterable[str], question: str | None) -> int:
 
 @dataclass(slots=True)
 class AnswerCounts:
-    """What a file of answers comes to; ``reasons`` are (id, error) of the first failed documents."""
+    """Counts of the answers in a file; ``reasons`` are (id, error) of the first failed documents."""
 
     answered: int
     failed: int
@@ -151,7 +153,7 @@ class AnswerCounts:
 
 
 def tally(records: Iterable[Record], reasons: int) -> AnswerCounts:
-    """Count answers, and keep up to ``reasons`` of the failures."""
+    """Count answers, and keep the first ``reasons`` failures."""
     found = AnswerCounts(0, 0, [])
     for record in records:
         if record.get("error") is None:

@@ -1,4 +1,4 @@
-"""Rows of Parquet files as questions, and answers as a Parquet file. Both keep only a few rows in memory."""
+"""Parquet files as input and output of batch jobs. Only a few rows are in memory at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from panscan.quality.datasets.tables import IDS, IMAGES, QUESTIONS, image_bytes,
 
 __all__ = ["ParquetTable", "RowImages", "TableColumns", "TableRow", "is_table", "write_answers"]
 
-_IMAGE_ROWS = 16  # rows whose images are decoded from Parquet at once
+_IMAGE_ROWS = 16  # rows whose images are read at once
 _TEXT_ROWS = 1000
 _BUFFER_BYTES = 8 * 2**20
 _TEXTS = ("string", "large_string", "string_view", "null", "dictionary<values=string", "dictionary<values=large_string")
@@ -33,7 +33,7 @@ _ANSWERS = {
 
 @dataclass(frozen=True, slots=True)
 class TableColumns:
-    """Columns of Parquet files that the user named; None chooses one by its usual names."""
+    """Column names from the command line; None: the first column with a usual name."""
 
     image: str | None = None
     id: str | None = None
@@ -42,7 +42,7 @@ class TableColumns:
 
 @dataclass(frozen=True, slots=True)
 class RowImages:
-    """The images of one row, which are read when the row is asked about."""
+    """The images of one row, read when its request is made."""
 
     table: ParquetTable
     row: int
@@ -51,14 +51,14 @@ class RowImages:
         """Return the images as bytes, or as paths where the table has paths.
 
         Raises:
-            InputError: the row has no image, names one that it may not, or cannot be read.
+            InputError: the row has no image, references a forbidden one, or cannot be read.
         """
         return self.table.images(self.row)
 
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """One row: a unique id, its name (``pages.parquet#row=1``), its prompt, if it has one, and its images."""
+    """One row: its unique id, its name (``pages.parquet#row=1``), its prompt or None, and its images."""
 
     id: str
     name: str
@@ -76,9 +76,9 @@ class ParquetTable:
 
     Args:
         source: path or URL.
-        columns: the columns to read.
-        prompts: whether rows have prompts: True requires a column, None uses one if there is one, False ignores it.
-        external: whether rows that hold paths may name URLs and files outside the table's folder.
+        columns: columns to read.
+        prompts: True requires a prompt column, None uses one if it exists, False ignores it.
+        external: whether rows may reference URLs and files outside the table's folder.
 
     Attributes:
         rows: number of rows.
@@ -86,8 +86,8 @@ class ParquetTable:
 
     Raises:
         DatasetError: the file cannot be read, or lacks a column.
-        StorageError: the object store refused or did not answer.
-        UnsupportedError: pyarrow is missing.
+        StorageError: the object store refused a request or did not answer.
+        UnsupportedError: pyarrow is not installed.
     """
 
     def __init__(self, source: str, columns: TableColumns, *, prompts: bool | None, external: bool) -> None:
@@ -112,7 +112,7 @@ class ParquetTable:
         self.has_prompts = self._prompt is not None
         self._check_types(schema)
         self._images: Iterator[Any] | None = None
-        self._next = 0  # the row that _images yields next
+        self._next = 0  # next row of _images
 
     def __iter__(self) -> Iterator[TableRow]:
         """Yield the rows in order. Images are not read.
@@ -130,10 +130,10 @@ class ParquetTable:
             yield TableRow(str(row_id), name, prompt, RowImages(self, number))
 
     def images(self, row: int) -> tuple[bytes | str, ...]:
-        """Return the images of a row. Rows that are read in order are read from the file once.
+        """Return the images of a row. Sequential calls read the file once.
 
         Raises:
-            DatasetError: the row has no image, or names one outside the table's folder.
+            DatasetError: the row has no image, or references one outside the table's folder.
             StorageError: the object store failed.
         """
         name = f"{self.source}#row={row + 1}"
@@ -141,11 +141,11 @@ class ParquetTable:
             value = self._image_value(row)
         found = [self._resolved(each, name) for each in (value if isinstance(value, list) else [value])]
         if not found:
-            raise DatasetError(f"{name}: column {self._image!r} holds no image")
+            raise DatasetError(f"{name}: column {self._image!r} has no image")
         return tuple(found)
 
     def close(self) -> None:
-        """Release the images that were read ahead. A closed table opens again when it is read."""
+        """Release images that were read in advance. A closed table reopens on the next read."""
         self._images = None
 
     def _image_value(self, row: int) -> Any:
@@ -156,13 +156,13 @@ class ParquetTable:
         skipped = row - self._next
         self._next = row + 1
         try:
-            return next(islice(self._images, skipped, None), None)  # a table that became shorter has no image
+            return next(islice(self._images, skipped, None), None)  # None: the file was truncated meanwhile
         except BaseException:
             self.close()  # a generator that raised is exhausted: the next row opens the file again
             raise
 
     def _records(self, names: Sequence[str], group: int = 0) -> Iterator[dict[str, Any]]:
-        """Yield the rows from a row group on, with these columns only."""
+        """Yield the rows from a row group to the end, with these columns only."""
         rows = _IMAGE_ROWS if self._image in names else _TEXT_ROWS
         with self._reading():
             file = self._open()
@@ -186,9 +186,9 @@ class ParquetTable:
         found = given if given in names else next((name for name in usual if name in names), None)
         if (given is not None and given not in names) or (required and found is None):
             missing = f"no column {given!r}" if given is not None else f"no column {' or '.join(map(repr, usual))}"
-            raise DatasetError(f"{self.source}: {missing}; it has {', '.join(names)}: name one with {option}")
+            raise DatasetError(f"{self.source}: {missing}; it has {', '.join(names)}: choose one with {option}")
         if found is not None and names.count(found) > 1:
-            raise DatasetError(f"{self.source}: there are several columns {found!r}: rename all but one")
+            raise DatasetError(f"{self.source}: several columns are named {found!r}: rename all but one")
         return found  # type: ignore[return-value]  # None only where it is not required
 
     def _check_types(self, schema: Any) -> None:
@@ -198,7 +198,7 @@ class ParquetTable:
         if not inner.startswith(allowed) or (inner.startswith("struct<") and "bytes: " not in inner):
             raise DatasetError(
                 f"{self.source}: column {self._image!r} is {kind}, not images (bytes, or structs of bytes and path):"
-                " name another with --image-column"
+                " choose another with --image-column"
             )
         if self._prompt is not None and not str(schema.field(self._prompt).type).startswith(_TEXTS):
             kind = str(schema.field(self._prompt).type)
@@ -209,7 +209,7 @@ class ParquetTable:
             return content
         path = value.get("path") if isinstance(value, Mapping) else value
         if not isinstance(path, str) or not path:
-            raise DatasetError(f"{name}: column {self._image!r} holds no image")
+            raise DatasetError(f"{name}: column {self._image!r} has no image")
         if "://" in path:
             if not self._external:
                 raise DatasetError(f"{name}: the image {path} is a URL: allow it with --allow-external-images")
@@ -222,7 +222,7 @@ class ParquetTable:
 
 
 class _Reading:
-    """Raises what reading Parquet raises as one line that names the file."""
+    """A context that converts errors of reading Parquet to one line with the file's name."""
 
     def __init__(self, source: str, pa: Any) -> None:
         self._source, self._expected = source, (pa.ArrowException, OSError)
@@ -236,11 +236,11 @@ class _Reading:
 
 
 def write_answers(path: Path, records: Iterable[Record]) -> None:
-    """Write answers as a Parquet file with one row per line; readers see the old file or the new one.
+    """Write answers as a Parquet file with one row per record, atomically.
 
     Raises:
-        RecordsError: the disk does not take it.
-        UnsupportedError: pyarrow is missing.
+        RecordsError: the file cannot be written.
+        UnsupportedError: pyarrow is not installed.
     """
     pa = require_pyarrow(str(path))
     from pyarrow import parquet
@@ -264,7 +264,7 @@ def write_answers(path: Path, records: Iterable[Record]) -> None:
 
 
 def _unicode(value: Any) -> Any:
-    """Return a value without the surrogates of file names that are not Unicode, which Arrow refuses."""
+    """Return a value with lone surrogates, from file names that are not Unicode, escaped: Arrow refuses them."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, list):

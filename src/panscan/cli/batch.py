@@ -119,7 +119,7 @@ def command(**options: Any) -> int:
     from panscan.batch.dispatch import up_to_first_question
     from panscan.batch.job import changed_versions, difference
     from panscan.batch.ledger import LedgerWriter
-    from panscan.batch.pending import Answered
+    from panscan.batch.pending import AnsweredItems
 
     show_warnings(errors())
     given_values(options)  # a mistyped value is refused before documents are searched for
@@ -138,11 +138,11 @@ def command(**options: Any) -> int:
     if target.url is not None:
         console.print(f"answers are kept in {target.path} and uploaded to {target.name}", soft_wrap=True)
     with AnswerFile(target.path, header, mode, difference) as file:
-        for change in changed_versions(file.begun_with, header):
+        for change in changed_versions(file.original_header, header):
             console.print(f"the file began with {change}: answers may round differently", soft_wrap=True)
         with activity("looking for pending documents"):
-            answered = Answered(file, retry_failed=options["retry_failed"])
-            tasks = answered.left(work)
+            answered = AnsweredItems(file, retry_failed=options["retry_failed"])
+            tasks = answered.pending(work)
             ahead = up_to_first_question(tasks)
         idle = all(task.held for task in ahead)
         ledger = LedgerWriter(file.path, resumed=file.begun, cost_per_hour=options["cost_per_hour"])

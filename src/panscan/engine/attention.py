@@ -34,8 +34,8 @@ class Backend(Protocol):
 
 
 _TEXT_ROWS = 256  # per part: one mask for a long prompt would be large, and half of its scores wasted
-_SHORTEST = 0.75  # of the longest row's keys in a group of decode rows: more padding costs more than another group
-_SHORTEST_ON_GPU = 0.25  # where the kernel launches of another group cost more than the padding
+_SHORTEST = 0.75  # minimum relative length in a decode group: more padding costs more than another group
+_SHORTEST_ON_GPU = 0.25  # lower, because the kernel launches of another group cost more than the padding
 
 
 class SegmentsBackend:

@@ -1,4 +1,4 @@
-"""The text of one answer, token by token: only what no later token can change, and nothing of a stop text."""
+"""Incremental detokenization of one answer: shows only text that no later token can change, and no stop text."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 __all__ = ["Detokenizer", "token_bytes"]
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_BROKEN = "\N{REPLACEMENT CHARACTER}"
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer:
-    """Decodes one answer as its tokens come.
+    """Decodes one answer incrementally.
 
-    The pieces that :meth:`push` and :meth:`finish` give, put together, are :attr:`text`; and that is what
-    ``tokenizer.decode(ids, skip_special_tokens=True)`` gives for all tokens, cut before the first of the stop texts.
-    A stop text may begin and end inside tokens; it counts at the token that completes it, and of several that the
-    same token completes, the one that begins first. Special tokens and ids beyond the vocabulary have no text.
+    The pieces returned by :meth:`push` and :meth:`finish` concatenate to :attr:`text`, which equals
+    ``tokenizer.decode(ids, skip_special_tokens=True)`` of all tokens, cut before the first stop text. A stop text may
+    begin and end inside tokens, and takes effect at the token that completes it; of several completed by the same
+    token, the one that begins first. Special tokens and ids beyond the vocabulary have no text.
 
     A byte token is held back until an ordinary token follows: Gemma's decoder (``ByteFallback`` of ``tokenizers``)
-    shows a run of bytes as replacement characters, all of it, as soon as one byte does not fit. (``DecodeStream`` of
+    replaces a whole run of bytes with replacement characters if one byte is invalid. (``DecodeStream`` of
     ``tokenizers`` shows the bytes at once, and raises when they change.)
 
     Args:
-        tokenizer: a Gemma tokenizer of Transformers: the texts of its tokens, put together, are the decoded text,
-            apart from bytes (``<0x00>`` to ``<0xFF>``).
+        tokenizer: Transformers tokenizer of a Gemma model. The decoded text is the concatenation of its tokens' texts,
+            except for byte tokens (``<0x00>`` to ``<0xFF>``).
         stop: texts that end the answer; none is empty.
     """
 
@@ -37,17 +37,17 @@ class Detokenizer:
         self._longest = max(map(len, self._stop), default=0)
         self._shown: list[str] = []
         self._held = ""  # may be the beginning of a stop text
-        self._bytes = _Bytes()
-        self._tail = ""  # what was searched last, of held text and whole characters in bytes
+        self._bytes = _ByteRun()
+        self._tail = ""  # end of the held text and of the complete characters in the byte run
         self.stopped = False
 
     @property
     def text(self) -> str:
-        """All that was shown so far."""
+        """Text shown so far."""
         return "".join(self._shown)
 
     def push(self, token: int) -> str:
-        """What may be shown after one more token. Nothing once a stop text was found (:attr:`stopped`)."""
+        """Add a token and return the text that can now be shown; empty once :attr:`stopped`."""
         if self.stopped:
             return ""
         name = self._tokenizer.convert_ids_to_tokens(token)
@@ -60,7 +60,7 @@ class Detokenizer:
         return self._show(text) if text else ""
 
     def finish(self) -> str:
-        """The rest of the text, at the end of the answer."""
+        """End the answer and return the rest of its text."""
         if self.stopped:
             return ""
         shown, rest = self._show(""), self._held
@@ -69,14 +69,14 @@ class Detokenizer:
         return shown + rest
 
     def _completes(self, character: str) -> bool:
-        """Whether a character of the bytes completes a stop text, whatever may become of them later."""
+        """Return whether a character of the byte run completes a stop text, even if the run turns out invalid later."""
         if not self._stop:
             return False
         self._tail = ((self._tail or self._held) + character)[-self._longest :]
         return self._tail.endswith(self._stop)
 
     def _show(self, text: str) -> str:
-        """Shows held text, the bytes and ``text``, as far as no stop text begins there."""
+        """Show the held text, the byte run and ``text``, up to where a stop text may begin."""
         text = self._held + self._bytes.end() + text
         self._tail = ""
         found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
@@ -87,24 +87,24 @@ class Detokenizer:
         return text[:end]
 
     def _beginning(self, text: str) -> int:
-        """How many characters at the end of ``text`` may be the beginning of a stop text."""
+        """Return the number of characters at the end of ``text`` that may be the beginning of a stop text."""
         lengths = range(min(self._longest - 1, len(text)), 0, -1)
         return next((n for n in lengths if any(stop.startswith(text[-n:]) for stop in self._stop)), 0)
 
 
-class _Bytes:
-    """A run of byte tokens, read as UTF-8 while it comes."""
+class _ByteRun:
+    """A run of byte tokens, decoded as UTF-8 incrementally."""
 
     def __init__(self) -> None:
-        self._start()
+        self._reset()
 
-    def _start(self) -> None:
+    def _reset(self) -> None:
         self._count = 0
         self._characters: list[str] = []
         self._decoder: codecs.IncrementalDecoder | None = codecs.getincrementaldecoder("utf-8")()
 
     def add(self, byte: int) -> str:
-        """One more byte. The character that it completes, if the run is right so far."""
+        """Add a byte; return the character that it completes, or "" if none or if the run is invalid."""
         self._count += 1
         if self._decoder is None:
             return ""
@@ -117,20 +117,20 @@ class _Bytes:
         return character
 
     def end(self) -> str:
-        """The run's text; then it begins anew."""
+        """Return the run's text and start a new run."""
         if not self._count:
             return ""
-        whole = self._decoder is not None and not self._decoder.getstate()[0]
-        text = "".join(self._characters) if whole else _BROKEN * self._count
-        self._start()
+        valid = self._decoder is not None and not self._decoder.getstate()[0]
+        text = "".join(self._characters) if valid else _REPLACEMENT * self._count
+        self._reset()
         return text
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:
-    """Return the bytes that one token stands for; empty for special tokens and ids beyond the vocabulary.
+    """Return the bytes of one token; empty for special tokens and ids beyond the vocabulary.
 
     Args:
-        tokenizer: as for :class:`Detokenizer`.
+        tokenizer: see :class:`Detokenizer`.
         token: the token id.
     """
     name = tokenizer.convert_ids_to_tokens(token)

@@ -1,4 +1,4 @@
-"""The engine's interface: continuous batching for Gemma 3 with pan and scan, offline or as streams of tokens."""
+"""The engine's public interface: continuous batching for Gemma 3 with pan and scan, offline or streaming."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ from panscan.core import (
 )
 from panscan.core.ranges import Range
 from panscan.core.request import checked_request, request_list
-from panscan.engine.loop import Loop, Worker
+from panscan.engine.loop import Loop
 from panscan.engine.options import EngineOptions
 from panscan.engine.ranks import RankGroup
 from panscan.engine.request_state import ObservationState, RequestState
+from panscan.engine.worker import Worker
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import count_prompt
 from panscan.model.load import load_for, load_outline_for
@@ -48,21 +49,21 @@ from panscan.settings import RANGES, Settings, axes, foreign_settings, settings_
 __all__ = ["Admission", "Engine"]
 
 MAX_QUEUED_REQUESTS = 1024
-"""Requests that :meth:`Engine.submit` takes besides those that compute, by default."""
+"""Default number of requests that :meth:`Engine.submit` queues in addition to running ones."""
 
 _QUEUED = Range(integer=True, ge=0, le=1_000_000)
-_AHEAD = 8  # requests that are decoded while others compute
+_AHEAD = 8  # requests that are prepared while others compute
 
 
 class Engine:
-    """Gemma 3 with continuous batching: requests join and leave at any step, and share what they have in common.
+    """Gemma 3 with continuous batching: requests join and leave at any step, and reuse cached prefixes and views.
 
     Args:
         loaded: the model, or its outline if ``ranks`` hold the weights.
-        options: sizes; None: those that ``settings`` name.
-        settings: what :meth:`request` and the options default to.
-        max_queued_requests: requests that :meth:`submit` takes besides those that compute.
-        ranks: processes that share the model; they stay when the engine is closed.
+        options: engine sizes; None: taken from ``settings``.
+        settings: defaults of :meth:`request` and of ``options``.
+        max_queued_requests: requests that :meth:`submit` queues in addition to running ones.
+        ranks: processes that share the model; closing the engine does not end them.
 
     Example:
         >>> with Engine.from_pretrained("mini") as engine:
@@ -83,7 +84,7 @@ class Engine:
         self.loaded = loaded
         self.settings = Settings() if settings is None else settings
         self.options = EngineOptions.of(self.settings) if options is None else options
-        full = f"the engine's queue is full: {max_queued_requests} submitted requests wait: raise max_queued_requests"
+        full = f"the engine's queue is full: {max_queued_requests} submitted requests wait; raise max_queued_requests"
         self._admission = Admission(self.options.max_num_seqs + max_queued_requests, f"{full}, or await submit_wait()")
         self._worker = Worker(partial(_loop, loaded, self.options, ranks), _AHEAD)
         self._loop = self._worker.loop
@@ -100,34 +101,36 @@ class Engine:
         max_queued_requests: int = MAX_QUEUED_REQUESTS,
         **settings: Any,
     ) -> Engine:
-        """Load a checkpoint: ``mini``, ``tiny``, a directory or a hub id.
+        """Load a checkpoint and start an engine.
 
         Args:
-            model: what to load.
-            preset: a preset's name, or a YAML file; single settings win over it.
-            max_queued_requests: requests that :meth:`submit` takes besides the ``max_num_seqs`` that compute.
-            settings: as on the command line: ``dtype``, ``device``, ``quantization``, ``max_num_seqs``,
+            model: ``mini``, ``tiny``, a directory or a hub id.
+            preset: name of a preset, or a YAML file; explicit settings override it.
+            max_queued_requests: requests that :meth:`submit` queues in addition to the ``max_num_seqs`` running ones.
+            settings: settings as on the command line: ``dtype``, ``device``, ``quantization``, ``max_num_seqs``,
                 ``kv_cache_gb``, ``pan_and_scan_max_num_crops``, ``max_new_tokens``, ...
 
         Raises:
-            ModelError: the checkpoint cannot be had.
-            SettingError: an unknown setting or value, or a preset with several values of one.
-            UnsupportedError: this machine cannot do what the settings say.
+            ModelError: the checkpoint cannot be loaded.
+            SettingError: an unknown setting or value, or a preset with several values for one setting.
+            UnsupportedError: this machine does not support the settings.
         """
         if settings.get("runner", "engine") != "engine":
-            raise SettingError(f"runner {settings['runner']}: this is the engine")
-        chosen, left_out = (
+            raise SettingError(
+                f"runner: expected 'engine', got {settings['runner']!r}; see docs/python.md for other runners"
+            )
+        chosen, ignored = (
             single_preset(preset, axes().keys() - {*foreign_settings("engine")}) if preset is not None else ({}, [])
         )
-        if left_out:
-            text = f"preset {preset}: left out, as the engine takes no {', '.join(left_out)}"
+        if ignored:
+            text = f"preset {preset}: ignoring {', '.join(ignored)}: not supported by the engine"
             warnings.warn(text, PanscanWarning, stacklevel=2)
         found = settings_from({**chosen, "model": model, "runner": "engine", **settings})
         return cls.from_settings(found, max_queued_requests=max_queued_requests)
 
     @classmethod
     def from_settings(cls, settings: Settings, *, max_queued_requests: int = MAX_QUEUED_REQUESTS) -> Engine:
-        """Load what settings name.
+        """Load the model that ``settings`` name and start an engine.
 
         Raises: as :meth:`from_pretrained`.
         """
@@ -156,22 +159,23 @@ class Engine:
         return engine
 
     def request(self, prompt: str, images: Sequence[Any] = (), **fields: Any) -> Request:
-        """A request with this engine's pan-and-scan and sampling settings."""
+        """Return a request with this engine's pan-and-scan and sampling settings as defaults."""
         fields.setdefault("pan_and_scan", self.settings.pan_and_scan)
         fields.setdefault("sampling", self.settings.sampling)
         return Request(prompt=prompt, images=images, **fields)
 
     def generate(self, requests: Iterable[Request], *, progress: bool | None = None) -> list[Result]:
-        """Answer requests; results in their order.
+        """Answer requests and return their results in the same order.
 
-        A request that fails has its ``error`` in its result, with ``finish_reason`` "error"; the others go on.
+        The result of a failed request has ``finish_reason`` "error" and the exception in ``error``. Other requests are
+        not affected.
 
         Args:
-            requests: any number.
-            progress: show a bar on standard error; None: if that is a terminal.
+            requests: any number of requests.
+            progress: show a progress bar on standard error; None: if standard error is a terminal.
 
         Raises:
-            SettingError: something that is no request; nothing is answered then.
+            SettingError: an item is not a request; none is answered.
         """
         todo = request_list(requests)
         results: dict[int, Result] = {}
@@ -185,14 +189,14 @@ class Engine:
     def stream_results(
         self, requests: Iterable[Request], *, max_concurrency: int | None = None
     ) -> Iterator[tuple[int, Result]]:
-        """Answer requests; yield (index, result) as they finish.
+        """Answer requests and yield (index, result) as they finish.
 
-        Requests are drawn from the iterable as others finish, so it may be longer than memory. Leaving the iterator
-        before its end cancels what is in flight. One thread at a time may read it.
+        Requests are read from the iterable as others finish, so they need not fit into memory together. Closing the
+        iterator early cancels requests in flight. One thread at a time may read it.
 
         Args:
-            requests: any number.
-            max_concurrency: requests in flight at most; None: the engine's setting, or enough to keep it busy.
+            requests: any number of requests.
+            max_concurrency: maximum requests in flight; None: the engine's setting, or enough to keep it busy.
 
         Raises:
             EngineError: the engine is closed, or belongs to another process.
@@ -217,23 +221,23 @@ class Engine:
                     self._worker.accept(inflight[index])
                 if not inflight:
                     return
-                self._worker.check_process()  # a copy of the iterator in a forked child waits for results in vain
+                self._worker.check_process()  # in a forked child, no result would ever arrive
                 index, result = finished.get()
                 del inflight[index]
                 yield index, result
         finally:
-            with suppress(EngineError):  # closed: they are cancelled already
+            with suppress(EngineError):  # closed: the requests are already cancelled
                 for state in inflight.values():
                     self._worker.cancel(state)
 
     def submit(self, request: Request) -> Stream:
-        """Submit one request and return its stream of token events. Call it in a running event loop.
+        """Submit one request and return its stream of token events. Call it from a running event loop.
 
         Like ``asyncio.Queue.put_nowait``, it does not wait; :meth:`submit_wait` waits for a free slot.
 
         Raises:
             SettingError: another request in flight has the same id.
-            QueueFullError: ``max_queued_requests`` wait already.
+            QueueFullError: ``max_queued_requests`` requests are already queued.
             EngineError: the engine is closed, or belongs to another process.
         """
         self._worker.check_process()
@@ -254,7 +258,7 @@ class Engine:
         return self._submit(request)
 
     def _submit(self, request: Request) -> Stream:
-        """Answer a request that holds a slot; release the slot when the request ends or cannot start."""
+        """Start a request that holds a slot; release the slot when the request ends or cannot start."""
         try:
             return self._begin(request)
         except BaseException:
@@ -265,7 +269,7 @@ class Engine:
         names = (f"request-{next(self._numbers)}" for _ in count())
         name = checked_request(request).id or next(name for name in names if name not in self._streams)
         if name in self._streams:
-            raise SettingError(f"a request with id {name!r} is in flight already")
+            raise SettingError(f"a request with id {name!r} is already in flight")
         stream = Stream(name, lambda: self.cancel(name))
 
         def on_end(result: Result) -> None:
@@ -287,13 +291,12 @@ class Engine:
         on_event: Callable[[TokenEvent], None] | None,
         on_end: Callable[[Result], None],
     ) -> Callable[[], None]:
-        """Answer one request through callbacks, for callers that do their own queueing; return what cancels it.
+        """Answer one request through callbacks, without the engine's queue limit; return a function that cancels it.
 
         Args:
-            request: what to answer.
-            on_event: called with each event, from the engine's threads; it must not block.
-                None: only the result counts.
-            on_end: called with the result after the last event, likewise.
+            request: request to answer.
+            on_event: called with each event from the engine's threads; must not block. None: no events.
+            on_end: called with the result after the last event, from the same threads; must not block.
 
         Raises:
             EngineError: the engine is closed, or belongs to another process.
@@ -308,7 +311,7 @@ class Engine:
         return cancel
 
     def count(self, request: Request) -> tuple[list[int], int, int]:
-        """Return a prompt's token ids, how many of them are image tokens, and its views. Computes nothing.
+        """Return a prompt's token ids, its number of image tokens and its number of views, without running the model.
 
         Raises:
             SettingError: the prompt is malformed or too long.
@@ -317,18 +320,18 @@ class Engine:
         return count_prompt(checked_request(request), self.loaded.reader)
 
     def cancel(self, id: str) -> None:
-        """End a submitted request with the tokens it has. Nothing happens if it has ended, or never was."""
+        """End a submitted request with the tokens it has. Does nothing if no request in flight has this id."""
         self._worker.check_process()
         if (state := self._streams.get(id)) is not None:
-            with suppress(EngineError):  # closed: it is cancelled already
+            with suppress(EngineError):  # closed: the request is already cancelled
                 self._worker.cancel(state)
 
     def observe(self, requests: Sequence[Request], forced: Sequence[ForcedTokens]) -> list[Observation]:
-        """Next-token distributions along given tokens, all requests at once: what the verdict compares.
+        """Return next-token distributions along forced tokens, for all requests in one batch. Used by the verdict.
 
         Raises:
             EngineError: the engine is closed, or belongs to another process.
-            PanscanError: of the first request that failed.
+            PanscanError: the error of the first request that failed.
         """
         self._worker.check_process()
         finished: SimpleQueue[tuple[int, Result]] = SimpleQueue()
@@ -343,22 +346,24 @@ class Engine:
 
     @property
     def decisions(self) -> tuple[str, ...]:
-        """What was chosen at startup, why, and how long it took; one line each."""
+        """Startup choices with reasons, and startup timings; one line each."""
         return self._loop.facts.decisions
 
     def stats(self) -> Stats:
-        """What the engine holds now, and has done so far."""
-        return self._worker.ask(self._loop.stats)
+        """Return current and cumulative statistics."""
+        return self._worker.call(self._loop.stats)
 
     def reset_caches(self) -> None:
-        """Forget the prefixes and encoded views that no running request uses."""
-        self._worker.ask(self._loop.reset_caches)
+        """Evict cached prefixes and encoded views that no running request uses."""
+        self._worker.call(self._loop.reset_caches)
 
     def close(self) -> None:
-        """Cancel what is in flight and end the engine's thread. Its memory goes with the last reference to it.
+        """Cancel requests in flight and end the engine's thread.
+
+        The engine's memory is freed when the last reference to the engine is dropped.
 
         Raises:
-            EngineError: the engine belongs to another process, which closes it.
+            EngineError: the engine belongs to another process, which must close it.
         """
         self._worker.check_process()
         self._finalizer()
@@ -369,7 +374,7 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._finalizer()  # in a forked child it does nothing, and hides no exception
+        self._finalizer()  # does nothing in a forked child, and masks no exception
 
     def _state(
         self,
@@ -401,7 +406,7 @@ def _close_both(worker: Worker, ranks: RankGroup) -> None:
 
 
 class _ResultIterator(Iterator[tuple[int, Result]]):
-    """An iterator that refuses a second thread while one is waiting for the next result."""
+    """An iterator that raises in a second thread while one is waiting for the next result."""
 
     def __init__(self, results: Generator[tuple[int, Result], None, None]) -> None:
         self._results = results
@@ -416,12 +421,12 @@ class _ResultIterator(Iterator[tuple[int, Result]]):
             self._lock.release()
 
     def close(self) -> None:
-        """Cancel what is in flight."""
+        """Cancel requests in flight."""
         self._results.close()
 
 
 def _ignore(_event: TokenEvent) -> None:
-    """Discard a token event: only the result is wanted."""
+    """Discard a token event."""
 
 
 def _put(finished: SimpleQueue[tuple[int, Result]], index: int, result: Result) -> None:
@@ -430,7 +435,7 @@ def _put(finished: SimpleQueue[tuple[int, Result]], index: int, result: Result) 
 
 @contextmanager
 def _bar(total: int, *, shown: bool | None) -> Iterator[Callable[[], None]]:
-    """A progress bar on standard error, if it is to be shown; gives what moves it on."""
+    """Show a progress bar on standard error, if requested; yield a function that advances it."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -477,10 +482,10 @@ class Admission:
             await turn
         except asyncio.CancelledError:
             with self._lock:
-                given = turn not in self._waiting
-                if not given:
+                granted = turn not in self._waiting
+                if not granted:
                     self._waiting.remove(turn)
-            if given:  # in the same moment: it goes to the next
+            if granted:  # at the same moment: pass the slot on
                 self.release()
             raise
 
@@ -495,7 +500,7 @@ class Admission:
             try:
                 turn.get_loop().call_soon_threadsafe(_wake, turn)
                 return
-            except RuntimeError:  # its event loop is closed: it waits no more
+            except RuntimeError:  # its event loop is closed
                 continue
 
 

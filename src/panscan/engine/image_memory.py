@@ -1,4 +1,4 @@
-"""How much memory requests in preparation may take for their images, whatever their number."""
+"""A limit on the memory of images in preparation, shared by all requests."""
 
 from __future__ import annotations
 
@@ -10,31 +10,33 @@ from panscan.core import recorded_wait
 __all__ = ["DECODED_BYTES", "ImageMemory", "Share"]
 
 DECODED_BYTES = 10
-"""Per pixel while an image is decoded: Pillow keeps RGB in four bytes and packs it into three, twice for a moment."""
+"""Peak bytes per pixel of decoding: Pillow stores RGB in four bytes and packs it into three, briefly in two copies."""
 
 
 class Share:
-    """What one request holds of an :class:`ImageMemory`."""
+    """The bytes of an :class:`ImageMemory` that one request holds."""
 
     def __init__(self, memory: ImageMemory, size: int) -> None:
         self._memory, self._size = memory, size
 
     def shrink(self, size: int) -> None:
-        """Give back all but ``size`` bytes."""
-        given, self._size = self._size - size, size
-        self._memory.give(given)
+        """Release all but ``size`` bytes."""
+        released, self._size = self._size - size, size
+        self._memory.release(released)
 
     def free(self) -> None:
-        """Give everything back. Any number of times."""
+        """Release all bytes. Has no effect if called again."""
         self.shrink(0)
 
 
 class ImageMemory:
-    """Bytes shared by threads that decode images. Each waits for its turn, so that a large request is not overtaken
-    for ever; one that is larger than everything passes alone.
+    """A byte budget for threads that decode images.
+
+    Threads acquire bytes in order of arrival, so that large requests do not starve. A request that exceeds the whole
+    budget runs alone.
 
     Args:
-        size: bytes in all.
+        size: total bytes.
     """
 
     def __init__(self, size: int) -> None:
@@ -46,38 +48,38 @@ class ImageMemory:
 
     @property
     def taken(self) -> int:
-        """Bytes that requests hold now."""
+        """Bytes currently held by requests."""
         return self._taken
 
-    def take(self, size: int) -> Share:
-        """Wait until ``size`` bytes are free, and hold them.
+    def acquire(self, size: int) -> Share:
+        """Wait until ``size`` bytes are free, and acquire them.
 
-        Cannot deadlock: other requests finish their preparation, or the engine computes them.
+        Cannot deadlock: holders finish their preparation and are then computed by the engine, without this thread.
         """
         turn = object()
         with self._changed:
             self._waiting.append(turn)
-            if not self._free(turn, size):
+            if not self._available(turn, size):
                 with recorded_wait():
-                    self._changed.wait_for(lambda: self._free(turn, size))
+                    self._changed.wait_for(lambda: self._available(turn, size))
             self._waiting.remove(turn)
             self._taken += size
             self._changed.notify_all()
         return Share(self, size)
 
-    def give(self, size: int) -> None:
+    def release(self, size: int) -> None:
         """Release bytes of a share."""
         with self._changed:
             self._taken -= size
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Close: wake all waiting threads."""
+        """Wake all waiting threads and let them proceed."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
-    def _free(self, turn: object, size: int) -> bool:
+    def _available(self, turn: object, size: int) -> bool:
         return self._closed or (self._waiting[0] is turn and self._fits(size))
 
     def _fits(self, size: int) -> bool:

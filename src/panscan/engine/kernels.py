@@ -31,7 +31,7 @@ __all__ = [
 DECODE_MEMBERS = 8
 """Maximum sequences that one program of the decode kernel computes. With two query heads per kv head, as in most
 published models, their rows fill the smallest tile of a tensor core, so a group costs no more than one sequence."""
-_FEWEST_ROWS = 16  # that a tensor core multiplies
+_FEWEST_ROWS = 16  # minimum rows of a tensor core product
 _MOST_SPLITS = 16
 _THREE_STAGES = 160_000  # bytes of shared memory: sm80 has 166,912, sm90 232,448
 

@@ -1,4 +1,4 @@
-"""KV cache memory: what a device has, the limit of this process, and the tensors that hold the blocks."""
+"""KV cache memory: the device's memory, the process's limit, and the tensors of the blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["KVCache", "limit_process_memory", "measure_memory"]
 
-_limits: dict[int, list[float]] = {}  # by GPU: the limits of this process's engines, of which the lowest holds
+_limits: dict[int, list[float]] = {}  # by GPU: the limits of this process's engines; the lowest applies
 
 
 def measure_memory(device: torch.device) -> DeviceMemory:
@@ -60,7 +60,7 @@ class KVCache:
 
     Args:
         layers: shape, dtype and device of each layer's keys and values.
-        blocks: for global and for local layers.
+        blocks: numbers of blocks for global and for local layers.
         block_size: tokens per block.
     """
 

@@ -1,28 +1,20 @@
-"""The engine's thread: schedule, launch a pass, deliver its tokens, while requests are prepared ahead of need."""
+"""The engine's loop: schedule a step, launch it as a pass, deliver the tokens of the previous pass."""
 
 from __future__ import annotations
 
-import os
-import threading
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from math import ceil
-from queue import SimpleQueue
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from panscan.core import (
     EngineError,
     FinishReason,
     ImageError,
-    InputError,
     PanscanError,
     Sampling,
     SettingError,
@@ -30,8 +22,6 @@ from panscan.core import (
     UnsupportedError,
     now,
 )
-from panscan.core.streams import FORKED
-from panscan.engine.daemons import DaemonThreads
 from panscan.engine.model_runner import Launched, ModelRunner, PassResult, RunnerFacts
 from panscan.engine.options import EngineOptions
 from panscan.engine.prepare import PixelIntake, Preparer
@@ -49,7 +39,7 @@ from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory
 from panscan.model.phases import host_work, phase
 
-__all__ = ["Loop", "PassExecutor", "Worker"]
+__all__ = ["Loop", "PassExecutor"]
 
 
 class PassExecutor(PixelIntake, Protocol):
@@ -61,7 +51,7 @@ class PassExecutor(PixelIntake, Protocol):
     facts: RunnerFacts
 
     def execute(self, batch: FlatBatch) -> Launched:
-        """Launch a pass behind those launched before."""
+        """Launch a pass, to run after all earlier ones."""
         ...
 
     def close(self) -> None:
@@ -74,12 +64,12 @@ class _InFlight:
     """A launched pass.
 
     Args:
-        step: what it computes.
-        sampled: the sequences whose next token it gives, in order.
-        observed_rows: position in its sequence of each row that a verdict observes, in order.
-        observed: sequences among ``sampled`` whose logits a verdict observes, in order.
+        step: the chunks that it computes.
+        sampled: sequences whose next token it samples, in the order of their rows.
+        observed_rows: sequence and position of each observed row, in the order of the rows.
+        observed: sequences among ``sampled`` whose logits are observed, in order.
         image_requests: requests with image blocks in this pass; empty if the pass encodes no view.
-        size: rows and views that it computes.
+        size: numbers of rows and views.
         launched: the runner's handle.
     """
 
@@ -93,16 +83,16 @@ class _InFlight:
 
 
 class Loop:
-    """Prepared requests in, events out; one :meth:`step` launches one pass through the model.
+    """Turns prepared requests into token events. Each :meth:`step` launches one pass.
 
     Args:
         loaded: the model, or its outline if the runner has the weights.
         options: sizes of passes and caches.
-        runner: computes passes; None: a :class:`ModelRunner` on the model's device.
+        runner: executor of passes; None: a :class:`ModelRunner` on the model's device.
 
     Raises:
-        UnsupportedError: the memory does not hold the KV cache.
-        SettingError: an unknown attention backend, or a cache size that holds nothing.
+        UnsupportedError: the KV cache does not fit into memory.
+        SettingError: an unknown attention backend, or a cache that is too small.
     """
 
     def __init__(self, loaded: Loaded, options: EngineOptions, runner: PassExecutor | None = None) -> None:
@@ -147,14 +137,14 @@ class Loop:
         try:
             with host_work("engine: launch"):
                 inflight = self._launch(step)
-        except _LostImageError as lost:  # that request's own failure: the others are scheduled again
+        except _LostImageError as lost:  # only this request fails: the others are scheduled again
             self.end(lost.state, "error", lost.reason)
             self.finish_pass()
             return True
         except EngineError:
             raise  # the ranks were closed: no pass can run any more
-        except Exception as error:  # any failure of a pass is its requests' failure, not the engine's
-            _check_device(error)
+        except Exception as error:  # a failed pass fails its requests, not the engine
+            _raise_if_device_failed(error)
             self._fail(step, error)
             # Before the next schedule: a preempted request may wait for a token of the pass in flight.
             self.finish_pass()
@@ -180,11 +170,11 @@ class Loop:
                 result = inflight.launched.wait()
         except EngineError:
             raise  # the ranks were closed: no pass can run any more
-        except Exception as error:  # a device reports what went wrong when it is waited for
-            _check_device(error)
+        except Exception as error:  # devices report failures of a pass at the next synchronisation
+            _raise_if_device_failed(error)
             for chunk in inflight.step.chunks:
                 if chunk.sequence in self._states:
-                    self.end(self._states[chunk.sequence], "error", _explained(error))
+                    self.end(self._states[chunk.sequence], "error", _pass_error(error))
             return True
         if self._pacer is not None:
             start, end = result.vision or (0.0, 0.0)
@@ -198,7 +188,7 @@ class Loop:
         return True
 
     def add(self, state: RequestState) -> None:
-        """Queue a prepared request; one that can never run fails at once."""
+        """Queue a prepared request, or end it with an error if it can never run."""
         sequence = state.sequence
         assert sequence is not None  # it is prepared
         sequence.limit = min(sequence.limit, self.facts.max_positions)
@@ -223,13 +213,13 @@ class Loop:
         self.runner.close()
 
     def reset_caches(self) -> None:
-        """Forget every unused prefix and view."""
+        """Evict all unused prefixes and encoded views."""
         self.blocks.reset()
         self.vision.clear()
 
     @property
     def states(self) -> list[RequestState]:
-        """Requests that run or wait in the queue."""
+        """Running and queued requests."""
         return list(self._states.values())
 
     @property
@@ -238,7 +228,7 @@ class Loop:
         return len(self._scheduler.waiting)
 
     def stats(self) -> Stats:
-        """Return current figures."""
+        """Return current statistics."""
         (used, count), (local_used, local_count) = self.blocks.usage()
         return Stats(
             running=len(self._scheduler.running),
@@ -268,7 +258,7 @@ class Loop:
         """Return why a request can never run here, or None."""
         what = f"the prompt has {sequence.prompt_tokens} tokens ({state.views} views)"
         if sequence.prompt_tokens >= self.facts.max_positions:
-            return SettingError(f"{what}; the model's context ends at {self.facts.max_positions}")
+            return SettingError(f"{what}; the model's context length is {self.facts.max_positions}")
         if state.request_views and not self.vision.count:
             least = ceil(self.facts.view_bytes / 1e4) / 1e5
             return SettingError(
@@ -304,7 +294,7 @@ class Loop:
                 launched = self.runner.execute(batch)
         except BaseException:
             self.vision.forget(encode)
-            self.runner.forget(PixelRef(view.pixels, view.rank) for view in encode.values())  # those not yet taken
+            self.runner.forget(PixelRef(view.pixels, view.rank) for view in encode.values())
             raise
         finally:
             self.vision.release()
@@ -320,7 +310,7 @@ class Loop:
         """Assign a vision cache slot to every view whose image block the step computes.
 
         Returns:
-            Slots by view key, what must be encoded first, and the requests that the views belong to.
+            Slots by view key, views to encode by key, and the requests that the views belong to.
         """
         wanted: list[tuple[bytes, RequestState]] = []
         for chunk in step.chunks:
@@ -330,7 +320,7 @@ class Loop:
         encode: dict[bytes, ViewToEncode] = {}
         try:
             slots = {key: slot for key, _ in wanted if (slot := self.vision.pin(key)) is not None}
-            # Of several requests that show the view, one whose pixels wait, if there is one.
+            # The last request of a key stays: sorted, so that it is one whose pixels are available, if there is one.
             missing = dict(sorted(wanted, key=lambda each: each[1].request_views[each[0]].pixels is not None))
             refs = {key: self._pixels(state, key) for key, state in missing.items() if key not in slots}
             for key, ref in refs.items():
@@ -353,7 +343,7 @@ class Loop:
             raise _LostImageError(state, error) from error
 
     def _observed_rows(self, step: Step, flat: FlatBatch) -> dict[int, tuple[Tokens, int]]:
-        """Return the sequence and position of each row that a verdict observes, by row."""
+        """Return the sequence and position of each observed row, by row."""
         found = {}
         for chunk, offset in zip(step.chunks, flat.offsets.tolist(), strict=False):
             observation = self._states[chunk.sequence].observation
@@ -363,7 +353,7 @@ class Loop:
         return found
 
     def _pending(self, sampled: Sequence[Tokens]) -> tuple[list[int], NDArray[np.int64]]:
-        """Return which sampled sequences wait for a token of the pass in flight, and its index in that pass."""
+        """Return the indices of sampled sequences that wait for a token of the pass in flight, and its index there."""
         waiting = [at for at, tokens in enumerate(sampled) if tokens.pending]
         if not waiting or self._inflight is None:
             return [], NO_ROWS
@@ -376,7 +366,7 @@ class Loop:
         token_ids = tokens.ids if sampling.repetition_penalty not in (None, 1) else None
         allowed = None
         if state.constraint is not None:
-            sampling = replace(sampling, json_schema=None)  # ranks need the mask, not 64 KiB of text in every pass
+            sampling = replace(sampling, json_schema=None)  # ranks need only the mask; a schema may have 64 KiB
             allowed = state.constraint.allowed
         return SamplingRow(sampling, state.seed, len(tokens.ids) - tokens.prompt_tokens, token_ids, allowed)
 
@@ -403,7 +393,7 @@ class Loop:
         return self._states[tokens].observation if tokens in self._states else None
 
     def _deliver(self, chosen: Mapping[Tokens, SampledToken], at: float) -> None:
-        """Give requests their new tokens, and end those whose token was the last."""
+        """Deliver new tokens to their requests, and end the requests that are complete."""
         self._output_tokens += len(chosen)
         for tokens, each in chosen.items():
             state = self._states[tokens]
@@ -416,15 +406,15 @@ class Loop:
                 self.end(state, reason)
 
     def _fail(self, step: Step, error: Exception) -> None:
-        """End the requests that came into this step with more than one token, or all if there are none.
+        """End the requests with prefill in a failed step, or all of its requests if there are none.
 
-        Those that decode have lost nothing: their next step computes the same positions again.
+        Decoding requests have lost nothing: their next step computes the same positions again.
         """
         if is_out_of_memory(error):
             release_memory()
-        came = [chunk.sequence for chunk in step.chunks if not chunk.sequence.decodes]
-        for tokens in came or [chunk.sequence for chunk in step.chunks]:
-            self.end(self._states[tokens], "error", _explained(error))
+        prefilling = [chunk.sequence for chunk in step.chunks if not chunk.sequence.decodes]
+        for tokens in prefilling or [chunk.sequence for chunk in step.chunks]:
+            self.end(self._states[tokens], "error", _pass_error(error))
 
     def _count(self, step: Step) -> None:
         self._steps += 1
@@ -432,14 +422,14 @@ class Loop:
 
 
 class _LostImageError(Exception):
-    """A request's image had to be read again, and could not."""
+    """A request's image could not be read again."""
 
     def __init__(self, state: RequestState, reason: ImageError) -> None:
         super().__init__(str(reason))
         self.state, self.reason = state, reason
 
 
-def _check_device(error: Exception) -> None:
+def _raise_if_device_failed(error: Exception) -> None:
     """Raise if no later pass can run: CUDA reports an illegal access or a lost device to every later call too.
 
     Raises:
@@ -449,183 +439,11 @@ def _check_device(error: Exception) -> None:
         raise EngineError(f"the device has failed: {' '.join(str(error).split())[:300]}") from error
 
 
-def _explained(error: Exception) -> PanscanError:
+def _pass_error(error: Exception) -> PanscanError:
     if isinstance(error, PanscanError):
         return error
     text = " ".join(str(error).split())[:300]
     if is_out_of_memory(error):
         fix = "lower --prefill-chunk-size, --vision-batch-size, --max-num-seqs or --kv-cache-gb"
-        return UnsupportedError(f"out of memory in the engine's pass: {fix} ({text})")
-    return PanscanError(f"the engine's pass failed: {type(error).__name__}: {text}")
-
-
-_THREADS = 4  # that decode and resize; Pillow lets go of the interpreter while it does
-Answer = TypeVar("Answer")
-
-
-class Worker:
-    """One thread that owns a loop. Everything reaches it as a message; only its thread touches the loop.
-
-    Args:
-        build: makes the loop, in the thread that turns it: PyTorch keeps some of what a start warms up per thread.
-        ahead: requests at most that are prepared, or being prepared, and wait for their turn. What their images take is
-            bounded by ``--image-memory-gb``.
-
-    Raises: what ``build`` does.
-    """
-
-    def __init__(self, build: Callable[[], Loop], ahead: int) -> None:
-        self._ahead = ahead
-        self._messages: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._accepted: deque[RequestState] = deque()
-        self._preparing: set[RequestState] = set()
-        self._broken: EngineError | None = None
-        self._lock = threading.Lock()
-        self._closed = self._closing = False
-        self._process = os.getpid()
-        self._pool = DaemonThreads(_THREADS, "panscan-prepare")
-        built: Future[None] = Future()
-        self._thread = threading.Thread(target=self._live, args=(build, built), name="panscan-engine", daemon=True)
-        self._thread.start()
-        try:
-            built.result()
-        except BaseException:  # also an impatient user's: the thread ends as soon as it can
-            self._closed = True
-            self._messages.put(self._close)
-            self._pool.shutdown()
-            raise
-
-    def accept(self, state: RequestState) -> None:
-        """Take a request. It always ends with a result."""
-        self._send(lambda: self._accept(state))
-
-    def cancel(self, state: RequestState) -> None:
-        """End a request with the tokens it has; nothing happens if it has ended."""
-        self._send(lambda: self._end(state, "cancelled"))
-
-    def ask(self, question: Callable[[], Answer]) -> Answer:
-        """What ``question`` gives, called between two steps."""
-        answer: Future[Answer] = Future()
-
-        def put() -> None:
-            try:
-                answer.set_result(question())
-            except BaseException as error:  # the asker's to handle, whatever it is; the loop goes on
-                answer.set_exception(error)
-
-        self._send(put)
-        return answer.result()
-
-    def check_process(self) -> None:
-        """Refuse a forked child, which has a copy of everything but the engine's thread.
-
-        Raises:
-            EngineError: this process did not make the engine.
-        """
-        if os.getpid() != self._process:
-            raise EngineError(FORKED)
-
-    def close(self) -> None:
-        """Cancel all requests and end the thread. No further request is accepted.
-
-        In a forked child nothing happens: locks that a thread of the parent held are never released there.
-        """
-        if os.getpid() != self._process:
-            return
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._messages.put(self._close)
-        if threading.current_thread() is not self._thread:  # which may be the one that collects garbage
-            self._thread.join()
-        self._pool.shutdown()
-
-    def _send(self, message: Callable[[], None]) -> None:
-        self.check_process()
-        with self._lock:  # so that nothing comes behind the last message, and waits for ever
-            if self._closed:
-                raise EngineError("the engine is closed")
-            self._messages.put(message)
-
-    def _live(self, build: Callable[[], Loop], built: Future[None]) -> None:
-        try:
-            self.loop = build()
-        except BaseException as error:  # the maker's to handle, whatever it is
-            built.set_exception(error)
-            return
-        built.set_result(None)
-        self._turn()
-
-    def _turn(self) -> None:
-        with torch.no_grad():
-            while not self._closing:
-                try:
-                    self._prepare_ahead()
-                    if self._broken is not None or not self.loop.step():
-                        self._messages.get()()
-                    while not self._messages.empty():
-                        self._messages.get()()
-                except BaseException as error:  # a bug, or a library's panic: waiting requests must end
-                    self._break(error)
-
-    def _accept(self, state: RequestState) -> None:
-        if self._broken is not None:
-            state.end("error", self._broken)
-        else:
-            self._accepted.append(state)
-
-    def _prepare_ahead(self) -> None:
-        while self._accepted and len(self._preparing) + self.loop.waiting < self._ahead:
-            state = self._accepted.popleft()
-            self._preparing.add(state)
-            self._pool.submit(partial(self._prepare, state))
-
-    def _prepare(self, state: RequestState) -> None:
-        """In a thread of the pool."""
-        error: PanscanError | None = None
-        try:
-            if not state.ended:
-                self.loop.preparer.prepare(state)
-        except PanscanError as known:
-            error = known
-        except BaseException as unknown:  # whatever a file makes a decoder raise, a panic too, is its request's failure
-            text = " ".join(str(unknown).split())[:300]
-            error = InputError(f"request {state.request.id!r}: {type(unknown).__name__}: {text}")
-        self._messages.put(lambda: self._prepared(state, error))
-
-    def _prepared(self, state: RequestState, error: PanscanError | None) -> None:
-        self._preparing.discard(state)
-        if state.ended:  # cancelled meanwhile
-            state.drop_pixels()
-            return
-        if error is not None:
-            state.end("error", error)
-        else:
-            self.loop.add(state)
-
-    def _end(self, state: RequestState, reason: FinishReason, error: PanscanError | None = None) -> None:
-        if state.ended:
-            return
-        if state in self._accepted:
-            self._accepted.remove(state)
-        self.loop.end(state, reason, error)
-
-    def _break(self, error: BaseException) -> None:
-        """End all requests and accept no others: after a bug the bookkeeping cannot be trusted."""
-        text = " ".join(str(error).split())[:300]
-        known = isinstance(error, EngineError)
-        self._broken = EngineError(text if known else f"the engine stopped: {type(error).__name__}: {text}")
-        for state in self._left():
-            if not state.ended:
-                state.end("error", self._broken)
-        self._accepted.clear()
-
-    def _close(self) -> None:
-        self._closing = True
-        for state in self._left():
-            self._end(state, "cancelled")
-        self.loop.preparer.memory.close()
-        self.loop.close()
-
-    def _left(self) -> list[RequestState]:
-        return [*self.loop.states, *self._preparing, *self._accepted]
+        return UnsupportedError(f"out of memory in an engine pass: {fix} ({text})")
+    return PanscanError(f"an engine pass failed: {type(error).__name__}: {text}")

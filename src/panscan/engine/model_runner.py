@@ -65,7 +65,7 @@ class RunnerFacts:
         blocks: KV cache blocks of global and of local layers.
         image_tokens: tokens of one encoded view; 0 for a text-only model.
         view_bytes: size of one encoded view; 0 for a text-only model.
-        decisions: what was chosen at startup and why, and how long it took, one line each.
+        decisions: startup choices with reasons, and startup timings, one line each.
     """
 
     device: str
@@ -165,13 +165,13 @@ class ModelRunner:
 
     Args:
         loaded: the model; with several ranks, this rank's shard. Between passes it serves ``generate()``.
-        options: sizes, and what to choose.
+        options: sizes, attention backend and preprocessing.
         ranks: the processes that share the model.
-        vocab_size: rows of the whole output matrix; None: as the model's configuration says.
+        vocab_size: rows of the whole output matrix; None: from the model's configuration.
 
     Raises:
-        SettingError: an unknown backend, or a cache size that holds nothing.
-        UnsupportedError: a backend that cannot run here, layers spread over devices, or too little memory.
+        SettingError: an unknown backend, or a cache size that is too small.
+        UnsupportedError: a backend that cannot run here, layers on several devices, or too little memory.
     """
 
     def __init__(
@@ -181,11 +181,11 @@ class ModelRunner:
         self._decisions: list[str] = []
         self._undo: list[Callable[[], None]] = []
         self.graphs: Graphs | None = None
-        self._pixel_bytes: int | None = None  # that may wait on the device
+        self._pixel_bytes: int | None = None  # limit for waiting pixels on the device
         self._previous: torch.Tensor | None = None  # tokens that the last pass sampled, on the device
         try:
             self._start(vocab_size)
-        except BaseException as error:  # also an interruption: limits are lifted in any case
+        except BaseException as error:  # includes KeyboardInterrupt: memory limits must be lifted
             self.close()
             if is_out_of_memory(error):
                 raise UnsupportedError(
@@ -203,14 +203,14 @@ class ModelRunner:
         return self.pixels.put(levels, views)
 
     def forget(self, refs: Iterable[PixelRef]) -> None:
-        """Drop pixels that are not needed any more."""
+        """Drop pixels that are no longer needed."""
         self.pixels.forget(ref.handle for ref in refs)
 
     @torch.no_grad()
     def execute(self, batch: FlatBatch) -> Launched:
-        """Launch a pass; the host waits for the device only in :meth:`Launched.wait`, or where there is no GPU.
+        """Launch a pass without waiting for the GPU; on other devices, compute it.
 
-        Passes run in the order of their launches. Pending tokens are those of the pass launched before.
+        Passes run in the order of their launches. Pending tokens are those of the previously launched pass.
         """
         vision = self._encode(batch)
         hidden = self._text.embed(self._ids(batch))
@@ -234,13 +234,13 @@ class ModelRunner:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # graphs go to this thread's current device
             self._limit_memory()
-        self._choose_products()
-        self._say(f"attention: {choice.name} ({choice.reason})")
+        self._choose_matmul_methods()
+        self._log_decision(f"attention: {choice.name} ({choice.reason})")
         if isinstance(choice.backend, TritonBackend):
             self._text.use_kernels()
         slow = self._slow_reason()
         if slow is not None:
-            self._say(f"layers: launched one by one ({slow})")
+            self._log_decision(f"layers: launched one by one ({slow})")
         self._sampler = Sampler(model.generation_config.suppress_tokens or [], self._device)
         self._start_vision()
         self._start_cache()
@@ -248,17 +248,17 @@ class ModelRunner:
             self._record_graphs()
         self.facts = self._facts(overlaps=slow is None)
 
-    def _choose_products(self) -> None:
-        """Choose kernels or libraries for products with quantised weights, before graphs are recorded."""
+    def _choose_matmul_methods(self) -> None:
+        """Choose kernels or libraries for quantised matrix products, before graphs are recorded."""
         name = weights_name(self._loaded.model)
         if name is None:
             return
         modules = [each for each in self._loaded.model.modules() if isinstance(each, QuantizedLinear)]
         methods = choose_methods(modules, self._text.dtype, self._ranks.all_reduce_min)
-        self._say(f"weights: {name} ({'; '.join(methods)})" if methods else f"weights: {name}")
+        self._log_decision(f"weights: {name} ({'; '.join(methods)})" if methods else f"weights: {name}")
 
     def _limit_memory(self) -> None:
-        """Limit what PyTorch reserves on the GPU, and a share of that for pixels that wait."""
+        """Limit the GPU memory that PyTorch reserves, and the share of it that pixels may use."""
         budget = MemoryBudget.of(self._options, torch.cuda.mem_get_info(self._device)[1])
         budget.check_weights(torch.cuda.memory_allocated(self._device), str(self._device))
         self._undo.append(limit_process_memory(self._device, budget.bytes))
@@ -270,21 +270,21 @@ class ModelRunner:
         spec = loaded.reader.pixels or PixelSpec()
         resize: Resize = by_pillow
         if self._vision is not None:
-            resize, how = choose_resize(options.preprocess, spec, self._device)
-            self._say(f"view resizing: {how}")
+            resize, name = choose_resize(options.preprocess, spec, self._device)
+            self._log_decision(f"view resizing: {name}")
         self.pixels = PixelStore(self._device, loaded.dtype, spec, self._pixel_bytes, resize)
         encode = self._vision or _no_vision
         self._features = ViewFeatures(encode, self.pixels, options.vision_batch_size, self._ranks)
         if self._vision is None or self._device.type != "cuda":
             return
-        self._say(f"vision attention: {self._vision.attention} ({self._vision.reason})")
+        self._log_decision(f"vision attention: {self._vision.attention} ({self._vision.reason})")
         with self._stage("vision warm-up"):
             for power in range(options.vision_batch_size.bit_length()):  # the sizes that it cuts batches into
                 blank = torch.zeros(1 << power, 3, spec.size, spec.size, device=self._device, dtype=loaded.dtype)
                 self._vision(blank)
 
     def _vision_layers(self) -> VisionLayers:
-        """Build the vision tower with the same attention kernel on every rank: each has measured for itself."""
+        """Build the vision tower with the same attention kernel on every rank, although each measures separately."""
         vision = VisionLayers(self._loaded.model)
         [agreed] = self._ranks.all_reduce_min([ATTENTION_KERNELS.index(vision.attention)])
         name = ATTENTION_KERNELS[agreed]
@@ -293,7 +293,7 @@ class ModelRunner:
     def _start_cache(self) -> None:
         options, text = self._options, self._text
         working, on_gpu = self._working_bytes(), self._device.type == "cuda"
-        release_memory()  # the cache is sized by what is free
+        release_memory()  # the cache is sized by free memory
         facts = MemoryFacts(
             shape=KVShape.of(text.layers), device=str(self._device), on_gpu=on_gpu, working_bytes=working,
             view_bytes=self._view_bytes, window=text.window, image_tokens=self._image_tokens,
@@ -304,10 +304,12 @@ class ModelRunner:
         self.cache = KVCache(text.layers, self._blocks, options.block_size)
         tokens = [count * options.block_size for count in self._blocks]
         size = (tokens[0] * facts.shape.global_bytes + tokens[1] * facts.shape.local_bytes) / 1e9
-        self._say(f"KV cache: {size:.3g} GB, {tokens[0]:,} tokens in global layers, {tokens[1]:,} in local ones")
+        self._log_decision(
+            f"KV cache: {size:.3g} GB, {tokens[0]:,} tokens in global layers, {tokens[1]:,} in local ones"
+        )
 
     def _working_bytes(self) -> int:
-        """Bytes that passes need beside weights and caches: measured on a GPU, estimated elsewhere."""
+        """Return the bytes that passes need in addition to weights and caches: measured on a GPU, else estimated."""
         options, text = self._options, self._text
         tokens = pass_rows(options, self._image_tokens)
         if self._device.type != "cuda":
@@ -377,7 +379,7 @@ class ModelRunner:
         return self._image_tokens * self._text.hidden_size * self._text.dtype.itemsize
 
     def _slow_reason(self) -> str | None:
-        """Why passes are neither recorded nor overlapped; None if they are."""
+        """Return why passes are neither recorded nor overlapped; None if they are."""
         model = self._loaded.model
         reasons = {
             "not on an NVIDIA GPU": self._device.type != "cuda",
@@ -402,7 +404,7 @@ class ModelRunner:
         return start, _Timestamp.record(self._device)
 
     def _ids(self, batch: FlatBatch) -> torch.Tensor:
-        """int64 ``[T]``; pending ones come from the previous pass, on the device."""
+        """Return token ids, int64 ``[T]``; pending ones come from the previous pass, on the device."""
         ids = upload(batch.ids, self._device)
         if len(batch.pending_rows):
             assert self._previous is not None  # its pass was launched
@@ -454,9 +456,9 @@ class ModelRunner:
         started = now()
         yield
         synchronize(self._device)
-        self._say(f"{what}: {now() - started:.1f} s")
+        self._log_decision(f"{what}: {now() - started:.1f} s")
 
-    def _say(self, decision: str) -> None:
+    def _log_decision(self, decision: str) -> None:
         """Record a startup decision and log it: at level INFO on a GPU, where startup takes longer, else DEBUG."""
         self._decisions.append(decision)
         log.log(logging.INFO if self._device.type == "cuda" else logging.DEBUG, "%s", decision)
@@ -477,11 +479,11 @@ def choose_backend(name: str, layer: LayerFacts) -> BackendChoice:
     Args:
         name: ``triton`` (ours), ``sdpa`` (PyTorch's, sequence by sequence), or ``auto``: ours on NVIDIA GPUs that take
             them, PyTorch's elsewhere.
-        layer: any of the layers; all have one head size, type and device.
+        layer: any layer; all have the same head size, dtype and device.
 
     Raises:
         SettingError: an unknown name.
-        UnsupportedError: the kernels that are asked for cannot run here.
+        UnsupportedError: the requested kernels cannot run here.
     """
     if name not in ATTENTION_BACKENDS:
         known = ", ".join(ATTENTION_BACKENDS)

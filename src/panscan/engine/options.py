@@ -1,4 +1,4 @@
-"""The sizes of an engine's passes and caches: the settings that it takes, checked, with its own defaults."""
+"""Engine options: sizes of passes and caches, checked, with the engine's defaults."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["SERVED_TPOT_MS", "EngineOptions"]
 SERVED_TPOT_MS = 50.0
 """Default of ``--tpot-target-ms`` in ``panscan serve``."""
 _CHUNK = 2048  # tokens: a prompt of seven views in one pass
-_BLOCK = 2  # tokens: a prefix is taken over up to a block's end; Gemma 3 writes two tokens behind an image
+_BLOCK = 2  # tokens: prefixes are reused in whole blocks, and Gemma 3 writes two tokens after an image
 _RANGES = {**RANGES, "block_size": Range(integer=True, ge=1, le=65_536)}
 
 
@@ -30,13 +30,13 @@ class EngineOptions:
     their help). These differ, or are the engine's own:
 
     Args:
-        prefill_chunk_size: prompt tokens of one pass, all requests together; a longer image block is taken whole.
-        block_size: tokens of one KV cache block.
+        prefill_chunk_size: maximum prompt tokens per pass, over all requests; a longer image block is computed whole.
+        block_size: tokens per KV cache block.
         overlap: launch a pass before the tokens of the previous one are known; None: where the device computes while
             the host prepares the next pass (see :class:`panscan.engine.model_runner.RunnerFacts`).
 
     Raises:
-        SettingError: a size out of its range, or an unknown type of the KV cache.
+        SettingError: a size out of range, or an unknown KV cache dtype.
     """
 
     attention_backend: str = _default("attention_backend")
@@ -65,7 +65,7 @@ class EngineOptions:
 
     @classmethod
     def of(cls, settings: Settings) -> EngineOptions:
-        """The options that settings name. A chunk size of None is the engine's default."""
+        """Return the options in ``settings``; a chunk size of None means the engine's default."""
         shared = {item.name: getattr(settings, item.name) for item in fields(cls) if item.name in axes()}
         if shared["prefill_chunk_size"] is None:
             del shared["prefill_chunk_size"]

@@ -1,4 +1,4 @@
-"""A request is prepared: images decoded, views planned, prompt written, pixels of unknown views computed."""
+"""Preparation of requests: decode images, plan views, write the prompt, compute the pixels of new views."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _MOST_HASHED = 1 << 24  # bytes of a file: hashing them takes a tenth of the tim
 
 
 class PixelIntake(Protocol):
-    """Where pixels go: the model runner. Any thread may call it."""
+    """The receiver of pixels: a model runner. Thread-safe."""
 
     def put(self, levels: NDArray[np.uint8], views: Sequence[View]) -> list[PixelRef]:
         """Compute and keep the pixels of views (see :meth:`panscan.engine.views.PixelStore.put`)."""
         ...
 
     def forget(self, refs: Iterable[PixelRef]) -> None:
-        """Drop pixels that are not needed any more."""
+        """Drop pixels that are no longer needed."""
         ...
 
 
@@ -52,7 +52,7 @@ class _ReadImage:
     Args:
         size: (width, height), upright.
         digest: see :func:`panscan.engine.vision.image_digest`.
-        levels: ``[height, width, 3]``; None: its views are known, and it was not decoded.
+        levels: ``[height, width, 3]``; None: not decoded, because all views are known.
     """
 
     size: tuple[int, int]
@@ -61,13 +61,13 @@ class _ReadImage:
 
 
 class Preparer:
-    """Prepares requests, several at once if several threads call it. Knows nothing of the passes.
+    """Prepares requests. Thread-safe; independent of passes.
 
     Args:
         loaded: the model whose reader writes prompts.
-        options: where pixels are computed, and how much memory images may take.
-        known: whether a view's features are at hand, so that its pixels need not be computed now.
-        intake: where pixels go.
+        options: sets where pixels are computed, and the memory limit of images.
+        known: returns whether a view's features are cached, so that its pixels need not be computed now.
+        intake: receiver of the pixels.
     """
 
     def __init__(
@@ -82,21 +82,22 @@ class Preparer:
         self.memory = ImageMemory(round(options.image_memory_gb * 1e9))
 
     def prepare(self, state: RequestState) -> None:
-        """Fill in all that the request's passes need. Waits until there is memory for its images.
+        """Set all fields that the request's passes need. Waits until memory for its images is free.
 
         Raises:
             ImageError: an image cannot be read.
-            SettingError: the number of images does not match the prompt, the prompt is too long, and the like.
+            SettingError: the request is invalid: the number of images does not match the prompt, or the prompt is too
+                long.
         """
         state.stamps.preparing = now()
         with record_waits(state.stamps.waits):
             self._prepare_within_memory(state)
 
     def place(self, view: RequestView) -> PixelRef:
-        """Return a reference to a view's pixels, computing them again if they were taken or dropped.
+        """Return a reference to a view's pixels; compute them again if they were consumed or dropped.
 
         Raises:
-            ImageError: its image must be read again, but is unreadable or has changed.
+            ImageError: the image must be read again, but cannot be read or has changed.
         """
         if view.pixels is None:
             self._read_again(view)
@@ -109,7 +110,7 @@ class Preparer:
         views = sum(len(plan_views(*size, state.request.pan_and_scan).views) for size in sizes)
         self._reader.prompts.check_length(state.request, views)
         view_bytes = 3 * self._spec.size**2 * self._pixel_bytes
-        share = self.memory.take(views * view_bytes + DECODED_BYTES * sum(width * height for width, height in sizes))
+        share = self.memory.acquire(views * view_bytes + DECODED_BYTES * sum(width * height for width, height in sizes))
         try:
             if not state.ended:
                 with phase("load"):
@@ -125,7 +126,7 @@ class Preparer:
         state.memory = share
 
     def _read(self, image: Page | PageBytes | Image.Image, pan_and_scan: PanAndScan) -> _ReadImage:
-        """Decode an image, unless it is in a file that was decoded before and all its views are known."""
+        """Decode an image, unless its file was decoded before and all its views are known."""
         key = None
         if not isinstance(image, Image.Image):
             image = in_memory(image, _MOST_HASHED)
@@ -145,7 +146,7 @@ class Preparer:
         return view_key(digest, view.box, self._preprocess, self._spec)
 
     def _prepare(self, state: RequestState, request: Request, read: list[_ReadImage]) -> None:
-        """Prepare a request, of which ``request`` is a copy with one image for each page."""
+        """Prepare a request. ``request`` is a copy of it with one image per page."""
         state.constraint = self._constraint(state)
         plans, prompt = plan_sizes(request, [image.size for image in read], self._reader)
         keys, request_views = self._request_views(state.request, read, plans)
@@ -171,13 +172,13 @@ class Preparer:
         if schema is None:
             return None
         if state.observation is not None:
-            raise SettingError("json_schema: an observed request takes none: leave it out")
+            raise SettingError("json_schema: not supported in observed requests; remove it")
         return self._grammars.start(schema)
 
     def _request_views(
         self, request: Request, images: Sequence[_ReadImage], plans: Sequence[ViewPlan]
     ) -> tuple[list[bytes], dict[bytes, RequestView]]:
-        """Return all views' keys, in order, and the views by key; send the pixels of unknown ones to the runner."""
+        """Return the key of each view, in order, and the views by key; send pixels of new ones to the runner."""
         keys: list[bytes] = []
         request_views: dict[bytes, RequestView] = {}
         try:
@@ -188,7 +189,7 @@ class Preparer:
                     if keys[-1] not in request_views:
                         request_views[keys[-1]] = RequestView(request, index, image.digest, view)
                         new += [] if self._known(keys[-1]) else [request_views[keys[-1]]]
-                if image.levels is not None:  # else its views were known, and one that was dropped since is read again
+                if image.levels is not None:  # else all views were known; one that was evicted since is read again
                     self._put(image.levels, new)
         except BaseException:
             self._intake.forget(view.pixels for view in request_views.values() if view.pixels is not None)
@@ -196,9 +197,9 @@ class Preparer:
         return keys, request_views
 
     def _read_again(self, view: RequestView) -> None:
-        """Compute the pixels of a view whose features were dropped before its request could use them.
+        """Compute the pixels of a view whose features were evicted before its request could use them.
 
-        Keeping every running request's images for this rare case would take most of the host's memory.
+        This is rare, and keeping the images of all running requests would take most of the host's memory.
         """
         found = images_of(view.request)
         read = _decoded(found[view.index]) if view.index < len(found) else None
@@ -207,7 +208,7 @@ class Preparer:
         self._put(read.levels, [view])
 
     def _put(self, levels: NDArray[np.uint8], request_views: list[RequestView]) -> None:
-        """Give views of one image to the runner; the image crosses to it once."""
+        """Send views of one image to the runner; the image is sent once."""
         if not request_views:
             return
         refs = self._intake.put(levels, [view.view for view in request_views])
@@ -216,7 +217,7 @@ class Preparer:
 
 
 def _decoded(image: Page | PageBytes | Image.Image) -> _ReadImage:
-    """Decode an image. Its levels are a copy: the caller may change an image of theirs afterwards."""
+    """Decode an image. The levels are a copy: the caller may modify their image afterwards."""
     levels = levels_of(open_image(image, copy=False))
     height, width, _ = levels.shape
     return _ReadImage((width, height), image_digest(levels), levels)

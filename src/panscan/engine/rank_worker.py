@@ -52,12 +52,12 @@ from panscan.model.sharding import ProcessRanks
 
 __all__ = ["main"]
 
-_EARLIER = 0.8  # part of a pass's deadline after which it stops waiting for pixels, and can say so
+_PIXEL_SHARE = 0.8  # part of a pass's deadline after which it stops waiting for pixels, and can say so
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 
 
 class _Worker:
-    """One rank: commands on the main thread; pixels, results and heartbeats on threads of their own."""
+    """One rank: commands on the main thread; pixels, results and heartbeats on separate threads."""
 
     def __init__(self, control: Connection, pixels: Connection) -> None:
         self._control, self._pixels = control, pixels
@@ -83,9 +83,9 @@ class _Worker:
             if isinstance(message, FlatBatch):
                 self._execute(message)
             else:
-                self._carry_out(message)
+                self._run_command(message)
 
-    def _carry_out(self, message: Any) -> None:
+    def _run_command(self, message: Any) -> None:
         """Carry out a command and answer it."""
         try:
             match message:
@@ -142,16 +142,16 @@ class _Worker:
     def _execute(self, batch: FlatBatch) -> None:
         number = next(self._passes)
         if self._failed.is_set():
-            return  # in a later pass, the other ranks would take this one's sums for those of the pass that failed
+            return  # in a later pass, the other ranks would mistake this one's sums for those of the failed pass
         try:
             runner, ranks = self._runner, self._ranks
             if runner is None or ranks is None:
                 raise RuntimeError("a batch came before its model runner was built")
             own = {view.pixels for view in batch.encode if view.rank == ranks.rank}
-            self._await_pixels(own, _EARLIER * pass_seconds(runner.facts.device))
+            self._await_pixels(own, _PIXEL_SHARE * pass_seconds(runner.facts.device))
             self._launched.put((number, runner.execute(batch)))
-        except Exception as error:  # whatever it is, the other ranks may wait for this one in a collective
-            self._break(error)
+        except Exception as error:  # the other ranks may be waiting for this one in a collective
+            self._report_failure(error)
 
     def _await_pixels(self, handles: set[int], seconds: float) -> None:
         with self._arrived:
@@ -170,12 +170,12 @@ class _Worker:
                 number, handle = launched
                 try:
                     result = handle.wait()
-                except Exception as error:  # a device reports what went wrong when it is waited for
-                    self._break(error)
+                except Exception as error:  # devices report failures of a pass at the next synchronisation
+                    self._report_failure(error)
                     continue
                 if self._ranks is not None and self._ranks.rank == 0:
                     self._send(PassFinished(number, result))
-                del launched, handle, result  # their tensors, until the next pass
+                del launched, handle, result  # otherwise their tensors live until the next pass
 
     def _receive_pixels(self) -> None:
         try:
@@ -184,11 +184,11 @@ class _Worker:
                     message = self._pixels.recv_bytes()
                 except (EOFError, OSError):
                     os._exit(0)  # the parent has exited; the main thread may be inside a collective
-                self._take_pixels(pickle.loads(message))
-        except Exception as error:  # out of memory, for one
-            self._break(error)
+                self._store_pixels(pickle.loads(message))
+        except Exception as error:  # for example, out of memory
+            self._report_failure(error)
 
-    def _take_pixels(self, message: PutPixels | ForgetPixels) -> None:
+    def _store_pixels(self, message: PutPixels | ForgetPixels) -> None:
         runner = self._runner
         if runner is None or (isinstance(message, PutPixels) and message.session != self._session):
             return
@@ -198,7 +198,7 @@ class _Worker:
             runner.pixels.forget(message.handles)
         with self._arrived:
             if self._runner is not runner:
-                return  # dropped meanwhile, and its pixels with it
+                return  # the runner and its pixels were dropped in the meantime
             if isinstance(message, PutPixels):
                 self._held |= {*message.handles}
             else:
@@ -208,13 +208,13 @@ class _Worker:
     def _send_heartbeats(self) -> None:
         pause, parent = threading.Event(), os.getppid()
         while not pause.wait(HEARTBEAT_SECONDS):
-            if os.getppid() != parent:  # a forked child of it may keep the connections open
+            if os.getppid() != parent:  # a forked child of the parent may keep the connections open
                 os._exit(0)
             self._send(Heartbeat())
 
     def _drop_runner(self) -> None:
         self._launched.put(None)
-        self._idle.wait()  # for the results of passes in flight, whose tensors must live until then
+        self._idle.wait()  # until passes in flight have finished, which use the runner's tensors
         self._idle.clear()
         if self._runner is not None:
             self._runner.close()
@@ -223,7 +223,7 @@ class _Worker:
             self._held.clear()
         release_memory()
 
-    def _break(self, error: Exception) -> None:
+    def _report_failure(self, error: Exception) -> None:
         self._failed.set()
         traceback.print_exc()
         self._send(PassFailed(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))

@@ -61,7 +61,7 @@ HEARTBEAT_SECONDS = 2.0
 _IMPORT_SECONDS = 300.0  # until a rank's first heartbeat: from a network disk, PyTorch takes minutes to import
 _COMMAND_SECONDS = 3600.0  # to load a shard, or to build a model runner
 _FAILED_SECONDS = 5.0  # between the first rank that fails a command and the last, if all fail alike
-_EXIT_SECONDS = 10.0  # from SIGKILL to the end of a process, which may have to give back a GPU
+_EXIT_SECONDS = 10.0  # from SIGKILL to the end of a process, which may have to release a GPU
 _WATCH_SECONDS = 0.5
 _ERROR_CHARACTERS = 300  # characters of a rank's last error message
 _SIGNALS = {each.value: each.name for each in signal.Signals}
@@ -77,11 +77,11 @@ class LoadShard:
     """To a rank: load this shard.
 
     Args:
-        settings: name the model and the device.
-        rank: which shard, from 0.
+        settings: settings with the model and the device.
+        rank: number of the shard, starting at 0.
         size: number of ranks.
-        store: a file through which the ranks find each other.
-        threads: threads of the rank's products on a CPU.
+        store: file through which the ranks find each other.
+        threads: CPU threads of the rank.
         time_line: origin of the parent's time line (see :func:`panscan.core.process.join_time_line`).
     """
 
@@ -174,10 +174,10 @@ class PassFailed:
 
 
 class RankGroup:
-    """The processes of one model, started and loaded.
+    """The rank processes of one model, started and loaded.
 
     Args:
-        settings: name the model, the device and ``tensor_parallel_size``.
+        settings: settings with the model, the device and ``tensor_parallel_size``.
 
     Raises:
         PanscanError: a rank cannot load its shard.
@@ -263,8 +263,6 @@ class RankGroup:
             rank.release()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    # What a session needs.
-
     def launch(self, batch: FlatBatch) -> int:
         """Send a batch to all ranks and return its number.
 
@@ -328,7 +326,7 @@ class RankGroup:
         """Send each rank its command, wait until all are done, and return their answers by rank.
 
         Raises:
-            PanscanError: of the first rank that failed. Unless all fail alike, the group is ended.
+            PanscanError: the error of the first rank that failed. Unless all ranks failed, the group is ended.
             EngineError: a rank died or hung.
         """
         with self._commanding:
@@ -367,7 +365,7 @@ class RankGroup:
                 pass
             case PassFinished():
                 self._finished = message.number + 1
-                if self._broken is None:  # else it may hold sums of different passes
+                if self._broken is None:  # otherwise the result may combine different passes
                     self._results.put(message)
             case PassFailed():
                 self._broken = self._broken or f"rank {rank}: {message.reason}"
@@ -380,7 +378,7 @@ class RankGroup:
 
     def _raise_closed(self) -> NoReturn:
         """Raise an error with the reason why the group was closed."""
-        self._closed.wait(_EXIT_SECONDS)  # the watchdog is about to find it
+        self._closed.wait(_EXIT_SECONDS)  # the watchdog is about to find the reason
         raise EngineError(self._reason or "the engine's processes were closed")
 
     def _watch(self) -> None:
@@ -389,12 +387,12 @@ class RankGroup:
             self._count_silence()
             if self._failure_reason() is None or self._closed.wait(_WATCH_SECONDS):
                 continue
-            # Asked again: a rank that dies breaks the others' passes some time before its own exit can be seen.
+            # Check twice: when a rank dies, the others' passes fail some time before its exit is visible.
             if (reason := self._failure_reason()) is not None:
                 self._end(reason)
 
     def _count_silence(self) -> None:
-        """Count time. A clock would also count the time for which the whole program was suspended."""
+        """Count the time without messages and finished passes. A clock would include suspension of the program."""
         for rank in self._ranks:
             rank.silent += _WATCH_SECONDS
         stalls = self._launched > self._finished == self._finished_before
@@ -419,7 +417,7 @@ class RankGroup:
         for rank in self._ranks:
             with suppress(subprocess.TimeoutExpired):  # stuck in a driver: there is nothing else to do
                 rank.process.wait(_EXIT_SECONDS)
-        self._results.put(None)  # for the thread that waits for a result
+        self._results.put(None)  # wakes the thread that waits for a result
 
 
 @dataclass(frozen=True, slots=True)

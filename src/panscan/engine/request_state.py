@@ -1,4 +1,4 @@
-"""One request from being accepted to its result, and what it leaves on the way."""
+"""The state of one request in the engine, from its acceptance to its result."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ __all__ = ["ObservationState", "RequestState", "RequestView"]
 
 @dataclass(slots=True)
 class RequestView:
-    """One view of a request, and a reference to its pixels.
+    """One view of a request and a reference to its pixels.
 
-    The image is not kept: if the pixels are needed after they were taken, the image is read again.
+    The image is not kept. If the pixels are needed again after the runner consumed them, the image is read again.
 
     Args:
-        request: the request it belongs to.
+        request: the request that the view belongs to.
         index: index of the image in the request.
         digest: digest of the image's levels.
         view: box in the image.
-        pixels: its pixels in the model runner; None: not computed, or encoded already.
+        pixels: reference to its pixels in the model runner; None: not computed, or already encoded.
     """
 
     request: Request
@@ -42,12 +42,12 @@ class RequestView:
 
 @dataclass(slots=True)
 class ObservationState:
-    """What has been observed of a request so far (see :class:`panscan.model.observation.ForcedTokens`).
+    """Observations of a request so far (see :class:`panscan.model.observation.ForcedTokens`).
 
     Args:
-        forced_tokens: what to force, and which prompt positions to observe.
+        forced_tokens: tokens to force, and prompt positions to observe.
         answer: logits before each token.
-        positions: final hidden state and logits at each observed position; a preempted prompt is computed again.
+        positions: final hidden state and logits by observed position; overwritten if the prompt is preempted.
     """
 
     forced_tokens: ForcedTokens
@@ -59,7 +59,7 @@ class ObservationState:
         return None if self.forced_tokens.tokens is None else self.forced_tokens.tokens[count]
 
     def observation(self, tokens: list[int]) -> Observation:
-        """Return all that was observed."""
+        """Return the observations, given the output tokens."""
         found = Observation(tokens, self.forced_tokens.positions, torch.stack(self.answer))
         if self.forced_tokens.positions:
             rows = [self.positions[position] for position in self.forced_tokens.positions]
@@ -75,17 +75,22 @@ class RequestState:
     Args:
         number: arrival order, starting at 0.
         request: the submitted request.
-        stamps: its time stamps so far.
+        stamps: times, set as the request advances.
         on_event: called with each event, from the engine's thread.
         on_end: called with the result after the last event, from the engine's thread.
-        seed: seed of its sampling.
-        observation: what has been observed, for an observed request.
-        request_views: its views by key, once it is prepared.
-        sequence: its tokens and blocks, once it is prepared.
-        text: detokenizer of its answer.
-        memory: its share of the memory for images, which holds its pixels.
-        forget: drops pixels at the model runner; set when it is prepared.
-        constraint: the tokens that its JSON schema allows next, once it is prepared; None: all.
+        seed: seed of the request's random stream.
+        observation: observations so far; None: the request is not observed.
+        request_views: views by key; set by preparation.
+        views: number of views; set by preparation.
+        crops: number of crops among them; set by preparation.
+        image_tokens: number of image tokens in the prompt; set by preparation.
+        sequence: tokens and block tables; set by preparation.
+        text: detokenizer of the answer; set by preparation.
+        memory: share of the image memory that holds the pixels.
+        forget: drops pixels in the model runner; set by preparation.
+        constraint: tokens that the JSON schema allows next; set by preparation; None: all tokens.
+        logprobs: log-probabilities of the output tokens, if requested.
+        ended: whether the result was delivered.
     """
 
     number: int
@@ -120,16 +125,16 @@ class RequestState:
 
     @property
     def needs_last_token(self) -> bool:
-        """Whether the host must know the last token before the next one can be chosen."""
+        """Whether choosing the next token requires the last one on the host."""
         penalised = self.request.sampling.repetition_penalty not in (None, 1)
         return self.observation is not None or self.constraint is not None or penalised
 
     def on_preempted(self) -> None:
-        """Record that the request lost its blocks and waits."""
+        """Record that the request was preempted and starts waiting."""
         self._preempted_at = now()
 
     def on_scheduled(self) -> None:
-        """Record that a pass with a chunk of the request is launched."""
+        """Record that a pass that computes part of the request is about to be launched."""
         at = now()
         if self._preempted_at is not None:
             self.stamps.waits.append((self._preempted_at, at))
@@ -140,9 +145,10 @@ class RequestState:
     def on_views_encoded(self, start: float, end: float) -> None:
         """Record that views were encoded from ``start`` to ``end``, in seconds of :func:`panscan.core.now`.
 
-        Chunks of a prompt may encode views in several passes: the start moves, so that the stage is their sum.
+        Views of a chunked prompt are encoded in parts. The start is shifted, so that the stage lasts as long as all
+        parts together.
         """
-        if self.stamps.tokens:  # preempted, and encoded again: the stages before the first token are over
+        if self.stamps.tokens:  # encoded again after preemption: the stages before the first token are over
             return
         before = 0.0
         if self.stamps.vision is not None and self.stamps.vision_start is not None:
@@ -152,20 +158,20 @@ class RequestState:
     def append_token(
         self, chosen: SampledToken, at: float, eos_ids: Collection[int], *, full: bool
     ) -> FinishReason | None:
-        """Append a token and deliver its event; return the finish reason if it ends the answer.
+        """Append a token and deliver its event; return the finish reason if it ends the answer, else None.
 
         Args:
             chosen: the token.
-            at: when it was chosen, in seconds of :func:`panscan.core.now`.
-            eos_ids: the checkpoint's end-of-sequence ids.
-            full: whether the sequence has no room for another token.
+            at: time at which it reached the host, in seconds of :func:`panscan.core.now`.
+            eos_ids: ids of the checkpoint's end-of-sequence tokens.
+            full: whether the answer has reached its maximum length.
 
         Raises:
-            SettingError: no token can follow this one; the token has been delivered.
+            SettingError: the JSON schema allows no further token; this one has been delivered.
         """
         assert self.text is not None and self.sequence is not None  # it is prepared
         if not self.stamps.tokens:
-            self.drop_pixels()  # also those of views that a cached prefix covers
+            self.drop_pixels()  # includes views whose tokens came from the prefix cache
         self.stamps.tokens.append(at)
         if chosen.logprobs is not None:
             self.logprobs.append(chosen.logprobs)
@@ -179,24 +185,32 @@ class RequestState:
         return reason
 
     def drop_view(self, key: bytes, *, taken: bool) -> None:
-        """Note that a view has features; ``taken``: the model runner takes its pixels from here."""
-        view = self.request_views[key]
-        waiting, view.pixels = view.pixels, None
-        if waiting is not None and not taken and self.forget is not None:
-            self.forget([waiting])
+        """Drop a view's pixels, because its features are available or about to be computed.
+
+        Args:
+            key: key of the view.
+            taken: whether the model runner consumes the pixels; otherwise they are dropped there.
+        """
+        request_view = self.request_views[key]
+        ref, request_view.pixels = request_view.pixels, None
+        if ref is not None and not taken and self.forget is not None:
+            self.forget([ref])
 
     def drop_pixels(self) -> None:
-        """Drop pixels: the views are encoded, or not needed any more."""
-        waiting = [view.pixels for view in self.request_views.values() if view.pixels is not None]
-        for view in self.request_views.values():
-            view.pixels = None
-        if waiting and self.forget is not None:
-            self.forget(waiting)
+        """Drop all pixels and free their memory: the views are encoded or no longer needed."""
+        refs = [each.pixels for each in self.request_views.values() if each.pixels is not None]
+        for each in self.request_views.values():
+            each.pixels = None
+        if refs and self.forget is not None:
+            self.forget(refs)
         if self.memory is not None:
             self.memory.free()
 
     def end(self, reason: FinishReason, error: PanscanError | None = None) -> None:
-        """Tell its result. An end without a token is an event of its own."""
+        """End the request and deliver its result.
+
+        A cancelled or failed request gets a final event without a token.
+        """
         self.ended = True
         self.stamps.end = now()
         self.drop_pixels()
@@ -210,8 +224,8 @@ class RequestState:
         assert self.text is not None  # it is prepared
         sampling = self.request.sampling
         forced = self.observation is not None and self.observation.forced_tokens.tokens is not None
-        marks = () if sampling.ignore_eos or forced else eos_ids
-        if token in marks or self.text.stopped or (not forced and token in sampling.stop_token_ids):
+        end_ids = () if sampling.ignore_eos or forced else eos_ids
+        if token in end_ids or self.text.stopped or (not forced and token in sampling.stop_token_ids):
             return "stop"
         return "length" if full else None
 

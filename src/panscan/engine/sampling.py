@@ -1,4 +1,4 @@
-"""Logits become tokens as in Transformers' ``generate()``, with randomness that depends on seed and place alone."""
+"""Sampling as in Transformers' ``generate()``, with random draws that depend only on seed and position."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from panscan.images.transfer import upload
 
 __all__ = ["DRAWS", "PendingTokens", "SampledToken", "Sampler", "draw", "filter_scores"]
 
-_BITS = 31  # of a draw: its product with the low half of a sum of weights fits into int64
+_BITS = 31  # bits of a draw: its product with the low half of a sum of weights fits into int64
 DRAWS = 2**_BITS
-"""Number of different draws; a draw over this is a share of the probability, in order of ids."""
+"""Number of different draws; ``draw / DRAWS`` is a point in the cumulative distribution over ids."""
 _ONE = 2.0**52  # weight of probability 1: float32 probabilities times it are exact, and sums stay below 2^53
-_AT_ONCE = 32  # rows filtered at once: a row of Gemma 3's vocabulary takes about 10 MB meanwhile
-_COLDEST = 1e-30  # temperature: scores divided by less overflow, and the likeliest id has all of the mass long before
+_AT_ONCE = 32  # rows filtered at once: a row of Gemma 3's vocabulary takes about 10 MB
+_COLDEST = 1e-30  # temperature: lower ones overflow the scores, and the top id has all of the mass long before
 _ALL64 = 2**64 - 1
 
 
@@ -61,11 +61,11 @@ class PendingTokens:
 
 
 class Sampler:
-    """Chooses next tokens for many requests at once; no row's token depends on the others.
+    """Chooses next tokens for many requests at once; no row's token depends on other rows.
 
     Args:
-        suppressed: ids that are never chosen; those beyond the vocabulary do not matter.
-        device: of the logits.
+        suppressed: ids that are never chosen; ids beyond the vocabulary are ignored.
+        device: device of the logits.
     """
 
     def __init__(self, suppressed: Sequence[int], device: torch.device | str) -> None:
@@ -92,13 +92,13 @@ class Sampler:
         tokens = scores.argmax(-1)
         sampled = [index for index, row in enumerate(rows) if not row.sampling.greedy]
         for part in _parts(sampled):
-            at = _beside(scores, part, np.int64)
+            at = _on_device_of(scores, part, np.int64)
             tokens.index_copy_(0, at, _sample(scores.index_select(0, at), [rows[index] for index in part]))
         counts = {index: row.sampling.logprobs for index, row in enumerate(rows) if row.sampling.logprobs is not None}
         return PendingTokens(tokens, Readback.of(tokens, *_logprobs(logits, tokens, counts)), counts)
 
     def scores(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-        """What greedy rows take the highest of: ``[rows, vocabulary]``, penalised, forbidden ids at minus infinity."""
+        """Return scores ``[rows, vocabulary]`` after penalties, with forbidden ids at minus infinity."""
         scores = _penalise(logits, rows)
         if len(self._ids):
             if self._mask is None or len(self._mask) != scores.shape[-1]:
@@ -108,10 +108,10 @@ class Sampler:
 
 
 def draw(seed: int, position: int) -> int:
-    """A uniform whole number in [0, 2^31) for one token, the same on every machine.
+    """Return a uniform integer in [0, 2^31) for one token, the same on every machine.
 
-    SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014): output ``position`` of
-    the generator whose state is the seed, mixed.
+    It is output ``position`` of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
+    2014), whose initial state is the mixed seed.
     """
     golden = 0x9E3779B97F4A7C15
     return _mix(_mix(seed + golden) + (position + 1) * golden) >> (64 - _BITS)
@@ -125,69 +125,68 @@ def _mix(value: int) -> int:
 
 
 def filter_scores(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
-    """Scores after temperature, ``top_k``, ``top_p`` and ``min_p``: what is filtered out is minus infinity.
+    """Apply temperature, ``top_k``, ``top_p`` and ``min_p``; scores of removed ids become minus infinity.
 
-    The rules and roundings are those of Transformers' logits warpers of these names.
+    Rules and rounding are those of Transformers' logits warpers of the same names.
 
     Args:
         scores: float32 ``[rows, vocabulary]``; not changed.
         samplings: one per row, none greedy.
     """
     heat = [[max(item.temperature, _COLDEST)] for item in samplings]
-    scores = scores / _beside(scores, heat, np.float32)
-    for given, outside in (("top_k", _outside_top_k), ("top_p", _outside_top_p), ("min_p", _outside_min_p)):
-        if any(getattr(item, given) is not None for item in samplings):
+    scores = scores / _on_device_of(scores, heat, np.float32)
+    for name, outside in (("top_k", _outside_top_k), ("top_p", _outside_top_p), ("min_p", _outside_min_p)):
+        if any(getattr(item, name) is not None for item in samplings):
             scores = scores.masked_fill(outside(scores, samplings), float("-inf"))
     return scores
 
 
 def _outside_top_k(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
-    """Scores below the k-th highest; what equals it stays."""
+    """Return a mask of scores below the k-th highest; ties stay."""
     most = min(max(item.top_k or 1 for item in samplings), scores.shape[-1])
-    last = _beside(scores, [[min(item.top_k or 1, most) - 1] for item in samplings], np.int64)
-    chosen = _beside(scores, [[item.top_k is not None] for item in samplings], np.bool_)
-    return chosen & (scores < scores.topk(most).values.gather(1, last))
+    kth = _on_device_of(scores, [[min(item.top_k or 1, most) - 1] for item in samplings], np.int64)
+    chosen = _on_device_of(scores, [[item.top_k is not None] for item in samplings], np.bool_)
+    return chosen & (scores < scores.topk(most).values.gather(1, kth))
 
 
 def _outside_top_p(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
-    """The least likely ids whose probabilities together are at most 1 - p, never the likeliest id.
+    """Return a mask of the least likely ids whose probabilities sum up to at most 1 - p; never of the top id.
 
-    Of equal ones the higher ids go first; Transformers leaves that to the device's sort.
+    Of equally likely ids, higher ones are removed first; Transformers leaves their order to the device's sort.
     """
     ordered, order = scores.flip(-1).sort(stable=True)
     mass = _weights(ordered.softmax(-1)).cumsum(-1).float()
     limits = [[-1.0 if item.top_p is None or item.top_p == 1 else 1 - item.top_p] for item in samplings]
-    outside = mass <= _beside(scores, limits, np.float32) * _ONE
+    outside = mass <= _on_device_of(scores, limits, np.float32) * _ONE
     outside[:, -1] = False
     return outside.scatter(1, order, outside).flip(-1)
 
 
 def _outside_min_p(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
-    """Ids less likely than this share of the likeliest."""
+    """Return a mask of ids less likely than ``min_p`` times the probability of the top id."""
     probabilities = scores.softmax(-1)
-    shares = _beside(scores, [[item.min_p or 0.0] for item in samplings], np.float32)
+    shares = _on_device_of(scores, [[item.min_p or 0.0] for item in samplings], np.float32)
     return probabilities < shares * probabilities.amax(-1, keepdim=True)
 
 
 def _weights(probabilities: torch.Tensor) -> torch.Tensor:
-    """Probabilities as whole numbers: their sums are the same in whatever order a device adds them."""
+    """Return probabilities as integers, whose sums do not depend on the order of addition."""
     return (probabilities * _ONE).long()
 
 
 def _sample(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """One id per row, int64 ``[rows]``: the first whose share of the distribution, in order of ids, ends behind the
-    draw."""
+    """Sample one id per row, int64 ``[rows]``: the first whose cumulative probability exceeds the draw."""
     sums = _weights(filter_scores(scores, [row.sampling for row in rows]).softmax(-1)).cumsum(-1)
-    draws = _beside(scores, [[draw(row.seed, row.position)] for row in rows], np.int64)
+    draws = _on_device_of(scores, [[draw(row.seed, row.position)] for row in rows], np.int64)
     total, low = sums[:, -1:], 2**_BITS - 1
     target = (total >> _BITS) * draws + ((total & low) * draws >> _BITS)  # total * draws / 2^31, rounded down
-    # Logits that are no numbers must not become an id beyond the vocabulary.
+    # NaN logits must not yield an id beyond the vocabulary.
     return torch.searchsorted(sums, target, right=True).squeeze(1).clamp_(max=scores.shape[-1] - 1)
 
 
 def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Scores of ids that a row has seen, divided by its repetition penalty, or times it where they are negative."""
-    positions: list[tuple[int, int]] = []
+    """Apply repetition penalties to ids of the prompt and answer: divide positive scores, multiply negative ones."""
+    pairs: list[tuple[int, int]] = []
     penalties: list[float] = []
     for index, row in enumerate(rows):
         penalty = row.sampling.repetition_penalty
@@ -196,12 +195,12 @@ def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor
         if row.token_ids is None:
             raise ValueError("a repetition penalty needs the ids seen so far")
         seen = [(index, token) for token in set(row.token_ids) if token < logits.shape[-1]]
-        positions += seen
+        pairs += seen
         penalties += [penalty] * len(seen)
-    if not positions:
+    if not pairs:
         return logits
-    at = _beside(logits, positions, np.int64).unbind(1)
-    penalty_at = _beside(logits, penalties, np.float32)
+    at = _on_device_of(logits, pairs, np.int64).unbind(1)
+    penalty_at = _on_device_of(logits, penalties, np.float32)
     before = logits[at]
     return logits.index_put(at, torch.where(before < 0, before * penalty_at, before / penalty_at))
 
@@ -216,7 +215,7 @@ def _constrain(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tenso
     bits = torch.arange(8, dtype=torch.uint8, device=scores.device)
     scores = scores.clone()
     for part in _parts(list(range(len(constrained)))):
-        at = _beside(scores, [constrained[index] for index in part], np.int64)
+        at = _on_device_of(scores, [constrained[index] for index in part], np.int64)
         allowed = (packed[part[0] : part[-1] + 1, :, None] >> bits & 1).bool().flatten(1)
         forbidden = ~pad(allowed, (0, width - allowed.shape[1]))  # a negative amount crops
         scores.index_copy_(0, at, scores.index_select(0, at).masked_fill_(forbidden, float("-inf")))
@@ -224,16 +223,17 @@ def _constrain(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tenso
 
 
 def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, counts: dict[int, int]) -> list[torch.Tensor]:
-    """Of the rows that ask for them: of the chosen token ``[n]``, and the likeliest ids and theirs ``[n, most]``.
+    """Return log-probabilities of the rows that request them; equally likely ids are in ascending order.
 
-    Of ids that are equally likely the lower comes first.
+    Returns:
+        Log-probability of the chosen token ``[n]``, top ids ``[n, most]`` and their log-probabilities ``[n, most]``.
     """
     if not counts:
         return []
     most = min(max(counts.values()), logits.shape[-1])
     found = []
     for part in _parts(list(counts)):
-        at = _beside(logits, part, np.int64)
+        at = _on_device_of(logits, part, np.int64)
         values = logits.index_select(0, at).log_softmax(-1)
         best = _ranked(values, most)
         own = values.gather(1, tokens.index_select(0, at)[:, None]).squeeze(1)
@@ -242,17 +242,19 @@ def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, counts: dict[int, int]
 
 
 def _ranked(values: torch.Tensor, count: int) -> torch.Tensor:
-    """The ids of the highest values, int64 ``[rows, count]``. ``topk`` alone leaves the order of equal values, which
-    bfloat16 logits are full of, to the device and the batch."""
+    """Return the ids of the highest values, int64 ``[rows, count]``, ties in ascending order.
+
+    With ``topk`` alone, the order of ties, which are common in bfloat16, depends on the device and the batch.
+    """
     bits = values.view(torch.int32)
-    ordered = bits ^ (bits >> 31 & 0x7FFFFFFF)  # whole numbers in the order of the float32 values
+    ordered = bits ^ (bits >> 31 & 0x7FFFFFFF)  # integers in the order of the float32 values
     keys = (ordered.long() << 32) - torch.arange(values.shape[-1], device=values.device)
     return keys.topk(count).indices
 
 
-def _beside(tensor: torch.Tensor, values: list[Any], kind: type[np.generic]) -> torch.Tensor:
-    """Figures as a tensor where another one is; ``torch.tensor`` would wait for the device."""
-    return upload(np.array(values, dtype=kind), tensor.device)
+def _on_device_of(tensor: torch.Tensor, values: list[Any], dtype: type[np.generic]) -> torch.Tensor:
+    """Return values as a tensor on the device of another one; ``torch.tensor`` would wait for the device."""
+    return upload(np.array(values, dtype=dtype), tensor.device)
 
 
 def _parts(indices: list[int]) -> Iterator[list[int]]:

@@ -1,4 +1,4 @@
-"""Views on a device: pixels that wait for the vision tower, and the features of the vision cache's slots."""
+"""Views on a device: pixels waiting for the vision tower, and the features in the vision cache's slots."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["PixelRef", "PixelStore", "ViewFeatures"]
 
 @dataclass(frozen=True, slots=True)
 class PixelRef:
-    """Where the pixels of one view wait: a handle, and the rank that encodes the view."""
+    """A reference to the pixels of one view: a handle, and the rank that encodes the view."""
 
     handle: int
     rank: int = 0
@@ -41,14 +41,14 @@ class _Waiting:
 
 
 class PixelStore:
-    """Normalised pixels that wait for their pass. Several threads may put pixels; one takes them.
+    """Normalised pixels waiting for their pass. Several threads may put pixels; one takes them.
 
     Args:
-        device: where they wait.
-        dtype: what they are cast to, after normalisation in float32.
+        device: device of the pixels.
+        dtype: dtype of the pixels, after normalisation in float32.
         spec: the checkpoint's pixel settings.
-        limit: bytes on the device; beyond them pixels wait in the host's memory. None: no limit.
-        resize: what cuts and resizes views (see :func:`panscan.images.resize.choose_resize`).
+        limit: maximum bytes on the device; further pixels are kept in host memory. None: no limit.
+        resize: function that crops and resizes views (see :func:`panscan.images.resize.choose_resize`).
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class PixelStore:
 
     def put_as(self, handles: Sequence[int], levels: NDArray[np.uint8], views: Sequence[View]) -> None:
         """Compute the pixels of views and keep them under given handles (see :meth:`put`)."""
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):  # beside the passes
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):  # concurrent with passes
             pixels = self._resize(levels, views, self._spec, self._device).to(self._dtype)
             for handle, each in zip(handles, pixels, strict=True):
                 if not self._reserve(each.nbytes):
@@ -93,7 +93,7 @@ class PixelStore:
         """Remove and return a view's pixels, ready for the current stream.
 
         Raises:
-            KeyError: nothing waits under this handle.
+            KeyError: there are no pixels under this handle.
         """
         waiting = self._waiting.pop(handle)
         if not waiting.on_device:
@@ -106,7 +106,7 @@ class PixelStore:
         return waiting.pixels
 
     def forget(self, handles: Iterable[int]) -> None:
-        """Drop pixels that are not needed any more; unknown handles are ignored."""
+        """Drop pixels that are no longer needed; unknown handles are ignored."""
         for handle in handles:
             if (waiting := self._waiting.pop(handle, None)) is not None and waiting.on_device:
                 self._release(waiting)
@@ -130,9 +130,9 @@ class ViewFeatures:
     Each rank encodes its own views and sends their features to the others.
 
     Args:
-        encode: pixels ``[views, 3, size, size]`` to features ``[views, image tokens, hidden]``.
-        pixels: where pixels wait.
-        batch_size: views at most that go through the tower at once.
+        encode: function from pixels ``[views, 3, size, size]`` to features ``[views, image tokens, hidden]``.
+        pixels: store of the pixels.
+        batch_size: maximum views that the tower encodes at once.
         ranks: the processes that share the model.
     """
 

@@ -1,5 +1,5 @@
-"""Which encoded views the vision cache holds, in which slot, and what identifies a view or a file. Integers only; the
-features are in ``engine.views``."""
+"""Vision cache bookkeeping: slots of encoded views, and keys of views and files. Integers only; the features are in
+``engine.views``."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def view_key(image: bytes, box: tuple[int, int, int, int], preprocess: str, spec
 
 
 class KnownFiles:
-    """Sizes and digests of the images in files that were decoded before. Thread-safe.
+    """Sizes and digests of images in previously decoded files. Thread-safe.
 
-    Decoding a page takes longer than all else that a follow-up question needs of the host, and files are small.
+    For a follow-up question, decoding a page would take longer than all other work on the host.
 
     Args:
-        count: files at most; the least recently used are forgotten first.
+        count: maximum number of files; the least recently used are evicted first.
     """
 
     def __init__(self, count: int) -> None:
@@ -63,7 +63,7 @@ class KnownFiles:
 
     @staticmethod
     def key(content: bytes, page: int) -> bytes:
-        """Return what identifies a page of a file: SHA-256 of the file's bytes, and the page's number."""
+        """Return the key of a page: SHA-256 of the file's bytes, and the page number."""
         return hashlib.sha256(content).digest() + page.to_bytes(4, "little")
 
     def get(self, key: bytes) -> tuple[tuple[int, int], bytes] | None:
@@ -74,7 +74,7 @@ class KnownFiles:
             return self._known.get(key)
 
     def add(self, key: bytes, size: tuple[int, int], digest: bytes) -> None:
-        """Remember what a file was decoded to."""
+        """Store the size and the digest of a decoded file."""
         with self._lock:
             self._known[key] = size, digest
             if len(self._known) > self._count:
@@ -82,9 +82,9 @@ class KnownFiles:
 
 
 class VisionCache:
-    """Slots for encoded views, the least recently used view dropped first.
+    """Slots for encoded views; the least recently used view is evicted first.
 
-    ``encoded``: views that were placed so far. ``reused``: views that were pinned and already there.
+    ``encoded``: number of views encoded so far. ``reused``: number of cache hits.
 
     Args:
         count: number of slots.
@@ -129,14 +129,14 @@ class VisionCache:
         self._pinned.clear()
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Drop views, because their features were never computed."""
+        """Remove views whose features were not computed."""
         for key in keys:
             if (slot := self._slots.pop(key, None)) is not None:
                 self._free.append(slot)
                 self._pinned.discard(key)
 
     def clear(self) -> None:
-        """Drop all views that are not pinned."""
+        """Evict all unpinned views."""
         self.forget(self._slots.keys() - self._pinned)
 
     def _take(self) -> int:

@@ -1,7 +1,7 @@
-"""Requests one by one, each answered as a stream of events: the asynchronous counterpart of a runner's batches.
+"""Asynchronous targets: requests are answered one by one as streams of events, not in batches as by a runner.
 
-A target may be an engine in this process or a server elsewhere. Results are measured as its client sees them, and
-become the same records and metrics as those of a runner (:func:`panscan.records.requests.request_fields`).
+A target may be an engine in this process or a remote server. Results are measured by the client, and produce the same
+records and metrics as those of a runner (:func:`panscan.records.requests.request_fields`).
 """
 
 from __future__ import annotations
@@ -18,36 +18,35 @@ __all__ = ["ResponseStream", "Target", "answer_all", "answer_one"]
 
 
 class ResponseStream(Protocol):
-    """The answer to one request. A failed request ends the iteration by raising its error."""
+    """The answer to one request. Iteration raises the error of a failed request."""
 
     def __aiter__(self) -> AsyncIterator[TokenEvent]:
-        """Events as tokens are ready; the last has a ``finish_reason``."""
+        """Yield events as tokens are ready; the last event has a ``finish_reason``."""
         ...
 
     async def result(self) -> Result:
-        """What became of the request, once it has ended; a failed one has its ``error``."""
+        """Return the result once the request has ended; a failed request has an ``error``."""
         ...
 
 
 class Target(Protocol):
-    """Something that answers requests as they arrive. :class:`panscan.engine.engine.Engine` is one."""
+    """An engine or server that answers requests as they arrive, such as :class:`panscan.engine.engine.Engine`."""
 
     def submit(self, request: Request) -> ResponseStream:
-        """Begin to answer one request."""
+        """Submit one request and return its stream."""
         ...
 
 
 async def answer_one(target: Target, request: Request) -> Result:
-    """The result of one request, with the client's time stamps.
+    """Answer one request and return its result with the client's timestamps.
 
-    ``accepted`` is when the request was submitted, ``tokens`` the time in each event (a remote target sets it on
-    receipt), ``end`` when the stream ended. Stages that only the target sees keep the target's stamps. A failed request
-    has its ``error``.
+    ``accepted`` is the time of submission, ``tokens`` the times of the events (set on receipt for a remote target) and
+    ``end`` the end of the stream. Other stages keep the target's timestamps. A failed request has an ``error``.
     """
     accepted = now()
     tokens: list[float] = []
     stream = target.submit(request)
-    with suppress(PanscanError):  # the result has it
+    with suppress(PanscanError):  # the result contains it
         async for event in stream:
             if event.token_id is not None:
                 tokens.append(event.at)
@@ -56,12 +55,12 @@ async def answer_one(target: Target, request: Request) -> Result:
 
 
 async def answer_all(target: Target, requests: Iterable[Request], *, max_concurrency: int) -> list[Result]:
-    """The results of requests in their order, in a closed loop: as one ends, the next is submitted.
+    """Answer requests in a closed loop and return their results in order.
 
     Args:
-        target: what answers.
-        requests: any number; drawn as there is room for them.
-        max_concurrency: requests in flight at most.
+        target: target that answers.
+        requests: any number of requests, read as others finish.
+        max_concurrency: maximum requests in flight.
 
     Raises:
         SettingError: ``max_concurrency`` is below 1.

@@ -1,7 +1,7 @@
 """Tests of attention implementations on the tiny model: do image tokens attend to later tokens of their image?
 
-The tests intervene instead of inspecting masks: they change the features of an image's last token, or the prompt's last
-token, and look which positions change. So they hold for kernels that take no mask.
+The tests do not inspect masks. They change the features of an image's last token, or the prompt's last token, and
+observe which positions change. They therefore also work for kernels without a mask argument.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from panscan.model.inputs import collate, prepare, read_images
 __all__ = ["FLASH_MASK", "AttentionResponse", "attention_response", "sample_inputs", "tiny_model"]
 
 FLASH_MASK = "panscan-causal-images"
-"""An attention implementation: SDPA under the mask that Transformers makes for flash attention. Runs on any device."""
+"""Attention implementation: SDPA with the mask that Transformers creates for flash attention. Runs on any device."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionResponse:
-    """How final hidden states respond to changes of later tokens, relative to their size.
+    """Changes of final hidden states in response to changes of later tokens, relative to their mean magnitude.
 
     Args:
         image: largest change at an image's first tokens when the features of its last token change.
         text: largest change before the prompt's last token when that token changes.
-        last: final hidden state of the last position, float32 ``[hidden]``, nothing changed.
+        last: final hidden state of the last position without changes, float32 ``[hidden]``.
     """
 
     image: float
@@ -44,14 +44,14 @@ class AttentionResponse:
 
 
 def tiny_model(device: torch.device, dtype: torch.dtype = torch.float32) -> Loaded:
-    """Return the tiny model. In float32, rounding is too small to be mistaken for a fault."""
+    """Return the tiny model. In float32, rounding errors are too small to be mistaken for a fault."""
     return load_model("tiny", Placement(device, dtype))
 
 
 def sample_inputs(loaded: Loaded, *prompts: str) -> dict[str, Any]:
     """Return the inputs of a batch of prompts, padded on the left (see ``collate``).
 
-    All are about the same noise image, unless the model reads text only.
+    Each prompt has the same noise image, unless the model is text-only.
     """
     images = [] if loaded.reader.pixels is None else [_noise(loaded.reader.pixels.size)]
     requests = [Request(prompt=prompt, images=images, pan_and_scan=PanAndScan(enabled=False)) for prompt in prompts]
@@ -62,14 +62,14 @@ def sample_inputs(loaded: Loaded, *prompts: str) -> dict[str, Any]:
 
 @torch.no_grad()
 def attention_response(loaded: Loaded, implementation: str) -> AttentionResponse:
-    """Measure an attention implementation. The model keeps it afterwards.
+    """Measure an attention implementation, which the model keeps afterwards.
 
     Args:
         loaded: the tiny model.
-        implementation: as ``attn_implementation`` takes it, or :data:`FLASH_MASK`.
+        implementation: a value of ``attn_implementation``, or :data:`FLASH_MASK`.
 
     Raises:
-        ImportError, ValueError, RuntimeError: Transformers or the kernel refuses it here.
+        ImportError, ValueError, RuntimeError: Transformers or the kernel does not support it here.
     """
     if implementation == FLASH_MASK:
         _register_flash_mask()
@@ -82,12 +82,12 @@ def attention_response(loaded: Loaded, implementation: str) -> AttentionResponse
     with _changed_feature(model):
         changed = _hidden(model, inputs)
     ids = inputs["input_ids"].clone()
-    ids[0, -1] = ids[0, -2]  # another token of the vocabulary: the prompt ends in "model" and a line break
-    longer = _hidden(model, {**inputs, "input_ids": ids})
+    ids[0, -1] = ids[0, -2]  # a different token: the prompt ends with "model" and a line break
+    edited = _hidden(model, {**inputs, "input_ids": ids})
     scale = float(plain.abs().mean())
     return AttentionResponse(
         image=float((changed - plain)[first : (first + last) // 2].abs().max()) / scale,
-        text=float((longer - plain)[:-1].abs().max()) / scale,
+        text=float((edited - plain)[:-1].abs().max()) / scale,
         last=plain[-1].cpu(),
     )
 
@@ -104,7 +104,7 @@ def _hidden(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
 
 @contextmanager
 def _changed_feature(model: Any) -> Iterator[None]:
-    """Double and negate the features of each view's last image token while in the block."""
+    """Double and negate the features of each view's last image token inside the ``with`` block."""
 
     def change(_module: Any, _inputs: Any, features: torch.Tensor) -> torch.Tensor:
         features = features.clone()
@@ -127,7 +127,7 @@ def _register_flash_mask() -> None:
 def _flash_masked_sdpa(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **options: Any
 ) -> Any:
-    """Compute what a flash-attention kernel computes: causal, within the window, without padded keys."""
+    """Attend as a flash-attention kernel does: causally, within the window, without padded keys."""
     at = torch.arange(key.shape[2], device=key.device)[None]
     last = at[0, key.shape[2] - query.shape[2] :, None]
     seen = (at <= last) & (at > last - (options.get("sliding_window") or key.shape[2]))

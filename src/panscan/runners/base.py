@@ -1,4 +1,4 @@
-"""The one interface over the ways to run requests, and how requests are cut into its calls."""
+"""The interface of runners, and how requests are divided into batches."""
 
 from __future__ import annotations
 
@@ -16,90 +16,97 @@ __all__ = ["Runner", "TracksPeakMemory", "batches", "calls", "check_change"]
 
 
 class Runner(Protocol):
-    """A loaded model that answers requests. Settings of level "call" may change between batches."""
+    """A loaded model that answers batches of requests. Settings of level "call" may change between batches."""
 
     settings: Settings
     loaded: Loaded
 
     def configure(self, settings: Settings) -> None:
-        """Take other settings of the same load. Raises SettingError or UnsupportedError."""
+        """Switch to other settings of the same loaded model.
+
+        Raises:
+            SettingError: the settings need different weights.
+            UnsupportedError: this machine does not support the settings.
+        """
         ...
 
     def run(self, batch: Sequence[Request]) -> list[Result]:
-        """Answer one batch; the requests' own pan-and-scan and sampling settings count."""
+        """Answer one batch with the pan-and-scan and sampling settings of its requests."""
         ...
 
     def pixels(self, settings: Settings) -> str:
-        """Which rounding the pixels of views have under these settings: that of ``--preprocess cpu`` or ``device``."""
+        """Return the preprocessing whose rounding the views' pixels have: ``cpu`` or ``device``, as in
+        ``--preprocess``."""
         ...
 
     def observe(self, batch: Sequence[Request], forced: Sequence[ForcedTokens]) -> list[Observation]:
-        """Next-token distributions of one batch along given tokens, through its own path.
+        """Return next-token distributions of one batch along forced tokens, as the runner computes them.
 
-        Raises UnsupportedError where there is no way to look in.
+        Raises:
+            UnsupportedError: the runner's logits are not accessible.
         """
         ...
 
     def drop(self) -> None:
-        """Give back the memory of everything but the loaded model; the next call builds it again."""
+        """Free all memory except the loaded model's; the next call allocates it again."""
         ...
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the model and all other memory."""
         ...
 
 
 @runtime_checkable
 class TracksPeakMemory(Protocol):
-    """A runner whose model may run in other processes, and which measures their peak memory."""
+    """A runner that measures peak memory itself, because its model may run in other processes."""
 
     def reset_peak_memory(self) -> None:
-        """Start new peaks."""
+        """Reset the peaks."""
         ...
 
     def peak_memory(self) -> dict[str, int | None]:
-        """Return peaks since the last reset (see :func:`panscan.model.machine.peak_memory`)."""
+        """Return peak memory since the last reset (see :func:`panscan.model.machine.peak_memory`)."""
         ...
 
 
 def check_change(loaded: Settings, wanted: Settings) -> None:
-    """Refuse settings that a runner cannot switch to without loading other weights.
+    """Refuse settings that a runner cannot switch to without loading different weights.
 
     Args:
-        loaded: the runner's present settings.
-        wanted: those that it should take.
+        loaded: current settings of the runner.
+        wanted: settings to switch to.
 
     Raises:
-        SettingError: they need other weights.
-        UnsupportedError: they cannot run here.
+        SettingError: the settings need different weights.
+        UnsupportedError: this machine does not support the settings.
     """
     from panscan.model.support import require_supported
 
     if wanted.load_key != loaded.load_key:
-        raise SettingError("other weights need another runner")
-    if wanted != loaded:  # the loaded ones were asked before loading
+        raise SettingError("the settings need different weights: load another runner")
+    if wanted != loaded:  # the current settings were checked before loading
         require_supported(wanted)
 
 
 def calls(views: Sequence[int], settings: Settings) -> list[list[int]]:
-    """Indices of the requests of each ``run`` call: engines take all at once, other runners batch by batch.
+    """Return the indices of the requests of each ``run`` call: engines get all at once, other runners batches.
 
     Args:
         views: view count of each request.
-        settings: runner, batch size and so on.
+        settings: settings with the runner and the batch size.
     """
     size = len(views) if settings.runner in ALL_AT_ONCE else settings.batch_size
     return batches(views, size, equal_views=settings.equal_views)
 
 
 def batches(views: Sequence[int], batch_size: int, *, equal_views: bool) -> list[list[int]]:
-    """Indices of requests, batch by batch.
+    """Divide requests into batches, and return the indices of each.
 
     Args:
         views: view count of each request.
-        batch_size: requests in a batch at most.
-        equal_views: only requests with equal view counts share a batch, so that none is padded for another's crops;
-            batches then come in the order of their first request.
+        batch_size: maximum requests per batch.
+        equal_views: batch only requests with equal view counts, which avoids padding. Batches are in the order of their
+            first requests.
     """
     return list(_batches(views, batch_size, equal_views=equal_views))
 

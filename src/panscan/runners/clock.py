@@ -1,4 +1,4 @@
-"""Time stamps on the device's own time line, without making the device wait."""
+"""Timestamps of a device's work, without synchronising the device."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ __all__ = ["DeviceClock", "TokenClock", "timed_vision"]
 
 
 class DeviceClock:
-    """Marks moments; :meth:`read` gives them in seconds of :func:`panscan.core.now`.
+    """Records timestamps of a device's work; :meth:`read` converts them to seconds of :func:`panscan.core.now`.
 
-    On one NVIDIA GPU a mark is an event, so that the host runs ahead as it does unmeasured. With layers on several
-    devices, and on MPS, each mark waits for the device instead: events of different devices cannot be compared.
+    On one NVIDIA GPU, timestamps are CUDA events, which let the host run ahead of the device. With layers on several
+    devices, and on MPS, each mark synchronises instead: events of different devices cannot be compared.
+
+    Args:
+        device: the device.
+        one_device: whether all layers are on this device.
     """
 
     def __init__(self, device: torch.device, *, one_device: bool = True) -> None:
@@ -33,7 +37,7 @@ class DeviceClock:
         self._zero = now()
 
     def mark(self) -> int:
-        """Record a time mark; return its index in :meth:`read`."""
+        """Record a timestamp and return its index in :meth:`read`."""
         if self._events:
             self._marks.append(self._event())
         else:
@@ -42,10 +46,10 @@ class DeviceClock:
         return len(self._marks) - 1
 
     def read(self) -> list[float]:
-        """Every mark's time, once the device has reached the last.
+        """Wait for the device and return all timestamps.
 
-        The device's clock and the host's drift apart by some millionths, which shows after seconds: marks are placed
-        between two moments that both clocks have seen.
+        The clocks of device and host drift apart by a few parts per million, which matters after seconds. Timestamps
+        are therefore interpolated between two points that both clocks have measured.
         """
         synchronize(self.device)
         if not self._events:
@@ -62,7 +66,7 @@ class DeviceClock:
 
 
 class TokenClock:
-    """A stopping criterion that stops nothing: ``generate()`` calls it when each step's tokens are chosen."""
+    """A stopping criterion that only records timestamps: ``generate()`` calls it after each step."""
 
     def __init__(self, clock: DeviceClock) -> None:
         self.clock = clock
@@ -74,10 +78,10 @@ class TokenClock:
 
 
 class timed_vision:  # noqa: N801 - used as a context manager, like a function
-    """Marks when the vision tower is entered and when the image embeddings are ready, while in the ``with`` block.
+    """Record start and end of image encoding inside the ``with`` block.
 
-    The model's ``get_image_features`` is wrapped on the instance: a hook on the tower would become part of what
-    ``torch.compile`` compiles.
+    The model's ``get_image_features`` is wrapped on the instance, because ``torch.compile`` would compile a hook on the
+    tower.
     """
 
     def __init__(self, model: Any, clock: DeviceClock) -> None:

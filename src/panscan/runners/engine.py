@@ -21,10 +21,10 @@ __all__ = ["EngineRunner"]
 
 
 class EngineRunner:
-    """Gemma 3 through :class:`panscan.engine.engine.Engine`, opened on first use and reopened for other sizes.
+    """Gemma 3 through :class:`panscan.engine.engine.Engine`, opened on first use and reopened for other options.
 
-    Truths are computed on the bare model before that, while the engine's caches do not take memory yet. With a tensor
-    parallel size, the bare model makes room for the ranks when the engine opens, and is loaded again by :meth:`drop`.
+    Truths are computed on the bare model before the engine opens and its caches take memory. With tensor parallelism,
+    the bare model's weights are freed for the ranks when the engine opens, and loaded again by :meth:`drop`.
     """
 
     def __init__(self, loaded: Loaded, settings: Settings) -> None:
@@ -38,7 +38,7 @@ class EngineRunner:
             check_divides(loaded.model.config, settings.tensor_parallel_size)
 
     def configure(self, settings: Settings) -> None:
-        """Take other settings of the same load."""
+        """Switch to other settings of the same loaded model."""
         check_change(self.settings, settings)
         if self.loaded.model.config._attn_implementation != settings.attention:
             apply_attention(self.loaded.model, settings.attention)
@@ -46,19 +46,19 @@ class EngineRunner:
         self.settings = settings
 
     def run(self, batch: Sequence[Request]) -> list[Result]:
-        """Answer requests with empty caches: what one measurement computed is no help to the next.
+        """Answer requests with empty caches, so that measurements do not affect each other.
 
         Raises:
-            PanscanError: of the first request that failed, when all have ended.
+            PanscanError: the error of the first request that failed, after all have ended.
         """
         self.engine.reset_caches()
         return self.answer(batch)
 
     def answer(self, requests: Sequence[Request]) -> list[Result]:
-        """Answer requests with whatever the caches hold.
+        """Answer requests without emptying the caches.
 
         Raises:
-            PanscanError: of the first request that failed, when all have ended.
+            PanscanError: the error of the first request that failed, after all have ended.
         """
         in_flight = self.settings.max_concurrency or max(1, len(requests))
         results = dict(self.engine.stream_results(requests, max_concurrency=in_flight))
@@ -68,18 +68,18 @@ class EngineRunner:
         return [results[index] for index in range(len(requests))]
 
     def pixels(self, settings: Settings) -> str:
-        """Which rounding the pixels have under these settings: ``cpu`` or ``device``, as in ``--preprocess``."""
+        """Return the preprocessing whose rounding the pixels have: ``cpu`` or ``device``, as in ``--preprocess``."""
         return settings.preprocess
 
     def observe(self, batch: Sequence[Request], forced: Sequence[ForcedTokens]) -> list[Observation]:
-        """Next-token distributions along given tokens, through the engine."""
+        """Return next-token distributions along forced tokens, computed by the engine."""
         return self.engine.observe(batch, forced)
 
     @property
     def engine(self) -> Engine:
-        """The engine of the present settings; reopened where its options or its precision of products change."""
+        """The engine for the current settings; reopened if its options or TF32 change."""
         options = EngineOptions.of(self.settings)
-        # Whether products use TF32 is part of what an engine recorded.
+        # CUDA graphs are recorded with the current TF32 setting.
         kept = self._engine is not None and self._engine.settings.tf32 == self.settings.tf32
         failed = self._ranks is not None and self._ranks.failed
         if self._engine is None or not kept or failed or self._engine.options != options:
@@ -88,7 +88,7 @@ class EngineRunner:
         return self._engine
 
     def reset_peak_memory(self) -> None:
-        """Start new peaks, here and on the ranks. Opens the engine, so that its startup is not measured."""
+        """Reset the peaks of this process and its ranks. Opens the engine, so that its startup is not measured."""
         self.engine  # noqa: B018 - opened on first use
         reset_peak_memory()
         if self._ranks is not None and not self._ranks.failed:
@@ -106,7 +106,7 @@ class EngineRunner:
         return {name: _total(each[name] for each in found) for name in found[0]}
 
     def drop(self) -> None:
-        """Drop the engine and give its memory back; the model is as it was loaded."""
+        """Close the engine and free its memory; restore the loaded model."""
         self._close_engine()
         self._close_ranks()
         if self._weights_dropped:
@@ -115,7 +115,7 @@ class EngineRunner:
             self._weights_dropped = False
 
     def close(self) -> None:
-        """Drop the engine and the model."""
+        """Close the engine and free the model."""
         self._close_engine()
         self._close_ranks()
         del self.loaded
@@ -125,7 +125,7 @@ class EngineRunner:
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-            release_memory()  # before another cache is sized by what is free
+            release_memory()  # before the next engine sizes its cache by free memory
 
     def _ranks_of(self, settings: Settings) -> RankGroup | None:
         """Return the rank processes, restarted if they have failed or TF32 changed; None without tensor parallelism."""
@@ -147,6 +147,6 @@ class EngineRunner:
 
 
 def _total(values: Iterable[int | None]) -> int | None:
-    """Return the sum of the values that are known; None if none is."""
+    """Return the sum of the known values; None if all are unknown."""
     known = [value for value in values if value is not None]
     return sum(known) if known else None

@@ -1,4 +1,4 @@
-"""Names of runners become runners."""
+"""Creation of runners by name."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["open_runner", "ready_runner"]
 
 
 def open_runner(settings: Settings) -> Runner:
-    """Load what settings name, in the runner that they name. Call ``configure`` before the first batch.
+    """Load the model and the runner that the settings name. Call ``configure`` before the first batch.
 
     Raises:
-        ModelError: the checkpoint cannot be had.
-        UnsupportedError: this machine cannot do it, found out before anything is loaded; or this runner cannot run this
-            checkpoint.
+        ModelError: the checkpoint cannot be loaded.
+        UnsupportedError: this machine does not support the settings, which is checked before loading, or the runner
+            does not support the checkpoint.
     """
     require_supported(settings)
     if settings.runner == "vllm":
@@ -38,7 +38,7 @@ def open_runner(settings: Settings) -> Runner:
 
 
 def ready_runner(settings: Settings) -> Runner:
-    """The runner that settings name, switched to them.
+    """Return the runner that the settings name, configured for them.
 
     Raises: as :func:`open_runner`.
     """

@@ -34,13 +34,13 @@ __all__ = [
 
 _IMAGE_MODEL, _TEXT_MODEL = "gemma3n", "gemma3n_text"
 _DEVIATION = 0.02
-_NOT_HERE = ("quantization", "device_map", "max_memory", "tp_plan", "prefill_chunk_size", "preprocess")
+_UNSUPPORTED = ("quantization", "device_map", "max_memory", "tp_plan", "prefill_chunk_size", "preprocess")
 E2B: dict[str, Any] = {"num_hidden_layers": 30, "intermediate_size": 8192, "num_kv_shared_layers": 10}
-"""What Gemma 3n E2B's text decoder changes of ``Gemma3nTextConfig``, whose defaults are E4B's."""
+"""Sizes of Gemma 3n E2B's text decoder that differ from the defaults of ``Gemma3nTextConfig``, which are E4B's."""
 
 
 def gemma3n_config(**changes: Any) -> Gemma3nTextConfig:
-    """Return the configuration of a Gemma 3n text decoder: E4B's with changes, such as :data:`E2B`.
+    """Return the configuration of a Gemma 3n text decoder: E4B's sizes, with changes such as :data:`E2B`.
 
     Raises:
         ValueError: the changes contradict each other.
@@ -58,7 +58,7 @@ def is_gemma3n(name: str, revision: str | None = None) -> bool:
 
 
 def gemma3n_reads_images(name: str, revision: str | None = None) -> bool:
-    """Return whether a Gemma 3n checkpoint reads images; one of its text decoder alone does not.
+    """Return whether a Gemma 3n checkpoint reads images; a checkpoint of its text decoder does not.
 
     Raises:
         ModelError: the checkpoint is not available.
@@ -67,11 +67,11 @@ def gemma3n_reads_images(name: str, revision: str | None = None) -> bool:
 
 
 def load_gemma3n(name: str, device: torch.device, dtype: torch.dtype, revision: str | None = None) -> Loaded:
-    """Load a Gemma 3n checkpoint as Transformers has it, with its processor, or its tokenizer if it reads text only.
+    """Load a Gemma 3n checkpoint with Transformers, and its processor, or its tokenizer if it is text-only.
 
     Raises:
         ModelError: the checkpoint is not available.
-        UnsupportedError: a package is missing: the vision tower comes from timm.
+        UnsupportedError: timm, which provides the vision tower, is not installed.
     """
     text_only = _model_type(name, revision) == _TEXT_MODEL
     source = checkpoint_source(name, revision)
@@ -89,13 +89,13 @@ def load_gemma3n(name: str, device: torch.device, dtype: torch.dtype, revision: 
 
 @torch.no_grad()
 def random_gemma3n(name: str, config: Gemma3nTextConfig, dtype: torch.dtype, device: torch.device) -> Loaded:
-    """Build a text-only Gemma 3n in place with random weights, N(0, 0.02), and a bundled tokenizer.
+    """Build a text-only Gemma 3n with random weights, N(0, 0.02), and a bundled tokenizer.
 
     Args:
-        name: of the model, for messages.
-        config: sizes; its token ids are replaced by the tokenizer's.
-        dtype: of the weights.
-        device: of the model.
+        name: name of the model in messages.
+        config: sizes; the token ids are replaced by the tokenizer's.
+        dtype: dtype of the weights.
+        device: device of the model.
     """
     tokenizer = tokenizer_for(config.vocab_size)
     config.pad_token_id, config.bos_token_id = tokenizer.pad_token_id, tokenizer.bos_token_id
@@ -110,26 +110,26 @@ def random_gemma3n(name: str, config: Gemma3nTextConfig, dtype: torch.dtype, dev
 
 
 def require_gemma3n_settings(settings: Settings) -> None:
-    """Refuse settings that Gemma 3n does not have here.
+    """Refuse settings that are not supported for Gemma 3n.
 
     Raises:
-        UnsupportedError: naming the first of them.
+        UnsupportedError: a setting differs from its default.
     """
-    for name in _NOT_HERE:
+    for name in _UNSUPPORTED:
         if getattr(settings, name) != axes()[name].default:
             raise UnsupportedError(f"--{axes()[name].flag} is not supported for Gemma 3n: leave it out")
 
 
 class Gemma3nRunner(GenerateRunner):
-    """Gemma 3n through ``generate()``: without pan and scan, prepared by the checkpoint's own processor."""
+    """Gemma 3n through ``generate()``: without pan and scan, preprocessed by the checkpoint's processor."""
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Gemma3nRunner:
-        """Load what settings name.
+        """Load the model that the settings name.
 
         Raises:
             ModelError: the checkpoint is not available.
-            UnsupportedError: a setting that Gemma 3n does not have here, or a missing device or package.
+            UnsupportedError: a setting is not supported for Gemma 3n, or a device or package is missing.
         """
         require_gemma3n_settings(settings)
         device = resolve_device(settings.device)
@@ -143,10 +143,10 @@ class Gemma3nRunner(GenerateRunner):
 
 
 def _prepared(read: DecodedRequest, loaded: Loaded) -> Prepared:
-    """Write the prompt and compute the pixels of one request, with the checkpoint's own processor.
+    """Write the prompt and compute the pixels of one request with the checkpoint's processor.
 
     Raises:
-        SettingError: the checkpoint reads text only, and the request has images.
+        SettingError: the checkpoint is text-only, but the request has images.
     """
     reader = loaded.reader
     if not read.images:

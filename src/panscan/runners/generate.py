@@ -1,4 +1,4 @@
-"""Runner ``generate``: Transformers' own ``generate()``, with time stamps at every boundary."""
+"""Runner ``generate``: Transformers' ``generate()``, with a timestamp for each stage."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def generation_config(
     prefill_chunk_size: int | None = None,
     decode_compile: str | None = None,
 ) -> GenerationConfig:
-    """Return the configuration of one ``generate()`` call: the request's settings and the checkpoint's token ids.
+    """Return the configuration of one ``generate()`` call: the requests' settings and the checkpoint's token ids.
 
     Args:
-        sampling: settings that the batch shares.
+        sampling: sampling settings of the batch.
         loaded: the model.
         cache: ``dynamic`` or ``static``.
-        prefill_chunk_size: prompt tokens of one pass; None: all of them.
+        prefill_chunk_size: prompt tokens per pass; None: the whole prompt.
         decode_compile: see :attr:`GenerateRunner.decode_compile`.
     """
     own = loaded.model.generation_config
@@ -50,14 +50,14 @@ def generation_config(
         "max_new_tokens": sampling.max_new_tokens,
         "do_sample": not sampling.greedy,
         "pad_token_id": own.pad_token_id,
-        # An id outside of the vocabulary never comes up; None would bring the checkpoint's own back.
+        # An id outside the vocabulary is never generated; with None, generate() would use the checkpoint's ids.
         "eos_token_id": sorted(_end_ids(sampling, loaded)) or loaded.model.config.get_text_config().vocab_size,
         "suppress_tokens": own.suppress_tokens,
         "prefill_chunk_size": prefill_chunk_size,
     }
     if not sampling.greedy:
         chosen["temperature"] = sampling.temperature
-        # generate() keeps the 50 likeliest tokens by default; 0 keeps all.
+        # The default of generate() is top_k=50; 0 disables it.
         chosen |= {"top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1.0, "min_p": sampling.min_p}
     if sampling.repetition_penalty is not None:
         chosen["repetition_penalty"] = sampling.repetition_penalty
@@ -67,37 +67,37 @@ def generation_config(
         chosen["disable_compile"] = True
     elif decode_compile is not None:
         chosen["compile_config"] = CompileConfig(mode=decode_compile)
-        chosen["compile_config"]._compile_all_devices = True  # Transformers would skip a CPU without a word
+        chosen["compile_config"]._compile_all_devices = True  # otherwise Transformers silently skips CPUs
     return GenerationConfig(**chosen)
 
 
 def one_sampling(batch: Sequence[Request], runner: str, *refused: str) -> Sampling:
-    """The sampling settings that a batch shares.
+    """Return the sampling settings that all requests of a batch share.
 
     Args:
-        batch: not empty.
-        runner: what messages call the runner.
-        refused: fields of :class:`Sampling` that the runner does not offer.
+        batch: at least one request.
+        runner: name of the runner in messages.
+        refused: fields of :class:`Sampling` that the runner does not support.
 
     Raises:
-        SettingError: they differ (``generate()`` takes one set), or set what the runner does not offer.
+        SettingError: the batch is empty, the settings differ, or they use an unsupported field.
     """
     if not request_list(batch):
         raise SettingError("a batch needs at least one request")
     for request in batch:
         for name in refused:
             if getattr(request.sampling, name) not in (None, ()):
-                raise SettingError(f"runner {runner} does not offer {name}: use the runner engine")
+                raise SettingError(f"runner {runner}: {name} is not supported; use the runner engine")
     if any(request.sampling != batch[0].sampling for request in batch):
-        raise SettingError("generate() takes one set of sampling settings per batch")
+        raise SettingError("generate() supports one set of sampling settings per batch: submit separate batches")
     return batch[0].sampling
 
 
 class GenerateRunner:
     """Gemma 3 through Transformers' ``generate()``.
 
-    ``decode_compile``: how ``generate()`` compiles its decode step with a static cache: ``off``, or a mode of
-    ``torch.compile``; None: Transformers' choice (``reduce-overhead`` on an NVIDIA GPU, off elsewhere).
+    ``decode_compile``: compilation of the decode step with a static cache: ``off``, or a mode of ``torch.compile``;
+    None: Transformers' default (``reduce-overhead`` on an NVIDIA GPU, off elsewhere).
 
     Example:
         >>> runner = GenerateRunner.from_pretrained("mini")
@@ -114,18 +114,22 @@ class GenerateRunner:
 
     @classmethod
     def from_pretrained(cls, model: str = "mini", **settings: Any) -> GenerateRunner:
-        """Load a checkpoint: ``mini``, ``tiny``, a directory or a hub id. Further settings as on the command line.
+        """Load a checkpoint.
+
+        Args:
+            model: ``mini``, ``tiny``, a directory or a hub id.
+            settings: settings as on the command line.
 
         Raises:
-            ModelError: the checkpoint cannot be had.
+            ModelError: the checkpoint cannot be loaded.
             SettingError: an unknown setting or value.
-            UnsupportedError: this machine cannot do what the settings say.
+            UnsupportedError: this machine does not support the settings.
         """
         return cls.from_settings(settings_from({"model": model, **settings}))
 
     @classmethod
     def from_settings(cls, settings: Settings) -> GenerateRunner:
-        """Load what settings name, and switch it to what they say.
+        """Load the model that the settings name, and configure the runner.
 
         Raises: as :meth:`from_pretrained`.
         """
@@ -135,10 +139,10 @@ class GenerateRunner:
         return runner
 
     def configure(self, settings: Settings) -> None:
-        """Take other settings of the same load: attention, compilation and TF32 are switched on the loaded model."""
+        """Switch the loaded model to other settings of attention, compilation and TF32."""
         check_change(self.settings, settings)
         if self._attention != settings.attention:
-            self._attention = None  # a switch that fails half-way is tried again
+            self._attention = None  # if the switch fails, the next call retries it
             apply_attention(self.loaded.model, settings.attention)
             self._attention = settings.attention
         if self._compiled != settings.compile:
@@ -148,17 +152,17 @@ class GenerateRunner:
         self.settings = settings
 
     def request(self, prompt: str, images: Sequence[Any] = (), **fields: Any) -> Request:
-        """A request with this runner's pan-and-scan and sampling settings."""
+        """Return a request with this runner's pan-and-scan and sampling settings as defaults."""
         fields.setdefault("pan_and_scan", self.settings.pan_and_scan)
         fields.setdefault("sampling", self.settings.sampling)
         return Request(prompt=prompt, images=images, **fields)
 
     def generate(self, requests: Iterable[Request]) -> list[Result]:
-        """Answer requests, ``batch_size`` at a time, in their order.
+        """Answer requests in batches of ``batch_size``, and return results in the order of the requests.
 
         Raises:
-            ImageError: a request's image cannot be read.
-            SettingError: a prompt without its image, and the like.
+            ImageError: an image cannot be read.
+            SettingError: a request is invalid, for example a prompt with a missing image.
         """
         todo = list(requests)
         equal = self.settings.equal_views
@@ -170,7 +174,7 @@ class GenerateRunner:
 
     @torch.no_grad()
     def run(self, batch: Sequence[Request]) -> list[Result]:
-        """One ``generate()`` call. All requests of a batch share its sampling settings, as ``generate()`` does."""
+        """Answer one batch in one ``generate()`` call. All requests must have the same sampling settings."""
         sampling = one_sampling(batch, "generate", "logprobs", "json_schema")
         stamps = Stamps(accepted=now())
         with phase("load"):
@@ -205,11 +209,11 @@ class GenerateRunner:
         return [finished(item, row, stamps, steps, self.loaded) for item, row in zip(prepared, rows, strict=True)]
 
     def pixels(self, settings: Settings) -> str:
-        """Which rounding the pixels have under these settings: ``cpu`` or ``device``, as in ``--preprocess``."""
+        """Return the preprocessing whose rounding the pixels have: ``cpu`` or ``device``, as in ``--preprocess``."""
         return settings.preprocess
 
     def observe(self, batch: Sequence[Request], forced: Sequence[ForcedTokens]) -> list[Observation]:
-        """Next-token distributions of one batch along given tokens, through this runner's own path."""
+        """Return next-token distributions of one batch along forced tokens, as this runner computes them."""
         return observe(self.loaded, self.settings, batch, forced)
 
     def _prepare(self, read: DecodedRequest) -> Prepared:
@@ -217,10 +221,10 @@ class GenerateRunner:
         return prepare(read, loaded.reader, loaded.device, loaded.dtype, on_device=on_device)
 
     def drop(self) -> None:
-        """Do nothing: between calls there is only the model."""
+        """Do nothing: between calls, only the model takes memory."""
 
     def close(self) -> None:
-        """Drop the model and give its memory back."""
+        """Free the model."""
         del self.loaded
         release_memory()
 
@@ -229,10 +233,10 @@ class GenerateRunner:
 
 
 class _StopTexts:
-    """A stopping criterion: rows whose answer holds a stop text are done.
+    """A stopping criterion that stops rows whose answer contains a stop text, detected as in the engine.
 
-    As an engine finds them. Transformers' own ``stop_strings`` goes through the whole vocabulary first (seconds for
-    Gemma's), and also finds them in the names of special tokens and where a prompt ends and its answer begins.
+    Transformers' ``stop_strings`` first processes the whole vocabulary (seconds for Gemma's). It also matches the names
+    of special tokens, and texts that begin in the prompt and end in the answer.
     """
 
     def __init__(self, stop: Sequence[str], tokenizer: Any, rows: int) -> None:
@@ -245,14 +249,14 @@ class _StopTexts:
 
 
 def _end_ids(sampling: Sampling, loaded: Loaded) -> frozenset[int]:
-    """Tokens that end an answer."""
+    """Return the ids of tokens that end an answer."""
     return (frozenset() if sampling.ignore_eos else loaded.eos_ids) | frozenset(sampling.stop_token_ids)
 
 
 def finished(item: Prepared, row: list[int], stamps: Stamps, steps: list[float], loaded: Loaded) -> Result:
-    """The result of one request of a batch: its row up to its own end, with the times of those steps.
+    """Return the result of one request of a batch: its row up to its end, and the times of these steps.
 
-    The token that ends an answer was computed as any other, so it counts.
+    The token that ends the answer is included, because it was computed.
     """
     sampling = item.request.sampling
     text, ends = Detokenizer(loaded.reader.tokenizer, sampling.stop), _end_ids(sampling, loaded)

@@ -1,6 +1,6 @@
-"""Runner ``generate_batch``: Transformers' continuous batching, for text-only checkpoints and prompts without images.
+"""Runner ``generate_batch``: Transformers' continuous batching, for text-only checkpoints.
 
-With images it would answer without looking at them and without an error, so images are refused here.
+``generate_batch()`` silently ignores images, so they are refused here.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _BLOCK = 256  # tokens, Transformers' default
 
 
 class GenerateBatchRunner(GenerateRunner):
-    """Gemma 3 through ``model.generate_batch()``. Times of tokens are the library's own."""
+    """Gemma 3 through ``model.generate_batch()``. Token times are those that Transformers records."""
 
     def __init__(self, loaded: Loaded, settings: Settings) -> None:
         super().__init__(loaded, settings)
         if loaded.reader.reads_images:
             raise UnsupportedError(
-                "runner generate_batch would answer without looking at the image: text-only checkpoints only"
+                "runner generate_batch: only text-only checkpoints are supported, because it ignores images"
             )
 
     @torch.no_grad()
     def run(self, batch: Sequence[Request]) -> list[Result]:
-        """One ``generate_batch()`` call over all requests of the batch, with a cache that just holds them."""
+        """Answer all requests in one ``generate_batch()`` call, with a cache of just the necessary size."""
         if any(request.images for request in batch):
-            raise SettingError("runner generate_batch takes prompts without images")
+            raise SettingError("runner generate_batch: images are not supported; use the runner engine")
         sampling = one_sampling(batch, "generate_batch", "stop", "stop_token_ids", "logprobs", "json_schema")
         stamps = Stamps(accepted=now())
         prompts = [self.loaded.reader.prompts.write(request, []) for request in batch]
@@ -52,7 +52,7 @@ class GenerateBatchRunner(GenerateRunner):
             progress_bar=False,
         )
         stamps.end = now()
-        # Answers come in the order in which they finished; their ids end in their place in the batch.
+        # Outputs are in the order of their completion; their ids end with their index in the batch.
         ordered = sorted(outputs.values(), key=lambda output: int(output.request_id.rsplit("_", 1)[-1]))
         return [
             finished(
@@ -64,14 +64,19 @@ class GenerateBatchRunner(GenerateRunner):
         ]  # fmt: skip
 
     def observe(self, batch: Sequence[Request], forced: Sequence[ForcedTokens]) -> list[Observation]:
-        """Not here. Raises UnsupportedError."""
+        """Raise an error, because ``generate_batch()`` does not expose its logits.
+
+        Raises:
+            UnsupportedError: always.
+        """
         raise UnsupportedError("generate_batch() does not expose its logits")
 
 
 def _cache_for(lengths: Sequence[int], sampling: Sampling) -> ContinuousBatchingConfig:
-    """A paged cache for sequences of these lengths. Left alone, Transformers takes all memory that it finds, each time.
+    """Return the configuration of a paged cache for sequences of these lengths.
 
-    Local and global layers have blocks of their own, hence twice as many as the tokens need.
+    By default, Transformers would allocate all free memory in each call. Local and global layers have separate blocks,
+    hence the factor 2.
     """
     blocks = sum(-(-length // _BLOCK) + 1 for length in lengths)
     return ContinuousBatchingConfig(

@@ -1,4 +1,4 @@
-"""Tests of ``generate()`` and ``generate_batch()`` of the installed Transformers on the tiny model."""
+"""Tests of ``generate()`` and ``generate_batch()`` in the installed Transformers, on the tiny model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["Recompilations", "batch_answers", "chunked_prefill", "padding_error"
 _CHUNK = 40  # tokens; a view of the tiny model has 64
 _BLOCK = 256  # tokens of a cache block
 _STEPS = 6
-_SAME = 1e-3  # of the largest logit
+_SAME = 1e-3  # tolerance relative to the largest logit
 
 
 @dataclass(frozen=True, slots=True)
 class Recompilations:
-    """Graphs that a compiled decoder traced: for the first prompt, and for each later one of another length."""
+    """Numbers of graphs that a compiled decoder traced: for the first prompt, and for each later one."""
 
     first: int
     later: tuple[int, ...]
@@ -34,12 +34,12 @@ class Recompilations:
 def chunked_prefill(loaded: Loaded, chunk: int = _CHUNK) -> Literal["images dropped", "image blocks cut", "right"]:
     """Return what ``generate(prefill_chunk_size=...)`` computes for an image prompt.
 
-    ``images dropped``: another image gives the same logits. ``image blocks cut``: the logits depend on the image, but
-    are not those of a prefill in one pass.
+    ``images dropped``: a different image gives the same logits. ``image blocks cut``: the logits depend on the image,
+    but differ from those of a prefill in one pass.
 
     Args:
         loaded: the tiny model.
-        chunk: tokens of a chunk.
+        chunk: tokens per chunk.
 
     Raises:
         Exception: whatever Transformers raises.
@@ -57,7 +57,7 @@ def chunked_prefill(loaded: Loaded, chunk: int = _CHUNK) -> Literal["images drop
 def batch_answers(loaded: Loaded) -> Literal["images dropped", "refused", "right"]:
     """Return what ``generate_batch()`` does with an image prompt.
 
-    ``images dropped``: it answers the token ids of an image prompt, whose pixels it does not accept.
+    ``images dropped``: it answers from the token ids and does not accept the pixels.
     """
     inputs = sample_inputs(loaded, "What is the total?")
     ids = inputs["input_ids"][0].tolist()
@@ -75,7 +75,7 @@ def batch_answers(loaded: Loaded) -> Literal["images dropped", "refused", "right
 
 @torch.no_grad()
 def padding_error(loaded: Loaded) -> float:
-    """Return how much padding changes the next-token logits of a batch's shorter prompt, relative to the largest."""
+    """Return how much padding changes a prompt's next-token logits, relative to the largest logit."""
     short, long = "Total?", "What is the total of this receipt, and in which currency is it?"
     alone = _next_logits(loaded, sample_inputs(loaded, short), None)[0]
     padded = _next_logits(loaded, sample_inputs(loaded, short, long), None)[0]
@@ -84,13 +84,13 @@ def padding_error(loaded: Loaded) -> float:
 
 @torch.no_grad()
 def recompilations(device: torch.device, prompts: Sequence[str]) -> Recompilations:
-    """Count the graphs that ``torch.compile`` traces while a static cache decodes prompts of several lengths.
+    """Count the graphs that ``torch.compile`` traces for prompts of different lengths with a static cache.
 
-    Only tracing is tested, on a random decoder of one layer: the graphs run uncompiled.
+    Only tracing is tested, on a random one-layer decoder: the graphs run uncompiled.
 
     Args:
-        device: where the decoder runs.
-        prompts: of different lengths, at least one.
+        device: device of the decoder.
+        prompts: prompts of different lengths, at least one.
     """
     text = replace(SHAPES["tiny"].text, layers=1, pattern=1)
     loaded = load_random("decoder", Shape("decoder", text, None, 0), torch.float32, device)
@@ -118,7 +118,7 @@ def _next_logits(loaded: Loaded, inputs: dict[str, Any], chunk: int | None) -> t
 
 def _config(loaded: Loaded, tokens: int, **extra: Any) -> GenerationConfig:
     own = loaded.model.generation_config
-    outside = loaded.model.config.get_text_config().vocab_size  # an end token that never comes up
+    outside = loaded.model.config.get_text_config().vocab_size  # an end token that is never generated
     return GenerationConfig(
         max_new_tokens=tokens, do_sample=False, pad_token_id=own.pad_token_id, eos_token_id=outside,
         suppress_tokens=own.suppress_tokens, **extra,

@@ -68,7 +68,7 @@ class ObservationRecorder:
         self._suppressed = self._own.suppress_tokens or []
 
     def __enter__(self) -> Self:
-        # generate() takes missing settings from the checkpoint, which may mask or scale scores.
+        # generate() takes missing values from the checkpoint's settings, which would mask or scale scores.
         self.loaded.model.generation_config = GenerationConfig(pad_token_id=self._own.pad_token_id)
         self._hook = self.loaded.model.model.register_forward_hook(self._forward)
         return self
@@ -80,7 +80,7 @@ class ObservationRecorder:
         self.loaded.model.generation_config = self._own
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of ``generate()``."""
+        """Return the keyword arguments of ``generate()``."""
         return {
             "logits_processor": LogitsProcessorList([self._step]),
             "stopping_criteria": StoppingCriteriaList([self._done]),

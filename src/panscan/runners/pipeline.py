@@ -1,8 +1,8 @@
-"""Runner ``pipeline``: ``pipeline("image-text-to-text")`` as its documentation shows it, for comparison.
+"""Runner ``pipeline``: ``pipeline("image-text-to-text")`` as in its documentation, for comparison.
 
-It preprocesses with the checkpoint's own processor and answers one chat per call here. Where torchvision is installed
-that processor resizes with it, so pixels differ from runner ``generate``'s on the CPU (Pillow) by a level or two. Its
-vision time cannot be seen from outside; token times can.
+The pipeline preprocesses with the checkpoint's processor and answers one chat per call. If torchvision is installed,
+the processor uses it to resize images, so pixels differ by a level or two from those of runner ``generate`` on the CPU
+(Pillow). Token times are measured; the time of the vision tower is not.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ class PipelineRunner(GenerateRunner):
         super().__init__(loaded, settings)
         if not loaded.reader.reads_images:
             raise UnsupportedError("runner pipeline: image-text-to-text needs a checkpoint that reads images")
-        # Without a device it would move the model to the first GPU there is.
+        # Without a device, the pipeline would move the model to the first GPU.
         placed = getattr(loaded.model, "hf_device_map", None)
         chosen = {} if placed else {"device": loaded.device}
         self._pipe = pipeline("image-text-to-text", model=loaded.model, processor=loaded.reader.processor, **chosen)
 
     @torch.no_grad()
     def run(self, batch: Sequence[Request]) -> list[Result]:
-        """Each request in its own call."""
+        """Answer each request in a separate call."""
         return [self._one(request) for request in batch]
 
     def pixels(self, settings: Settings) -> str:
-        """The processor's: with torchvision installed it rounds as ``--preprocess device`` does."""
+        """Return the rounding of the processor: ``device`` if it uses torchvision, else ``cpu``."""
         return "cpu" if type(self.loaded.reader.processor.image_processor).__name__.endswith("Pil") else "device"
 
     @torch.no_grad()
     def observe(self, batch: Sequence[Request], forced: Sequence[ForcedTokens]) -> list[Observation]:
-        """Each request in its own call."""
+        """Return next-token distributions along forced tokens, each request in a separate call."""
         found = []
         for request, forced_tokens in zip(batch, forced, strict=True):
             with ObservationRecorder(self.loaded, [forced_tokens], [0]) as recorder:
@@ -59,16 +59,19 @@ class PipelineRunner(GenerateRunner):
         return found
 
     def _call(self, read: DecodedRequest, config: GenerationConfig, arguments: dict[str, Any]) -> dict[str, Any]:
-        """One answer of the pipeline.
+        """Call the pipeline and return its answer.
 
         Raises:
-            SettingError: it would not answer what was asked.
+            SettingError: the prompt is raw, or contains a special token that the pipeline would interpret.
         """
         request = read.request
         if request.raw:
-            raise SettingError("runner pipeline takes chats, not raw prompts: use the runner generate")
+            raise SettingError("runner pipeline: raw prompts are not supported; use the runner generate")
         if (special := self.loaded.reader.prompts.special_in(request)) is not None:
-            raise SettingError(f"runner pipeline would obey {special} in the user's text: use the runner generate")
+            raise SettingError(
+                f"runner pipeline: the prompt contains {special}, which the pipeline would interpret; use the runner"
+                " generate"
+            )
         [answer] = self._pipe(
             _chat(read),
             return_tensors=True,
@@ -91,27 +94,27 @@ class PipelineRunner(GenerateRunner):
         answer = self._call(read, config, {"stopping_criteria": StoppingCriteriaList([tokens])})
         times = clock.read()
         stamps.end = now()
-        # For the counts alone, so after the clock: the pipeline has planned and written for itself.
+        # Only for the counts, so not timed: the pipeline has planned and written its own.
         plans = [plan_views(*image.size, request.pan_and_scan) for image in read.images]
         prompt = self.loaded.reader.prompts.write(read.request, [plan.crops for plan in plans])
-        # The pipeline gives back the answer's ids alone or behind the prompt's, depending on its version.
+        # Depending on its version, the pipeline returns the answer's ids with or without the prompt's.
         row = answer["generated_token_ids"].tolist()[-len(tokens.marks) :]
         steps = [times[mark] for mark in tokens.marks]
         return finished(Prepared(request, plans, prompt, None), row, stamps, steps, self.loaded)
 
 
 def _chat(read: DecodedRequest) -> list[dict[str, Any]]:
-    """The conversation with its images in place.
+    """Return the conversation with its images inserted.
 
     Raises:
-        SettingError: the conversation has more or fewer places than there are images.
+        SettingError: the numbers of image parts and images differ.
     """
     turns = conversation(read.request)
-    places = [part for turn in turns for part in turn["content"] if part["type"] == "image"]
-    if len(places) != len(read.images):
+    parts = [part for turn in turns for part in turn["content"] if part["type"] == "image"]
+    if len(parts) != len(read.images):
         raise SettingError(
-            f"the prompt has {len(places)} place(s) for images and {len(read.images)} image(s) were given"
+            f"the prompt has {len(parts)} place(s) for images and {len(read.images)} image(s) were given"
         )
-    for part, image in zip(places, read.images, strict=True):
+    for part, image in zip(parts, read.images, strict=True):
         part["image"] = image
     return turns

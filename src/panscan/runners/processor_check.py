@@ -1,7 +1,7 @@
-"""The inputs that a cell and its truth share, against Transformers' own processor: boxes, token ids, pixels.
+"""Comparison of panscan's inputs with those of Transformers' processor: crop boxes, token ids, pixels.
 
-The planner, the prompt writer and the preprocessor serve the truth too, so no comparison with the truth can see a fault
-of theirs. Here the first requests also go through the checkpoint's processor, once per truth.
+The truth uses the same planner, prompt writer and preprocessor as the cells, so a comparison with the truth cannot
+detect their faults. The first requests are therefore also processed by the checkpoint's processor, once per truth.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from panscan.model.prompt import conversation
 __all__ = ["CHECKED_REQUESTS", "check_inputs"]
 
 CHECKED_REQUESTS = 4
-_MOST_PIXELS = 64_000_000  # of an image whose boxes are checked: a number for each pixel takes four bytes
+_MOST_PIXELS = 64_000_000  # per image whose boxes are checked: the check takes four bytes per pixel
 
 
 def check_inputs(reader: Reader, requests: Sequence[Request]) -> dict[str, Any]:
     """Compare panscan's inputs with those of the checkpoint's processor.
 
-    Pixels are those of the CPU preprocessor, which must be bit-identical to Transformers' Pillow backend.
+    Pixels of the CPU preprocessor must be bit-identical to those of Transformers' Pillow backend.
 
     Args:
-        reader: of the checkpoint.
-        requests: the first :data:`CHECKED_REQUESTS` of them are checked.
+        reader: reader of the checkpoint.
+        requests: requests, of which the first :data:`CHECKED_REQUESTS` are checked.
 
     Returns:
-        ``requests`` and ``views`` checked, ``difference`` (None, or the first one in words) and ``note`` (why something
-        was not checked; empty if everything was).
+        ``requests`` and ``views``: numbers checked; ``difference``: description of the first difference, or None;
+        ``note``: what was not checked and why, or empty.
     """
     checked = requests[:CHECKED_REQUESTS]
     views, notes = 0, []
@@ -62,7 +62,7 @@ def _record(requests: int, views: int, difference: str | None, notes: Sequence[s
 
 
 def _difference(reader: Reader, read: DecodedRequest) -> tuple[str | None, int]:
-    """The first difference of one request, if any, and the views that were compared."""
+    """Return the first difference of one request, or None, and the number of compared views."""
     plans, prompt = plan_request(read, reader)
     settings, count = read.request.pan_and_scan, 0
     if reader.reads_images and read.images:
@@ -95,7 +95,7 @@ def _box_difference(processor: Any, image: Image.Image, plan: ViewPlan, settings
 
 
 def _box(crop: Any, width: int) -> tuple[int, int, int, int]:
-    """(left, top, right, bottom) of a crop of an image whose pixels are numbered row by row."""
+    """Return (left, top, right, bottom) of a crop of an image whose pixels are numbered row by row."""
     (top, left), (bottom, right) = divmod(int(crop[0, 0]), width), divmod(int(crop[-1, -1]), width)
     return left, top, right + 1, bottom + 1
 

@@ -1,4 +1,4 @@
-"""Ranges of ``generate()`` in a profiler's trace: prefill, each decode step, and what the host does between them."""
+"""Ranges of ``generate()`` in a profiler's trace: prefill, each decode step, and the host's work between them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ _SETUP, _CHOOSE = "generate: configuration and cache", "generate: next token and
 
 
 class marked_steps:  # noqa: N801 - used as a context manager, like a function
-    """Mark the steps of one ``generate()`` call while in the ``with`` block; does nothing without a profiler.
+    """Mark the steps of one ``generate()`` call inside the ``with`` block. Does nothing without a profiler.
 
-    Every forward pass of ``generate()`` runs between two methods of the model that it calls itself: the one that
-    prepares the inputs and the one that updates them. Both are wrapped on the instance. A hook on the forward pass
-    would become part of what ``torch.compile`` compiles.
+    ``generate()`` calls one method of the model before each forward pass, to prepare the inputs, and one after it, to
+    update them. Both are wrapped on the instance, because ``torch.compile`` would compile a hook on the forward pass.
     """
 
     def __init__(self, model: Any) -> None:

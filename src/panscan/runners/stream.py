@@ -1,4 +1,4 @@
-"""A runner's batches as one stream of results, like the engine's."""
+"""A runner with the streaming interface of the engine."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ __all__ = ["RunnerStream"]
 
 
 class RunnerStream:
-    """A runner that answers any number of requests, ``batch_size`` at a time.
+    """A runner that answers any number of requests in batches of ``batch_size``.
 
-    Has the methods of :class:`panscan.engine.engine.Engine` that ``panscan batch`` uses. Closes the runner at its end.
+    It has the methods of :class:`panscan.engine.engine.Engine` that ``panscan batch`` uses, and closes the runner on
+    exit.
 
     Args:
-        runner: configured for its settings.
+        runner: configured runner.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -36,10 +37,10 @@ class RunnerStream:
     def stream_results(
         self, requests: Iterable[Request], *, max_concurrency: int | None = None
     ) -> Iterator[tuple[int, Result]]:
-        """Yield pairs of a request's index and its result, batch by batch.
+        """Answer requests batch by batch and yield (index, result).
 
         Args:
-            requests: drawn as batches begin.
+            requests: requests, read when their batch starts.
             max_concurrency: maximum requests in flight; None: the batch size.
         """
         size = min(self._runner.settings.batch_size, max_concurrency or self._runner.settings.batch_size)
@@ -48,7 +49,7 @@ class RunnerStream:
             yield from zip([index for index, _ in batch], self._answer([each for _, each in batch]), strict=True)
 
     def _answer(self, batch: Sequence[Request]) -> list[Result]:
-        """Return the results of a batch; a request that fails has its error, and does not fail the others."""
+        """Answer a batch. If it fails, answer each request alone, so that only faulty requests get errors."""
         accepted = now()
         try:
             return self._runner.run(batch)

@@ -1,4 +1,4 @@
-"""Looks names and arguments up in the installed Transformers."""
+"""Lookup of names and arguments in the installed Transformers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _ROOT = Path(transformers.__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """Where the installed Transformers defines a name, and what it makes of arguments.
+    """The location of a name in the installed Transformers, and whether it accepts certain arguments.
 
     Args:
         location: file and line, relative to the package; None: the name does not exist.
         missing: arguments that it does not accept.
-        unverified: arguments that disappear in ``**kwargs``.
+        unverified: arguments that may be accepted through ``**kwargs``.
     """
 
     location: str | None
@@ -66,12 +66,12 @@ def _outline() -> Any:
 
 
 def _lookup(symbol: str) -> tuple[Any, str] | None:
-    """Return the value of a dotted name and the module that it was found in."""
+    """Return the value of a dotted name and the module that contains it."""
     parts = symbol.split(".")
     for length in range(len(parts), 0, -1):
         try:
             value: Any = import_module(".".join(parts[:length]))
-        except ImportError:  # no such module, or one that needs a package that is not installed
+        except ImportError:  # no such module, or a missing dependency
             continue
         module = ".".join(parts[:length])
         try:
@@ -84,7 +84,7 @@ def _lookup(symbol: str) -> tuple[Any, str] | None:
 
 
 def _parameters(value: Any) -> tuple[set[str], bool]:
-    """Return the names that a callable accepts, and whether it takes others in ``**kwargs``."""
+    """Return the argument names that a callable accepts, and whether it has ``**kwargs``."""
     try:
         parameters = inspect.signature(value).parameters.values()
     except (TypeError, ValueError):  # not callable, or without a signature
@@ -92,10 +92,10 @@ def _parameters(value: Any) -> tuple[set[str], bool]:
     known = {each.name for each in parameters}
     open_ended = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
     if inspect.isclass(value) and issubclass(value, transformers.PreTrainedConfig):
-        open_ended = True  # some versions hide it from the signature; unknown arguments become attributes
-    if open_ended and inspect.isclass(value):  # configurations take their fields as **kwargs
+        open_ended = True  # some versions hide **kwargs in the signature; unknown arguments become attributes
+    if open_ended and inspect.isclass(value):  # configurations accept their fields as **kwargs
         fields = {name for base in value.__mro__ for name in getattr(base, "__annotations__", ())}
-        with suppress(Exception):  # a class that needs arguments has no default instance to look at
+        with suppress(Exception):  # classes with required arguments have no default instance
             fields |= vars(value()).keys()
         return known | fields, True
     return known, open_ended

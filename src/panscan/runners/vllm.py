@@ -1,13 +1,14 @@
-"""Runner ``vllm``: an installed vLLM (0.24 or later), driven offline, for comparison. Not a dependency.
+"""Runner ``vllm``: an installed vLLM (0.24 or later), used offline, for comparison. Not a dependency.
 
-It needs an NVIDIA GPU, or vLLM for CPUs, and is not run in CI; what is pure here is tested with objects of the shapes
-that vLLM returns. By hand it was run on vLLM 0.32 for CPUs.
-vLLM has its own weights, processor (which does pan and scan) and scheduler, in a process of its own: peaks of memory in
-the records are not its. A request's times are its arrival, first and last token; those of the tokens between are spread
-evenly, so gaps between tokens are means.
+It needs an NVIDIA GPU, or vLLM for CPUs. CI does not run it, but tests its pure parts with objects like those that vLLM
+returns. It was run manually on vLLM 0.32 for CPUs.
 
-The verdict sees only the most probable tokens, in prefill: vLLM cannot force tokens, so the truth's answer
-stands behind the prompt and the log-probabilities of prompt tokens are read.
+vLLM has its own weights, processor (with pan and scan) and scheduler, in a separate process, so the peak memory in the
+records does not include it. vLLM reports a request's arrival, first and last token; the times between are interpolated,
+so inter-token latencies are means.
+
+The verdict covers only the most probable tokens, in prefill: vLLM cannot force tokens, so the truth's answer is
+appended to the prompt and the log-probabilities of prompt tokens are read.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ _RESET_TRIES = 10
 
 
 class VllmRunner:
-    """Gemma 3 through ``vllm.LLM``. ``loaded`` has the model's configuration, reader and output matrix only.
+    """Gemma 3 through ``vllm.LLM``. ``loaded`` has only the model's configuration, reader and output matrix.
 
-    The LLM starts in :meth:`configure` (up to a minute), and again for other pan-and-scan settings, for which vLLM
-    plans its memory.
+    :meth:`configure` starts the LLM (up to a minute), and restarts it for other pan-and-scan settings, which affect
+    vLLM's memory plan.
 
     Args:
-        settings: as in a cell.
-        options: keyword arguments of ``vllm.LLM`` that take precedence over those derived from the settings.
+        settings: settings of the cell.
+        options: keyword arguments of ``vllm.LLM`` that override those derived from the settings.
 
     Raises:
-        ModelError: the checkpoint cannot be had.
+        ModelError: the checkpoint cannot be loaded.
     """
 
     def __init__(self, settings: Settings, options: Mapping[str, Any] | None = None) -> None:
@@ -75,7 +76,7 @@ class VllmRunner:
         """Keyword arguments of the running ``vllm.LLM``."""
 
     def configure(self, settings: Settings) -> None:
-        """Take other settings of the same load."""
+        """Switch to other settings of the same weights."""
         check_change(self.settings, settings)
         self.settings = settings
         positions = self.loaded.model.config.get_text_config().max_position_embeddings
@@ -89,16 +90,19 @@ class VllmRunner:
             self._llm, self.arguments = _start(arguments), arguments
 
     def run(self, batch: Sequence[Request]) -> list[Result]:
-        """Answer all requests at once, with empty caches. Raises as :meth:`answer` does."""
+        """Answer all requests at once, with empty caches.
+
+        Raises: as :meth:`answer`.
+        """
         self._empty_caches()
         return self.answer(batch)
 
     def answer(self, requests: Sequence[Request]) -> list[Result]:
-        """Answer all requests at once, with whatever the caches hold.
+        """Answer all requests at once, without emptying the caches.
 
         Raises:
-            SettingError: a request that vLLM would answer otherwise than asked.
-            PanscanError: vLLM made another prompt of a request, or failed.
+            SettingError: vLLM does not support a request.
+            PanscanError: vLLM created a different prompt, or failed.
         """
         accepted = now()
         read = [read_images(request, copy=False) for request in requests]
@@ -114,15 +118,15 @@ class VllmRunner:
         ]
 
     def pixels(self, settings: Settings) -> str:
-        """Its processor's: with torchvision, which vLLM brings, it rounds as ``--preprocess device`` does."""
+        """Return the rounding of the processor: ``device`` with torchvision, which vLLM requires, else ``cpu``."""
         return "cpu" if type(self.loaded.reader.processor.image_processor).__name__.endswith("Pil") else "device"
 
     def observe(self, batch: Sequence[Request], forced: Sequence[ForcedTokens]) -> list[Observation]:
-        """The likeliest tokens' log-probabilities along given tokens, which stand behind the prompt.
+        """Return the log-probabilities of the most probable tokens along forced tokens, appended to the prompt.
 
         Raises:
-            UnsupportedError: no tokens to force: vLLM's own choice cannot be observed.
-            PanscanError: vLLM made another prompt of one.
+            UnsupportedError: there are no tokens to force; vLLM's own tokens cannot be observed.
+            PanscanError: vLLM created a different prompt.
         """
         read = [read_images(request, copy=False) for request in batch]
         answers = [_answer(forced_tokens) for forced_tokens in forced]
@@ -138,11 +142,11 @@ class VllmRunner:
         return found
 
     def drop(self) -> None:
-        """Shut the LLM down; what stays is the outline of the model."""
+        """Shut down the LLM; the outline of the model stays loaded."""
         self._shut()
 
     def close(self) -> None:
-        """End vLLM's process, and give the memory back."""
+        """End vLLM's process and free all memory."""
         self._shut()
         if self._folder is not None:
             self._folder.cleanup()
@@ -150,30 +154,40 @@ class VllmRunner:
         release_memory()
 
     def _empty_caches(self) -> None:
-        """Forget prefixes, pixels and encoded views, which vLLM keeps after the requests that used them."""
+        """Empty vLLM's caches of prefixes, pixels and encoded views.
+
+        Raises:
+            PanscanError: the prefix cache is still in use.
+        """
         self._llm.reset_mm_cache()
         self._llm.llm_engine.reset_encoder_cache()
-        # False while a step is under way that still holds blocks of the last batch.
+        # Returns False while a step still holds blocks of the last batch.
         if not any(self._llm.reset_prefix_cache() for _ in range(_RESET_TRIES)):
             raise PanscanError("vLLM did not empty its prefix cache: blocks are still in use")
 
     def _prompt(self, read: DecodedRequest, answer: Sequence[int] = ()) -> dict[str, Any]:
-        """A request as vLLM takes it."""
+        """Return a request as vLLM's prompt.
+
+        Raises:
+            SettingError: vLLM does not support the request.
+        """
         if read.request.pan_and_scan != self.settings.pan_and_scan:
             raise SettingError("runner vllm: all requests must have the runner's pan-and-scan settings")
         prompt: dict[str, Any] = {"prompt_token_ids": [*prompt_ids(read.request, self.loaded.reader), *answer]}
         return prompt | ({"multi_modal_data": {"image": list(read.images)}} if read.images else {})
 
     def _sampling(self, request: Request) -> dict[str, Any]:
-        """Return the sampling arguments of a request. The text of random weights is not decoded: most of their tokens
-        are unknown to the bundled tokenizer, and vLLM's detokenizer decodes all tokens since the last known one again
-        at every step."""
+        """Return the sampling arguments of a request.
+
+        The output of random weights is not detokenized: most of its tokens are unknown to the bundled tokenizer, and
+        vLLM decodes all tokens since the last known one at every step.
+        """
         return sampling_arguments(request.sampling) | ({"detokenize": False} if self.settings.random_weights else {})
 
     def _generate(self, prompts: Sequence[dict[str, Any]], arguments: Sequence[dict[str, Any]]) -> list[Any]:
         from vllm import SamplingParams
 
-        with _explained():
+        with _one_line_errors():
             params = [SamplingParams(**each) for each in arguments]
             outputs: list[Any] = self._llm.generate(list(prompts), params, use_tqdm=False)
         return outputs
@@ -187,28 +201,32 @@ class VllmRunner:
 
 def _answer(forced_tokens: ForcedTokens) -> list[int]:
     if forced_tokens.tokens is None:
-        raise UnsupportedError("runner vllm cannot be watched along its own tokens")
+        raise UnsupportedError("runner vllm: its own tokens cannot be observed")
     return forced_tokens.tokens[: forced_tokens.steps]
 
 
 def _source_of(name: str) -> str:
-    """What vLLM finds a checkpoint by."""
+    """Return the directory or hub id that vLLM loads a checkpoint from."""
     return str(bundled_directory(name) or Path(name).expanduser())
 
 
 def _start(arguments: dict[str, Any]) -> Any:
-    for name in ("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"):  # panscan phones nobody
+    for name in ("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"):  # no telemetry
         os.environ.setdefault(name, "1")
     from vllm import LLM
 
-    with _explained():
+    with _one_line_errors():
         return LLM(**arguments)
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
-    """What vLLM refuses, in one line; its bugs stay what they are."""
+def _one_line_errors() -> Iterator[None]:
+    """Convert vLLM's validation errors to one line; other exceptions pass through.
+
+    Raises:
+        UnsupportedError: vLLM refused an argument or a prompt.
+    """
     try:
         yield
-    except ValueError as error:  # pydantic's, for arguments and prompts that do not fit
+    except ValueError as error:  # from pydantic
         raise UnsupportedError(f"vLLM: {' '.join(str(error).split())[:300]}") from error

@@ -1,4 +1,4 @@
-"""What vLLM takes and gives, and what panscan makes of it: arguments, results, observations. No vLLM is needed here."""
+"""Conversion between panscan's and vLLM's objects: arguments, results, observations. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ __all__ = [
 ]
 
 LIKELIEST = 20
-"""Log-probabilities of a position that the verdict sees; vLLM's default limit."""
-_SHARES = {"cuda": 0.9, "cpu": 0.4}  # of a device's memory, vLLM's; the verdict's output matrix needs some too
-_IMAGES = 16  # of a prompt
-_LONGEST = 32_768  # tokens of a request: vLLM reserves room for one as long as its context
+"""Log-probabilities per position for the verdict; vLLM's default limit."""
+_SHARES = {"cuda": 0.9, "cpu": 0.4}  # vLLM's share of a device's memory; the verdict's output matrix needs some too
+_IMAGES = 16  # maximum per prompt
+_LONGEST = 32_768  # tokens per request: vLLM reserves memory for a request of the full context length
 
 LogprobRow = Mapping[int, Any]
-"""Of one position, as vLLM has it: token id to an object with ``logprob`` and ``rank`` (1 is the likeliest)."""
+"""vLLM's log-probabilities of one position: token id to an object with ``logprob`` and ``rank`` (1 is the highest)."""
 
 
 def llm_arguments(
     settings: Settings, source: str, dtype: torch.dtype, positions: int, *, images: bool, device: str
 ) -> dict[str, Any]:
-    """Keyword arguments of ``vllm.LLM``.
+    """Return the keyword arguments of ``vllm.LLM``.
 
     Args:
-        settings: of the cell.
-        source: the checkpoint's directory or hub id.
-        dtype: of the weights.
-        positions: of the model's context.
+        settings: settings of the cell.
+        source: directory or hub id of the checkpoint.
+        dtype: dtype of the weights.
+        positions: context length of the model.
         images: whether the checkpoint reads images.
         device: ``cuda`` or ``cpu``.
     """
@@ -58,7 +58,7 @@ def llm_arguments(
         "gpu_memory_utilization": _SHARES[device],
         "enable_prefix_caching": True,
         "max_logprobs": LIKELIEST,
-        "disable_log_stats": False,  # without them a request has no times
+        "disable_log_stats": False,  # needed for the times of requests
     }
     if images:
         chosen["limit_mm_per_prompt"] = {"image": _IMAGES}
@@ -72,10 +72,10 @@ def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
     """Return the keyword arguments of ``vllm.SamplingParams``.
 
     Raises:
-        SettingError: a JSON schema, which this runner does not support.
+        SettingError: the request has a JSON schema.
     """
     if sampling.json_schema is not None:
-        raise SettingError("runner vllm does not offer json_schema: use the runner engine")
+        raise SettingError("runner vllm: json_schema is not supported; use the runner engine")
     return {
         "max_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
@@ -92,15 +92,17 @@ def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
 
 
 def prompt_ids(request: Request, reader: Reader) -> list[int]:
-    """Token ids with one image mark for each image, which vLLM replaces by the blocks of its views.
+    """Return token ids with one placeholder per image, which vLLM replaces by the image blocks of its views.
 
     Raises:
-        SettingError: a raw prompt, or a special token in the user's text, which vLLM would obey.
+        SettingError: the prompt is raw, or contains a special token that vLLM would interpret.
     """
     if request.raw:
-        raise SettingError("runner vllm takes chats, not raw prompts: use the runner generate")
+        raise SettingError("runner vllm: raw prompts are not supported; use the runner generate")
     if (special := reader.prompts.special_in(request)) is not None:
-        raise SettingError(f"runner vllm would obey {special} in the user's text: use the runner generate")
+        raise SettingError(
+            f"runner vllm: the prompt contains {special}, which vLLM would interpret; use the runner generate"
+        )
     tokenizer = reader.tokenizer
     text = tokenizer.apply_chat_template(conversation(request), tokenize=False, add_generation_prompt=True)
     ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
@@ -108,22 +110,22 @@ def prompt_ids(request: Request, reader: Reader) -> list[int]:
 
 
 def result_of(request: Request, planned: tuple[Sequence[ViewPlan], Prompt], output: Any, stamps: Stamps) -> Result:
-    """A result of vLLM's ``RequestOutput``.
+    """Return the result of vLLM's ``RequestOutput``.
 
     Args:
-        request: what was asked.
-        planned: its views and its prompt, as panscan makes them.
-        output: with one completion.
-        stamps: what is known without vLLM; token times are added.
+        request: answered request.
+        planned: the request's views and prompt, as panscan plans them.
+        output: vLLM's output with one completion.
+        stamps: timestamps taken outside vLLM; token times are added.
 
     Raises:
-        PanscanError: vLLM's prompt is another, or it gave up.
+        PanscanError: vLLM created a different prompt, or did not finish the answer.
     """
     plans, prompt = planned
     check_prompt(request, prompt.ids, output.prompt_token_ids)
     [answer] = output.outputs
     if answer.finish_reason not in ("stop", "length"):
-        raise PanscanError(f"request {request.id!r}: vLLM ended it: {answer.finish_reason}")
+        raise PanscanError(f"request {request.id!r}: vLLM did not finish it: {answer.finish_reason}")
     ids = list(answer.token_ids)
     _stamp(stamps, output.metrics, len(ids))
     return Result(
@@ -148,14 +150,14 @@ def observation_of(
     rows: Sequence[LogprobRow | None],
     vocabulary: int,
 ) -> Observation:
-    """What vLLM's ``prompt_logprobs`` of a prompt with the answer behind it show.
+    """Return the observation from vLLM's ``prompt_logprobs`` of a prompt followed by the answer.
 
     Args:
         forced_tokens: prompt positions to return.
-        answer: the tokens behind the prompt.
-        prompt_tokens: without the answer.
-        rows: of each position the distribution that its own token was drawn from; the first has none.
-        vocabulary: rows of the embedding.
+        answer: tokens appended to the prompt.
+        prompt_tokens: length of the prompt without the answer.
+        rows: per position, the distribution that predicts its token; None for the first.
+        vocabulary: number of rows of the embedding.
     """
     at_answer = range(prompt_tokens, prompt_tokens + len(answer))
     found = Observation(list(answer), forced_tokens.positions, _known(rows, at_answer, vocabulary), likeliest=LIKELIEST)
@@ -165,8 +167,10 @@ def observation_of(
 
 
 def _known(rows: Sequence[LogprobRow | None], at: Sequence[int], vocabulary: int) -> torch.Tensor:
-    """Log-probabilities float32 ``[len(at), vocabulary]``, NaN where there is none. vLLM's own NaN become -inf: they
-    are no answer, and must not pass for unknown."""
+    """Return log-probabilities float32 ``[len(at), vocabulary]``, NaN where unknown.
+
+    NaN from vLLM becomes -inf: it is a wrong value, not an unknown one.
+    """
     found = torch.full((len(at), vocabulary), math.nan)
     for index, position in enumerate(at):
         row = rows[position] or {}
@@ -176,17 +180,16 @@ def _known(rows: Sequence[LogprobRow | None], at: Sequence[int], vocabulary: int
 
 
 def _stamp(stamps: Stamps, metrics: Any, count: int) -> None:
-    """Add what vLLM's ``RequestStateStats`` tell, if there are any: when the request was queued and scheduled, and its
-    ``count`` tokens.
+    """Add the times in vLLM's ``RequestStateStats``, if any: queued, scheduled, and the ``count`` tokens.
 
-    Arrival and the time to the first token are by the wall clock of this process, the others by the clock of vLLM's.
+    Arrival and time to first token use the clock of this process, the other times that of vLLM's process.
     """
     if metrics is None or not count:
         return
     first = metrics.arrival_time + metrics.first_token_latency
     gap = (metrics.last_token_ts - metrics.first_token_ts) / max(1, count - 1)
     stamps.tokens = [first + index * gap for index in range(count)]
-    if metrics.queued_ts and metrics.scheduled_ts:  # 0: vLLM did not note it
+    if metrics.queued_ts and metrics.scheduled_ts:  # 0: not recorded
         stamps.preprocessed = first - (metrics.first_token_ts - metrics.queued_ts)
         stamps.scheduled = first - (metrics.first_token_ts - metrics.scheduled_ts)
 
@@ -202,12 +205,12 @@ def _logprobs(ids: Sequence[int], rows: Sequence[LogprobRow] | None, top: int | 
 
 
 def check_prompt(request: Request, ours: Sequence[int], theirs: Sequence[int]) -> None:
-    """Whether vLLM's processor made the prompt that panscan makes.
+    """Check that vLLM's processor created the same prompt as panscan.
 
     Raises:
-        PanscanError: it did not.
+        PanscanError: the prompts differ.
     """
     if list(ours) != list(theirs):
         raise PanscanError(
-            f"request {request.id!r}: vLLM's prompt is another: {len(theirs)} tokens, panscan's has {len(ours)}"
+            f"request {request.id!r}: vLLM's prompt differs: {len(theirs)} tokens, panscan's has {len(ours)}"
         )

@@ -1,4 +1,4 @@
-"""The interface between the HTTP server and what computes answers: an engine process, or replicas on a cluster."""
+"""The interface between the HTTP server and its backends: an engine process, or replicas on a cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine replica of a batch job: a Ray actor, which ends with the job that started it."""
+"""An engine replica of a batch job: a Ray actor that ends with the job."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["BatchReplica", "InvisibleFiles", "ReplicaLostError"]
 
 
 class ReplicaLostError(EngineError):
-    """An error for a replica that died, or cannot be reached."""
+    """A replica died or cannot be reached."""
 
 
 class InvisibleFiles:
-    """The reply of a replica on a machine that lacks the files of a request."""
+    """The reply of a replica whose machine does not have the files of a request."""
 
 
 class BatchReplica:
@@ -31,8 +31,8 @@ class BatchReplica:
         replicas: number of replicas that share this machine's CPU cores; ignored on a GPU.
         id: name of the replica.
         threads: number of CPU threads; None: an equal share of the machine's cores.
-        folder: working directory of the job, to which relative paths refer. Replicas on other machines may lack it.
-        environment: environment variables of the job. On a cluster, actors start with those of their machine.
+        folder: working directory of the job, used for relative paths. It may not exist on other machines.
+        environment: environment variables of the job. On a cluster, actors inherit those of their machine.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class BatchReplica:
             os.chdir(folder)
 
     async def load(self) -> ModelInfo:
-        """Load the model and return its properties. Not done on construction: Ray reports its errors as text only.
+        """Load the model and return its properties. Separate from construction, whose errors Ray reports as text only.
 
         Raises:
             PanscanError: the model cannot be loaded.
         """
-        from panscan.serve.replica import EngineReplica  # with PyTorch, which the driver does not need
+        from panscan.serve.replica import EngineReplica  # imports PyTorch, which the driver does not need
 
         self._replica = EngineReplica(self._settings, self._replicas, id=self._id, threads=self._threads)
         return await self._replica.info()

@@ -132,7 +132,7 @@ class _Stop:
     def __init__(self) -> None:
         self.first, self.second = threading.Event(), threading.Event()
 
-    def take(self, *_signal: object) -> None:
+    def handle(self, *_signal: object) -> None:
         """Handle a signal."""
         (self.second if self.first.is_set() else self.first).set()
 
@@ -141,7 +141,7 @@ class _Stop:
 def _signals() -> Iterator[_Stop]:
     """Collect SIGTERM and SIGINT. Call it after starting Ray, which installs handlers that exit the process."""
     stop = _Stop()
-    before = {number: signal.signal(number, stop.take) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, stop.handle) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield stop
     finally:

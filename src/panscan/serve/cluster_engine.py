@@ -1,4 +1,4 @@
-"""Engine replicas on a Ray cluster as one engine, for piles of documents."""
+"""Engine replicas on a Ray cluster as one engine, for batch jobs."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ __all__ = ["ClusterEngine"]
 _REPLICAS = Range(integer=True, ge=1, le=1024)
 _ATTEMPTS = 3  # attempts per request, so that a request that kills its replica fails eventually
 _TOKENS_PER_VIEW = 256
-_AHEAD = 8  # requests per replica that are decoded while others compute
+_AHEAD = 8  # requests per replica that are prepared while others compute
 
 
 class ClusterEngine:
     """Engine replicas behind the interface that :func:`panscan.batch.dispatch.answer` uses.
 
-    If a replica dies, its requests are retried on another one. A request that has lost two replicas runs alone on its
+    If a replica dies, its requests are retried on another one. A request that has lost two replicas runs alone on the
     third one, so that it fails only if it is the cause.
 
-    Replicas read files themselves. One that cannot see a file, because it runs on another machine, gets its contents.
+    Replicas read files themselves. A replica on a machine without the files receives their contents.
 
     Args:
         settings: settings of the model.
@@ -87,24 +87,24 @@ class ClusterEngine:
         self._replicas = replicas
 
     def wait_for_all(self, seconds: float) -> None:
-        """Wait until all replicas have loaded the model. Requests can be answered before.
+        """Wait until all replicas have loaded the model. Requests can be answered earlier.
 
         Raises:
-            EngineError: they have not in time.
+            EngineError: the time has passed.
             PanscanError: the model cannot be loaded.
         """
         end = monotonic() + seconds
         while len(self._fleet.ready) < self._replicas:
-            self._fleet.turn()
+            self._fleet.process_next()
             if monotonic() > end:
                 raise EngineError(f"{len(self._fleet.ready)} of {self._replicas} replicas started in {seconds:g} s")
 
     def stream_results(
         self, requests: Iterable[Request], *, max_concurrency: int | None = None
     ) -> Iterator[tuple[int, Result]]:
-        """Answer requests, and yield pairs of their index and their result as they finish.
+        """Answer requests and yield (index, result) as they finish.
 
-        Requests are drawn as others finish. Closing the iterator cancels the requests in flight. Only one iterator may
+        Requests are read as others finish. Closing the iterator cancels the requests in flight. Only one iterator may
         be open at a time.
 
         Args:
@@ -123,7 +123,7 @@ class ClusterEngine:
         return self._results(requests, max_concurrency or self._max_concurrency or self._replicas * self._most)
 
     def close(self) -> None:
-        """Kill the replicas, and leave the cluster, or shut it down if it runs on this machine only for this job."""
+        """Kill the replicas, and leave the cluster, or shut it down if this job started it."""
         self._stack.close()
 
     def __enter__(self) -> Self:
@@ -144,7 +144,7 @@ class ClusterEngine:
                     return
                 self._place()
                 while not self._finished:
-                    self._fleet.turn()
+                    self._fleet.process_next()
                     self._place()
                 index, result = self._finished.popleft()
                 del self._inflight[index]
@@ -153,23 +153,26 @@ class ClusterEngine:
             self._cancel()
 
     def _accept(self, index: int, request: Request) -> None:
-        flight = _InFlight(index, str(next(self._numbers)), request, _work(request), now())
-        self._inflight[index] = flight
-        self._waiting.append(flight)
+        entry = _InFlight(index, str(next(self._numbers)), request, _work(request), now())
+        self._inflight[index] = entry
+        self._waiting.append(entry)
 
     def _cancel(self) -> None:
         """Cancel the requests in flight. Their replies are ignored."""
         import ray
 
-        for flight in self._inflight.values():
-            if flight.ref is not None:
+        for entry in self._inflight.values():
+            if entry.ref is not None:
                 with suppress(ValueError):  # the call has ended
-                    ray.cancel(flight.ref)
+                    ray.cancel(entry.ref)
         for queue in (self._inflight, self._waiting, self._suspects, self._finished):
             queue.clear()
 
     def _place(self) -> None:
-        """Send waiting requests to replicas that have room. The first replica is reserved while there are suspects."""
+        """Send waiting requests to replicas with free capacity.
+
+        While there are suspects, requests that have lost two replicas, the first replica is reserved for them.
+        """
         ready = self._fleet.ready
         reserved = next(iter(ready.values()), None) if self._suspects else None
         if reserved is not None and not reserved.running and self._suspects[0].ref is None:
@@ -178,59 +181,59 @@ class ClusterEngine:
             free = [each.id for each in ready.values() if each.running < self._most and each is not reserved]
             if not free:
                 return
-            flight = self._waiting.popleft()
-            self._send(flight, ready[self._fleet.router.rank(flight.work, free)[0]])
+            entry = self._waiting.popleft()
+            self._send(entry, ready[self._fleet.router.rank(entry.work, free)[0]])
 
-    def _send(self, flight: _InFlight, replica: FleetReplica) -> None:
+    def _send(self, entry: _InFlight, replica: FleetReplica) -> None:
         try:
-            request = flight.request if replica.sees_files else _with_contents(flight.request)
+            request = entry.request if replica.sees_files else _with_contents(entry.request)
         except ImageError as error:
-            self._finish(flight, Result.unanswered(flight.request.id, flight.accepted, error))
+            self._finish(entry, Result.unanswered(entry.request.id, entry.accepted, error))
             return
-        flight.ref = replica.actor.answer.remote(request, flight.work)
+        entry.ref = replica.actor.answer.remote(request, entry.work)
         replica.running += 1
-        self._fleet.router.assign(flight.name, replica.id, flight.work)
-        self._fleet.call(flight.ref, partial(self._replied, flight, replica))
+        self._fleet.router.assign(entry.name, replica.id, entry.work)
+        self._fleet.call(entry.ref, partial(self._replied, entry, replica))
 
-    def _replied(self, flight: _InFlight, replica: FleetReplica, reply: Any, error: Exception | None) -> None:
+    def _replied(self, entry: _InFlight, replica: FleetReplica, reply: Any, error: Exception | None) -> None:
         """Handle the reply of a replica.
 
         Raises:
             EngineError: see :meth:`ReplicaFleet.lose`.
         """
         replica.running -= 1
-        self._fleet.router.release(flight.name, replica.id)
-        flight.ref = None
+        self._fleet.router.release(entry.name, replica.id)
+        entry.ref = None
         lost = isinstance(error, ReplicaLostError)
         if lost:
             self._fleet.lose(replica, str(error))
-        if self._inflight.get(flight.index) is not flight:
+        if self._inflight.get(entry.index) is not entry:
             return  # cancelled
         if lost:
-            self._retry(flight)
+            self._retry(entry)
         elif isinstance(reply, InvisibleFiles):
             replica.sees_files = False
-            if not self._suspects or self._suspects[0] is not flight:
-                self._waiting.appendleft(flight)
+            if not self._suspects or self._suspects[0] is not entry:
+                self._waiting.appendleft(entry)
         else:
             self._fleet.answered()
-            self._finish(flight, reply if error is None else _failed(flight, error))
+            self._finish(entry, reply if error is None else _failed(entry, error))
 
-    def _retry(self, flight: _InFlight) -> None:
-        flight.lost += 1
-        if flight.lost == _ATTEMPTS:
+    def _retry(self, entry: _InFlight) -> None:
+        entry.lost += 1
+        if entry.lost == _ATTEMPTS:
             error = InputError(f"{_ATTEMPTS} replicas were lost while computing this request")
-            self._finish(flight, Result.unanswered(flight.request.id, flight.accepted, error))
-        elif flight.lost == _ATTEMPTS - 1:
-            self._suspects.append(flight)
+            self._finish(entry, Result.unanswered(entry.request.id, entry.accepted, error))
+        elif entry.lost == _ATTEMPTS - 1:
+            self._suspects.append(entry)
         else:
-            self._waiting.appendleft(flight)
+            self._waiting.appendleft(entry)
 
-    def _finish(self, flight: _InFlight, result: Result) -> None:
-        if self._suspects and self._suspects[0] is flight:
+    def _finish(self, entry: _InFlight, result: Result) -> None:
+        if self._suspects and self._suspects[0] is entry:
             self._suspects.popleft()
-        result.retries = min(flight.lost, _ATTEMPTS - 1)
-        self._finished.append((flight.index, result))
+        result.retries = min(entry.lost, _ATTEMPTS - 1)
+        self._finished.append((entry.index, result))
 
 
 @dataclass(slots=True, eq=False)
@@ -292,7 +295,7 @@ def _content(page: Any) -> PageBytes:
         raise ImageError(f"{page.name}: {error.strerror or error}") from error
 
 
-def _failed(flight: _InFlight, error: Exception) -> Result:
+def _failed(entry: _InFlight, error: Exception) -> Result:
     """Return the result of a request whose call raised an error in the replica."""
     known = error if isinstance(error, PanscanError) else InputError(f"{type(error).__name__}: {error}")
-    return Result.unanswered(flight.request.id, flight.accepted, known)
+    return Result.unanswered(entry.request.id, entry.accepted, known)

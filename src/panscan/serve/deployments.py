@@ -27,7 +27,7 @@ CreateApp = Callable[[ServeOptions, ServeBackend], Any]
 _RETRY_SECONDS = 2.0  # between attempts to reach the first replica
 _REPLICAS = Range(integer=True, ge=1, le=1024)
 _HTTP_REQUESTS = 65_536  # concurrent requests on the ingress; far above the queue bound, which returns 429
-_QUERIES = 16  # calls to a replica besides requests: token counts, statistics
+_QUERIES = 16  # concurrent calls to a replica in addition to requests: token counts, statistics
 _STARTS = 1  # failed starts until the deployment fails: a model that cannot be loaded fails at once
 
 
@@ -74,7 +74,7 @@ class Ingress:
 
         from panscan.serve.replica_backend import ReplicaBackend
 
-        # A configuration file may name the application otherwise: one cluster can serve several models.
+        # A configuration file may use another application name: one cluster can serve several models.
         name = serve.get_replica_context().app_name
         self._backend = ReplicaBackend(engines, options, app=name, replicas=replicas)
         self._app = create_app(options, self._backend)

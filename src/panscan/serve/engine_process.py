@@ -1,4 +1,4 @@
-"""The engine process, as the HTTP server manages it: start, monitor, restart."""
+"""Management of the engine process by the HTTP server: start, monitoring, restart."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class EngineProcess:
 
     Args:
         settings: settings of the model and its runner.
-        max_queued_requests: maximum number of waiting requests, besides those being computed.
+        max_queued_requests: maximum number of queued requests, in addition to running ones.
     """
 
     def __init__(self, settings: Settings, *, max_queued_requests: int) -> None:
@@ -79,7 +79,7 @@ class EngineProcess:
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._numbers = count()
         self._ready = asyncio.Event()
-        self._deaths = 0  # in a row
+        self._deaths = 0  # consecutive
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._info: ModelInfo | None = None
@@ -128,11 +128,11 @@ class EngineProcess:
         most = self._info.max_concurrency + self._max_queued
         if len(self._inflight) >= most:
             raise QueueFullError(f"{most} requests are running or waiting (--max-queued-requests {self._max_queued})")
-        flight = _InFlight(request, Stream(request.id, lambda: self._cancel(request.id)), stream)
-        self._inflight[request.id] = flight
+        entry = _InFlight(request, Stream(request.id, lambda: self._cancel(request.id)), stream)
+        self._inflight[request.id] = entry
         if self.ready:
-            self._send(flight)
-        return flight.stream
+            self._send(entry)
+        return entry.stream
 
     async def count(self, request: Request) -> TokenCounts:
         """See :class:`panscan.serve.backend.ServeBackend`."""
@@ -165,8 +165,8 @@ class EngineProcess:
         ready = await opened
         self._info = ready.info
         self._ready.set()
-        for flight in list(self._inflight.values()):
-            self._send(flight)
+        for entry in list(self._inflight.values()):
+            self._send(entry)
 
     def _take(self, child: _Child, messages: list[Any] | str, opened: asyncio.Future[EngineReady]) -> None:
         """Handle messages from a process, or the reason for its exit."""
@@ -176,7 +176,7 @@ class EngineProcess:
             if not opened.done():
                 opened.set_exception(EngineError(messages))
             elif not self._closed:
-                self._lose(messages)
+                self._on_exit(messages)
             return
         for message in messages:
             self._take_one(message, opened)
@@ -187,8 +187,8 @@ class EngineProcess:
                 self._deliver(message)
             case Ended():
                 self._deaths = 0
-                if (flight := self._inflight.pop(message.id, None)) is not None:
-                    flight.end(message.result)
+                if (entry := self._inflight.pop(message.id, None)) is not None:
+                    entry.end(message.result)
             case QueryAnswer():
                 if (answer := self._answers.pop(message.number, None)) is not None and not answer.done():
                     _resolve(answer, message.answer)
@@ -199,26 +199,26 @@ class EngineProcess:
 
     def _deliver(self, message: Events) -> None:
         for id, event in message.events:
-            if (flight := self._inflight.get(id)) is not None:
-                flight.stream.on_event(event)
+            if (entry := self._inflight.get(id)) is not None:
+                entry.stream.on_event(event)
 
-    def _send(self, flight: _InFlight) -> None:
+    def _send(self, entry: _InFlight) -> None:
         assert self._child is not None  # it is ready
-        flight.attempts += 1
-        self._child.send(Submit(flight.request, flight.streams))
+        entry.attempts += 1
+        self._child.send(Submit(entry.request, entry.streams))
 
     def _cancel(self, id: str) -> None:
-        if (flight := self._inflight.get(id)) is None:
+        if (entry := self._inflight.get(id)) is None:
             return
-        flight.cancelled = True
+        entry.cancelled = True
         if self.ready and self._child is not None:
             self._child.send(Cancel(id))
-        else:  # it waits for a process
+        else:  # waiting for the process to restart
             del self._inflight[id]
-            flight.fail(None)
+            entry.fail(None)
 
-    def _lose(self, reason: str) -> None:
-        """Handle the death of the process: end streams, keep the requests to retry, and restart it."""
+    def _on_exit(self, reason: str) -> None:
+        """Handle an unexpected exit of the process: end streams, keep requests to retry, and restart the process."""
         self._ready.clear()
         self._deaths += 1
         log.error("%s", reason)
@@ -227,13 +227,13 @@ class EngineProcess:
             if not answer.done():
                 answer.set_exception(error)
         self._answers.clear()
-        for id, flight in list(self._inflight.items()):
-            if flight.cancelled:
+        for id, entry in list(self._inflight.items()):
+            if entry.cancelled:
                 del self._inflight[id]
-                flight.fail(None)
-            elif flight.streams or flight.attempts >= _ATTEMPTS:
+                entry.fail(None)
+            elif entry.streams or entry.attempts >= _ATTEMPTS:
                 del self._inflight[id]
-                flight.fail(error)
+                entry.fail(error)
             else:
                 self._retried += 1
         if self._deaths > _RESTARTS:
@@ -255,8 +255,8 @@ class EngineProcess:
         self.failed.set()
 
     def _end_all(self, error: EngineError) -> None:
-        for flight in self._inflight.values():
-            flight.fail(error)
+        for entry in self._inflight.values():
+            entry.fail(error)
         self._inflight.clear()
 
     async def _ask(self, query: Query, seconds: float = _QUERY_SECONDS) -> Any:

@@ -41,7 +41,7 @@ from panscan.serve.messages import (
 
 __all__ = ["main"]
 
-_HELPERS = 2  # threads for queries beside the engine: token counts and token texts
+_HELPERS = 2  # threads for queries: token counts and token texts
 
 
 class _Worker:

@@ -1,6 +1,6 @@
-"""The replicas of a batch job: started, checked, and replaced when they die.
+"""The replicas of a batch job: start, health checks, replacement.
 
-Import this module in a :func:`panscan.serve.ray_session.ray_session`: Ray reads the environment when it is imported.
+Import this module inside :func:`panscan.serve.ray_session.ray_session`: Ray reads the environment on import.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger("panscan.batch")
 _HEALTH_SECONDS = 5.0
 _START_SECONDS = 1800.0  # a first start may download the checkpoint
 _CALLS = 65_536  # concurrent calls to a replica; the engine bounds requests in flight
-_LOSSES = 6  # losses in a row, besides one of each replica, without an answer in between
+_LOSSES = 6  # consecutive losses without an answer in between, in addition to one per replica
 _ENVIRONMENT = (ALLOW_PRIVATE, STORAGE_TIMEOUT)  # options that a replica reads from its environment
 
 OnDone = Callable[[Any, Exception | None], None]
@@ -42,13 +42,13 @@ OnDone = Callable[[Any, Exception | None], None]
 
 @dataclass(slots=True, eq=False)
 class FleetReplica:
-    """A replica that can take requests.
+    """A replica that accepts requests.
 
     Args:
         id: name of the replica.
         actor: Ray's handle.
-        running: number of its requests.
-        sees_files: whether it can open the job's files; otherwise it gets their contents.
+        running: number of requests in flight.
+        sees_files: whether it can open the job's files; otherwise it receives their contents.
         checked: whether no health check is pending.
     """
 
@@ -60,9 +60,9 @@ class FleetReplica:
 
 
 class ReplicaFleet:
-    """A number of :class:`BatchReplica` actors. Not thread-safe.
+    """A fixed number of :class:`BatchReplica` actors. Not thread-safe.
 
-    A replica that dies is replaced. One that cannot load the model is not, as long as there are others.
+    A replica that dies is replaced. A replica that cannot load the model is dropped if there are others.
 
     Args:
         settings: settings of the model.
@@ -72,7 +72,7 @@ class ReplicaFleet:
 
     Attributes:
         ready: replicas that have loaded the model, by id.
-        router: outstanding work and known images of each.
+        router: tracks the outstanding work and the cached images of each replica.
     """
 
     def __init__(self, settings: Settings, replicas: int, gpus: int, actor: type[BatchReplica]) -> None:
@@ -86,7 +86,7 @@ class ReplicaFleet:
         self._checked = self._ready_at = monotonic()
 
     def start(self) -> None:
-        """Start the replicas, and return once the first one has loaded the model; the others join later.
+        """Start the replicas and return once the first one has loaded the model; the others join later.
 
         Raises:
             PanscanError: the model cannot be loaded, or no replica has started in time.
@@ -94,20 +94,20 @@ class ReplicaFleet:
         for _ in range(self._replicas):
             self._start_one()
         while not self.ready:
-            self.turn()
+            self.process_next()
 
     def call(self, ref: Any, on_done: OnDone) -> None:
-        """Call a function with the result or the error of a remote call, in :meth:`turn`.
+        """Register a callback for a remote call; :meth:`process_next` calls it with the result or the error.
 
-        The error is the one that the called method raised, or :class:`ReplicaLostError`.
+        The error is the exception that the remote method raised, or :class:`ReplicaLostError`.
         """
         ref.future().add_done_callback(partial(_put, self._done, on_done))
 
-    def turn(self) -> None:
+    def process_next(self) -> None:
         """Wait until a remote call ends or a health check is due, and handle it.
 
         Raises:
-            PanscanError: there is no replica, and none can be started.
+            PanscanError: there are no replicas, and none can be started.
         """
         if (wait := self._checked + _HEALTH_SECONDS - monotonic()) <= 0:
             self._check()
@@ -117,14 +117,14 @@ class ReplicaFleet:
             on_done(result, error)
 
     def answered(self) -> None:
-        """Note that a replica has answered a request."""
+        """Record that a replica has answered a request."""
         self._losses = 0
 
     def lose(self, replica: FleetReplica, reason: str) -> None:
-        """Replace a replica that has died or must not be used any more; ignored if it was replaced already.
+        """Replace a replica that has died or failed a health check. Does nothing if it was already replaced.
 
         Raises:
-            EngineError: replicas keep dying without an answer in between.
+            EngineError: too many replicas have died without an answer in between.
         """
         if self.ready.pop(replica.id, None) is not None:
             self.router.set_replicas(self.ready)
@@ -171,7 +171,7 @@ class ReplicaFleet:
         """Start a health check of each replica that has no pending one.
 
         Raises:
-            EngineError: there has been no replica for too long.
+            EngineError: no replica has been ready for too long.
         """
         self._checked = monotonic()
         if self.ready:
@@ -191,7 +191,7 @@ class ReplicaFleet:
 
 
 def _threads() -> int | None:
-    """Return the number of threads that the user has chosen. In a replica, Ray sets the variable itself."""
+    """Return OMP_NUM_THREADS of the job, or None. Inside a replica, Ray overrides the variable."""
     chosen = os.environ.get("OMP_NUM_THREADS", "")
     return int(chosen) if chosen.isdecimal() and int(chosen) else None
 

@@ -39,8 +39,8 @@ Pool = Literal["read", "fetch", "decode"]
 _THREADS = 16  # threads per pool, except for decoding; a download may take a minute
 _SEND_SECONDS = 60.0  # after the deadline of a request, for a client that reads slowly
 _DECODERS = 2  # threads that decode pages for previews: each holds up to 540 MB of pixels
-_BODIES = 2 * 2**30  # bytes of all request bodies in flight
-_BODY_SECONDS = 120.0  # for one body: a slow client must not hold a slot until its deadline
+_BODIES = 2 * 2**30  # maximum bytes of all request bodies and images in flight
+_BODY_SECONDS = 120.0  # per body: a slow client must not hold a slot until its deadline
 _TIMEOUT_HEADER = "x-request-timeout"
 
 
@@ -83,16 +83,19 @@ class AdmissionSlot:
         return now() + self.deadline - asyncio.get_running_loop().time()
 
     def grow(self, size: int) -> None:
-        """Count received bytes of the body.
+        """Count bytes of the body, or of images sent to the engine.
 
         Raises:
-            RefusedError: the bodies of all requests in flight are too large.
+            RefusedError: the bodies and images of all requests in flight exceed the server's limit.
         """
         self.size += size
         self.admission.bodies += size
         if self.admission.bodies > _BODIES:
             raise RefusedError(
-                429, "the bodies of all requests in flight are too large", self.admission.metrics.retry_after
+                429,
+                f"the server is at capacity: request bodies and images in flight exceed"
+                f" {_BODIES >> 30} GiB; retry later",
+                self.admission.metrics.retry_after,
             )
 
     def release(self) -> None:
@@ -203,12 +206,14 @@ class AdmissionControl:
                 streams.append(self.backend.submit(each, prepared.work, stream=stream))
             if stream:
                 events = _merged(streams)
-                first = await self._unless_gone(request, slot, anext(events))
+                first = await self._until_disconnect(request, slot, anext(events))
                 await _check_begun(streams[first[0]], first[1])
-                run = _Run(self, slot, request, streams, reply, include_usage=include_usage, per_prompt=per_prompt)
+                answer = _StreamingAnswer(
+                    self, slot, request, streams, reply, include_usage=include_usage, per_prompt=per_prompt
+                )
                 limit = slot.deadline + _SEND_SECONDS
-                return _EventStream(run.chunks(first, events), run.close, request.receive, limit)
-            results = await self._unless_gone(request, slot, _collect(streams))
+                return _EventStream(answer.chunks(first, events), answer.close, request.receive, limit)
+            results = await self._until_disconnect(request, slot, _collect(streams))
         except BaseException:  # cancellation too: nothing else would cancel these streams
             self.abandon(streams, request)
             raise
@@ -219,7 +224,7 @@ class AdmissionControl:
                 raise result.error
             if result.finish_reason == "cancelled":
                 raise EngineError("the server is shutting down")
-        await reply.learn(results)
+        await reply.fetch_token_bytes(results)
         if reply.logprobs:  # millions of entries at worst
             return await self.in_thread(slot, lambda: JSONResponse(reply.whole(results, per_prompt)))
         return JSONResponse(reply.whole(results, per_prompt))
@@ -241,23 +246,23 @@ class AdmissionControl:
         if self._tracer is not None:
             tracing.record(self._tracer, result, dict(request.headers))
 
-    async def _unless_gone(self, request: Request, slot: AdmissionSlot, work: Awaitable[Answer]) -> Answer:
+    async def _until_disconnect(self, request: Request, slot: AdmissionSlot, work: Awaitable[Answer]) -> Answer:
         """Return the result of ``work``; cancel it if the client disconnects or the deadline passes."""
         task = asyncio.ensure_future(work)
-        gone = asyncio.ensure_future(_disconnected(request.receive))
+        disconnected = asyncio.ensure_future(_disconnected(request.receive))
         try:
             async with asyncio.timeout_at(slot.deadline):
-                await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise ClientDisconnect
             return task.result()
         finally:
-            for each in (task, gone):
+            for each in (task, disconnected):
                 each.cancel()
-            await asyncio.gather(task, gone, return_exceptions=True)
+            await asyncio.gather(task, disconnected, return_exceptions=True)
 
 
-class _Run:
+class _StreamingAnswer:
     """A streaming answer."""
 
     def __init__(
@@ -331,14 +336,14 @@ class _EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
         sending = asyncio.ensure_future(self._send(send))
-        gone = asyncio.ensure_future(_disconnected(self._receive))
+        disconnected = asyncio.ensure_future(_disconnected(self._receive))
         try:
             left = self._limit - asyncio.get_running_loop().time()
-            await asyncio.wait({sending, gone}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({sending, disconnected}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (sending, gone):
+            for task in (sending, disconnected):
                 task.cancel()
-            await asyncio.gather(sending, gone, return_exceptions=True)
+            await asyncio.gather(sending, disconnected, return_exceptions=True)
             self._close()
 
     async def _send(self, send: Send) -> None:

@@ -15,7 +15,7 @@ __all__ = ["BodyTooLargeError", "Guard"]
 
 _OPEN = ("/", "/health", "/ready")  # no key required: they reveal nothing private
 _OPEN_PREFIX = "/playground/"
-_PROBES = ("/health", "/ready")  # for any host name: orchestrators use the container's address
+_PROBES = ("/health", "/ready")  # accepted with any host name: orchestrators use the container's address
 _SINGLE = (b"host", b"origin", b"authorization", b"content-type", b"content-length", b"transfer-encoding")
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 

@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """To the engine, at first: load this model. ``time_line``: see :func:`panscan.core.process.join_time_line`."""
+    """To the engine, as first message: load a model. ``time_line``: see :func:`panscan.core.process.join_time_line`."""
 
     settings: Settings
     time_line: float

@@ -30,7 +30,7 @@ __all__ = [
 _MOST_STOPS = 16
 _LONGEST_STOP = 1024  # characters
 _MOST_MESSAGES = 4096
-_MOST_PARTS = 4096  # of all messages together
+_MOST_PARTS = 4096  # maximum over all messages
 _LONGEST_REFERENCE = 2**31  # characters of a data URL; the size of the body is limited
 
 

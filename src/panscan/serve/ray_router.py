@@ -27,7 +27,7 @@ class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are unty
         super().update_replicas(replicas)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Forget a replica."""
+        """Remove a replica."""
         super().on_replica_actor_died(replica_id)
         self._router.set_replicas(id for id in self._router.replicas if id != replica_id.unique_id)
 

@@ -29,8 +29,8 @@ class EngineReplica:
     """A loaded model in an actor. All methods run in the actor's event loop.
 
     Methods that compute take the keyword argument ``work``, which the router reads. If the engine fails, the replica
-    exits; if the process hangs, a watchdog kills it. Ray then replaces the replica at once, and its requests are
-    retried. After failed health checks, Ray would first wait for the requests.
+    exits; if the process hangs, a watchdog kills it. In both cases, Ray replaces the replica at once, and its requests
+    are retried. After failed health checks, Ray would wait for the requests first.
 
     Args:
         settings: settings of the model and its runner.

@@ -30,7 +30,7 @@ _START_PAUSE_SECONDS = 0.5
 
 
 class _ReplicaLostError(EngineError):
-    """An error for a replica that died, or cannot be reached."""
+    """A replica died or cannot be reached."""
 
 
 class ReplicaBackend:
@@ -86,10 +86,10 @@ class ReplicaBackend:
             queued = self._options.max_queued_requests
             raise QueueFullError(f"{most} requests are running or waiting (--max-queued-requests {queued})")
         loop = asyncio.get_running_loop()
-        flight = _InFlight(request, work, Stream(request.id, lambda: _cancel(loop, task)), stream, now())
-        task = loop.create_task(self._run(flight), context=contextvars.Context())
+        entry = _InFlight(request, work, Stream(request.id, lambda: _cancel(loop, task)), stream, now())
+        task = loop.create_task(self._run(entry), context=contextvars.Context())
         self._inflight[request.id] = task
-        return flight.stream
+        return entry.stream
 
     async def count(self, request: Request) -> TokenCounts:
         """See :class:`panscan.serve.backend.ServeBackend`."""
@@ -111,26 +111,26 @@ class ReplicaBackend:
         answered = [answer for answer in found if not isinstance(answer, BaseException)]
         return {id: stats for id, stats in answered if stats is not None}
 
-    async def _run(self, flight: _InFlight) -> None:
+    async def _run(self, entry: _InFlight) -> None:
         """Answer one request, and always deliver a result."""
         try:
             async with asyncio.timeout(self._options.request_timeout):
-                result = await self._attempt(flight)
-        except asyncio.CancelledError:  # by Stream.cancel or close; nothing else holds this task
-            result = flight.unanswered(None)
+                result = await self._attempt(entry)
+        except asyncio.CancelledError:  # raised by Stream.cancel or close; nothing else holds this task
+            result = entry.unanswered(None)
         except TimeoutError:
             seconds = self._options.request_timeout
-            result = flight.unanswered(EngineError(f"no answer within --request-timeout ({seconds:g} s)"))
+            result = entry.unanswered(EngineError(f"no answer within --request-timeout ({seconds:g} s)"))
         except PanscanError as error:
-            result = flight.unanswered(error)
+            result = entry.unanswered(error)
         except Exception as error:  # a bug must not leave the client waiting
-            log.exception("request %s", flight.request.id)
-            result = flight.unanswered(EngineError(f"{type(error).__name__}: {error}"))
+            log.exception("request %s", entry.request.id)
+            result = entry.unanswered(EngineError(f"{type(error).__name__}: {error}"))
         finally:
-            self._inflight.pop(flight.request.id, None)
-        flight.stream.on_end(result)
+            self._inflight.pop(entry.request.id, None)
+        entry.stream.on_end(result)
 
-    async def _attempt(self, flight: _InFlight) -> Result:
+    async def _attempt(self, entry: _InFlight) -> Result:
         """Answer a request, retrying on another replica if one is lost.
 
         Raises:
@@ -138,33 +138,33 @@ class ReplicaBackend:
         """
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                result = await (self._stream(flight) if flight.streams else self._answer(flight))
+                result = await (self._stream(entry) if entry.streams else self._answer(entry))
             except _ReplicaLostError as error:
-                if flight.delivered:
+                if entry.delivered:
                     raise EngineError(f"the replica was lost during the answer ({error}); retry the request") from None
                 if attempt == _ATTEMPTS:
                     raise EngineError(f"{_ATTEMPTS} replicas were lost while computing this request") from None
                 self.retried += 1
-                log.warning("request %s: %s; retrying", flight.request.id, error)
+                log.warning("request %s: %s; retrying", entry.request.id, error)
             else:
-                result.stamps.accepted = min(result.stamps.accepted, flight.accepted)
+                result.stamps.accepted = min(result.stamps.accepted, entry.accepted)
                 return result
         raise AssertionError("unreachable")
 
-    async def _answer(self, flight: _InFlight) -> Result:
-        result: Result = await _called(self._engines.answer.remote(flight.request, work=flight.work))
+    async def _answer(self, entry: _InFlight) -> Result:
+        result: Result = await _called(self._engines.answer.remote(entry.request, work=entry.work))
         return result
 
-    async def _stream(self, flight: _InFlight) -> Result:
-        generator = self._engines.options(stream=True).stream.remote(flight.request, work=flight.work)
+    async def _stream(self, entry: _InFlight) -> Result:
+        generator = self._engines.options(stream=True).stream.remote(entry.request, work=entry.work)
 
         async def read() -> Result:
             async for item in generator:
                 if isinstance(item, Result):
                     return item
                 for event in item:
-                    flight.delivered = True
-                    flight.stream.on_event(event)
+                    entry.delivered = True
+                    entry.stream.on_event(event)
             raise _ReplicaLostError("the stream of a replica ended early")
 
         return await _called(generator, read())

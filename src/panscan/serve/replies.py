@@ -80,7 +80,7 @@ class TokenNames:
     backend: ServeBackend
     _known: dict[int, bytes] = field(default_factory=dict)
 
-    async def learn(self, logprobs: Iterable[TokenLogprobs | None], tokens: Iterable[int]) -> None:
+    async def fetch(self, logprobs: Iterable[TokenLogprobs | None], tokens: Iterable[int]) -> None:
         """Fetch the bytes of all tokens that :meth:`entry` needs.
 
         Raises:
@@ -125,7 +125,7 @@ class Reply:
         self.id = f"{prefix}-{uuid.uuid4().hex}"
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
 
-    async def learn(self, results: Sequence[Result]) -> None:
+    async def fetch_token_bytes(self, results: Sequence[Result]) -> None:
         """Fetch the token texts that :meth:`whole` needs.
 
         Raises:
@@ -133,10 +133,10 @@ class Reply:
         """
         if self.logprobs:
             for result in results:
-                await self._names.learn(result.logprobs or (), result.token_ids)
+                await self._names.fetch(result.logprobs or (), result.token_ids)
 
     def whole(self, results: Sequence[Result], per_prompt: int) -> dict[str, Any]:
-        """Return the response with all choices, after :meth:`learn`.
+        """Return the response with all choices, after :meth:`fetch_token_bytes`.
 
         Args:
             results: results of all choices, grouped by prompt.
@@ -160,7 +160,7 @@ class Reply:
         """Return the chunk of an event; None if there is nothing to send.
 
         Raises:
-            EngineError: see :meth:`learn`.
+            EngineError: see :meth:`fetch_token_bytes`.
         """
         self._counts[index] += event.token_id is not None
         reason = event.finish_reason if event.finish_reason in ("stop", "length") else None
@@ -172,7 +172,7 @@ class Reply:
         else:
             choice["text"] = event.text
         if self.logprobs and event.logprobs is not None and event.token_id is not None:
-            await self._names.learn([event.logprobs], [event.token_id])
+            await self._names.fetch([event.logprobs], [event.token_id])
             offset = self._offsets.get(index, 0)
             choice["logprobs"] = self._logprobs_of([event.token_id], [event.logprobs], offset)
             self._offsets[index] = offset + len(self._names.text(event.token_id))

@@ -125,7 +125,7 @@ class _Connection(H11Protocol):
 class _Server:
     def __init__(self, options: ServeOptions, on_ready: Callable[[str], None]) -> None:
         self._options, self._on_ready = options, on_ready
-        self._signalled, self._hurried = asyncio.Event(), asyncio.Event()
+        self._first_signal, self._second_signal = asyncio.Event(), asyncio.Event()
 
     async def run(self) -> int:
         """Bind, load, serve, drain."""
@@ -146,7 +146,7 @@ class _Server:
             finally:
                 app.state.admission.draining = True
                 server.should_exit = True
-                server.force_exit = self._hurried.is_set()
+                server.force_exit = self._second_signal.is_set()
                 await backend.close()
                 await serving
                 app.state.admission.close()
@@ -155,7 +155,7 @@ class _Server:
     async def _load(self, backend: EngineProcess) -> bool:
         """Load the model; return False if a signal arrives first."""
         loading = asyncio.ensure_future(backend.start())
-        signalled = asyncio.ensure_future(self._signalled.wait())
+        signalled = asyncio.ensure_future(self._first_signal.wait())
         with activity(f"loading {self._options.settings.model_name}"):
             await asyncio.wait({loading, signalled}, return_when=asyncio.FIRST_COMPLETED)
         signalled.cancel()
@@ -174,7 +174,7 @@ class _Server:
             EngineError: the engine's process died too often.
         """
         failed = asyncio.ensure_future(backend.failed.wait())
-        signalled = asyncio.ensure_future(self._signalled.wait())
+        signalled = asyncio.ensure_future(self._first_signal.wait())
         await asyncio.wait({failed, signalled}, return_when=asyncio.FIRST_COMPLETED)
         if failed.done():
             signalled.cancel()
@@ -182,16 +182,16 @@ class _Server:
         failed.cancel()
         log.info("finishing running requests; a second signal cancels them")
         drained = asyncio.ensure_future(admission.drain())
-        hurried = asyncio.ensure_future(self._hurried.wait())
-        await asyncio.wait({drained, hurried}, return_when=asyncio.FIRST_COMPLETED)
+        second = asyncio.ensure_future(self._second_signal.wait())
+        await asyncio.wait({drained, second}, return_when=asyncio.FIRST_COMPLETED)
         if drained.done() and not drained.result():
             log.warning("requests were still running after %g s (--drain-timeout)", self._options.drain_timeout)
         drained.cancel()
-        hurried.cancel()
+        second.cancel()
 
     def _handle_signals(self) -> None:
         def take() -> None:
-            (self._hurried if self._signalled.is_set() else self._signalled).set()
+            (self._second_signal if self._first_signal.is_set() else self._first_signal).set()
 
         for each in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(each, take)

@@ -51,7 +51,7 @@ class PoolHistory(RuleBasedStateMachine):
     def register(self, data: st.DataObject, name: bytes) -> None:
         block = data.draw(st.sampled_from(self.taken))
         if self.names.get(block, name) != name:
-            with pytest.raises(RuntimeError, match="another content"):
+            with pytest.raises(RuntimeError, match="another hash"):
                 self.pool.register(block, name)
             return
         self.pool.register(block, name)

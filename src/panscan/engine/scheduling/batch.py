@@ -83,7 +83,7 @@ class FlatBatch:
         pending_rows: int64 ``[P]``: rows whose ids are tokens that the previous pass sampled.
         pending_sources: int64 ``[P]``: their indices among the previous pass's ``sampled``.
         sampled: int64 ``[S]``: rows whose next token is sampled, ascending; each is the last row of its chunk.
-        sampling: how, for each of ``sampled``.
+        sampling: parameters and state of each row in ``sampled``.
         observed_rows: int64: rows whose final hidden states and logits the result returns.
         observed_samples: int64: indices into ``sampled`` whose logits the result returns.
     """
@@ -129,12 +129,12 @@ class FlatBatch:
         return int(longer[0]) if len(longer) else len(self.offsets) - 1
 
     def slots(self, *, local: bool) -> NDArray[np.int64]:
-        """int64 ``[T]``: KV cache slot of each row, in layers of one kind."""
+        """Return the KV cache slot of each row in layers of one kind, int64 ``[T]``."""
         blocks = self.tables[local][self.chunk_of_row, self.positions // self.block_size].astype(np.int64)
         return blocks * self.block_size + self.positions % self.block_size
 
     def first_keys(self, *, local: bool) -> NDArray[np.int64]:
-        """int64 ``[T]``: first key of each row's interval, in layers of one kind."""
+        """Return the first key of each row's interval in layers of one kind, int64 ``[T]``."""
         return np.maximum(self.positions - self.window + 1, 0) if local else np.zeros_like(self.positions)
 
     def sampled_rows(self) -> Self:

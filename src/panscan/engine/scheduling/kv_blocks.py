@@ -1,4 +1,4 @@
-"""KV cache blocks: allocated, shared by prefix, and freed. Numbers only; the tensors are in ``engine.kv_memory``."""
+"""KV cache blocks: allocation, prefix sharing and release. Numbers only; the tensors are in ``engine.kv_memory``."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ __all__ = ["BlockPool", "KVBlocks", "block_hash", "extend_hashes"]
 
 
 class BlockPool:
-    """Blocks ``0 .. count - 1``. Each is free, held (by one or more), or evictable: held by nobody, its content kept.
+    """Blocks ``0 .. count - 1``. Each is free, held (by one or more sequences), or evictable: not held, content kept.
 
-    All operations take constant time, but for :meth:`reset`.
+    All operations except :meth:`reset` take constant time.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self._holders = array("i", bytes(count * array("i").itemsize))  # small: there may be millions of blocks
-        self._fresh = 0  # blocks from here on were never taken
+        self._references = array("i", bytes(count * array("i").itemsize))  # small: there may be millions of blocks
+        self._fresh = 0  # blocks from here on were never allocated
         self._free: list[int] = []
-        self._evictable: OrderedDict[int, None] = OrderedDict()  # the least recently released first
+        self._evictable: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._hashes: dict[int, bytes] = {}
         self._blocks: dict[bytes, int] = {}
 
     @property
     def available(self) -> int:
-        """Blocks that :meth:`allocate` can give."""
+        """Number of blocks that :meth:`allocate` can return."""
         return self.count - self._fresh + len(self._free) + len(self._evictable)
 
     @property
     def used(self) -> int:
-        """Blocks that somebody holds."""
+        """Number of held blocks."""
         return self.count - self.available
 
     def held(self, block: int) -> bool:
-        """Whether somebody holds the block."""
-        return self._holders[block] > 0
+        """Return whether a sequence holds the block."""
+        return self._references[block] > 0
 
     def allocate(self) -> int | None:
-        """A block for one holder: a free one, else the least recently released evictable one, whose content is
-        forgotten. None if all are held."""
+        """Allocate a block for one holder: a free one, else the least recently released evictable one, which is
+        evicted. Return None if all are held."""
         if self._free:
             block = self._free.pop()
         elif self._fresh < self.count:
@@ -55,33 +55,33 @@ class BlockPool:
             self._fresh += 1
         elif self._evictable:
             block, _ = self._evictable.popitem(last=False)
-            self._forget(block)
+            self._evict(block)
         else:
             return None
-        self._holders[block] = 1
+        self._references[block] = 1
         return block
 
     def share(self, block: int) -> None:
-        """One more holder of a block whose content is known.
+        """Add a holder to a held or evictable block.
 
         Raises:
-            RuntimeError: the block is free: its content is nobody's.
+            RuntimeError: the block is free, so its content is undefined.
         """
         if not self.held(block):
             if block not in self._evictable:
                 raise RuntimeError(f"cache block {block} is free and cannot be shared")
             del self._evictable[block]
-        self._holders[block] += 1
+        self._references[block] += 1
 
     def release(self, block: int) -> None:
-        """One holder less.
+        """Remove a holder.
 
         Raises:
-            RuntimeError: nobody holds the block.
+            RuntimeError: the block is not held.
         """
         if not self.held(block):
-            raise RuntimeError(f"cache block {block} is released more often than it was taken")
-        self._holders[block] -= 1
+            raise RuntimeError(f"cache block {block} is released more often than it was acquired")
+        self._references[block] -= 1
         if self.held(block):
             return
         if block in self._hashes:
@@ -89,46 +89,46 @@ class BlockPool:
         else:
             self._free.append(block)
 
-    def register(self, block: int, name: bytes) -> None:
-        """Let :meth:`find` give the block for this content's name; nothing happens if it gives another one already.
+    def register(self, block: int, content_hash: bytes) -> None:
+        """Let :meth:`find` return the block for this hash. Has no effect if another block is registered for it.
 
         Raises:
-            RuntimeError: nobody holds the block, or it has another name.
+            RuntimeError: the block is not held, or is registered with another hash.
         """
-        if not self.held(block) or self._hashes.get(block, name) != name:
-            raise RuntimeError(f"cache block {block} is not held or has another content")
-        if name not in self._blocks:
-            self._blocks[name] = block
-            self._hashes[block] = name
+        if not self.held(block) or self._hashes.get(block, content_hash) != content_hash:
+            raise RuntimeError(f"cache block {block} is not held, or is registered with another hash")
+        if content_hash not in self._blocks:
+            self._blocks[content_hash] = block
+            self._hashes[block] = content_hash
 
-    def find(self, name: bytes) -> int | None:
-        """The block with this content, held or evictable."""
-        return self._blocks.get(name)
+    def find(self, content_hash: bytes) -> int | None:
+        """Return the held or evictable block with this hash, or None."""
+        return self._blocks.get(content_hash)
 
     def reset(self) -> None:
-        """Forget the contents that nobody holds."""
+        """Evict all evictable blocks."""
         while self._evictable:
             block, _ = self._evictable.popitem()
-            self._forget(block)
+            self._evict(block)
             self._free.append(block)
 
-    def _forget(self, block: int) -> None:
+    def _evict(self, block: int) -> None:
         del self._blocks[self._hashes.pop(block)]
 
 
-_NAME = 32  # bytes of a hash
+_HASH_BYTES = 32
 
 
 def block_hash(parent: bytes, ids: Rows[int], images: Rows[tuple[int, bytes]]) -> bytes:
-    """The name of a block's content, and of all that stands before it: 32 bytes of SHA-256.
+    """Return the SHA-256 of a block's content and its whole prefix.
 
-    Every part goes in with its length, so that different arguments never make the same message.
+    Every part is hashed with its length, so that different arguments never form the same message.
 
     Args:
-        parent: name of the block before; empty for the first.
+        parent: hash of the previous block; empty for the first.
         ids: the block's token ids.
-        images: of each image block that starts here, where it does, relative to this block, and what tells it: keys
-            and values of an image token depend on the whole image. Later blocks of it have this one as an ancestor.
+        images: (offset in this block, image key) of each image block that starts in it. Keys and values of an image
+            token depend on the whole image. Later blocks of the image inherit this through ``parent``.
     """
     message = [struct.pack("<I", len(parent)), parent, struct.pack(f"<I{len(ids)}q", len(ids), *ids)]
     for offset, key in images:
@@ -137,10 +137,10 @@ def block_hash(parent: bytes, ids: Rows[int], images: Rows[tuple[int, bytes]]) -
 
 
 def extend_hashes(sequence: Sequence, block_size: int) -> None:
-    """Append to ``sequence.hashes`` the hash of every full block of known ids.
+    """Extend ``sequence.hashes`` to all full blocks of the known ids.
 
-    A block inside an image block is identified by the view and its distance from the image's start: its hash is that of
-    the last block that is not inside, followed by a number. Hashing hundreds of them takes a millisecond.
+    Blocks that continue an image are not hashed: hashing hundreds of them takes a millisecond. They get the hash of the
+    last hashed block, followed by a counter.
     """
     hashes, ids = sequence.hashes, sequence.ids
     known = len(ids) - sequence.pending
@@ -150,26 +150,26 @@ def extend_hashes(sequence: Sequence, block_size: int) -> None:
         inside = sequence.layout.around(start)
         if inside is None or start + block_size > inside.end:
             images = [
-                (span.start - start, _span_key(span)) for span in sequence.layout.within(start, start + block_size)
+                (span.start - start, _image_key(span)) for span in sequence.layout.within(start, start + block_size)
             ]  # fmt: skip
             hashes.append(block_hash(parent, ids[start : start + block_size], images))
             continue
-        stem, first = parent[:_NAME], int.from_bytes(parent[_NAME:], "little") + 1
+        stem, first = parent[:_HASH_BYTES], int.from_bytes(parent[_HASH_BYTES:], "little") + 1
         blocks = min(inside.end, known) // block_size - len(hashes)
         hashes.extend(stem + number.to_bytes(4, "little") for number in range(first, first + blocks))
 
 
-def _span_key(span: Span) -> bytes:
-    """Return the length of a span's image block and the key of its view, as bytes."""
+def _image_key(span: Span) -> bytes:
+    """Return what identifies an image block: its length and its view."""
     return (span.end - span.start).to_bytes(4, "little") + span.key
 
 
-_WORTH_WAITING = 128  # tokens: a pass takes about as long as these for its weights alone
+_WORTH_WAITING = 128  # tokens: computing them takes about as long as a pass takes to read the weights
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Layers that keep the same positions: all of them (``window`` None), or those of the last ``window``."""
+    """Layers that keep the same positions: all (``window`` None), or the last ``window``."""
 
     index: int
     pool: BlockPool
@@ -177,41 +177,44 @@ class _Group:
     block_size: int
 
     def first(self, position: int) -> int:
-        """Index of the first block that a row at ``position`` reads: keys ``max(0, position - window + 1)`` and on."""
+        """Return the index of the first block that a row at ``position`` reads."""
         return 0 if self.window is None else max(0, position - self.window + 1) // self.block_size
 
     def peak(self, computed: int, tokens: int, chunk: int, shared: int = 0) -> int:
-        """Most blocks held at once from ``computed`` to ``tokens``, less the first ``shared`` ones while they are."""
+        """Return the most blocks held at once from ``computed`` to ``tokens``, without ``shared`` leading ones."""
         every = -(-tokens // self.block_size) - self.first(computed) - shared
         bound = self.bound(chunk)
         return every if bound is None else min(every, bound)
 
     def bound(self, chunk: int) -> int | None:
-        """Most blocks held at once for any number of tokens: a chunk, and the window of its first row."""
+        """Return the most blocks held at once for any number of tokens; None: no bound without a window.
+
+        A chunk needs blocks for its own tokens and for the window of its first row.
+        """
         if self.window is None:
             return None
         positions = self.window - 1 + chunk
-        return (positions + self.block_size - 2) // self.block_size + 1  # they may begin anywhere in a block
+        return (positions + self.block_size - 2) // self.block_size + 1  # they may start anywhere in a block
 
     def table(self, sequence: Sequence) -> MutableSequence[int]:
         return sequence.tables[self.index]
 
     def cached(self, sequence: Sequence, hit: int) -> list[int]:
-        """The cached blocks that a sequence which begins with a hit of this length takes over."""
-        names = sequence.hashes[self.first(hit) : hit // self.block_size]
-        return [block for name in names if (block := self.pool.find(name)) is not None]
+        """Return the cached blocks that a sequence reuses if it starts with a hit of this length."""
+        hashes = sequence.hashes[self.first(hit) : hit // self.block_size]
+        return [block for content_hash in hashes if (block := self.pool.find(content_hash)) is not None]
 
 
 class KVBlocks:
-    """The blocks of both groups of layers, global and local, and the tables of the sequences that hold them.
+    """The blocks of global and of local layers, and the block tables of the sequences that hold them.
 
     Args:
-        block_size: tokens of one block.
-        global_blocks: blocks of the layers with full attention; 0: the model has no such layer.
-        local_blocks: blocks of the layers with a window.
-        window: keys that a row of a local layer sees, itself included; None: the model has no such layer.
-        prefix_caching: blocks are found again by content.
-        worth_waiting: tokens that are worth a pass's time (:meth:`in_the_making`).
+        block_size: tokens per block.
+        global_blocks: number of blocks for layers with full attention; 0: the model has no such layer.
+        local_blocks: number of blocks for layers with a sliding window.
+        window: positions that a local layer attends to, the row's own included; None: the model has no such layer.
+        prefix_caching: reuse blocks with the same content.
+        worth_waiting: number of additional cached tokens for which a sequence waits (:meth:`prefix_in_progress`).
     """
 
     def __init__(
@@ -228,19 +231,19 @@ class KVBlocks:
             self._groups.append(_Group(1, self.pools[1], window, block_size))
 
     def needed(self, tokens: int, chunk: int) -> tuple[int, int]:
-        """Most blocks, global and local, that one sequence of ``tokens`` holds at any time, if no pass computes more
-        than ``chunk`` of them."""
+        """Return the most global and local blocks that one sequence of ``tokens`` holds at any time, computed in chunks
+        of at most ``chunk``."""
         counts = [0, 0]
         for group in self._groups:
             counts[group.index] = group.peak(0, tokens, chunk)
         return counts[0], counts[1]
 
     def fits(self, tokens: int, chunk: int) -> bool:
-        """Whether a sequence of ``tokens`` can be computed in chunks of at most ``chunk`` when it is alone."""
+        """Return whether a sequence of ``tokens`` can run alone, computed in chunks of at most ``chunk``."""
         return all(count <= pool.count for count, pool in zip(self.needed(tokens, chunk), self.pools, strict=True))
 
     def longest(self, chunk: int) -> int | None:
-        """Tokens of the longest sequence that fits, computed in chunks of at most ``chunk``; None: any number."""
+        """Return the length of the longest sequence that fits, in chunks of at most ``chunk``; None: no limit."""
         full = []
         for group in self._groups:
             bound = group.bound(chunk)
@@ -249,61 +252,71 @@ class KVBlocks:
         return min(full, default=None)
 
     def claim(self, sequence: Sequence, chunk: int) -> tuple[int, int]:
-        """Blocks that a sequence which has begun will take before long, on top of those it holds: for the rest of its
-        tokens, and for as many outputs as one block holds."""
+        """Return the global and local blocks that a running sequence will soon need in addition to those it holds: for
+        its remaining tokens and one more block of output."""
         counts = [0, 0]
         for group in self._groups:
             holds = len(group.table(sequence)) - group.first(sequence.computed)
-            counts[group.index] = max(0, group.peak(sequence.computed, self._soon(sequence), chunk) - holds)
+            counts[group.index] = max(0, group.peak(sequence.computed, self._tokens_soon(sequence), chunk) - holds)
         return counts[0], counts[1]
 
     def hit(self, sequence: Sequence) -> int:
-        """Length in tokens of the longest prefix that the sequence may take over. It ends at a block's end and inside
-        no image block, leaves at least one token to compute, and has every global block and every local one that its
-        next token reads."""
+        """Return the length in tokens of the longest cached prefix that the sequence can reuse.
+
+        The prefix ends at the end of a block and not inside an image block, leaves at least one token to compute, and
+        has all global blocks and the local blocks that the next token reads.
+        """
         if not (self.prefix_caching and sequence.reuse):
             return 0
         extend_hashes(sequence, self.block_size)
         hit = len(sequence.ids) - 1
         for group in self._groups:
             if group.window is None:
-                known = takewhile(lambda name: self.pools[0].find(name) is not None, sequence.hashes)
+                known = takewhile(lambda content_hash: self.pools[0].find(content_hash) is not None, sequence.hashes)
                 hit = min(hit, sum(self.block_size for _ in known))
         while True:
             hit = self._aligned(sequence.layout, hit)
             missing = self._missing(sequence, hit)
             if missing is None:
                 return hit
-            hit = missing * self.block_size  # every longer hit reads that block too
+            hit = missing * self.block_size  # longer hits read that block too
 
     def can_begin(self, sequence: Sequence, hit: int, chunk: int, claimed: tuple[int, int]) -> bool:
-        """Whether all that a sequence which holds nothing will take before long is available beside what is claimed."""
+        """Return whether the blocks that a waiting sequence will soon need are available, without ``claimed`` ones."""
         for group in self._groups:
             shared = sum(group.pool.held(block) for block in group.cached(sequence, hit))
-            takes = group.peak(hit, self._soon(sequence), chunk, shared)
-            if takes + claimed[group.index] > group.pool.available:
+            needed = group.peak(hit, self._tokens_soon(sequence), chunk, shared)
+            if needed + claimed[group.index] > group.pool.available:
                 return False
         return True
 
-    def in_the_making(self, sequence: Sequence, hit: int, others: Iterable[Sequence]) -> bool:
-        """Whether one of the others, which hold blocks, will have computed so much more of the sequence's prompt before
-        long that it should wait and take that over."""
+    def prefix_in_progress(self, sequence: Sequence, hit: int, others: Iterable[Sequence]) -> bool:
+        """Return whether the sequence should wait because a running one is computing a longer prefix of its prompt.
+
+        Args:
+            sequence: a waiting sequence.
+            hit: length of its cached prefix.
+            others: running sequences.
+        """
         if not (self.prefix_caching and sequence.reuse):
             return False
         blocks = (hit + self._worth) // self.block_size
         if not 0 < blocks <= len(sequence.hashes):
             return False
-        name = sequence.hashes[blocks - 1]
+        content_hash = sequence.hashes[blocks - 1]
         return any(
-            other.computed < blocks * self.block_size and other.hashes[blocks - 1 : blocks] == [name]
+            other.computed < blocks * self.block_size and other.hashes[blocks - 1 : blocks] == [content_hash]
             for other in others
         )  # fmt: skip
 
     def begin(self, sequence: Sequence, hit: int) -> None:
-        """Let a sequence that holds nothing take over the cached blocks of a prefix of this length (:meth:`hit`, called
-        just before).
+        """Put the cached blocks of a prefix into the block tables of a sequence that holds none.
 
-        Sets ``computed``, ``registered`` and, the first time, ``cached``.
+        Sets ``computed``, ``registered`` and, on the first call, ``cached``.
+
+        Args:
+            sequence: a waiting sequence.
+            hit: current result of :meth:`hit`.
         """
         for group in self._groups:
             table = group.table(sequence)
@@ -317,21 +330,20 @@ class KVBlocks:
             sequence.cached = hit
 
     def extend(self, sequence: Sequence, end: int) -> bool:
-        """Blocks of all groups for the positions before ``end``; False, and nothing changed, if they do not suffice."""
+        """Allocate blocks for the positions before ``end``; if too few are available, return False without changes."""
         blocks = -(-end // self.block_size)
         counts = [blocks - len(group.table(sequence)) for group in self._groups]
-        if not any(counts):  # as in most decode steps
+        if not any(counts):
             return True
         if any(count > group.pool.available for group, count in zip(self._groups, counts, strict=True)):
             return False
         for group, count in zip(self._groups, counts, strict=True):
-            taken = (group.pool.allocate() for _ in range(count))
-            group.table(sequence).extend(block for block in taken if block is not None)
+            allocated = (group.pool.allocate() for _ in range(count))
+            group.table(sequence).extend(block for block in allocated if block is not None)
         return True
 
     def commit(self, sequence: Sequence) -> None:
-        """After ``computed`` advanced: let others find the blocks that became full, give back those that no later row
-        of the sequence reads."""
+        """Register full blocks for reuse and release blocks that left the window, after ``computed`` advanced."""
         if self.prefix_caching:
             self._register(sequence)
         for group in self._groups:
@@ -343,8 +355,10 @@ class KVBlocks:
                 table[index] = -1
 
     def release(self, sequence: Sequence) -> None:
-        """Give back all that the sequence holds; it has nothing computed then. Last blocks first: as a prefix is of no
-        use without its beginning, that is evicted last."""
+        """Release all blocks of a sequence and reset ``computed``.
+
+        The last blocks are released, and thus evicted, first: a prefix is useless without its beginning.
+        """
         for group in self._groups:
             table = group.table(sequence)
             for block in reversed(table):
@@ -354,16 +368,16 @@ class KVBlocks:
         sequence.computed = sequence.registered = 0
 
     def reset(self) -> None:
-        """Forget the contents that no sequence holds."""
+        """Evict all blocks that no sequence holds."""
         for pool in self.pools:
             pool.reset()
 
     def usage(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """(held blocks, all blocks) of the global and of the local group."""
+        """Return (held blocks, all blocks) of global and of local layers."""
         first, second = self.pools
         return (first.used, first.count), (second.used, second.count)
 
-    def _soon(self, sequence: Sequence) -> int:
+    def _tokens_soon(self, sequence: Sequence) -> int:
         return min(sequence.limit, len(sequence.ids) + self.block_size)
 
     def _register(self, sequence: Sequence) -> None:
@@ -376,13 +390,13 @@ class KVBlocks:
         sequence.registered = full
 
     def _aligned(self, layout: PromptLayout, hit: int) -> int:
-        """The longest prefix up to ``hit`` that ends at a block's end and inside no image block."""
+        """Return the longest prefix up to ``hit`` that ends at the end of a block and not inside an image block."""
         while (shorter := layout.cut_back(hit) // self.block_size * self.block_size) != hit:
             hit = shorter
         return hit
 
     def _missing(self, sequence: Sequence, hit: int) -> int | None:
-        """The last block that a local layer reads behind a hit of this length and that is not cached."""
+        """Return the index of the last uncached block that a local layer reads after a hit of this length, or None."""
         for group in self._groups:
             if group.window is not None:
                 for index in reversed(range(group.first(hit), hit // self.block_size)):

@@ -23,10 +23,10 @@ __all__ = [
     "split_blocks",
 ]
 
-_CPU_SHARE = 0.9  # of available memory; passes need the rest
+_CPU_SHARE = 0.9  # share of the available memory; passes need the rest
 _CPU_BYTES = 4_000_000_000  # unless --kv-cache-gb asks for more: a laptop has other work
-_GPU_MARGIN = 0.01  # of a GPU's memory: libraries allocate some outside PyTorch's allocator
-_SLACK = 1.2  # of the working memory of the largest pass: the allocator cannot use all that it reserves
+_GPU_MARGIN = 0.01  # share of a GPU's memory for libraries that allocate outside PyTorch's allocator
+_SLACK = 1.2  # factor on the working memory of the largest pass: the allocator cannot use all that it reserves
 _PIXEL_SHARE = 250  # 1/250 of the memory limit is for pixels that wait: 33 views of 40 GB
 _FIXED_BYTES = 256 << 20  # workspaces of products, and small tensors of passes in flight
 
@@ -102,7 +102,7 @@ class MemoryBudget:
             device: name of the device in the message.
 
         Raises:
-            UnsupportedError: they take the whole budget.
+            UnsupportedError: the weights take the whole budget.
         """
         if held >= self.bytes:
             raise UnsupportedError(
@@ -139,11 +139,11 @@ def gpu_working_bytes(*, largest_pass: int, graphs: int, pixels: int) -> int:
 def choose_blocks(facts: MemoryFacts, options: EngineOptions, memory: DeviceMemory) -> tuple[int, int]:
     """Return the numbers of blocks for global and for local layers.
 
-    The KV cache gets ``options.kv_cache_gb``. Without it, on a GPU it gets the :class:`MemoryBudget`, or what is free
-    if that is less, except for the working space of passes and the vision cache; elsewhere at most 4 GB.
+    The KV cache gets ``options.kv_cache_gb``. By default, it gets the :class:`MemoryBudget` or the free memory of a
+    GPU, whichever is less, minus the working memory of passes and the vision cache; on other devices at most 4 GB.
 
     Args:
-        facts: what the model needs. Its weights are loaded; the KV cache and the vision cache are not yet allocated.
+        facts: memory needs of the model. Its weights are loaded; the KV and vision caches are not yet allocated.
         options: sizes.
         memory: the device's memory, without what the allocator can release.
 
@@ -182,7 +182,7 @@ def _too_large(facts: MemoryFacts, options: EngineOptions, room: int, limit: str
     """Return why ``kv_cache_gb`` does not fit."""
     size, left = f"--kv-cache-gb {options.kv_cache_gb:g}", f"{max(room, 0) / 1e9:.3g} GB"
     if limit is None:
-        return f"{size}: {facts.device} has room for {left}; lower it, or leave it out to take most of what is free"
+        return f"{size}: {facts.device} has room for {left}; lower it, or leave it out to use most of the free memory"
     flag = limit.split()[0]
     return f"{limit}: {facts.device} has room for {left}, less than {size}; raise {flag}, or lower --kv-cache-gb"
 

@@ -1,4 +1,4 @@
-"""Pacing of prefill: how much of it a pass may take beside decoding requests, given a target for their TPOT.
+"""Pacing of prefill: limits the prefill in a pass with decoding requests, given a target for their TPOT.
 
 A pass delivers the tokens of decoding requests when all of it is computed, so views and prompts in the same pass delay
 them. A :class:`Pacer` learns from finished passes what decoding, prompt tokens and views cost on this device, and
@@ -136,7 +136,7 @@ class Pacer:
             return None
         target = self._target * max(1.0, (now - oldest) / _PATIENCE)
         decode, row, view = self._decode.seconds, self._row.seconds, self._view.seconds
-        if decode >= self._target:  # decoding alone misses the target: to hold prompts back would not help
+        if decode >= self._target:  # decoding alone misses the target: delaying prompts would not help
             return None
         ahead = earliest + _WINDOW * target - start - decode
         steady = max(target - decode, _LEAST_CHUNK * row + view)
@@ -146,8 +146,8 @@ class Pacer:
         """Learn from a finished pass.
 
         Args:
-            size: what it computed.
-            at: when its tokens reached the host, in seconds.
+            size: work of the pass.
+            at: time at which its tokens reached the host, in seconds.
             vision: seconds of it that encoded views.
         """
         seconds = at - self._started(size)

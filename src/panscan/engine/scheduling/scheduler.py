@@ -1,4 +1,4 @@
-"""Which tokens of which sequences the next pass computes: first come, first served, within budgets and cache blocks."""
+"""The scheduler: chooses which tokens the next pass computes, first come, first served, within budgets and blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Scheduler"]
 
 @dataclass(slots=True)
 class _Budget:
-    """Prompt tokens, image blocks (None: any number) and device time (None: any) that one step may still take."""
+    """Prompt tokens, image blocks and device time (None: no limit) that remain for the prefill of one step."""
 
     tokens: int
     views: int | None
@@ -24,11 +24,11 @@ class _Budget:
 
     @property
     def spent(self) -> bool:
-        """Whether no prompt token fits any more."""
+        """Whether no more prompt token fits."""
         return not self.tokens or (self.limit is not None and self.limit.seconds < self.limit.row_seconds)
 
     def end(self, sequence: Sequence) -> int:
-        """Where the sequence's next prefill chunk ends; its start, if it has to wait for another step."""
+        """Return the end of the sequence's next prefill chunk; its start if the sequence must wait for a later step."""
         start = sequence.computed
         wanted = min(start + self.tokens, len(sequence.ids))
         end = sequence.layout.cut(start, wanted)
@@ -51,7 +51,7 @@ class _Budget:
 
 
 class _PassPlan:
-    """A step in the making."""
+    """A step while it is being scheduled."""
 
     def __init__(self, budget: _Budget) -> None:
         self.budget = budget
@@ -71,14 +71,14 @@ class _PassPlan:
 
 
 class Scheduler:
-    """Admits sequences, shares out each step, and takes blocks back from the youngest when they run out.
+    """Admits sequences, divides each step among them, and preempts the youngest when blocks run out.
 
     Args:
-        blocks: cache blocks of both groups of layers.
-        max_num_seqs: sequences that run at once.
-        prefill_chunk_size: prompt tokens of one step, of all sequences together. An image block that is longer is
-            taken whole, as the only prefill of its step.
-        max_views: image blocks of one step, at least 1; None: any number.
+        blocks: KV cache blocks.
+        max_num_seqs: maximum running sequences.
+        prefill_chunk_size: maximum prompt tokens per step, over all sequences. A longer image block is computed whole,
+            as the only prefill of its step.
+        max_views: maximum image blocks per step, at least 1; None: no limit.
     """
 
     def __init__(
@@ -88,52 +88,52 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._prefill_chunk_size = prefill_chunk_size
         self._max_views = max_views
-        self._waiting: list[Sequence] = []  # both in order of number
+        self._waiting: list[Sequence] = []  # both sorted by number
         self._running: list[Sequence] = []
-        self.preempted: Rows[Sequence] = ()  # by the last call of schedule()
+        self.preempted: Rows[Sequence] = ()  # sequences preempted by the last schedule()
         self.preemptions = 0
 
     @property
     def waiting(self) -> Rows[Sequence]:
-        """Sequences that hold no blocks, the oldest first; preempted ones among them."""
+        """Sequences that hold no blocks, including preempted ones; oldest first."""
         return tuple(self._waiting)
 
     @property
     def running(self) -> Rows[Sequence]:
-        """Admitted sequences, the oldest first."""
+        """Admitted sequences, oldest first."""
         return tuple(self._running)
 
     def longest_chunk(self, sequence: Sequence) -> int:
-        """Most tokens of the sequence that one step computes: what ``KVBlocks.fits`` has to know."""
+        """Return the most tokens of the sequence that one step computes."""
         return max(self._prefill_chunk_size, sequence.layout.longest)
 
     def add(self, sequence: Sequence) -> None:
-        """Let a sequence wait for its turn.
+        """Queue a sequence.
 
         Raises:
-            RuntimeError: it can never run, even alone, and would hold up all later ones.
+            RuntimeError: it cannot run even alone, and would block all later ones.
         """
         if not self._blocks.fits(sequence.limit, self.longest_chunk(sequence)):
-            raise RuntimeError(f"a sequence of {sequence.limit} tokens does not fit in the cache blocks")
+            raise RuntimeError(f"a sequence of {sequence.limit} tokens does not fit in the KV cache blocks")
         _insert(self._waiting, sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence that finished, failed or was cancelled, wherever it is, and take its blocks back."""
+        """Remove a finished, failed or cancelled sequence from its queue, and release its blocks."""
         for queue in (self._running, self._waiting):
             if sequence in queue:
                 queue.remove(sequence)
         self._blocks.release(sequence)
 
     def schedule(self, limit: PrefillLimit | None = None) -> Step | None:
-        """The next step, its blocks allocated; None if nothing is to be computed.
+        """Return the next step with its blocks allocated; None if there is nothing to compute.
 
-        Rows of decoding sequences come first, then prefill chunks, each from the oldest to the youngest. The oldest
-        running sequence always has a chunk, unless only its last token is missing, so that every sequence ends after
-        finitely many steps. Nothing has to be known of the pass before but that it was launched.
+        Decode rows come first, then prefill chunks, each from the oldest to the youngest sequence. The oldest running
+        sequence always gets a chunk, unless only its last token is missing, so every sequence finishes after finitely
+        many steps. The previous pass must have been launched; its results are not needed.
 
         Args:
-            limit: device time of the step's prefill. It counts only while a sequence decodes: those end after
-                finitely many steps, and the oldest has a chunk again.
+            limit: device time for the step's prefill. Ignored while no sequence decodes. Decoding sequences finish
+                after finitely many steps, so the oldest prompt is not blocked indefinitely.
         """
         if not any(each.decodes and not each.full for each in self._running):
             limit = None
@@ -141,24 +141,26 @@ class Scheduler:
         for sequence in self.running:
             if sequence in plan.preempted:
                 break
-            self._take(sequence, plan)
+            self._add_chunk(sequence, plan)
         if not plan.preempted:
             self._admit(plan)
         self.preempted = plan.preempted
         chunks = (*plan.decodes, *plan.prefills)
         if not chunks and plan.preempted and limit is not None:
-            # All that decode were preempted, and the limit held the others back: nothing is left to pace.
+            # All decoding sequences were preempted and the limit held back the others: no TPOT left to protect.
             step = self.schedule()
             self.preempted = [*plan.preempted, *self.preempted]
             return step
         return Step(chunks) if chunks else None
 
     def advance(self, step: Step) -> None:
-        """Note that a step was launched; sequences whose chunk samples have a pending token then, to be settled before
-        the next step's :meth:`advance`. Sequences that were removed meanwhile are passed over.
+        """Record that a step was launched.
+
+        Sequences whose chunk samples get a pending token, which must be settled before the next call. Sequences that
+        were removed in the meantime are skipped.
 
         Args:
-            step: what :meth:`schedule` gave last.
+            step: last result of :meth:`schedule`.
         """
         running = set(self._running)
         for chunk in step.chunks:
@@ -171,10 +173,11 @@ class Scheduler:
             if samples:
                 sequence.expect()
 
-    def _take(self, sequence: Sequence, plan: _PassPlan) -> None:
-        """Schedule a running sequence's chunk; if blocks run out, preempt the youngest sequences, possibly itself.
+    def _add_chunk(self, sequence: Sequence, plan: _PassPlan) -> None:
+        """Add a running sequence's chunk to the step, preempting the youngest sequences for blocks if necessary.
 
-        Sequences are scheduled oldest first, so a preempted one has no chunk in the step yet.
+        A sequence may preempt itself. Sequences are scheduled from the oldest to the youngest, so a preempted one has
+        no chunk in the step yet.
         """
         end = plan.end(sequence)
         if end == sequence.computed or sequence.full:
@@ -190,26 +193,28 @@ class Scheduler:
         plan.add(Chunk(sequence, sequence.computed, end))
 
     def _admit(self, plan: _PassPlan) -> None:
-        """Let waiting sequences run, in order, while there are seats, prompt tokens and blocks.
+        """Admit waiting sequences in order, while running sequences, prefill budget and blocks allow it.
 
-        Who begins as a running sequence that still computes its prompt waits until that is done, and takes it over
-        then. Younger ones wait with it: what a step computes at most is for those that run.
+        A sequence whose prefix a running sequence is still computing waits, then reuses those blocks. Later sequences
+        wait behind it, so the step's prefill budget goes to running sequences.
         """
         while self._waiting and len(self._running) < self._max_num_seqs and not plan.budget.spent:
             oldest = self._waiting[0]
             hit = self._blocks.hit(oldest)
-            if self._blocks.in_the_making(oldest, hit, self._running):
+            if self._blocks.prefix_in_progress(oldest, hit, self._running):
                 return
             if not self._blocks.can_begin(oldest, hit, self.longest_chunk(oldest), self._claimed()):
                 return
             self._waiting.pop(0)
             _insert(self._running, oldest)
             self._blocks.begin(oldest, hit)
-            self._take(oldest, plan)
+            self._add_chunk(oldest, plan)
 
     def _claimed(self) -> tuple[int, int]:
-        """Available blocks that running sequences will take before long: who is let in beside them would be preempted
-        at once."""
+        """Return the global and local blocks that running sequences will soon need.
+
+        A sequence admitted into these blocks would be preempted at once.
+        """
         claims = [self._blocks.claim(sequence, self.longest_chunk(sequence)) for sequence in self._running]
         return sum(count for count, _ in claims), sum(count for _, count in claims)
 

@@ -70,8 +70,8 @@ class PromptLayout:
         return position if span is None else span.start
 
     def cut(self, start: int, end: int) -> int:
-        """Return where a chunk ``[start, end)`` must end: before an image block that ``end`` is inside of, or behind
-        the block if the chunk would be empty otherwise."""
+        """Return the end of a chunk ``[start, end)`` that does not cut an image block: ``end``, or the start of the
+        block around it, or the end of the block if the chunk would be empty otherwise."""
         span = self.around(end)
         if span is None:
             return end
@@ -178,7 +178,7 @@ def flatten(
     Ids that the previous pass has yet to give are 0.
 
     Args:
-        chunks: in the order of their rows; blocks for all their positions are in the sequences' tables.
+        chunks: chunks in the order of their rows; their sequences' tables have blocks for all positions.
         block_size: tokens per KV cache block.
         window: positions that a local layer attends to.
         slots: vision cache slot by view key, of every image block in the chunks.

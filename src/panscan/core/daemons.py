@@ -1,4 +1,4 @@
-"""Threads for work that may hang, such as a download: they never hold up the end of the program."""
+"""Daemon threads for work that may hang, such as a download."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ __all__ = ["DaemonThreads"]
 
 
 class DaemonThreads:
-    """Runs functions, a few at once. Python joins the threads of ``concurrent.futures`` when it exits, so one that is
-    stuck there keeps the process alive; these are left behind.
+    """A pool of daemon threads, which do not keep the process alive.
+
+    Python joins the threads of ``concurrent.futures`` at exit, so one that hangs there blocks the exit.
 
     Args:
-        count: functions that run at once.
-        name: of the threads.
+        count: maximum number of threads.
+        name: prefix of the threads' names.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -24,14 +25,14 @@ class DaemonThreads:
         self._started = 0
 
     def submit(self, function: Callable[[], object]) -> None:
-        """Run a function, which raises nothing, as soon as a thread is free. Only one thread may submit."""
+        """Run a function as soon as a thread is free. The function must not raise. Only one thread may submit."""
         if self._started < self._count:
             threading.Thread(target=self._run, name=f"{self._name}-{self._started}", daemon=True).start()
             self._started += 1
         self._todo.put(function)
 
     def shutdown(self) -> None:
-        """Forget what has not begun, and let each thread end after what it runs. Does not wait."""
+        """Discard queued functions and let each thread end after its current one. Does not wait."""
         try:
             while True:
                 self._todo.get_nowait()
@@ -42,4 +43,4 @@ class DaemonThreads:
     def _run(self) -> None:
         while (function := self._todo.get()) is not None:
             function()
-            del function  # or the thread keeps a request until the next
+            del function  # otherwise an idle thread keeps its last request alive
