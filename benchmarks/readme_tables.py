@@ -48,7 +48,7 @@ from benchmarks.serving_tables import (
 )
 from benchmarks.verify_tables import verify_faults, verify_vllm
 from benchmarks.vllm_tables import comparison
-from benchmarks.workload_tables import distinct_documents, questions
+from benchmarks.workload_tables import distinct_documents, main_figures, questions
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "records"
@@ -268,6 +268,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "h200-x2": h200_x2,
     "h200-27b-engine": by_settings("h200-27b-engine", "runner", "batch_size"),
     "idle-gap": idle_gap,
+    "main-figures": workload("w1-27b", main_figures),
     "w1-27b": workload("w1-27b", distinct_documents),
     "w1-27b-tp2": workload("w1-27b-tp2", distinct_documents),
     "w1-27b-tp2-40gb": workload("w1-27b-tp2-40gb", distinct_documents),

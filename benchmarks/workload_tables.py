@@ -9,11 +9,25 @@ from typing import Any
 from benchmarks.markdown import counted, number, ranged, table
 from panscan.settings import axes
 
-__all__ = ["distinct_documents", "questions"]
+__all__ = ["distinct_documents", "main_figures", "questions"]
+
+_NOTE = "For requests/s the limit is a maximum, and the ratio is limit / measured."
 
 
 def distinct_documents(record: Mapping[str, Any], name: str) -> str:
     """Return the table of a record of W1 or W4: each figure, its limit on this machine, and the ratio of both."""
+    rows = [*_limited(record), *_unlimited(record)]
+    return table(["", "engine", "limit", "ratio"], rows) + f"\n\n{_NOTE} " + _machine(record, name)
+
+
+def main_figures(record: Mapping[str, Any], name: str) -> str:
+    """Return the rows of :func:`distinct_documents` with a limit, without the decode steps of several sizes."""
+    rows = [row for row in _limited(record) if not row[0].startswith("decode step")]
+    return table(["", "engine", "limit", "ratio"], rows) + f"\n\n{_NOTE} " + _machine(record, name)
+
+
+def _limited(record: Mapping[str, Any]) -> list[list[str]]:
+    """Return the rows of figures with a limit: name, measured, limit, and their ratio."""
     found, floor = record["measured"]["engine"], record["floor"]["engine"]
     alone, seen = found["alone"], found["vision"][-1]
     figures = [
@@ -27,10 +41,16 @@ def distinct_documents(record: Mapping[str, Any], name: str) -> str:
         ),
         (f"vision, ms per view, {seen['views']} at once", seen["ms_per_view"]["all"], 1, "vision_ms_per_view"),
     ]
-    rows = [
+    return [
         [what, ranged(values, digits), number(floor[key], digits), number(found["ratios"][key], 2) + "x"]
         for what, values, digits, key in figures
     ]
+
+
+def _unlimited(record: Mapping[str, Any]) -> list[list[str]]:
+    """Return the rows of figures without a limit: idle time, energy and memory."""
+    found, rows = record["measured"]["engine"], []
+    alone = found["alone"]
     idle = [each for each in found["decode"] if each["idle"] and each["idle"]["share"] is not None]
     if idle:
         sizes = ", ".join(str(each["batch"]) for each in idle)
@@ -43,8 +63,7 @@ def distinct_documents(record: Mapping[str, Any], name: str) -> str:
     peak = max(turn["peak_reserved_bytes"] for turn in found["throughput"])
     gpus = record["settings"].get("tensor_parallel_size", 1)
     rows.append([f"memory reserved per GPU, GB ({_memory_limit(record)})", number(peak / gpus / 1e9, 1), "-", "-"])
-    note = "For requests/s the limit is a maximum, and the ratio is limit / measured."
-    return table(["", "engine", "limit", "ratio"], rows) + f"\n\n{note} " + _machine(record, name)
+    return rows
 
 
 def questions(record: Mapping[str, Any], name: str) -> str:

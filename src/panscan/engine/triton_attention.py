@@ -213,22 +213,24 @@ def prefix_groups(
         units: rows that keep the device busy. With fewer, each row is alone.
     """
     count = batch.decode_rows
-    lengths = batch.ends[:count]
-    found: list[tuple[NDArray[np.int64], int]] = []
-    if count >= units:
+    found = []
+    if count >= max(units, 2):
         shared = [(rows, _shared_keys(batch, rows, local)) for rows in _candidates(batch, most)]
         found = [(rows, keys) for rows, keys in shared if keys]
-    alone = np.setdiff1d(np.arange(count), np.concatenate([rows for rows, _ in found]) if found else [])
-    found += [(alone[at : at + 1], 0) for at in range(len(alone))]
-    work = np.array([lengths[rows].sum() - keys * (len(rows) - 1) for rows, keys in found])
-    groups, members = np.zeros((count, 3), np.int32), np.empty(count, np.int32)
-    first = 0
-    for entry, at in enumerate(np.argsort(-work, kind="stable").tolist()):
-        rows, keys = found[at]
-        members[first : first + len(rows)] = rows
-        groups[entry] = first, len(rows), keys
-        first += len(rows)
-    return groups, members
+    grouped = [rows for rows, _ in found]
+    rows = np.concatenate([*grouped, np.delete(np.arange(count), np.concatenate(grouped) if grouped else [])])
+    used = count - sum(len(each) - 1 for each in grouped)
+    sizes, keys = np.ones(used, np.int64), np.zeros(used, np.int64)
+    for entry, (each, prefix) in enumerate(found):
+        sizes[entry], keys[entry] = len(each), prefix
+    firsts = np.cumsum(sizes) - sizes
+    work = np.add.reduceat(batch.ends[rows], firsts) if count else firsts
+    order = np.argsort(keys * (sizes - 1) - work, kind="stable")
+    sizes, keys, firsts = sizes[order], keys[order], firsts[order]
+    starts = np.cumsum(sizes) - sizes
+    groups = np.zeros((count, 3), np.int32)
+    groups[:used] = np.stack([starts, sizes, keys], axis=1)
+    return groups, rows[np.repeat(firsts - starts, sizes) + np.arange(count)].astype(np.int32)
 
 
 def _candidates(batch: FlatBatch, most: int) -> Iterator[NDArray[np.int64]]:
@@ -248,20 +250,15 @@ def _candidates(batch: FlatBatch, most: int) -> Iterator[NDArray[np.int64]]:
         if column < table.shape[1]:
             blocks = np.where(lengths[remaining] > probe, table[remaining, column], -1)
             order = np.lexsort((lengths[remaining], blocks))
-            edges = np.flatnonzero(np.diff(blocks[order])) + 1
-            runs = [
-                run for run in np.split(remaining[order], edges) if len(run) > 1 and _block(table, run, column) >= 0
-            ]
-            runs = [run for run in runs if lengths[run[0]] > probe]
+            blocks = blocks[order]
+            edges = np.flatnonzero(np.diff(blocks, prepend=-2, append=-2))
+            several = (np.diff(edges) > 1) & (blocks[edges[:-1]] >= 0)
+            runs = [remaining[order[at:end]] for at, end in zip(edges[:-1][several], edges[1:][several], strict=True)]
             for run in runs:
                 yield from (part for part in np.array_split(run, -(-len(run) // most)) if len(part) > 1)
             if runs:
                 remaining = np.setdiff1d(remaining, np.concatenate(runs))
         probe //= 2
-
-
-def _block(table: NDArray[np.int32], rows: NDArray[np.int64], column: int) -> int:
-    return int(table[rows[0], column])
 
 
 def _shared_keys(batch: FlatBatch, rows: NDArray[np.int64], local: bool) -> int:
