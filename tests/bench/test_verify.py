@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from accelerate import cpu_offload
 from safetensors.torch import save_file
-from tests.bench.test_measure import Lines, Watcher
+from tests.bench.test_measure import Lines, RecordingObserver
 from tests.conftest import needs_images_in_chunks, noise
 from tests.model.stored.small import SMALL, Checkpoint, dense_weights
 
@@ -290,7 +290,7 @@ def test_cells_that_cannot_run_do_not_ask_for_views(runner: GenerateRunner, benc
     verifier = bench.verifier(tmp_path, source=source)
     verifier.items = items
     lines = Lines()
-    run_sweep(SweepPlan(cells=[cell], items=items, source=source), lines, set(), Watcher(), verifier)
+    run_sweep(SweepPlan(cells=[cell], items=items, source=source), lines, set(), RecordingObserver(), verifier)
     assert [record["outcome"] for record in lines.records] == ["skipped"]
 
 
