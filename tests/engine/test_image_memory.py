@@ -118,7 +118,7 @@ def test_shares_wait_for_their_turn() -> None:
 def test_closed_memory_wakes_all_waiting_threads() -> None:
     memory = ImageMemory(1)
     memory.acquire(1)
-    thread = threading.Thread(target=memory.take, args=(1,))
+    thread = threading.Thread(target=memory.acquire, args=(1,))
     thread.start()
     memory.close()
     thread.join(60)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.bench.test_measure import Lines, Watcher
+from tests.bench.test_measure import Lines, RecordingObserver
 from tests.bench.test_verify import STEPS as VERDICT_STEPS
 from tests.bench.test_verify import Bench as VerdictBench
 from tests.conftest import noise, printed
@@ -116,7 +116,9 @@ def test_a_sweep_of_both_runners(tmp_path: Path, model: str) -> None:
     items = build_workload(source, on_problem=lambda error: pytest.fail(str(error)))
     plan = SweepPlan(cells=cells, items=items, source=source, include_content=True)
     lines = Lines()
-    run_sweep(plan, lines, set(), Watcher(), Verifier(items, source, STEPS, None, [], lines.write, lambda _: None))
+    run_sweep(
+        plan, lines, set(), RecordingObserver(), Verifier(items, source, STEPS, None, [], lines.write, lambda _: None)
+    )
     verdicts = {line["cell"]: line for line in lines.records if line["type"] == "verdict"}
     assert [verdicts[cell.id]["verdict"] for cell in cells] == ["exact"] * 3
     assert all(verdict["equal_tokens"] for verdict in verdicts.values())
