@@ -24,14 +24,13 @@ from numpy.typing import NDArray
 
 from panscan.bench.workload import Source, build_workload, request_of
 from panscan.core import Request, Result, Stamps, View, now
-from panscan.engine.loop import Loop
+from panscan.engine.loop import Loop, Worker
 from panscan.engine.model_runner import Launched, ModelRunner
 from panscan.engine.options import EngineOptions
 from panscan.engine.request_state import RequestState
 from panscan.engine.scheduling.batch import FlatBatch
 from panscan.engine.scheduling.sequence import PromptLayout
 from panscan.engine.views import PixelRef
-from panscan.engine.worker import Worker
 from panscan.images.samples import write_samples
 from panscan.model.checkpoint import Loaded
 from panscan.model.load import load_for

@@ -16,8 +16,8 @@ from tests.engine.driving import SHORT, Driver, requests
 from panscan import GenerateRunner, PanAndScan, Request, Result
 from panscan.core import now
 from panscan.engine.engine import Engine
+from panscan.engine.loop import _THREADS
 from panscan.engine.options import EngineOptions
-from panscan.engine.worker import _THREADS
 from panscan.images import decode
 
 

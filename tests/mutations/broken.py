@@ -201,15 +201,16 @@ def _ends_early(state: RequestState, _token: int, usual: Any) -> Any:
 def _wrong_behind_a_long_prefix(patch: pytest.MonkeyPatch) -> None:
     """Right with cold caches; where a whole image came from the prefix cache, each answer begins with another token."""
     rows: list[sampling.SamplingRow] = []
-    whole = Loop._row
+    whole = RequestState.sampling_row
 
-    def row(self: Loop, tokens: Any) -> sampling.SamplingRow:
-        found = whole(self, tokens)
+    def row(self: RequestState) -> sampling.SamplingRow:
+        found, tokens = whole(self), self.sequence
+        assert tokens is not None
         if (tokens.cached or 0) > tokens.prompt_tokens // 2 and not found.position:
             rows.append(found)
         return found
 
-    patch.setattr(Loop, "_row", row)
+    patch.setattr(RequestState, "sampling_row", row)
     _choosing(lambda at, each: any(each[at] is row for row in rows))(patch)
 
 
@@ -217,7 +218,7 @@ def _wrong_behind_a_second_chunk(patch: pytest.MonkeyPatch) -> None:
     """Right where a prompt is computed in one pass; else its answer begins with another token."""
     several: set[int] = set()
     rows: list[sampling.SamplingRow] = []
-    launch, row = Loop._launch, Loop._row
+    launch, whole = Loop._launch, RequestState.sampling_row
 
     def launched(self: Loop, step: Any) -> Any:
         for chunk in step.chunks:
@@ -225,14 +226,14 @@ def _wrong_behind_a_second_chunk(patch: pytest.MonkeyPatch) -> None:
                 several.add(chunk.sequence.number)
         return launch(self, step)
 
-    def told(self: Loop, tokens: Any) -> sampling.SamplingRow:
-        found = row(self, tokens)
-        if tokens.number in several and not found.position:
+    def row(self: RequestState) -> sampling.SamplingRow:
+        found = whole(self)
+        if self.number in several and not found.position:
             rows.append(found)
         return found
 
     patch.setattr(Loop, "_launch", launched)
-    patch.setattr(Loop, "_row", told)
+    patch.setattr(RequestState, "sampling_row", row)
     _choosing(lambda at, each: any(each[at] is row for row in rows))(patch)
 
 

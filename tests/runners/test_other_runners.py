@@ -67,7 +67,7 @@ def test_the_pipeline_reads_all_pages_of_a_file(tiny: GenerateRunner, tmp_path: 
 
 
 def test_generate_batch_refuses_a_checkpoint_that_reads_images() -> None:
-    with pytest.raises(UnsupportedError, match="without looking at the image"):
+    with pytest.raises(UnsupportedError, match="only text-only checkpoints are supported"):
         open_runner(settings_from({"runner": "generate_batch", "dtype": "fp32", "device": "cpu"}))
 
 

@@ -32,11 +32,10 @@ from panscan.core import (
 )
 from panscan.core.ranges import Range
 from panscan.core.request import checked_request, request_list
-from panscan.engine.loop import Loop
+from panscan.engine.loop import Loop, Worker
 from panscan.engine.options import EngineOptions
 from panscan.engine.ranks import RankGroup
 from panscan.engine.request_state import ObservationState, RequestState
-from panscan.engine.worker import Worker
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import count_prompt
 from panscan.model.load import load_for, load_outline_for

@@ -1,33 +1,39 @@
-"""The engine's loop: schedule a step, launch it as a pass, deliver the tokens of the previous pass."""
+"""The engine's loop and its thread: schedule a step, launch it as a pass, deliver the previous pass's tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
-from typing import Protocol
+from queue import SimpleQueue
+from typing import Protocol, TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from panscan.core import (
-    EngineError,
-    FinishReason,
-    ImageError,
-    PanscanError,
-    Sampling,
-    SettingError,
-    Stats,
-    UnsupportedError,
-    now,
+from panscan.core import EngineError, FinishReason, ImageError, InputError, PanscanError, SettingError, Stats, now
+from panscan.core.streams import FORKED
+from panscan.engine.daemons import DaemonThreads
+from panscan.engine.model_runner import (
+    Launched,
+    ModelRunner,
+    PassResult,
+    RunnerFacts,
+    pass_error,
+    raise_if_device_failed,
 )
-from panscan.engine.model_runner import Launched, ModelRunner, PassResult, RunnerFacts
 from panscan.engine.options import EngineOptions
 from panscan.engine.prepare import PixelIntake, Preparer
 from panscan.engine.request_state import ObservationState, RequestState
 from panscan.engine.sampling import SampledToken
-from panscan.engine.scheduling.batch import NO_ROWS, FlatBatch, SamplingRow, ViewToEncode
+from panscan.engine.scheduling.batch import NO_ROWS, FlatBatch, ViewToEncode
 from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.pacing import Pacer, PassSize, PrefillLimit
 from panscan.engine.scheduling.scheduler import Scheduler
@@ -39,7 +45,7 @@ from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory
 from panscan.model.phases import host_work, phase
 
-__all__ = ["Loop", "PassExecutor"]
+__all__ = ["Loop", "PassExecutor", "Worker"]
 
 
 class PassExecutor(PixelIntake, Protocol):
@@ -144,7 +150,7 @@ class Loop:
         except EngineError:
             raise  # the ranks were closed: no pass can run any more
         except Exception as error:  # a failed pass fails its requests, not the engine
-            _raise_if_device_failed(error)
+            raise_if_device_failed(error)
             self._fail(step, error)
             # Before the next schedule: a preempted request may wait for a token of the pass in flight.
             self.finish_pass()
@@ -171,10 +177,10 @@ class Loop:
         except EngineError:
             raise  # the ranks were closed: no pass can run any more
         except Exception as error:  # devices report failures of a pass at the next synchronisation
-            _raise_if_device_failed(error)
+            raise_if_device_failed(error)
             for chunk in inflight.step.chunks:
                 if chunk.sequence in self._states:
-                    self.end(self._states[chunk.sequence], "error", _pass_error(error))
+                    self.end(self._states[chunk.sequence], "error", pass_error(error))
             return True
         if self._pacer is not None:
             start, end = result.vision or (0.0, 0.0)
@@ -282,11 +288,12 @@ class Loop:
             sampled = [chunk.sequence for chunk in step.chunks if chunk.samples]
             rows = np.flatnonzero([chunk.samples for chunk in step.chunks])
             rows = flat.offsets[rows + 1].astype(np.int64) - 1
+            samplings = tuple(self._states[tokens].sampling_row() for tokens in sampled)
             observed = [at for at, tokens in enumerate(sampled) if self._states[tokens].observation is not None]
             observed_rows = self._observed_rows(step, flat)
             pending, sources = self._pending(sampled)
             batch = replace(
-                flat, encode=tuple(encode.values()), sampled=rows, sampling=tuple(map(self._row, sampled)),
+                flat, encode=tuple(encode.values()), sampled=rows, sampling=samplings,
                 pending_rows=rows[pending], pending_sources=sources,
                 observed_rows=np.array(list(observed_rows), np.int64), observed_samples=np.array(observed, np.int64),
             )  # fmt: skip
@@ -360,16 +367,6 @@ class Loop:
         indices = {tokens: at for at, tokens in enumerate(self._inflight.sampled)}
         return waiting, np.array([indices[sampled[at]] for at in waiting], np.int64)
 
-    def _row(self, tokens: Tokens) -> SamplingRow:
-        state = self._states[tokens]
-        sampling = state.request.sampling if state.observation is None else Sampling()
-        token_ids = tokens.ids if sampling.repetition_penalty not in (None, 1) else None
-        allowed = None
-        if state.constraint is not None:
-            sampling = replace(sampling, json_schema=None)  # ranks need only the mask; a schema may have 64 KiB
-            allowed = state.constraint.allowed
-        return SamplingRow(sampling, state.seed, len(tokens.ids) - tokens.prompt_tokens, token_ids, allowed)
-
     def _settle(self, inflight: _InFlight, result: PassResult) -> dict[Tokens, SampledToken]:
         """Record the result of a pass; return the new tokens of sequences that have not ended."""
         if result.hidden is not None and result.logits is not None:
@@ -414,7 +411,7 @@ class Loop:
             release_memory()
         prefilling = [chunk.sequence for chunk in step.chunks if not chunk.sequence.decodes]
         for tokens in prefilling or [chunk.sequence for chunk in step.chunks]:
-            self.end(self._states[tokens], "error", _pass_error(error))
+            self.end(self._states[tokens], "error", pass_error(error))
 
     def _count(self, step: Step) -> None:
         self._steps += 1
@@ -429,21 +426,173 @@ class _LostImageError(Exception):
         self.state, self.reason = state, reason
 
 
-def _raise_if_device_failed(error: Exception) -> None:
-    """Raise if no later pass can run: CUDA reports an illegal access or a lost device to every later call too.
+_THREADS = 4  # to decode and resize images; Pillow releases the GIL while it does
+T = TypeVar("T")
 
-    Raises:
-        EngineError: the device has failed.
+
+class Worker:
+    """A thread that owns a loop. Other threads reach the loop only through messages.
+
+    Args:
+        build: builds the loop. Called in the worker's thread, because PyTorch keeps some warmed-up state per thread.
+        ahead: maximum requests that are in preparation or prepared and queued. ``--image-memory-gb`` limits the memory
+            of their images.
+
+    Raises: whatever ``build`` raises.
     """
-    if isinstance(error, RuntimeError) and "CUDA error" in str(error) and not is_out_of_memory(error):
-        raise EngineError(f"the device has failed: {' '.join(str(error).split())[:300]}") from error
 
+    def __init__(self, build: Callable[[], Loop], ahead: int) -> None:
+        self._ahead = ahead
+        self._messages: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._accepted: deque[RequestState] = deque()
+        self._preparing: set[RequestState] = set()
+        self._broken: EngineError | None = None
+        self._lock = threading.Lock()
+        self._closed = self._closing = False
+        self._process = os.getpid()
+        self._pool = DaemonThreads(_THREADS, "panscan-prepare")
+        built: Future[None] = Future()
+        self._thread = threading.Thread(target=self._run, args=(build, built), name="panscan-engine", daemon=True)
+        self._thread.start()
+        try:
+            built.result()
+        except BaseException:  # includes KeyboardInterrupt: the thread ends as soon as it can
+            self._closed = True
+            self._messages.put(self._close)
+            self._pool.shutdown()
+            raise
 
-def _pass_error(error: Exception) -> PanscanError:
-    if isinstance(error, PanscanError):
-        return error
-    text = " ".join(str(error).split())[:300]
-    if is_out_of_memory(error):
-        fix = "lower --prefill-chunk-size, --vision-batch-size, --max-num-seqs or --kv-cache-gb"
-        return UnsupportedError(f"out of memory in an engine pass: {fix} ({text})")
-    return PanscanError(f"an engine pass failed: {type(error).__name__}: {text}")
+    def accept(self, state: RequestState) -> None:
+        """Accept a request. It always ends with a result."""
+        self._send(lambda: self._accept(state))
+
+    def cancel(self, state: RequestState) -> None:
+        """End a request with the tokens it has. Does nothing if it has ended."""
+        self._send(lambda: self._end(state, "cancelled"))
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Call a function in the worker's thread, between two steps, and return its result."""
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(function())
+            except BaseException as error:  # raised in the caller's thread; the loop continues
+                result.set_exception(error)
+
+        self._send(run)
+        return result.result()
+
+    def check_process(self) -> None:
+        """Raise in a forked child, which has a copy of the engine without its thread.
+
+        Raises:
+            EngineError: another process created the engine.
+        """
+        if os.getpid() != self._process:
+            raise EngineError(FORKED)
+
+    def close(self) -> None:
+        """Cancel all requests and end the thread; further requests are refused.
+
+        Does nothing in a forked child, where locks that the parent's threads held are never released.
+        """
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._messages.put(self._close)
+        if threading.current_thread() is not self._thread:  # garbage collection may run the finalizer in the thread
+            self._thread.join()
+        self._pool.shutdown()
+
+    def _send(self, message: Callable[[], None]) -> None:
+        self.check_process()
+        with self._lock:  # no message may follow the last one: it would never be processed
+            if self._closed:
+                raise EngineError("the engine is closed")
+            self._messages.put(message)
+
+    def _run(self, build: Callable[[], Loop], built: Future[None]) -> None:
+        try:
+            self.loop = build()
+        except BaseException as error:  # raised in the constructor
+            built.set_exception(error)
+            return
+        built.set_result(None)
+        self._run_loop()
+
+    def _run_loop(self) -> None:
+        with torch.no_grad():
+            while not self._closing:
+                try:
+                    self._prepare_ahead()
+                    if self._broken is not None or not self.loop.step():
+                        self._messages.get()()
+                    while not self._messages.empty():
+                        self._messages.get()()
+                except BaseException as error:  # a bug, or a library's panic: waiting callers must get an error
+                    self._fail(error)
+
+    def _accept(self, state: RequestState) -> None:
+        if self._broken is not None:
+            state.end("error", self._broken)
+        else:
+            self._accepted.append(state)
+
+    def _prepare_ahead(self) -> None:
+        while self._accepted and len(self._preparing) + self.loop.waiting < self._ahead:
+            state = self._accepted.popleft()
+            self._preparing.add(state)
+            self._pool.submit(partial(self._prepare, state))
+
+    def _prepare(self, state: RequestState) -> None:
+        """Prepare a request, in a thread of the pool."""
+        error: PanscanError | None = None
+        try:
+            if not state.ended:
+                self.loop.preparer.prepare(state)
+        except PanscanError as known:
+            error = known
+        except BaseException as unknown:  # whatever a decoder raises for a file, even a panic, fails only its request
+            text = " ".join(str(unknown).split())[:300]
+            error = InputError(f"request {state.request.id!r}: {type(unknown).__name__}: {text}")
+        self._messages.put(lambda: self._prepared(state, error))
+
+    def _prepared(self, state: RequestState, error: PanscanError | None) -> None:
+        self._preparing.discard(state)
+        if state.ended:  # cancelled during preparation
+            state.drop_pixels()
+            return
+        if error is not None:
+            state.end("error", error)
+        else:
+            self.loop.add(state)
+
+    def _end(self, state: RequestState, reason: FinishReason, error: PanscanError | None = None) -> None:
+        if state.ended:
+            return
+        if state in self._accepted:
+            self._accepted.remove(state)
+        self.loop.end(state, reason, error)
+
+    def _fail(self, error: BaseException) -> None:
+        """End all requests and refuse new ones: after a bug, the bookkeeping cannot be trusted."""
+        text = " ".join(str(error).split())[:300]
+        known = isinstance(error, EngineError)
+        self._broken = EngineError(text if known else f"the engine stopped: {type(error).__name__}: {text}")
+        for state in self._unfinished():
+            if not state.ended:
+                state.end("error", self._broken)
+        self._accepted.clear()
+
+    def _close(self) -> None:
+        self._closing = True
+        for state in self._unfinished():
+            self._end(state, "cancelled")
+        self.loop.preparer.memory.close()
+        self.loop.close()
+
+    def _unfinished(self) -> list[RequestState]:
+        return [*self.loop.states, *self._preparing, *self._accepted]

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from panscan.core import Sampling, SettingError, UnsupportedError, View, now
+from panscan.core import EngineError, PanscanError, Sampling, SettingError, UnsupportedError, View, now
 from panscan.engine import triton_attention
 from panscan.engine.attention import Backend, SegmentsBackend
 from panscan.engine.graphs import Graphs, padded
@@ -48,7 +48,16 @@ from panscan.model.text_layers import LayerFacts, OutputRows, TextLayers
 from panscan.model.vision_layers import ATTENTION_KERNELS, VisionLayers
 from panscan.settings import ATTENTION_BACKENDS, nearest
 
-__all__ = ["BackendChoice", "Launched", "ModelRunner", "PassResult", "RunnerFacts", "choose_backend"]
+__all__ = [
+    "BackendChoice",
+    "Launched",
+    "ModelRunner",
+    "PassResult",
+    "RunnerFacts",
+    "choose_backend",
+    "pass_error",
+    "raise_if_device_failed",
+]
 
 log = logging.getLogger("panscan.engine")
 
@@ -511,3 +520,24 @@ def _no_vision(_pixels: torch.Tensor) -> torch.Tensor:
 
 def _to_host(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.float().cpu()
+
+
+def raise_if_device_failed(error: Exception) -> None:
+    """Raise if no later pass can run: CUDA reports an illegal access or a lost device to every later call too.
+
+    Raises:
+        EngineError: the device has failed.
+    """
+    if isinstance(error, RuntimeError) and "CUDA error" in str(error) and not is_out_of_memory(error):
+        raise EngineError(f"the device has failed: {' '.join(str(error).split())[:300]}") from error
+
+
+def pass_error(error: Exception) -> PanscanError:
+    """Return the error of the requests in a failed pass."""
+    if isinstance(error, PanscanError):
+        return error
+    text = " ".join(str(error).split())[:300]
+    if is_out_of_memory(error):
+        fix = "lower --prefill-chunk-size, --vision-batch-size, --max-num-seqs or --kv-cache-gb"
+        return UnsupportedError(f"out of memory in an engine pass: {fix} ({text})")
+    return PanscanError(f"an engine pass failed: {type(error).__name__}: {text}")

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from panscan.core import FinishReason, PanscanError, Request, Result, Stamps, TokenEvent, TokenLogprobs, View, now
+from panscan.core import (
+    FinishReason,
+    PanscanError,
+    Request,
+    Result,
+    Sampling,
+    Stamps,
+    TokenEvent,
+    TokenLogprobs,
+    View,
+    now,
+)
 from panscan.engine.detokenizer import Detokenizer
 from panscan.engine.grammar import Constraint
 from panscan.engine.image_memory import Share
 from panscan.engine.sampling import SampledToken
+from panscan.engine.scheduling.batch import SamplingRow
 from panscan.engine.scheduling.sequence import Sequence
 from panscan.engine.views import PixelRef
 from panscan.model.observation import ForcedTokens, Observation
@@ -128,6 +140,18 @@ class RequestState:
         """Whether choosing the next token requires the last one on the host."""
         penalised = self.request.sampling.repetition_penalty not in (None, 1)
         return self.observation is not None or self.constraint is not None or penalised
+
+    def sampling_row(self) -> SamplingRow:
+        """Return the sampling parameters and the state for the next token."""
+        assert self.sequence is not None  # it is prepared
+        sampling = self.request.sampling if self.observation is None else Sampling()
+        token_ids = self.sequence.ids if sampling.repetition_penalty not in (None, 1) else None
+        allowed = None
+        if self.constraint is not None:
+            sampling = replace(sampling, json_schema=None)  # ranks need only the mask; a schema may have 64 KiB
+            allowed = self.constraint.allowed
+        position = len(self.sequence.ids) - self.sequence.prompt_tokens
+        return SamplingRow(sampling, self.seed, position, token_ids, allowed)
 
     def on_preempted(self) -> None:
         """Record that the request was preempted and starts waiting."""

@@ -174,7 +174,7 @@ class PromptWriter:
         least = images + ceil(characters / self._longest_token)
         if least >= self.context:
             raise SettingError(
-                f"the prompt has at least {least} tokens ({views} views); the model's context ends at {self.context}"
+                f"the prompt has at least {least} tokens ({views} views); the model's context length is {self.context}"
             )
 
     @cached_property

@@ -34,7 +34,7 @@ Goal = Literal["throughput", "latency"]
 Level = Literal["low", "value", "high"]
 GPUS_PER_HOST = 8
 """GPUs of one machine, which is the most that a tensor-parallel group uses."""
-_PREPARE_THREADS = 4  # see panscan.engine.worker
+_PREPARE_THREADS = 4  # see panscan.engine.loop
 _SERVED_SECONDS = 0.045
 """From an HTTP request to the engine: body, base64, image file, processes. What requests that find the server idle take
 in load-27b.json, level rate-1.5, beyond their passes."""
