@@ -107,7 +107,7 @@ def test_sides_that_were_asked_something_else_are_not_compared() -> None:
 
 def test_a_table_waits_for_its_record() -> None:
     assert from_record("no-such-record", comparison, "Above:")() == ""
-    assert workload("w4-4b", distinct_documents, "Above:")().startswith("Above:\n\n|  | engine | floor")
+    assert workload("w4-4b", distinct_documents, "Above:")().startswith("Above:\n\n|  | engine | limit")
 
 
 def recorded(name: str, joules: float | None) -> dict[str, Any]:
