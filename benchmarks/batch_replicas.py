@@ -2,7 +2,7 @@
 
 Pages per second of `panscan batch` on the mini model on a CPU, one thread per replica, on a machine with two cores: the
 engine in the command's own process, one replica, and two replicas, one after another in each round. Loading the model
-and a warm-up are not timed. Each run is a process of its own, which also reports the CPU time of the driver and of
+and a warm-up are not timed. Each run is a separate process, which also reports the CPU time of the driver and of
 Ray's processes.
 """
 

@@ -52,7 +52,7 @@ class Load:
 
     Args:
         server: "fake" or "serve".
-        requests: number of requests, each with a document of its own.
+        requests: number of requests, each with a different document.
         rate: requests per second at equal intervals; None: closed loop.
         concurrency: requests in flight in a closed loop.
         ttft_ms: of the fake server.

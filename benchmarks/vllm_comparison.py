@@ -149,7 +149,7 @@ def run_job(job: Job, folder: Path, vllm_path: str) -> dict[str, Any]:
             code = None
         finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)  # vLLM's engine is a process of its own
+                os.killpg(process.pid, signal.SIGKILL)  # vLLM's engine is a separate process
                 process.wait()
     text = output.with_suffix(".log").read_text("utf-8", "replace")
     run = {

@@ -3,7 +3,7 @@
     python -m benchmarks.vllm_verdict --model-shape 27b --layers 6 --output verdict-27b.json
     python -m benchmarks.vllm_verdict --model tiny --runner engine,generate --output verdict.json
 
-vLLM draws random weights of its own, so its answers are compared on a checkpoint: true layer shapes, random weights and
+vLLM draws other random weights, so its answers are compared on a checkpoint: true layer shapes, random weights and
 as few layers as one local-global pattern has. The comparison is that of ``panscan bench``: float32 eager attention on
 the same weights and views. The second line checks on a CPU that the script runs.
 """
@@ -92,7 +92,7 @@ def verdicts_of(run_directory: Path) -> dict[str, dict[str, Any]]:
 
 
 def measure(model: str, runners: str, requests: int, options: Sequence[str]) -> dict[str, Any]:
-    """Run ``panscan bench`` in a process of its own and return its header's facts and verdicts.
+    """Run ``panscan bench`` in a separate process and return its header's facts and verdicts.
 
     Raises:
         SystemExit: it failed.

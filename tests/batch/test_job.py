@@ -106,7 +106,7 @@ def test_a_bundled_model_that_changed_is_another_model() -> None:
 
 
 def test_a_job_that_contradicts_itself_is_refused_before_its_first_request() -> None:
-    with pytest.raises(SettingError, match="system does not go with"):
+    with pytest.raises(SettingError, match="system is not supported with a raw prompt"):
         replace(JOB, system="In French.", raw_prompt=True)
-    with pytest.raises(SettingError, match="system does not go with"):
+    with pytest.raises(SettingError, match="system is not supported with a raw prompt"):
         replace(JOB, prompt=None, system="In French.", raw_prompt=True)

@@ -147,7 +147,7 @@ class Report:
         words = {each.word for each in shown_}
         lines = [
             f"The chance of any false alarm among these {count(len(shown_), 'test')} is at most {ALPHA:.0%} (paired"
-            " permutation tests, Holm). Each interval is of its own number alone."
+            " permutation tests, Holm). Each interval covers one number, not all of them together."
         ]
         if not all(each.certified for each in shown_):
             lines.append("~ has too few samples for 99% confidence.")

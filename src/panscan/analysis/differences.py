@@ -59,7 +59,7 @@ class Difference:
         a: A's value, over the paired requests.
         b: B's.
         change: B / A - 1; None where A's value is 0.
-        interval: 95% interval of the change, of this metric by itself; None below two clusters.
+        interval: 95% interval of the change, of this metric alone; None below two clusters.
         clusters: batches (for a score: requests) that could be swapped.
         p_value: two-sided, before it is corrected for the number of metrics looked at.
         certified: False for a percentile of too few samples (:data:`panscan.records.metrics.LEAST_SAMPLES`).
@@ -241,7 +241,7 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A condition that holds for a pair of cells (``pair``; None for what has no pair), or of which nobody can tell.
+    """A condition that holds for a pair of cells (``pair``; None for what has no pair), or is unknown.
 
     Args:
         condition: as the user typed it.
@@ -283,7 +283,7 @@ def parse_condition(text: str, scores: Collection[str] = ()) -> Condition:
 
 
 def evaluate(conditions: Sequence[Condition], comparisons: Sequence[Comparison]) -> list[Finding]:
-    """The conditions that hold beyond the noise, and those of which nobody can tell.
+    """The conditions that hold beyond the noise, and those that are unknown.
 
     The chance of one or more false alarms is at most :data:`panscan.analysis.significance.ALPHA` over all conditions,
     cells and comparisons together. The test's hypothesis is the threshold itself: A's metric, scaled by the factor.

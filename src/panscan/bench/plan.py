@@ -32,7 +32,7 @@ class Writer(Protocol):
 
 
 class Observer(Protocol):
-    """Told how a sweep goes on, for people to watch."""
+    """Receives the progress of a sweep."""
 
     def loading(self, settings: Settings) -> None: ...
     def ready(self, cell: Cell, repeat: int) -> None: ...
@@ -58,7 +58,7 @@ class SweepPlan:
         verify_tokens: output tokens of a truth's request at most.
         check_invariance: answer each cell's requests again under other conditions (order, company, chunks, caches).
         reference: where a truth may be found, instead of computing it.
-        replicas: copies of all of this that run at the same time, each a process with devices of its own.
+        replicas: copies of all of this that run at the same time, each a process with separate devices.
         gpus_per_replica: GPUs of each copy; with a larger tensor parallel size, each has as many as that.
         dataset: what became of the questions of a dataset.
         quality_metric: the metric that is the run's quality; None without answers.

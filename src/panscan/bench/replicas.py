@@ -104,7 +104,7 @@ def _on_gpus(plan: SweepPlan) -> bool:
     for cell in plan.cells:
         settings = cell.settings
         if settings.tp_plan is not None:
-            raise SettingError("--tp-plan does not go with --replicas: each of them would need a torchrun of its own")
+            raise SettingError("--tp-plan is not supported with --replicas: each replica would need its own torchrun")
         if settings.device.startswith("cuda:"):
             raise SettingError(f"--device {settings.device}: --replicas chooses the GPUs; --device cuda is enough")
         kinds.add(settings.device if settings.device == "cuda" else resolve_device(settings.device).type)

@@ -30,7 +30,7 @@ def run_sweep(
     observer: Observer,
     verifier: Verifier | None = None,
 ) -> None:
-    """Make every visit that is not done yet. What fails is recorded, and the sweep goes on.
+    """Make every visit that is not done yet. Failures are recorded, and the sweep continues.
 
     Args:
         plan: what to measure.
@@ -66,7 +66,7 @@ def _run_loaded(
     started = now()
     try:
         runner = open_runner(cells[0].settings)
-    except Exception as error:  # whatever a load raises is these cells' outcome; the sweep goes on
+    except Exception as error:  # whatever a load raises is these cells' outcome; the sweep continues
         failure = _classify(error)
     else:
         try:

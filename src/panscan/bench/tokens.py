@@ -129,7 +129,7 @@ def _wrong_end(judge: Judge, result: Result) -> TokenCheck:
 
 
 def _within_context(judge: Judge, expected: Expected, result: Result) -> Expected:
-    """What the truth has of an answer that the end of the model's context cut off; generate() goes on behind it."""
+    """What the truth has of an answer that the end of the model's context cut off; generate() continues past it."""
     config = getattr(judge.loaded.model, "config", None)
     positions = inf if config is None else config.get_text_config().max_position_embeddings
     if result.finish_reason != "length" or result.prompt_tokens + len(result.token_ids) < positions:

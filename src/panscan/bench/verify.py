@@ -69,7 +69,7 @@ _UNOBSERVABLE = {"generate_batch": "generate_batch() does not expose its logits"
 """Runners whose cells need no truth, because nothing of theirs could be compared with it."""
 _SCORED = 4  # answers of a cell that are followed beyond the truth, the longest ones
 _BRING = "use --reference with a truth of the unquantised model in this --dtype"
-_OTHER_WEIGHTS = "vLLM draws random weights of its own: compare it on a checkpoint"
+_OTHER_WEIGHTS = "vLLM draws other random weights: compare it on a checkpoint"
 
 
 @dataclass(slots=True)
@@ -233,7 +233,7 @@ class Verifier:
             record["truth"] = truth.id
             try:
                 record |= self._compare(runner, cell.settings, truth)
-            except Exception as error:  # a cell that cannot be watched is unverified; the sweep goes on
+            except Exception as error:  # a cell that cannot be observed is unverified; the sweep continues
                 record["reason"] = _reason(error, "comparing answers")
             if _comparable(cell.settings):
                 self._vary(runner, cell)
@@ -555,6 +555,6 @@ def _one_per_views(cells: Sequence[Cell], views: Callable[[Cell], str]) -> list[
 def _reason(error: Exception, doing: str) -> str:
     text = " ".join(str(error).split())[:200]
     if is_out_of_memory(error):
-        mend = "" if doing == "comparing answers" else ": bring a truth with --reference"
-        return f"out of memory while {doing}{mend}"
+        hint = "" if doing == "comparing answers" else ": load a reference with --reference"
+        return f"out of memory while {doing}{hint}"
     return text if isinstance(error, PanscanError) else f"{type(error).__name__}: {text}"

@@ -205,7 +205,7 @@ class Request:
         if self.messages is not None and (self.system is not None or self.raw):
             raise SettingError("messages hold the whole conversation: system and raw do not go with them")
         if self.raw and self.system is not None:
-            raise SettingError("a raw prompt has no turns: system does not go with it")
+            raise SettingError("system is not supported with a raw prompt, which has no turns")
 
 
 def checked_request(request: object) -> Request:

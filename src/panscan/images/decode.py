@@ -49,7 +49,7 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "TIFF", "GIF", "BMP")
 _BLOCK_BYTES = 33 * 2**20
 Image.core.set_block_size(max(_BLOCK_BYTES, Image.core.get_block_size()))  # type: ignore[attr-defined]  # not in Pillow's stubs
 
-# Where nobody has set up logging, Python would print the libraries' complaints about a file beside our one line.
+# Where logging is not configured, Python would print the libraries' complaints about a file beside our one line.
 for _library in ("PIL", "pypdfium2"):
     logging.getLogger(_library).addHandler(logging.NullHandler())
 
@@ -70,7 +70,7 @@ def _silence_libtiff() -> None:
 
 _silence_libtiff()
 
-# Pdfium keeps global state without a lock of its own.
+# Pdfium keeps global state without a lock.
 _PDFIUM = threading.Lock()
 
 # 16-bit grey to 8 bits, rounded. Pillow's own conversions clip, or drop the low byte, depending on version and mode.
@@ -207,7 +207,7 @@ def upright_rgb(image: Image.Image, name: str, *, copy: bool = True) -> Image.Im
 
     Transparency is composited over white, as a page would show it. (The ``do_convert_rgb`` of Transformers' processor
     drops the alpha channel instead and shows whatever colour lies beneath, often black on black; handing it RGB avoids
-    that.) 16-bit grey is scaled by its full range. 32-bit integer and float grey has no range of its own: the smallest
+    that.) 16-bit grey is scaled by its full range. 32-bit integer and float grey has no fixed range: the smallest
     of 0..1, 0..255 and 0..65535 that holds all values is used, else their own least and greatest; NaN becomes black.
 
     Raises:
@@ -219,7 +219,7 @@ def upright_rgb(image: Image.Image, name: str, *, copy: bool = True) -> Image.Im
         if not copy and image.mode == "RGB" and not image.has_transparency_data and _orientation(image) == 1:
             return image
         rgb = _to_rgb(image)
-        # Only the orientation goes along: exif_transpose writes all the EXIF data anew and fails on odd values in it.
+        # Only the orientation is kept: exif_transpose rewrites all EXIF data and fails on odd values in it.
         rgb.info = {}
         rgb.getexif()[ExifTags.Base.Orientation] = _orientation(image)
         ImageOps.exif_transpose(rgb, in_place=True)

@@ -109,7 +109,7 @@ def write(
                 draw.text((x + shift, y), letter, fill=fill, font=drawn, anchor=f"l{anchor[1]}")
             x += round(drawn.getlength(letter)) + _thickening(size)
         return floor(left), floor(top), ceil(right), ceil(bottom)
-    # Drawn and measured by one layout: ImageDraw's own text() and textbbox() would each make it anew.
+    # Drawn and measured by one layout: ImageDraw's own text() and textbbox() would each compute it again.
     mask, (dx, dy) = drawn.getmask2(text, "L", anchor=f"l{anchor[1]}")
     left, top = x + round(dx), y + round(dy)
     if mask.size[0] and mask.size[1]:

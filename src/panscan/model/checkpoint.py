@@ -197,7 +197,7 @@ def load_config(name: str, revision: str | None = None) -> Any:
     """Return the configuration of a checkpoint: ``mini``, ``tiny``, a directory or a hub id.
 
     Raises:
-        ModelError: it cannot be had, or is not a Gemma 3; the message says what to do.
+        ModelError: it cannot be loaded, or is not a Gemma 3; the message names the fix.
     """
     source = str(checkpoint_source(name, revision, weights=False))
     with friendly_errors(name):
@@ -208,7 +208,7 @@ def load_reader(name: str, revision: str | None = None) -> Reader:
     """Tokenizer and processor of a checkpoint: ``mini``, ``tiny``, a directory or a hub id.
 
     Raises:
-        ModelError: it cannot be had, or is not a Gemma 3; the message says what to do.
+        ModelError: it cannot be loaded, or is not a Gemma 3; the message names the fix.
     """
     source = str(checkpoint_source(name, revision, weights=False))
     with friendly_errors(name):
@@ -338,7 +338,7 @@ def load_model(name: str, placement: Placement, *, revision: str | None = None) 
     """A checkpoint's model in evaluation mode, placed, with its reader.
 
     Raises:
-        ModelError: it cannot be had, is not a Gemma 3, or misses weights.
+        ModelError: it cannot be loaded, is not a Gemma 3, or misses weights.
         UnsupportedError: the quantisation format is not supported, or not with this placement.
     """
     if (scheme := stored_scheme_of(name, revision)) is not None:
@@ -467,7 +467,7 @@ def load_outline(
             logits. All other weights are on the meta device.
 
     Raises:
-        ModelError: the checkpoint cannot be had, or is not a Gemma 3.
+        ModelError: the checkpoint cannot be loaded, or is not a Gemma 3.
     """
     source = str(checkpoint_source(name, revision, weights=embedding))
     reader = load_reader(name, revision)

@@ -90,7 +90,7 @@ def shape_of_config(config: Gemma3Config | Gemma3TextConfig) -> Shape:
 
     Raises:
         UnsupportedError: it has a part that the formulas of :mod:`panscan.model.shapes` leave out, as no published
-            Gemma 3 does: other layers than every n-th global, biases, an output matrix or a vision head of its own.
+            Gemma 3 does: other layers than every n-th global, biases, a separate output matrix or a vision head.
     """
     text = config.get_text_config()
     vision = getattr(config, "vision_config", None)

@@ -59,7 +59,7 @@ def load_shard(settings: Settings, rank: int, size: int) -> tuple[Loaded, int, t
         The shard, the rows of the whole vocabulary, and the rank's device.
 
     Raises:
-        ModelError: the checkpoint cannot be had.
+        ModelError: the checkpoint cannot be loaded.
         UnsupportedError: ``size`` does not divide the model.
     """
     device = resolve_device(settings.device)

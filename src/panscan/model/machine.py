@@ -55,7 +55,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def release_memory() -> None:
-    """Collect what nobody holds any more, and give cached blocks back to the device."""
+    """Collect unreferenced objects, and return cached blocks to the device."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

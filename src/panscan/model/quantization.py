@@ -29,7 +29,7 @@ def unquantized_settings(settings: Settings) -> Settings:
     """Return the settings that load the same model with unquantised weights; equal ones for an unquantised model.
 
     Raises:
-        ModelError: the checkpoint cannot be had, or it is quantised and its base model is unknown or not on this
+        ModelError: the checkpoint cannot be loaded, or it is quantised and its base model is unknown or not on this
             machine.
         UnsupportedError: its format cannot be read.
     """

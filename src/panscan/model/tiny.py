@@ -45,7 +45,7 @@ _MANIFEST = "manifest.json"
 _SEED = 11
 _EMBEDDING = 0.03
 _MARK_ROWS, _END_ROWS, _BYTE_ROWS = 0.3, 1.2, 0.5
-"""The longer its row of the embedding, the oftener a token is the likeliest: marks never, single bytes seldom."""
+"""Lengths of embedding rows: a longer row makes a token more often the most probable, marks never, bytes seldom."""
 _RULES: tuple[tuple[str, float, float, bool], ...] = (
     # parameter, mean, standard deviation, whether that is divided by the square root of the inputs
     ("*vision_tower*norm*.weight", 1.0, 0.1, False),

@@ -40,7 +40,7 @@ _RANGES = ("1.2–2", "2–3", "over 3")
 SHAPES = (
     *(f"tall {each}" for each in reversed(_RANGES)), "square", *(f"wide {each}" for each in _RANGES), "several images",
 )  # fmt: skip
-"""Classes of pictures, from tall to wide; a question about several pictures is in a class of its own."""
+"""Classes of pictures, from tall to wide; questions about several pictures form a separate class."""
 
 
 @dataclass(frozen=True, slots=True)

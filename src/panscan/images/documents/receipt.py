@@ -63,7 +63,7 @@ def _plain_line(flow: Flow, line: Line, sign: str) -> None:
 
 
 def _counted_line(flow: Flow, line: Line, sign: str) -> None:
-    """The quantity in a column of its own, at the left."""
+    """The quantity in a separate column, at the left."""
     flow.feed()
     sheet = flow.sheet
     sheet.text(flow.left, flow.y, str(line.count), fill=sheet.style.ink)
@@ -77,7 +77,7 @@ def _dotted_line(flow: Flow, line: Line, sign: str) -> None:
 
 
 def _stacked_line(flow: Flow, line: Line, sign: str) -> None:
-    """The name on a line of its own, numbers on the next."""
+    """The name on one line, numbers on the next."""
     flow.line(line.name)
     flow.feed(0.95)
     text = f"{line.count} x {money(line.each, sign)}"

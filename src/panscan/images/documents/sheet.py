@@ -123,7 +123,7 @@ class Sheet:
     ) -> str:
         """What ``draw`` makes, drawn again until it takes at most ``limit`` pixels and is not ``known`` yet.
 
-        After twenty tries it is the shortest new one, or else a word that nobody knows: so it always ends.
+        After twenty tries it is the shortest new one, or else an invented word, so the search always ends.
         """
         tries = []
         for _ in range(20):

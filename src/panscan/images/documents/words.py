@@ -150,7 +150,7 @@ def a_word(rng: Random) -> str:
 
 
 def a_name(rng: Random, known: tuple[str, ...], invented: float = 0.0) -> str:
-    """One of the ``known`` names or, with probability ``invented``, one or two words that nobody has seen."""
+    """One of the ``known`` names or, with probability ``invented``, one or two invented words."""
     if rng.random() >= invented:
         return rng.choice(known)
     return " ".join(a_word(rng) for _ in range(rng.choice((1, 1, 2))))
