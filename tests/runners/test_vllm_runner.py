@@ -37,7 +37,7 @@ from panscan.runners.base import calls
 from panscan.runners.factory import ready_runner
 from panscan.runners.vllm import VllmRunner
 from panscan.runners.vllm_objects import (
-    LIKELIEST,
+    TOP_LOGPROBS,
     llm_arguments,
     observation_of,
     prompt_ids,
@@ -248,7 +248,7 @@ def test_places_and_answers_are_read_one_position_on() -> None:
     """A prompt of three and an answer of two: vLLM's row i is the distribution that token i was drawn from."""
     rows = [None, *({10 + at: Logprob(-float(at), 1)} for at in range(1, 5))]
     found = observation_of(ForcedTokens([1, 2, 3], [0], 2), [1, 2], 3, rows, 20)
-    assert found.tokens == [1, 2] and found.likeliest == LIKELIEST and found.image is not None
+    assert found.tokens == [1, 2] and found.top_logprobs == TOP_LOGPROBS and found.image is not None
     assert [int(row.isfinite().nonzero()) for row in found.answer] == [13, 14]
     assert [int(row.isfinite().nonzero()) for row in found.image] == [11]
     assert found.answer[0, 13] == -3.0 and math.isnan(found.answer[0, 0])
@@ -263,8 +263,8 @@ def test_what_is_not_a_number_never_passes_for_unknown() -> None:
     assert math.isinf(compare_logits(torch.randn(1, 20), nothing, [], CPU, partial=True).kl[0])
 
 
-def likeliest(logits: torch.Tensor, count: int) -> torch.Tensor:
-    """The log-probabilities of the likeliest tokens, NaN elsewhere, rounded as vLLM's float32 are."""
+def top_logprobs(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """The log-probabilities of the most probable tokens, NaN elsewhere, rounded as vLLM's float32 are."""
     return unrounded(logits, count).float()
 
 
@@ -286,14 +286,14 @@ def test_some_tokens_show_at_most_the_whole_divergence(seed: int, count: int, ap
     assert (part.agree == whole.agree).all()
     if count == 40:
         assert part.kl == pytest.approx(whole.kl, abs=1e-9)
-        assert compare_logits(truth, likeliest(seen, count), [], CPU, partial=True).kl == pytest.approx(
+        assert compare_logits(truth, top_logprobs(seen, count), [], CPU, partial=True).kl == pytest.approx(
             whole.kl, abs=1e-5
         )
 
 
 def test_the_same_distribution_is_no_divergence_however_little_is_seen() -> None:
     truth = 3 * torch.randn(8, 1000, generator=torch.Generator().manual_seed(0))
-    assert (compare_logits(truth, likeliest(truth, 20), [], CPU, partial=True).kl < 1e-5).all()
+    assert (compare_logits(truth, top_logprobs(truth, 20), [], CPU, partial=True).kl < 1e-5).all()
 
 
 def test_an_outline_has_the_embedding_and_nothing_else(tiny: GenerateRunner) -> None:
@@ -320,7 +320,7 @@ def test_a_shape_is_written_as_a_checkpoint_without_weights(tmp_path: Path) -> N
 
 
 class Vllm:
-    """Shows the likeliest tokens of what ``generate()`` computes, as the runner of vLLM does."""
+    """Shows the most probable tokens of what ``generate()`` computes, as the runner of vLLM does."""
 
     def __init__(self, runner: GenerateRunner) -> None:
         self.runner, self.loaded, self.settings = runner, runner.loaded, runner.settings
@@ -333,12 +333,12 @@ class Vllm:
 
 
 def _some(seen: Observation) -> Observation:
-    image = None if seen.image is None else likeliest(seen.image, LIKELIEST)
-    return replace(seen, answer=likeliest(seen.answer, LIKELIEST), image=image, likeliest=LIKELIEST)
+    image = None if seen.image is None else top_logprobs(seen.image, TOP_LOGPROBS)
+    return replace(seen, answer=top_logprobs(seen.answer, TOP_LOGPROBS), image=image, top_logprobs=TOP_LOGPROBS)
 
 
 def test_a_verdict_says_what_it_was_made_from(runner: GenerateRunner, tmp_path: Path) -> None:
-    """The same weights, the likeliest tokens only: exact, with a note."""
+    """The same weights, the most probable tokens only: exact, with a note."""
     noise(300, 900).save(tmp_path / "page.png")
     source = Source(images=(str(tmp_path / "page.png"),), prompt="What is it?")
     items = build_workload(source, on_problem=lambda error: pytest.fail(str(error)))
@@ -349,7 +349,7 @@ def test_a_verdict_says_what_it_was_made_from(runner: GenerateRunner, tmp_path: 
     shown: Any = Vllm(runner)
     record = verifier.verify(shown, cell)
     assert record["verdict"] in ("exact", "close"), record
-    assert record["reason"] == f"from top {LIKELIEST} log-probabilities"
+    assert record["reason"] == f"from top {TOP_LOGPROBS} log-probabilities"
     drawn = replace(cell.settings, model="mini", random_weights=True, model_shape="tiny")
     assert "vLLM draws other random weights" in verifier.verify(shown, Cell.of(drawn))["reason"]
 
@@ -358,7 +358,14 @@ def test_tallies_take_whole_and_partial_rows(tiny: GenerateRunner) -> None:
     hidden = torch.randn(3, 128)
     logits = head_logits(tiny.loaded.model, hidden)
     tally = DivergenceTally()
-    tally.add(tiny.loaded, hidden, likeliest(logits, LIKELIEST), hidden, likeliest(logits, LIKELIEST), partial=True)
+    tally.add(
+        tiny.loaded,
+        hidden,
+        top_logprobs(logits, TOP_LOGPROBS),
+        hidden,
+        top_logprobs(logits, TOP_LOGPROBS),
+        partial=True,
+    )
     assert (tally.joined("answer").kl < 1e-5).all() and (tally.joined("image").kl < 1e-5).all()
 
 

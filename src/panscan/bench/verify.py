@@ -428,7 +428,7 @@ class Verifier:
 
     def _compare(self, runner: Runner, settings: Settings, truth: Truth) -> Record:
         requests = self._requests(settings)
-        tally, likeliest = DivergenceTally(), None
+        tally, top_logprobs = DivergenceTally(), None
         views = [sum(len(plan.views) for plan in plans_of(item, settings)) for item in self.items]
         todo = calls(views, settings)
         for number, batch in enumerate(todo):
@@ -436,11 +436,11 @@ class Verifier:
             forced = [truth.requests[index].forced_tokens(settings.max_new_tokens) for index in batch]
             for index, seen in zip(batch, runner.observe([requests[i] for i in batch], forced), strict=True):
                 expected = truth.requests[index]
-                likeliest = seen.likeliest
+                top_logprobs = seen.top_logprobs
                 pairs = expected.answer[: len(seen.tokens)], seen.answer, expected.image, seen.image
-                tally.add(runner.loaded, *pairs, partial=likeliest is not None)
+                tally.add(runner.loaded, *pairs, partial=top_logprobs is not None)
         precision = _precision(settings)
-        note = {} if likeliest is None else {"reason": f"from top {likeliest} log-probabilities"}
+        note = {} if top_logprobs is None else {"reason": f"from top {top_logprobs} log-probabilities"}
         return note | tally.verdict(truth.noise[precision], settings.max_new_tokens, float32=precision == "fp32")
 
     def _record(self, runner: Runner, settings: Settings, truth: Truth, source: str, seconds: float) -> None:

@@ -39,7 +39,7 @@ class Observation:
         image: float32 ``[positions, vocabulary]``: the logits at the prompt positions; None if there are none.
         answer_hidden: float32 ``[tokens, hidden]``: final hidden states before each token, if requested.
         image_hidden: float32 ``[positions, hidden]``: final hidden states at the prompt positions.
-        likeliest: minimum number of known values per row, if not all: ``answer`` and ``image`` then hold natural
+        top_logprobs: minimum number of known values per row, if not all: ``answer`` and ``image`` then hold natural
             log-probabilities of some tokens, and NaN for the others.
     """
 
@@ -49,7 +49,7 @@ class Observation:
     image: torch.Tensor | None = None
     answer_hidden: torch.Tensor | None = None
     image_hidden: torch.Tensor | None = None
-    likeliest: int | None = None
+    top_logprobs: int | None = None
 
 
 def sample_image_positions(ids: Sequence[int], soft_id: int | None) -> list[int]:

@@ -29,7 +29,7 @@ from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.random_weights import write_shape
 from panscan.runners.base import check_change
 from panscan.runners.vllm_objects import (
-    LIKELIEST,
+    TOP_LOGPROBS,
     check_prompt,
     llm_arguments,
     observation_of,
@@ -131,7 +131,7 @@ class VllmRunner:
         read = [read_images(request, copy=False) for request in batch]
         answers = [_answer(forced_tokens) for forced_tokens in forced]
         prompts = [self._prompt(item, answer) for item, answer in zip(read, answers, strict=True)]
-        wanted = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": LIKELIEST}
+        wanted = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": TOP_LOGPROBS}
         found = []
         for item, prompt, forced_tokens, answer in zip(read, prompts, forced, answers, strict=True):
             [output] = self._generate([prompt], [wanted])  # one by one: logits of whole prompts are gigabytes

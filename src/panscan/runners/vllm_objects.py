@@ -16,7 +16,7 @@ from panscan.model.prompt import Prompt, conversation
 from panscan.settings import Settings
 
 __all__ = [
-    "LIKELIEST",
+    "TOP_LOGPROBS",
     "check_prompt",
     "llm_arguments",
     "observation_of",
@@ -25,7 +25,7 @@ __all__ = [
     "sampling_arguments",
 ]
 
-LIKELIEST = 20
+TOP_LOGPROBS = 20
 """Log-probabilities per position for the verdict; vLLM's default limit."""
 _SHARES = {"cuda": 0.9, "cpu": 0.4}  # vLLM's share of a device's memory; the verdict's output matrix needs some too
 _IMAGES = 16  # maximum per prompt
@@ -57,7 +57,7 @@ def llm_arguments(
         "max_model_len": min(positions, _LONGEST),
         "gpu_memory_utilization": _SHARES[device],
         "enable_prefix_caching": True,
-        "max_logprobs": LIKELIEST,
+        "max_logprobs": TOP_LOGPROBS,
         "disable_log_stats": False,  # needed for the times of requests
     }
     if images:
@@ -160,7 +160,9 @@ def observation_of(
         vocabulary: number of rows of the embedding.
     """
     at_answer = range(prompt_tokens, prompt_tokens + len(answer))
-    found = Observation(list(answer), forced_tokens.positions, _known(rows, at_answer, vocabulary), likeliest=LIKELIEST)
+    found = Observation(
+        list(answer), forced_tokens.positions, _known(rows, at_answer, vocabulary), top_logprobs=TOP_LOGPROBS
+    )
     if forced_tokens.positions:
         found.image = _known(rows, [position + 1 for position in forced_tokens.positions], vocabulary)
     return found
