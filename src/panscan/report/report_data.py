@@ -44,6 +44,9 @@ from panscan.report.latency_groups import by_request
 __all__ = ["Advice", "ReportCell", "ReportData", "report_data_of"]
 
 
+_SHOWN_LATENCIES = {"median_ttft_ms", "median_tpot_ms", "p95_e2el_ms"}
+
+
 @dataclass(frozen=True, slots=True)
 class ReportCell:
     """A measured cell.
@@ -182,7 +185,7 @@ def report_data_of(run: Run) -> ReportData:
         constant=clean(_constant(settings)),
         dataset=_dataset(run),
         queueing=queueing_note(rows),
-        uncertified=any(row.metrics.uncertified for row in rows),
+        uncertified=any(_SHOWN_LATENCIES & set(row.metrics.uncertified) for row in rows),
         cells=cells,
         memory=memory_metric(rows)[1],
         footnotes=footnotes,

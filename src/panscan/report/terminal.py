@@ -24,7 +24,7 @@ from panscan.analysis.cells import (
 )
 from panscan.analysis.quantization import tradeoff_table
 from panscan.analysis.recommend import recommend
-from panscan.analysis.setting_words import label, setting_title, shown
+from panscan.analysis.setting_words import label, setting_title
 from panscan.analysis.significance import compare_with_baseline
 from panscan.analysis.task_cost import TITLE, cost_lines, costs_of_cells
 from panscan.core import RecordsError
@@ -183,11 +183,15 @@ def _measured(run: Run, rows: Sequence[MeasuredCell]) -> tuple[list[str], list[l
     ):
         columns[heading] = [_marked(row.metrics, name) for row in rows]
     columns["verdict"] = [row.verdict.word for row in rows]
-    columns["views"] = [shown(row.metrics.values["mean_views"]) for row in rows]
-    columns["image\ntokens"] = [shown(row.metrics.values["mean_image_tokens"]) for row in rows]
+    for heading, name in (("views", "mean_views"), ("image\ntokens", "mean_image_tokens")):
+        columns[heading] = [_mean(row.metrics.values[name]) for row in rows]
     peaks = [row.metrics.values[memory] for row in rows]
     columns[f"{place}\nGiB"] = [number_text(None if peak is None else peak / 2**30) for peak in peaks]
     return list(columns), [list(cells) for cells in zip(*columns.values(), strict=True)]
+
+
+def _mean(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if value == round(value) or value >= 100 else f"{value:.1f}"
 
 
 def _answers(run: Run, rows: Sequence[MeasuredCell], names: Mapping[str, str]) -> list[str]:
