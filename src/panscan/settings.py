@@ -168,7 +168,7 @@ class Settings:
     tf32: bool = _axis(False, "Runner", "Use TF32 for float32 matrix products.", rare=True)
     batch_size: int = _axis(1, "Runner", "Requests per generate() call; selects --runner generate.")
     max_concurrency: int | None = _axis(None, "Engine", "Maximum requests in flight; none: no limit.", only="engine")
-    max_num_seqs: int = _axis(128, "Engine", "Maximum requests that compute at once.", only="engine")
+    max_num_seqs: int = _axis(128, "Engine", "Maximum sequences per engine step.", only="engine")
     gpu_memory_utilization: float = _axis(0.92, "Engine", "Maximum share of each GPU's memory.", only="engine")
     gpu_memory_gb: float | None = _axis(
         None, "Engine", "Maximum memory per GPU, GB (10^9 bytes).", only="engine", rare=True
@@ -193,7 +193,7 @@ class Settings:
     )  # fmt: skip
     equal_views: bool = _axis(False, "Runner", "Batch requests with equal view counts together.", rare=True)
     prefill_chunk_size: int | None = _axis(
-        None, "Engine", "Prompt tokens per pass; generate() drops images."
+        None, "Engine", "Prompt tokens per engine step; breaks images in generate()."
     )  # fmt: skip
     pad_to_multiple_of: int | None = _axis(
         None, "Runner", "Pad prompts to a multiple of this many tokens.", rare=True

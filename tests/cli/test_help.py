@@ -96,7 +96,7 @@ def test_the_commands_are_listed_by_task_also_without_arguments(capsys: pytest.C
         ("batch", ["Runner: engine or generate.", "--prompt-column"]),
         ("verify", ["'tiny'. [required]"]),
         ("profile", ["Requests at once."]),
-        ("bench", ["selects --runner generate.", "generate() drops images. [default: 2048]"]),
+        ("bench", ["selects --runner generate.", "breaks images in generate(). [default: 2048]"]),
         ("plan", ["Prompt tokens per pass. [default: 2048]"]),
     ],
 )

@@ -52,7 +52,7 @@ def test_the_choice_is_shown_with_its_reason_costs_and_the_others(
     assert lines[1].startswith("Reason: 1.96 requests/s (95%: ")
     assert "p95 E2E 520 ms, within 2000 ms; close (KL 3.10x" in lines[1]
     assert lines[2] == "Runner-up: eager attention"
-    assert any(line.startswith("Cost: faster but rejected: flash_attention_2 attention, 10.0 req") for line in lines)
+    assert any(line.startswith("Faster but rejected: flash_attention_2 attention, 10.0 req") for line in lines)
     assert "Rejected: flex_attention attention (c3): oom: no room" in lines
     assert lines[-2:] == ["Cell: c1", "Preset: preset.yaml"]
 

@@ -29,7 +29,7 @@ __all__ = ["ProgressLine", "SweepProgress", "batch_progress", "progress_line"]
 _DELAY_S = 2.0  # until a step is shown where lines cannot be updated
 _EVERY_S = 30.0  # between lines there
 _TICK_S = 0.25
-_MEASURING = "measuring batches"
+_MEASURING = "measured batches"
 
 
 @contextmanager

@@ -25,8 +25,8 @@ _SHARE = InRange(Range(ge=0, le=1))
 
 EPILOG = """\
 A cell qualifies if its answers match the reference and, on a labelled dataset, show no
-measurable loss of accuracy. Without labels it must read the most views of the cells within
---max-p95-ms. The fastest cell that qualifies is recommended. --min-quality replaces the
+measurable loss of accuracy. Without labels, only cells with the most views qualify (among those
+within --max-p95-ms). The fastest cell that qualifies is recommended. --min-quality replaces the
 rule on accuracy or views. A cell whose answers differ qualifies if a labelled dataset shows
 no measurable loss, or by --allow-different.
 
@@ -34,7 +34,7 @@ no measurable loss, or by --allow-different.
 Examples
   panscan recommend runs/20260101-120000-mini
   panscan recommend runs/20260101-120000-mini --max-p95-ms 2000 --min-quality 0.9
-  panscan bench --preset preset.yaml --batch-size 1,2,4
+  panscan bench --preset preset.yaml --max-num-seqs 32,128
 """
 
 
@@ -83,7 +83,7 @@ def print_recommendation(run: Run, found: Recommendation, preset: Path) -> None:
     console, names = out(), cell_names(run)
     runner_up = "none" if found.runner_up is None else names[found.runner_up]
     lines = [found.decision, f"Reason: {found.reason}", f"Runner-up: {runner_up}"]
-    lines += [f"Cost: {cost}" for cost in found.cost]
+    lines += [f"{cost[:1].upper()}{cost[1:]}" for cost in found.cost]
     lines += [f"Rejected: {names[cell]} ({cell}): {why}" for cell, why in found.rejected.items()]
     lines += [f"Cell: {found.cell}", f"Preset: {preset}"]
     for line in lines:
