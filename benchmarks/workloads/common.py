@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.workloads.floors import Floors
 from benchmarks.workloads.pages import PAGE, page, question
 from panscan.bench.grid import Cell
-from panscan.bench.truth import TOKENS
+from panscan.bench.reference import TOKENS
 from panscan.bench.verify import Verifier
 from panscan.bench.workload import Source, build_workload
 from panscan.core import InputError, Request, Result, SettingError
