@@ -31,7 +31,7 @@ class Noise:
     margin: float
 
     def answer_mean(self, steps: int) -> float:
-        """Return the mean over the first ``steps`` tokens of each request; a cell may generate fewer than the reference."""
+        """Return the mean over the first ``steps`` tokens per request: cells may generate fewer than the reference."""
         return fmean(value for request in self.answer for value in request[:steps])
 
 
@@ -98,9 +98,9 @@ def _compare(
 
 
 def _completed(p: torch.Tensor, seen: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    """Return log-probabilities of all tokens; the remaining probability is spread over unknown ones as in the reference.
+    """Return log-probabilities of all tokens, with the remaining probability spread over unknown ones.
 
-    A row without a known token stays NaN.
+    It is spread in the proportions of the reference. A row without a known token stays NaN.
     """
     rest = (1 - seen.nan_to_num(nan=-inf).exp().sum(-1, keepdim=True)).clamp_min(_LEAST_REST).log()
     theirs = p.masked_fill(known, -inf).logsumexp(-1, keepdim=True)

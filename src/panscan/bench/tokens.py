@@ -65,7 +65,7 @@ class Judge:
         return list(self.loaded.model.generation_config.suppress_tokens or [])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits of final hidden states, float32 ``[positions, vocabulary]``; suppressed tokens are ``-inf``."""
+        """Return the logits of hidden states, float32 ``[positions, vocabulary]``; suppressed tokens are ``-inf``."""
         scores = head_logits(self.loaded.model, hidden).cpu()
         scores[:, [token for token in self.suppressed if token < scores.shape[-1]]] = float("-inf")
         return scores
@@ -114,7 +114,7 @@ def compared_with_reference(
     if settings.repetition_penalty not in (None, 1):
         note = "a repetition penalty changes the scores: only the distributions were compared"
     elif not settings.sampling.greedy and (settings.runner != "engine" or seed is None):
-        note = f"runner {settings.runner} samples all requests from one random stream: only the distributions were compared"
+        note = f"runner {settings.runner} samples all requests from one stream: only the distributions were compared"
     else:
         one = _greedy if settings.sampling.greedy else _sampled
         known = [result for result in results if result.id in expected]
