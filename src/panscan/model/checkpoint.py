@@ -303,7 +303,10 @@ def load_shard_of(
 
 
 def drop_weights(loaded: Loaded) -> None:
-    """Move the output matrix, which turns a reference's hidden states into logits, to the host; drop all other weights."""
+    """Drop all weights except the output matrix, which turns a reference's hidden states into logits.
+
+    The output matrix moves to the host.
+    """
     model, device = loaded.model, loaded.device
     weight = model.get_output_embeddings().weight.detach().cpu()
     loaded.model = model.to("meta")

@@ -24,7 +24,7 @@ class EngineRunner:
     """Gemma 3 through :class:`panscan.engine.engine.Engine`, opened on first use and reopened for other options.
 
     References are computed on the bare model before the engine opens and its caches take memory. With tensor
-    parallelism, the bare model's weights are freed for the ranks when the engine opens, and loaded again by :meth:`drop`.
+    parallelism, the bare model's weights are freed for the ranks when the engine opens; :meth:`drop` loads them again.
     """
 
     def __init__(self, loaded: Loaded, settings: Settings) -> None:
