@@ -39,7 +39,7 @@ def quantization_mini() -> str:
     return (
         f"{table(headings, rows)}\n\n{len(base['answers'])} questions about {record['documents']} sample documents"
         f" (seed {record['seed']}), paired by question; float32 except for the bf16 row. KL: mean divergence in nats"
-        f" from the float32 truth of the unquantised model, at {base['verdict']['answer']['positions']} answer and"
+        f" from the float32 reference of the unquantised model, at {base['verdict']['answer']['positions']} answer and"
         f" {base['verdict']['image']['positions']:,} image positions. {facts['cpu']}, torch"
         f" {facts['packages']['torch']}, transformers {facts['packages']['transformers']}."
         f" Record: `benchmarks/records/quantization-mini.json`. Command: `{record['command']}`"

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.workloads.floors import Floors
 from benchmarks.workloads.pages import PAGE, page, question
 from panscan.bench.grid import Cell
-from panscan.bench.truth import TOKENS
+from panscan.bench.reference import TOKENS
 from panscan.bench.verify import Verifier
 from panscan.bench.workload import Source, build_workload
 from panscan.core import InputError, Request, Result, SettingError
@@ -249,7 +249,7 @@ def floors_of(loaded: Loaded, settings: Settings, result: Result) -> Floors:
 def verdicts(work: Work, runners: Mapping[str, Runner], requests: Sequence[Request]) -> dict[str, Any]:
     """The verdict record of each runner on some requests, as ``panscan bench`` has it.
 
-    To be called before anything is measured: the truth needs the memory that caches take later.
+    To be called before anything is measured: the reference needs the memory that caches take later.
     """
     if not work.compared or "vllm" in runners:  # panscan bench verifies vLLM, on a saved checkpoint
         return dict.fromkeys(runners)

@@ -209,9 +209,9 @@ def test_what_else_a_replica_says() -> None:
     desk = RecordingWriter()
     step = ReplicaSync(plan(), set(), ["", ""], writer=desk, observer=desk, answer=ignore)
     step.take(0, Loading(Settings()))
-    step.take(0, Stage("computing the truth"))
+    step.take(0, Stage("computing the reference"))
     step.take(0, BatchDone())
-    assert (desk.progress, desk.batches) == (["loading mini", "computing the truth"], 1)
+    assert (desk.progress, desk.batches) == (["loading mini", "computing the reference"], 1)
     with pytest.warns(PanscanWarning, match="overflow"):
         step.take(1, Warned("overflow"))
     with pytest.raises(RecordsError, match=r"^replica 1: --reference"):

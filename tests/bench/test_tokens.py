@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from panscan.bench.invariance import RunAnswers, compare, shared_axis, variants
-from panscan.bench.tokens import Expected, Judge, ReferenceRows, compared_with_truth, first_difference
+from panscan.bench.tokens import Expected, Judge, ReferenceRows, compared_with_reference, first_difference
 from panscan.core import Request, Result, Stamps
 from panscan.records.verdict import clear_margin
 from panscan.settings import Settings, settings_from
@@ -44,7 +44,7 @@ def result(tokens: list[int], reason: str = "length") -> Result:
 
 
 def checked(found: list[int], expected: list[int], at: Judge | None = None, margin: float = 5.0, **fields: Any) -> Any:
-    return compared_with_truth(at or judge(), truth(expected, margin), [result(found, **fields)], None)
+    return compared_with_reference(at or judge(), truth(expected, margin), [result(found, **fields)], None)
 
 
 @given(IDS, IDS)
@@ -90,22 +90,22 @@ def test_an_end_mark_that_is_ignored_on_purpose_is_no_departure() -> None:
 
 
 def test_an_answer_that_stops_without_a_mark_departs_in_any_request() -> None:
-    check = compared_with_truth(judge(), {}, [result([1, 2], reason="stop")], None)
+    check = compared_with_reference(judge(), {}, [result([1, 2], reason="stop")], None)
     assert check.departed == 1
-    assert compared_with_truth(judge(), {}, [result([1, END], reason="stop")], None).departed == 0
+    assert compared_with_reference(judge(), {}, [result([1, END], reason="stop")], None).departed == 0
 
 
 def test_what_cannot_be_compared_says_so() -> None:
     assert "penalty" in checked([1], [2], judge(repetition_penalty=1.5)).note
     sampled = judge(temperature=1.0, runner="generate")
-    assert "distributions" in compared_with_truth(sampled, truth([2]), [result([1])], 3).note
+    assert "distributions" in compared_with_reference(sampled, truth([2]), [result([1])], 3).note
 
 
 @pytest.mark.parametrize(("token", "departs"), [(2, False), (3, True)])
 def test_draws_are_recomputed_from_the_truths_distributions(token: int, departs: bool) -> None:
-    check = compared_with_truth(judge(temperature=1.0), truth([2], margin=60.0), [result([token])], 3)
+    check = compared_with_reference(judge(temperature=1.0), truth([2], margin=60.0), [result([token])], 3)
     assert (check.first is not None) == departs
-    unsure = compared_with_truth(judge(noise=100.0, temperature=1.0), truth([2]), [result([token])], 3)
+    unsure = compared_with_reference(judge(noise=100.0, temperature=1.0), truth([2]), [result([token])], 3)
     assert unsure.first is None
 
 

@@ -1,4 +1,4 @@
-"""Verdicts of the tiny model: what is exact, what is caught as different, and whose truth is taken."""
+"""Verdicts of the tiny model: what is exact, what is caught as different, and whose reference is used."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.model.stored.small import SMALL, Checkpoint, dense_weights
 
 from panscan.bench.grid import Cell
 from panscan.bench.plan import SweepPlan
+from panscan.bench.reference import FORMAT, find_references
 from panscan.bench.sweep import run_sweep
-from panscan.bench.truth import FORMAT, find_references
 from panscan.bench.verify import Verifier
 from panscan.bench.workload import Source, build_workload, request_of
 from panscan.core import PanscanWarning, RecordsError
@@ -149,7 +149,7 @@ def test_a_prefill_in_one_chunk_is_exact(runner: GenerateRunner, bench: Bench) -
     assert bench.verifier().verdict(runner, whole)["verdict"] == "exact"
 
 
-def test_quantised_weights_are_compared_with_the_unquantised_truth(bench: Bench, tmp_path: Path) -> None:
+def test_quantised_weights_are_compared_with_the_unquantised_reference(bench: Bench, tmp_path: Path) -> None:
     settings = settings_from(
         {"model": "tiny", "quantization": "int8", "dtype": "fp32", "device": "cpu", "max_new_tokens": STEPS}
     )
@@ -158,7 +158,7 @@ def test_quantised_weights_are_compared_with_the_unquantised_truth(bench: Bench,
     assert record["verdict"] == "different", record  # by float32's noise; the figure is what counts
     assert 1e-4 < record["answer"]["kl"] < 0.5
     assert record["top1"]["agree"] > record["top1"]["clear"] / 2
-    assert any("unquantised" in line for line in verifier.said)
+    assert "loading tiny unquantised to compute the reference" in verifier.said
     [file] = tmp_path.glob("*.safetensors")
     again = bench.verifier(file, directory=tmp_path / "none")
     assert again.verdict(GenerateRunner.from_settings(settings), settings)["answer"] == record["answer"]
@@ -190,7 +190,7 @@ def test_a_quantised_checkpoint_is_compared_with_its_base(bench: Bench, tmp_path
     assert not any("unquantised" in line for line in again.said), "another spelling of the base is loaded once"
 
 
-def test_a_quantised_pipeline_has_a_truth_of_its_own_pixels(bench: Bench, tmp_path: Path) -> None:
+def test_a_quantised_pipeline_has_a_reference_for_its_own_pixels(bench: Bench, tmp_path: Path) -> None:
     settings = settings_from(
         {"model": "tiny", "quantization": "int8", "dtype": "bf16", "device": "cpu", "max_new_tokens": 2,
          "runner": "pipeline"}
@@ -210,7 +210,7 @@ def test_text_only_checkpoints_have_verdicts_but_for_generate_batch(text_checkpo
         )
         record = verifier.verdict(open_runner(settings), settings)
         assert (record["verdict"], record["image"]) == (word, None)
-        assert len(verifier.records) == (word == "exact"), "what cannot be compared needs no truth"
+        assert len(verifier.records) == (word == "exact"), "what cannot be compared needs no reference"
         assert bool(record["reason"]) == (word != "exact")
 
 
@@ -220,7 +220,7 @@ def test_the_pipeline_is_watched_through_its_own_call(tiny: GenerateRunner, benc
     assert record["verdict"] == "exact", record
 
 
-def test_a_truth_is_computed_once_and_found_again(runner: GenerateRunner, bench: Bench, tmp_path: Path) -> None:
+def test_a_reference_is_computed_once_and_found_again(runner: GenerateRunner, bench: Bench, tmp_path: Path) -> None:
     settings = replace(runner.settings, max_new_tokens=STEPS)
     first = bench.verifier(directory=tmp_path)
     record = first.verdict(runner, settings)
@@ -240,7 +240,7 @@ def test_a_truth_is_computed_once_and_found_again(runner: GenerateRunner, bench:
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_fewer_crops_that_give_the_same_views_share_a_truth(runner: GenerateRunner, bench: Bench) -> None:
+def test_fewer_crops_that_give_the_same_views_share_a_reference(runner: GenerateRunner, bench: Bench) -> None:
     views = bench.verifier()._views
     settings = runner.settings
     assert views(settings, "cpu") == views(replace(settings, pan_and_scan_max_num_crops=9), "cpu")
@@ -259,9 +259,9 @@ def test_a_reference_of_other_views_or_weights_is_refused(
     bench.verifier(directory=tmp_path / "truth").verdict(runner, settings)
     verifier = bench.verifier(tmp_path)
     verifier.check_references([Cell.of(settings)])
-    with pytest.raises(RecordsError, match=r"--reference .* other views"):
+    with pytest.raises(RecordsError, match=r"--reference .* computed for other views: use the same .* --seed"):
         verifier.check_references([Cell.of(replace(settings, do_pan_and_scan=False))])
-    with pytest.raises(RecordsError, match=r"--reference .* other weights: it was made of tiny"):
+    with pytest.raises(RecordsError, match=r"--reference .* computed from other weights \(tiny, possibly another"):
         verifier.verdict(half, half.settings)
 
 
@@ -277,7 +277,7 @@ def test_a_reference_of_several_loads_serves_each(
     of_half = tmp_path / "truth" / f"{second.verdict(*loads[1])['truth']}.safetensors"
     third = bench.verifier(of_half, directory=tmp_path / "third")
     third.check_references([Cell.of(settings) for _, settings in loads])
-    with pytest.warns(PanscanWarning, match="other weights.* tiny in fp32 is computed here"):
+    with pytest.warns(PanscanWarning, match="other weights.*computing the reference for tiny in fp32"):
         assert third.verdict(*loads[0])["answer"] == expected[0]
 
 
@@ -294,8 +294,8 @@ def test_cells_that_cannot_run_do_not_ask_for_views(runner: GenerateRunner, benc
     assert [record["outcome"] for record in lines.records] == ["skipped"]
 
 
-def test_what_is_no_truth_is_refused(runner: GenerateRunner, bench: Bench, tmp_path: Path) -> None:
-    with pytest.raises(RecordsError, match="no truth"):
+def test_what_is_no_reference_is_refused(runner: GenerateRunner, bench: Bench, tmp_path: Path) -> None:
+    with pytest.raises(RecordsError, match="stored no reference"):
         find_references(tmp_path)
     (tmp_path / "garbage").write_bytes(b"garbage")
     for name in ("nowhere", "garbage"):
@@ -312,7 +312,9 @@ def test_what_is_no_truth_is_refused(runner: GenerateRunner, bench: Bench, tmp_p
         find_references(torn)
 
 
-def test_without_a_truth_a_cell_is_unverified_and_says_why(tiny: GenerateRunner, bench: Bench, tmp_path: Path) -> None:
+def test_without_a_reference_a_cell_is_unverified_and_says_why(
+    tiny: GenerateRunner, bench: Bench, tmp_path: Path
+) -> None:
     settings = replace(tiny.settings, max_new_tokens=STEPS)
     offloaded = cpu_offload(deepcopy(tiny.loaded.model), execution_device="cpu")
     runner = GenerateRunner(replace(tiny.loaded, model=offloaded), settings)
@@ -323,10 +325,10 @@ def test_without_a_truth_a_cell_is_unverified_and_says_why(tiny: GenerateRunner,
 
 
 @pytest.mark.parametrize("place", ["directory", "reference"])
-def test_a_follower_takes_the_truth_of_its_own_weights(
+def test_a_follower_takes_the_reference_of_its_own_weights(
     runner: GenerateRunner, half: GenerateRunner, bench: Bench, tmp_path: Path, place: str
 ) -> None:
-    """Two loads have truths of the same views; each replica compares with that of the weights it loaded."""
+    """Two loads have references for the same views; each replica compares with that of the weights it loaded."""
     for each in (runner, half):
         bench.verifier(directory=tmp_path).verdict(each, replace(each.settings, max_new_tokens=STEPS))
     files = sorted(tmp_path.glob("*.safetensors"))
@@ -342,7 +344,7 @@ def test_a_follower_takes_the_truth_of_its_own_weights(
         checked = found.check(each, Cell.of(settings), [each.run([request])[0] for request in requests], None)
         assert checked is not None
         assert (checked["requests"], checked["departed"], checked["note"]) == (3, 0, "")
-    found.follows, found.directory, found.references = True, tmp_path / "none", []
+    found.follows, found.directory, found.reference_files = True, tmp_path / "none", []
     missing = found.check(runner, Cell.of(runner.settings), [runner.run([requests[0]])[0]], None)
     assert missing is not None
-    assert "no truth" in missing["note"]
+    assert missing["note"] == "no reference for these weights and views"

@@ -328,7 +328,7 @@ def test_without_verification_every_output_says_so(folder: Path, capsys: pytest.
 
 @pytest.mark.parametrize("left", ["nothing", "the first line"])
 def test_a_verdict_that_is_missing_is_made_on_resume(folder: Path, left: str) -> None:
-    """Also one that was stopped before measured tokens were followed beyond the truth: they are answered again."""
+    """Also one that was stopped before measured tokens were checked beyond the reference: they are answered again."""
     assert run(["bench", "docs/a.png", "-p", "x", *QUICK, "--verify-tokens", "1"]) == 0
     measured = only_run(folder)
     lines = measured.path.read_text().splitlines(keepends=True)
@@ -379,7 +379,7 @@ def test_away_from_a_terminal_lines_say_how_far_it_is(folder: Path, capsys: pyte
     assert [f"measuring {number} of 4" in said for number in range(1, 6)] == [True, True, True, True, False]
 
 
-def test_a_resumed_run_makes_only_the_truths_that_it_still_needs(folder: Path) -> None:
+def test_a_resumed_run_makes_only_the_references_that_it_still_needs(folder: Path) -> None:
     arguments = ["bench", "docs", "-p", "x", "--do-pan-and-scan", "true,false", "--num-samples", "2"]
     assert run([*arguments, *QUICK]) == 0
     measured = only_run(folder)

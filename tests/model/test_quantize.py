@@ -141,7 +141,7 @@ def test_a_directory_with_the_name_of_a_bundled_model_stays_a_directory(
         ("---\nbase_model: [\n---\n", "names no base_model"),
         ("---\nbase_model: owner/absent-model\n---\n", "owner/absent-model is not on this machine; download it, or"),
         ("---\nbase_model: ../escape\n---\n", "../escape is not on this machine"),
-        ("---\nbase_model: .\n---\n", "base_model . is also quantised; use --reference with the truth of the"),
+        ("---\nbase_model: .\n---\n", "base_model . is also quantised; use --reference with a reference of the"),
     ],
 )
 def test_a_base_that_cannot_be_had_is_refused_with_a_fix(stored: Path, card: str | None, message: str) -> None:

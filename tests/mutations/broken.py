@@ -252,8 +252,8 @@ def _nothing(_patch: pytest.MonkeyPatch) -> None:
     """The engine as it is."""
 
 
-TRUTH, BEYOND, ANSWER, IMAGE, INPUTS = (
-    "measured tokens", "tokens beyond the truth", "answer distributions", "image distributions", "inputs",
+TOKENS, BEYOND, ANSWER, IMAGE, INPUTS = (
+    "measured tokens", "tokens beyond the reference", "answer distributions", "image distributions", "inputs",
 )  # fmt: skip
 SAMPLED = {"temperature": 1.0, "sampling_seed": 7}
 CHECKED = {"check_invariance": True}
@@ -265,15 +265,15 @@ def _mutation(name: str, apply: Break, *caught_by: str, **others: Any) -> Mutati
 
 MUTATIONS = [
     _mutation("(none: the engine as it is)", _nothing, why_invisible="nothing is wrong", plan=CHECKED),
-    _mutation("the sampler takes the second-best token", _choosing(lambda at, rows: True), TRUTH, BEYOND),
-    _mutation("the sampler ignores the temperature", _cold, TRUTH, settings=SAMPLED),
-    _mutation("the prefix cache takes all images for one", _one_image_for_prefixes, TRUTH, BEYOND),
-    _mutation("the vision cache takes all images for one", _one_image_for_views, TRUTH, BEYOND, ANSWER, IMAGE),
-    _mutation("overlapped passes read other requests' tokens", _overlap_reads_wrong_tokens, TRUTH, BEYOND),
+    _mutation("the sampler takes the second-best token", _choosing(lambda at, rows: True), TOKENS, BEYOND),
+    _mutation("the sampler ignores the temperature", _cold, TOKENS, settings=SAMPLED),
+    _mutation("the prefix cache takes all images for one", _one_image_for_prefixes, TOKENS, BEYOND),
+    _mutation("the vision cache takes all images for one", _one_image_for_views, TOKENS, BEYOND, ANSWER, IMAGE),
+    _mutation("overlapped passes read other requests' tokens", _overlap_reads_wrong_tokens, TOKENS, BEYOND),
     _mutation("wrong from output token 33 on", _choosing(lambda at, rows: rows[at].position >= 32), BEYOND),
-    _mutation("wrong where more than 16 rows are sampled", _choosing(lambda at, rows: len(rows) > 16), TRUTH, BEYOND),
-    _mutation("end marks are ignored", _ends(_end_marks_ignored), TRUTH, settings={"ignore_eos": False}),
-    _mutation("answers end after three tokens", _ends(_ends_early), TRUTH),
+    _mutation("wrong where more than 16 rows are sampled", _choosing(lambda at, rows: len(rows) > 16), TOKENS, BEYOND),
+    _mutation("end marks are ignored", _ends(_end_marks_ignored), TOKENS, settings={"ignore_eos": False}),
+    _mutation("answers end after three tokens", _ends(_ends_early), TOKENS),
     _mutation("crops in reverse order", _crops_swapped, INPUTS),
     _mutation("crop boxes off by one pixel", _boxes_off_by_one, INPUTS),
     _mutation("red and blue swapped", _channels_swapped, INPUTS),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.conftest import noise
-from tests.mutations.broken import ANSWER, BEYOND, IMAGE, INPUTS, TRUTH, Mutation
+from tests.mutations.broken import ANSWER, BEYOND, IMAGE, INPUTS, TOKENS, Mutation
 
 from panscan.bench.grid import Cell
 from panscan.bench.plan import SweepPlan
@@ -68,11 +68,11 @@ def verdict_under(mutation: Mutation, pages: list[Path], directory: Path) -> Fou
         run = start(plan, directory, ["panscan", "bench"], _NullObserver())
     verdict = verdict_of(run, cell.id)
     parts = {
-        TRUTH: verdict.measured is not None and verdict.measured.first is not None,
+        TOKENS: verdict.measured is not None and verdict.measured.first is not None,
         BEYOND: verdict.beyond is not None and verdict.beyond.first is not None,
         ANSWER: verdict.answer is not None and verdict.answer.ratio > 2,
         IMAGE: verdict.image is not None and verdict.image.ratio > 2,
-        INPUTS: any((truth.get("inputs") or {}).get("difference") for truth in run.truths.values()),
+        INPUTS: any((each.get("inputs") or {}).get("difference") for each in run.truths.values()),
         **{f"invariance: {axis.axis}": axis.broken for axis in verdict.axes},
     }
     caught = frozenset(name for name, caught in parts.items() if caught)

@@ -351,7 +351,7 @@ def test_a_verdict_says_what_it_was_made_from(runner: GenerateRunner, tmp_path: 
     assert record["verdict"] in ("exact", "close"), record
     assert record["reason"] == f"from top {TOP_LOGPROBS} log-probabilities"
     drawn = replace(cell.settings, model="mini", random_weights=True, model_shape="tiny")
-    assert "vLLM draws other random weights" in verifier.verify(shown, Cell.of(drawn))["reason"]
+    assert "vLLM generates different random weights" in verifier.verify(shown, Cell.of(drawn))["reason"]
 
 
 def test_tallies_take_whole_and_partial_rows(tiny: GenerateRunner) -> None:

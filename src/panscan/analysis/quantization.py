@@ -25,9 +25,9 @@ _KINDS = ("quantization", "quantization_group_size")
 _WEIGHTS = (*_KINDS, "model", "revision")
 _NO_BASE = "no unquantised cell"
 NOTE = (
-    "KL is the mean divergence of next-token distributions from the float32 truth of the unquantised model. Quantised "
-    "cells are usually different, because they deviate by more than rounding noise. Such a cell is recommended only if "
-    "a labelled dataset shows no measurable loss, or if --allow-different names it."
+    "KL is the mean divergence of next-token distributions from the float32 reference of the unquantised model. "
+    "Quantised cells are usually different, because they deviate by more than rounding noise. Such a cell is "
+    "recommended only if a labelled dataset shows no measurable loss, or if --allow-different names it."
 )
 
 
@@ -53,7 +53,7 @@ class Tradeoff:
 
     @property
     def kl(self) -> tuple[float | None, float | None]:
-        """Mean divergence from the truth in nats, at answer positions and at image positions."""
+        """Mean divergence from the reference in nats, at answer positions and at image positions."""
         answer, image = self.row.verdict.answer, self.row.verdict.image
         return None if answer is None else answer.kl, None if image is None else image.kl
 

@@ -1,1 +1,1 @@
-"""A sweep over settings: grid, plan, run, replicas, truth and verdict."""
+"""A sweep over settings: grid, plan, run, replicas, reference and verdict."""

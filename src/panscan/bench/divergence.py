@@ -1,4 +1,4 @@
-"""Next-token distributions against the truth's: divergences and margins, position by position."""
+"""Compare next-token distributions with the reference: divergences and margins at each position."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["DivergenceTally", "Noise", "PositionComparison", "compare_logits"]
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """What eager attention at some precision makes of the truth.
+    """Deviation of eager attention at a lower precision from the reference.
 
     Args:
         answer: divergences in nats, by request and token.
-        image: the mean over image positions; None without images.
-        margin: the largest change of a margin between the truth's first and second choice, in nats.
+        image: mean divergence over image positions; None without images.
+        margin: largest change of the margin between the reference's first and second choice, in nats.
     """
 
     answer: list[list[float]]
@@ -31,24 +31,24 @@ class Noise:
     margin: float
 
     def answer_mean(self, steps: int) -> float:
-        """The mean over the first ``steps`` tokens of each request: a cell may be allowed fewer than the truth has."""
+        """Return the mean over the first ``steps`` tokens per request: cells may generate fewer than the reference."""
         return fmean(value for request in self.answer for value in request[:steps])
 
 
 _LEAST_REST = 1e-6
-"""Of a row's probability: less than this cannot be told from the rounding of the known ones."""
-_TOGETHER = 16  # positions: two float64 rows of a vocabulary of 262,208 are 4 MB
+"""Least probability of all unknown tokens together: smaller values are lost in the rounding of the known ones."""
+_BLOCK = 16  # positions per step: two float64 rows of 262,208 logits take 4 MB
 
 
 @dataclass(slots=True)
 class PositionComparison:
-    """Position by position, float64 ``[positions]`` on the CPU.
+    """Comparison with the reference at each position, as float64 ``[positions]`` on the CPU.
 
     Args:
-        kl: Kullback-Leibler divergence from the truth, in nats; inf where the logits seen are not all finite.
-        margin: by how much more the truth likes its first choice than its second, in nats.
-        moved: by how much what was seen changes that margin, in nats.
-        agree: whether the most probable token is the truth's.
+        kl: Kullback-Leibler divergence from the reference, in nats; inf unless all observed logits are finite.
+        margin: log-probability margin between the reference's first and second choice, in nats.
+        moved: absolute difference of that margin in the observed logits, in nats.
+        agree: whether the most probable token is the reference's.
     """
 
     kl: torch.Tensor
@@ -58,29 +58,30 @@ class PositionComparison:
 
 
 def compare_logits(
-    truth: torch.Tensor, seen: torch.Tensor, never: list[int], device: torch.device, *, partial: bool = False
+    reference: torch.Tensor, seen: torch.Tensor, never: list[int], device: torch.device, *, partial: bool = False
 ) -> PositionComparison:
-    """Compare logits ``[positions, vocabulary]`` with the truth's. Log-softmax is in float64.
+    """Compare logits ``[positions, vocabulary]`` with the reference's. Log-softmax is in float64.
 
     Args:
-        truth: float32.
-        seen: float32.
-        never: suppressed ids, which are never chosen.
-        device: where to compute; one with float64.
-        partial: seen are log-probabilities, NaN where they are not known. What is compared then is the distribution
-            over the known tokens and "any other", which is at most as far away as the whole (data processing
-            inequality).
+        reference: float32 logits of the reference.
+        seen: observed logits, float32.
+        never: ids of suppressed tokens.
+        device: device to compute on; must support float64.
+        partial: ``seen`` holds log-probabilities, NaN where unknown. The comparison then covers the known tokens and
+            "any other", which gives a lower bound of the full divergence (data processing inequality).
     """
     blocks = [
         _compare(ours.to(device).double(), theirs.to(device).double(), never, partial=partial)
-        for ours, theirs in zip(torch.split(truth, _TOGETHER), torch.split(seen, _TOGETHER), strict=True)
+        for ours, theirs in zip(torch.split(reference, _BLOCK), torch.split(seen, _BLOCK), strict=True)
     ]
     parts = [torch.cat(each).cpu() for each in zip(*blocks, strict=True)]
     return PositionComparison(*parts)
 
 
-def _compare(truth: torch.Tensor, seen: torch.Tensor, never: list[int], *, partial: bool) -> tuple[torch.Tensor, ...]:
-    p = truth.log_softmax(-1)
+def _compare(
+    reference: torch.Tensor, seen: torch.Tensor, never: list[int], *, partial: bool
+) -> tuple[torch.Tensor, ...]:
+    p = reference.log_softmax(-1)
     known = ~seen.isnan() if partial else torch.ones_like(seen, dtype=torch.bool)
     if partial:
         seen = _completed(p, seen, known)
@@ -92,14 +93,14 @@ def _compare(truth: torch.Tensor, seen: torch.Tensor, never: list[int], *, parti
     margin = best.values[:, 0] - best.values[:, 1]
     pair = q.gather(1, best.indices)
     moved = (pair[:, 0] - pair[:, 1] - margin).abs().nan_to_num(nan=inf)
-    chosen = q.masked_fill(~known, -inf).argmax(-1)  # no unknown token is likelier than a known one
+    chosen = q.masked_fill(~known, -inf).argmax(-1)  # known tokens are the most probable ones
     return kl, margin, moved, chosen == best.indices[:, 0]
 
 
 def _completed(p: torch.Tensor, seen: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities of all tokens: the rest of the probability spread over the unknown ones as the truth does.
+    """Return log-probabilities of all tokens, with the remaining probability spread over unknown ones.
 
-    A row without a known token stays NaN.
+    It is spread in the proportions of the reference. A row without a known token stays NaN.
     """
     rest = (1 - seen.nan_to_num(nan=-inf).exp().sum(-1, keepdim=True)).clamp_min(_LEAST_REST).log()
     theirs = p.masked_fill(known, -inf).logsumexp(-1, keepdim=True)
@@ -108,7 +109,7 @@ def _completed(p: torch.Tensor, seen: torch.Tensor, known: torch.Tensor) -> torc
 
 @dataclass(slots=True)
 class DivergenceTally:
-    """Comparisons of a cell, request by request."""
+    """Comparisons of a cell, one per request."""
 
     answer: list[PositionComparison] = field(default_factory=list)
     image: list[PositionComparison] = field(default_factory=list)
@@ -123,7 +124,7 @@ class DivergenceTally:
         *,
         partial: bool = False,
     ) -> None:
-        """Compare logits seen with the truth's hidden states; ``partial`` as in :func:`compare_logits`."""
+        """Compare observed logits with the reference's hidden states; ``partial`` as in :func:`compare_logits`."""
         never = list(loaded.model.generation_config.suppress_tokens or [])
         device = loaded.device if loaded.device.type == "cuda" else torch.device("cpu")
         self.answer.append(compare_logits(head_logits(loaded.model, answer), seen, never, device, partial=partial))
@@ -132,19 +133,19 @@ class DivergenceTally:
             self.image.append(compare_logits(logits, image_seen, never, device, partial=partial))
 
     def joined(self, kind: str) -> PositionComparison:
-        """All positions of one kind."""
+        """Return the comparison of all positions of one kind, ``answer`` or ``image``."""
         parts: list[PositionComparison] = getattr(self, kind)
         names = ("kl", "margin", "moved", "agree")
         return PositionComparison(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
 
     def noise(self) -> Noise:
-        """What was compared, as a yardstick for others."""
+        """Return the compared divergences as the noise for other comparisons."""
         answer = self.joined("answer")
         image = float(self.joined("image").kl.mean()) if self.image else None
         return Noise([each.kl.tolist() for each in self.answer], image, float(answer.moved.max()))
 
     def verdict(self, noise: Noise, steps: int, *, float32: bool) -> dict[str, Any]:
-        """The figures of a verdict record, of comparisons of the first ``steps`` tokens of each request."""
+        """Return the fields of a verdict record, for comparisons of the first ``steps`` tokens of each request."""
         answer = self.joined("answer")
         kinds = {"answer": (answer, noise.answer_mean(steps))}
         if self.image and noise.image is not None:

@@ -54,10 +54,10 @@ class SweepPlan:
         seed: of the order of cells, and of the sampler in cells that name none.
         include_content: keep prompts and answers in the records.
         verify: compare each cell's answers with the reference's.
-        verify_requests: requests whose answers are compared with a truth's at most.
-        verify_tokens: output tokens of a truth's request at most.
+        verify_requests: maximum number of requests to compare with the reference.
+        verify_tokens: maximum number of reference tokens per request.
         check_invariance: answer each cell's requests again under other conditions (order, company, chunks, caches).
-        reference: where a truth may be found, instead of computing it.
+        reference: reference file or run directory to use instead of computing a reference.
         replicas: copies of all of this that run at the same time, each a process with separate devices.
         gpus_per_replica: GPUs of each copy; with a larger tensor parallel size, each has as many as that.
         dataset: what became of the questions of a dataset.
@@ -133,8 +133,8 @@ class SweepPlan:
     def order(self) -> Iterator[list[Visit]]:
         """Visits, one list per loaded model; within a model each repeat visits its cells shuffled.
 
-        A cell is compared right after its last repeat, while what it compiled is there. Quantised weights come after
-        the others, whose truth they share.
+        A cell is compared right after its last repeat, while its compiled code is still loaded. Quantised weights come
+        after the others, whose reference they share.
         """
         by_load = sorted(self.cells, key=lambda cell: (cell.settings.quantization or "", repr(cell.settings.load_key)))
         for key, group in groupby(by_load, key=lambda cell: cell.settings.load_key):

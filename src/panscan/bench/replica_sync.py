@@ -96,7 +96,7 @@ class BatchDone:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """The replica starts work that is not measured, such as computing the truth."""
+    """The replica starts work that is not measured, such as computing the reference."""
 
     text: str
 

@@ -107,22 +107,22 @@ def verifier_of(
     *,
     follows: bool = False,
 ) -> Verifier | None:
-    """What compares a plan's answers; None if the plan does not want that.
+    """Return the verifier of a plan; None if the plan does not verify.
 
     Args:
-        plan: of the run.
-        writer: takes its records.
+        plan: plan of the run.
+        writer: writes the records.
         say: receives progress messages.
-        directory: of the run, which stores truths; None stores none.
+        directory: run directory, which stores references; None to store none.
         previous: the run so far.
-        follows: another process computes the truths and stores them in the directory.
+        follows: another process computes the references and stores them in the directory.
 
     Raises:
-        RecordsError: ``--reference`` names no truth, or one of other views than those of any cell.
+        RecordsError: ``--reference`` has no reference, or none for the views of any cell.
     """
     if not plan.verify:
         return None
-    from panscan.bench.truth import find_references
+    from panscan.bench.reference import find_references
     from panscan.bench.verify import Verifier
 
     verifier = Verifier(
@@ -130,7 +130,7 @@ def verifier_of(
         source=plan.source,
         steps=min(plan.verify_tokens, max(cell.settings.max_new_tokens for cell in plan.cells)),
         directory=None if directory is None else directory / "truth",
-        references=[] if plan.reference is None else find_references(Path(plan.reference)),
+        reference_files=[] if plan.reference is None else find_references(Path(plan.reference)),
         write=writer.write,
         say=say,
         recorded=set(previous.truths) if previous is not None else set(),
@@ -148,7 +148,7 @@ def check_plan(plan: SweepPlan) -> None:
     Raises:
         SettingError: settings exclude each other, or are not supported with replicas.
         UnsupportedError: the replicas need more GPUs than are visible.
-        RecordsError: ``--reference`` names no truth, or one of other views.
+        RecordsError: ``--reference`` has no reference, or none for the views of any cell.
     """
     if plan.replicas * plan.gpus_per_replica > 1:
         slots(plan)

@@ -1,7 +1,7 @@
-"""Measured tokens against the reference: where an answer departs from it, and whether rounding explains that.
+"""Compare measured tokens with the reference: where an answer departs from it, and whether rounding explains that.
 
-Along the truth's own tokens this costs nothing: its hidden states are stored. Beyond them, one float32 pass over prompt
-and answer tells the reference's choice at every position (:class:`ReferenceRows`).
+Along the reference's own tokens, the hidden states are stored. Beyond them, one float32 prefill of prompt and answer
+computes the reference's choice at every position (:class:`ReferenceRows`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from panscan.model.reference import head_logits, warped_scores
 from panscan.records.verdict import Departure, TokenCheck, clear_margin
 from panscan.settings import Settings
 
-__all__ = ["Expected", "Judge", "ReferenceRows", "Tokens", "compared_with_truth", "first_difference"]
+__all__ = ["Expected", "Judge", "ReferenceRows", "Tokens", "compared_with_reference", "first_difference"]
 
-_PERTURBED = 32  # versions of a sampled position's logits; where all draw the same token, noise cannot change it
-_KEPT = 64  # answers whose hidden states stay in memory, a few megabytes each
+_PERTURBED = 32  # perturbed logits per sampled position; if all draw the same token, noise cannot change it
+_CACHED = 64  # answers whose hidden states stay in memory, a few megabytes each
 _END = "the end"
 
 Tokens = Sequence[int]
@@ -30,7 +30,12 @@ Tokens = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """A request of the truth: its greedy tokens, and final hidden states float32 ``[tokens, hidden]`` before each."""
+    """Expected answer to a request.
+
+    Args:
+        tokens: greedy tokens of the reference.
+        hidden: final hidden states before each token, float32 ``[tokens, hidden]``.
+    """
 
     tokens: Tokens
     hidden: torch.Tensor
@@ -38,12 +43,12 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Judge:
-    """What is needed to judge a token of one model under one cell's settings.
+    """Judges the tokens of one model under one cell's settings.
 
     Args:
-        loaded: the model; its head turns hidden states into logits, and its tokenizer names tokens.
-        settings: the cell's.
-        noise: the largest change of a margin that eager attention at the cell's precision shows, in nats.
+        loaded: model, for its output matrix and tokenizer.
+        settings: cell settings.
+        noise: largest margin change of eager attention at the cell's precision, in nats.
     """
 
     loaded: Loaded
@@ -52,7 +57,7 @@ class Judge:
 
     @property
     def comparable(self) -> bool:
-        """Whether the tokens are greedy choices over the model's own scores."""
+        """Whether the tokens are greedy choices from the model's unmodified scores."""
         return self.settings.sampling.greedy and self.settings.repetition_penalty in (None, 1)
 
     @property
@@ -60,7 +65,7 @@ class Judge:
         return list(self.loaded.model.generation_config.suppress_tokens or [])
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits float32 ``[positions, vocabulary]`` of final hidden states, suppressed tokens at minus infinity."""
+        """Return the logits of hidden states, float32 ``[positions, vocabulary]``; suppressed tokens are ``-inf``."""
         scores = head_logits(self.loaded.model, hidden).cpu()
         scores[:, [token for token in self.suppressed if token < scores.shape[-1]]] = float("-inf")
         return scores
@@ -68,13 +73,13 @@ class Judge:
     def departure(
         self, request: str, position: int, pair: tuple[int | None, int | None], hidden: torch.Tensor | None
     ) -> Departure:
-        """Describe one token that is not the expected one.
+        """Describe a token that differs from the expected one.
 
         Args:
-            request: its id.
-            position: of the token in the answer.
-            pair: the token found and the one expected; None stands for the end of the answer.
-            hidden: float32 ``[hidden]``, final hidden state before the token; None if no reference knows it.
+            request: request id.
+            position: position of the token in the answer.
+            pair: measured and expected token; None stands for the end of the answer.
+            hidden: final hidden state before the token, float32 ``[hidden]``; None if unknown.
         """
         found, expected = pair
         texts = self.text(found), self.text(expected)
@@ -84,24 +89,24 @@ class Judge:
             return Departure(request, position, found, expected, *texts, None, clear=None)
         row = self.logits(hidden[None])[0]
         margin = float(row[expected] - row[found])
-        if not isfinite(margin):  # the reference overflows, or would not choose either
+        if not isfinite(margin):  # the reference overflows, or suppresses one of the tokens
             return Departure(request, position, found, expected, *texts, None, clear=None)
         return Departure(request, position, found, expected, *texts, margin, margin > clear_margin(self.noise))
 
     def text(self, token: int | None) -> str:
-        """A token in quotes, or the end of the answer."""
+        """Return a token's text in quotes, or the name of the end of the answer."""
         return _END if token is None else repr(self.loaded.reader.tokenizer.decode([token]))
 
 
-def compared_with_truth(
+def compared_with_reference(
     judge: Judge, expected: Mapping[str, Expected], results: Sequence[Result], seed: int | None
 ) -> TokenCheck:
-    """Compare measured answers with the truth's as far as it reaches, and how each of them ends.
+    """Compare measured answers with the reference up to its last token, and check how each answer ends.
 
     Args:
-        judge: the cell's judge.
-        expected: the truth's requests by id.
-        results: measured results; for requests that the truth lacks, only the end of the answer is checked.
+        judge: judge of the cell.
+        expected: expected answers by request id.
+        results: measured results; without an expected answer, only the end is checked.
         seed: sampler seed of this repeat; None for greedy cells.
     """
     total = sum((_wrong_end(judge, result) for result in results), TokenCheck())
@@ -109,7 +114,7 @@ def compared_with_truth(
     if settings.repetition_penalty not in (None, 1):
         note = "a repetition penalty changes the scores: only the distributions were compared"
     elif not settings.sampling.greedy and (settings.runner != "engine" or seed is None):
-        note = f"runner {settings.runner} draws from one stream for all requests: only the distributions were compared"
+        note = f"runner {settings.runner} samples all requests from one stream: only the distributions were compared"
     else:
         one = _greedy if settings.sampling.greedy else _sampled
         known = [result for result in results if result.id in expected]
@@ -119,7 +124,7 @@ def compared_with_truth(
 
 
 def _wrong_end(judge: Judge, result: Result) -> TokenCheck:
-    """An answer that says it stopped must end with one of the model's end marks: cells have no stop texts."""
+    """Check that an answer with finish reason ``stop`` ends with an end token; cells have no stop strings."""
     tokens = result.token_ids
     marked = bool(tokens) and tokens[-1] in judge.loaded.eos_ids and not judge.settings.ignore_eos
     if result.error is not None or result.finish_reason != "stop" or marked:
@@ -129,7 +134,10 @@ def _wrong_end(judge: Judge, result: Result) -> TokenCheck:
 
 
 def _within_context(judge: Judge, expected: Expected, result: Result) -> Expected:
-    """What the truth has of an answer that the end of the model's context cut off; generate() continues past it."""
+    """Shorten the expected answer if the end of the model's context cut off the measured one.
+
+    ``generate()`` continues past that limit.
+    """
     config = getattr(judge.loaded.model, "config", None)
     positions = inf if config is None else config.get_text_config().max_position_embeddings
     if result.finish_reason != "length" or result.prompt_tokens + len(result.token_ids) < positions:
@@ -138,29 +146,29 @@ def _within_context(judge: Judge, expected: Expected, result: Result) -> Expecte
 
 
 def _greedy(judge: Judge, request: str, expected: Expected, tokens: Tokens, _: int) -> TokenCheck:
-    truth = expected.tokens[: judge.settings.max_new_tokens]
-    ends = not judge.settings.ignore_eos and truth[-1] in judge.loaded.eos_ids
-    at = first_difference(tokens, truth)
-    if at is None and ends and len(tokens) > len(truth):
-        at = len(truth)
+    reference = expected.tokens[: judge.settings.max_new_tokens]
+    ends = not judge.settings.ignore_eos and reference[-1] in judge.loaded.eos_ids
+    at = first_difference(tokens, reference)
+    if at is None and ends and len(tokens) > len(reference):
+        at = len(reference)
     if at is None:
-        return TokenCheck(1, len(truth))
-    pair = tokens[at] if at < len(tokens) else None, truth[at] if at < len(truth) else None
-    found = judge.departure(request, at, pair, expected.hidden[at] if at < len(truth) else None)
+        return TokenCheck(1, len(reference))
+    pair = tokens[at] if at < len(tokens) else None, reference[at] if at < len(reference) else None
+    found = judge.departure(request, at, pair, expected.hidden[at] if at < len(reference) else None)
     return TokenCheck(1, at + 1, int(found.clear is True), equal=False, first=found if found.clear else None)
 
 
 def first_difference(a: Tokens, b: Tokens) -> int | None:
-    """The first position at which two answers differ; None if ``b`` is the beginning of ``a``."""
+    """Return the first position at which two answers differ; None if ``a`` starts with ``b``."""
     at = next((at for at, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), None)
     return len(a) if at is None and len(a) < len(b) else at
 
 
 def _sampled(judge: Judge, request: str, expected: Expected, tokens: Tokens, seed: int) -> TokenCheck:
-    """Compare draws with those that the truth's distributions give, while the answer follows the truth's tokens.
+    """Compare draws with those from the reference's distributions, as long as the answer follows its tokens.
 
-    A draw counts if logits moved by the noise draw the same token. The distributions are filtered by Transformers' own
-    warpers, not by the engine's sampler, which is what is tested.
+    A draw counts only if logits perturbed by the noise draw the same token. Transformers' warpers filter the
+    distributions, because the engine's sampler is what is tested.
     """
     generator = torch.Generator().manual_seed(0)
     sampling, compared = judge.settings.sampling, 0
@@ -182,27 +190,27 @@ def _sampled(judge: Judge, request: str, expected: Expected, tokens: Tokens, see
 
 @dataclass(slots=True)
 class ReferenceRows:
-    """Final hidden states of the reference along any answer.
+    """Final hidden states of the reference along any answer, with a cache.
 
     Args:
-        compute: final hidden states float32 ``[tokens, hidden]`` before each token of an answer, from the request's id
-            and the tokens. Raises whatever keeps it from computing.
+        compute: function from request id and tokens to the final hidden states before each token, float32
+            ``[tokens, hidden]``; may raise.
     """
 
     compute: Callable[[str, Tokens], torch.Tensor]
     _known: dict[tuple[str, tuple[int, ...]], torch.Tensor] = field(default_factory=dict)
 
     def along(self, request: str, tokens: Tokens) -> torch.Tensor:
-        """Hidden states ``[tokens, hidden]`` before each token of an answer."""
+        """Return the hidden states before each token of an answer, float32 ``[tokens, hidden]``."""
         key = request, tuple(tokens)
         if key not in self._known:
-            while len(self._known) >= _KEPT:
+            while len(self._known) >= _CACHED:
                 self._known.pop(next(iter(self._known)))
             self._known[key] = self.compute(request, tokens)
         return self._known[key]
 
     def check(self, judge: Judge, request: str, tokens: Tokens, start: int) -> TokenCheck:
-        """Compare an answer's tokens from position ``start`` with the reference's choices behind the same tokens."""
+        """Compare an answer's tokens from position ``start`` on with the reference's choices after the same tokens."""
         marks = () if judge.settings.ignore_eos else judge.loaded.eos_ids
         end = next((at for at, token in enumerate(tokens[:-1]) if token in marks), None)
         if end is not None:

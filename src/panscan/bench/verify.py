@@ -1,9 +1,9 @@
-"""The verdict of each cell: its measured tokens and its next-token distributions against the truth's.
+"""Verify each cell: compare its measured tokens and its next-token distributions with the reference.
 
-One truth per weights and views is found or computed before cells are measured. The tokens of every measured repeat are
-compared with it right away. The distributions follow after a cell's last repeat, through the cell's own path, while
-what it compiled is there. What needs the bare model again (tokens beyond the truth's, margins of tokens that differ
-between runs) waits until all cells of a loaded model are measured.
+References are computed or loaded before any cell is measured, one for each combination of weights and views. Measured
+tokens are compared with the reference after every repeat. The distributions are compared after the cell's last repeat,
+with the cell's own configuration, while its compiled code is still loaded. Checks that need the bare model (tokens
+beyond the reference, margins of tokens that differ between runs) run once all cells of a loaded model are measured.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import torch
 from panscan.bench.divergence import DivergenceTally, Noise
 from panscan.bench.grid import Cell
 from panscan.bench.invariance import RunAnswers, answer_again, compare, shared_axis, variants
-from panscan.bench.tokens import Expected, Judge, ReferenceRows, Tokens, compared_with_truth, first_difference
-from panscan.bench.truth import (
-    Truth,
-    compute_truth,
+from panscan.bench.reference import (
+    Reference,
+    compute_reference,
     eager_settings,
-    load_truth,
+    load_reference,
     observe_eager,
     reference_states,
-    save_truth,
+    save_reference,
     views_digest,
 )
+from panscan.bench.tokens import Expected, Judge, ReferenceRows, Tokens, compared_with_reference, first_difference
 from panscan.bench.workload import Item, Source, plans_of, request_of
 from panscan.core import (
     PanscanError,
@@ -64,44 +64,44 @@ __all__ = ["Verifier"]
 
 _Identity = tuple[Any, ...]
 _ANY = ""
-"""In place of a fingerprint of views: all of them."""
+"""Stands for all views, in place of their digest."""
 _UNOBSERVABLE = {"generate_batch": "generate_batch() does not expose its logits"}
-"""Runners whose cells need no truth, because nothing of theirs could be compared with it."""
-_SCORED = 4  # answers of a cell that are followed beyond the truth, the longest ones
-_BRING = "use --reference with a truth of the unquantised model in this --dtype"
-_OTHER_WEIGHTS = "vLLM draws other random weights: compare it on a checkpoint"
+"""Runners whose cells cannot be compared with a reference, and why."""
+_MAX_BEYOND = 4  # answers per cell that are checked beyond the reference: those that extend furthest
+_SUPPLY = "use --reference with a reference of the unquantised model in this --dtype"
+_OTHER_WEIGHTS = "vLLM generates different random weights; use a checkpoint instead"
 
 
 @dataclass(slots=True)
 class Verifier:
-    """Knows the truths of a sweep.
+    """Computes or loads the references of a sweep, and compares its cells with them.
 
     Args:
-        items: the sample that is compared.
-        source: of the items.
-        steps: tokens of each request at most.
-        directory: where truths are stored; None stores none.
-        references: truths from elsewhere, with their files.
-        write: takes records.
+        items: sample of the requests to compare.
+        source: source of the items.
+        steps: maximum number of reference tokens per request.
+        directory: directory for computed references; None to store none.
+        reference_files: references given with ``--reference``, with their files.
+        write: writes records.
         say: receives progress messages.
-        recorded: ids of truths that the run's records name already.
-        everything: all items; they are answered again if ``invariance`` is to be checked.
-        invariance: whether to answer the requests of each cell again under other conditions.
-        follows: take truths from ``directory`` that another process puts there, and compute none.
+        recorded: ids of references that the run's records already contain.
+        everything: all items, for the invariance checks and for resumed runs.
+        invariance: answer each cell's requests again under different conditions.
+        follows: load references that another process stores in ``directory``, and compute none.
     """
 
     items: Sequence[Item]
     source: Source
     steps: int
     directory: Path | None
-    references: Sequence[tuple[Path, Truth]]
+    reference_files: Sequence[tuple[Path, Reference]]
     write: Callable[[Sequence[Mapping[str, Any]]], None]
     say: Callable[[str], None]
     recorded: set[str] = field(default_factory=set)
     everything: Sequence[Item] = ()
     invariance: bool = False
     follows: bool = False
-    _truths: dict[tuple[str, str], Truth] = field(default_factory=dict)
+    _references: dict[tuple[str, str], Reference] = field(default_factory=dict)
     _digests: dict[_Identity, str] = field(default_factory=dict)
     _missing: dict[tuple[_Identity, str], str] = field(default_factory=dict)
     _loads: set[_Identity] = field(default_factory=set)
@@ -111,58 +111,61 @@ class Verifier:
     _longest: dict[str, int] = field(default_factory=dict)
 
     def check_references(self, cells: Sequence[Cell]) -> None:
-        """Whether references were made of any views of these cells, which this machine can run.
+        """Check, before any model is loaded, that a ``--reference`` file covers the views of at least one cell.
 
         Raises:
-            RecordsError: of none; before a model is loaded.
+            RecordsError: no file does.
         """
-        if not self.references or not cells:
+        if not self.reference_files or not cells:
             return
         self._loads = {_identity(cell.settings) for cell in cells}
-        known = {truth.views for _, truth in self.references}
-        asked = {self._views(cell.settings, pixels) for cell in cells for pixels in ("cpu", "device")}
-        if not known & asked:
+        known = {reference.views for _, reference in self.reference_files}
+        needed = {self._views(cell.settings, pixels) for cell in cells for pixels in ("cpu", "device")}
+        if not known & needed:
             raise RecordsError(
-                f"--reference {self.references[0][0]} is of other views: documents, prompts, pan-and-scan settings"
-                ", --preprocess, --num-samples, --verify-requests and --seed must be those of a cell"
+                f"--reference {self.reference_files[0][0]} was computed for other views: use the same documents,"
+                " prompts, pan-and-scan settings, --preprocess, --num-samples, --verify-requests and --seed"
             )
 
     def prepare(self, runner: Runner, cells: Sequence[Cell]) -> None:
-        """Have the truth of each of these cells, which ``runner``'s weights serve, before they are measured.
+        """Load or compute the references of cells that share the runner's weights, before they are measured.
 
         Raises:
-            RecordsError: a reference is of other weights.
+            RecordsError: the ``--reference`` file was computed from other weights.
         """
         settings = cells[0].settings
         if _is_quantized(settings) or _unobservable_reason(settings) is not None:
-            return  # its truth is that of the unquantised weights
+            return  # quantised cells use the reference of the unquantised weights
         try:
             weights = self._digests[_identity(settings)] = weights_digest(runner.loaded.model)
         except UnsupportedError as error:
-            self._missing[_identity(settings), _ANY] = f"{error}: {_BRING}"
+            self._missing[_identity(settings), _ANY] = f"{error}: {_SUPPLY}"
             return
         for cell in _one_per_views(cells, lambda each: self._views(each.settings, runner.pixels(each.settings))):
             self._prepare_one(runner, cell.settings, weights)
         release_memory()
 
     def prepare_quantized(self, cells: Sequence[Cell]) -> None:
-        """The same for cells of quantised weights, before these are loaded: loads the unquantised ones if need be."""
+        """Load or compute the references of quantised cells, before their weights are loaded.
+
+        Loads the unquantised weights if a reference is missing.
+        """
         from panscan.runners.factory import open_runner
 
         settings = cells[0].settings
         if not _is_quantized(settings) or _unobservable_reason(settings) is not None:
             return
         if settings.runner == "vllm":
-            self._missing[_identity(settings), _ANY] = f"vLLM does not show its weights: {_BRING}"
+            self._missing[_identity(settings), _ANY] = f"vLLM does not expose its weights: {_SUPPLY}"
             return
-        known = settings.runner != "pipeline"  # whose pixels only its processor knows
-        if known and all(self._truth(cell.settings, cell.settings.preprocess) for cell in cells):
+        pixels_known = settings.runner != "pipeline"  # only its processor knows how it rounds pixels
+        if pixels_known and all(self._reference(cell.settings, cell.settings.preprocess) for cell in cells):
             return
         try:
             plain = unquantized_settings(settings)
-            self.say(f"loading {plain.model_name} unquantised to compute the truth")
+            self.say(f"loading {plain.model_name} unquantised to compute the reference")
             runner = open_runner(plain)
-        except Exception as error:  # whatever it is, cells go without a verdict, not the run without cells
+        except Exception as error:  # the cells are still measured, without a verdict
             self._missing[_identity(settings), _ANY] = _reason(error, "loading the unquantised weights")
             return
         try:
@@ -171,7 +174,7 @@ class Verifier:
             runner.close()
 
     def check(self, runner: Runner, cell: Cell, results: Sequence[Result], seed: int | None) -> Record | None:
-        """Compare a measured repeat's tokens with the truth's, and keep them for :meth:`conclude`.
+        """Compare the tokens of a measured repeat with the reference, and keep them for :meth:`conclude`.
 
         Args:
             runner: the runner that measured the repeat.
@@ -180,30 +183,31 @@ class Verifier:
             seed: sampler seed; None for greedy cells.
 
         Returns:
-            The fields of :class:`panscan.records.verdict.TokenCheck`; None without a truth.
+            Fields of :class:`panscan.records.verdict.TokenCheck`; None without a reference.
         """
         self._settings[cell.id] = cell.settings
         self._longest[cell.id] = max(result.prompt_tokens for result in results)
         self._keep(cell, RunAnswers("repeats", "", {result.id: result.token_ids for result in results}))
         try:
             if self.follows:
-                self._digest(runner, cell.settings)
-            truth = self._truth(cell.settings, runner.pixels(cell.settings))
-            if truth is None:
-                return asdict(TokenCheck(note="no truth of these weights and views")) if self.follows else None
-            judge = self._judge(runner, cell.settings, truth)
-            asked = zip(self.items, truth.requests, strict=True)
-            expected = {item.id: Expected(each.tokens, each.answer) for item, each in asked}
-            return asdict(compared_with_truth(judge, expected, results, seed))
-        except Exception as error:  # the measurement stands, whatever keeps its tokens from being compared
+                self._store_digest(runner, cell.settings)
+            reference = self._reference(cell.settings, runner.pixels(cell.settings))
+            if reference is None:
+                return asdict(TokenCheck(note="no reference for these weights and views")) if self.follows else None
+            judge = self._judge(runner, cell.settings, reference)
+            pairs = zip(self.items, reference.requests, strict=True)
+            expected = {item.id: Expected(each.tokens, each.answer) for item, each in pairs}
+            return asdict(compared_with_reference(judge, expected, results, seed))
+        except Exception as error:  # a failed comparison does not invalidate the measurement
             return asdict(TokenCheck(note=_reason(error, "comparing measured tokens")))
 
     def conclude(self, runner: Runner, cells: Sequence[Cell]) -> Iterator[Record]:
-        """Yield final verdict records, with the checks that need the bare model: measured tokens beyond the truth
-        against the reference's choices, and answers under different conditions against each other.
+        """Yield the final verdict records, with the checks that need the bare model.
+
+        These compare measured tokens beyond the reference, and answers under different conditions with each other.
 
         Args:
-            runner: the runner that measured the cells; it may release everything except its model.
+            runner: the runner that measured the cells; releases everything except its model if a check requires it.
             cells: measured cells of this model.
         """
         with ExitStack() as stack:
@@ -213,44 +217,46 @@ class Verifier:
                 if record is None or record["concluded"]:
                     continue
                 started = now()
-                self.say("checking tokens after the reference's last one")
+                self.say("checking tokens beyond the reference")
                 extra = self._concluded(runner, cell, rows)
                 yield record | extra | {"concluded": True, "seconds": record["seconds"] + now() - started}
         for cell in cells:
-            del self._runs.get(cell.id, [])[1:]  # the first run of a cell is compared with cells of other loads
+            del self._runs.get(cell.id, [])[1:]  # cells of models loaded later are compared with the first run
 
     def verify(self, runner: Runner, cell: Cell) -> Record:
-        """The verdict record of a cell that ``runner`` is configured for."""
+        """Return the verdict record of the cell that ``runner`` is configured for."""
         started = now()
         record: Record = {"type": "verdict", "cell": cell.id, "verdict": "unverified", "reason": None, "truth": None}
         record |= dict.fromkeys(("answer", "image", "top1", "equal_tokens"))
         pixels = runner.pixels(cell.settings)
-        truth = self._truth(cell.settings, pixels)
-        if truth is None:
+        reference = self._reference(cell.settings, pixels)
+        if reference is None:
             record["reason"] = self._why_missing(cell.settings, pixels)
         else:
-            self._record(runner, cell.settings, truth, "reference", 0.0)
-            record["truth"] = truth.id
+            self._record(runner, cell.settings, reference, "reference", 0.0)
+            record["truth"] = reference.id
             try:
-                record |= self._compare(runner, cell.settings, truth)
-            except Exception as error:  # a cell that cannot be observed is unverified; the sweep continues
+                record |= self._compare(runner, cell.settings, reference)
+            except Exception as error:  # the cell is unverified, and the sweep continues
                 record["reason"] = _reason(error, "comparing answers")
             if _comparable(cell.settings):
                 self._vary(runner, cell)
-        concluded = truth is None or not _comparable(cell.settings)
+        concluded = reference is None or not _comparable(cell.settings)
         self._records[cell.id] = record | {"concluded": concluded, "seconds": now() - started}
         return self._records[cell.id]
 
     def _vary(self, runner: Runner, cell: Cell) -> None:
-        """Answer a cell's requests again under other conditions, for :meth:`conclude` to compare; of a resumed run,
-        whose measured tokens are not stored, first as they were measured."""
+        """Answer a cell's requests again under different conditions, for :meth:`conclude` to compare.
+
+        Measured tokens are not recorded, so a resumed run first answers the requests as they were measured.
+        """
         requests = [request_of(item, cell.settings, self.source) for item in self.everything]
         views = [sum(len(plan.views) for plan in plans_of(item, cell.settings)) for item in self.everything]
         if requests and not self._runs.get(cell.id):
             self.say("answering again: tokens measured before this run was resumed are not stored")
             try:
                 again = answer_again(runner, requests, views)
-            except Exception as error:  # the measurement and the verdict so far stand
+            except Exception as error:  # the measurement and the other checks remain valid
                 self.say(f"not answered again: {_reason(error, 'answering again')}")
                 return
             self._longest[cell.id] = again.longest
@@ -262,7 +268,7 @@ class Verifier:
             self._keep(cell, variant)
 
     def _keep(self, cell: Cell, variant: RunAnswers) -> None:
-        """Keep answers, eight bytes a token; equal ones once."""
+        """Keep answers for later checks: eight bytes per token, and identical answers only once."""
         known = self._runs.setdefault(cell.id, [])
         first = known[0].answers if known else {}
         compact = {
@@ -271,50 +277,50 @@ class Verifier:
         }
         known.append(replace(variant, answers=compact))
 
-    def _judge(self, runner: Runner, settings: Settings, truth: Truth) -> Judge:
-        return Judge(runner.loaded, settings, truth.noise[_precision(settings)].margin)
+    def _judge(self, runner: Runner, settings: Settings, reference: Reference) -> Judge:
+        return Judge(runner.loaded, settings, reference.noise[_precision(settings)].margin)
 
     def _concluded(self, runner: Runner, cell: Cell, rows: _Rows) -> Record:
-        """Both comparisons; one that fails leaves a note, and the verdict so far stands."""
-        truth = self._truth(cell.settings, runner.pixels(cell.settings))
-        assert truth is not None  # the record would be concluded
-        judge, reference = self._judge(runner, cell.settings, truth), rows.of(cell.settings)
+        """Return the fields of the checks that need the bare model; a failed check leaves a note."""
+        reference = self._reference(cell.settings, runner.pixels(cell.settings))
+        assert reference is not None  # otherwise the record is already concluded
+        judge, states = self._judge(runner, cell.settings, reference), rows.of(cell.settings)
         try:
-            beyond = self._beyond(cell, truth, judge, reference)
-        except Exception as error:  # quantised weights, no memory: whatever keeps the reference from computing
-            beyond = TokenCheck(note=f"tokens beyond the truth: {_reason(error, 'computing the reference')}")
-        axes = [asdict(axis) for axis in self._axes(cell, judge, reference)]
+            beyond = self._beyond(cell, reference, judge, states)
+        except Exception as error:  # such as quantised weights, or too little memory
+            beyond = TokenCheck(note=f"tokens beyond the reference: {_reason(error, 'computing the reference')}")
+        axes = [asdict(axis) for axis in self._axes(cell, judge, states)]
         return {"beyond": None if beyond is None else asdict(beyond), "invariance": axes}
 
-    def _beyond(self, cell: Cell, truth: Truth, judge: Judge, reference: ReferenceRows) -> TokenCheck | None:
-        """Measured tokens that the truth does not reach; None if there are none."""
-        left: dict[tuple[str, tuple[int, ...]], int] = {}
+    def _beyond(self, cell: Cell, reference: Reference, judge: Judge, states: ReferenceRows) -> TokenCheck | None:
+        """Check measured tokens beyond the end of the reference; None if there are none."""
+        beyond: dict[tuple[str, tuple[int, ...]], int] = {}
         runs = [variant for variant in self._runs.get(cell.id, ()) if variant.axis == "repeats"]
         if not runs:
             return TokenCheck(note="tokens measured before this run was resumed are not stored")
         for run in runs:
-            for item, expected in zip(self.items, truth.requests, strict=True):
+            for item, expected in zip(self.items, reference.requests, strict=True):
                 tokens = tuple(run.answers.get(item.id, ()))
                 start = first_difference(tokens, expected.tokens)
                 start = len(expected.tokens) if start is None else start
                 if start < len(tokens):
-                    left[item.id, tokens] = start
-        longest = sorted(left, key=lambda answer: left[answer] - len(answer[1]))[:_SCORED]
+                    beyond[item.id, tokens] = start
+        longest = sorted(beyond, key=lambda answer: beyond[answer] - len(answer[1]))[:_MAX_BEYOND]
         if not longest:
             return None
         total = TokenCheck()
         for request, tokens in longest:
-            total += reference.check(judge, request, tokens, left[request, tokens])
+            total += states.check(judge, request, tokens, beyond[request, tokens])
         return total
 
-    def _axes(self, cell: Cell, judge: Judge, reference: ReferenceRows) -> list[AxisCheck]:
-        """Invariance: other runs of this cell, and cells that differ from it in one axis only."""
+    def _axes(self, cell: Cell, judge: Judge, states: ReferenceRows) -> list[AxisCheck]:
+        """Compare the cell with its other runs, and with cells that differ from it in one axis only."""
         own, *others = self._runs.get(cell.id) or [RunAnswers("repeats", "", {})]
-        found = [compare(each, own.answers, judge, reference, same_cell=True) for each in others]
+        found = [compare(each, own.answers, judge, states, same_cell=True) for each in others]
         for other, settings in self._settings.items():
             if other != cell.id and self._runs.get(other) and (axis := shared_axis(cell.settings, settings)):
                 variant = RunAnswers(axis, "other cells of this run", self._runs[other][0].answers)
-                found.append(compare(variant, own.answers, judge, reference, same_cell=False))
+                found.append(compare(variant, own.answers, judge, states, same_cell=False))
         return merged_axes(found)
 
     def _views(self, settings: Settings, pixels: str) -> str:
@@ -323,8 +329,11 @@ class Verifier:
     def _requests(self, settings: Settings) -> list[Request]:
         return [request_of(item, settings, self.source) for item in self.items]
 
-    def _truth(self, settings: Settings, pixels: str) -> Truth | None:
-        """The truth of a cell with its noise. Of quantised weights, one from elsewhere is taken by the model's name."""
+    def _reference(self, settings: Settings, pixels: str) -> Reference | None:
+        """Return the cell's reference, or None if there is none with noise at this precision.
+
+        If the digest of the weights is unknown (quantised cells), match ``--reference`` files by model name.
+        """
         if _unobservable_reason(settings) is not None:
             return None
         views, weights = self._views(settings, pixels), self._digests.get(_identity(settings))
@@ -332,25 +341,23 @@ class Verifier:
         if self.follows:
             found = self._followed(views, settings)
         elif weights is not None:
-            found = self._truths.get((weights, views))
+            found = self._references.get((weights, views))
         else:
-            found = next(
-                (t for _, t in self.references if t.views == views and _same_model(t.model, settings)),
-                None,
-            )
+            files = (each for _, each in self.reference_files)
+            found = next((each for each in files if each.views == views and _same_model(each.model, settings)), None)
         return found if found is not None and precision in found.noise else None
 
-    def _digest(self, runner: Runner, settings: Settings) -> None:
-        """Know the weights that are loaded; those of quantised ones are known by the model's name only."""
+    def _store_digest(self, runner: Runner, settings: Settings) -> None:
+        """Store the digest of the loaded weights, unless they are quantised."""
         if _identity(settings) not in self._digests and not _is_quantized(settings):
             with suppress(UnsupportedError):
                 self._digests[_identity(settings)] = weights_digest(runner.loaded.model)
 
-    def _followed(self, views: str, settings: Settings) -> Truth | None:
-        """The truth of these views and weights that another process of this run has found or stored."""
+    def _followed(self, views: str, settings: Settings) -> Reference | None:
+        """Return the reference for these views and weights that another process of this run uses or has stored."""
         files = [] if self.directory is None else sorted(self.directory.glob(f"*-{views[:8]}.safetensors"))
         weights = self._digests.get(_identity(settings))
-        found = [truth for _, truth in self.references] + [load_truth(file) for file in files]
+        found = [reference for _, reference in self.reference_files] + [load_reference(file) for file in files]
         fitting = [each for each in found if each.views == views and _same_model(each.model, settings)]
         return next((each for each in fitting if weights in (None, each.weights)), None)
 
@@ -359,111 +366,118 @@ class Verifier:
             return reason
         identity = _identity(settings)
         found = self._missing.get((identity, self._views(settings, pixels))) or self._missing.get((identity, _ANY))
-        return found or "no truth was computed"
+        return found or "no reference was computed"
 
     def _prepare_one(self, runner: Runner, settings: Settings, weights: str) -> None:
         pixels = runner.pixels(settings)
         views = self._views(settings, pixels)
         started = now()
-        truth, source = self._truths.get((weights, views)), "computed"
-        if truth is None:
-            truth, source = self._found(weights, views, settings)
+        reference, source = self._references.get((weights, views)), "computed"
+        if reference is None:
+            reference, source = self._found(weights, views, settings)
         plain = eager_settings(settings, pixels, self.steps)
         precision = _precision(settings)
         try:
-            if truth is None or precision not in truth.noise:
+            if reference is None or precision not in reference.noise:
                 with reference_computation(runner.loaded.model):
-                    truth = self._computed(runner.loaded, settings, plain, truth, (weights, views))
-            self._truths[weights, views] = truth
-        except Exception as error:  # without a truth cells are unverified, and measured all the same
-            self._missing[_identity(settings), views] = _reason(error, "computing the truth")
+                    reference = self._computed(runner.loaded, settings, plain, reference, (weights, views))
+            self._references[weights, views] = reference
+        except Exception as error:  # the cells are still measured, without a verdict
+            self._missing[_identity(settings), views] = _reason(error, "computing the reference")
             return
-        self._record(runner, settings, truth, source, now() - started)
+        self._record(runner, settings, reference, source, now() - started)
 
     def _computed(
-        self, loaded: Loaded, settings: Settings, plain: Settings, truth: Truth | None, digests: tuple[str, str]
-    ) -> Truth:
-        """Compute the missing parts of a truth, its noise at the precision of ``settings`` among them, and store it."""
-        if truth is None:
+        self, loaded: Loaded, settings: Settings, plain: Settings, reference: Reference | None, digests: tuple[str, str]
+    ) -> Reference:
+        """Compute and store a reference, or only its noise at the precision of ``settings`` if that is missing."""
+        if reference is None:
             names = *digests, settings.model_name
-            truth = compute_truth(loaded, plain, self._requests(settings), names, self.steps, self.say)
-            self._truths[digests] = truth  # its noise may not fit into memory
-        truth.noise[_precision(settings)] = self._noise(loaded, plain, truth)
+            reference = compute_reference(loaded, plain, self._requests(settings), names, self.steps, self.say)
+            self._references[digests] = reference  # kept even if computing its noise runs out of memory
+        reference.noise[_precision(settings)] = self._noise(loaded, plain, reference)
         if self.directory is not None:
-            save_truth(truth, self.directory / f"{truth.id}.safetensors")
-        return truth
+            save_reference(reference, self.directory / f"{reference.id}.safetensors")
+        return reference
 
-    def _found(self, weights: str, views: str, settings: Settings) -> tuple[Truth | None, str]:
-        """A truth of an earlier start of this run, or of ``--reference``."""
-        there = [(path, truth) for path, truth in self.references if truth.views == views]
-        for _, truth in there:
-            if truth.weights == weights:
-                return truth, "reference"
-        for path, truth in there:
-            text = f"--reference {path} is of other weights: it was made of {truth.model}, perhaps in another --dtype"
+    def _found(self, weights: str, views: str, settings: Settings) -> tuple[Reference | None, str]:
+        """Return a reference from ``--reference`` or from an earlier start of this run, and its source.
+
+        Raises:
+            RecordsError: the ``--reference`` file was computed from other weights, and the run loads only one model.
+        """
+        matching = [(path, reference) for path, reference in self.reference_files if reference.views == views]
+        for _, reference in matching:
+            if reference.weights == weights:
+                return reference, "reference"
+        for path, reference in matching:
+            text = f"--reference {path} was computed from other weights ({reference.model}, possibly another --dtype)"
             if len(self._loads) < 2:
                 raise RecordsError(text)
             name = f"{settings.model_name} in {_precision(settings)}"
-            warnings.warn(f"{text}; the truth of {name} is computed here", PanscanWarning, stacklevel=2)
+            warnings.warn(f"{text}; computing the reference for {name}", PanscanWarning, stacklevel=2)
         if self.directory is not None:
             path = self.directory / f"{weights[:8]}-{views[:8]}.safetensors"
             if path.exists():
-                return load_truth(path), "computed"
+                return load_reference(path), "computed"
         return None, "computed"
 
-    def _noise(self, loaded: Loaded, plain: Settings, truth: Truth) -> Noise:
-        """The yardstick. In float32 eager attention is the truth itself, and the noise its floor."""
+    def _noise(self, loaded: Loaded, plain: Settings, reference: Reference) -> Noise:
+        """Return the noise of eager attention at the model's precision; zero in float32."""
         if loaded.dtype == torch.float32:
             return Noise(
-                [[0.0] * len(expected.tokens) for expected in truth.requests],
-                0.0 if truth.image_positions else None,
+                [[0.0] * len(expected.tokens) for expected in reference.requests],
+                0.0 if reference.image_positions else None,
                 0.0,
             )
         tally = DivergenceTally()
         requests = self._requests(plain)
-        seen = observe_eager(loaded, plain, requests, truth, self.say)
-        for expected, observation in zip(truth.requests, seen, strict=True):
+        seen = observe_eager(loaded, plain, requests, reference, self.say)
+        for expected, observation in zip(reference.requests, seen, strict=True):
             tally.add(loaded, expected.answer, observation.answer, expected.image, observation.image)
         return tally.noise()
 
-    def _compare(self, runner: Runner, settings: Settings, truth: Truth) -> Record:
+    def _compare(self, runner: Runner, settings: Settings, reference: Reference) -> Record:
         requests = self._requests(settings)
         tally, top_logprobs = DivergenceTally(), None
         views = [sum(len(plan.views) for plan in plans_of(item, settings)) for item in self.items]
         todo = calls(views, settings)
         for number, batch in enumerate(todo):
             self.say(f"comparing answers: batch {number + 1} of {len(todo)}")
-            forced = [truth.requests[index].forced_tokens(settings.max_new_tokens) for index in batch]
+            forced = [reference.requests[index].forced_tokens(settings.max_new_tokens) for index in batch]
             for index, seen in zip(batch, runner.observe([requests[i] for i in batch], forced), strict=True):
-                expected = truth.requests[index]
+                expected = reference.requests[index]
                 top_logprobs = seen.top_logprobs
                 pairs = expected.answer[: len(seen.tokens)], seen.answer, expected.image, seen.image
                 tally.add(runner.loaded, *pairs, partial=top_logprobs is not None)
         precision = _precision(settings)
         note = {} if top_logprobs is None else {"reason": f"from top {top_logprobs} log-probabilities"}
-        return note | tally.verdict(truth.noise[precision], settings.max_new_tokens, float32=precision == "fp32")
+        return note | tally.verdict(reference.noise[precision], settings.max_new_tokens, float32=precision == "fp32")
 
-    def _record(self, runner: Runner, settings: Settings, truth: Truth, source: str, seconds: float) -> None:
-        """Write a truth's line, once, with the comparison of its inputs with those of Transformers' processor."""
-        if truth.id in self.recorded:
+    def _record(self, runner: Runner, settings: Settings, reference: Reference, source: str, seconds: float) -> None:
+        """Write the record of a reference, once, with the comparison of its inputs with Transformers' processor."""
+        if reference.id in self.recorded:
             return
-        self.recorded.add(truth.id)
-        origin = next((path for path, each in self.references if each.id == truth.id), None)
-        file = origin if origin is not None else Path("truth") / f"{truth.id}.safetensors"
-        facts = {"truth": truth.id, "source": source, "file": str(file), "model": truth.model, "seconds": seconds}
-        counts = {"requests": len(truth.requests), "tokens": truth.tokens, "image_positions": truth.image_positions}
-        chosen = [request_of(item, settings, self.source) for item in _unlike(self.items)]
+        self.recorded.add(reference.id)
+        origin = next((path for path, each in self.reference_files if each.id == reference.id), None)
+        file = origin if origin is not None else Path("truth") / f"{reference.id}.safetensors"
+        facts = {"truth": reference.id, "source": source, "file": str(file), "model": reference.model}
+        counts = {"requests": len(reference.requests), "tokens": reference.tokens}
+        counts |= {"image_positions": reference.image_positions}
+        chosen = [request_of(item, settings, self.source) for item in _most_varied_first(self.items)]
         try:
             inputs = check_inputs(runner.loaded.reader, chosen)
-        except Exception as error:  # an image that is gone meanwhile, an unusual processor: the truth stands
+        except Exception as error:  # such as a deleted image: the reference remains valid
             inputs = {"requests": 0, "views": 0, "difference": None, "note": _reason(error, "comparing inputs")}
-        self.write([{"type": "truth", **facts, **counts, "inputs": inputs}])
+        self.write([{"type": "truth", **facts, "seconds": seconds, **counts, "inputs": inputs}])
 
 
 @dataclass(slots=True)
 class _Rows:
-    """The reference's hidden states for any cell of a loaded model, which is put into its reference computation when
-    the first of them is asked for."""
+    """Hidden states of the reference for the cells of a loaded model.
+
+    The model enters its reference computation when the first hidden states are requested.
+    """
 
     verifier: Verifier
     runner: Runner
@@ -486,12 +500,12 @@ class _Rows:
             self.stack.enter_context(reference_computation(self.runner.loaded.model))
             self._entered = True
         item = next(item for item in (*self.verifier.items, *self.verifier.everything) if item.id == request)
-        asked = request_of(item, plain, self.verifier.source)
-        return reference_states(self.runner.loaded, plain, asked, list(tokens))
+        built = request_of(item, plain, self.verifier.source)
+        return reference_states(self.runner.loaded, plain, built, list(tokens))
 
 
-def _unlike(items: Sequence[Item]) -> list[Item]:
-    """The items, those first whose images differ in kind: upright, wide, square, several, none."""
+def _most_varied_first(items: Sequence[Item]) -> list[Item]:
+    """Return the items, starting with one for each combination of image shapes (portrait, landscape, square)."""
     kinds: dict[Any, Item] = {}
     for item in items:
         shapes = tuple((each.width > each.height) - (each.width < each.height) for each in item.documents)
@@ -505,31 +519,31 @@ def _comparable(settings: Settings) -> bool:
 
 
 def _unobservable_reason(settings: Settings) -> str | None:
-    """Why nothing of a cell could be compared with a truth; None if it can."""
+    """Return why a cell cannot be compared with a reference; None if it can."""
     if settings.runner == "vllm" and settings.random_weights:
         return _OTHER_WEIGHTS
     return _UNOBSERVABLE.get(settings.runner)
 
 
 def _identity(settings: Settings) -> _Identity:
-    """Return the settings that decide the values of unquantised weights; a local directory by its resolved path."""
+    """Return the settings that determine the unquantised weights; local directories as resolved paths."""
     plain = _unquantized(settings)
     return canonical_model(plain.model), plain.revision, plain.random_weights, plain.model_shape, _precision(plain)
 
 
 @cache
 def _is_quantized(settings: Settings) -> bool:
-    """Whether the weights are quantised, on load or in their checkpoint."""
+    """Return whether the weights are quantised, on load or in their checkpoint."""
     if settings.quantization is not None or settings.random_weights:
         return settings.quantization is not None
-    with suppress(PanscanError):  # of a checkpoint that cannot be loaded: loading it says so
+    with suppress(PanscanError):  # loading the checkpoint reports the error
         return stored_format(settings.model, settings.revision) is not None
     return False
 
 
 @cache
 def _unquantized(settings: Settings) -> Settings:
-    """The settings of the unquantised weights; the same settings if nothing names those of a checkpoint."""
+    """Return the settings of the unquantised weights; the same settings if a quantised checkpoint names no base."""
     try:
         return unquantized_settings(settings)
     except PanscanError:
@@ -537,13 +551,13 @@ def _unquantized(settings: Settings) -> Settings:
 
 
 def _precision(settings: Settings) -> str:
-    """The name of a cell's precision: ``auto`` is resolved."""
+    """Return the name of a cell's precision, with ``auto`` resolved."""
     dtype = resolve_dtype(settings.dtype, resolve_device(settings.device))
     return {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
 
 
 def _same_model(name: str, settings: Settings) -> bool:
-    """Return whether a truth of this model applies to a cell; any truth does if the base model is unknown."""
+    """Return whether a reference of this model applies to a cell; always if its base model is unknown."""
     plain = _unquantized(settings)
     return same_model(name, plain.model_name) or _is_quantized(plain)
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["command", "exit_code", "print_dataset", "print_files", "print_run", "print_start", "sweep_progress"]
 
 _SAMPLES = InRange(Range(integer=True, ge=1, le=1_000_000))
-_TRUTH = InRange(Range(integer=True, ge=1, le=4096))
+_REFERENCE_SIZE = InRange(Range(integer=True, ge=1, le=4096))
 _REPEATS = InRange(Range(integer=True, ge=1, le=10_000))
 _WARMUP = InRange(Range(integer=True, ge=0, le=10_000))
 _PROCESSES = InRange(Range(integer=True, ge=1, le=1024))
@@ -89,11 +89,11 @@ Examples
 )  # fmt: skip
 @option("Measurement", "--no-verify", is_flag=True, help="Skip the comparison with the reference.")
 @option(
-    "Measurement", "--verify-requests", type=_TRUTH, metavar="INT", default=16, show_default=True, rare=True,
+    "Measurement", "--verify-requests", type=_REFERENCE_SIZE, metavar="INT", default=16, show_default=True, rare=True,
     help="Requests to verify per cell.",
 )  # fmt: skip
 @option(
-    "Measurement", "--verify-tokens", type=_TRUTH, metavar="INT", default=32, show_default=True, rare=True,
+    "Measurement", "--verify-tokens", type=_REFERENCE_SIZE, metavar="INT", default=32, show_default=True, rare=True,
     help="Reference output tokens per request.",
 )  # fmt: skip
 @option("Measurement", "--check-invariance", is_flag=True, rare=True, help="Repeat requests alone, reordered, chunked.")

@@ -1,7 +1,7 @@
 """Matrix multiplications of our layers: projections of the same input are fused.
 
 Weights stay where Transformers' modules find them: a module's parameter becomes a block of rows of the fused weight, so
-``generate()``, the float32 truth and the engine share one copy.
+``generate()``, the float32 reference and the engine share one copy.
 """
 
 from __future__ import annotations

@@ -303,7 +303,10 @@ def load_shard_of(
 
 
 def drop_weights(loaded: Loaded) -> None:
-    """Drop all weights but the output matrix, which turns a truth's hidden states into logits; it moves to the host."""
+    """Drop all weights except the output matrix, which turns a reference's hidden states into logits.
+
+    The output matrix moves to the host.
+    """
     model, device = loaded.model, loaded.device
     weight = model.get_output_embeddings().weight.detach().cpu()
     loaded.model = model.to("meta")
@@ -463,7 +466,7 @@ def load_outline(
         dtype: of the weights that are elsewhere.
         device: where they are.
         revision: of a hub checkpoint.
-        embedding: load the embedding (and output matrix) onto ``device``, which turns a truth's hidden states into
+        embedding: load the embedding (and output matrix) onto ``device``, which turns a reference's hidden states into
             logits. All other weights are on the meta device.
 
     Raises:

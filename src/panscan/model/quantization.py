@@ -22,7 +22,7 @@ __all__ = ["base_model_of", "unquantized_settings", "weight_bytes", "weights_nam
 
 _CARD = "README.md"
 _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
-_FIX = "use --reference with the truth of the unquantised model"
+_FIX = "use --reference with a reference of the unquantised model"
 
 
 def unquantized_settings(settings: Settings) -> Settings:

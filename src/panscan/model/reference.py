@@ -1,4 +1,4 @@
-"""The same weights in float32, one part of the model at a time: what a truth is computed with."""
+"""The same weights in float32, one part of the model at a time: used to compute the reference."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def weights_digest(model: Any) -> str:
     """A fingerprint of the loaded values: of each parameter and buffer, the shape and 64 values spread over it.
 
     A model loaded in bfloat16 differs from itself loaded in float32 by its scale of embeddings, a buffer that Gemma
-    rounds to its precision (from 73.3 to 73.5 in the 27B model), so the two have truths of their own. The rotary
+    rounds to its precision (from 73.3 to 73.5 in the 27B model), so each has its own reference. The rotary
     frequencies, which every machine computes for itself, count without their last bits.
 
     Raises:

@@ -57,7 +57,7 @@ def apply_compile(model: Any, mode: str | None) -> None:
 
 @contextmanager
 def reference_computation(model: Any) -> Iterator[None]:
-    """Eager attention, nothing compiled and no TF32 while in the block: what the truth is computed with.
+    """Eager attention, nothing compiled and no TF32 inside the block, which computes the reference.
 
     The model's configuration is restored afterwards.
     """

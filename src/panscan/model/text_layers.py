@@ -100,7 +100,7 @@ class _Layer:
 class TextLayers:
     """The decoder of a loaded ``Gemma3ForConditionalGeneration`` or ``Gemma3ForCausalLM``.
 
-    Between passes the model serves ``generate()`` and the truth. ``layers``: facts of each layer, in order.
+    Between passes the model serves ``generate()`` and the reference. ``layers``: facts of each layer, in order.
     ``window``: positions that a local layer attends to, the row's own included. ``device``, ``dtype``: of embeddings.
     ``kernels``: whether Triton kernels compute what lies between the products.
 

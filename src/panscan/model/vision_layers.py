@@ -60,7 +60,7 @@ class VisionLayers:
     """The vision tower and the projector of a loaded ``Gemma3ForConditionalGeneration``.
 
     The model is unchanged, except that query, key and value weights become blocks of one tensor: it still serves
-    ``generate()`` and the float32 truth. Products, norms and embeddings that are quantised, offloaded or hooked are
+    ``generate()`` and the float32 reference. Products, norms and embeddings that are quantised, offloaded or hooked are
     called as modules. If a larger module (a layer, its attention or MLP) is hooked or replaced, Transformers' own
     ``forward`` encodes the views. Hooks must be there at construction.
 

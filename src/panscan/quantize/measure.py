@@ -1,4 +1,4 @@
-"""What quantisation changes: distributions against the unquantised truth, and answers against accepted ones."""
+"""What quantisation changes: distributions against the unquantised reference, and answers against accepted ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from panscan.analysis.significance import QualityDifference, paired_difference
 from panscan.bench.divergence import DivergenceTally, Noise
-from panscan.bench.truth import Truth, compute_truth, eager_settings, observe_eager
+from panscan.bench.reference import Reference, compute_reference, eager_settings, observe_eager
 from panscan.bench.workload import Item, Source, Workload, request_of
 from panscan.core import ModelError, PanscanError, UnsupportedError
 from panscan.model.checkpoint import Loaded, drop_weights
@@ -79,14 +79,14 @@ class MeasuredWeights:
 
     @property
     def top1(self) -> float | None:
-        """Share of clear positions with the truth's most probable token."""
+        """Share of clear positions with the reference's most probable token."""
         if self.figures is None or "top1" not in self.figures:
             return None
         counts = self.figures["top1"]
         return float(counts["agree"] / counts["clear"]) if counts["clear"] else 1.0
 
     def kl(self, kind: str) -> float | None:
-        """Mean divergence from the truth in nats at ``answer`` or ``image`` positions."""
+        """Mean divergence from the reference in nats at ``answer`` or ``image`` positions."""
         found = (self.figures or {}).get(kind)
         return None if found is None else float(found["kl"])
 
@@ -153,19 +153,19 @@ class _Session:
     metric: str | None
     source: Source
     on_step: Steps
-    _truth: Truth | None = None
+    _reference: Reference | None = None
     _noise: Noise | None = None
     _head: Loaded | None = None
 
     def reference(self, candidate: WeightsToMeasure) -> MeasuredWeights:
-        """Answer with the unquantised weights, and compute the truth."""
+        """Answer with the unquantised weights, and compute the reference."""
         row = MeasuredWeights(candidate.name)
         try:
             self.on_step(f"loading {candidate.name}", 0, 1)
             loaded = candidate.load()
             self._answer(loaded, row)
             with reference_computation(loaded.model):
-                self._compute_truth(loaded)
+                self._compute_reference(loaded)
             drop_weights(loaded)
             self._head = loaded
         except Exception as error:  # whatever fails here, the finished checkpoint is published
@@ -174,15 +174,15 @@ class _Session:
         return row
 
     def candidate(self, candidate: WeightsToMeasure) -> MeasuredWeights:
-        """Answer with quantised weights, and compare their distributions with the truth's."""
+        """Answer with quantised weights, and compare their distributions with the reference."""
         row, loading = MeasuredWeights(candidate.name), True
         try:
             self.on_step(f"loading {candidate.name}", 0, 1)
             loaded = candidate.load()
             loading = False
             self._answer(loaded, row)
-            if self._truth is not None:
-                row.figures = self._compare(loaded, self._truth)
+            if self._reference is not None:
+                row.figures = self._compare(loaded, self._reference)
         except Exception as error:  # as in `reference`
             if loading and candidate.required and isinstance(error, ModelError | UnsupportedError):
                 raise
@@ -204,35 +204,35 @@ class _Session:
             row.contains = fmean(each["contains_answer"] for each in scores)
             row.scores = [each.get(self.metric, 0.0) for each in scores]
 
-    def _compute_truth(self, loaded: Loaded) -> None:
+    def _compute_reference(self, loaded: Loaded) -> None:
         plain = eager_settings(self.settings, self.settings.preprocess, VERDICT_TOKENS)
         requests = [request_of(item, plain, self.source) for item in self.verdict_items]
         names = ("", "", self.settings.model_name)
-        truth = compute_truth(loaded, plain, requests, names, VERDICT_TOKENS, self._say)
+        reference = compute_reference(loaded, plain, requests, names, VERDICT_TOKENS, self._say)
         if loaded.dtype == torch.float32:
-            image = 0.0 if truth.image_positions else None
-            self._noise = Noise([[0.0] * len(expected.tokens) for expected in truth.requests], image, 0.0)
+            image = 0.0 if reference.image_positions else None
+            self._noise = Noise([[0.0] * len(expected.tokens) for expected in reference.requests], image, 0.0)
         else:
             tally = DivergenceTally()
-            seen = observe_eager(loaded, plain, requests, truth, self._say)
-            for expected, each in zip(truth.requests, seen, strict=True):
+            seen = observe_eager(loaded, plain, requests, reference, self._say)
+            for expected, each in zip(reference.requests, seen, strict=True):
                 tally.add(loaded, expected.answer, each.answer, expected.image, each.image)
             self._noise = tally.noise()
-        self._truth = truth
+        self._reference = reference
 
     def _say(self, text: str) -> None:
         self.on_step(text, 0, 1)
 
-    def _compare(self, loaded: Loaded, truth: Truth) -> dict[str, Any]:
-        assert self._head is not None and self._noise is not None  # computed with the truth
+    def _compare(self, loaded: Loaded, reference: Reference) -> dict[str, Any]:
+        assert self._head is not None and self._noise is not None  # computed with the reference
         settings = replace(self.settings, max_new_tokens=VERDICT_TOKENS)
         runner = GenerateRunner(loaded, settings)
         tally = DivergenceTally()
-        for number, (item, expected) in enumerate(zip(self.verdict_items, truth.requests, strict=True), start=1):
+        for number, (item, expected) in enumerate(zip(self.verdict_items, reference.requests, strict=True), start=1):
             forced = expected.forced_tokens(VERDICT_TOKENS)
             [seen] = runner.observe([request_of(item, settings, self.source)], [forced])
             tally.add(self._head, expected.answer[: len(seen.tokens)], seen.answer, expected.image, seen.image)
-            self.on_step("comparing distributions", number, len(truth.requests))
+            self.on_step("comparing distributions", number, len(reference.requests))
         return tally.verdict(self._noise, VERDICT_TOKENS, float32=loaded.dtype == torch.float32)
 
 

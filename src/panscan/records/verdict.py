@@ -1,10 +1,10 @@
 """The verdict: whether a cell computes what the reference computes, by figures and fixed limits. No tensors.
 
-It has two sides. The cell's next-token distributions are compared with the truth's (float32, eager, the same weights
-and views) in a pass of their own; all figures are Kullback-Leibler divergences from the truth, in nats, averaged
-separately over answer positions and image positions. The yardstick is the rounding noise of plain eager attention at
-the cell's precision. And the tokens of the measured repeats themselves are compared with the truth's, with the
-reference's choices beyond the truth, and with each other; one token that noise cannot explain makes the cell different.
+It has two parts. In a separate pass, the cell's next-token distributions are compared with the reference (float32,
+eager, the same weights and views). All figures are Kullback-Leibler divergences from the reference, in nats, averaged
+separately over answer positions and image positions, and divided by the rounding noise of eager attention at the
+cell's precision. In addition, the tokens of the measured repeats are compared with the reference's tokens, with its
+choices beyond them, and with each other; one token that noise cannot explain makes the cell different.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def clear_margin(noise: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Divergence from the truth at one kind of position, in nats.
+    """Divergence from the reference at one kind of position, in nats.
 
     Args:
-        positions: compared.
-        kl: the mean over them.
-        kl_max: the largest of them.
-        noise: the mean for eager attention at the cell's precision.
+        positions: number of compared positions.
+        kl: mean over the positions.
+        kl_max: maximum over the positions.
+        noise: mean for eager attention at the cell's precision.
     """
 
     positions: int
@@ -94,8 +94,12 @@ class Divergence:
 
 @dataclass(frozen=True, slots=True)
 class Top1:
-    """Positions where the truth's margin is larger than the noise moves it (``clear``), and those of them where the
-    cell's most probable token is the truth's (``agree``)."""
+    """Agreement of the most probable tokens at clear positions.
+
+    Args:
+        clear: positions where the reference's margin exceeds the noise.
+        agree: clear positions where the cell's most probable token is the reference's.
+    """
 
     clear: int
     agree: int
@@ -152,15 +156,15 @@ def _with_departure(record: Mapping[str, Any], kind: type[TokenCheck | AxisCheck
 
 @dataclass(frozen=True, slots=True)
 class TokenCheck:
-    """Measured tokens against the reference's.
+    """Comparison of measured tokens with the reference.
 
     Args:
-        requests: answers compared; one of each repeat and replica counts.
-        tokens: positions compared.
-        departed: answers that depart at a clear position.
+        requests: number of compared answers, counted in each repeat and replica.
+        tokens: number of compared positions.
+        departed: number of answers that depart at a clear position.
         equal: whether no answer departs at any position.
-        first: the first clear departure.
-        note: why nothing or not everything was compared.
+        first: first clear departure.
+        note: reason why nothing or not everything was compared.
     """
 
     requests: int = 0
@@ -238,11 +242,11 @@ class Verdict:
         reason: why the cell is unverified, or what makes it different beside the figures.
         answer: divergence of the distributions at answer positions.
         image: the same at image positions; None without images.
-        top1: agreement of the most probable tokens along the truth's.
+        top1: agreement of the most probable tokens along the reference's tokens.
         equal_tokens: whether all of those agree.
-        truth: id of the truth.
-        measured: the measured tokens against the truth's; None in runs from before that was compared.
-        beyond: the measured tokens behind the truth's last one against the reference's choices.
+        truth: id of the reference.
+        measured: comparison of the measured tokens; None in runs that predate it.
+        beyond: comparison of the measured tokens beyond the reference with its choices.
         axes: invariance checks.
     """
 
@@ -304,13 +308,13 @@ def verdict_of(run: Run, cell: str) -> Verdict:
         tuple(AxisCheck.of(each) for each in record.get("invariance") or ()),
     )
     float32 = any(line.get("dtype") == "float32" for (name, _), line in run.repeats.items() if name == cell)
-    truth = run.truths.get(record["truth"] or "", {})
-    return _with_tokens(verdict, float32=float32, inputs=(truth.get("inputs") or {}).get("difference"))
+    reference = run.truths.get(record["truth"] or "", {})
+    return _with_tokens(verdict, float32=float32, inputs=(reference.get("inputs") or {}).get("difference"))
 
 
 def _beyond(record: Mapping[str, Any]) -> TokenCheck | None:
     if not record.get("concluded", True):
-        return TokenCheck(note="tokens beyond the truth: the run was stopped before; --resume compares them")
+        return TokenCheck(note="tokens beyond the reference: the run stopped before this check; --resume runs it")
     return TokenCheck.of(record["beyond"]) if record.get("beyond") else None
 
 
@@ -361,7 +365,7 @@ def merged_axes(checks: Iterable[AxisCheck]) -> list[AxisCheck]:
 
 
 def verdict_lines(run: Run, cells: Sequence[str]) -> list[str]:
-    """Return a summary of these cells' verdicts: counts, reasons for missing ones, cost of the truth."""
+    """Return a summary of these cells' verdicts: counts, reasons for missing ones, cost of the reference."""
     verdicts = [verdict_of(run, cell) for cell in cells]
     words = Counter(verdict.word for verdict in verdicts)
     lines = []
@@ -370,8 +374,8 @@ def verdict_lines(run: Run, cells: Sequence[str]) -> list[str]:
         loaded = [run.loads.get(cell, {}).get("weights") for cell in cells]
         quantized = any(loaded) or any(run.cells[cell].get("quantization") for cell in cells)
         weights = "weights (unquantised)" if quantized else "weights"
-        seconds = sum(truth["seconds"] for truth in run.truths.values())
-        supplied = all(truth["source"] == "reference" for truth in run.truths.values())
+        seconds = sum(each["seconds"] for each in run.truths.values())
+        supplied = all(each["source"] == "reference" for each in run.truths.values())
         origin = (
             "--reference supplied the reference"
             if supplied

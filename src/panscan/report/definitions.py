@@ -1,4 +1,4 @@
-"""What stands behind a report's figures: hardware and versions, the truth, definitions. Pure."""
+"""What stands behind a report's figures: hardware and versions, the reference, definitions. Pure."""
 
 from __future__ import annotations
 

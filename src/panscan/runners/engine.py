@@ -23,8 +23,8 @@ __all__ = ["EngineRunner"]
 class EngineRunner:
     """Gemma 3 through :class:`panscan.engine.engine.Engine`, opened on first use and reopened for other options.
 
-    Truths are computed on the bare model before the engine opens and its caches take memory. With tensor parallelism,
-    the bare model's weights are freed for the ranks when the engine opens, and loaded again by :meth:`drop`.
+    References are computed on the bare model before the engine opens and its caches take memory. With tensor
+    parallelism, the bare model's weights are freed for the ranks when the engine opens; :meth:`drop` loads them again.
     """
 
     def __init__(self, loaded: Loaded, settings: Settings) -> None:

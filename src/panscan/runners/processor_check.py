@@ -1,7 +1,7 @@
 """Comparison of panscan's inputs with those of Transformers' processor: crop boxes, token ids, pixels.
 
-The truth uses the same planner, prompt writer and preprocessor as the cells, so a comparison with the truth cannot
-detect their faults. The first requests are therefore also processed by the checkpoint's processor, once per truth.
+The reference uses the same planner, prompt writer and preprocessor as the cells, so a comparison with it cannot detect
+their faults. The first requests are therefore also processed by the checkpoint's processor, once per reference.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ vLLM has its own weights, processor (with pan and scan) and scheduler, in a sepa
 records does not include it. vLLM reports a request's arrival, first and last token; the times between are interpolated,
 so inter-token latencies are means.
 
-The verdict covers only the most probable tokens, in prefill: vLLM cannot force tokens, so the truth's answer is
+The verdict covers only the most probable tokens, in prefill: vLLM cannot force tokens, so the reference's answer is
 appended to the prompt and the log-probabilities of prompt tokens are read.
 """
 

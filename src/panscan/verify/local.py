@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from panscan.bench.truth import eager_settings
+from panscan.bench.reference import eager_settings
 from panscan.core import Request
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import DecodedRequest, read_images

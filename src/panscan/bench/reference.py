@@ -1,7 +1,8 @@
-"""The truth: float32 eager attention along its own greedy tokens, computed once per weights and views, and stored.
+"""The reference: float32 eager attention along its own greedy tokens, computed once per weights and views, and stored.
 
-What is stored are final hidden states, a few kilobytes a position; the output matrix, which every cell has, turns them
-into logits again. So the truth of a 27B model is a file of some megabytes that one machine can bring to another.
+A reference is stored as final hidden states, a few kilobytes per position. The output matrix, which every cell has,
+turns them into logits. The reference of a 27B model is thus a file of some megabytes that can be copied between
+machines.
 """
 
 from __future__ import annotations
@@ -31,33 +32,33 @@ from panscan.runners.observe import observe
 from panscan.settings import Settings
 
 __all__ = [
-    "Truth",
-    "TruthRequest",
-    "compute_truth",
+    "Reference",
+    "ReferenceRequest",
+    "compute_reference",
     "eager_settings",
     "find_references",
-    "load_truth",
+    "load_reference",
     "observe_eager",
     "reference_states",
-    "save_truth",
+    "save_reference",
     "views_digest",
 ]
 
 FORMAT = "2"
 TOKENS = 32
-_TOGETHER = 4  # requests in one call; one by one where their memory is not there
+_BATCH = 4  # requests per call; 1 after running out of memory
 
 
 @dataclass(frozen=True, slots=True)
-class TruthRequest:
-    """One request of the truth.
+class ReferenceRequest:
+    """One request of a reference.
 
     Args:
-        request: id of the request.
-        tokens: its greedy tokens.
-        positions: positions of image tokens in its prompt.
-        answer: float32 ``[tokens, hidden]``: final hidden states before each token.
-        image: float32 ``[positions, hidden]``: final hidden states at the image positions.
+        request: request id.
+        tokens: greedy tokens.
+        positions: positions of image tokens in the prompt.
+        answer: final hidden states before each token, float32 ``[tokens, hidden]``.
+        image: final hidden states at the image positions, float32 ``[positions, hidden]``.
     """
 
     request: str
@@ -71,13 +72,21 @@ class TruthRequest:
 
 
 @dataclass(slots=True)
-class Truth:
-    """A truth, with the noise at each precision that it was computed for, by the precision's name."""
+class Reference:
+    """The reference for some weights and views.
+
+    Args:
+        weights: digest of the weights.
+        views: digest of the inputs.
+        model: name of the model.
+        requests: requests with their greedy tokens and hidden states.
+        noise: noise of eager attention by name of the precision.
+    """
 
     weights: str
     views: str
     model: str
-    requests: list[TruthRequest]
+    requests: list[ReferenceRequest]
     noise: dict[str, Noise] = field(default_factory=dict)
 
     @property
@@ -94,10 +103,10 @@ class Truth:
 
 
 def eager_settings(settings: Settings, pixels: str, steps: int = TOKENS) -> Settings:
-    """Return the settings of a cell's reference: only its weights, precision, views and pixels.
+    """Return the settings of a cell's reference, which keep only its weights, precision, views and pixels.
 
     Args:
-        settings: settings of the cell.
+        settings: cell settings.
         pixels: rounding of the pixels, ``cpu`` or ``device``.
         steps: maximum number of output tokens of the reference.
     """
@@ -107,22 +116,22 @@ def eager_settings(settings: Settings, pixels: str, steps: int = TOKENS) -> Sett
     )  # fmt: skip
 
 
-def compute_truth(
+def compute_reference(
     loaded: Loaded,
     settings: Settings,
     requests: Sequence[Request],
     names: tuple[str, str, str],
     steps: int,
     on_step: Callable[[str], None],
-) -> Truth:
-    """Compute the truth of a loaded model, whose attention is eager by now.
+) -> Reference:
+    """Compute the reference of a loaded model, which already uses eager attention.
 
     Args:
-        loaded: unquantised; upcast part by part.
-        settings: as :func:`eager_settings` makes them.
-        requests: the sample.
-        names: digests of weights and views, and the model's name.
-        steps: tokens of each request at most.
+        loaded: unquantised model; upcast part by part.
+        settings: result of :func:`eager_settings`.
+        requests: requests to compare.
+        names: digest of the weights, digest of the views, and name of the model.
+        steps: maximum number of tokens per request.
         on_step: receives progress messages.
 
     Raises:
@@ -135,31 +144,43 @@ def compute_truth(
             lambda group: observe(loaded, settings, requests[group], steps=steps, dtype=torch.float32),
             lambda done: on_step(f"computing the reference: {done} of {len(requests)} requests"),
         )
-        found = [_truth_request(request.id, observation) for request, observation in zip(requests, seen, strict=True)]
-    return Truth(*names, found)
+        found = [
+            _reference_request(request.id, observation) for request, observation in zip(requests, seen, strict=True)
+        ]
+    return Reference(*names, found)
 
 
 def observe_eager(
-    loaded: Loaded, settings: Settings, requests: Sequence[Request], truth: Truth, on_step: Callable[[str], None]
+    loaded: Loaded,
+    settings: Settings,
+    requests: Sequence[Request],
+    reference: Reference,
+    on_step: Callable[[str], None],
 ) -> Iterator[Observation]:
-    """The same requests at the model's own precision, along the truth's tokens: the yardstick's observations."""
-    forced = [expected.forced_tokens(len(expected.tokens)) for expected in truth.requests]
+    """Yield observations of the same requests at the model's own precision, along the reference's tokens.
+
+    Their divergence from the reference is the noise.
+    """
+    forced = [expected.forced_tokens(len(expected.tokens)) for expected in reference.requests]
     return _in_groups(
         loaded,
         requests,
         lambda group: observe(loaded, settings, requests[group], forced[group]),
-        lambda done: on_step(f"its noise in {settings.dtype}: {done} of {len(requests)} requests"),
+        lambda done: on_step(f"computing the noise in {settings.dtype}: {done} of {len(requests)} requests"),
     )
 
 
 def reference_states(loaded: Loaded, settings: Settings, request: Request, tokens: Sequence[int]) -> torch.Tensor:
-    """Final hidden states float32 ``[tokens, hidden]`` before each token of an answer, in one float32 eager prefill.
+    """Return the final hidden states before each token of an answer, from one float32 eager prefill.
 
     Args:
-        loaded: unquantised, in :func:`panscan.model.runtime.reference_computation`; upcast part by part.
-        settings: from :func:`eager_settings`.
-        request: the question.
-        tokens: the answer, not empty and without image tokens.
+        loaded: unquantised model in :func:`panscan.model.runtime.reference_computation`; upcast part by part.
+        settings: result of :func:`eager_settings`.
+        request: request that was answered.
+        tokens: tokens of the answer; not empty and without image tokens.
+
+    Returns:
+        Hidden states, float32 ``[tokens, hidden]``.
 
     Raises:
         UnsupportedError: the weights cannot be upcast.
@@ -178,48 +199,48 @@ def _in_groups(
     run: Callable[[slice], list[Observation]],
     on_done: Callable[[int], None],
 ) -> Iterator[Observation]:
-    at, together = 0, _TOGETHER
+    at, size = 0, _BATCH
     with one_view_at_a_time(loaded.model):
         while at < len(requests):
             on_done(at)
             try:
-                found = run(slice(at, at + together))
+                found = run(slice(at, at + size))
             except RuntimeError as error:
-                if together == 1 or not is_out_of_memory(error):
+                if size == 1 or not is_out_of_memory(error):
                     raise
                 found = []
-            if not found:  # outside of the handler, where the error no longer holds what there was
+            if not found:  # outside the handler, where the exception no longer keeps tensors alive
                 release_memory()
-                together = 1
+                size = 1
                 continue
             yield from found
-            at += together
+            at += size
 
 
-def _truth_request(request: str, seen: Observation) -> TruthRequest:
-    assert seen.answer_hidden is not None  # its tokens were not forced
+def _reference_request(request: str, seen: Observation) -> ReferenceRequest:
+    assert seen.answer_hidden is not None  # the tokens were not forced
     hidden = seen.answer_hidden.shape[-1]
     image = torch.empty(0, hidden) if seen.image_hidden is None else seen.image_hidden
-    return TruthRequest(request, seen.tokens, seen.positions, seen.answer_hidden, image)
+    return ReferenceRequest(request, seen.tokens, seen.positions, seen.answer_hidden, image)
 
 
-def save_truth(truth: Truth, path: Path) -> None:
-    """Write a truth as a safetensors file, in one step.
+def save_reference(reference: Reference, path: Path) -> None:
+    """Write a reference atomically as a safetensors file.
 
     Raises:
-        RecordsError: the disk does not take it.
+        RecordsError: the file cannot be written.
     """
     tensors: dict[str, torch.Tensor] = {}
-    for index, expected in enumerate(truth.requests):
+    for index, expected in enumerate(reference.requests):
         tensors |= {f"{index}.answer": expected.answer.contiguous(), f"{index}.image": expected.image.contiguous()}
     header = {
-        "weights": truth.weights,
-        "views": truth.views,
-        "model": truth.model,
-        "noise": {name: asdict(noise) for name, noise in truth.noise.items()},
+        "weights": reference.weights,
+        "views": reference.views,
+        "model": reference.model,
+        "noise": {name: asdict(noise) for name, noise in reference.noise.items()},
         "leads": [
             {"request": expected.request, "tokens": expected.tokens, "places": expected.positions}
-            for expected in truth.requests
+            for expected in reference.requests
         ],
     }
     with _readable(path):
@@ -227,19 +248,19 @@ def save_truth(truth: Truth, path: Path) -> None:
     write_atomically(path, save(tensors, {"panscan_truth": FORMAT, "header": json.dumps(header)}))
 
 
-def load_truth(path: Path) -> Truth:
-    """Read a truth's file.
+def load_reference(path: Path) -> Reference:
+    """Read a reference file.
 
     Raises:
-        RecordsError: it is not one, or of another format.
+        RecordsError: the file is not a reference, or has another format.
     """
     with _readable(path), safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
         if metadata.get("panscan_truth") != FORMAT:
-            raise RecordsError(f"{path} is not a truth that this panscan reads")
+            raise RecordsError(f"{path} is not a reference file that this version of panscan can read")
         header: dict[str, Any] = json.loads(metadata["header"])
         found = [
-            TruthRequest(
+            ReferenceRequest(
                 expected["request"],
                 expected["tokens"],
                 expected["places"],
@@ -249,25 +270,25 @@ def load_truth(path: Path) -> Truth:
             for index, expected in enumerate(header.pop("leads"))
         ]
         noise = {name: Noise(**figures) for name, figures in header.pop("noise").items()}
-        return Truth(**header, requests=found, noise=noise)
+        return Reference(**header, requests=found, noise=noise)
 
 
-def find_references(path: Path) -> list[tuple[Path, Truth]]:
-    """Return the truths of ``--reference``, which names a truth's file or a run directory.
+def find_references(path: Path) -> list[tuple[Path, Reference]]:
+    """Return the references of a ``--reference`` file or run directory, with their files.
 
     Raises:
-        RecordsError: it has no truth.
+        RecordsError: the path does not exist or has no reference.
     """
     if not path.exists():
-        raise RecordsError(f"--reference {path}: there is no such file or run directory")
+        raise RecordsError(f"--reference {path}: no such file or run directory")
     files = sorted((path / "truth").glob("*.safetensors")) if path.is_dir() else [path]
     if not files:
-        raise RecordsError(f"--reference {path}: the run stored no truth (with --no-verify or --reference none is)")
-    return [(file, load_truth(file)) for file in files]
+        raise RecordsError(f"--reference {path}: the run stored no reference (it ran with --no-verify or --reference)")
+    return [(file, load_reference(file)) for file in files]
 
 
 def views_digest(items: Sequence[Item], settings: Settings, source: Source, pixels: str) -> str:
-    """Return a digest of a truth's inputs: documents, views, rounding of the pixels, and prompts."""
+    """Return a digest of a reference's inputs: documents, views, rounding of the pixels, and prompts."""
     facts = [
         [
             [document.sha256 for document in item.documents],
@@ -286,4 +307,4 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         text = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
-        raise RecordsError(f"{path}: no truth can be read there: {text}") from error
+        raise RecordsError(f"{path}: cannot read a reference: {text}") from error
