@@ -92,7 +92,7 @@ class Loop:
     """Turns prepared requests into token events. Each :meth:`step` launches one pass.
 
     Args:
-        loaded: the model, or its outline if the runner has the weights.
+        loaded: the model; on the meta device if the runner has the weights.
         options: sizes of passes and caches.
         runner: executor of passes; None: a :class:`ModelRunner` on the model's device.
 
