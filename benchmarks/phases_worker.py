@@ -28,7 +28,7 @@ from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
 from panscan.engine.ranks import RankGroup
 from panscan.model.ceilings import measure_ceilings
-from panscan.model.load import load_for, load_outline_for
+from panscan.model.load import load_for, load_meta_model_for
 from panscan.model.machine import peak_memory, release_memory, reset_peak_memory
 from panscan.model.runtime import apply_attention, apply_tf32
 from panscan.records.environment import environment
@@ -50,7 +50,7 @@ class _Bench:
         self._ranks: RankGroup | None = None
         self._engine: Engine | None = None
         if settings.tensor_parallel_size > 1:
-            self.loaded = load_outline_for(settings)
+            self.loaded = load_meta_model_for(settings)
             self._ranks = RankGroup(settings)
         else:
             self.loaded = load_for(settings)

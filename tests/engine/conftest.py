@@ -25,7 +25,7 @@ def mini_reference(mini: GenerateRunner) -> Reference:
 
 @pytest.fixture(scope="session")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> GenerateRunner:
-    """The tiny model with a window of 24 tokens: less than half of an image block."""
+    """The tiny model with a window of 24 tokens: less than half of an image span."""
     place = tmp_path_factory.mktemp("narrow") / "tiny"
     shutil.copytree(tiny_directory(), place)
     config = json.loads((place / "config.json").read_text())

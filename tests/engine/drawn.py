@@ -40,7 +40,7 @@ def sequence(
 
 
 def seen_until(layout: PromptLayout, position: int) -> int:
-    """Return the end of the row's key interval: the end of its image block, or of its own position."""
+    """Return the end of the row's key interval: the end of its image span, or of its own position."""
     return next((span.end for span in layout.spans if span.start <= position < span.end), position + 1)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import abc
 from collections.abc import Iterable
-from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,7 +37,7 @@ class ForcedSequence:
         return self.sequence.computed == self.sequence.prompt_tokens + len(self.forced)
 
     def next_chunk(self, draw: random.Random, most: int) -> Chunk:
-        """Return some of the rest: prompt, cut outside of image blocks, or the newest token."""
+        """Return some of the rest: prompt, cut outside of image spans, or the newest token."""
         sequence = self.sequence
         if sequence.computed == len(sequence.ids):
             sequence.ids.append(self.forced[len(sequence.outputs)])
@@ -46,7 +46,7 @@ class ForcedSequence:
 
 
 def ask(loaded: Loaded, draw: random.Random, *, number: int = 0, longest: int = 25, outputs: int = 3) -> ForcedSequence:
-    """Return a random prompt (text, and image blocks with text between them) and its answer."""
+    """Return a random prompt (text, and image spans with text between them) and its answer."""
     ids = _text(draw, longest)
     views: dict[bytes, NDArray[np.uint8]] = {}
     for view in range(draw.randint(0, 3) if loaded.reader.reads_images else 0):
@@ -111,8 +111,8 @@ class Pages:
         self._free_slots = draw.sample(range(100), 100)
 
     def run(
-        self, chunks: Iterable[Chunk], asked: Rows[ForcedSequence] = (), *, observed: Rows[int] | None = None,
-        pending: dict[int, int] | None = None,
+        self, chunks: Iterable[Chunk], asked: abc.Sequence[ForcedSequence] = (), *,
+        observed: abc.Sequence[int] | None = None, pending: dict[int, int] | None = None,
     ) -> PassResult:  # fmt: skip
         """Run one pass and return its result, with logits of the sampled rows, and what is known of the observed ones.
 

@@ -16,7 +16,7 @@ BLOCKS = 900
 
 
 def sequences(draw: random.Random, block_size: int, window: int) -> list[Chunk]:
-    """Return chunks of sequences with image blocks, in scattered blocks. Local blocks behind the window may be -1."""
+    """Return chunks of sequences with image spans, in scattered blocks. Local blocks behind the window may be -1."""
     free = [draw.sample(range(BLOCKS), BLOCKS) for _ in range(2)]
     chunks = []
     for number in range(draw.randint(1, 6)):

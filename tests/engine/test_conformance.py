@@ -128,7 +128,7 @@ def test_any_history_has_the_answers_of_the_trained_model(
 
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(OPTIONS, arrivals(6, len(requests())))
-def test_a_window_smaller_than_an_image_block(
+def test_a_window_smaller_than_an_image_span(
     narrow: GenerateRunner, narrow_reference: Reference, options: dict[str, Any], history: list[Arrival]
 ) -> None:
     check(narrow, narrow_reference, options, history)

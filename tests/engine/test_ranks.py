@@ -33,7 +33,7 @@ from panscan.core import EngineError, ImageError, ModelError, PanscanError, Unsu
 from panscan.engine import ranks
 from panscan.engine.options import EngineOptions
 from panscan.engine.ranks import RankGroup, StartRunner, StopRunner
-from panscan.model.load import load_outline_for
+from panscan.model.load import load_meta_model_for
 from panscan.model.observation import ForcedTokens
 from panscan.model.tiny import tiny_directory
 from panscan.runners.engine import EngineRunner
@@ -68,7 +68,7 @@ def opened(group: RankGroup) -> Iterator[Callable[..., Engine]]:
     engines = []
 
     def open_engine(**options: Any) -> Engine:
-        found = Engine(load_outline_for(SETTINGS), replace(OPTIONS, **options), SETTINGS, ranks=group)
+        found = Engine(load_meta_model_for(SETTINGS), replace(OPTIONS, **options), SETTINGS, ranks=group)
         engines.append(found)
         return found
 
@@ -165,7 +165,7 @@ def test_observed_distributions_are_those_of_one_process(opened: Callable[..., E
 
 def test_views_are_distributed_in_turn(group: RankGroup) -> None:
     session = group.start(OPTIONS)
-    size = load_outline_for(SETTINGS).reader.pixels.size  # type: ignore[union-attr]  # the model reads images
+    size = load_meta_model_for(SETTINGS).reader.pixels.size  # type: ignore[union-attr]  # the model reads images
     levels, views = torch.zeros(size, size, 3, dtype=torch.uint8).numpy(), [View("whole", (0, 0, size, size))] * 5
     refs = session.put(levels, views)
     assert len({ref.handle for ref in refs}) == 5
@@ -266,7 +266,7 @@ FAULTS: dict[str, tuple[Callable[[RankGroup], None], str]] = {
 def test_a_lost_rank_ends_every_request(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     group = RankGroup(SETTINGS)
-    engine = Engine(load_outline_for(SETTINGS), OPTIONS, SETTINGS, ranks=group)
+    engine = Engine(load_meta_model_for(SETTINGS), OPTIONS, SETTINGS, ranks=group)
     monkeypatch.setattr(ranks, "SILENCE_SECONDS", 4.0)
     lose, message = FAULTS[fault]
 

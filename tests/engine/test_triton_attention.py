@@ -196,7 +196,7 @@ def test_the_large_heads_of_the_published_models(dtype: torch.dtype, size: int, 
 @pytest.mark.parametrize("multiprocessors", [1, 132])
 @pytest.mark.parametrize("local", [False, True])
 def test_chunks_of_many_tiles_behind_a_prefix(local: bool, multiprocessors: int) -> None:
-    """An image block larger than a tile and than the window, in the middle of a prompt; two rows in a last tile."""
+    """An image span larger than a tile and than the window, in the middle of a prompt; two rows in a last tile."""
     chunks = []
     for number, (layout, start, end) in enumerate(
         [(PromptLayout([Span(100, 240, b"")]), 30, 260), (PromptLayout(), 100, 166)]

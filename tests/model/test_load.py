@@ -22,7 +22,7 @@ from tests.conftest import noise
 
 from panscan import GenerateRunner, Request
 from panscan.core import ModelError, SettingError
-from panscan.model.checkpoint import Placement, load_model, load_outline, load_reader
+from panscan.model.checkpoint import Placement, load_meta_model, load_model, load_reader
 from panscan.model.tiny import tiny_directory
 from panscan.settings import settings_from
 
@@ -179,13 +179,13 @@ def test_pickled_weights_are_refused(copy: Path, code: str, tmp_path: Path, harm
     assert not (tmp_path / "ran").exists()
 
 
-def test_an_outline_needs_no_generation_settings(copy: Path) -> None:
-    """Fine-tuned checkpoints often lack the file; ranks need an outline of them."""
+def test_a_meta_model_needs_no_generation_settings(copy: Path) -> None:
+    """Fine-tuned checkpoints often lack the file; ranks need a meta model of them."""
     (copy / "generation_config.json").unlink()
-    outline = load_outline(str(copy), torch.float32, torch.device("cpu"), revision=None, embedding=False)
+    meta_model = load_meta_model(str(copy), torch.float32, torch.device("cpu"), revision=None, embedding=False)
     whole = load_model(str(copy), Placement(torch.device("cpu"), torch.float32))
-    assert outline.eos_ids == whole.eos_ids
-    assert outline.model.generation_config.suppress_tokens == whole.model.generation_config.suppress_tokens
+    assert meta_model.eos_ids == whole.eos_ids
+    assert meta_model.model.generation_config.suppress_tokens == whole.model.generation_config.suppress_tokens
 
 
 def test_missing_weights_are_not_drawn_at_random(copy: Path) -> None:

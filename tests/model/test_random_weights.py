@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3ForCausalLM, PreTrainedModel
 
 from panscan.core import SettingError, UnsupportedError
-from panscan.model.random_weights import random_model, random_outline, random_shard
+from panscan.model.random_weights import random_meta_model, random_model, random_shard
 from panscan.model.shapes import SHAPES, Shape, TextShape, VisionShape
 from panscan.model.tokenizer import MARKS
 
@@ -133,17 +133,17 @@ def test_a_shape_that_ranks_do_not_divide_is_refused() -> None:
 
 
 @every_shape
-def test_an_outline_has_shapes_and_no_storage(shape: str | Shape) -> None:
+def test_a_meta_model_has_shapes_and_no_storage(shape: str | Shape) -> None:
     with Created() as created:
-        outline, tools = random_outline(shape, torch.bfloat16)
+        meta_model, tools = random_meta_model(shape, torch.bfloat16)
     assert all(tensor.is_meta for tensor in created.held), "nothing large was ever allocated"
     model, others = random_model(shape, dtype=torch.bfloat16, device="cpu")
     assert type(tools) is type(others)
-    assert outline.config.to_dict() == model.config.to_dict()
-    assert outline.generation_config.to_dict() == model.generation_config.to_dict()
+    assert meta_model.config.to_dict() == model.config.to_dict()
+    assert meta_model.generation_config.to_dict() == model.generation_config.to_dict()
     parameters = dict(model.named_parameters())
-    assert [name for name, _ in outline.named_parameters()] == list(parameters)
-    for name, parameter in outline.named_parameters():
+    assert [name for name, _ in meta_model.named_parameters()] == list(parameters)
+    for name, parameter in meta_model.named_parameters():
         assert parameter.is_meta and parameter.dtype == torch.bfloat16
         assert parameter.shape == parameters[name].shape, name
 

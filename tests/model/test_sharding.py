@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from panscan.core import UnsupportedError
 from panscan.model.checkpoint import drop_weights, load_random
-from panscan.model.random_weights import random_model, random_outline, random_shard
+from panscan.model.random_weights import random_meta_model, random_model, random_shard
 from panscan.model.reference import head_logits
 from panscan.model.shapes import Shape, TextShape, VisionShape
 from panscan.model.sharding import SingleRank, check_divides, fill_shard, shard_config, shard_of
@@ -226,7 +226,7 @@ def test_a_size_that_does_not_divide_the_model_names_those_that_do(
     heads: int, kv_heads: int, columns: int, size: int, message: str
 ) -> None:
     text = replace(TEXT, heads=heads, kv_heads=kv_heads, intermediate=columns)
-    model, _ = random_outline(Shape("drawn", text), torch.float32)
+    model, _ = random_meta_model(Shape("drawn", text), torch.float32)
     with pytest.raises(UnsupportedError, match=message):
         check_divides(model.config, size)
     check_divides(model.config, 1)

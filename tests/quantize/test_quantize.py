@@ -16,8 +16,8 @@ from PIL import Image
 from panscan.cli.main import run
 from panscan.core import ImageError, SettingError
 from panscan.linear.quantized import QuantizedLinear, WeightFormat
+from panscan.model.build import decoder_linears
 from panscan.model.checkpoint import Placement, load_model
-from panscan.model.outline import decoder_linears
 from panscan.model.tiny import tiny_directory
 from panscan.quantize.calibration import check_prompt_memory
 from panscan.quantize.compressed import rounded

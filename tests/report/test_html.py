@@ -147,6 +147,7 @@ def test_every_drawing_and_table_says_what_it_is(known: str) -> None:
         names = [each.tag for each in chart.children if isinstance(each, Element)]
         assert names[:2] == ["title", "desc"]
         assert chart.attributes["role"] == "img"
+        assert next(chart.all("title")).text.count(" by ") <= 1, "the axis is named once"
         assert "requests/s" in next(chart.all("desc")).text or "ms" in next(chart.all("desc")).text
     for table in page.all("table"):
         assert all(cell.attributes.get("scope") for cell in table.all("th"))

@@ -27,7 +27,7 @@ from panscan.bench.grid import Cell, build_cells
 from panscan.bench.verify import Verifier
 from panscan.bench.workload import Source, build_workload
 from panscan.core import PanscanError, SettingError, Stamps, UnsupportedError
-from panscan.model.checkpoint import load_outline
+from panscan.model.checkpoint import load_meta_model
 from panscan.model.inputs import plan_request, read_images
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.random_weights import write_shape
@@ -296,26 +296,26 @@ def test_the_same_distribution_is_no_divergence_however_little_is_seen() -> None
     assert (compare_logits(truth, top_logprobs(truth, 20), [], CPU, partial=True).kl < 1e-5).all()
 
 
-def test_an_outline_has_the_embedding_and_nothing_else(tiny: GenerateRunner) -> None:
-    outline = load_outline("tiny", torch.float32, CPU, revision=None, embedding=True)
+def test_a_meta_model_has_the_embedding_and_nothing_else(tiny: GenerateRunner) -> None:
+    meta_model = load_meta_model("tiny", torch.float32, CPU, revision=None, embedding=True)
     hidden = torch.randn(3, 128)
-    assert torch.equal(head_logits(outline.model, hidden), head_logits(tiny.loaded.model, hidden))
-    assert outline.device == CPU and outline.dtype == torch.float32
+    assert torch.equal(head_logits(meta_model.model, hidden), head_logits(tiny.loaded.model, hidden))
+    assert meta_model.device == CPU and meta_model.dtype == torch.float32
 
     def stored(model: Any) -> int:
         return sum(parameter.numel() for parameter in model.parameters())
 
-    assert stored(outline.model) == stored(tiny.loaded.model)
+    assert stored(meta_model.model) == stored(tiny.loaded.model)
     with pytest.raises(UnsupportedError):
-        weights_digest(outline.model)
+        weights_digest(meta_model.model)
 
 
 def test_a_shape_is_written_as_a_checkpoint_without_weights(tmp_path: Path) -> None:
     write_shape("27b", tmp_path)
-    outline = load_outline(str(tmp_path), torch.bfloat16, CPU, revision=None, embedding=False)
-    assert outline.model.config.text_config.num_hidden_layers == 62
-    assert all(parameter.is_meta for parameter in outline.model.parameters())
-    assert outline.reader.reads_images and outline.reader.prompts.image_tokens == 256
+    meta_model = load_meta_model(str(tmp_path), torch.bfloat16, CPU, revision=None, embedding=False)
+    assert meta_model.model.config.text_config.num_hidden_layers == 62
+    assert all(parameter.is_meta for parameter in meta_model.model.parameters())
+    assert meta_model.reader.reads_images and meta_model.reader.prompts.image_tokens == 256
     assert not list(tmp_path.glob("*.safetensors"))
 
 

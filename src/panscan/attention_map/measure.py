@@ -18,7 +18,7 @@ from panscan.engine.options import EngineOptions
 from panscan.images.files import image_size
 from panscan.images.views import plan_views
 from panscan.model.attention_masks import LayerKind, effective_mask, kernel_reason
-from panscan.model.checkpoint import Reader, load_config, load_random_outline, load_reader
+from panscan.model.checkpoint import Reader, load_config, load_random_meta_model, load_reader
 from panscan.model.inputs import count_prompt, images_of
 from panscan.model.machine import resolve_device
 from panscan.settings import ATTENTION, Settings, nearest
@@ -143,10 +143,10 @@ def _reader_and_config(settings: Settings) -> tuple[Reader, Any]:
     """Return what writes the prompt, and the configuration that decides the masks."""
     if settings.random_weights:
         assert settings.model_shape is not None  # Settings holds this
-        outline = load_random_outline(
+        meta_model = load_random_meta_model(
             settings.model_name, settings.model_shape, torch.float32, resolve_device(settings.device)
         )
-        return outline.reader, outline.model.config
+        return meta_model.reader, meta_model.model.config
     reader = load_reader(settings.model, settings.revision)
     return reader, load_config(settings.model, settings.revision)
 

@@ -109,7 +109,7 @@ def _load_record(cells: Sequence[Cell], runner: Runner, seconds: float) -> dict[
 
 
 def _weight_bytes(model: Any, settings: Settings) -> int:
-    """Return the size of the weights; vLLM has those of a quantised checkpoint, whose outline here is dense."""
+    """Return the size of the weights; only vLLM has those of a quantised checkpoint: ``model`` is dense."""
     from panscan.model.checkpoint import stored_format
     from panscan.model.inventory import inventory
     from panscan.model.quantization import weight_bytes

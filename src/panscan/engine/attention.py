@@ -204,7 +204,7 @@ def _prefill(batch: FlatBatch, chunks: Sequence[int], local: bool, device: torch
 
 
 def _parts(positions: NDArray[np.int64], ends: NDArray[np.int32]) -> Iterator[tuple[int, int]]:
-    """Yield ``(first, last + 1)`` of the rows of a chunk: image blocks whole, text at most ``_TEXT_ROWS`` at once."""
+    """Yield ``(first, last + 1)`` of the rows of a chunk: image spans whole, text at most ``_TEXT_ROWS`` at once."""
     image = ends > positions + 1
     image[1:] |= ends[1:] == ends[:-1]
     cuts = np.flatnonzero(np.diff(np.where(image, ends, 0))) + 1

@@ -38,7 +38,7 @@ from panscan.engine.ranks import RankGroup
 from panscan.engine.request_state import ObservationState, RequestState
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import count_prompt
-from panscan.model.load import load_for, load_outline_for
+from panscan.model.load import load_for, load_meta_model_for
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.runtime import apply_attention, apply_tf32
 from panscan.model.support import require_supported
@@ -58,7 +58,7 @@ class Engine:
     """Gemma 3 with continuous batching: requests join and leave at any step, and reuse cached prefixes and views.
 
     Args:
-        loaded: the model, or its outline if ``ranks`` hold the weights.
+        loaded: the model; on the meta device if ``ranks`` hold the weights.
         options: engine sizes; None: taken from ``settings``.
         settings: defaults of :meth:`request` and of ``options``.
         max_queued_requests: requests that :meth:`submit` queues in addition to running ones.
@@ -146,7 +146,7 @@ class Engine:
     @classmethod
     def _over_ranks(cls, settings: Settings, max_queued_requests: int) -> Engine:
         """Return an engine that owns its rank processes; closing it ends them."""
-        loaded = load_outline_for(settings)
+        loaded = load_meta_model_for(settings)
         ranks = RankGroup(settings)
         try:
             engine = cls(loaded, settings=settings, max_queued_requests=max_queued_requests, ranks=ranks)

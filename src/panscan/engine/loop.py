@@ -74,7 +74,7 @@ class _InFlight:
         sampled: sequences whose next token it samples, in the order of their rows.
         observed_rows: sequence and position of each observed row, in the order of the rows.
         observed: sequences among ``sampled`` whose logits are observed, in order.
-        image_requests: requests with image blocks in this pass; empty if the pass encodes no view.
+        image_requests: requests with image spans in this pass; empty if the pass encodes no view.
         size: numbers of rows and views.
         launched: the runner's handle.
     """
@@ -92,7 +92,7 @@ class Loop:
     """Turns prepared requests into token events. Each :meth:`step` launches one pass.
 
     Args:
-        loaded: the model, or its outline if the runner has the weights.
+        loaded: the model; on the meta device if the runner has the weights.
         options: sizes of passes and caches.
         runner: executor of passes; None: a :class:`ModelRunner` on the model's device.
 
@@ -314,7 +314,7 @@ class Loop:
     def _place_views(
         self, step: Step
     ) -> tuple[dict[bytes, int], dict[bytes, ViewToEncode], list[RequestState]]:  # fmt: skip
-        """Assign a vision cache slot to every view whose image block the step computes.
+        """Assign a vision cache slot to every view whose image span the step computes.
 
         Returns:
             Slots by view key, views to encode by key, and the requests that the views belong to.

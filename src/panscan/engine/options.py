@@ -30,7 +30,7 @@ class EngineOptions:
     their help). These differ, or are the engine's own:
 
     Args:
-        prefill_chunk_size: maximum prompt tokens per pass, over all requests; a longer image block is computed whole.
+        prefill_chunk_size: maximum prompt tokens per pass, over all requests; a longer image span is computed whole.
         block_size: tokens per KV cache block.
         overlap: launch a pass before the tokens of the previous one are known; None: where the device computes while
             the host prepares the next pass (see :class:`panscan.engine.model_runner.RunnerFacts`).

@@ -21,8 +21,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from panscan.core import UnsupportedError
+from panscan.model.build import build_model
 from panscan.model.machine import resolve_device
-from panscan.model.outline import build_model
 from panscan.model.support import attention_reason
 
 __all__ = ["PROBE_COLUMNS", "Attend", "LayerKind", "effective_mask", "kernel_reason", "measured_mask"]

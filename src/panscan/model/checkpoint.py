@@ -1,4 +1,4 @@
-"""A checkpoint becomes a model, its processor and what panscan must know of both; every failure says what to do."""
+"""Load Gemma 3 checkpoints, or random weights of the same shapes, with their tokenizer and processor."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from panscan.images.pixels import PixelSpec
 from panscan.linear.quantized import WeightFormat
 from panscan.linear.schemes import StoredScheme
 from panscan.linear.tensors import StoredTensors
+from panscan.model.build import empty_quantized_model
 from panscan.model.bundled import bundled_directory
 from panscan.model.hub import checkpoint_directory
 from panscan.model.hub_errors import PICKLED, friendly_errors, quiet_transformers
-from panscan.model.outline import quantized_outline
 from panscan.model.prompt import PromptWriter
 from panscan.model.shapes import Shape
 from panscan.model.sharding import check_divides, fill_shard, shard_config
@@ -47,10 +47,10 @@ __all__ = [
     "checkpoint_source",
     "drop_weights",
     "load_config",
+    "load_meta_model",
     "load_model",
-    "load_outline",
     "load_random",
-    "load_random_outline",
+    "load_random_meta_model",
     "load_random_shard",
     "load_reader",
     "load_shard_of",
@@ -64,20 +64,26 @@ __all__ = [
 
 IMAGE_MODEL, TEXT_MODEL = "gemma3", "gemma3_text"
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
-_NO_CODE = {"trust_remote_code": False}  # left out, Transformers would ask on the terminal
+_NO_CODE = {"trust_remote_code": False}  # the default None lets Transformers ask on the terminal
 COMPANIONS = (
     "added_tokens.json", "chat_template.jinja", "chat_template.json", "generation_config.json",
     "preprocessor_config.json", "processor_config.json", "special_tokens_map.json", "tokenizer.json",
     "tokenizer.model", "tokenizer_config.json",
 )  # fmt: skip
-_LEAST_VOCABULARY = 260  # every byte and the marks of turns
+_MIN_VOCABULARY = 260  # all bytes and the turn tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where and how weights are put. ``device_map`` and ``tp_plan`` spread them; otherwise all go to ``device``.
+    """Devices, dtype and quantisation of a model that Transformers loads.
 
-    ``dtype``: ``auto`` keeps the stored one.
+    Args:
+        device: device of all weights, unless ``device_map`` or ``tp_plan`` is given.
+        dtype: dtype of the weights; ``auto``: as stored.
+        device_map: device map that distributes the weights, such as ``auto``.
+        max_memory: memory limits for ``device_map``, such as ``0=30GiB;cpu=60GiB``.
+        tp_plan: tensor parallel plan of Transformers.
+        quantization: quantisation configuration of Transformers.
     """
 
     device: torch.device
@@ -88,7 +94,7 @@ class Placement:
     quantization: Any = None
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments of ``from_pretrained``."""
+        """Return the keyword arguments for ``from_pretrained``."""
         chosen: dict[str, Any] = {"dtype": self.dtype}
         if self.quantization is not None:
             chosen["quantization_config"] = self.quantization
@@ -181,14 +187,14 @@ class Loaded:
 
     @property
     def device(self) -> torch.device:
-        """Where inputs go. Of a model with offloaded parts: the first device of its map that computes."""
+        """Device of the inputs: the first device of ``hf_device_map`` that computes, else the device of the model."""
         placed = getattr(self.model, "hf_device_map", None) or {}
         real = [torch.device(place) for place in placed.values() if place not in ("disk", "meta")]
         return real[0] if real else torch.device(self.model.device)
 
     @property
     def dtype(self) -> torch.dtype:
-        """What pixels are cast to."""
+        """Dtype of the pixel values: the dtype of the model, or bfloat16 if that is not a floating-point type."""
         dtype: torch.dtype = self.model.dtype
         return dtype if dtype.is_floating_point else torch.bfloat16
 
@@ -205,7 +211,7 @@ def load_config(name: str, revision: str | None = None) -> Any:
 
 
 def load_reader(name: str, revision: str | None = None) -> Reader:
-    """Tokenizer and processor of a checkpoint: ``mini``, ``tiny``, a directory or a hub id.
+    """Load the tokenizer and processor of a checkpoint: ``mini``, ``tiny``, a directory or a hub id.
 
     Raises:
         ModelError: it cannot be loaded, or is not a Gemma 3; the message names the fix.
@@ -217,9 +223,9 @@ def load_reader(name: str, revision: str | None = None) -> Reader:
             reader = _text_reader(name, AutoTokenizer.from_pretrained(source, **_NO_CODE), config)
         else:
             reader = _image_reader(name, AutoProcessor.from_pretrained(source, **_NO_CODE), config)
-    # Without its files Transformers makes up a tokenizer of a handful of words, and says nothing.
-    stranger = reader.reads_images and reader.prompts.soft_id != config.image_token_id
-    if stranger or len(reader.tokenizer) < _LEAST_VOCABULARY:
+    # If its files are missing, Transformers silently creates a tokenizer with a handful of tokens.
+    mismatched = reader.reads_images and reader.prompts.soft_id != config.image_token_id
+    if mismatched or len(reader.tokenizer) < _MIN_VOCABULARY:
         raise ModelError(f"--model {name}: the tokenizer does not belong to the model (are its files there?)")
     return reader
 
@@ -228,15 +234,16 @@ def load_random(
     name: str, shape: str | Shape, dtype: torch.dtype, device: torch.device, *, drawn_on: torch.device | None = None,
     weight_format: WeightFormat | None = None,
 ) -> Loaded:  # fmt: skip
-    """A model of a released shape with random weights, for speed without a download.
+    """Build a model with random weights, to measure speed without a download.
 
     Args:
-        name: of the model, for messages and records.
-        shape: its shape.
-        dtype: of the weights.
-        device: of the model.
-        drawn_on: device that draws the weights, as each kind of device draws others; None: ``device``.
-        weight_format: format that the decoder's matrices are quantised to as they are drawn; None: dense.
+        name: name of the model in messages and records.
+        shape: a shape, or the name of one.
+        dtype: dtype of the weights.
+        device: device of the model.
+        drawn_on: device whose random generator draws the weights, because CPUs and GPUs draw different ones; None:
+            ``device``.
+        weight_format: weight format of the decoder's matrices, which are quantised as they are drawn; None: dense.
     """
     from panscan.model.random_weights import random_model
 
@@ -259,11 +266,11 @@ def load_random_shard(
     return ready_model(model, _reader_of(name, tools, model.config)), vocabulary
 
 
-def load_random_outline(name: str, shape: str, dtype: torch.dtype, device: torch.device) -> Loaded:
-    """The model of :func:`load_random` without weights (see :func:`load_outline`)."""
-    from panscan.model.random_weights import random_outline
+def load_random_meta_model(name: str, shape: str, dtype: torch.dtype, device: torch.device) -> Loaded:
+    """Build the model of :func:`load_random` on the meta device, without weights (:func:`load_meta_model`)."""
+    from panscan.model.random_weights import random_meta_model
 
-    model, tools = random_outline(shape, dtype)
+    model, tools = random_meta_model(shape, dtype)
     model.hf_device_map = {"": str(device)}
     return ready_model(model, _reader_of(name, tools, model.config))
 
@@ -296,7 +303,7 @@ def load_shard_of(
         with device:
             shard = kind.from_config(part, dtype=dtype)
     else:
-        shard = quantized_outline(part, weight_format, dtype, device)
+        shard = empty_quantized_model(part, weight_format, dtype, device)
     fill_shard(shard, whole.model.named_parameters(), rank, size)
     shard.generation_config = whole.model.generation_config
     return ready_model(shard, whole.reader), int(config.get_text_config().vocab_size)
@@ -338,15 +345,15 @@ def _image_reader(name: str, processor: Any, config: Any) -> Reader:
 
 
 def load_model(name: str, placement: Placement, *, revision: str | None = None) -> Loaded:
-    """A checkpoint's model in evaluation mode, placed, with its reader.
+    """Load a checkpoint's model in evaluation mode, with its reader.
 
     Raises:
-        ModelError: it cannot be loaded, is not a Gemma 3, or misses weights.
+        ModelError: the checkpoint cannot be loaded, is not a Gemma 3, or lacks weights.
         UnsupportedError: the quantisation format is not supported, or not with this placement.
     """
     if (scheme := stored_scheme_of(name, revision)) is not None:
         _check_placement(name, scheme, placement)
-        assert placement.dtype != "auto"  # asked for dense checkpoints only
+        assert placement.dtype != "auto"  # only used for dense checkpoints
         return _load_stored(name, scheme, placement.dtype, placement.device, revision)[0]
     source = str(checkpoint_source(name, revision))
     reader = load_reader(name, revision)
@@ -402,7 +409,7 @@ def stored_format(name: str, revision: str | None = None) -> str | None:
 
 
 def quantization_method(stored: Any) -> str:
-    """Return the method that a ``quantization_config`` names, be it a mapping or an object of Transformers."""
+    """Return the method that a ``quantization_config`` (a mapping or an object of Transformers) names."""
     method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
     return str(getattr(method, "value", method))
 
@@ -456,10 +463,10 @@ def _unquantized(config: Any) -> Any:
     return config
 
 
-def load_outline(
+def load_meta_model(
     name: str, dtype: torch.dtype, device: torch.device, *, revision: str | None, embedding: bool
 ) -> Loaded:
-    """A checkpoint's model without weights, for a runner whose weights are elsewhere: configuration, shapes, reader.
+    """Build a checkpoint's model on the meta device, with its reader, for a runner that holds the weights elsewhere.
 
     Args:
         name: as in :func:`load_model`.
@@ -483,12 +490,12 @@ def load_outline(
         model.generation_config = _generation_config(model, source)
         if embedding:
             _keep_head(model, _stored_head(source, tied=_is_tied(model)).to(device, dtype))
-    model.hf_device_map = {"": str(device)}  # as Transformers says where parts are that compute elsewhere
+    model.hf_device_map = {"": str(device)}  # read by Loaded.device: parameters may be on the meta device
     return ready_model(model, reader)
 
 
 def _generation_config(model: Any, source: str) -> GenerationConfig:
-    """The checkpoint's generation settings; without a file of them those that its configuration implies."""
+    """Return the checkpoint's generation settings, or those that its configuration implies if it has no such file."""
     try:
         return GenerationConfig.from_pretrained(source)
     except OSError:
@@ -496,12 +503,12 @@ def _generation_config(model: Any, source: str) -> GenerationConfig:
 
 
 def _is_tied(model: Any) -> bool:
-    """Whether the output matrix is the embedding, as in all published models."""
+    """Return whether the output matrix is the embedding, as in all published models."""
     return bool(getattr(model.config, "tie_word_embeddings", True))
 
 
 def _keep_head(model: Any, weight: torch.Tensor) -> None:
-    """Give a model on the meta device its output matrix ``[vocabulary, hidden]``, which may also be its embedding."""
+    """Set the output matrix ``[vocabulary, hidden]`` of a model, and its embedding if both are tied."""
     kept = torch.nn.Parameter(weight, requires_grad=False)
     model.get_output_embeddings().weight = kept
     if _is_tied(model):
@@ -509,11 +516,11 @@ def _keep_head(model: Any, weight: torch.Tensor) -> None:
 
 
 def _stored_head(source: str, *, tied: bool) -> torch.Tensor:
-    """The output matrix ``[vocabulary, hidden]``, from the checkpoint's only file or the one that has it."""
+    """Read the output matrix ``[vocabulary, hidden]`` of a checkpoint."""
     files, wanted = _weight_files(source), _EMBEDDING if tied else _HEAD
     file = next((file for name, file in files.items() if name.endswith(wanted)), SAFE_WEIGHTS_NAME)
     with safe_open(Path(source) / file, "pt") as weights:
-        name = next(name for name in weights.keys() if name.endswith(wanted))  # noqa: SIM118 - it is no dict
+        name = next(name for name in weights.keys() if name.endswith(wanted))  # noqa: SIM118 - not a dict
         values: torch.Tensor = weights.get_tensor(name)
     return values
 
@@ -531,7 +538,7 @@ def _weight_paths(name: str, source: str) -> list[Path]:
 
 
 def _weight_files(source: str) -> dict[str, str]:
-    """The file of each weight of a checkpoint with several files; none of one with a single file."""
+    """Return the file of each weight by its name; empty if the checkpoint is a single file."""
     index = Path(source) / SAFE_WEIGHTS_INDEX_NAME
     if not index.is_file():
         return {}
@@ -543,7 +550,7 @@ def _weight_files(source: str) -> dict[str, str]:
 
 
 def ready_model(model: Any, reader: Reader) -> Loaded:
-    """Make a model ready: evaluation mode, and no sampling defaults of the checkpoint behind the user's back."""
+    """Put a model into evaluation mode and discard the checkpoint's sampling defaults."""
     model.eval().requires_grad_(False)
     stored = model.generation_config
     kept = {"bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens"}
@@ -561,20 +568,20 @@ def _config(name: str, source: str) -> Any:
         raise ModelError(f"--model {name}: panscan runs Gemma 3; this is a {kind!r} model")
     refuse_downloaded_kernels(name, stored)
     config = AutoConfig.from_pretrained(source, **_NO_CODE)
-    if config.model_type not in (IMAGE_MODEL, TEXT_MODEL):  # without one in the file it follows from the name
+    if config.model_type not in (IMAGE_MODEL, TEXT_MODEL):  # derived from the name if the file has none
         raise ModelError(f"--model {name}: panscan runs Gemma 3; this is a {config.model_type!r} model")
     return config
 
 
 def refuse_downloaded_kernels(name: str, stored: Any) -> None:
-    """Refuse a configuration that names an attention kernel of the hub, which is code.
+    """Reject a configuration that names an attention kernel on the hub, because kernels are code.
 
     Args:
-        name: of the checkpoint, for the message.
+        name: name of the checkpoint, for the error message.
         stored: contents of ``config.json``.
 
     Raises:
-        ModelError: it names one.
+        ModelError: the configuration names a kernel.
     """
     if (kernel := _kernel_in(stored)) is not None:
         raise ModelError(
@@ -584,7 +591,7 @@ def refuse_downloaded_kernels(name: str, stored: Any) -> None:
 
 
 def _kernel_in(stored: Any) -> str | None:
-    """The first attention kernel of the hub (``owner/name``) that a configuration names, at any depth."""
+    """Return the first attention kernel on the hub (``owner/name``) in a configuration, at any depth, or None."""
     if not isinstance(stored, dict):
         return None
     for key, value in stored.items():
@@ -598,6 +605,6 @@ def _kernel_in(stored: Any) -> str | None:
 
 
 def _max_memory(text: str) -> dict[int | str, str]:
-    """``0=30GiB;cpu=60GiB`` as accelerate wants it."""
+    """Parse ``0=30GiB;cpu=60GiB`` into the ``max_memory`` argument of accelerate."""
     pairs = (part.strip().split("=") for part in text.split(";"))
     return {int(device) if device.isdigit() else device: size for device, size in pairs}

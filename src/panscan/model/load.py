@@ -10,26 +10,26 @@ import torch
 
 from panscan.core import PanscanWarning
 from panscan.linear.quantized import WeightFormat
+from panscan.model.build import fitting_group_size
 from panscan.model.checkpoint import (
     Loaded,
     Placement,
     already_quantized,
     load_config,
+    load_meta_model,
     load_model,
-    load_outline,
     load_random,
-    load_random_outline,
+    load_random_meta_model,
     load_random_shard,
     load_shard_of,
     stored_format,
 )
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
-from panscan.model.outline import fitting_group_size
 from panscan.model.shapes import SHAPES
 from panscan.model.sharding import check_divides
 from panscan.settings import WEIGHT_KINDS, Settings
 
-__all__ = ["load_for", "load_outline_for", "load_shard", "quantization_config", "requested_format"]
+__all__ = ["load_for", "load_meta_model_for", "load_shard", "quantization_config", "requested_format"]
 
 
 def load_for(settings: Settings) -> Loaded:
@@ -77,8 +77,8 @@ def load_shard(settings: Settings, rank: int, size: int) -> tuple[Loaded, int, t
     return *found, device
 
 
-def load_outline_for(settings: Settings) -> Loaded:
-    """Load all but the weights of the model that settings name, for an engine whose ranks have them.
+def load_meta_model_for(settings: Settings) -> Loaded:
+    """Build the model that settings name on the meta device, for an engine whose ranks hold the weights.
 
     Raises:
         ModelError: as :func:`load_for`.
@@ -89,9 +89,9 @@ def load_outline_for(settings: Settings) -> Loaded:
     dtype = resolve_dtype(settings.dtype, device)
     if settings.random_weights:
         assert settings.model_shape is not None  # Settings holds this
-        loaded = load_random_outline(settings.model_name, settings.model_shape, dtype, device)
+        loaded = load_random_meta_model(settings.model_name, settings.model_shape, dtype, device)
     else:
-        loaded = load_outline(settings.model, dtype, device, revision=settings.revision, embedding=False)
+        loaded = load_meta_model(settings.model, dtype, device, revision=settings.revision, embedding=False)
     check_divides(loaded.model.config, settings.tensor_parallel_size)
     return loaded
 

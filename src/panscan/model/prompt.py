@@ -1,4 +1,4 @@
-"""A request becomes token ids: the checkpoint's turn template, with one block of image tokens per view.
+"""A request becomes token ids: the checkpoint's turn template, with one span of image tokens per view.
 
 Equal to Transformers' ``Gemma3Processor`` token by token, with one difference on purpose: special tokens in the user's
 texts, or assembled where the turn template joins them, are plain text, not commands.

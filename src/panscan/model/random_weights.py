@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from panscan.core import SettingError
 from panscan.linear.quantized import WeightFormat
+from panscan.model.build import empty_quantized_model
 from panscan.model.config import gemma3_config, generation_config, processor_for
-from panscan.model.outline import quantized_outline
 from panscan.model.shapes import SHAPES, Shape
 from panscan.model.sharding import check_divides, fill_shard, shard_config
 from panscan.model.tokenizer import tokenizer_for
@@ -21,7 +21,7 @@ from panscan.model.tokenizer import tokenizer_for
 if TYPE_CHECKING:
     from transformers import Gemma3Processor, GemmaTokenizer, PreTrainedModel
 
-__all__ = ["random_model", "random_outline", "random_shard", "write_shape"]
+__all__ = ["random_meta_model", "random_model", "random_shard", "write_shape"]
 
 _DEVIATION = 0.02
 
@@ -87,10 +87,10 @@ def random_shard(
     return *_with_reader(shard, shape, tokenizer), shape.text.vocabulary
 
 
-def random_outline(
+def random_meta_model(
     shape: str | Shape, dtype: torch.dtype
 ) -> tuple[PreTrainedModel, Gemma3Processor | GemmaTokenizer]:  # fmt: skip
-    """Build ``shape`` without weights, on the meta device, with what feeds it.
+    """Build ``shape`` on the meta device, without weights, with its processor or tokenizer.
 
     Raises:
         SettingError: an unknown name.
@@ -105,8 +105,8 @@ def _undrawn(
     shape: Shape, config: Any, dtype: torch.dtype, device: torch.device, weight_format: WeightFormat | None = None
 ) -> PreTrainedModel:
     if weight_format is not None:
-        outline: PreTrainedModel = quantized_outline(config, weight_format, dtype, device)
-        return outline
+        model: PreTrainedModel = empty_quantized_model(config, weight_format, dtype, device)
+        return model
     auto = AutoModelForCausalLM if shape.vision is None else AutoModelForImageTextToText
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         return auto.from_config(config, dtype=dtype).eval()

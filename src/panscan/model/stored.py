@@ -26,7 +26,7 @@ from panscan.linear.schemes import StoredScheme, unsupported_format
 from panscan.linear.shards import shard_linear
 from panscan.linear.tensors import MatrixTensors, StoredTensors, key_of, names_of
 from panscan.linear.torchao_tensors import TorchAoScheme
-from panscan.model.outline import build_model, decoder_linears, set_computed_buffers, set_module
+from panscan.model.build import build_model, decoder_linears, set_computed_buffers, set_module
 from panscan.model.sharding import shard_config, shard_of
 
 __all__ = ["load_stored", "stored_scheme"]

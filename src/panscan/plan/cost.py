@@ -198,7 +198,7 @@ def pass_work(
         decode_contexts: tokens of each decoding sequence, the new one included.
         prefill: chunks of prompts, as positions [start, end).
         sampled: rows whose logits are computed; None: decode rows and one of each chunk.
-        views: image blocks in the chunks, whose tokens attend to all of their block.
+        views: image spans in the chunks, whose tokens attend to all of their span.
     """
     text, size, width = variant.text, variant.tensor_parallel_size, variant.width
     rows = len(decode_contexts) + sum(end - start for start, end in prefill)

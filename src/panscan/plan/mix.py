@@ -38,7 +38,7 @@ class RequestSketch:
 
     Args:
         ids: prompt tokens; stand-ins will do, as only their equality matters.
-        layout: image blocks of the prompt.
+        layout: image spans of the prompt.
         output_tokens: length of the answer.
         max_new_tokens: the request's limit, which the answer may stay below; None: ``output_tokens``.
     """
@@ -50,7 +50,7 @@ class RequestSketch:
 
     @property
     def views(self) -> int:
-        """Number of image blocks."""
+        """Number of image spans."""
         return len(self.layout.spans)
 
 

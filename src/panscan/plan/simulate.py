@@ -6,9 +6,8 @@ prepared in advance, one pass is launched while the previous one computes, and t
 
 from __future__ import annotations
 
-from collections import deque
+from collections import abc, deque
 from collections.abc import Callable
-from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
 from itertools import count, pairwise
@@ -47,7 +46,7 @@ class PassTimes(Protocol):
     """Predicted times of one engine, in seconds."""
 
     def pass_seconds(
-        self, decode_contexts: Rows[int], prefill: Rows[tuple[int, int]], views: int, *, graph: bool
+        self, decode_contexts: abc.Sequence[int], prefill: abc.Sequence[tuple[int, int]], views: int, *, graph: bool
     ) -> float:
         """Return the seconds of a pass.
 
@@ -102,7 +101,7 @@ class SimulatedRequest:
     """One request with its time stamps, in seconds of the simulated clock.
 
     Args:
-        sketch: its tokens, image blocks and answer length.
+        sketch: its tokens, image spans and answer length.
         arrived: when the engine accepted it.
         tokens: when each output token reached the host.
         prepared: when its pixels and prompt were ready; None before.
@@ -296,7 +295,7 @@ class SimulatedEngine:
         vision = self._times.pass_seconds([], [], views, graph=False) if views and self._pacer is not None else 0.0
         return _InFlight(step, sampled, PassSize.of(step, views, self.now), vision, self._device_free)
 
-    def _encode(self, keys: Rows[bytes]) -> int:
+    def _encode(self, keys: abc.Sequence[bytes]) -> int:
         """Place the views of a pass in the vision cache; return how many of them it did not hold."""
         missing = [key for key in dict.fromkeys(keys) if self._vision.pin(key) is None]
         for key in missing:
@@ -331,13 +330,15 @@ class SimulatedEngine:
             self.stopped = True
 
 
-def simulate_burst(sizes: EngineSizes, times: PassTimes, sketches: Rows[RequestSketch]) -> list[SimulatedRequest]:
+def simulate_burst(
+    sizes: EngineSizes, times: PassTimes, sketches: abc.Sequence[RequestSketch]
+) -> list[SimulatedRequest]:
     """Return the requests after one engine has answered all of them, which arrive at once."""
     return route_arrivals([SimulatedEngine(sizes, times)], sketches, [0.0] * len(sketches))
 
 
 def route_arrivals(
-    engines: Rows[SimulatedEngine], sketches: Rows[RequestSketch], arrivals: Rows[float]
+    engines: abc.Sequence[SimulatedEngine], sketches: abc.Sequence[RequestSketch], arrivals: abc.Sequence[float]
 ) -> list[SimulatedRequest]:
     """Return the requests after the engines have answered them. Each goes to the engine with the least work.
 

@@ -168,7 +168,8 @@ def svg(drawing: Drawing, *, title: str, described: str) -> str:
 def chart_markup(drawing: Drawing) -> Markup:
     """Return a chart as markup with a title and a description; its text is escaped."""
     if isinstance(drawing, Panel):
-        title = f"{drawing.title} by {drawing.axis}, {drawing.unit}"
+        by_axis = "" if " by " in drawing.title else f" by {drawing.axis}"
+        title = f"{drawing.title}{by_axis}, {drawing.unit}"
     else:
         title = f"Throughput and {drawing.title}"
     return Markup(svg(drawing, title=title, described="; ".join(tips(drawing).values())))

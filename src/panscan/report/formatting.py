@@ -57,7 +57,7 @@ class Measured:
 
     @property
     def whole(self) -> str:
-        """The value with its interval in brackets."""
+        """The value with its interval in parentheses."""
         return f"{self.text} ({self.bounds})" if self.bounds else self.text
 
 

@@ -1,4 +1,4 @@
-"""The answers of a run beside their images: what the model saw with each setting, what it read, right or wrong."""
+"""The gallery of a run: an HTML page of its images, the views of each setting, and the answers with their scores."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from panscan.settings import recorded_settings
 
 __all__ = ["Answer", "CellViews", "GalleryEntry", "QuestionAnswers", "entries_of", "render_gallery"]
 
-_SHOWN = (460, 620)  # pixels, the largest width and height of an image
-_TILE = 192  # pixels, the largest side of a view
-_MOST = 200  # documents on a page
-_MOST_VIEWS = 8  # tiles of an image
-_LONGEST_MARKED = 200  # characters of an answer in which differences are marked
+_IMAGE_SIZE = (460, 620)  # maximum width and height of an image in pixels
+_TILE = 192  # maximum side of a view in pixels
+_MAX_DOCUMENTS = 200  # per page
+_MAX_VIEWS = 8  # per image
+_LONGEST_MARKED = 200  # maximum length in characters of an answer whose differences are marked
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +60,11 @@ class QuestionAnswers:
 
 @dataclass(frozen=True, slots=True)
 class CellViews:
-    """The views of an image, for cells with the same views.
+    """The views of an image in cells that have the same views.
 
     Args:
         cells: names of the cells.
-        tiles: data URLs of the views at the size that the model reads, the whole image first.
+        tiles: data URLs of the views, squashed as the model reads them; the whole image first.
         more: number of further views.
     """
 
@@ -80,7 +80,7 @@ class CellViews:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """An image as a data URL, and its views by cell; empty if the records do not fit the image's views."""
+    """An image as a data URL, and its views by cell. Cells whose views could not be recomputed are left out."""
 
     url: str
     cell_views: tuple[CellViews, ...]
@@ -88,7 +88,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class GalleryEntry:
-    """A document of one or more images (None: see :func:`_opened`), with its questions."""
+    """A document, its images (None: moved or changed since the run) and its questions."""
 
     name: str
     pictures: tuple[Picture | None, ...]
@@ -96,12 +96,12 @@ class GalleryEntry:
 
 
 def entries_of(run: Run) -> tuple[dict[str, str], list[GalleryEntry]]:
-    """Return the names of the cells by id, and every document with its questions, those on which cells differ first.
+    """Return the names of the cells by id, and all documents, those with different scores first.
 
-    Answers are those of the first repeat and replica.
+    The answers are those of the first repeat and replica.
 
     Raises:
-        RecordsError: the run was made without ``--include-content``, or nothing is finished.
+        RecordsError: no request is finished, or the run was made without ``--include-content``.
     """
     records = [
         record
@@ -129,7 +129,7 @@ def _names(run: Run, used: set[str]) -> dict[str, str]:
 
 
 def _short_names(names: Collection[str]) -> dict[str, str]:
-    """Return the names of files without the directory that all of them share."""
+    """Return each file name relative to the directory that all files share."""
     files = [name for name in names if "://" not in name]
     try:
         shared = commonpath([Path(name).parent for name in files])
@@ -142,7 +142,7 @@ def _entry(
     run: Run, names: tuple[str, ...], group: Sequence[Record], cells: Mapping[str, str], short: Mapping[str, str]
 ) -> GalleryEntry:
     by_question: dict[tuple[str, tuple[str, ...]], dict[str, Answer]] = {}
-    for record in group:  # a dataset may ask the same words twice, with other answers
+    for record in group:  # a dataset may repeat a question with different answers
         question = (record["content"]["prompt"], tuple(record["content"]["answers"]))
         by_question.setdefault(question, {}).setdefault(record["cell"], _answer(record, metric_of(run)))
     questions = [
@@ -169,8 +169,8 @@ def _answer(record: Record, metric: str) -> Answer:
 
 
 def _opened(name: str, digest: str) -> Image.Image | None:
-    """Return an image if its file is still what the run read, and where the run found it."""
-    if "://" in name:  # a page that is looked at later must not fetch anything
+    """Return an image, or None if its file has moved or changed since the run. URLs are not fetched."""
+    if "://" in name:
         return None
     try:
         page = page_named(name)
@@ -184,7 +184,10 @@ def _opened(name: str, digest: str) -> Image.Image | None:
 def _pictures(
     run: Run, images: Sequence[Image.Image | None], views: Mapping[str, int], names: Mapping[str, str]
 ) -> tuple[Picture | None, ...]:
-    """Return the images with the views of each cell whose plan has as many ``views`` as its records."""
+    """Return the images with their views by cell.
+
+    Skip cells whose recomputed view count differs from the recorded one.
+    """
     plans = {cell: _plans(run, cell, images) for cell in names if cell in views}
     plans = {cell: found for cell, found in plans.items() if sum(len(each.views) for each in found) == views[cell]}
     found: list[Picture | None] = []
@@ -197,7 +200,7 @@ def _pictures(
 
 
 def _plans(run: Run, cell: str, images: Sequence[Image.Image | None]) -> list[ViewPlan]:
-    """Return the views that a cell takes of each image; empty without an image, and for unknown settings."""
+    """Return the view plan of each available image in a cell; empty if the cell's settings are unknown."""
     try:
         pan_and_scan = recorded_settings(run.cells[cell]).pan_and_scan
         return [plan_views(*image.size, pan_and_scan) for image in images if image is not None]
@@ -209,15 +212,15 @@ def _picture(
     run: Run, image: Image.Image, by_plan: Mapping[ViewPlan, Sequence[str]], names: Mapping[str, str]
 ) -> Picture:
     shown = image.copy()
-    shown.thumbnail(_SHOWN, Image.Resampling.LANCZOS)
+    shown.thumbnail(_IMAGE_SIZE, Image.Resampling.LANCZOS)
     most = max(by_plan, key=lambda plan: plan.crops, default=None)
     if most is not None:
         _outline(shown, most)
     cell_views = tuple(
         CellViews(
             tuple(names[cell] for cell in cells),
-            tuple(_tile(image, plan, index, _side(run, cells[0])) for index in range(len(plan.views))[:_MOST_VIEWS]),
-            max(0, len(plan.views) - _MOST_VIEWS),
+            tuple(_tile(image, plan, index, _side(run, cells[0])) for index in range(len(plan.views))[:_MAX_VIEWS]),
+            max(0, len(plan.views) - _MAX_VIEWS),
         )
         for plan, cells in sorted(by_plan.items(), key=lambda each: each[0].crops)
     )
@@ -225,7 +228,7 @@ def _picture(
 
 
 def _outline(shown: Image.Image, plan: ViewPlan) -> None:
-    """Draw the crops on an image that was scaled down."""
+    """Outline the crops on a scaled-down image."""
     pen, scale = ImageDraw.Draw(shown), (shown.width / plan.width, shown.height / plan.height)
     for index, view in enumerate(plan.views[1:]):
         left, top, right, bottom = (edge * scale[at % 2] for at, edge in enumerate(view.box))
@@ -233,13 +236,13 @@ def _outline(shown: Image.Image, plan: ViewPlan) -> None:
 
 
 def _side(run: Run, cell: str) -> int:
-    """Return the side of a view as the model reads it, at most :data:`_TILE`."""
+    """Return the side of a view in pixels: the model's image size, at most :data:`_TILE`."""
     shape = run.loads.get(cell, {}).get("shape") or {}
     return min(_TILE, (shape.get("vision") or {}).get("image_size") or _TILE)
 
 
 def _tile(image: Image.Image, plan: ViewPlan, index: int, side: int) -> str:
-    """Return a view squashed to a square, as the model reads it, with a frame in the crop's colour."""
+    """Return the data URL of a view squashed to a square, as the model reads it; crops have a frame in their colour."""
     tile = image.resize((side, side), Image.Resampling.BILINEAR, box=plan.views[index].box)
     if index:
         pen = ImageDraw.Draw(tile)
@@ -254,7 +257,7 @@ def _data_url(image: Image.Image) -> str:
 
 
 def marked(answer: Answer, expected: Sequence[str]) -> Markup:
-    """Return a wrong answer with its differences from the closest accepted one in ``<mark>``; others unchanged."""
+    """Return a wrong answer with ``<mark>`` around its differences from the closest accepted one, others unmarked."""
     text = answer.text or ""
     if not expected or answer.score is None or answer.score == 1 or len(text) > _LONGEST_MARKED:
         return escape(text)
@@ -271,10 +274,10 @@ def marked(answer: Answer, expected: Sequence[str]) -> Markup:
 
 
 def render_gallery(run: Run) -> str:
-    """Return one HTML page with its images embedded; at most 200 documents.
+    """Return the gallery as one HTML page with embedded images; at most 200 documents.
 
     Raises:
-        RecordsError: see :func:`entries_of`.
+        RecordsError: as :func:`entries_of`.
     """
     cells, found = entries_of(run)
     environment = templates()
@@ -282,18 +285,18 @@ def render_gallery(run: Run) -> str:
     return environment.get_template("gallery.html.j2").render(
         cells=cells,
         metric=metric_title(run),
-        documents=found[:_MOST],
-        left_out=max(0, len(found) - _MOST),
+        documents=found[:_MAX_DOCUMENTS],
+        left_out=max(0, len(found) - _MAX_DOCUMENTS),
         totals=_totals(cells, found),
         light=draw.LIGHT,
         dark=draw.DARK,
-        url=Markup,  # of the data URLs that were made above
+        url=Markup,  # safe: the data URLs built above
         marked=marked,
     )
 
 
 def _totals(cells: dict[str, str], found: Sequence[GalleryEntry]) -> list[tuple[str, float | None, int, float]]:
-    """Return (cell, mean score, scored questions, mean views) of each cell."""
+    """Return the id, mean score, number of scored questions and mean view count of each cell."""
     totals: list[tuple[str, float | None, int, float]] = []
     for cell in cells:
         answers = [a for one in found for each in one.questions for a in each.answers if a.cell == cell]

@@ -107,7 +107,7 @@ def _answers(found: Answers) -> list[str]:
 def _breakdown(metric: str, groups: Groups) -> str:
     rows = [[plain_text(name), *map(quality_text, qualities)] for name, qualities in groups.rows]
     left_out = f" ({count(groups.left_out, 'smaller group')} not shown)" if groups.left_out else ""
-    title = f"{metric[:1].upper()}{metric[1:]} by {groups.name}, questions in brackets{left_out}"
+    title = f"{metric[:1].upper()}{metric[1:]} by {groups.name}, question counts in parentheses{left_out}"
     table = table_lines(["setting", *map(plain_text, groups.headings)], rows)
     if groups.small:
         return f"<details><summary>{plain_text(title)}</summary>\n\n{table}\n\n</details>"
@@ -115,7 +115,9 @@ def _breakdown(metric: str, groups: Groups) -> str:
 
 
 def _legend(facts: ReportData) -> str:
-    legend = "TTFT and TPOT are medians; 95% intervals in brackets; the verdict compares with float32 eager attention."
+    legend = (
+        "TTFT and TPOT are medians; 95% intervals in parentheses; the verdict compares with float32 eager attention."
+    )
     marked = any(each.uncertified for cell in facts.cells for each in (cell.ttft, cell.tpot, cell.p95))
     return legend + (r" \~ has too few samples for 99% confidence." if marked else "")
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 
-from panscan.model.random_weights import random_outline
+from panscan.model.random_weights import random_meta_model
 
 __all__ = ["Resolution", "resolve", "resolve_part"]
 
@@ -50,7 +50,7 @@ def resolve(symbol: str, arguments: Collection[str] = ()) -> Resolution:
 
 def resolve_part(path: str) -> Resolution:
     """Look up a module, parameter or buffer of a Gemma 3 model, such as ``model.vision_tower``."""
-    value: Any = _outline()
+    value: Any = _meta_model()
     for name in path.split("."):
         try:
             value = value[int(name)] if name.isdigit() else getattr(value, name)
@@ -60,8 +60,8 @@ def resolve_part(path: str) -> Resolution:
 
 
 @cache
-def _outline() -> Any:
-    model, _ = random_outline("tiny", torch.float32)
+def _meta_model() -> Any:
+    model, _ = random_meta_model("tiny", torch.float32)
     return model
 
 

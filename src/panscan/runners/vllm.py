@@ -22,7 +22,7 @@ from typing import Any
 
 from panscan.core import PanscanError, Request, Result, SettingError, Stamps, UnsupportedError, now
 from panscan.model.bundled import bundled_directory
-from panscan.model.checkpoint import load_outline
+from panscan.model.checkpoint import load_meta_model
 from panscan.model.inputs import DecodedRequest, plan_request, read_images
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.model.observation import ForcedTokens, Observation
@@ -68,7 +68,7 @@ class VllmRunner:
             write_shape(settings.model_shape, Path(self._source))
         device = resolve_device(settings.device)
         dtype = resolve_dtype(settings.dtype, device)
-        self.loaded = load_outline(
+        self.loaded = load_meta_model(
             self._source, dtype, device, revision=settings.revision, embedding=self._folder is None
         )
         self._llm: Any = None
@@ -142,7 +142,7 @@ class VllmRunner:
         return found
 
     def drop(self) -> None:
-        """Shut down the LLM; the outline of the model stays loaded."""
+        """Shut down the LLM; the meta model stays loaded."""
         self._shut()
 
     def close(self) -> None:

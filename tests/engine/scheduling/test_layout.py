@@ -1,4 +1,4 @@
-"""Image blocks in a prompt, against a list that says for each position which block it belongs to."""
+"""Image spans in a prompt, against a list that says for each position which span it belongs to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SOFT = 9
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[PromptLayout, list[int | None]]:
-    """A layout, and for each position the index of its image block or None for text."""
+    """A layout, and for each position the index of its image span or None for text."""
     owners: list[int | None] = []
     spans: list[Span] = []
     for length, image in draw(st.lists(st.tuples(st.integers(1, 6), st.booleans()), max_size=8)):
@@ -24,12 +24,12 @@ def layouts(draw: st.DrawFn) -> tuple[PromptLayout, list[int | None]]:
 
 
 def cuts(owners: list[int | None], position: int) -> bool:
-    """Whether a chunk that ends here cuts an image block."""
+    """Whether a chunk that ends here cuts an image span."""
     return 0 < position < len(owners) and owners[position] is not None and owners[position - 1] == owners[position]
 
 
 @given(layouts())
-def test_cut_back_is_the_last_boundary_that_cuts_no_image_block(drawn: tuple[PromptLayout, list[int | None]]) -> None:
+def test_cut_back_is_the_last_boundary_that_cuts_no_image_span(drawn: tuple[PromptLayout, list[int | None]]) -> None:
     layout, owners = drawn
     for position in range(len(owners) + 1):
         expected = max(at for at in range(position + 1) if not cuts(owners, at))
@@ -37,7 +37,7 @@ def test_cut_back_is_the_last_boundary_that_cuts_no_image_block(drawn: tuple[Pro
 
 
 @given(layouts())
-def test_a_chunk_ends_before_an_image_block_it_cannot_hold_unless_it_would_be_empty(
+def test_a_chunk_ends_before_an_image_span_it_cannot_hold_unless_it_would_be_empty(
     drawn: tuple[PromptLayout, list[int | None]],
 ) -> None:
     layout, owners = drawn

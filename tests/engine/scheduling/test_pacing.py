@@ -46,7 +46,7 @@ def over_time(gaps: list[float]) -> list[float]:
 
 
 @given(pieces=PIECES, seconds=st.integers(-2, 30), view=st.integers(0, 9), data=st.data())
-def test_the_longest_chunk_that_fits_and_cuts_no_image_block(
+def test_the_longest_chunk_that_fits_and_cuts_no_image_span(
     pieces: list[bytes | tuple[int, ...]], seconds: int, view: int, data: st.DataObject
 ) -> None:
     ids, layout = prompt(pieces)

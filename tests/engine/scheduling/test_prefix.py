@@ -60,8 +60,8 @@ def test_images_of_equal_tokens_that_begin_elsewhere_have_other_names() -> None:
     assert first.hashes != second.hashes
 
 
-def test_image_blocks_of_other_lengths_share_no_name_not_even_of_where_they_are_alike() -> None:
-    """What a token of an image block is depends on the whole block."""
+def test_image_spans_of_other_lengths_share_no_name_not_even_of_where_they_are_alike() -> None:
+    """What a token of an image span is depends on the whole span."""
     ids = [1] + [9] * 8 + [1]
     first, second = (Sequence(0, ids, 10, PromptLayout([Span(1, end, b"key")]), 11) for end in (7, 9))
     for each in (first, second):

@@ -13,7 +13,7 @@ from tests.model.stored.small import CHECKPOINTS, TEXT_ONLY, Checkpoint, dense_w
 
 from panscan.core import ModelError, PanscanError, UnsupportedError
 from panscan.linear.quantized import QuantizedLinear, WeightFormat
-from panscan.model.checkpoint import Loaded, Placement, load_model, load_outline, load_shard_of
+from panscan.model.checkpoint import Loaded, Placement, load_meta_model, load_model, load_shard_of
 from panscan.model.inventory import inventory
 from panscan.model.load import load_for
 from panscan.model.stored import stored_scheme
@@ -126,8 +126,8 @@ def test_shards_together_are_the_whole_model(name: str, tmp_path: Path) -> None:
             assert torch.equal(torch.cat(parts, 1 if split_inputs else 0), linear.dequantized()), path
     for shard, _ in shards:
         assert torch.isfinite(shard.model(input_ids=torch.tensor([[2, 10]])).logits).all()
-    outline = load_outline(directory, torch.bfloat16, CPU, revision=None, embedding=False)
-    assert getattr(outline.model.config, "quantization_config", None) is None
+    meta_model = load_meta_model(directory, torch.bfloat16, CPU, revision=None, embedding=False)
+    assert getattr(meta_model.model.config, "quantization_config", None) is None
 
 
 def test_reordered_channels_cannot_be_split_over_ranks(tmp_path: Path) -> None:

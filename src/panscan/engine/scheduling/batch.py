@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections import abc
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -56,7 +56,7 @@ class SamplingRow:
     sampling: Sampling
     seed: int
     position: int
-    token_ids: Rows[int] | None = None
+    token_ids: abc.Sequence[int] | None = None
     allowed: NDArray[np.uint8] | None = field(default=None, compare=False)  # == of arrays is an array
 
 
@@ -65,7 +65,7 @@ class FlatBatch:
     """One pass: T rows (tokens) in C chunks, one chunk per sequence, chunk after chunk.
 
     A row at position p attends to the keys ``[lo, hi)`` of its sequence. ``hi`` is its entry in ``ends``: the end of
-    the image block for an image token, p + 1 for text. ``lo`` is ``max(0, p - window + 1)`` in local layers and 0 in
+    the image span for an image token, p + 1 for text. ``lo`` is ``max(0, p - window + 1)`` in local layers and 0 in
     global ones. Position p of a sequence is in slot ``table[p // block_size] * block_size + p % block_size`` of a
     layer's KV cache.
 
@@ -140,7 +140,7 @@ class FlatBatch:
     def sampled_rows(self) -> Self:
         """Return the sampled rows as single-row chunks, which attend as they do here. For attention plans only.
 
-        A chunk does not cut an image block, so its last row attends to no later key, like a decode row.
+        A chunk does not cut an image span, so its last row attends to no later key, like a decode row.
         """
         rows = self.sampled
         chunks = self.chunk_of_row[rows]

@@ -24,7 +24,7 @@ def graph_sizes(decode_rows: int, chunk_rows: int) -> list[Size]:
     """Return the sizes to record: decode rows alone, short chunks alone (questions about cached images, last chunks of
     prompts), and both together. Longer passes keep the device busy while their kernels are launched one by one.
 
-    A TPOT target leads to many passes of one image block (256 tokens) and some text: their sizes are close together.
+    A TPOT target leads to many passes of one image span (256 tokens) and some text: their sizes are close together.
 
     Args:
         decode_rows: maximum decode rows per pass.

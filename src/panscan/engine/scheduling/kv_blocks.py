@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import struct
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, abc
 from collections.abc import Iterable, MutableSequence
-from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -119,7 +118,7 @@ class BlockPool:
 _HASH_BYTES = 32
 
 
-def block_hash(parent: bytes, ids: Rows[int], images: Rows[tuple[int, bytes]]) -> bytes:
+def block_hash(parent: bytes, ids: abc.Sequence[int], images: abc.Sequence[tuple[int, bytes]]) -> bytes:
     """Return the SHA-256 of a block's content and its whole prefix.
 
     Every part is hashed with its length, so that different arguments never form the same message.
@@ -127,7 +126,7 @@ def block_hash(parent: bytes, ids: Rows[int], images: Rows[tuple[int, bytes]]) -
     Args:
         parent: hash of the previous block; empty for the first.
         ids: the block's token ids.
-        images: (offset in this block, image key) of each image block that starts in it. Keys and values of an image
+        images: (offset in this block, image key) of each image span that starts in it. Keys and values of an image
             token depend on the whole image. Later blocks of the image inherit this through ``parent``.
     """
     message = [struct.pack("<I", len(parent)), parent, struct.pack(f"<I{len(ids)}q", len(ids), *ids)]
@@ -139,8 +138,8 @@ def block_hash(parent: bytes, ids: Rows[int], images: Rows[tuple[int, bytes]]) -
 def extend_hashes(sequence: Sequence, block_size: int) -> None:
     """Extend ``sequence.hashes`` to all full blocks of the known ids.
 
-    Blocks that continue an image are not hashed: hashing hundreds of them takes a millisecond. They get the hash of the
-    last hashed block, followed by a counter.
+    A block that starts inside an image span and does not extend past it is not hashed: hashing hundreds of them takes a
+    millisecond. It gets the last computed hash and a counter.
     """
     hashes, ids = sequence.hashes, sequence.ids
     known = len(ids) - sequence.pending
@@ -160,11 +159,11 @@ def extend_hashes(sequence: Sequence, block_size: int) -> None:
 
 
 def _image_key(span: Span) -> bytes:
-    """Return what identifies an image block: its length and its view."""
+    """Return the key of an image span: its length and the key of its view."""
     return (span.end - span.start).to_bytes(4, "little") + span.key
 
 
-_WORTH_WAITING = 128  # tokens: computing them takes about as long as a pass takes to read the weights
+_WORTH_WAITING = 128  # tokens: computing them takes about as long as a step takes to read the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +252,7 @@ class KVBlocks:
 
     def claim(self, sequence: Sequence, chunk: int) -> tuple[int, int]:
         """Return the global and local blocks that a running sequence will soon need in addition to those it holds: for
-        its remaining tokens and one more block of output."""
+        the tokens it has, plus one block of output."""
         counts = [0, 0]
         for group in self._groups:
             holds = len(group.table(sequence)) - group.first(sequence.computed)
@@ -263,8 +262,8 @@ class KVBlocks:
     def hit(self, sequence: Sequence) -> int:
         """Return the length in tokens of the longest cached prefix that the sequence can reuse.
 
-        The prefix ends at the end of a block and not inside an image block, leaves at least one token to compute, and
-        has all global blocks and the local blocks that the next token reads.
+        The prefix ends on a block boundary outside image spans, leaves at least one token to compute, and has all
+        global blocks and the local blocks that the next token reads.
         """
         if not (self.prefix_caching and sequence.reuse):
             return 0
@@ -390,7 +389,7 @@ class KVBlocks:
         sequence.registered = full
 
     def _aligned(self, layout: PromptLayout, hit: int) -> int:
-        """Return the longest prefix up to ``hit`` that ends at the end of a block and not inside an image block."""
+        """Return the length of the longest prefix up to ``hit`` that ends on a block boundary outside image spans."""
         while (shorter := layout.cut_back(hit) // self.block_size * self.block_size) != hit:
             hit = shorter
         return hit

@@ -57,7 +57,7 @@ class MemoryFacts:
         working_bytes: most bytes that a pass, with its vision batch and CUDA graphs, needs at once.
         view_bytes: bytes of one encoded view; 0 for a text-only model, which has no vision cache.
         window: positions that a local layer attends to.
-        image_tokens: tokens of one image block.
+        image_tokens: tokens of one image span.
         max_positions: most tokens of one sequence.
         processes: processes that share the memory of the device: the tensor parallel size on a CPU, else 1.
     """
@@ -120,7 +120,7 @@ class MemoryBudget:
 
 
 def pass_rows(options: EngineOptions, image_tokens: int) -> int:
-    """Return the rows of the largest pass: a chunk that ends inside an image block, which is taken whole, and a row of
+    """Return the rows of the largest pass: a chunk that ends inside an image span, which is taken whole, and a row of
     every other sequence."""
     return options.prefill_chunk_size + image_tokens + options.max_num_seqs
 

@@ -9,9 +9,8 @@ the engine and its simulation in ``panscan plan`` share it.
 from __future__ import annotations
 
 import statistics
-from collections import deque
+from collections import abc, deque
 from collections.abc import Iterable
-from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from math import inf
 
@@ -22,7 +21,7 @@ __all__ = ["Pacer", "PassSize", "PrefillLimit"]
 _MARGIN = 0.95  # share of the target to aim at, because passes differ from their prediction
 _WINDOW = 8  # tokens that TPOT is averaged over
 _PATIENCE = 1.5  # seconds that a prompt may wait before the target is raised
-_LEAST_CHUNK = 288  # prompt tokens: an image block of Gemma 3 and the text around it
+_LEAST_CHUNK = 288  # prompt tokens: an image span of Gemma 3 and the text around it
 _SAMPLES = 9  # finished passes that a cost is the median of
 _FEWEST_SAMPLES = 3  # before a cost is used: a single pass may have compiled kernels
 _LEAST_ROWS = 64  # fewer prompt tokens say little about the cost of one
@@ -43,16 +42,16 @@ class PrefillLimit:
     view_seconds: float
 
     def cost(self, layout: PromptLayout, start: int, end: int) -> float:
-        """Return the predicted seconds of the chunk ``[start, end)``, with every image block as a view to encode."""
+        """Return the predicted seconds of the chunk ``[start, end)``, with every image span as a view to encode."""
         return (end - start) * self.row_seconds + len(layout.within(start, end)) * self.view_seconds
 
     def reach(self, layout: PromptLayout, start: int, end: int) -> int:
-        """Return the end of the longest chunk that fits in the time and cuts no image block; ``start`` if none does.
+        """Return the end of the longest chunk that fits in the time and cuts no image span; ``start`` if none does.
 
         Args:
-            layout: image blocks of the prompt.
-            start: start of the chunk, not inside an image block.
-            end: largest possible end, not inside an image block.
+            layout: image spans of the prompt.
+            start: start of the chunk, not inside an image span.
+            end: largest possible end, not inside an image span.
         """
         left, at = self.seconds, start
         for span in layout.within(start, end):
@@ -111,7 +110,7 @@ class Pacer:
         self._finished_at = -inf
 
     def limit(
-        self, now: float, inflight: PassSize | None, requests: Iterable[tuple[Sequence, float, Rows[float]]]
+        self, now: float, inflight: PassSize | None, requests: Iterable[tuple[Sequence, float, abc.Sequence[float]]]
     ) -> PrefillLimit | None:
         """Return the limit of the next pass; None if no request decodes or the costs are not known yet.
 

@@ -1,9 +1,9 @@
-"""The scheduler: chooses which tokens the next pass computes, first come, first served, within budgets and blocks."""
+"""The scheduler: chooses which tokens the next step computes, first come, first served, within budgets and blocks."""
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence as Rows
+from collections import abc
 from dataclasses import dataclass, replace
 
 from panscan.engine.scheduling.kv_blocks import KVBlocks
@@ -15,7 +15,7 @@ __all__ = ["Scheduler"]
 
 @dataclass(slots=True)
 class _Budget:
-    """Prompt tokens, image blocks and device time (None: no limit) that remain for the prefill of one step."""
+    """Prompt tokens, image spans and device time (None: no limit) that remain for the prefill of one step."""
 
     tokens: int
     views: int | None
@@ -50,7 +50,7 @@ class _Budget:
             self.limit = replace(self.limit, seconds=self.limit.seconds - cost)
 
 
-class _PassPlan:
+class _StepPlan:
     """A step while it is being scheduled."""
 
     def __init__(self, budget: _Budget) -> None:
@@ -76,9 +76,9 @@ class Scheduler:
     Args:
         blocks: KV cache blocks.
         max_num_seqs: maximum running sequences.
-        prefill_chunk_size: maximum prompt tokens per step, over all sequences. A longer image block is computed whole,
+        prefill_chunk_size: maximum prompt tokens per step, over all sequences. A longer image span is computed whole,
             as the only prefill of its step.
-        max_views: maximum image blocks per step, at least 1; None: no limit.
+        max_views: maximum image spans per step, at least 1; None: no limit.
     """
 
     def __init__(
@@ -90,16 +90,16 @@ class Scheduler:
         self._max_views = max_views
         self._waiting: list[Sequence] = []  # both sorted by number
         self._running: list[Sequence] = []
-        self.preempted: Rows[Sequence] = ()  # sequences preempted by the last schedule()
+        self.preempted: abc.Sequence[Sequence] = ()  # sequences preempted by the last schedule()
         self.preemptions = 0
 
     @property
-    def waiting(self) -> Rows[Sequence]:
+    def waiting(self) -> abc.Sequence[Sequence]:
         """Sequences that hold no blocks, including preempted ones; oldest first."""
         return tuple(self._waiting)
 
     @property
-    def running(self) -> Rows[Sequence]:
+    def running(self) -> abc.Sequence[Sequence]:
         """Admitted sequences, oldest first."""
         return tuple(self._running)
 
@@ -127,9 +127,10 @@ class Scheduler:
     def schedule(self, limit: PrefillLimit | None = None) -> Step | None:
         """Return the next step with its blocks allocated; None if there is nothing to compute.
 
-        Decode rows come first, then prefill chunks, each from the oldest to the youngest sequence. The oldest running
-        sequence always gets a chunk, unless only its last token is missing, so every sequence finishes after finitely
-        many steps. The previous pass must have been launched; its results are not needed.
+        Decode rows come first, then prefill chunks, each from the oldest to the youngest sequence. Without ``limit``,
+        the oldest running sequence always gets a chunk, unless it has reached its maximum length and only awaits its
+        last token. Every sequence therefore finishes after finitely many steps. The previous step must have been
+        launched; its results are not needed.
 
         Args:
             limit: device time for the step's prefill. Ignored while no sequence decodes. Decoding sequences finish
@@ -137,7 +138,7 @@ class Scheduler:
         """
         if not any(each.decodes and not each.full for each in self._running):
             limit = None
-        plan = _PassPlan(_Budget(self._prefill_chunk_size, self._max_views, limit))
+        plan = _StepPlan(_Budget(self._prefill_chunk_size, self._max_views, limit))
         for sequence in self.running:
             if sequence in plan.preempted:
                 break
@@ -173,7 +174,7 @@ class Scheduler:
             if samples:
                 sequence.expect()
 
-    def _add_chunk(self, sequence: Sequence, plan: _PassPlan) -> None:
+    def _add_chunk(self, sequence: Sequence, plan: _StepPlan) -> None:
         """Add a running sequence's chunk to the step, preempting the youngest sequences for blocks if necessary.
 
         A sequence may preempt itself. Sequences are scheduled from the oldest to the youngest, so a preempted one has
@@ -192,7 +193,7 @@ class Scheduler:
                 return
         plan.add(Chunk(sequence, sequence.computed, end))
 
-    def _admit(self, plan: _PassPlan) -> None:
+    def _admit(self, plan: _StepPlan) -> None:
         """Admit waiting sequences in order, while running sequences, prefill budget and blocks allow it.
 
         A sequence whose prefix a running sequence is still computing waits, then reuses those blocks. Later sequences

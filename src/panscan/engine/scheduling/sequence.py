@@ -1,11 +1,11 @@
-"""Scheduling data types: a request's tokens, image blocks and block tables, and the chunks of a pass. No tensors."""
+"""Scheduling data types: a request's tokens, image spans and block tables, and the chunks of a pass. No tensors."""
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
+from collections import abc
 from collections.abc import Mapping, MutableSequence
-from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +18,7 @@ __all__ = ["Chunk", "PromptLayout", "Sequence", "Span", "Step", "flatten"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One image block: positions ``[start, end)`` of a prompt, and the key of its view."""
+    """One image span: positions ``[start, end)`` of a prompt, and the key of its view."""
 
     start: int
     end: int
@@ -26,19 +26,19 @@ class Span:
 
 
 class PromptLayout:
-    """The image blocks of one prompt, in order.
+    """The image spans of one prompt, in order.
 
     Args:
         spans: disjoint, ascending, none empty.
     """
 
-    def __init__(self, spans: Rows[Span] = ()) -> None:
+    def __init__(self, spans: abc.Sequence[Span] = ()) -> None:
         self.spans = tuple(spans)
         self._starts = [span.start for span in self.spans]
 
     @classmethod
-    def of(cls, ids: Rows[int], soft_id: int | None, keys: Rows[bytes]) -> PromptLayout:
-        """Return the layout of a prompt's ids: each run of ``soft_id`` is one image block; ``keys`` are in order.
+    def of(cls, ids: abc.Sequence[int], soft_id: int | None, keys: abc.Sequence[bytes]) -> PromptLayout:
+        """Return the layout of a prompt's ids: each run of ``soft_id`` is one image span; ``keys`` are in order.
 
         Raises:
             ValueError: the numbers of runs and keys differ.
@@ -52,33 +52,33 @@ class PromptLayout:
                 spans.append(Span(start, at, keys[len(spans)] if len(spans) < len(keys) else b""))
                 start = None
         if len(spans) != len(keys):
-            raise ValueError(f"{len(spans)} image blocks and {len(keys)} views")
+            raise ValueError(f"{len(spans)} image spans and {len(keys)} views")
         return cls(spans)
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the longest image block; 0 if there is none."""
+        """Number of tokens of the longest image span; 0 if there is none."""
         return max((span.end - span.start for span in self.spans), default=0)
 
     def within(self, start: int, end: int) -> tuple[Span, ...]:
-        """Return the image blocks that begin in ``[start, end)``."""
+        """Return the image spans that begin in ``[start, end)``."""
         return self.spans[bisect_left(self._starts, start) : bisect_left(self._starts, end)]
 
     def cut_back(self, position: int) -> int:
-        """Return the last position up to ``position`` where a chunk may end, that is, outside of image blocks."""
+        """Return the last position up to ``position`` where a chunk may end, that is, outside of image spans."""
         span = self.around(position)
         return position if span is None else span.start
 
     def cut(self, start: int, end: int) -> int:
-        """Return the end of a chunk ``[start, end)`` that does not cut an image block: ``end``, or the start of the
-        block around it, or the end of the block if the chunk would be empty otherwise."""
+        """Return the end of a chunk ``[start, end)`` that does not cut an image span: ``end``, or the start of the
+        span around it, or the end of the span if the chunk would be empty otherwise."""
         span = self.around(end)
         if span is None:
             return end
         return span.start if span.start > start else span.end
 
     def around(self, position: int) -> Span | None:
-        """Return the image block that has ``position`` strictly between its first token and its end."""
+        """Return the image span that has ``position`` strictly between its first token and its end."""
         index = bisect_right(self._starts, position) - 1
         if index < 0:
             return None
@@ -97,7 +97,7 @@ class Sequence:
         number: arrival order, starting at 0; earlier requests have priority.
         ids: the prompt and all output tokens so far.
         prompt_tokens: number of prompt tokens in ``ids``.
-        layout: image blocks of the prompt.
+        layout: image spans of the prompt.
         limit: maximum number of tokens, prompt and output together.
         reuse: whether the request may start with cached blocks of other requests (not while the positions of its prompt
             are observed).
@@ -167,11 +167,11 @@ class Chunk:
 class Step:
     """What one pass computes: chunks in the order of their rows. Blocks for all their positions are allocated."""
 
-    chunks: Rows[Chunk]
+    chunks: abc.Sequence[Chunk]
 
 
 def flatten(
-    chunks: Rows[Chunk], *, block_size: int, window: int, slots: Mapping[bytes, int] | None = None
+    chunks: abc.Sequence[Chunk], *, block_size: int, window: int, slots: Mapping[bytes, int] | None = None
 ) -> FlatBatch:
     """Write the chunks of a pass into one flat batch, without anything to encode, sample or observe.
 
@@ -181,7 +181,7 @@ def flatten(
         chunks: chunks in the order of their rows; their sequences' tables have blocks for all positions.
         block_size: tokens per KV cache block.
         window: positions that a local layer attends to.
-        slots: vision cache slot by view key, of every image block in the chunks.
+        slots: vision cache slot by view key, of every image span in the chunks.
     """
     starts = np.array([chunk.start for chunk in chunks], np.int64)
     counts = np.array([chunk.end for chunk in chunks], np.int64) - starts
@@ -203,7 +203,7 @@ def flatten(
     )  # fmt: skip
 
 
-def _table(chunks: Rows[Chunk], kind: int, block_size: int, window: int | None) -> NDArray[np.int32]:
+def _table(chunks: abc.Sequence[Chunk], kind: int, block_size: int, window: int | None) -> NDArray[np.int32]:
     table = np.full((len(chunks), max((-(-chunk.end // block_size) for chunk in chunks), default=0)), -1, np.int32)
     for row, chunk in zip(table, chunks, strict=True):
         first = 0 if window is None else max(0, chunk.start - window + 1) // block_size

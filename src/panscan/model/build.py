@@ -1,7 +1,7 @@
-"""Transformers models with quantised decoder matrices, built before any weight is loaded.
+"""Build Transformers models before their weights are loaded, dense or with quantised decoder matrices.
 
-Dense decoder matrices are never allocated, so a model whose dense weights exceed the device's memory can be filled
-matrix by matrix (:func:`panscan.model.sharding.fill_shard`).
+A quantised model never allocates dense decoder matrices, so one whose dense weights exceed the device's memory can be
+filled matrix by matrix (:func:`panscan.model.sharding.fill_shard`).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from panscan.settings import GROUP_SIZES
 __all__ = [
     "build_model",
     "decoder_linears",
+    "empty_quantized_model",
     "fitting_group_size",
-    "quantized_outline",
     "set_computed_buffers",
     "set_module",
 ]
 
 
-def quantized_outline(config: Any, weight_format: WeightFormat, dtype: torch.dtype, device: torch.device) -> Any:
+def empty_quantized_model(config: Any, weight_format: WeightFormat, dtype: torch.dtype, device: torch.device) -> Any:
     """Build the model of a configuration with :class:`QuantizedLinear` in its decoder layers.
 
     Computed buffers are set; parameters and quantised weights are uninitialised.
