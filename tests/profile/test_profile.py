@@ -15,7 +15,7 @@ from tests.conftest import noise
 from panscan.cli.main import run
 from panscan.core import SettingError, UnsupportedError
 from panscan.model.phases import profiled
-from panscan.profile.modes import ENGINE, GENERATE_MODES, chosen_modes, mode_settings
+from panscan.profile.modes import ENGINE, GENERATE_MODES, chosen_modes, mode_settings, without_graphs
 from panscan.runners.gemma3n import gemma3n_config, random_gemma3n
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings
@@ -176,6 +176,8 @@ def test_each_runner_gets_only_the_settings_that_it_has() -> None:
         == ("generate", "static", None, "eager")  # fmt: skip
     with pytest.raises(UnsupportedError, match="cuda-graphs needs an NVIDIA GPU"):
         mode_settings(base, GENERATE_MODES["cuda-graphs"], on_gpu=False)
+    everything = [mode.name for mode in without_graphs(chosen_modes(["generate", "engine"], ["all"]))]
+    assert everything == ["dynamic", "static", "compiled", "engine"]
 
 
 def test_without_a_profiler_nothing_of_the_model_is_wrapped(tiny: GenerateRunner) -> None:

@@ -90,9 +90,14 @@ def command(**options: Any) -> None:
     modes = _modes(options, settings, given)
     if settings.model == "mini" and not settings.random_weights and "model" not in given:
         warn_mini()
+    from panscan.model.machine import resolve_device
+    from panscan.profile.modes import without_graphs
     from panscan.profile.run import checked_modes
     from panscan.profile.workload import profiled_requests, repeats_documents
 
+    if "all" in _names("--mode", options["modes"]) and resolve_device(settings.device).type != "cuda":
+        errors().print("--mode all: skipping cuda-graphs, which needs an NVIDIA GPU", soft_wrap=True)
+        modes = without_graphs(modes)
     with tempfile.TemporaryDirectory() as drawn:
         requests = profiled_requests(
             prompt, options["images"], settings, Path(drawn), max_pages=options["max_pages"]

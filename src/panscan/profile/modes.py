@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from panscan.core import SettingError, UnsupportedError
 from panscan.settings import ENGINE_AXES, ENGINE_LIMITS, Settings, axes, nearest
 
-__all__ = ["ENGINE", "GENERATE_MODES", "RUNNERS", "Mode", "chosen_modes", "mode_settings"]
+__all__ = ["ENGINE", "GENERATE_MODES", "RUNNERS", "Mode", "chosen_modes", "mode_settings", "without_graphs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +28,14 @@ class Mode:
     decode_compile: str | None = None
 
 
+_GRAPHS = "reduce-overhead"  # torch.compile's name of the mode that records CUDA graphs
 GENERATE_MODES = {
     mode.name: mode
     for mode in (
         Mode("dynamic", "generate(), dynamic cache", "dynamic", "off"),
         Mode("static", "generate(), static cache", "static", "off"),
         Mode("compiled", "generate(), static cache, compiled decode step", "static", "default"),
-        Mode("cuda-graphs", "generate(), static cache, compiled decode step, CUDA graphs", "static", "reduce-overhead"),
+        Mode("cuda-graphs", "generate(), static cache, compiled decode step, CUDA graphs", "static", _GRAPHS),
     )
 }
 ENGINE = Mode("engine", "panscan's engine")
@@ -67,6 +68,11 @@ def chosen_modes(runners: Sequence[str], modes: Sequence[str]) -> list[Mode]:
     return [*found, ENGINE] if "engine" in runners else found
 
 
+def without_graphs(modes: Sequence[Mode]) -> list[Mode]:
+    """Return the modes that need no NVIDIA GPU."""
+    return [mode for mode in modes if mode.decode_compile != _GRAPHS]
+
+
 def mode_settings(base: Settings, mode: Mode, *, on_gpu: bool) -> Settings:
     """Return the settings of one mode: the shared ones, without those that its runner does not have.
 
@@ -84,7 +90,7 @@ def mode_settings(base: Settings, mode: Mode, *, on_gpu: bool) -> Settings:
                 f"--tensor-parallel-size {base.tensor_parallel_size}: the profiler records one process; use 1"
             )
         return replace(base, runner="engine", max_num_seqs=base.batch_size, **ENGINE_LIMITS)
-    if mode.decode_compile == "reduce-overhead" and not on_gpu:
+    if mode.decode_compile == _GRAPHS and not on_gpu:
         raise UnsupportedError("--mode cuda-graphs needs an NVIDIA GPU; on a CPU use dynamic, static or compiled")
     plain = {name: axes()[name].default for name in ENGINE_AXES}
     return replace(base, **{**plain, "runner": "generate", "cache": mode.cache})
