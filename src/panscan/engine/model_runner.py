@@ -61,6 +61,8 @@ __all__ = [
 
 log = logging.getLogger("panscan.engine")
 
+_USUAL_VIEWS = 8  # at most, in a pass of 2,048 prompt tokens
+
 
 @dataclass(frozen=True, slots=True)
 class RunnerFacts:
@@ -288,8 +290,10 @@ class ModelRunner:
             return
         self._log_decision(f"vision attention: {self._vision.attention} ({self._vision.reason})")
         with self._stage("vision warm-up"):
-            for power in range(options.vision_batch_size.bit_length()):  # the sizes that it cuts batches into
-                blank = torch.zeros(1 << power, 3, spec.size, spec.size, device=self._device, dtype=loaded.dtype)
+            most = options.vision_batch_size
+            powers = (1 << power for power in range(most.bit_length()))
+            for count in sorted({*range(1, min(most, _USUAL_VIEWS) + 1), *powers}):
+                blank = torch.zeros(count, 3, spec.size, spec.size, device=self._device, dtype=loaded.dtype)
                 self._vision(blank)
 
     def _vision_layers(self) -> VisionLayers:

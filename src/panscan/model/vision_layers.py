@@ -99,8 +99,19 @@ class VisionLayers:
 
         They are those of ``model.get_image_features(pixels).pooler_output``.
         """
-        pieces = torch.split(pixels, _pieces(len(pixels)))
+        pieces = torch.split(pixels, self.batch_sizes(len(pixels)))
         return torch.cat([self._projector(self._encode(piece)) for piece in pieces])
+
+    def batch_sizes(self, views: int) -> list[int]:
+        """Return how many views are encoded at once, for so many views.
+
+        cuDNN builds a plan for each number of views that it meets, so there should be few: powers of two, the largest
+        first. PyTorch may choose cuDNN. The batch is cut, not padded: one view of the published models is 4,096 rows of
+        every product already.
+        """
+        if self.attention not in ("cudnn", "default"):
+            return [views]
+        return [1 << bit for bit in reversed(range(views.bit_length())) if views >> bit & 1]
 
     def working_bytes(self, views: int) -> int:
         """Return a generous bound on the bytes that encoding needs (see :func:`vision_working_bytes`)."""
@@ -208,15 +219,6 @@ def _milliseconds(attend: Attend, query: torch.Tensor, key: torch.Tensor, value:
             end.synchronize()
             times.append(start.elapsed_time(end) / _CALLS)
     return median(times[1:])
-
-
-def _pieces(views: int) -> list[int]:
-    """Return the powers of two that sum up to ``views``, the largest first.
-
-    cuDNN builds a plan for each number of views that it meets, so there should be few. The batch is cut, not padded:
-    one view of the published models is 4,096 rows of every product already.
-    """
-    return [1 << bit for bit in reversed(range(views.bit_length())) if views >> bit & 1]
 
 
 class _Encoder:

@@ -178,6 +178,9 @@ class History(RuleBasedStateMachine):
             assert each.computed % self.size == 0 and (each.reuse or each.computed == 0)
             older = [chunk for chunk in step.chunks if chunk.sequence.number < each.number]
             assert sum(chunk.end - chunk.start for chunk in older if not chunk.sequence.decodes) < self.chunk
+            ends = {chunk.sequence: chunk.end for chunk in step.chunks}
+            earlier = [one for one in running if one.number < each.number and not one.decodes]
+            assert all(ends.get(one) == len(one.ids) for one in earlier), "admitted behind an unfinished prompt"
             end = (each.computed + self.worth) // self.size * self.size
             for other in (chunk.sequence for chunk in older) if self.caching and each.reuse and end else ():
                 same = all(content(each, at) == content(other, at) for at in range(min(end, len(other.ids))))

@@ -58,6 +58,7 @@ class _StepPlan:
         self.decodes: list[Chunk] = []
         self.prefills: list[Chunk] = []
         self.preempted: list[Sequence] = []
+        self.cut_short = False  # whether a prompt continues in a later step
 
     def end(self, sequence: Sequence) -> int:
         return len(sequence.ids) if sequence.decodes else self.budget.end(sequence)
@@ -181,6 +182,7 @@ class Scheduler:
         no chunk in the step yet.
         """
         end = plan.end(sequence)
+        plan.cut_short |= end < len(sequence.ids)
         if end == sequence.computed or sequence.full:
             return
         while not self._blocks.extend(sequence, end):
@@ -196,10 +198,14 @@ class Scheduler:
     def _admit(self, plan: _StepPlan) -> None:
         """Admit waiting sequences in order, while running sequences, prefill budget and blocks allow it.
 
+        None is admitted behind a prompt that continues in a later step. The rest of the budget is too small for that
+        prompt's next image span, but not for the text before the first image of other prompts: the whole queue would be
+        admitted long before its turn, with blocks and pixels.
+
         A sequence whose prefix a running sequence is still computing waits, then reuses those blocks. Later sequences
         wait behind it, so the step's prefill budget goes to running sequences.
         """
-        while self._waiting and len(self._running) < self._max_num_seqs and not plan.budget.spent:
+        while self._waiting and len(self._running) < self._max_num_seqs and not (plan.budget.spent or plan.cut_short):
             oldest = self._waiting[0]
             hit = self._blocks.hit(oldest)
             if self._blocks.prefix_in_progress(oldest, hit, self._running):
