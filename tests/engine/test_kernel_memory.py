@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests import triton_here  # noqa: F401 - skips this module where there is no Triton
 
-SHARED = {86: 101_376, 90: 232_448}
+SHARED = {86: 101_376, 90: 232_448, 100: 232_448}
 """Bytes that one program may use, by compute capability (CUDA C++ Programming Guide, "Technical Specifications")."""
 
 

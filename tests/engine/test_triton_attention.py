@@ -68,7 +68,7 @@ class Pass:
 
     @property
     def backend(self) -> TritonBackend:
-        return TritonBackend(self.query.shape[-1], self.query.dtype)
+        return TritonBackend(self.query.shape[-1], self.query.dtype, shared_bytes=kernels.shared_bytes(DEVICE))
 
     def triton(self) -> TritonPlan:
         return self.backend.plan(self.batch, local=self.local, device=DEVICE)

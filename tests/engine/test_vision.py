@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from PIL import Image
-from tests.conftest import noise
 
 from panscan.core import SettingError
-from panscan.engine.vision import VisionCache, image_digest, view_key
-from panscan.images.pixels import PixelSpec, levels_of
+from panscan.engine.vision import VisionCache, view_key
+from panscan.images.pixels import PixelSpec
 
 KEYS = st.sampled_from([bytes([value]) for value in range(12)])
 SLOTS = 5
@@ -89,24 +86,12 @@ TestCache.settings = settings(max_examples=40, stateful_step_count=30, deadline=
 
 
 def test_keys_differ_in_all_that_pixels_depend_on() -> None:
-    picture = noise(40, 30)
     spec = PixelSpec(48)
-    digests = {
-        image_digest(levels_of(image))
-        for image in (picture, noise(40, 30, 1), picture.crop((0, 0, 40, 29)), Image.new("RGB", (2, 3)),
-                      Image.new("RGB", (3, 2)))
-    }  # fmt: skip
-    assert len(digests) == 5
-    assert image_digest(levels_of(picture)) in digests
-    large = np.zeros((2, 1 << 19, 3), np.uint8)  # three pieces, which several threads hash
-    large[0, 0, 0] = 1
-    turned, other = large.copy(), large.copy()
-    turned[0, 0, 0], turned[-1, -1, -1], other[-1, -1, -1] = 0, 1, 1
-    assert len({image_digest(each) for each in (large, turned, other, large.copy())}) == 3
+    digests = [bytes([number]) * 32 for number in range(5)]
     keys = {
         view_key(digest, box, preprocess, each)
         for digest in digests for box in ((0, 0, 4, 3), (0, 0, 3, 4)) for preprocess in ("cpu", "device")
         for each in (spec, replace(spec, size=96), replace(spec, mean=(0.5, 0.5, 0.4)))
     }  # fmt: skip
     assert len(keys) == 5 * 2 * 2 * 3
-    assert view_key(image_digest(levels_of(picture)), (0, 0, 4, 3), "cpu", PixelSpec(48)) in keys
+    assert view_key(digests[0], (0, 0, 4, 3), "cpu", PixelSpec(48)) in keys

@@ -511,11 +511,12 @@ def choose_backend(name: str, layer: LayerFacts) -> BackendChoice:
             return BackendChoice("sdpa", reason, SegmentsBackend())
     if reason is not None:
         raise UnsupportedError(f"--attention-backend triton: {reason}; use auto")
-    from panscan.engine.kernels import decode_units
+    from panscan.engine.kernels import decode_units, shared_bytes
 
     why = "requested" if name == "triton" else "on an NVIDIA GPU"
     units = decode_units(layer.kv_heads, layer.device)
-    return BackendChoice("triton", why, TritonBackend(layer.head_size, layer.dtype, units))
+    backend = TritonBackend(layer.head_size, layer.dtype, units, shared_bytes(layer.device))
+    return BackendChoice("triton", why, backend)
 
 
 def _no_vision(_pixels: torch.Tensor) -> torch.Tensor:

@@ -19,9 +19,10 @@ from panscan.engine.request_state import RequestState, RequestView
 from panscan.engine.scheduling.sequence import PromptLayout
 from panscan.engine.scheduling.sequence import Sequence as Tokens
 from panscan.engine.views import PixelRef
-from panscan.engine.vision import KnownFiles, image_digest, view_key
+from panscan.engine.vision import KnownFiles, view_key
 from panscan.images.files import Page, PageBytes, image_size, in_memory, open_image
-from panscan.images.pixels import PixelSpec, levels_of
+from panscan.images.page_levels import copy_levels
+from panscan.images.pixels import PixelSpec
 from panscan.images.views import ViewPlan, plan_views
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import images_of, plan_sizes
@@ -51,8 +52,8 @@ class _ReadImage:
 
     Args:
         size: (width, height), upright.
-        digest: see :func:`panscan.engine.vision.image_digest`.
-        levels: ``[height, width, 3]``; None: not decoded, because all views are known.
+        digest: see :func:`panscan.images.page_levels.copy_levels`.
+        levels: ``[height, width, 4]``: red, green, blue and 0; None: not decoded, because all views are known.
     """
 
     size: tuple[int, int]
@@ -218,6 +219,6 @@ class Preparer:
 
 def _decoded(image: Page | PageBytes | Image.Image) -> _ReadImage:
     """Decode an image. The levels are a copy: the caller may modify their image afterwards."""
-    levels = levels_of(open_image(image, copy=False))
-    height, width, _ = levels.shape
-    return _ReadImage((width, height), image_digest(levels), levels)
+    page = open_image(image, copy=False)
+    levels, digest = copy_levels(page)
+    return _ReadImage(page.size, digest, levels)

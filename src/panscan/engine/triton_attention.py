@@ -132,13 +132,14 @@ class TritonBackend:
         dtype: dtype of queries, keys and values.
         units: decode rows that keep the device busy (:func:`panscan.engine.kernels.decode_units`); with fewer, rows
             that share a prefix are not grouped.
+        shared_bytes: shared memory that one program may use (:func:`panscan.engine.kernels.shared_bytes`).
     """
 
-    def __init__(self, head_size: int, dtype: torch.dtype, units: int = 1) -> None:
+    def __init__(self, head_size: int, dtype: torch.dtype, units: int = 1, shared_bytes: int = 0) -> None:
         from panscan.engine.kernels import DECODE_MEMBERS, prefill_sizes
 
         self._members, self._units = DECODE_MEMBERS, units
-        self.tile_rows = prefill_sizes(head_size, dtype.itemsize, shared_bytes=0).rows  # does not depend on the device
+        self.tile_rows = prefill_sizes(head_size, dtype.itemsize, shared_bytes).rows
 
     def plan(self, batch: FlatBatch, *, local: bool, device: torch.device) -> TritonPlan:
         """See :class:`panscan.engine.attention.Backend`."""

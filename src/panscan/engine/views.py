@@ -70,7 +70,7 @@ class PixelStore:
         """Compute the pixels of views and keep them; return a reference for each.
 
         Args:
-            levels: an image, uint8 ``[height, width, 3]``.
+            levels: an image, uint8 ``[height, width, 3]``, or 4 with padding.
             views: boxes in the image.
         """
         with self._lock:

@@ -4,42 +4,17 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import OrderedDict
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from threading import Lock
 from typing import TYPE_CHECKING
-
-import numpy as np
-from numpy.typing import NDArray
 
 from panscan.core import SettingError
 
 if TYPE_CHECKING:  # it imports PyTorch, which panscan plan does without
     from panscan.images.pixels import PixelSpec
 
-__all__ = ["KnownFiles", "VisionCache", "image_digest", "view_key"]
-
-_PIECE = 1 << 19  # bytes
-_HASHERS = 8  # threads: one alone needs 6 ms for a page of 2.4 million pixels
-
-
-def image_digest(levels: NDArray[np.uint8]) -> bytes:
-    """Return SHA-256 of an image's shape and of the SHA-256 of every half MiB of its levels, computed by threads."""
-    flat = levels.reshape(-1).data
-    parts = _hashers().map(lambda at: hashlib.sha256(flat[at : at + _PIECE]).digest(), range(0, len(flat), _PIECE))
-    return hashlib.sha256(repr(levels.shape).encode() + b"".join(parts)).digest()
-
-
-@cache
-def _hashers() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_HASHERS, thread_name_prefix="panscan-hash")
-
-
-if hasattr(os, "register_at_fork"):  # a child has the pool without its threads, and would wait for them
-    os.register_at_fork(after_in_child=_hashers.cache_clear)
+__all__ = ["KnownFiles", "VisionCache", "view_key"]
 
 
 def view_key(image: bytes, box: tuple[int, int, int, int], preprocess: str, spec: PixelSpec) -> bytes:
@@ -67,7 +42,7 @@ class KnownFiles:
         return hashlib.sha256(content).digest() + page.to_bytes(4, "little")
 
     def get(self, key: bytes) -> tuple[tuple[int, int], bytes] | None:
-        """Return the size (width, height) and the digest of a file's image (see :func:`image_digest`), if known."""
+        """Return the size (width, height) and the digest of a file's image if known, else None."""
         with self._lock:
             if key in self._known:
                 self._known.move_to_end(key)

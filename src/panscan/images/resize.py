@@ -21,15 +21,17 @@ __all__ = ["Resize", "by_kernel", "by_pillow", "by_torch", "choose_resize"]
 log = logging.getLogger(__name__)
 
 Resize = Callable[[NDArray[np.uint8], Sequence[View], PixelSpec, torch.device], torch.Tensor]
-"""A page's levels ``[height, width, 3]`` and its views to normalised pixels on a device, float32 ``[views, 3, size,
-size]``."""
+"""A page's levels ``[height, width, 3]``, or 4 with padding, and its views to normalised pixels on a device, float32
+``[views, 3, size, size]``."""
 
 _MOST_BYTES = 1 << 27  # of a page that the kernel takes; as many again hold its rows at the width of a view
 
 
 def by_pillow(levels: NDArray[np.uint8], views: Sequence[View], spec: PixelSpec, device: torch.device) -> torch.Tensor:
     """Resize on the host (see :data:`Resize`)."""
-    return pixels_pil(Image.fromarray(levels), views, spec, device)
+    height, width, channels = levels.shape
+    image = Image.frombytes("RGB", (width, height), levels.data, "raw", "RGB" if channels == 3 else "RGBX")
+    return pixels_pil(image, views, spec, device)
 
 
 def by_torch(levels: NDArray[np.uint8], views: Sequence[View], spec: PixelSpec, device: torch.device) -> torch.Tensor:
@@ -44,7 +46,7 @@ def by_kernel(levels: NDArray[np.uint8], views: Sequence[View], spec: PixelSpec,
     from panscan.images.resize_kernels import resized
 
     try:
-        squares = resized(upload(levels, device), views, spec.size)
+        squares = resized(upload(levels, device)[..., :3].contiguous(), views, spec.size)
     except torch.OutOfMemoryError:  # several pages at once beside a full KV cache
         return by_pillow(levels, views, spec, device)
     return normalised(squares, spec)

@@ -1,0 +1,74 @@
+"""Copies of an image's levels from Pillow's memory, against Pillow's own packing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from tests.conftest import noise
+
+from panscan.images.page_levels import copy_levels
+
+
+def check(image: Image.Image) -> None:
+    levels, _ = copy_levels(image)
+    assert levels.dtype == np.uint8 and levels.flags.c_contiguous
+    assert np.array_equal(levels[..., :3], np.asarray(image))
+    assert not levels[..., 3].any()
+
+
+@given(st.integers(1, 70), st.integers(1, 70), st.sampled_from(["RGBA", "L", "P", "CMYK", "RGB"]), st.data())
+@settings(max_examples=100)
+def test_levels_are_those_that_pillow_packs(width: int, height: int, mode: str, data: st.DataObject) -> None:
+    """The fourth byte in Pillow's memory depends on the mode that an image was converted from."""
+    image = noise(width, height).convert(mode).convert("RGB")
+    right, bottom = data.draw(st.integers(1, width)), data.draw(st.integers(1, height))
+    check(image)
+    check(image.crop((data.draw(st.integers(0, right - 1)), data.draw(st.integers(0, bottom - 1)), right, bottom)))
+
+
+@pytest.mark.parametrize("size", [(3000, 3001), (4_000_001, 2), (5, 3_200_000)])
+def test_pages_of_several_blocks_of_pillows_memory(size: tuple[int, int]) -> None:
+    check(noise(50, 61).resize(size, Image.Resampling.NEAREST))
+
+
+def test_a_pillow_that_shares_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before version 11.2."""
+    image = noise(60, 40).convert("RGBA").convert("RGB")
+    shared = copy_levels(image)[1]
+    monkeypatch.delattr(Image.Image, "__arrow_c_array__")
+    check(image)
+    assert len(shared) == len(copy_levels(image)[1]) == 32
+
+
+def test_the_copy_is_independent_of_the_image() -> None:
+    image: Any = noise(30, 20)
+    levels, _ = copy_levels(image)
+    before = levels.copy()
+    image.paste((1, 2, 3), (0, 0, 30, 20))
+    assert np.array_equal(levels, before)
+    del image
+    assert np.array_equal(levels, before)
+
+
+def test_digests_differ_with_the_size_and_every_strip() -> None:
+    picture = noise(40, 30)
+    pages = [
+        picture,
+        noise(40, 30, 1),
+        picture.crop((0, 0, 40, 29)),
+        Image.new("RGB", (2, 3)),
+        Image.new("RGB", (3, 2)),
+    ]
+    large = noise(50, 40).resize((1000, 900))  # several strips, copied by several threads
+    for at in (None, (0, 0), (999, 0), (0, 449), (999, 899)):
+        pages.append(large.copy())
+        if at is not None:
+            red, *others = large.getpixel(at)
+            pages[-1].putpixel(at, (red ^ 1, *others))
+    assert len({copy_levels(page)[1] for page in pages}) == len(pages)
+    assert [copy_levels(page.copy())[1] for page in pages] == [copy_levels(page)[1] for page in pages]
