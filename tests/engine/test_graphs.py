@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from copy import copy
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -17,7 +19,7 @@ from panscan.engine.graphs import Graphs, padded
 from panscan.engine.scheduling.batch import FlatBatch
 from panscan.engine.scheduling.graph_sizes import decode_sizes, graph_sizes
 from panscan.engine.scheduling.sequence import Chunk, PromptLayout, Sequence, flatten
-from panscan.engine.triton_attention import TritonBackend, TritonPlan
+from panscan.engine.triton_attention import TritonBackend, TritonPlan, shares_prefix
 
 HEADS, KV_HEADS, SIZE, HIDDEN = 2, 1, 16, 24
 SPARE = BLOCKS, BLOCKS + 1
@@ -153,6 +155,27 @@ def test_tiles_and_tables_of_a_pass_do_not_outlive_it(kinds: tuple[bool, ...]) -
     assert compared.check([text(9, 0, 28, 100)])
     assert compared.check([text(1, 140, 141, 200), text(2, 90, 91, 250)])
     assert compared.check([text(3, 2, 3, 300)])
+
+
+def test_passes_with_and_without_common_prefixes() -> None:
+    """They are recorded separately, and follow each other in any order."""
+    compared = Compared((False, True), 16, decode_rows=4, chunk_rows=32)
+    apart = [text(number, 150 + number, 151 + number, 20 * number) for number in range(4)]
+    together = [replace(chunk, sequence=copy(chunk.sequence)) for chunk in apart]
+    for chunk in together[1:]:
+        own = chunk.sequence.tables[0][9:]
+        chunk.sequence.tables = ([*together[0].sequence.tables[0][:9], *own],) * 2
+    backend = compared.backend
+    for chunks, shared in (
+        (apart, False),
+        (together, True),
+        (apart, False),
+        (together[:3], True),
+        (together[:1], False),
+    ):
+        batch = flatten(chunks, block_size=16, window=WINDOW)
+        assert shares_prefix(backend.inputs(batch, local=False)) == shared
+        assert compared.check(chunks)
 
 
 def test_passes_larger_than_every_graph_return_none() -> None:

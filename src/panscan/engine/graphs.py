@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from panscan.engine.readback import side_stream
 from panscan.engine.scheduling.batch import FlatBatch
 from panscan.engine.scheduling.graph_sizes import Size, graph_sizes
-from panscan.engine.triton_attention import KernelInputs, TritonBackend, TritonPlan, pack, unpack
+from panscan.engine.triton_attention import KernelInputs, TritonBackend, TritonPlan, pack, shares_prefix, unpack
 from panscan.images.transfer import upload
 
 __all__ = ["Graphs", "RunLayers", "padded"]
@@ -104,7 +104,7 @@ class Graphs:
         self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
         self._spare, self._window, self._block_size = spare, window, block_size
         self.capture, self.sizes = capture, graph_sizes(decode_rows, chunk_rows)
-        self._recorded: dict[Size, _Recorded] = {}
+        self._recorded: dict[tuple[Size, bool], _Recorded] = {}  # by size, and whether decode rows share prefixes
         self._pool: Any = None
         # All recorded passes share their block tables, wide enough for any sequence: only one of them runs at a time.
         width = -(-max(longest, chunk_rows) // block_size)
@@ -118,7 +118,8 @@ class Graphs:
         """Record all passes and yield the size of each when it is done: the largest first, as the others share its
         memory."""
         for size in sorted(self.sizes, key=sum, reverse=True):
-            self._recorded[size] = self._record(size)
+            for shared in (False, True) if self._may_share(size) else (False,):
+                self._recorded[size, shared] = self._record(size, shared)
             yield size
 
     @torch.no_grad()
@@ -134,8 +135,12 @@ class Graphs:
         size = self._fitting(singles, others)
         if size is None or chunks >= _CHUNKS:
             return None
-        recorded, behind = self._recorded[size], slice(size[0], size[0] + others)
-        self._load(recorded.inputs, padded(batch, *size, self._spare), size)
+        arrays = self._arrays(padded(batch, *size, self._spare), size)
+        recorded, behind = (
+            self._recorded[size, arrays.shared and self._may_share(size)],
+            slice(size[0], size[0] + others),
+        )
+        self._load(recorded.inputs, arrays)
         recorded.embedded[:singles].copy_(embedded[:singles])
         recorded.embedded[behind].copy_(embedded[singles:])
         hidden = recorded.replay()
@@ -151,20 +156,27 @@ class Graphs:
         )  # fmt: skip
         return min(fitting, key=lambda size: (size[1], size[0]), default=None)
 
-    def _record(self, size: Size) -> _Recorded:
+    def _may_share(self, size: Size) -> bool:
+        """Return whether passes of this size are recorded twice, for decode rows with and without common prefixes.
+
+        Only those without other rows are: most passes of many questions about the same documents.
+        """
+        return not size[1] and size[0] >= max(self._backend.units, 2)
+
+    def _record(self, size: Size, shared: bool) -> _Recorded:
         """Record a pass that consists of padding."""
-        batch = padded(FlatBatch.empty(self._block_size, self._window), *size, self._spare)
-        arrays, _ = self._arrays(batch, size)
-        inputs = torch.empty(len(pack(arrays)), dtype=torch.uint8, device=self._device)
-        positions, *parts = unpack(inputs, arrays)
+        arrays = self._arrays(padded(FlatBatch.empty(self._block_size, self._window), *size, self._spare), size)
+        inputs = torch.empty(len(pack(arrays.fixed)), dtype=torch.uint8, device=self._device)
+        positions, *parts = unpack(inputs, arrays.fixed)
         plans = {}
         for local, (decode_tables, prefill_tables) in self._tables.items():
             slots, lengths, groups, members, ends, tiles, *parts = parts
             kernel_inputs = KernelInputs(
                 slots, lengths, groups, members, ends, tiles, decode_tables[: size[0]], prefill_tables
             )
-            plans[local] = self._backend.bind(kernel_inputs, self._block_size, self._window if local else 0)
-        self._load(inputs, batch, size)
+            window = self._window if local else 0
+            plans[local] = self._backend.bind(kernel_inputs, self._block_size, window, shared=shared)
+        self._load(inputs, arrays)
         embedded = torch.zeros(sum(size), self._hidden_size, dtype=self._dtype, device=self._device)
 
         def body() -> torch.Tensor:
@@ -172,26 +184,26 @@ class Graphs:
 
         return _Recorded(embedded, inputs, self._captured(body) if self.capture else body)
 
-    def _arrays(self, batch: FlatBatch, size: Size) -> tuple[list[NDArray[Any]], list[NDArray[np.int32]]]:
-        """Return what a padded pass reads: arrays whose shapes depend on the size alone, and block tables."""
+    def _arrays(self, batch: FlatBatch, size: Size) -> _Arrays:
+        """Return what a padded pass reads."""
         fixed: list[NDArray[Any]] = [batch.positions]
-        tables = []
+        tables, shared = [], False
         for local in self._tables:
             inputs = self._backend.inputs(batch, local=local)
             tiles = np.zeros((-(-size[1] // self._backend.tile_rows) + _CHUNKS, 4), np.int32)
             tiles[: len(inputs.tiles)] = inputs.tiles
             fixed += [inputs.slots, inputs.lengths, inputs.groups, inputs.members, inputs.ends, tiles]
             tables += [inputs.decode_tables, inputs.prefill_tables]
-        return fixed, tables
+            shared |= shares_prefix(inputs)
+        return _Arrays(fixed, tables, shared)
 
-    def _load(self, inputs: torch.Tensor, batch: FlatBatch, size: Size) -> None:
+    def _load(self, inputs: torch.Tensor, arrays: _Arrays) -> None:
         """Fill the inputs of a recorded pass, and the block tables, with one copy from the host."""
-        fixed, tables = self._arrays(batch, size)
-        arrays = [*fixed, *tables]
-        packed = upload(pack(arrays), self._device)
+        every = [*arrays.fixed, *arrays.tables]
+        packed = upload(pack(every), self._device)
         inputs.copy_(packed[: len(inputs)])
         held = (table for pair in self._tables.values() for table in pair)
-        for to, table in zip(held, unpack(packed, arrays)[len(fixed) :], strict=True):
+        for to, table in zip(held, unpack(packed, every)[len(arrays.fixed) :], strict=True):
             to[: len(table), : table.shape[1]].copy_(table)
 
     def _captured(self, body: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -216,6 +228,21 @@ class Graphs:
             return hidden
 
         return replay
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrays:
+    """What a padded pass reads.
+
+    Args:
+        fixed: arrays whose shapes depend on the pass's size alone.
+        tables: block tables.
+        shared: whether decode rows share prefixes.
+    """
+
+    fixed: list[NDArray[Any]]
+    tables: list[NDArray[np.int32]]
+    shared: bool
 
 
 @dataclass(frozen=True, slots=True)

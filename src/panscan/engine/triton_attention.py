@@ -25,6 +25,7 @@ __all__ = [
     "TritonPlan",
     "pack",
     "prefix_groups",
+    "shares_prefix",
     "unpack",
     "unsupported_reason",
 ]
@@ -93,12 +94,14 @@ class TritonPlan:
         tile_rows: maximum rows per tile; a power of two, at least 16.
         block_size: tokens per KV cache block.
         window: positions that a row attends to, its own included; 0 for all.
+        shared: whether decode rows are expected to share prefixes, which only affects the speed.
     """
 
     inputs: KernelInputs[torch.Tensor]
     tile_rows: int
     block_size: int
     window: int
+    shared: bool = False
 
     @property
     def slots(self) -> torch.Tensor:
@@ -114,7 +117,7 @@ class TritonPlan:
             kernels.decode(
                 query, k_cache, v_cache, output, tables=inputs.decode_tables, lengths=inputs.lengths,
                 groups=inputs.groups, members=inputs.members, window=self.window, page_size=self.block_size,
-                scaling=scaling,
+                scaling=scaling, shared=self.shared,
             )  # fmt: skip
             kernels.prefill(
                 query, k_cache, v_cache, output, start=len(inputs.lengths), tiles=inputs.tiles,
@@ -130,31 +133,33 @@ class TritonBackend:
     Args:
         head_size: size of the attention heads; see :func:`unsupported_reason`.
         dtype: dtype of queries, keys and values.
-        units: decode rows that keep the device busy (:func:`panscan.engine.kernels.decode_units`); with fewer, rows
-            that share a prefix are not grouped.
+        units: number of decode rows that keep the device busy (:func:`panscan.engine.kernels.decode_units`). With
+            fewer, rows that share a prefix are not grouped.
         shared_bytes: shared memory that one program may use (:func:`panscan.engine.kernels.shared_bytes`).
     """
 
     def __init__(self, head_size: int, dtype: torch.dtype, units: int = 1, shared_bytes: int = 0) -> None:
         from panscan.engine.kernels import DECODE_MEMBERS, prefill_sizes
 
-        self._members, self._units = DECODE_MEMBERS, units
+        self._members, self.units = DECODE_MEMBERS, units
         self.tile_rows = prefill_sizes(head_size, dtype.itemsize, shared_bytes).rows
 
     def plan(self, batch: FlatBatch, *, local: bool, device: torch.device) -> TritonPlan:
         """See :class:`panscan.engine.attention.Backend`."""
         inputs = self.inputs(batch, local=local)
         tensors = KernelInputs(*unpack(upload(pack(inputs), device), inputs))
-        return self.bind(tensors, batch.block_size, batch.window if local else 0)
+        return self.bind(tensors, batch.block_size, batch.window if local else 0, shared=shares_prefix(inputs))
 
-    def bind(self, inputs: KernelInputs[torch.Tensor], block_size: int, window: int) -> TritonPlan:
-        """Return a plan that reads these tensors whenever it attends."""
-        return TritonPlan(inputs, self.tile_rows, block_size, window)
+    def bind(
+        self, inputs: KernelInputs[torch.Tensor], block_size: int, window: int, *, shared: bool = False
+    ) -> TritonPlan:  # fmt: skip
+        """Return a plan that reads these tensors whenever it attends. ``shared``: see :class:`TritonPlan`."""
+        return TritonPlan(inputs, self.tile_rows, block_size, window, shared)
 
     def inputs(self, batch: FlatBatch, *, local: bool) -> KernelInputs[NDArray[Any]]:
         """Return the kernels' inputs for one pass. Its leading single rows decode."""
         single, tables = batch.decode_rows, batch.tables[local]
-        groups, members = prefix_groups(batch, local=local, most=self._members, units=self._units)
+        groups, members = prefix_groups(batch, local=local, most=self._members, units=self.units)
         return KernelInputs(
             batch.slots(local=local), batch.ends[:single], groups, members, batch.ends[single:],
             self._tiles(batch, local), tables[:single], tables[single:],
@@ -172,6 +177,11 @@ class TritonBackend:
         keys = batch.ends[first_rows + rows - 1] - batch.first_keys(local=local)[first_rows]
         order = np.argsort(-keys, kind="stable")
         return np.stack([first_rows, rows, batch.positions[first_rows], chunks], axis=1)[order].astype(np.int32)
+
+
+def shares_prefix(inputs: KernelInputs[NDArray[Any]]) -> bool:
+    """Return whether any decode rows share a prefix."""
+    return bool(inputs.groups[:, 2].any())
 
 
 def pack(arrays: Sequence[NDArray[Any]]) -> NDArray[np.uint8]:
