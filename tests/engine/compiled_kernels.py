@@ -58,6 +58,7 @@ def main() -> None:
         each = {
             "prefill": (kernels._prefill, prefill_sizes(head_size, itemsize, most)),
             "decode": (kernels._decode, decode_sizes(head_size, itemsize, 2)),
+            "shared decode": (kernels._decode, decode_sizes(head_size, itemsize, 2, shared=True)),
         }
         for name, (kernel, sizes) in each.items():
             taken = shared(kernel, sizes, head_size, itemsize, int(capability))

@@ -67,7 +67,8 @@ def test_slots_beyond_32_bits() -> None:
 def test_triton_accepts_the_tile_sizes(head_size: int, itemsize: int) -> None:
     for group in range(1, 40):
         least, most = (prefill_sizes(head_size, itemsize, shared) for shared in (0, 1 << 20))
-        for sizes in (least, most, decode_sizes(head_size, itemsize, group)):
+        decode = [decode_sizes(head_size, itemsize, group, shared=shared) for shared in (False, True)]
+        for sizes in (least, most, *decode):
             assert all(number >= 16 and number.bit_count() == 1 for number in (sizes.rows, sizes.keys))
             assert sizes.warps.bit_count() == 1
         assert sizes.rows >= group

@@ -84,12 +84,14 @@ def decode_sizes(head_size: int, itemsize: int, group: int, *, shared: bool = Fa
         head_size: one of ``HEAD_SIZES``.
         itemsize: bytes per value.
         group: query heads per kv head.
-        shared: whether sequences share prefixes. Fewer programs run then, so each loads more tiles ahead.
+        shared: whether sequences share prefixes. Fewer programs run then, so each loads more keys at once.
     """
     rows = max(_FEWEST_ROWS, 1 << (DECODE_MEMBERS * group - 1).bit_length())
     if itemsize == 4:
         return Sizes(rows, 32 if head_size < 256 else 16, 4, 4)
-    return Sizes(rows, 64 if head_size < 256 else 32, 2, 6 if shared else 4)
+    if head_size == 128 and shared:
+        return Sizes(rows, 128, 4, 3)
+    return Sizes(rows, 64 if head_size < 256 else 32, 2, 4)
 
 
 def decode_units(kv_heads: int, device: torch.device) -> int:

@@ -13,14 +13,18 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image
+
+from panscan.images.transfer import empty_words
 
 __all__ = ["copy_levels"]
 
 _STRIPS = 8  # at most; one thread each
 _STRIP_BYTES = 1 << 18  # at least, and what a page is cut into that Pillow cannot share as a whole
 _BLOCK_BYTES = 15 << 20  # of pixels: Pillow stores images in blocks of 16 MiB, and shares no more than one
+_CPU = torch.device("cpu")
 _MASK = np.frombuffer(b"\xff\xff\xff\x00", np.uint32)
 
 
@@ -39,8 +43,12 @@ _pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
 
 
-def copy_levels(image: Image.Image) -> tuple[NDArray[np.uint8], bytes]:
+def copy_levels(image: Image.Image, device: torch.device = _CPU) -> tuple[NDArray[np.uint8], bytes]:
     """Return the levels of an RGB image, and their digest.
+
+    Args:
+        image: in mode RGB.
+        device: where the levels may be uploaded (see :func:`panscan.images.transfer.empty_words`).
 
     Returns:
         ``[height, width, 4]``: red, green, blue and 0 (Pillow stores four bytes per pixel, the last of which may have
@@ -49,7 +57,7 @@ def copy_levels(image: Image.Image) -> tuple[NDArray[np.uint8], bytes]:
     """
     image.load()
     width, height = image.size
-    words = np.empty((height, width), np.uint32)
+    words = empty_words((height, width), device)
     whole = _shared(image) if words.nbytes <= _BLOCK_BYTES else None
     rows = max(1, _STRIP_BYTES // (4 * width))
     if whole is not None:
