@@ -45,29 +45,44 @@ def comparison(record: Mapping[str, Any]) -> str:
     Args:
         record: of ``benchmarks/vllm_comparison.py --merge``.
     """
-    rows = [_verdict_row(name, found) for name, found in record["verdicts"].items()]
+    sides = _sides(record)
+    rows = [_verdict_row(name, found, sides) for name, found in record["verdicts"].items()]
     for part, figures in _FIGURES.items():
         if part in record["parts"]:
             shape = _SHAPES[part.partition("-")[2]]
-            rows += [_row(f"{shape}: {what}", record["parts"][part], take, digits) for what, take, digits in figures]
+            runs = record["parts"][part]
+            rows += [_row(f"{shape}: {what}", runs, take, digits, sides) for what, take, digits in figures]
     backend = " and ".join(_backends(record, "vllm-default"))
-    default = f"vLLM, default ({backend})" if backend else "vLLM, default"
-    headings = ["", "engine", "vLLM, exact (TRITON_ATTN)", default, "generate()"]
-    return table(headings, rows) + "\n\n" + _machine(record)
+    headings = {
+        "engine": "engine",
+        "vllm-exact": "vLLM, exact (TRITON_ATTN)",
+        "vllm-default": f"vLLM, default ({backend})" if backend else "vLLM, default",
+        "generate": "generate()",
+    }
+    return table(["", *(headings[side] for side in sides)], rows) + "\n\n" + _machine(record)
 
 
-def _row(what: str, runs: Sequence[Any], take: Callable[[Measured], list[float]], digits: int) -> list[str]:
+def _sides(record: Mapping[str, Any]) -> list[str]:
+    """Return the sides that were measured or have a verdict."""
+    found = {run["side"] for runs in record["parts"].values() for run in runs}
+    found |= {side for each in record["verdicts"].values() for side in each["verdicts"]}
+    return [side for side in _SIDES if side in found]
+
+
+def _row(
+    what: str, runs: Sequence[Any], take: Callable[[Measured], list[float]], digits: int, sides: Sequence[str]
+) -> list[str]:
     cells = []
-    for side in _SIDES:
+    for side in sides:
         values = [value for run in runs if run["side"] == side for value in take(_measured(run))]
         cells.append(ranged(values, digits) if values else "-")
     return [what, *cells]
 
 
-def _verdict_row(name: str, found: Mapping[str, Any]) -> list[str]:
+def _verdict_row(name: str, found: Mapping[str, Any], sides: Sequence[str]) -> list[str]:
     shape = name.partition("-")[2]
     what = f"verdict, {found['layers']} {_SHAPES[shape]} layers" if found["layers"] else f"verdict, {shape} model"
-    return [what, *(_verdict(found["verdicts"].get(side)) for side in _SIDES)]
+    return [what, *(_verdict(found["verdicts"].get(side)) for side in sides)]
 
 
 def _verdict(found: Mapping[str, Any] | None) -> str:
@@ -80,6 +95,12 @@ def _verdict(found: Mapping[str, Any] | None) -> str:
 def _measured(run: Mapping[str, Any]) -> Measured:
     [found] = run["record"]["measured"].values()
     return dict(found)
+
+
+def _order(record: Mapping[str, Any]) -> str:
+    """Return how the engine and exact vLLM were interleaved."""
+    counts = [sum(run["side"] == "engine" for run in runs) for runs in record["parts"].values()]
+    return " the engine and exact vLLM in both orders," if counts and min(counts) > 1 else " one after the other,"
 
 
 def _backends(record: Mapping[str, Any], side: str) -> list[str]:
@@ -106,8 +127,8 @@ def _machine(record: Mapping[str, Any]) -> str:
     return (
         f"True shapes, random weights, bfloat16; {work['views']} views, {work['prompt_tokens']:,} prompt and"
         f" {work['output_tokens']} output tokens per request. Median (range) of all turns. Each side runs in a process"
-        f" of its own; the engine and exact vLLM run on the same {len(gpus)} {facts['gpus'][0]['name']} in both orders,"
-        " vLLM with CUDA graphs up to 128 and its own preprocessing. Verdicts come from a saved checkpoint and show the"
+        f" of its own; all run on the same {len(gpus)} {facts['gpus'][0]['name']},{_order(record)} vLLM with CUDA"
+        " graphs up to 128 and its own preprocessing. Verdicts come from a saved checkpoint and show the"
         " ratio to the rounding noise; vLLM's come from its 20 most probable tokens at each position. Driver"
         f" {facts['gpus'][0]['driver']}{power}; {facts['cpu']}, torch {packages['torch']}, transformers"
         f" {packages['transformers']}, vLLM {packages.get('vllm', 'unknown')}, {record['created'][:10]}. Record:"
