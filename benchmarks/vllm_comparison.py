@@ -9,8 +9,9 @@
 A part runs its sides (the engine, vLLM with its exact and its default attention, ``generate()``), each in a process of
 its own, on all GPUs at once. The first two sides run on every GPU, in one order on even GPUs and in the other on odd
 ones; with one GPU, in both orders one after the other (``--rounds 2``). So each ratio is between figures of the same
-GPUs. The other sides run once. The parts are written after every process, and ``--merge`` makes the record. vLLM 0.24
-or later must be installed, or ``--vllm-path`` name the folder that holds it.
+GPUs. The other sides run once. With ``--engine-records``, a folder of records of the same workloads that were measured
+just before on this machine (``w4-4b.json``), the engine is not run again. The parts are written after every process,
+and ``--merge`` makes the record. vLLM 0.24 or later must be installed, or ``--vllm-path`` name the folder that holds it.
 """
 
 from __future__ import annotations
@@ -165,6 +166,12 @@ def run_job(job: Job, folder: Path, vllm_path: str) -> dict[str, Any]:
     return run | {"record": record}
 
 
+def known_run(path: Path) -> dict[str, Any]:
+    """Return a record of the engine, measured just before on this machine, as the run of a part."""
+    record = json.loads(path.read_text("utf-8"))
+    return {"side": "engine", "gpu": 0, "started": record["created"], "seconds": 0.0, "backends": [], "record": record}
+
+
 class Log:
     """Runs by part, written to a file after each."""
 
@@ -253,6 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, help="number of GPUs to use; default: all")
     parser.add_argument("--rounds", type=int, default=1, help="times per GPU, in alternating order; default 1")
     parser.add_argument("--vllm-path", default="", help="folder that holds vLLM, put before PYTHONPATH for vLLM alone")
+    parser.add_argument("--engine-records", type=Path, help="folder with the engine's records of the parts")
     parser.add_argument("--merge", type=Path, nargs="+", help="parts to merge into the record")
     parser.add_argument("--output", type=Path, help="the part's file, or the record")
     args, extra = parser.parse_known_args(argv)
@@ -263,8 +271,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--part and --output, or --merge")
     gpus = range(args.gpus or gpu_count() or 1)
     words = sys.argv[1:] if argv is None else argv
-    command = re.sub(r" --(output|vllm-path)[ =]\S+", "", " ".join(["python -m benchmarks.vllm_comparison", *words]))
+    command = re.sub(
+        r" --(output|vllm-path|engine-records)[ =]\S+", "", " ".join(["python -m benchmarks.vllm_comparison", *words])
+    )
     log = Log(args.output, command)
+    if args.engine_records is not None:
+        args.sides = [side for side in args.sides if side != "engine"]
+        for name in args.part:
+            log.add(Job(name, "engine", (), 0, vllm=False), known_run(args.engine_records / f"{name}.json"))
     with TemporaryDirectory(prefix="panscan-comparison-") as folder, ThreadPoolExecutor(len(gpus)) as pool:
 
         def work(queue: Sequence[Job]) -> None:

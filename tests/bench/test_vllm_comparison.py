@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from benchmarks.readme_tables import RECORDS, from_record, workload
-from benchmarks.vllm_comparison import PARTS, SIDES, VERDICTS, Job, merged, run_job, schedule
+from benchmarks.vllm_comparison import PARTS, SIDES, VERDICTS, Job, known_run, merged, run_job, schedule
 from benchmarks.vllm_tables import comparison
 from benchmarks.workload_tables import distinct_documents, questions
 from benchmarks.workloads.device import counted_joules
@@ -96,6 +96,13 @@ def test_the_table_shows_speed_and_verdict_of_every_side() -> None:
     assert cells(text, "4B: joules per request")[0] == "100 (100-100)"
     assert cells(text, "27B: requests/s, four questions")[3] == "-", "generate() has no caches"
     assert "vLLM 0.24.0" in text and "690 W" in text
+
+
+def test_a_record_of_the_engine_takes_the_place_of_a_run() -> None:
+    run = known_run(RECORDS / "w4-4b.json")
+    others = [part for part in parts() if "w4-4b" not in part["parts"]]
+    text = comparison(merged([*others, {"command": "python -m x", "parts": {"w4-4b": [run]}}]))
+    assert float(cells(text, "4B: requests/s")[0].split()[0]) > 1
 
 
 def test_sides_that_were_asked_something_else_are_not_compared() -> None:
