@@ -11,7 +11,7 @@ its own, on all GPUs at once. The first two sides run on every GPU, in one order
 ones; with one GPU, in both orders one after the other (``--rounds 2``). So each ratio is between figures of the same
 GPUs. The other sides run once. With ``--engine-records``, a folder of records of the same workloads that were measured
 just before on this machine (``w4-4b.json``), the engine is not run again. The parts are written after every process,
-and ``--merge`` makes the record. vLLM 0.24 or later must be installed, or ``--vllm-path`` name the folder that holds it.
+and ``--merge`` makes the record. vLLM 0.24 or later must be installed, or ``--vllm-path`` name the folder with it.
 """
 
 from __future__ import annotations
