@@ -61,6 +61,24 @@ with Engine.from_pretrained("tiny", **settings) as engine:
     assert int(growth) < 500  # the tokenizer takes gigabytes
 
 
+def test_no_collection_visits_what_was_there_when_the_engine_started() -> None:
+    """A full collection stops all threads. The last engine to close ends this, also after memory was released."""
+    code = """
+import gc
+from panscan.model.machine import release_memory
+counts = [gc.get_freeze_count()]
+with Engine.from_pretrained("tiny", **settings):
+    with Engine.from_pretrained("tiny", **settings):
+        release_memory()
+        counts.append(gc.get_freeze_count())
+    counts.append(gc.get_freeze_count())
+print(*counts, gc.get_freeze_count())
+"""
+    before, both, one, after = map(int, run_measured(SETTINGS + code))
+    assert before == after == 0
+    assert min(both, one) > 100_000
+
+
 def test_a_document_beyond_the_context_is_refused_before_a_page_is_decoded(
     tmp_path: Path, tiny: GenerateRunner
 ) -> None:

@@ -89,8 +89,8 @@ def decode_sizes(head_size: int, itemsize: int, group: int, *, shared: bool = Fa
     rows = max(_FEWEST_ROWS, 1 << (DECODE_MEMBERS * group - 1).bit_length())
     if itemsize == 4:
         return Sizes(rows, 32 if head_size < 256 else 16, 4, 4)
-    if head_size == 128 and shared:
-        return Sizes(rows, 128, 4, 3)
+    if shared:
+        return Sizes(rows, 128 if head_size < 256 else 64, 4, 3)
     return Sizes(rows, 64 if head_size < 256 else 32, 2, 4)
 
 
@@ -224,7 +224,9 @@ def _multiprocessors(device: torch.device) -> int:
 @cache
 def shared_bytes(device: torch.device) -> int:
     """Return the shared memory that Triton lets one program use on a GPU; no limit applies to the interpreter."""
-    return max_shared_mem(device.index) if device.type == "cuda" else 1 << 30
+    if device.type != "cuda":
+        return 1 << 30
+    return int(max_shared_mem(torch.cuda.current_device() if device.index is None else device.index))
 
 
 def _busy(device: torch.device) -> int:

@@ -46,7 +46,7 @@ from panscan.engine.ranks import (
 from panscan.engine.scheduling.batch import FlatBatch
 from panscan.model.checkpoint import Loaded
 from panscan.model.load import load_shard
-from panscan.model.machine import peak_memory, release_memory, reset_peak_memory
+from panscan.model.machine import freeze_objects, peak_memory, release_memory, reset_peak_memory
 from panscan.model.runtime import apply_tf32, quiet_libraries
 from panscan.model.sharding import ProcessRanks
 
@@ -130,6 +130,7 @@ class _Worker:
             self._drop_runner()
         self._session = start.session
         self._runner = ModelRunner(self._loaded, start.options, self._ranks, self._vocab_size)
+        self._unfreeze = freeze_objects()
         return self._runner.facts
 
     @staticmethod
@@ -219,6 +220,7 @@ class _Worker:
         if self._runner is not None:
             self._runner.close()
             self._runner = None
+            self._unfreeze()
         with self._arrived:
             self._held.clear()
         release_memory()
