@@ -16,10 +16,12 @@ from tests.engine.driving import Driver, requests
 from tests.footprint import run_measured
 
 from panscan import GenerateRunner, Request, Sampling
-from panscan.core import ImageError, SettingError
+from panscan.core import ImageError, SettingError, Stamps, now
 from panscan.engine.image_memory import ImageMemory
 from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
+from panscan.engine.prepare import Preparer
+from panscan.engine.request_state import RequestState
 
 OPTIONS = EngineOptions(kv_cache_gb=0.05)
 
@@ -141,6 +143,31 @@ def test_closed_memory_wakes_all_waiting_threads() -> None:
     memory.close()
     thread.join(60)
     assert not thread.is_alive()
+
+
+def test_pixels_on_a_gpu_have_a_budget_of_their_own(tiny: GenerateRunner) -> None:
+    """Requests wait until their pixels fit, decode within the other budget, and give both back."""
+    driver = Driver(tiny, OPTIONS)
+    assert tiny.loaded.reader.pixels is not None
+    view = 3 * tiny.loaded.reader.pixels.size**2 * 4
+    preparer = driver.loop.preparer = Preparer(
+        tiny.loaded, OPTIONS, driver.loop.vision.holds, driver.loop.runner, pixel_bytes=7 * view
+    )
+    assert preparer.pixel_memory is not None
+    first = driver.add(requests()[3])
+    assert (preparer.pixel_memory.taken, preparer.memory.taken) == (5 * view, 0)
+    other = replace(requests()[3], images=[noise(700, 100, 9)])
+    second = RequestState(1, other, Stamps(accepted=now()), lambda _: None, lambda _: None, seed=0)
+    with ThreadPoolExecutor(1) as thread:
+        prepared = thread.submit(preparer.prepare, second)
+        while not preparer.pixel_memory._waiting:
+            pass
+        assert (preparer.memory.taken, driver.pixels) == (0, 5)
+        driver.run(lambda: len(first.tokens) == 1)
+        prepared.result(60)
+    assert (preparer.pixel_memory.taken, preparer.memory.taken, driver.pixels) == (5 * view, 0, 5)
+    driver.loop.end(second, "cancelled")
+    assert (preparer.pixel_memory.taken, driver.pixels) == (0, 0)
 
 
 def test_memory_is_given_back_however_a_request_ends(tiny: GenerateRunner, tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ class Loop:
         )
         target = options.tpot_target_ms
         self._pacer = None if target is None else Pacer(target / 1e3)
-        self.preparer = Preparer(loaded, options, self.vision.holds, self.runner)
+        self.preparer = Preparer(loaded, options, self.vision.holds, self.runner, facts.pixel_bytes)
         self._overlap = facts.overlaps if options.overlap is None else options.overlap
         self._inflight: _InFlight | None = None
         self._states: dict[Tokens, RequestState] = {}
@@ -593,7 +593,7 @@ class Worker:
         self._closing = True
         for state in self._unfinished():
             self._end(state, "cancelled")
-        self.loop.preparer.memory.close()
+        self.loop.preparer.close()
         self.loop.close()
 
     def _unfinished(self) -> list[RequestState]:

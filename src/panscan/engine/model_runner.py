@@ -76,6 +76,7 @@ class RunnerFacts:
         blocks: KV cache blocks of global and of local layers.
         image_tokens: tokens of one encoded view; 0 for a text-only model.
         view_bytes: size of one encoded view; 0 for a text-only model.
+        pixel_bytes: pixels that may wait on the GPUs of all ranks; None: pixels are in host memory.
         decisions: startup choices with reasons, and startup timings, one line each.
     """
 
@@ -86,6 +87,7 @@ class RunnerFacts:
     blocks: tuple[int, int]
     image_tokens: int
     view_bytes: int
+    pixel_bytes: int | None
     decisions: tuple[str, ...]
 
 
@@ -380,7 +382,9 @@ class ModelRunner:
         return RunnerFacts(
             device=self._device.type, overlaps=overlaps, window=self._text.window if local else None,
             max_positions=self._text.max_positions, blocks=self._blocks, image_tokens=self._image_tokens,
-            view_bytes=self._view_bytes, decisions=tuple(self._decisions),
+            view_bytes=self._view_bytes,
+            pixel_bytes=None if self._pixel_bytes is None else self._pixel_bytes * self._ranks.size,
+            decisions=tuple(self._decisions),
         )  # fmt: skip
 
     @property

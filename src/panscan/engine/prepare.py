@@ -70,10 +70,12 @@ class Preparer:
         options: sets where pixels are computed, and the memory limit of images.
         known: returns whether a view's features are cached, so that its pixels need not be computed now.
         intake: receiver of the pixels.
+        pixel_bytes: pixels that may wait on a GPU; None: they are in host memory, and count as images.
     """
 
     def __init__(
-        self, loaded: Loaded, options: EngineOptions, known: Callable[[bytes], bool], intake: PixelIntake
+        self, loaded: Loaded, options: EngineOptions, known: Callable[[bytes], bool], intake: PixelIntake,
+        pixel_bytes: int | None = None,
     ) -> None:  # fmt: skip
         self._reader, self._pixel_bytes = loaded.reader, loaded.dtype.itemsize
         self._preprocess, self._device = options.preprocess, torch.device(loaded.device)
@@ -82,6 +84,13 @@ class Preparer:
         self._files = KnownFiles(_KNOWN_FILES)
         self._grammars = Grammars(loaded.reader.tokenizer, loaded.eos_ids)
         self.memory = ImageMemory(round(options.image_memory_gb * 1e9))
+        self.pixel_memory = None if pixel_bytes is None else ImageMemory(pixel_bytes)
+
+    def close(self) -> None:
+        """Wake threads that wait for memory and let them proceed."""
+        for memory in (self.memory, self.pixel_memory):
+            if memory is not None:
+                memory.close()
 
     def prepare(self, state: RequestState) -> None:
         """Set all fields that the request's passes need. Waits until memory for its images is free.
@@ -112,7 +121,12 @@ class Preparer:
         views = sum(len(plan_views(*size, state.request.pan_and_scan).views) for size in sizes)
         self._reader.prompts.check_length(state.request, views)
         view_bytes = 3 * self._spec.size**2 * self._pixel_bytes
-        share = self.memory.acquire(views * view_bytes + DECODED_BYTES * sum(width * height for width, height in sizes))
+        decoded_bytes = DECODED_BYTES * sum(width * height for width, height in sizes)
+        if self.pixel_memory is None:
+            pixels = decoded = self.memory.acquire(views * view_bytes + decoded_bytes)
+        else:  # in this order: a request that may decode must not wait for passes
+            pixels = self.pixel_memory.acquire(views * view_bytes)
+            decoded = self.memory.acquire(decoded_bytes)
         try:
             if not state.ended:
                 with phase("load"):
@@ -121,11 +135,14 @@ class Preparer:
                 with phase("preprocess"):
                     self._prepare(state, replace(state.request, images=images), read)
         except BaseException:
-            share.free()
+            pixels.free()
             raise
+        finally:
+            if decoded is not pixels:
+                decoded.free()
         # None where features were known already.
-        share.shrink(view_bytes * sum(view.pixels is not None for view in state.request_views.values()))
-        state.memory = share
+        pixels.shrink(view_bytes * sum(view.pixels is not None for view in state.request_views.values()))
+        state.memory = pixels
 
     def _read(self, image: Page | PageBytes | Image.Image, pan_and_scan: PanAndScan) -> _ReadImage:
         """Decode an image, unless its file was decoded before and all its views are known."""
