@@ -62,7 +62,7 @@ class PoolHistory(RuleBasedStateMachine):
     def find_and_share(self, name: bytes) -> None:
         block = self.pool.find(name)
         if block is not None:
-            self.pool.share(block)
+            self.pool.share([block])
             self.taken.append(block)
             self.evictable = [other for other in self.evictable if other != block]
 
@@ -85,7 +85,7 @@ class PoolHistory(RuleBasedStateMachine):
             self.pool.register(block, b"new")
         if block not in self.evictable:
             with pytest.raises(RuntimeError, match="free"):
-                self.pool.share(block)
+                self.pool.share([block])
 
     @invariant()
     def pool_and_model_agree(self) -> None:
@@ -94,6 +94,11 @@ class PoolHistory(RuleBasedStateMachine):
         held = set(self.taken)
         assert [self.pool.held(block) for block in range(self.count)] == [b in held for b in range(self.count)]
         assert (self.pool.used, self.pool.available) == (len(held), self.count - len(held))
+        assert self.pool.held_count(range(self.count)) == len(held)
+        hashes = [bytes([value]) for value in range(6)]
+        each = [self.pool.find(content_hash) for content_hash in hashes]
+        assert self.pool.find_all(hashes) == [block for block in each if block is not None]
+        assert self.pool.leading(hashes) == (each.index(None) if None in each else len(each))
         found = {self.pool.find(bytes([value])): bytes([value]) for value in range(6)}
         found.pop(None, None)
         assert found == self.names
