@@ -124,9 +124,9 @@ def schedule(
         for place, gpu in enumerate(gpus):
             order: list[str] = []
             for number in range(rounds):
-                compared = chosen[:_COMPARED]
+                compared = [side for side in part.sides[:_COMPARED] if side in chosen]
                 order += compared[::-1] if (place + number) % 2 else compared
-            order += chosen[_COMPARED + place :: len(gpus)]
+            order += [side for side in chosen if side not in part.sides[:_COMPARED]][place :: len(gpus)]
             words = (part.module, *part.options, "--repeats", str(part.repeats), *extra)
             queues[place] += [Job(name, side, (*words, *SIDES[side]), gpu, side.startswith("vllm")) for side in order]
     return queues
@@ -169,7 +169,15 @@ def run_job(job: Job, folder: Path, vllm_path: str) -> dict[str, Any]:
 def known_run(path: Path) -> dict[str, Any]:
     """Return a record of the engine, measured just before on this machine, as the run of a part."""
     record = json.loads(path.read_text("utf-8"))
-    return {"side": "engine", "gpu": 0, "started": record["created"], "seconds": 0.0, "backends": [], "record": record}
+    return {
+        "side": "engine",
+        "gpu": 0,
+        "started": record["created"],
+        "seconds": 0.0,
+        "backends": [],
+        "reused": True,
+        "record": record,
+    }
 
 
 class Log:
@@ -271,13 +279,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--part and --output, or --merge")
     gpus = range(args.gpus or gpu_count() or 1)
     words = sys.argv[1:] if argv is None else argv
-    command = re.sub(
-        r" --(output|vllm-path|engine-records)[ =]\S+", "", " ".join(["python -m benchmarks.vllm_comparison", *words])
-    )
+    command = re.sub(r" --(output|vllm-path)[ =]\S+", "", " ".join(["python -m benchmarks.vllm_comparison", *words]))
     log = Log(args.output, command)
     if args.engine_records is not None:
         args.sides = [side for side in args.sides if side != "engine"]
-        for name in args.part:
+        for name in (name for name in args.part if name not in VERDICTS):
             log.add(Job(name, "engine", (), 0, vllm=False), known_run(args.engine_records / f"{name}.json"))
     with TemporaryDirectory(prefix="panscan-comparison-") as folder, ThreadPoolExecutor(len(gpus)) as pool:
 

@@ -144,8 +144,8 @@ def _chosen(runners: Sequence[str], defaults: Mapping[str, Any], given: Mapping[
 def vllm_options(defaults: Mapping[str, Any], given: str) -> dict[str, Any]:
     """Return the arguments of ``vllm.LLM`` for a workload.
 
-    Its limits are those of the work, its share of the memory is one it does not exceed, its CUDA graphs cover all
-    requests; all else is vLLM's default.
+    Its limits are those of the work, its share of the memory leaves room for what it does not count, its CUDA graphs
+    cover all requests; all else is vLLM's default.
 
     Args:
         defaults: settings of the workload; without prefix caching, vLLM caches neither prefixes nor pixels.

@@ -34,7 +34,7 @@ settings = dict(dtype="fp32", device="cpu", kv_cache_gb=0.02, max_new_tokens=1)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's account of a process")
 def test_pages_are_decoded_within_the_budget_and_a_larger_one_alone(tmp_path: Path) -> None:
-    for number in range(5):  # 20 million pixels: 60 MB as levels, more while it is decoded
+    for number in range(5):  # 20 million pixels: 80 MB as levels, more while it is decoded
         noise(1, 1, number).resize((4500, 4500 - number)).save(tmp_path / f"{number}.png")
     code = """
 with Engine.from_pretrained("tiny", image_memory_gb=0.1, **settings) as engine:
@@ -61,24 +61,6 @@ with Engine.from_pretrained("tiny", **settings) as engine:
     assert kind == "SettingError"
     assert "tokens (0 views); the model's context length is 32768" in " ".join(message)
     assert int(growth) < 500  # the tokenizer takes gigabytes
-
-
-def test_no_collection_visits_what_was_there_when_the_engine_started() -> None:
-    """A full collection stops all threads. The last engine to close ends this, also after memory was released."""
-    code = """
-import gc
-from panscan.model.machine import release_memory
-counts = [gc.get_freeze_count()]
-with Engine.from_pretrained("tiny", **settings):
-    with Engine.from_pretrained("tiny", **settings):
-        release_memory()
-        counts.append(gc.get_freeze_count())
-    counts.append(gc.get_freeze_count())
-print(*counts, gc.get_freeze_count())
-"""
-    before, both, one, after = map(int, run_measured(SETTINGS + code))
-    assert before == after == 0
-    assert min(both, one) > 100_000
 
 
 def test_a_document_beyond_the_context_is_refused_before_a_page_is_decoded(

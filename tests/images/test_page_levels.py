@@ -42,7 +42,7 @@ def test_a_pillow_that_shares_no_memory(monkeypatch: pytest.MonkeyPatch) -> None
     shared = copy_levels(image)[1]
     monkeypatch.delattr(Image.Image, "__arrow_c_array__")
     check(image)
-    assert len(shared) == len(copy_levels(image)[1]) == 32
+    assert copy_levels(image)[1] == shared
 
 
 def test_the_copy_is_independent_of_the_image() -> None:

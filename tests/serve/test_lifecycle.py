@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.footprint import run_measured
 from tests.serve.serving import DEADLINE, Server, chat, post, refused, user, wait_for
 
 from panscan.core import Request, Sampling
@@ -27,6 +28,20 @@ PATH = "/v1/chat/completions"
 def long(tokens: int = 2000, **fields: Any) -> dict[str, Any]:
     """Return a request that computes for a while."""
     return {"messages": user("Hi"), "max_tokens": tokens, "ignore_eos": True, **fields}
+
+
+def test_no_collection_visits_what_was_there_before_the_first_request() -> None:
+    """A full collection stops all threads."""
+    code = """
+import gc
+from panscan.serve.loaded_model import open_model
+from panscan.settings import Settings
+model = open_model(Settings(model="tiny", runner="engine", dtype="fp32", device="cpu", kv_cache_gb=0.02))
+print(gc.get_freeze_count(), len(gc.get_objects()))
+model.close()
+"""
+    frozen, visited = map(int, run_measured(code))
+    assert frozen > 100_000 > visited
 
 
 class Reader:

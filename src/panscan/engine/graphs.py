@@ -157,9 +157,10 @@ class Graphs:
         return min(fitting, key=lambda size: (size[1], size[0]), default=None)
 
     def _may_share(self, size: Size) -> bool:
-        """Return whether passes of this size are recorded twice, for decode rows with and without common prefixes.
+        """Return whether passes of this size are recorded twice: for decode rows with and without common prefixes.
 
-        Only those without other rows are: most passes of many questions about the same documents.
+        Passes with rows of longer chunks are not: where many questions about the same documents are answered, most
+        passes have decode rows only.
         """
         return not size[1] and size[0] >= max(self._backend.units, 2)
 

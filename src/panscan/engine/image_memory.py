@@ -10,7 +10,7 @@ from panscan.core import recorded_wait
 __all__ = ["DECODED_BYTES", "ImageMemory", "Share"]
 
 DECODED_BYTES = 10
-"""Peak bytes per pixel of decoding: Pillow stores RGB in four bytes, and so is the copy. Some decoders need more."""
+"""Peak bytes per pixel of decoding: four in Pillow, four in the copy, and what decoders need in addition."""
 
 
 class Share:

@@ -89,7 +89,7 @@ def decode_sizes(head_size: int, itemsize: int, group: int, *, shared: bool = Fa
     rows = max(_FEWEST_ROWS, 1 << (DECODE_MEMBERS * group - 1).bit_length())
     if itemsize == 4:
         return Sizes(rows, 32 if head_size < 256 else 16, 4, 4)
-    if shared:
+    if shared and rows == _FEWEST_ROWS:
         return Sizes(rows, 128 if head_size < 256 else 64, 4, 3)
     return Sizes(rows, 64 if head_size < 256 else 32, 2, 4)
 

@@ -42,7 +42,7 @@ from panscan.engine.scheduling.sequence import Step, flatten
 from panscan.engine.views import PixelRef
 from panscan.engine.vision import VisionCache
 from panscan.model.checkpoint import Loaded
-from panscan.model.machine import freeze_objects, is_out_of_memory, release_memory
+from panscan.model.machine import is_out_of_memory, release_memory
 from panscan.model.phases import host_work, phase
 
 __all__ = ["Loop", "PassExecutor", "Worker"]
@@ -461,7 +461,6 @@ class Worker:
             self._messages.put(self._close)
             self._pool.shutdown()
             raise
-        self._unfreeze = freeze_objects()
 
     def accept(self, state: RequestState) -> None:
         """Accept a request. It always ends with a result."""
@@ -507,7 +506,6 @@ class Worker:
         if threading.current_thread() is not self._thread:  # garbage collection may run the finalizer in the thread
             self._thread.join()
         self._pool.shutdown()
-        self._unfreeze()
 
     def _send(self, message: Callable[[], None]) -> None:
         self.check_process()

@@ -61,7 +61,7 @@ __all__ = [
 
 log = logging.getLogger("panscan.engine")
 
-_USUAL_VIEWS = 8  # at most, in a pass of 2,048 prompt tokens
+_USUAL_VIEWS = 8  # views in a pass of 2,048 prompt tokens, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,9 +293,9 @@ class ModelRunner:
         self._log_decision(f"vision attention: {self._vision.attention} ({self._vision.reason})")
         with self._stage("vision warm-up"):
             most = options.vision_batch_size
-            powers = (1 << power for power in range(most.bit_length()))
-            for count in sorted({*range(1, min(most, _USUAL_VIEWS) + 1), *powers}):
-                blank = torch.zeros(count, 3, spec.size, spec.size, device=self._device, dtype=loaded.dtype)
+            counts = (*range(1, min(most, _USUAL_VIEWS) + 1), *(1 << power for power in range(most.bit_length())))
+            for size in sorted({size for count in counts for size in self._vision.batch_sizes(count)}):
+                blank = torch.zeros(size, 3, spec.size, spec.size, device=self._device, dtype=loaded.dtype)
                 self._vision(blank)
 
     def _vision_layers(self) -> VisionLayers:

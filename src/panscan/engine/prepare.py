@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -78,7 +77,7 @@ class Preparer:
         pixel_bytes: int | None = None,
     ) -> None:  # fmt: skip
         self._reader, self._pixel_bytes = loaded.reader, loaded.dtype.itemsize
-        self._preprocess, self._device = options.preprocess, torch.device(loaded.device)
+        self._preprocess = options.preprocess
         self._spec = loaded.reader.pixels or PixelSpec()  # without one, the prompt writer refuses images
         self._known, self._intake = known, intake
         self._files = KnownFiles(_KNOWN_FILES)
@@ -153,7 +152,7 @@ class Preparer:
                 key = KnownFiles.key(image.content, image.page)
                 if (found := self._files.get(key)) is not None and self._all_known(*found, pan_and_scan):
                     return _ReadImage(*found, None)
-        read = _decoded(image, self._device)
+        read = _decoded(image)
         if key is not None:
             self._files.add(key, read.size, read.digest)
         return read
@@ -221,7 +220,7 @@ class Preparer:
         This is rare, and keeping the images of all running requests would take most of the host's memory.
         """
         found = images_of(view.request)
-        read = _decoded(found[view.index], self._device) if view.index < len(found) else None
+        read = _decoded(found[view.index]) if view.index < len(found) else None
         if read is None or read.levels is None or read.digest != view.digest:
             raise ImageError(f"request {view.request.id!r}: image {view.index + 1} changed while it was read")
         self._put(read.levels, [view])
@@ -235,8 +234,8 @@ class Preparer:
             view.pixels = ref
 
 
-def _decoded(image: Page | PageBytes | Image.Image, device: torch.device) -> _ReadImage:
+def _decoded(image: Page | PageBytes | Image.Image) -> _ReadImage:
     """Decode an image. The levels are a copy: the caller may modify their image afterwards."""
     page = open_image(image, copy=False)
-    levels, digest = copy_levels(page, device)
+    levels, digest = copy_levels(page)
     return _ReadImage(page.size, digest, levels)

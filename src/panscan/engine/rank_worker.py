@@ -8,6 +8,7 @@ killed.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import queue
@@ -46,7 +47,7 @@ from panscan.engine.ranks import (
 from panscan.engine.scheduling.batch import FlatBatch
 from panscan.model.checkpoint import Loaded
 from panscan.model.load import load_shard
-from panscan.model.machine import freeze_objects, peak_memory, release_memory, reset_peak_memory
+from panscan.model.machine import peak_memory, release_memory, reset_peak_memory
 from panscan.model.runtime import apply_tf32, quiet_libraries
 from panscan.model.sharding import ProcessRanks
 
@@ -130,7 +131,7 @@ class _Worker:
             self._drop_runner()
         self._session = start.session
         self._runner = ModelRunner(self._loaded, start.options, self._ranks, self._vocab_size)
-        self._unfreeze = freeze_objects()
+        gc.freeze()  # else each full collection would visit the modules of PyTorch and Transformers
         return self._runner.facts
 
     @staticmethod
@@ -220,7 +221,7 @@ class _Worker:
         if self._runner is not None:
             self._runner.close()
             self._runner = None
-            self._unfreeze()
+            gc.unfreeze()
         with self._arrived:
             self._held.clear()
         release_memory()

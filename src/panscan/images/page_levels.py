@@ -7,24 +7,18 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import os
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from panscan.images.transfer import empty_words
+from panscan.images.strips import map_strips
 
 __all__ = ["copy_levels"]
 
-_STRIPS = 8  # at most; one thread each
-_STRIP_BYTES = 1 << 18  # at least, and what a page is cut into that Pillow cannot share as a whole
 _BLOCK_BYTES = 15 << 20  # of pixels: Pillow stores images in blocks of 16 MiB, and shares no more than one
-_CPU = torch.device("cpu")
+_CUT_BYTES = 1 << 20  # of pixels: per strip that is cut out of a larger image
 _MASK = np.frombuffer(b"\xff\xff\xff\x00", np.uint32)
 
 
@@ -43,28 +37,20 @@ _pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
 
 
-def copy_levels(image: Image.Image, device: torch.device = _CPU) -> tuple[NDArray[np.uint8], bytes]:
+def copy_levels(image: Image.Image) -> tuple[NDArray[np.uint8], bytes]:
     """Return the levels of an RGB image, and their digest.
 
-    Args:
-        image: in mode RGB.
-        device: where the levels may be uploaded (see :func:`panscan.images.transfer.empty_words`).
-
     Returns:
-        ``[height, width, 4]``: red, green, blue and 0 (Pillow stores four bytes per pixel, the last of which may have
-        any value). The digest is SHA-256 of the size and of the SHA-256 of each strip; two images of the same size
-        have the same strips.
+        Levels ``[height, width, 4]``: red, green, blue and 0. (Pillow stores four bytes per pixel, the last of which
+        may have any value.) The digest is SHA-256 of the size and of the SHA-256 of each strip.
     """
     image.load()
     width, height = image.size
-    words = empty_words((height, width), device)
-    whole = _shared(image) if words.nbytes <= _BLOCK_BYTES else None
-    rows = max(1, _STRIP_BYTES // (4 * width))
-    if whole is not None:
-        rows = max(rows, -(-height // _STRIPS))
+    words = np.empty((height, width), np.uint32)
+    large = words.nbytes > _BLOCK_BYTES
+    whole = None if large else _shared(image)
 
-    def copy(top: int) -> bytes:
-        bottom = min(top + rows, height)
+    def copy(top: int, bottom: int) -> bytes:
         if whole is not None:
             pixels = whole[0][top * width : bottom * width]
         else:
@@ -74,14 +60,14 @@ def copy_levels(image: Image.Image, device: torch.device = _CPU) -> tuple[NDArra
         np.bitwise_and(pixels.reshape(strip.shape), _MASK, out=strip)
         return hashlib.sha256(strip.data).digest()
 
-    strips = b"".join(_threads().map(copy, range(0, height, rows)))
-    levels = words.view(np.uint8).reshape(height, width, 4)
-    return levels, hashlib.sha256(repr((width, height)).encode() + strips).digest()
+    strips = map_strips(copy, height, 4 * width, _CUT_BYTES if large else _BLOCK_BYTES)
+    digest = hashlib.sha256(repr((width, height)).encode() + b"".join(strips)).digest()
+    return words.view(np.uint8).reshape(height, width, 4), digest
 
 
 def _shared(image: Image.Image) -> tuple[NDArray[np.uint32], Any] | None:
-    """Return the pixels in Pillow's memory, and what keeps them there; None if Pillow cannot share them, before version
-    11.2 and if they are in several blocks."""
+    """Return the pixels in Pillow's memory, and what keeps them there; None before Pillow 11.2, and if the pixels are
+    not in one piece of memory."""
     try:
         _schema, owner = image.__arrow_c_array__()
     except (AttributeError, ValueError):
@@ -90,12 +76,3 @@ def _shared(image: Image.Image) -> tuple[NDArray[np.uint32], Any] | None:
     values = array.children[0].contents  # of a list of four bytes per pixel
     count = image.width * image.height
     return np.ctypeslib.as_array((ctypes.c_uint32 * count).from_address(values.buffers[1])), owner
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_STRIPS, thread_name_prefix="panscan-pages")
-
-
-if hasattr(os, "register_at_fork"):  # a child has the pool without its threads, and would wait for them
-    os.register_at_fork(after_in_child=_threads.cache_clear)

@@ -80,8 +80,8 @@ def levels_of(image: Image.Image) -> NDArray[np.uint8]:
 
 
 def levels_to_device(levels: NDArray[np.uint8], device: torch.device | str) -> torch.Tensor:
-    """Levels ``[height, width, 3]``, or 4 with padding, as ``[3, height, width]`` on ``device``: a quarter of the bytes
-    of float32 over the link."""
+    """Levels ``[height, width, 3]``, or 4 with padding, as ``[3, height, width]`` on ``device``: a third of the bytes
+    of float32 over the link, or less."""
     return upload(levels, torch.device(device))[..., :3].contiguous().permute(2, 0, 1)
 
 

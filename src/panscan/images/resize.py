@@ -24,7 +24,7 @@ Resize = Callable[[NDArray[np.uint8], Sequence[View], PixelSpec, torch.device], 
 """A page's levels ``[height, width, 3]``, or 4 with padding, and its views to normalised pixels on a device, float32
 ``[views, 3, size, size]``."""
 
-_MOST_BYTES = 1 << 27  # of a page that the kernel takes; as many again hold its rows at the width of a view
+_MOST_BYTES = 1 << 27  # of a page's levels without padding; as many again hold its rows at the width of a view
 
 
 def by_pillow(levels: NDArray[np.uint8], views: Sequence[View], spec: PixelSpec, device: torch.device) -> torch.Tensor:
@@ -99,4 +99,5 @@ def _equals_pillow(spec: PixelSpec, device: torch.device) -> bool:
 
 def _fits(levels: NDArray[np.uint8], views: Sequence[View], size: int) -> bool:
     sides = {side for view in views for side in view.size}
-    return levels.nbytes <= _MOST_BYTES and all(has_weights(side, size) for side in sides)
+    height, width, _ = levels.shape
+    return 3 * height * width <= _MOST_BYTES and all(has_weights(side, size) for side in sides)

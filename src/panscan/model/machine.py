@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from panscan.core import UnsupportedError
 
 __all__ = [
     "cuda_version",
-    "freeze_objects",
     "gpu_count",
     "gpu_facts",
     "is_out_of_memory",
@@ -57,38 +54,9 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}[name]
 
 
-_freezes: set[object] = set()
-_freezing = threading.RLock()  # a collection may close an engine in the thread that holds it
-
-
-def freeze_objects() -> Callable[[], None]:
-    """Exempt all present objects from garbage collection until the returned function is called, and all that called
-    this function have done so.
-
-    With PyTorch and Transformers loaded, a full collection visits several hundred thousand objects and stops all
-    threads for a tenth of a second or more. Reference counts still free what is in no cycle.
-    """
-    key = object()
-    with _freezing:
-        _freezes.add(key)
-        gc.freeze()
-
-    def unfreeze() -> None:
-        with _freezing:
-            _freezes.discard(key)
-            if not _freezes:
-                gc.unfreeze()
-
-    return unfreeze
-
-
 def release_memory() -> None:
     """Collect unreferenced objects, and return cached blocks to the device."""
-    gc.unfreeze()
-    gc.collect()  # without the lock: it may close an engine, and wait for its thread
-    with _freezing:
-        if _freezes:
-            gc.freeze()
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     if torch.backends.mps.is_available():

@@ -103,11 +103,11 @@ class VisionLayers:
         return torch.cat([self._projector(self._encode(piece)) for piece in pieces])
 
     def batch_sizes(self, views: int) -> list[int]:
-        """Return how many views are encoded at once, for so many views.
+        """Return how many views are encoded at once, one batch after the other, for a given number of views.
 
-        cuDNN builds a plan for each number of views that it meets, so there should be few: powers of two, the largest
-        first. PyTorch may choose cuDNN. The batch is cut, not padded: one view of the published models is 4,096 rows of
-        every product already.
+        cuDNN builds a plan for each batch size that it meets, so there should be few: powers of two, the largest
+        first. With ``default``, PyTorch may choose cuDNN. The batch is cut, not padded: one view of the published
+        models is 4,096 rows of every product already.
         """
         if self.attention not in ("cudnn", "default"):
             return [views]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -52,7 +53,10 @@ class LoadedModel(Protocol):
 
 
 def open_model(settings: Settings) -> LoadedModel:
-    """Load the model in the runner that the settings name.
+    """Load the model in the runner that the settings name, in a process that does nothing else.
+
+    What is there afterwards is exempt from garbage collection. With PyTorch and Transformers loaded, a full collection
+    visits several hundred thousand objects, and stops all threads for a tenth of a second or more.
 
     Raises:
         PanscanError: see :func:`panscan.runners.factory.open_runner` and :meth:`Engine.from_settings`.
@@ -60,11 +64,16 @@ def open_model(settings: Settings) -> LoadedModel:
     from panscan.model.runtime import quiet_libraries
 
     quiet_libraries()
+    model: LoadedModel
     if settings.runner == "engine":
-        return _EngineModel(Engine.from_settings(settings))
-    from panscan.runners.factory import ready_runner
+        model = _EngineModel(Engine.from_settings(settings))
+    else:
+        from panscan.runners.factory import ready_runner
 
-    return _RunnerModel(ready_runner(settings))
+        model = _RunnerModel(ready_runner(settings))
+    gc.collect()
+    gc.freeze()
+    return model
 
 
 def _info(loaded: Loaded, settings: Settings, *, max_concurrency: int, decisions: tuple[str, ...] = ()) -> ModelInfo:

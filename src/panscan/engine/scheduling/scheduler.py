@@ -27,9 +27,8 @@ class _Budget:
         """Whether no more prompt token fits."""
         return not self.tokens or (self.limit is not None and self.limit.seconds < self.limit.row_seconds)
 
-    def end(self, sequence: Sequence) -> int:
-        """Return the end of the sequence's next prefill chunk; its start if the sequence must wait for a later step."""
-        start = sequence.computed
+    def end(self, sequence: Sequence, start: int) -> int:
+        """Return the end of a sequence's prefill chunk from ``start``; ``start`` if it must wait for a later step."""
         wanted = min(start + self.tokens, len(sequence.ids))
         end = sequence.layout.cut(start, wanted)
         if end > wanted and not self.untouched:
@@ -61,7 +60,7 @@ class _StepPlan:
         self.cut_short = False  # whether a prompt continues in a later step
 
     def end(self, sequence: Sequence) -> int:
-        return len(sequence.ids) if sequence.decodes else self.budget.end(sequence)
+        return len(sequence.ids) if sequence.decodes else self.budget.end(sequence, sequence.computed)
 
     def add(self, chunk: Chunk) -> None:
         if chunk.sequence.decodes:
@@ -198,16 +197,18 @@ class Scheduler:
     def _admit(self, plan: _StepPlan) -> None:
         """Admit waiting sequences in order, while running sequences, prefill budget and blocks allow it.
 
-        None is admitted behind a prompt that continues in a later step. The rest of the budget is too small for that
-        prompt's next image span, but not for the text before the first image of other prompts: the whole queue would be
-        admitted long before its turn, with blocks and pixels.
+        Behind a prompt that continues in a later step, only prompts that end in this one are admitted. A budget that is
+        too small for that prompt's next image span has room for the text before the first image of others: the whole
+        queue would be admitted long before its turn, with blocks and pixels.
 
         A sequence whose prefix a running sequence is still computing waits, then reuses those blocks. Later sequences
         wait behind it, so the step's prefill budget goes to running sequences.
         """
-        while self._waiting and len(self._running) < self._max_num_seqs and not (plan.budget.spent or plan.cut_short):
+        while self._waiting and len(self._running) < self._max_num_seqs and not plan.budget.spent:
             oldest = self._waiting[0]
             hit = self._blocks.hit(oldest)
+            if plan.cut_short and plan.budget.end(oldest, hit) < len(oldest.ids):
+                return
             if self._blocks.prefix_in_progress(oldest, hit, self._running):
                 return
             if not self._blocks.can_begin(oldest, hit, self.longest_chunk(oldest), self._claimed()):
