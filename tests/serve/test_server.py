@@ -227,12 +227,12 @@ def test_log_probabilities_match_the_engine(client: openai.OpenAI, engine: Engin
     )  # fmt: skip
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None and logprobs.content is not None and result.logprobs is not None
-    # float32 logits around 20 are 2e-6 apart, and the second prompt is partly cached: its sums have another order.
+    # Which tokens are cached depends on earlier tests. It changes the order of sums, and float32 results by up to 6e-6.
     expected = [each.logprob for each in result.logprobs]
-    assert [each.logprob for each in logprobs.content] == pytest.approx(expected, abs=2e-6)
+    assert [each.logprob for each in logprobs.content] == pytest.approx(expected, abs=2e-5)
     for found, wanted in zip(logprobs.content, result.logprobs, strict=True):
         tops = [value for _, value in wanted.top]
-        assert [each.logprob for each in found.top_logprobs] == pytest.approx(tops, abs=2e-6)
+        assert [each.logprob for each in found.top_logprobs] == pytest.approx(tops, abs=2e-5)
 
 
 def test_choices_use_consecutive_seeds_and_completions_are_raw(client: openai.OpenAI, engine: Engine) -> None:
