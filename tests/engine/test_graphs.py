@@ -68,7 +68,8 @@ class Layers:
     def __init__(self, kinds: tuple[bool, ...], block_size: int) -> None:
         generator = torch.Generator().manual_seed(0)
         shapes = (HIDDEN, (HEADS + 2 * KV_HEADS) * SIZE), (HEADS * SIZE, HIDDEN)
-        self.kinds, self.used, self.expected = kinds, BLOCKS * block_size, [False]
+        self.kinds, self.used = kinds, BLOCKS * block_size
+        self.shared: list[bool] = []  # whether plans expected common prefixes, run after run
         self.weights = {
             kind: [(torch.randn(shape, generator=generator) / 5).to(DEVICE) for shape in shapes] for kind in kinds
         }
@@ -79,7 +80,7 @@ class Layers:
             self.caches[kind] = caches.to(DEVICE)
 
     def run(self, embedded: torch.Tensor, positions: torch.Tensor, plans: Mapping[bool, TritonPlan]) -> torch.Tensor:
-        self.expected.append(any(plan.shared for plan in plans.values()))
+        self.shared.append(any(plan.shared for plan in plans.values()))
         hidden = embedded + positions[:, None].float().sin()
         for kind in self.kinds:
             into, out = self.weights[kind]
@@ -178,7 +179,7 @@ def test_passes_with_and_without_common_prefixes() -> None:
         assert shares_prefix(backend.inputs(batch, local=False)) == shared
         assert compared.check(chunks)
         if not compared.graphs.capture:  # a captured pass does not call its layers again
-            assert compared.layers.expected[-1] == shared
+            assert compared.layers.shared[-1] == shared
 
 
 def test_passes_larger_than_every_graph_return_none() -> None:

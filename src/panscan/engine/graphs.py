@@ -136,10 +136,8 @@ class Graphs:
         if size is None or chunks >= _CHUNKS:
             return None
         arrays = self._arrays(padded(batch, *size, self._spare), size)
-        recorded, behind = (
-            self._recorded[size, arrays.shared and self._may_share(size)],
-            slice(size[0], size[0] + others),
-        )
+        recorded = self._recorded[size, arrays.shared and self._may_share(size)]
+        behind = slice(size[0], size[0] + others)
         self._load(recorded.inputs, arrays)
         recorded.embedded[:singles].copy_(embedded[:singles])
         recorded.embedded[behind].copy_(embedded[singles:])

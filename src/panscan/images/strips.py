@@ -10,7 +10,7 @@ from typing import TypeVar
 
 __all__ = ["map_strips"]
 
-_STRIPS = 8  # threads, and strips of a page of some megabytes
+_STRIPS = 8  # threads; a page of several megabytes has as many strips
 _STRIP_BYTES = 1 << 18  # of a strip at least; a smaller one is not worth a thread
 T = TypeVar("T")
 

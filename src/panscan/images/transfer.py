@@ -27,7 +27,7 @@ def upload(array: NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def _copy(array: NDArray[Any], to: NDArray[Any]) -> None:
-    if array.nbytes < _LARGE or not array.ndim:
+    if array.nbytes < _LARGE:
         to[...] = array
         return
 

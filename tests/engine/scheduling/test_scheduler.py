@@ -314,7 +314,7 @@ def test_nobody_is_admitted_to_be_preempted_by_what_others_were_about_to_take(
 def test_the_rest_of_a_budget_goes_to_prompts_that_end_in_it(
     views: int | None, second: list[bytes | tuple[int, ...]], admitted: int
 ) -> None:
-    """The first prompt continues with a view that does not fit. Nobody overtakes a prompt that would only begin."""
+    """The first prompt continues with a view that does not fit. No prompt overtakes one that would only begin."""
     blocks = KVBlocks(block_size=1, global_blocks=99, local_blocks=0, window=None, prefix_caching=False)
     scheduler = Scheduler(blocks, max_num_seqs=4, prefill_chunk_size=7, max_views=views)
     for number, pieces in enumerate([[(1,), b"a", (1,), b"b"], second, [(2,)]]):

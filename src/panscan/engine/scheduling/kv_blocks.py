@@ -17,8 +17,8 @@ __all__ = ["BlockPool", "KVBlocks", "block_hash", "extend_hashes"]
 class BlockPool:
     """Blocks ``0 .. count - 1``. Each is free, held (by one or more sequences), or evictable: not held, content kept.
 
-    Operations on one block take constant time. Those on several are as fast as loops get: a prompt has hundreds of
-    blocks, which are looked up before its first token.
+    Operations on one block take constant time. Others take many blocks at once, because a prompt has hundreds of them
+    and calls per block would delay its first token.
     """
 
     def __init__(self, count: int) -> None:
