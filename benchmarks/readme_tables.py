@@ -48,7 +48,7 @@ from benchmarks.serving_tables import (
 )
 from benchmarks.verify_tables import verify_faults, verify_vllm
 from benchmarks.vllm_tables import comparison
-from benchmarks.workload_tables import distinct_documents, main_figures, questions
+from benchmarks.workload_tables import distinct_documents, questions
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "records"
@@ -257,10 +257,6 @@ def workload(name: str, write: Callable[[dict[str, Any], str], str], before: str
     return from_record(name, lambda record: write(record, name), before)
 
 
-_COMPARISON = (
-    "The engine beside vLLM and `generate()` on the same GPUs. The [verdict](#the-verdict) says whether each computes"
-    "\nthe same answers as float32 eager attention."
-)
 _12B = "W4 with the 12B shape:"
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -270,14 +266,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "h200-x2": h200_x2,
     "h200-27b-engine": by_settings("h200-27b-engine", "runner", "batch_size"),
     "idle-gap": idle_gap,
-    "main-figures": workload("w1-27b", main_figures),
     "w1-27b": workload("w1-27b", distinct_documents),
     "w1-27b-tp2": workload("w1-27b-tp2", distinct_documents),
     "w1-27b-tp2-40gb": workload("w1-27b-tp2-40gb", distinct_documents),
     "w2-27b": workload("w2-27b", questions),
     "w4-4b": workload("w4-4b", distinct_documents),
     "w4-12b": workload("w4-12b", distinct_documents, _12B),
-    "vllm-comparison": from_record("vllm-comparison", comparison, _COMPARISON),
+    "vllm-comparison": from_record("vllm-comparison", comparison),
     "vision-tower": vision_tower,
     "engine-on-cpu": engine_on_cpu,
     "harness": harness,

@@ -160,15 +160,12 @@ def run_job(job: Job, folder: Path, vllm_path: str) -> dict[str, Any]:
     if code or not output.exists():
         reason = "out of time" if code is None else f"exit code {code}"
         return run | {"failed": reason, "log": text.splitlines()[-_LOG_LINES:]}
-    record = json.loads(output.read_text("utf-8"))
-    if "command" in record:
-        record["command"] = re.sub(r"--output \S+", "--output record.json", record["command"])
-    return run | {"record": record}
+    return run | {"record": _read(output)}
 
 
 def known_run(path: Path) -> dict[str, Any]:
     """Return a record of the engine, measured just before on this machine, as the run of a part."""
-    record = json.loads(path.read_text("utf-8"))
+    record = _read(path)
     return {
         "side": "engine",
         "gpu": 0,
@@ -178,6 +175,14 @@ def known_run(path: Path) -> dict[str, Any]:
         "reused": True,
         "record": record,
     }
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return a process's record, whose command does not depend on where it was written."""
+    record: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    if "command" in record:
+        record["command"] = re.sub(r"--output \S+", "--output record.json", record["command"])
+    return record
 
 
 class Log:
@@ -215,7 +220,7 @@ def figures(run: Mapping[str, Any]) -> list[str]:
 
 
 def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the record of some parts: all runs by part, and all verdicts.
+    """Return the record of some parts: all runs by part, and all verdicts. A record that was used twice is one run.
 
     Raises:
         SystemExit: runs of a part were not asked the same, or ran on different GPU models.
@@ -226,7 +231,8 @@ def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         for name, found in part["parts"].items():
             done = [run for run in found if "record" in run]
             if name not in VERDICTS:
-                runs.setdefault(name, []).extend(done)
+                known = runs.setdefault(name, [])
+                known += [run for run in done if not run.get("reused") or run not in known]
             elif done:
                 verdicts[name] = done[-1]["record"]
     for name, found in runs.items():
@@ -280,6 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gpus = range(args.gpus or gpu_count() or 1)
     words = sys.argv[1:] if argv is None else argv
     command = re.sub(r" --(output|vllm-path)[ =]\S+", "", " ".join(["python -m benchmarks.vllm_comparison", *words]))
+    command = re.sub(r"(--engine-records)[ =]\S+", r"\1 RECORDS", command)
     log = Log(args.output, command)
     if args.engine_records is not None:
         args.sides = [side for side in args.sides if side != "engine"]

@@ -24,10 +24,17 @@ def _latencies(group: str, figure: str) -> Callable[[Measured], list[float]]:
     return lambda found: list(found[group][figure]["all"])
 
 
+def _host_ms(found: Measured) -> list[float]:
+    """Return the mean time of one request alone before its first pass, as a list of one."""
+    stages = found["alone"]["stages_ms"]
+    return [stages["load"] + stages["preprocess"]] if "preprocess" in stages else []  # generate() does not report it
+
+
 _W1: tuple[tuple[str, Callable[[Measured], list[float]], int], ...] = (
     ("requests/s, 128 documents at once", _turns("throughput", "requests_per_s"), 2),
     ("joules per request", _turns("throughput", "joules_per_request"), 0),
     ("one request alone: TTFT, ms", _latencies("alone", "ttft_ms"), 0),
+    ("of which loading and preprocessing, ms", _host_ms, 0),
     ("one request alone: end to end, ms", _latencies("alone", "e2e_ms"), 0),
 )
 _W2: tuple[tuple[str, Callable[[Measured], list[float]], int], ...] = (
@@ -63,9 +70,8 @@ def comparison(record: Mapping[str, Any]) -> str:
 
 
 def _sides(record: Mapping[str, Any]) -> list[str]:
-    """Return the sides that were measured or have a verdict."""
+    """Return the sides whose speed was measured."""
     found = {run["side"] for runs in record["parts"].values() for run in runs}
-    found |= {side for each in record["verdicts"].values() for side in each["verdicts"]}
     return [side for side in _SIDES if side in found]
 
 
@@ -81,7 +87,7 @@ def _row(
 
 def _verdict_row(name: str, found: Mapping[str, Any], sides: Sequence[str]) -> list[str]:
     shape = name.partition("-")[2]
-    what = f"verdict, {found['layers']} {_SHAPES[shape]} layers" if found["layers"] else f"verdict, {shape} model"
+    what = f"{_SHAPES[shape]}: verdict of {found['layers']} layers" if found["layers"] else f"verdict, {shape} model"
     return [what, *(_verdict(found["verdicts"].get(side)) for side in sides)]
 
 
@@ -110,7 +116,6 @@ def _backends(record: Mapping[str, Any], side: str) -> list[str]:
 
 def _machine(record: Mapping[str, Any]) -> str:
     runs = [run for runs in record["parts"].values() for run in runs]
-    packages = {name: version for run in runs for name, version in run["record"]["environment"]["packages"].items()}
     facts, work = runs[0]["record"]["environment"], runs[0]["record"]["work"]
     gpus = {run["gpu"] for run in runs}
     watts = [
@@ -122,15 +127,16 @@ def _machine(record: Mapping[str, Any]) -> str:
         for turn in turns
         if isinstance(turn, dict) and turn.get("power")
     ]
-    commands = "; ".join(f"`{command}`" for command in record["commands"])
     power = f"; median {number(statistics.median(watts), 0)} W" if watts else ""
+    packages = {name: version for run in runs for name, version in run["record"]["environment"]["packages"].items()}
     return (
-        f"True shapes, random weights, bfloat16; {work['views']} views, {work['prompt_tokens']:,} prompt and"
-        f" {work['output_tokens']} output tokens per request. Median (range) of all turns. Each side runs in a process"
-        f" of its own; all run on the same {len(gpus)} {facts['gpus'][0]['name']},{_order(record)} vLLM with CUDA"
-        " graphs up to 128 and its own preprocessing. Verdicts come from a saved checkpoint and show the"
-        " ratio to the rounding noise; vLLM's come from its 20 most probable tokens at each position. Driver"
-        f" {facts['gpus'][0]['driver']}{power}; {facts['cpu']}, torch {packages['torch']}, transformers"
-        f" {packages['transformers']}, vLLM {packages.get('vllm', 'unknown')}, {record['created'][:10]}. Record:"
-        f" `benchmarks/records/vllm-comparison.json`. Commands: {commands}"
+        f"{work['views']} views, {work['prompt_tokens']:,} prompt and {work['output_tokens']} output tokens per"
+        " request; random weights, bfloat16. Median (range) of all turns; each side in a process of its own, on the"
+        f" same {len(gpus)} x {facts['gpus'][0]['name']},{_order(record)} vLLM with CUDA graphs up to 128 and its own"
+        " preprocessing. Verdicts come from a saved checkpoint and show the ratio to the rounding noise; vLLM's come"
+        f" from its 20 most probable tokens at each position. Driver {facts['gpus'][0]['driver']}{power};"
+        f" {facts['cpu']}, torch {packages['torch']}, transformers {packages['transformers']},"
+        f" vLLM {packages.get('vllm', 'unknown')}, {record['created'][:10]}. Record:"
+        " `benchmarks/records/vllm-comparison.json`, with the options of each part of"
+        " `python -m benchmarks.vllm_comparison`"
     )

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.markdown import counted, number, ranged, table
 from panscan.settings import axes
 
-__all__ = ["distinct_documents", "main_figures", "questions"]
+__all__ = ["distinct_documents", "questions"]
 
 _NOTE = "For requests/s the limit is a maximum, and the ratio is limit / measured."
 
@@ -17,12 +17,6 @@ _NOTE = "For requests/s the limit is a maximum, and the ratio is limit / measure
 def distinct_documents(record: Mapping[str, Any], name: str) -> str:
     """Return the table of a record of W1 or W4: each figure, its limit on this machine, and the ratio of both."""
     rows = [*_limited(record), *_unlimited(record)]
-    return table(["", "engine", "limit", "ratio"], rows) + f"\n\n{_NOTE} " + _machine(record, name)
-
-
-def main_figures(record: Mapping[str, Any], name: str) -> str:
-    """Return the rows of :func:`distinct_documents` with a limit, without the decode steps of several sizes."""
-    rows = [row for row in _limited(record) if not row[0].startswith("decode step")]
     return table(["", "engine", "limit", "ratio"], rows) + f"\n\n{_NOTE} " + _machine(record, name)
 
 
