@@ -12,10 +12,12 @@ from PIL import Image
 from tests.triton_here import DEVICE
 
 from panscan.core import PanAndScan, View
+from panscan.engine.kv_memory import limit_process_memory
 from panscan.images.pixels import PixelSpec, resized_pil
-from panscan.images.resize import by_kernel, by_pillow, choose_resize
+from panscan.images.resize import Resize, by_kernel, by_pillow, by_torch, choose_resize
 from panscan.images.resize_kernels import resized
 from panscan.images.views import plan_views
+from panscan.model.machine import release_memory
 
 CROPS = PanAndScan(min_crop_size=2, max_num_crops=5)
 SIZES = [(48, 144), (144, 48), (1, 90), (90, 1), (48, 48), (90, 60), (60, 90), (70, 73)]
@@ -83,3 +85,17 @@ def test_a_gpu_equals_pillow_on_pages_of_hundreds_of_sizes() -> None:
     for _ in range(300):
         width, height, size = (int(draw.integers(1, most)) for most in (400, 400, 100))
         check(page(width, height), list(plan_views(width, height, CROPS).views), size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("resize", "on_host"), [(by_kernel, by_pillow), (by_torch, by_torch)])
+def test_a_page_that_does_not_fit_into_gpu_memory_is_resized_on_the_host(resize: Resize, on_host: Resize) -> None:
+    levels, views = page(6000, 5000), [View("whole", (0, 0, 6000, 5000))]  # 120 MB with padding
+    expected = on_host(levels, views, PixelSpec(), torch.device("cpu"))
+    release_memory()
+    undo = limit_process_memory(DEVICE, torch.cuda.memory_reserved(DEVICE) + 80_000_000)
+    try:
+        found = resize(levels, views, PixelSpec(), DEVICE)
+    finally:
+        undo()
+    assert found.device.type == DEVICE.type and torch.equal(found.cpu(), expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 
 import numpy as np
@@ -35,21 +36,23 @@ def by_pillow(levels: NDArray[np.uint8], views: Sequence[View], spec: PixelSpec,
 
 
 def by_torch(levels: NDArray[np.uint8], views: Sequence[View], spec: PixelSpec, device: torch.device) -> torch.Tensor:
-    """Resize on the device as torchvision does, which rounds differently (see :data:`Resize`)."""
-    return pixels_torch(levels_to_device(levels, device), views, spec)
+    """Resize on the device as torchvision does, which rounds differently; on the host if the device has too little
+    memory (see :data:`Resize`)."""
+    with suppress(torch.OutOfMemoryError):  # a page of 100 million pixels takes 2 GB
+        return pixels_torch(levels_to_device(levels, device), views, spec)
+    return pixels_torch(levels_to_device(levels, "cpu"), views, spec).to(device)
 
 
 def by_kernel(levels: NDArray[np.uint8], views: Sequence[View], spec: PixelSpec, device: torch.device) -> torch.Tensor:
-    """Resize on the device with Pillow's bits; on the host if the page is too large (see :data:`Resize`)."""
+    """Resize on the device with Pillow's bits; on the host if the page is too large or the device has too little memory
+    (see :data:`Resize`)."""
     if not _fits(levels, views, spec.size):
         return by_pillow(levels, views, spec, device)
     from panscan.images.resize_kernels import resized
 
-    try:
-        squares = resized(upload(levels, device)[..., :3].contiguous(), views, spec.size)
-    except torch.OutOfMemoryError:  # several pages at once beside a full KV cache
-        return by_pillow(levels, views, spec, device)
-    return normalised(squares, spec)
+    with suppress(torch.OutOfMemoryError):  # several pages at once beside a full KV cache
+        return normalised(resized(upload(levels, device)[..., :3].contiguous(), views, spec.size), spec)
+    return by_pillow(levels, views, spec, device)
 
 
 def choose_resize(preprocess: str, spec: PixelSpec, device: torch.device) -> tuple[Resize, str]:
