@@ -28,7 +28,7 @@ def test_a_pair_is_named_by_its_ids_and_what_varies_in_either_run() -> None:
     [
         ({}, {}, {}, None),
         ({"model": "4b"}, {}, {}, "Different model: these numbers compare different jobs."),
-        ({}, {"gpus": [{"name": "NVIDIA H200"}]}, {}, "Different machine: it may be the whole difference."),
+        ({}, {"gpus": [{"name": "NVIDIA H200"}]}, {}, "Different machine: this alone may explain all changes."),
         ({}, {"commit": "abc"}, {"workload_sha256": None}, None),
         ({}, {}, {"workload_sha256": "b"}, "Different workload: these numbers compare different jobs."),
         (

@@ -114,7 +114,7 @@ RIGHT = (1.0,) * 70 + (0.0,) * 30
         (RIGHT[50:], (1.0,) * 50, True, ""),
         (RIGHT[55:84], (1.0,) * 29, False, "over 29 questions, fewer than the 30 required"),
         (RIGHT, (1.0,) * 50 + (0.0,) * 50, False, "measurable loss"),
-        ((0.0,) * 100, (0.0,) * 100, False, "answers nothing right"),
+        ((0.0,) * 100, (0.0,) * 100, False, "has no correct answer"),
         ((), (), False, "only a labelled dataset can show the accuracy cost"),
     ],
 )

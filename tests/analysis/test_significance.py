@@ -82,7 +82,7 @@ def test_the_baseline_has_the_most_views_and_is_not_chosen_by_its_answers() -> N
 
 def test_cells_that_answer_nothing_right_show_nothing() -> None:
     _, others = against({"a": right(0, 300), "b": right(0, 300)}, {"a": 5.0, "b": 3.0})
-    assert (others["b"].word, others["b"].text) == ("undecided", "undecided: neither answers anything right")
+    assert (others["b"].word, others["b"].text) == ("undecided", "undecided: neither cell has a correct answer")
 
 
 def test_a_small_loss_of_every_question_is_a_loss_though_its_interval_reaches_0() -> None:

@@ -33,7 +33,7 @@ def test_the_fastest_cells_of_the_same_work_are_compared() -> None:
     )
     assert found == [
         "engine to generate (batch size 4): 2.00x the requests per second; verdicts unverified and unverified;"
-        " measured once: --repeats tells how far noise moves it."
+        " measured once: use --repeats to estimate run-to-run noise."
     ]
 
 

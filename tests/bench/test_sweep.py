@@ -146,7 +146,7 @@ def test_a_failure_in_a_cell_is_an_outcome_and_the_sweep_goes_on(folder: Path) -
     assert done.returncode == 4
     [outcome] = read_run(only_run(folder)).outcomes.values()
     assert outcome["outcome"] == "failed"
-    assert "0 place(s) for images" in outcome["reason"]
+    assert "0 image placeholder(s)" in outcome["reason"]
 
 
 def test_records_hold_hashes_and_names_and_content_only_when_asked(folder: Path) -> None:

@@ -193,8 +193,8 @@ def test_an_image_must_be_named(folder: Path, image: Any) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({"dataset": "q", "prompt": "x"}, "brings its own"),
-        ({"dataset": "q", "images": ("a.png",)}, "brings its own"),
+        ({"dataset": "q", "prompt": "x"}, "has its own"),
+        ({"dataset": "q", "images": ("a.png",)}, "has its own"),
         ({"prompt": "x", "prompts": "y"}, "exclude each other"),
         ({"no_images": True}, "needs --prompts"),
         ({"no_images": True, "prompt": "x", "images": ("a.png",)}, "contradicts"),

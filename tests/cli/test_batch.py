@@ -123,7 +123,7 @@ def test_a_dataset_asks_its_own_questions(
     assert lines[1]["answer"] == result.text
     capsys.readouterr()
     assert run(["batch", "docs/q.jsonl", "-p", QUESTION, "-o", "other.jsonl"]) == 2
-    assert "a dataset brings its own questions: leave -p out" in capsys.readouterr().err
+    assert "a dataset has its own questions: remove -p" in capsys.readouterr().err
 
 
 def started(*arguments: str) -> subprocess.Popen[bytes]:

@@ -42,7 +42,7 @@ def test_the_exit_code_says_whether_a_condition_holds(folder: Path, capsys: pyte
 def test_what_cannot_be_told_is_said_and_fails_only_if_strict(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["compare", "a", "few", *GATE]) == 0
     said = capsys.readouterr().err
-    assert "cannot be told: cell c0 (sdpa attention, batch size 1): 2 batches are too few to tell" in said
+    assert "cannot be evaluated: cell c0 (sdpa attention, batch size 1): 2 batches are too few to tell" in said
     assert run(["compare", "a", "few", *GATE, "--strict"]) == 5
     assert run(["compare", "a", "a", "--fail-on", "verdict"]) == 0
     assert "unverified in A, unverified in B" in capsys.readouterr().err

@@ -116,7 +116,7 @@ def test_another_metric_may_be_the_quality(folder: Path, capsys: pytest.CaptureF
     [
         (["--dataset-split", "train"], 3, "--dataset-split train: not in DocVQA: it has validation"),
         (["--dataset-format", "chartqa"], 3, "no files of layout chartqa"),
-        (["--quality-metric", "vqa_accuracy"], 2, "needs 10 people's answers"),
+        (["--quality-metric", "vqa_accuracy"], 2, "requires questions with 10 answers each"),
     ],
 )
 def test_what_does_not_go_is_said_before_a_run_is_made(

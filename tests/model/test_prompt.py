@@ -155,10 +155,10 @@ def test_raw_prompts_equal_the_processors() -> None:
 @pytest.mark.parametrize(
     ("request_", "crops", "message"),
     [
-        (Request(prompt="no place", images=["a.png"], raw=True), [0], "0 place"),
-        (Request(prompt="<start_of_image>", raw=True), [], "1 place"),
+        (Request(prompt="no place", images=["a.png"], raw=True), [0], "0 image placeholder"),
+        (Request(prompt="<start_of_image>", raw=True), [], "1 image placeholder"),
         (Request(prompt="<image_soft_token>", raw=True), [], "marks an image with"),
-        (Request(messages=[{"role": "user", "content": [{"type": "image"}]}]), [], "1 place"),
+        (Request(messages=[{"role": "user", "content": [{"type": "image"}]}]), [], "1 image placeholder"),
         (Request(messages=[{"role": "user", "content": [{"type": "audio"}]}]), [], "audio"),
         (Request(messages=[{"role": "assistant", "content": "first"}]), [], "turn template"),
     ],

@@ -110,7 +110,7 @@ def test_a_test_split_has_no_answers_and_no_quality(tmp_path: Path) -> None:
     found = workload(docvqa(tmp_path), dataset_split="test")
     assert (facts(found).used, facts(found).unscored, facts(found).split) == (1, 1, "test")
     assert found.quality_metric(None) is None
-    with pytest.raises(SettingError, match="--quality-metric anls: there are no accepted answers"):
+    with pytest.raises(SettingError, match="--quality-metric anls: no question has accepted answers"):
         found.quality_metric("anls")
 
 
@@ -529,7 +529,7 @@ def test_numbers_of_json_lines_are_answers_as_they_are_written(tmp_path: Path) -
     assert (facts(found).converted_answers, facts(found).unscored) == (3, 2)
     assert found.quality_metric(None) == "exact_match"
     assert found.quality_metric("anls") == "anls"
-    for wrong, message in (("anl", "did you mean 'anls'"), ("vqa_accuracy", "needs 10 people's answers")):
+    for wrong, message in (("anl", "did you mean 'anls'"), ("vqa_accuracy", "requires questions with 10 answers each")):
         with pytest.raises(SettingError, match=message):
             found.quality_metric(wrong)
 

@@ -111,5 +111,5 @@ def test_random_weights_load_into_the_runner(shape: str) -> None:
 def test_the_pipeline_refuses_places_without_images(tiny: GenerateRunner) -> None:
     pipeline = PipelineRunner(tiny.loaded, replace(tiny.settings, runner="pipeline"))
     turn = {"role": "user", "content": [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "Same?"}]}
-    with pytest.raises(SettingError, match=r"2 place\(s\) for images and 1 image"):
+    with pytest.raises(SettingError, match=r"2 image placeholder\(s\), but 1 image"):
         pipeline.run([Request(messages=[turn], images=[noise(50, 50)])])

@@ -30,7 +30,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A finished cell. ``views`` is the mean of a request, ``crops`` the settings that it follows from."""
+    """A finished cell. ``views``: mean views per request; ``crops``: pan-and-scan settings that determine them."""
 
     row: MeasuredCell
     name: str
@@ -49,12 +49,12 @@ class Candidate:
 
     @property
     def p95_ms(self) -> float | None:
-        """Of E2E."""
+        """95th percentile of E2E, in milliseconds; None if it was not measured."""
         return self.row.metrics.values["p95_e2el_ms"]
 
     @property
     def interval(self) -> Interval:
-        """95% of the throughput; the value itself where one batch gave no interval."""
+        """95% interval of the throughput; the throughput twice if one batch gave no interval."""
         return self.row.metrics.intervals.get("request_throughput", (self.throughput, self.throughput))
 
     def overlaps(self, other: Candidate) -> bool:

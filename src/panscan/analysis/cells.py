@@ -236,8 +236,8 @@ class Sweep:
     Args:
         name: the setting.
         numeric: whether its values are numbers; then they ascend, else they stand in the order of the rows.
-        values: the distinct values. None is one of them where cells differ in that alone (no quantisation); it is none
-            where it says that the setting means nothing (crops without pan and scan).
+        values: the distinct values. None counts as a value where it is a choice (no quantisation), not where the
+            setting has no effect (crops without pan and scan).
         series: rows in the order of ``values``, by the label of their other varying settings; in the cells' order.
     """
 
@@ -337,7 +337,7 @@ def _lines(group: Sequence[MeasuredCell]) -> Iterator[str]:
         batch = f" (batch size {size})" if size is not None and runner == "generate" else ""
         words = f"verdicts {engine.verdict.word} and {row.verdict.word}"
         alone = "request_throughput" not in engine.metrics.intervals
-        doubt = "; measured once: --repeats tells how far noise moves it" if alone else ""
+        doubt = "; measured once: use --repeats to estimate run-to-run noise" if alone else ""
         yield f"engine to {runner}{batch}: {ours / theirs:.2f}x the requests per second; {words}{doubt}."
 
 

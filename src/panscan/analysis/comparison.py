@@ -51,7 +51,7 @@ class Report:
         comparisons: one for each other run.
         differences: ``[comparison][pair][metric]``.
         conditions: of ``--fail-on``.
-        findings: those that hold or cannot be told.
+        findings: those that hold or cannot be evaluated.
         repeats: the most ``--repeats`` that any test of too few batches needs; None if there is no such test.
     """
 
@@ -91,7 +91,7 @@ class Report:
             return None
         what = " and ".join(filter(None, (", ".join(kinds[:-1]), kinds[-1])))
         other_job = "these numbers compare different jobs"
-        return f"Different {what}: {'it may be the whole difference' if kinds == ['machine'] else other_job}."
+        return f"Different {what}: {'this alone may explain all changes' if kinds == ['machine'] else other_job}."
 
     def lines(self, at: int) -> list[str]:
         """In what the runs of a comparison differ as a whole, and what has no partner."""
@@ -162,12 +162,12 @@ class Report:
         return lines
 
     def outcomes(self) -> list[tuple[str, str]]:
-        """Each condition that holds or cannot be told, where and why; then the others."""
+        """Each condition that holds or cannot be evaluated, where and why; then the others."""
         found = []
         for finding in self.findings:
             title = "" if finding.pair is None else self.title(finding.comparison, finding.pair) + ": "
             run = f"{self.name(finding.comparison)}, " if len(self.comparisons) > 1 else ""
-            state = "holds" if finding.holds else "cannot be told"
+            state = "holds" if finding.holds else "cannot be evaluated"
             found.append((finding.condition, f"{state}: {run}{title}{finding.reason}"))
         spoken = {finding.condition for finding in self.findings}
         rest = dict.fromkeys(each.text for each in self.conditions if each.text not in spoken)

@@ -86,7 +86,7 @@ def decision_of(choice: Selection) -> str:
     scored = [each for each in (chosen, other) if each is not None and each.quality is not None]
     answered = any(each.quality.mean for each in scored if each.quality is not None)
     accuracy = _accuracy(run, chosen) if answered and chosen.quality is not None else ""
-    text = f"Use {_whole_name(chosen)}: {accuracy}{number_text(chosen.throughput)} requests/s{_doubt(chosen)}"
+    text = f"Use {_whole_name(chosen)}: {accuracy}{number_text(chosen.throughput)} requests/s{_answer_caveat(chosen)}"
     if other is None:
         return f"{text}."
     changed = " (which changes the answers)" if other.verdict == "different" else ""
@@ -117,7 +117,7 @@ def _with(candidate: Candidate) -> str:
     return f"without {name[3:]}" if name.startswith("no ") else f"with {name}"
 
 
-def _doubt(chosen: Candidate) -> str:
+def _answer_caveat(chosen: Candidate) -> str:
     """Return what a reader must know of the answers; empty if they are the reference's."""
     return {
         "different": " (its answers differ from the reference's)",
@@ -228,7 +228,7 @@ def _about_answers(choice: Selection) -> list[str]:
     peers = [(each.quality.mean, each) for each in choice.left if each.quality is not None]
     most, finest = max(peers, key=lambda pair: (pair[0], pair[1].cell))
     if most > quality.mean:
-        found.append(_matches(choice.run, chosen, finest))
+        found.append(_accuracy_comparison(choice.run, chosen, finest))
     if choice.min_quality is not None and quality.low < choice.min_quality:
         found.append(
             f"the 95% interval of {metric_title(choice.run)} begins at {quality.low:.1%}, below the limit"
@@ -246,7 +246,7 @@ def _about_views(choice: Selection) -> list[str]:
     text = f"fewer views per request ({chosen.views:.3g}) than {most.name} ({most.views:.3g})"
     if chosen.quality is None or most.quality is None:
         return [f"{text}: only a labelled dataset can show the accuracy cost"]
-    return [f"{text}: {_matches(choice.run, chosen, most)}"]
+    return [f"{text}: {_accuracy_comparison(choice.run, chosen, most)}"]
 
 
 def _about_passed_over(choice: Selection) -> list[str]:
@@ -258,7 +258,8 @@ def _about_passed_over(choice: Selection) -> list[str]:
     return [f"faster but rejected: {fastest.name}, {_speed(fastest)}"]
 
 
-def _matches(run: Run, chosen: Candidate, other: Candidate) -> str:
+def _accuracy_comparison(run: Run, chosen: Candidate, other: Candidate) -> str:
+    """Return both accuracies as text, with the interval and p-value of their difference."""
     difference = quality_difference(run, chosen.cell, other.cell)
     interval = ""
     if difference is not None:

@@ -247,7 +247,7 @@ class Finding:
         condition: as the user typed it.
         comparison: number of the comparison, from 0.
         pair: number of the pair of cells in it.
-        holds: False: it cannot be told, and ``reason`` says why.
+        holds: False: it cannot be evaluated, and ``reason`` says why.
         reason: in words.
         repeats: with so many ``--repeats`` it could be told; None where they are no remedy.
     """

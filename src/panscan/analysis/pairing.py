@@ -57,7 +57,7 @@ class PairedRequests:
     """Paired requests of two cells.
 
     Args:
-        pairs: in an order that depends on nothing but what they are.
+        pairs: sorted by repeat, replica, request id, image hashes and prompt hash.
         work: of each cluster, A's and B's.
         alone: answered requests of A and of B without a partner.
         failed: requests of A and of B that failed.
@@ -116,7 +116,7 @@ def _batch(record: Record) -> tuple[int, int, int]:
 
 
 def _components(links: Iterable[tuple[Hashable, Hashable]]) -> dict[Hashable, Hashable]:
-    """One member of its connected component, the same one for all of them, by node."""
+    """Return each node's representative, the same one for all nodes of a connected component."""
     above: dict[Hashable, Hashable] = {}
 
     def top(node: Hashable) -> Hashable:

@@ -175,7 +175,7 @@ def _loss(run: Run, candidate: Candidate, peers: Sequence[Candidate]) -> tuple[b
     peer = max(scored, key=lambda each: (each.quality.mean if each.quality else 0.0, each.throughput, each.cell))
     difference = quality_difference(run, candidate.cell, peer.cell)
     if difference is None or peer.quality is None or not peer.quality.mean:
-        return False, f"no loss can be measured: {peer.name} answers nothing right"
+        return False, f"no loss can be measured: {peer.name} has no correct answer"
     return shows_no_loss(run, difference, peer.name)
 
 

@@ -350,7 +350,7 @@ def compare_with_baseline(
     return baseline, [
         _judged(cell, each, alarm=bool(alarm))
         if means[cell] or means[baseline]
-        else BaselineComparison(cell, each, "undecided", "undecided: neither answers anything right")
+        else BaselineComparison(cell, each, "undecided", "undecided: neither cell has a correct answer")
         for (cell, each), alarm in zip(found.items(), alarms, strict=True)
     ]
 

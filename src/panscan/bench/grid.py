@@ -74,7 +74,7 @@ def build_cells(
         if choose and (runner := _runner_choice(over, base)) is not None:
             chosen["runner"] = [runner.runner]
         for values in product(*chosen.values()):
-            cell = Cell.of(Settings(**_without_idle(dict(zip(chosen, values, strict=True)), chosen)), preset)
+            cell = Cell.of(Settings(**_without_unused_settings(dict(zip(chosen, values, strict=True)), chosen)), preset)
             cells.setdefault(cell.id, cell)
     crops = [name for name in over if name in _CROP_AXES]
     if crops and not any(cell.settings.do_pan_and_scan for cell in cells.values()):
@@ -142,10 +142,11 @@ _GOVERNED = {"temperature": ("top_k", "top_p", "min_p", "sampling_seed"), "devic
 _GROUPED = "int4"  # the only quantisation that has a group size
 
 
-def _without_idle(point: dict[str, Any], axes_: Axes) -> dict[str, Any]:
-    """Where a swept setting is off, those that it governs are left out; where it is off everywhere, they contradict.
+def _without_unused_settings(point: dict[str, Any], axes_: Axes) -> dict[str, Any]:
+    """Drop settings without effect in this cell, because a swept setting that they depend on is off here.
 
-    The same holds for settings that only some of the swept runners have.
+    If that setting is off in the whole sweep, they are kept, and :class:`Settings` may reject them. If several runners
+    are swept, settings that this cell's runner does not support are dropped, too.
     """
     if {*ALL_AT_ONCE} & {*axes_.get("runner", ())} and len(axes_["runner"]) > 1:
         foreign = foreign_settings(point["runner"])

@@ -83,7 +83,7 @@ def gpu_slots(count: int, each: int, there: int, outer: str | None, size: int = 
     if count * each > there:
         option = "tensor-parallel-size" if each == size > 1 else "gpus-per-replica"
         raise UnsupportedError(
-            f"--replicas {count} with --{option} {each} need {count * each} GPUs; this machine shows {there}"
+            f"--replicas {count} with --{option} {each} need {count * each} GPUs; only {there} are visible"
         )
     names = [str(index) for index in range(there)] if outer is None else [name.strip() for name in outer.split(",")]
     slices = [range(first, first + each) for first in range(0, count * each, each)]

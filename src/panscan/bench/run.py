@@ -65,7 +65,7 @@ def start(plan: SweepPlan, directory: Path, command: Sequence[str], observer: Ob
 
 
 def resume(plan: SweepPlan, directory: Path, observer: Observer) -> Run:
-    """Go on with a run: what it finished is not measured again.
+    """Continue a run; finished repeats are not measured again.
 
     Raises:
         RecordsError: the directory holds no run, or one of another schema.
@@ -85,7 +85,7 @@ def _sweep(
     observer: Observer,
     verifier: Verifier | None,
 ) -> None:
-    """In this process, or in several, of which the first makes a verifier for itself."""
+    """Run the sweep in this process, or in one process per replica; replicas build their own verifiers."""
     if plan.replicas * plan.gpus_per_replica == 1:
         run_sweep(plan, writer, done, observer, verifier)
     else:

@@ -134,7 +134,7 @@ class Source:
     def __post_init__(self) -> None:
         object.__setattr__(self, "images", tuple(map(named_url, self.images)))
         if self.dataset and (self.images or self.prompts or self.prompt):
-            raise SettingError("--dataset brings its own images and questions: leave --images and --prompts out")
+            raise SettingError("--dataset has its own images and questions: remove --images, --prompts and --prompt")
         if not self.dataset and (self.dataset_format or self.dataset_split):
             raise SettingError("--dataset-format and --dataset-split say how to read --dataset, which is missing")
         if self.prompt is not None and self.prompts is not None:
@@ -173,9 +173,9 @@ class Workload:
         if wanted not in METRICS:
             raise SettingError(f"--quality-metric takes {', '.join(METRICS)}; got {wanted!r}{nearest(wanted, METRICS)}")
         if not known:
-            raise SettingError(f"--quality-metric {wanted}: there are no accepted answers (--dataset brings them)")
+            raise SettingError(f"--quality-metric {wanted}: no question has accepted answers; use a labelled --dataset")
         if wanted not in known:
-            raise SettingError(f"--quality-metric {wanted} needs {ANNOTATORS} people's answers to a question")
+            raise SettingError(f"--quality-metric {wanted} requires questions with {ANNOTATORS} answers each")
         return wanted
 
 
@@ -242,7 +242,7 @@ def plans_of(item: Item, settings: Settings, cost: PromptCost = GEMMA3_COST) -> 
 
 
 def views_of(items: Sequence[Item]) -> Callable[[Settings], bytes]:
-    """What gives a digest of all views that a cell with some settings takes of the documents of all items."""
+    """Return a function that maps a cell's settings to a digest of the view boxes of all documents in the items."""
     sizes = sorted({(document.width, document.height) for item in items for document in item.documents})
 
     @cache

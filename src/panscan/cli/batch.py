@@ -298,7 +298,7 @@ def _job(options: dict[str, Any], *, dataset: bool) -> Any:
     from panscan.batch.job import Job, with_resolved_dtype
 
     if dataset and options["prompt"] is not None:
-        raise SettingError("a dataset brings its own questions: leave -p out")
+        raise SettingError("a dataset has its own questions: remove -p")
     prompt = None if dataset else read_prompt(options["prompt"])
     settings = _settings(options)
     if settings.model == "mini" and not settings.random_weights and options["model"] is None:

@@ -61,7 +61,7 @@ def command(runs: tuple[str, ...], fail_on: tuple[str, ...], strict: bool, form:
     else:
         echo(markdown_text(report) if form == "md" else json.dumps(as_json(report), indent=2), nl=form == "json")
     for condition, outcome in report.outcomes():
-        style = {"holds": "red", "cannot be told": "yellow"}.get(outcome.partition(":")[0])
+        style = {"holds": "red", "cannot be evaluated": "yellow"}.get(outcome.partition(":")[0])
         errors().print(f"--fail-on {condition} {outcome}", style=style, soft_wrap=True)
     failed = any(finding.holds or strict for finding in report.findings)
     return _CONDITION_HOLDS if failed else 0

@@ -1,4 +1,4 @@
-"""Checkpoints, prompts and layers of Gemma 3, on Transformers: only this room and the runners import it."""
+"""Gemma 3 on Transformers: checkpoints, prompts and layers. Only this package and ``runners`` import Transformers."""
 
 import logging
 

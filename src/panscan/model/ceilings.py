@@ -1,4 +1,4 @@
-"""A device's two ceilings, measured: what no kernel on it gets past, and so what a floor is computed with."""
+"""Measured compute rate and memory bandwidth of a device: the limits from which floors are computed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LEAST_RUNS = 2
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """``flops_per_s``: of a large square product. ``bytes_per_s``: of a large copy, read and written counted."""
+    """Measured limits: FLOP/s of a large square product, and bytes/s of a large copy (bytes read plus written)."""
 
     flops_per_s: float
     bytes_per_s: float

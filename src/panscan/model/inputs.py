@@ -60,8 +60,10 @@ class Prepared:
 
 
 def read_images(request: Request, *, copy: bool = True) -> DecodedRequest:
-    """Decode a request's images; a file of several pages gives several images. Without ``copy`` those that are decoded
-    already may be the caller's own, to be read before the call returns and never later.
+    """Decode a request's images; a file of several pages gives several images.
+
+    Without ``copy``, an image that is already decoded may be the caller's own object: do not use it after the public
+    call (such as ``VllmRunner.answer``) has returned.
 
     Raises:
         ImageError: naming the file.

@@ -41,7 +41,7 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
-            raise UnsupportedError(f"--device {name}: this machine shows {count} NVIDIA GPU(s)")
+            raise UnsupportedError(f"--device {name}: only {count} NVIDIA GPU(s) are visible")
     elif device.type == "mps" and not torch.backends.mps.is_available():
         raise UnsupportedError("--device mps: this machine has no Apple GPU")
     return device
@@ -81,7 +81,7 @@ def synchronize(device: torch.device) -> None:
 
 def reset_peak_memory() -> None:
     """Start new peaks: on every GPU in use, and of this process where the system lets it (Linux)."""
-    for index in _gpus_in_use():
+    for index in _initialised_gpus():
         torch.cuda.reset_peak_memory_stats(index)
     with contextlib.suppress(OSError):
         _CLEAR_REFS.write_text("5")  # proc(5): resets the peak resident size
@@ -90,7 +90,7 @@ def reset_peak_memory() -> None:
 def peak_memory() -> dict[str, int | None]:
     """Peak bytes since :func:`reset_peak_memory`: allocated and reserved, summed over GPUs (None without one in use),
     and the process's resident size (None where its peak cannot be reset, so that it would be an earlier cell's)."""
-    devices = _gpus_in_use()
+    devices = _initialised_gpus()
     return {
         "peak_allocated_bytes": sum(map(torch.cuda.max_memory_allocated, devices)) if devices else None,
         "peak_reserved_bytes": sum(map(torch.cuda.max_memory_reserved, devices)) if devices else None,
@@ -134,8 +134,8 @@ def cuda_version() -> str | None:
     return torch.version.cuda
 
 
-def _gpus_in_use() -> range:
-    """GPUs, once anything has touched one: asking for their memory must not be what does."""
+def _initialised_gpus() -> range:
+    """Return all visible GPUs if CUDA is initialised in this process, else none: a query must not initialise it."""
     started: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch has no types for it
     return range(torch.cuda.device_count() if started else 0)
 

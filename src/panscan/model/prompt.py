@@ -88,7 +88,7 @@ class PromptWriter:
     Args:
         tokenizer: a Transformers tokenizer.
         image_tokens: soft tokens of a view; 0 for a text-only checkpoint.
-        context: where the model's context ends, tokens; None: not known.
+        context: context length of the model, in tokens; None: unknown.
     """
 
     def __init__(self, tokenizer: Any, image_tokens: int, context: int | None = None) -> None:
@@ -129,9 +129,10 @@ class PromptWriter:
             around_view: text before and after each view; the default is Gemma 3's.
 
         Raises:
-            SettingError: if images and their places in the prompt differ in number, the checkpoint reads no images, a
-                text is none (malformed messages, a lone surrogate), or see :meth:`check_length`.
-            ModelError: if the checkpoint has no turn template and the prompt is not raw.
+            SettingError: the numbers of images and image placeholders differ, the checkpoint is text-only but images
+                are given, the messages are malformed, a text contains a lone surrogate, or the prompt is too long
+                (:meth:`check_length`).
+            ModelError: the checkpoint has no turn template and the prompt is not raw.
         """
         self.check_length(request, sum(n + 1 for n in crops))
         if crops and not self.image_tokens:
@@ -146,7 +147,7 @@ class PromptWriter:
         places = text.count(self.boi)
         if places != len(crops):
             raise SettingError(
-                f"the prompt has {places} place(s) for images ({self.boi}) and {len(crops)} image(s) were given"
+                f"the prompt has {places} image placeholder(s) ({self.boi}), but {len(crops)} image(s) were given"
             )
         pieces = text.split(self.boi)
         filled = pieces[0] + "".join(

@@ -33,7 +33,7 @@ def random_model(
 ) -> tuple[PreTrainedModel, Gemma3Processor | GemmaTokenizer]:  # fmt: skip
     """Build ``shape`` (a name of ``SHAPES``, or a shape) in place on ``device``, its weights drawn there in ``dtype``.
 
-    With it comes what feeds it: the processor, or for a text-only shape the tokenizer, a bundled model's either way.
+    It is returned with a processor, or for a text-only shape with a tokenizer; the tokenizer is a bundled model's.
     Weights are N(0, 0.02), those of SigLIP's layer norms N(1, 0.02); the image projection, which Transformers leaves
     at zero, is drawn like the rest. The embedding keeps all its rows; ids beyond the tokenizer's decode to nothing.
     The same seed gives the same weights on the same kind of device. Global random states stay as they are.
@@ -122,7 +122,7 @@ def _with_reader(
 
 
 def write_shape(shape: str | Shape, directory: Path) -> None:
-    """Write all of a checkpoint of ``shape`` but weights: configurations, a bundled model's tokenizer, the processor.
+    """Write a checkpoint of ``shape`` without weights: configurations, and the processor or tokenizer.
 
     Raises:
         SettingError: for an unknown name.

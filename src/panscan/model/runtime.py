@@ -31,8 +31,8 @@ def apply_attention(model: Any, name: str) -> None:
         )
     if name == "flex_attention" and model.device.type == "cpu":
         warnings.warn(
-            "--attention flex_attention: PyTorch compiles it for a CPU length by length, and only a few of them; the"
-            " others run unfused, so its speed here says nothing about a GPU's",
+            "--attention flex_attention: on a CPU, PyTorch compiles it once per sequence length, and only for a few"
+            " lengths; the others run unfused, so speeds measured here do not apply to GPUs",
             PanscanWarning,
             stacklevel=2,
         )

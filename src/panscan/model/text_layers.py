@@ -299,7 +299,7 @@ def _layer_of(module: Any, kind: str, config: Any, ranks: Ranks) -> _Layer:
 class _Ops(Protocol):
     """Operators between the products. All tensors have rows ``[T, ...]``.
 
-    If ``rows`` is not None, the result is the input of the next product and may be quantised to that type.
+    If ``input_dtype`` is not None, the result is the input of the next product and may be quantised to that type.
     """
 
     def norm(self, hidden: torch.Tensor, norm: Any, input_dtype: torch.dtype | None) -> Rows: ...

@@ -1,8 +1,8 @@
-"""The verdict's seam: next-token distributions of a loaded model along given tokens, through its own path.
+"""Next-token distributions of a loaded model along given tokens, observed in ``generate()``. Used by the verdict.
 
-A logits processor records what each step offers and forces the next token; it works with ``generate()``, with every
-cache and with compiled models. A hook on the model's core, gone before the first decode step, keeps the prompt's final
-hidden states at the positions asked for.
+A logits processor records the scores of each step and forces the next token; it works with every cache and with
+compiled models. A forward hook on the model's core records the prompt's final hidden states at the requested
+positions. It is removed before the first decode step, unless the hidden states of all steps are recorded.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def _chat(read: DecodedRequest) -> list[dict[str, Any]]:
     parts = [part for turn in turns for part in turn["content"] if part["type"] == "image"]
     if len(parts) != len(read.images):
         raise SettingError(
-            f"the prompt has {len(parts)} place(s) for images and {len(read.images)} image(s) were given"
+            f"the prompt has {len(parts)} image placeholder(s), but {len(read.images)} image(s) were given"
         )
     for part, image in zip(parts, read.images, strict=True):
         part["image"] = image

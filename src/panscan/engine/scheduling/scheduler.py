@@ -197,9 +197,9 @@ class Scheduler:
     def _admit(self, plan: _StepPlan) -> None:
         """Admit waiting sequences in order, while running sequences, prefill budget and blocks allow it.
 
-        Behind a prompt that continues in a later step, only prompts that end in this one are admitted. A budget that is
-        too small for that prompt's next image span has room for the text before the first image of others: the whole
-        queue would be admitted long before its turn, with blocks and pixels.
+        While a prompt continues in a later step, only prompts that end in this step are admitted. Otherwise, whenever
+        the remaining budget is too small for its next image span, the text before the first image of other prompts
+        would still fit, and the whole queue would be admitted far too early, holding blocks and pixels.
 
         A sequence whose prefix a running sequence is still computing waits, then reuses those blocks. Later sequences
         wait behind it, so the step's prefill budget goes to running sequences.
