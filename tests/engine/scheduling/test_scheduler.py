@@ -111,16 +111,19 @@ class History(RuleBasedStateMachine):
         random = Random(seed)
         before = self.scheduler.running
         limit = None if self.ending else random.choice(LIMITS)
+        decoding = {each for each in before if each.decodes and not each.full}
         step = self.scheduler.schedule(limit)
         if step is None:
             assert not self.ids or self.inflight, "who waits for a last token may hold what all others need"
             self.preemptions = self.scheduler.preemptions
             self.finish_step()
             return
-        if not any(chunk.sequence.decodes for chunk in step.chunks):
-            limit = None
-        self.check_rules(step, before, limit)
-        self.check_chunks(step, limit)
+        limits = [limit] if decoding else []
+        if decoding <= {*self.scheduler.preempted}:  # if the limit held back all others, they run without it
+            limits.append(None)
+        self.check_rules(step, before, limits[0])
+        chunks = [(chunk.sequence, chunk.start, chunk.end) for chunk in step.chunks]
+        assert chunks in [self.planned(each) for each in limits]
         written = self.written(step)
         self.finish_step()
         self.write_and_read(step, written)
@@ -188,8 +191,8 @@ class History(RuleBasedStateMachine):
                 makes = other.reuse and same and other.computed < end <= other.prompt_tokens
                 assert not makes or end > len(each.ids), "computed twice"
 
-    def check_chunks(self, step: Step, limit: PrefillLimit | None) -> None:
-        """Each running sequence has the chunk that plain search gives it, oldest first, within the budgets."""
+    def planned(self, limit: PrefillLimit | None) -> list[tuple[Sequence, int, int]]:
+        """Return the chunk of each running sequence as plain search finds it, oldest first, within the budgets."""
         tokens, views, prefilled = self.chunk, self.views, False
         seconds = inf if limit is None else limit.seconds
         decodes, prefills = [], []
@@ -211,7 +214,7 @@ class History(RuleBasedStateMachine):
                 tokens, prefilled = max(0, tokens - (fitting[-1] - start)), True
                 views = None if views is None else views - count[fitting[-1]]
                 seconds -= fitting[-1] - start + 3.0 * count[fitting[-1]]
-        assert [(chunk.sequence, chunk.start, chunk.end) for chunk in step.chunks] == decodes + prefills
+        return decodes + prefills
 
     def written(self, step: Step) -> list[tuple[Chunk, int, tuple[int, int, int]]]:
         """Which slots the pass writes: chunk, position and slot. No two sequences may hold one."""
