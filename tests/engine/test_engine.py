@@ -68,7 +68,7 @@ def test_a_bad_request_fails_alone(engine: Engine, reference: Reference, tmp_pat
     bad = {
         "no such file": (Request("What?", [tmp_path / "none.png"]), ImageError, "none.png"),
         "damaged": (Request("What?", [broken]), ImageError, "broken.png"),
-        "placeholders": (Request(f"{BOI} {BOI}", fine.images, raw=True), SettingError, "2 place"),
+        "placeholders": (Request(f"{BOI} {BOI}", fine.images, raw=True), SettingError, "2 image placeholder"),
         "too long": (Request("word " * 9000, sampling=SHORT), SettingError, "--kv-cache-gb"),
         "too many images": (Request("What?", [*fine.images] * 90, sampling=SHORT), SettingError, "90 views"),
         "too long an answer": (Request("Hi", sampling=Sampling(max_new_tokens=30_000)), SettingError, "max-new-tokens"),
