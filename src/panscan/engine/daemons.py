@@ -1,12 +1,17 @@
-"""Daemon threads for work that may hang, such as a download."""
+"""Daemon threads for work that may hang, such as a download, and their work that must not be cut off."""
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 
-__all__ = ["DaemonThreads"]
+__all__ = ["DaemonThreads", "native_work"]
+
+_EXIT_SECONDS = 10.0  # that the exit waits for native work, which takes a fraction of a second
 
 
 class DaemonThreads:
@@ -44,3 +49,55 @@ class DaemonThreads:
         while (function := self._todo.get()) is not None:
             function()
             del function  # otherwise an idle thread keeps its last request alive
+
+
+class _NativeWork:
+    """Counts the daemon threads in native work; see :func:`native_work`."""
+
+    def __init__(self) -> None:
+        self.forget_threads()
+
+    def forget_threads(self) -> None:
+        """Begin anew. A forked child has none of its parent's threads, one of which may have held the lock."""
+        self._changed = threading.Condition()
+        self._active = 0
+        self._exiting = False
+
+    def enter(self) -> None:
+        """Begin work; block forever if the interpreter is exiting."""
+        with self._changed:
+            while self._exiting:
+                self._changed.wait()
+            self._active += 1
+
+    def leave(self) -> None:
+        """End work."""
+        with self._changed:
+            self._active -= 1
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Admit no more work, and wait for what is in progress."""
+        with self._changed:
+            self._exiting = True
+            self._changed.wait_for(lambda: not self._active, _EXIT_SECONDS)
+
+
+_work = _NativeWork()
+atexit.register(_work.finish)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_work.forget_threads)
+
+
+@contextmanager
+def native_work() -> Iterator[None]:
+    """Mark short work of a daemon thread in C++ or Rust, such as PyTorch and tokenizers: Python's exit waits for it.
+
+    At exit, Python ends a daemon thread as soon as it takes the global lock. If C++ or Rust functions are on its stack,
+    that aborts the process ("terminate called without an active exception").
+    """
+    _work.enter()
+    try:
+        yield
+    finally:
+        _work.leave()

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from panscan.core import ImageError, PanAndScan, Request, SettingError, View, now, record_waits
+from panscan.engine.daemons import native_work
 from panscan.engine.detokenizer import Detokenizer
 from panscan.engine.grammar import Constraint, Grammars
 from panscan.engine.image_memory import DECODED_BYTES, ImageMemory
@@ -131,7 +132,7 @@ class Preparer:
                 with phase("load"):
                     read = [self._read(image, state.request.pan_and_scan) for image in images]
                 state.stamps.loaded = now()
-                with phase("preprocess"):
+                with phase("preprocess"), native_work():
                     self._prepare(state, replace(state.request, images=images), read)
         except BaseException:
             pixels.free()
