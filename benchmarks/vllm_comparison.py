@@ -5,6 +5,7 @@
     python -m benchmarks.vllm_comparison --part w4-4b --output w4.json
     python -m benchmarks.vllm_comparison --part verdict-27b,verdict-4b --output verdicts.json
     python -m benchmarks.vllm_comparison --merge w1.json w2.json w4.json verdicts.json
+    python -m benchmarks.vllm_comparison --merge benchmarks/records/vllm-comparison.json w4.json
 
 A part runs its sides (the engine, vLLM with its exact and its default attention, ``generate()``), each in a process of
 its own, on all GPUs at once. The first two sides run on every GPU, in one order on even GPUs and in the other on odd
@@ -222,12 +223,18 @@ def figures(run: Mapping[str, Any]) -> list[str]:
 def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the record of some parts: all runs by part, and all verdicts. A record that was used twice is one run.
 
+    Args:
+        parts: what processes of this script wrote, or an earlier record, to add parts to it.
+
     Raises:
         SystemExit: runs of a part were not asked the same, or ran on different GPU models.
     """
     runs: dict[str, list[Any]] = {}
     verdicts: dict[str, Any] = {}
+    commands: list[str] = []
     for part in parts:
+        verdicts |= part.get("verdicts", {})
+        commands += part["commands"] if "commands" in part else [part["command"]]
         for name, found in part["parts"].items():
             done = [run for run in found if "record" in run]
             if name not in VERDICTS:
@@ -239,7 +246,7 @@ def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if len({_asked(run["record"]) for run in found}) > 1:
             sys.exit(f"{name}: its sides were not asked the same, or ran on different GPUs")
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"created": created, "commands": [part["command"] for part in parts], "parts": runs, "verdicts": verdicts}
+    return {"created": created, "commands": commands, "parts": runs, "verdicts": verdicts}
 
 
 def _asked(record: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -117,6 +117,13 @@ def test_a_record_that_two_parts_used_counts_once() -> None:
     assert len(merged([parts()[2], parts()[2]])["parts"]["w4-4b"]) == 2 * 8, "runs are never dropped"
 
 
+def test_parts_can_be_added_to_a_record() -> None:
+    whole = merged(parts())
+    added = merged([json.loads(json.dumps(merged(parts()[:2]))), *parts()[2:]])
+    assert {**added, "created": ""} == {**whole, "created": ""}
+    assert {**merged([added]), "created": ""} == {**whole, "created": ""}
+
+
 def test_sides_that_were_asked_something_else_are_not_compared() -> None:
     found = parts()
     found[0]["parts"]["w1-27b"][0]["record"]["work"]["prompt_tokens"] = 1101
