@@ -25,9 +25,9 @@ def _latencies(group: str, figure: str) -> Callable[[Measured], list[float]]:
 
 
 def _host_ms(found: Measured) -> list[float]:
-    """Return the mean time of one request alone before its first pass, as a list of one."""
+    """Return a list with the mean host time before the first pass of one request alone."""
     stages = found["alone"]["stages_ms"]
-    return [stages["load"] + stages["preprocess"]] if "preprocess" in stages else []  # generate() does not report it
+    return [stages["load"] + stages["preprocess"]]
 
 
 _W1: tuple[tuple[str, Callable[[Measured], list[float]], int], ...] = (
@@ -106,7 +106,13 @@ def _measured(run: Mapping[str, Any]) -> Measured:
 def _order(record: Mapping[str, Any]) -> str:
     """Return how the engine and exact vLLM were interleaved."""
     counts = [sum(run["side"] == "engine" for run in runs) for runs in record["parts"].values()]
-    return " the engine and exact vLLM in both orders," if counts and min(counts) > 1 else " one after the other,"
+    return "the engine and exact vLLM in both orders" if counts and min(counts) > 1 else "one after the other"
+
+
+def _warm_up(record: Mapping[str, Any]) -> str:
+    """Return how the warm-up differed if the engine's runs are full records; the other runs are brief."""
+    reused = any(run.get("reused") for runs in record["parts"].values() for run in runs)
+    return " Warm-up: a whole turn of the engine; of vLLM a quarter, or one of three request orders." if reused else ""
 
 
 def _backends(record: Mapping[str, Any], side: str) -> list[str]:
@@ -131,10 +137,11 @@ def _machine(record: Mapping[str, Any]) -> str:
     packages = {name: version for run in runs for name, version in run["record"]["environment"]["packages"].items()}
     return (
         f"{work['views']} views, {work['prompt_tokens']:,} prompt and {work['output_tokens']} output tokens per"
-        " request; random weights, bfloat16. Median (range) of all turns; each side in a process of its own, on the"
-        f" same {len(gpus)} x {facts['gpus'][0]['name']},{_order(record)} vLLM with CUDA graphs up to 128 and its own"
-        " preprocessing. Verdicts come from a saved checkpoint and show the ratio to the rounding noise; vLLM's come"
-        f" from its 20 most probable tokens at each position. Driver {facts['gpus'][0]['driver']}{power};"
+        " request; random weights, bfloat16. Median (range) of all turns; separate processes on the same"
+        f" {len(gpus)} x {facts['gpus'][0]['name']}, {_order(record)}; vLLM with CUDA graphs for up to 128 requests and"
+        f" its own preprocessing.{_warm_up(record)} Verdicts come from a saved checkpoint and show the ratio to the"
+        " rounding noise; vLLM's come from its 20 most probable tokens at each position. Driver"
+        f" {facts['gpus'][0]['driver']}{power};"
         f" {facts['cpu']}, torch {packages['torch']}, transformers {packages['transformers']},"
         f" vLLM {packages.get('vllm', 'unknown')}, {record['created'][:10]}. Record:"
         " `benchmarks/records/vllm-comparison.json`, with the options of each part of"

@@ -54,7 +54,7 @@ def turn(rate: float, joules: float | None) -> dict[str, Any]:
 
 
 def run_of(part: str, side: str, gpu: int, rate: float) -> dict[str, Any]:
-    stages = {"prefill": 80.0} if side == "generate" else {"load": 1.0, "preprocess": 2 * rate}
+    stages = {"load": 1.0, "preprocess": 2 * rate}
     latencies: dict[str, Any] = {"ttft_ms": {"all": [900 / rate]}, "e2e_ms": {"all": [7e3]}, "stages_ms": stages}
     turns = [turn(rate, 600 / rate), turn(rate + 0.1, 600 / rate)]
     found: dict[str, Any] = {"throughput": turns, "alone": latencies, "ratios": {"ttft_ms": 1.2}}
@@ -96,7 +96,7 @@ def test_the_table_shows_speed_and_verdict_of_every_side() -> None:
     rates = ["6.05 (6.00-6.10)", "4.55 (4.50-4.60)", "5.05 (5.00-5.10)", "0.95 (0.90-1.00)"]
     assert cells(text, "27B: requests/s, 128 documents") == rates
     assert cells(text, "4B: joules per request")[0] == "100 (100-100)"
-    assert cells(text, "27B: of which loading") == ["13 (13-13)", "10 (10-10)", "11 (11-11)", "-"]
+    assert cells(text, "27B: of which loading") == ["13 (13-13)", "10 (10-10)", "11 (11-11)", "3 (3-3)"]
     assert cells(text, "27B: requests/s, four questions")[3] == "-", "generate() has no caches"
     assert "vLLM 0.24.0" in text and "690 W" in text
 
@@ -108,6 +108,7 @@ def test_a_record_of_the_engine_takes_the_place_of_a_run() -> None:
     text = comparison(merged([*others, {"command": "python -m x", "parts": {"w4-4b": [run]}}]))
     rate = statistics.median(turn["requests_per_s"] for turn in turns)
     assert cells(text, "4B: requests/s")[0].startswith(f"{rate:.2f} (")
+    assert "Warm-up: a whole turn of the engine" in text and "Warm-up" not in comparison(merged(parts()))
 
 
 def test_a_record_that_two_parts_used_counts_once() -> None:

@@ -249,7 +249,7 @@ class Finding:
         pair: number of the pair of cells in it.
         holds: False: it cannot be evaluated, and ``reason`` says why.
         reason: in words.
-        repeats: with so many ``--repeats`` it could be told; None where they are no remedy.
+        repeats: number of ``--repeats`` with which it could be evaluated; None if repeats do not help.
     """
 
     condition: str

@@ -82,9 +82,7 @@ def gpu_slots(count: int, each: int, there: int, outer: str | None, size: int = 
     """
     if count * each > there:
         option = "tensor-parallel-size" if each == size > 1 else "gpus-per-replica"
-        raise UnsupportedError(
-            f"--replicas {count} with --{option} {each} need {count * each} GPUs; only {there} are visible"
-        )
+        raise UnsupportedError(f"--replicas {count} with --{option} {each} need {count * each} GPUs; visible: {there}")
     names = [str(index) for index in range(there)] if outer is None else [name.strip() for name in outer.split(",")]
     slices = [range(first, first + each) for first in range(0, count * each, each)]
     return [Slot(",".join(names[i] for i in part), "cuda:" + ",".join(map(str, part))) for part in slices]

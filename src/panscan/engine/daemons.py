@@ -1,4 +1,4 @@
-"""Daemon threads for work that may hang, such as a download, and their work that must not be cut off."""
+"""Daemon threads for work that may hang, such as a download, and sections of them that the exit waits for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from queue import Empty, SimpleQueue
 
 __all__ = ["DaemonThreads", "native_work"]
 
-_EXIT_SECONDS = 10.0  # that the exit waits for native work, which takes a fraction of a second
+_EXIT_SECONDS = 10.0  # longest wait at exit for native work, which takes a fraction of a second
 
 
 class DaemonThreads:
@@ -58,7 +58,7 @@ class _NativeWork:
         self.forget_threads()
 
     def forget_threads(self) -> None:
-        """Begin anew. A forked child has none of its parent's threads, one of which may have held the lock."""
+        """Start over in a forked child: none of its parent's threads exist there, and one may have held the lock."""
         self._changed = threading.Condition()
         self._active = 0
         self._exiting = False

@@ -41,7 +41,7 @@ def resolve_device(name: str) -> torch.device:
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
-            raise UnsupportedError(f"--device {name}: only {count} NVIDIA GPU(s) are visible")
+            raise UnsupportedError(f"--device {name}: {count or 'no'} NVIDIA GPU(s) visible")
     elif device.type == "mps" and not torch.backends.mps.is_available():
         raise UnsupportedError("--device mps: this machine has no Apple GPU")
     return device

@@ -90,7 +90,7 @@ def _tensor_parallel_reason(size: int, device: torch.device) -> str | None:
     if device.type == "mps":
         return f"--tensor-parallel-size {size}: this machine has one Apple GPU; use --device cpu"
     if size > (count := gpu_count()):
-        return f"--tensor-parallel-size {size} needs {size} GPUs; only {count} are visible"
+        return f"--tensor-parallel-size {size} needs {size} GPUs; visible: {count}"
     return None
 
 
