@@ -28,19 +28,21 @@ serve() {
   esac
 }
 
-# measure SIDE GPU: start its server on one GPU, send all levels, keep the record.
+# measure SIDE GPU: start its server on one GPU, send all levels, keep the record. Ends with the server, should it fail.
 measure() {
-  local port=$((8100 + $2)) records=benchmarks/records/w3-$shape-$1 pid status=0
+  local port=$((8100 + $2)) records=benchmarks/records/w3-$shape-$1 server load status=0
   (CUDA_VISIBLE_DEVICES=$2 serve "$1" "$port") >"$work/$1.log" 2>&1 &
-  pid=$!
+  server=$!
   panscan load "http://127.0.0.1:$port" --scenario mixed-documents --ignore-eos --request-rate "$rates" \
     --num-prompts "$prompts" --num-warmups 8 --goodput ttft:2000 --goodput tpot:50 --ready-check-timeout-sec 240 \
-    --output-dir "$work/$1" || status=$?
-  kill "$pid"
-  wait "$pid" || true
-  if [ "$status" -ne 0 ]; then
+    --output-dir "$work/$1" &
+  load=$!
+  wait -n "$server" "$load" || status=$?  # whichever ends first: the server only if it fails
+  kill "$server" "$load" 2>/dev/null || true
+  wait "$server" "$load" || true
+  if [ ! -s "$work/$1"/*/records.jsonl ] || [ "$status" -ne 0 ]; then
     tail -n 40 "$work/$1.log" >&2
-    return "$status"
+    return 1
   fi
   mkdir -p "$records"
   cp "$work/$1"/*/records.jsonl "$records/"
