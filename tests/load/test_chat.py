@@ -187,17 +187,20 @@ def test_an_answer_does_not_depend_on_how_it_is_cut_into_packets(step: int | Non
     assert len(exchange.tokens) == 2 and exchange.end >= exchange.tokens[1] >= exchange.tokens[0]
 
 
-def test_a_chunk_is_stamped_when_its_event_is_complete() -> None:
-    head, tail = b'data: {"choices":[{"delta":{"conte', b'nt":"a"}}]}\n\n'
+def stamps_of(parts: Sequence[bytes]) -> tuple[list[float], float]:
+    """The times of the tokens and of the end of a stream whose parts arrive at 1, 2, ..."""
     ended: list[RequestOutcome] = []
     stream = ChatStream(RequestOutcome("r", 0.0, 0.0, 0.0), lambda exchange, at: ended.append(exchange))
     stream.on_head(200, EVENT_STREAM)
-    stream.on_data(head, 1.0)
-    stream.on_data(tail, 2.0)
-    stream.on_data(stream_of([END]), 3.0)
-    stream.on_data(stream_of([USAGE]), 4.0)
-    stream.on_end(5.0)
-    assert (ended[0].tokens, ended[0].end) == ([2.0], 3.0)
+    for number, part in enumerate(parts, 1):
+        stream.on_data(part, float(number))
+    stream.on_end(len(parts) + 1.0)
+    return ended[0].tokens, ended[0].end
+
+
+def test_a_chunk_is_stamped_when_its_event_is_complete() -> None:
+    head, tail = b'data: {"choices":[{"delta":{"conte', b'nt":"a"}}]}\n\n'
+    assert stamps_of([head, tail, stream_of([END], done=""), stream_of([USAGE])]) == ([2.0], 3.0)
 
 
 def test_an_event_may_have_several_lines_and_no_final_empty_line() -> None:
@@ -255,6 +258,13 @@ def test_reasoning_counts_as_tokens_but_is_not_the_answer(field: str) -> None:
 def test_an_immediate_end_is_an_answer_without_tokens() -> None:
     exchange = answer(stream_of([{"choices": [{"delta": {"role": "assistant", "content": ""}}]}, END, USAGE]))
     assert (exchange.error, exchange.tokens, exchange.finish_reason) == (None, [], "stop")
+
+
+def test_tokens_without_text_are_timed_if_the_answer_has_no_text_at_all() -> None:
+    start = {"choices": [{"delta": {"role": "assistant", "content": ""}}]}
+    parts = [stream_of([each], done="") for each in (start, content(""), content(""), END, USAGE)]
+    assert stamps_of(parts) == ([2.0, 3.0], 4.0)
+    assert stamps_of([*parts[:3], stream_of([content("a")], done=""), *parts[3:]]) == ([4.0], 5.0)
 
 
 @pytest.mark.parametrize(

@@ -454,12 +454,13 @@ class LoadProgress:
 
     def measured(self, level: LoadLevel, result: LevelResult) -> None:
         """See :class:`panscan.load.run.LoadObserver`."""
-        done = [each for each in result.exchanges if each.error is None and each.tokens]
+        done = [each for each in result.exchanges if each.error is None]
+        timed = [each for each in done if each.tokens]
         rate = len(done) / max(result.ended - result.started, 1e-9)
         parts = [f"{len(done)} of {self._count} requests answered", f"{rate:.3g} req/s"]
-        if done:
-            parts.append(f"median TTFT {_median_ms([each.tokens[0] - each.accepted for each in done])} ms")
-            parts.append(f"median E2E {_median_ms([each.tokens[-1] - each.accepted for each in done])} ms")
+        if timed:
+            parts.append(f"median TTFT {_median_ms([each.tokens[0] - each.accepted for each in timed])} ms")
+            parts.append(f"median E2E {_median_ms([each.tokens[-1] - each.accepted for each in timed])} ms")
         self.remark(f"{level.cell}: {', '.join(parts)}")
 
     def remark(self, text: str, *, warning: bool = False) -> None:

@@ -238,7 +238,8 @@ class RequestOutcome:
         due: when the arrival process wanted it sent; in a closed loop, when its slot became free.
         queued: seconds that it waited for a slot of the maximum concurrency.
         accepted: when it was sent, before a connection was opened for it.
-        tokens: receipt times of the content chunks; a chunk may hold several tokens.
+        tokens: receipt times of the content chunks; a chunk may hold several tokens. Of an answer without any text, the
+            times of its empty chunks: a model with random weights samples tokens that decode to nothing.
         end: receipt time of the last token or of the finish reason, whichever is later; of a failure, its time.
         text: answer, without reasoning.
         finish_reason: reported reason.
@@ -283,7 +284,9 @@ class ChatStream:
         on_end: called once, with the receipt time of the end of the response.
     """
 
-    __slots__ = ("_body", "_event", "_line", "_on_end", "_streams", "_texts", "_usage", "complete", "exchange")
+    __slots__ = (
+        "_body", "_empty", "_event", "_line", "_on_end", "_streams", "_texts", "_usage", "complete", "exchange",
+    )  # fmt: skip
 
     def __init__(self, exchange: RequestOutcome, on_end: Callable[[RequestOutcome, float], None]) -> None:
         self.exchange = exchange
@@ -294,6 +297,7 @@ class ChatStream:
         self._line = bytearray()  # incomplete
         self._event: list[bytes] = []
         self._texts: list[str] = []
+        self._empty: list[float] = []  # receipt times of chunks with empty content
         self._usage = _Usage()
 
     def on_head(self, status: int, headers: Mapping[str, str]) -> None:
@@ -380,6 +384,8 @@ class ChatStream:
             exchange.end = at
             if isinstance(content, str):
                 self._texts.append(content)
+        elif content == "" and "role" not in delta:  # with a role, it precedes the first token
+            self._empty.append(at)
         if choice.get("finish_reason"):
             exchange.finish_reason = str(choice["finish_reason"])
             exchange.end = at
@@ -425,6 +431,7 @@ class ChatStream:
     def _close(self, at: float) -> None:
         exchange = self.exchange
         exchange.text = "".join(self._texts)
+        exchange.tokens = exchange.tokens or self._empty
         self._usage.fill(exchange)
         if exchange.error is not None:
             exchange.end = at
