@@ -21,6 +21,7 @@ serve() {
     vllm)
       export PYTHONPATH=${VLLM_PATH:-}${VLLM_PATH:+:}${PYTHONPATH:-}
       exec python -m vllm.entrypoints.openai.api_server --model "$work/shape" --load-format dummy --dtype bfloat16 \
+        --served-model-name "$shape shape, random weights" \
         --attention-backend TRITON_ATTN --max-model-len 4096 --max-num-seqs 128 --gpu-memory-utilization 0.9 \
         --limit-mm-per-prompt '{"image": 1}' --mm-processor-kwargs '{"do_pan_and_scan": true}' \
         --compilation-config '{"max_cudagraph_capture_size": 128}' --host 127.0.0.1 --port "$2" ;;
@@ -45,7 +46,7 @@ measure() {
     return 1
   fi
   mkdir -p "$records"
-  cp "$work/$1"/*/records.jsonl "$records/"
+  sed "s#$work/##g" "$work/$1"/*/records.jsonl >"$records/records.jsonl"
 }
 
 python - "$shape" "$work/shape" <<'PYTHON'

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.markdown import table
-from panscan.records.store import read_run
-from panscan.report.load_data import load_report_of
+from panscan.analysis.levels import level_names
+from panscan.records.store import Run, read_run
+from panscan.report.load_data import LevelRow, load_report_of
 
 __all__ = ["load_crosscheck", "load_generator", "load_kills", "load_mixed", "load_replicas"]
 
@@ -60,31 +63,60 @@ def load_crosscheck() -> str:
 
 
 def load_mixed() -> str:
-    """Return the table of a 27B model on one GPU under mixed documents that arrive over time."""
-    run = read_run(RECORDS / "load-27b")
-    report = load_report_of(run)
-    median, p95 = report.percentiles.index("median"), report.percentiles.index("p95")
+    """Return the table of a 27B model on one GPU under mixed documents that arrive over time: panscan and vLLM.
+
+    Raises:
+        ValueError: the servers did not get the same requests at the same times.
+    """
+    runs = {"panscan": read_run(RECORDS / "w3-27b-panscan"), "vLLM": read_run(RECORDS / "w3-27b-vllm")}
+    first = runs["panscan"]
+    if len({_workload(run) for run in runs.values()}) > 1:
+        raise ValueError("the runs of W3 had different workloads: measure both again")
+    reports = {name: {row.name: row for row in load_report_of(run).rows} for name, run in runs.items()}
     rows = [
-        [
-            row.offered.text, row.achieved.text, row.output.text, row.times["ttft"][median].text,
-            row.times["ttft"][p95].text, row.times["tpot"][median].text, row.times["tpot"][p95].text,
-            row.times["e2el"][p95].text, f"{row.attainment.text}%", str(row.failed),
-        ]
-        for row in report.rows
+        [f"{settings['request_rate']:g}", name, *_mixed_row(run, cell, reports[name][level_names(run)[cell]])]
+        for cell, settings in first.cells.items() for name, run in runs.items()
     ]  # fmt: skip
     headings = [
-        "offered req/s", "req/s", "tokens/s", "TTFT ms", "TTFT p95", "TPOT ms", "TPOT p95", "E2E p95 ms",
-        "within the limits", "failed",
+        "offered req/s", "server", "req/s", "TTFT ms", "TTFT p95", "TPOT ms", "TPOT p95", "TPOT p99", "E2E ms",
+        "E2E p95", "within the limits",
     ]  # fmt: skip
-    facts, kept = run.header["environment"], run.header["settings"]["load"]
+    facts, kept = first.header["environment"], first.header["settings"]["load"]
     notes = (
-        f"**{report.result.headline}.** {kept['model']}, {len(facts['gpus'])} x {facts['gpus'][0]['name']},"
-        f" {facts['cpu_count']} cores for the server and the client, torch {facts['packages']['torch']}, transformers"
-        f" {facts['packages']['transformers']}, {run.header['created'][:10]};"
-        " ~ has too few samples for 99% confidence. Record: `benchmarks/records/load-27b`."
-        f" Command: `{' '.join(run.header['command'])}`"
+        f"**panscan: {load_report_of(first).result.headline}.** {kept['num_prompts']} requests per rate, the same ones"
+        f" at the same times for both servers. vLLM 0.24 with exact attention. {kept['model']}, {facts['gpus'][0]['name']}, {facts['cpu_count']} cores for"
+        f" the server and the client, torch {facts['packages']['torch']}, transformers"
+        f" {facts['packages']['transformers']}, {first.header['created'][:10]}; ~ has too few samples for 99%"
+        f" confidence.{_UNTIMED if any(map(_untimed, runs.values())) else ''} Records:"
+        " `benchmarks/records/w3-27b-panscan`, `w3-27b-vllm`. Command: `benchmarks/h200_w3.sh panscan vllm`"
     )
     return table(headings, rows) + "\n\n" + notes
+
+
+_UNTIMED = (
+    " vLLM's tokens had no text, because its weights are random; that version of `panscan load` timed text only, so"
+    " TTFT and TPOT are missing."
+)
+
+
+def _workload(run: Run) -> tuple[str, str]:
+    """Return what makes the loads of two runs equal, apart from pixels that keep images out of caches."""
+    kept = {name: run.header["settings"]["load"][name] for name in ("arrival", "seed", "num_prompts", "num_warmups")}
+    return run.header["settings"]["workload_sha256"], repr((kept, run.cells))
+
+
+def _untimed(run: Run) -> bool:
+    return any(not each["stamps"]["tokens"] for found in run.requests.values() for each in found)
+
+
+def _mixed_row(run: Run, cell: str, row: LevelRow) -> list[str]:
+    e2e = [1e3 * (each["stamps"]["end"] - each["stamps"]["accepted"]) for each in run.requests[cell, 0]]
+    at = {name: load_report_of(run).percentiles.index(name) for name in ("median", "p95", "p99")}
+    return [
+        row.achieved.text, *(row.times["ttft"][at[name]].text for name in ("median", "p95")),
+        *(row.times["tpot"][at[name]].text for name in ("median", "p95", "p99")),
+        *(f"{np.percentile(e2e, q):,.0f}" for q in (50, 95)), "-" if _untimed(run) else f"{row.attainment.text}%",
+    ]  # fmt: skip
 
 
 def load_generator() -> str:
