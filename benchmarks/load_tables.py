@@ -82,12 +82,13 @@ def load_mixed() -> str:
         "E2E p95", "within the limits",
     ]  # fmt: skip
     facts, kept = first.header["environment"], first.header["settings"]["load"]
+    packages = facts["packages"]
     notes = (
         f"**panscan: {load_report_of(first).result.headline}.** {kept['num_prompts']} requests per rate, the same ones"
-        f" at the same times for both servers. vLLM 0.24 with exact attention. {kept['model']}, {facts['gpus'][0]['name']}, {facts['cpu_count']} cores for"
-        f" the server and the client, torch {facts['packages']['torch']}, transformers"
-        f" {facts['packages']['transformers']}, {first.header['created'][:10]}; ~ has too few samples for 99%"
-        f" confidence.{_UNTIMED if any(map(_untimed, runs.values())) else ''} Records:"
+        f" at the same times for both servers. vLLM 0.24 with exact attention. {kept['model']},"
+        f" {facts['gpus'][0]['name']}, {facts['cpu_count']} cores for the server and the client, torch"
+        f" {packages['torch']}, transformers {packages['transformers']}, {first.header['created'][:10]}; ~ has too few"
+        f" samples for 99% confidence.{_UNTIMED if any(map(_untimed, runs.values())) else ''} Records:"
         " `benchmarks/records/w3-27b-panscan`, `w3-27b-vllm`. Command: `benchmarks/h200_w3.sh panscan vllm`"
     )
     return table(headings, rows) + "\n\n" + notes
