@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable
 from threading import Lock
 from typing import TYPE_CHECKING
+
+from blake3 import blake3
 
 from panscan.core import SettingError
 
@@ -18,8 +19,8 @@ __all__ = ["KnownFiles", "VisionCache", "view_key"]
 
 
 def view_key(image: bytes, box: tuple[int, int, int, int], preprocess: str, spec: PixelSpec) -> bytes:
-    """Return SHA-256 of all that a view's pixels depend on: image digest, box, and how it is resized and scaled."""
-    return hashlib.sha256(image + repr((box, preprocess, spec)).encode()).digest()
+    """Return a digest of all that a view's pixels depend on: image digest, box, and how it is resized and scaled."""
+    return blake3(image + repr((box, preprocess, spec)).encode()).digest()
 
 
 class KnownFiles:
@@ -38,8 +39,8 @@ class KnownFiles:
 
     @staticmethod
     def key(content: bytes, page: int) -> bytes:
-        """Return the key of a page: SHA-256 of the file's bytes, and the page number."""
-        return hashlib.sha256(content).digest() + page.to_bytes(4, "little")
+        """Return the key of a page: the BLAKE3 digest of the file's bytes, and the page number."""
+        return blake3(content).digest() + page.to_bytes(4, "little")
 
     def get(self, key: bytes) -> tuple[tuple[int, int], bytes] | None:
         """Return the size (width, height) and the digest of a file's image if known, else None."""

@@ -1,15 +1,16 @@
 """A page's pixels, copied from Pillow's memory, and their digest: both by several threads, strip by strip.
 
-Packing and hashing by one thread take 9 ms for a page of 2.4 million pixels, a third of a follow-up question's TTFT.
+Packing by Pillow and SHA-256, in one thread, take 9 ms for a page of 2.4 million pixels, a third of a follow-up
+question's TTFT. BLAKE3 has the same security and hashes several times as fast.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -42,7 +43,7 @@ def copy_levels(image: Image.Image) -> tuple[NDArray[np.uint8], bytes]:
 
     Returns:
         Levels ``[height, width, 4]``: red, green, blue and 0. (Pillow stores four bytes per pixel, the last of which
-        may have any value.) The digest is SHA-256 of the size and of the SHA-256 of each strip.
+        may have any value.) The digest is BLAKE3 of the size and of the BLAKE3 digest of each strip.
     """
     image.load()
     width, height = image.size
@@ -58,10 +59,10 @@ def copy_levels(image: Image.Image) -> tuple[NDArray[np.uint8], bytes]:
             pixels, _owner = _shared(part) or (np.frombuffer(part.tobytes("raw", "RGBX"), np.uint32), None)
         strip = words[top:bottom]
         np.bitwise_and(pixels.reshape(strip.shape), _MASK, out=strip)
-        return hashlib.sha256(strip.data).digest()
+        return blake3(strip.view(np.uint8).data).digest()
 
     strips = map_strips(copy, height, 4 * width, _CUT_BYTES if large else _BLOCK_BYTES)
-    digest = hashlib.sha256(repr((width, height)).encode() + b"".join(strips)).digest()
+    digest = blake3(repr((width, height)).encode() + b"".join(strips)).digest()
     return words.view(np.uint8).reshape(height, width, 4), digest
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import math
 import os
 import stat
@@ -13,6 +12,8 @@ from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+from blake3 import blake3
 
 from panscan.core import ImageError, now
 from panscan.images.decode import count_pages, image_error
@@ -30,7 +31,7 @@ class MediaFile:
     Args:
         pages: pages of the document, each with the bytes of the whole file.
         sizes: (width, height) of each page from its header, before any rotation.
-        digest: SHA-256 of the file.
+        digest: BLAKE3 digest of the file.
     """
 
     pages: tuple[PageBytes, ...]
@@ -84,7 +85,7 @@ class MediaReader:
                 page = f"page {number}: " if len(sizes) > 1 else ""
                 problem = f"{page}{width}x{height} pixels exceed this server's limit of {self._options.max_pixels}"
                 raise image_error(name, problem)
-        return MediaFile(found, sizes, hashlib.sha256(content).digest())
+        return MediaFile(found, sizes, blake3(content).digest())
 
     def _content(self, url: str, uploads: Mapping[str, bytes], name: str, deadline: float) -> bytes:
         scheme = url.partition(":")[0].lower()
