@@ -202,8 +202,10 @@ def page_index(count: int, page: int | None, name: str) -> int:
 
 
 def upright_rgb(image: Image.Image, name: str, *, copy: bool = True) -> Image.Image:
-    """A new RGB image, turned as its EXIF orientation says, without metadata. ``image`` keeps its pixels and mode.
-    Without ``copy`` it is ``image`` itself, metadata and all, if that is RGB, opaque and upright.
+    """Return an upright RGB image: a new one, rotated by its EXIF orientation, without metadata.
+
+    ``image`` is not changed. Without ``copy``, ``image`` itself is returned, with its metadata, if it is already RGB,
+    opaque and upright.
 
     Transparency is composited over white, as a page would show it. (The ``do_convert_rgb`` of Transformers' processor
     drops the alpha channel instead and shows whatever colour lies beneath, often black on black; handing it RGB avoids

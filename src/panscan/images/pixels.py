@@ -44,10 +44,11 @@ class PixelSpec:
 def pixels_pil(
     image: Image.Image, views: Sequence[View], spec: PixelSpec, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Normalised pixels of an RGB image's views, float32 ``[views, 3, size, size]``, on ``device``: resized on the CPU,
-    normalised behind the link, over which levels go in a quarter of the bytes.
+    """Return normalised pixels of an RGB image's views, float32 ``[views, 3, size, size]``, on ``device``.
 
-    Each view is cut first and resized then: a filter that reads beyond a crop's edge would not equal Transformers'.
+    Views are resized on the CPU, copied to ``device`` as uint8, a quarter of the bytes of float32, and normalised
+    there. Each view is cropped before it is resized, as in Transformers: otherwise, the filter would read beyond its
+    edges.
     """
     return normalised(upload(resized_pil(image, views, spec), torch.device(device)), spec)
 

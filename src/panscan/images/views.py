@@ -59,11 +59,12 @@ class ViewPlan:
 
 
 def split(width: int, height: int, settings: PanAndScan) -> tuple[int, int, int]:
-    """How pan and scan splits an image: (number of crops, crop width, crop height); (0, width, height) if it does not.
+    """Return (number of crops, crop width, crop height) of an image; (0, width, height) if it is not cropped.
 
-    The rule of Transformers' ``Gemma3ImageProcessor.pan_and_scan``: crops lie along the longer side only; as many as
-    its ratio rounded half up, at most what ``min_crop_size`` leaves room for, then at least 2 and at most
-    ``max_num_crops``; none at all below the ratio or when a crop would be smaller than ``min_crop_size``.
+    As in Transformers' ``Gemma3ImageProcessor.pan_and_scan``, the longer side is divided. The number of crops is the
+    aspect ratio, rounded half up, and at most the longer side // ``min_crop_size``; it is then raised to at least 2 and
+    limited to ``max_num_crops``. There are no crops if pan and scan is off, if the aspect ratio is below
+    ``min_ratio_to_activate``, or if a side of a crop would be shorter than ``min_crop_size``.
 
     Raises:
         SettingError: for an image so small that rounding up leaves a crop without pixels (Transformers crashes there).

@@ -238,8 +238,8 @@ class RequestOutcome:
         due: when the arrival process wanted it sent; in a closed loop, when its slot became free.
         queued: seconds that it waited for a slot of the maximum concurrency.
         accepted: when it was sent, before a connection was opened for it.
-        tokens: receipt times of the content chunks; a chunk may hold several tokens. Of an answer without any text, the
-            times of its empty chunks: a model with random weights samples tokens that decode to nothing.
+        tokens: receipt times of the content chunks, each with one or more tokens. If the answer has no text, those of
+            its empty chunks, because a model with random weights may sample only tokens that decode to nothing.
         end: receipt time of the last token or of the finish reason, whichever is later; of a failure, its time.
         text: answer, without reasoning.
         finish_reason: reported reason.

@@ -138,8 +138,15 @@ def count_prompt(request: Request, reader: Reader) -> tuple[list[int], int, int]
 def view_pixels(
     image: Image.Image | NDArray[np.uint8], views: Sequence[View], spec: PixelSpec, device: torch.device
 ) -> torch.Tensor:
-    """Normalised pixels of views, float32 ``[views, 3, size, size]``, on ``device``: levels ``[height, width, 3]`` are
-    cut and resized there, an image with Pillow on the CPU."""
+    """Return normalised pixels of views, float32 ``[views, 3, size, size]``, on ``device``.
+
+    Args:
+        image: a PIL image, cropped and resized with Pillow on the CPU; or an array of 8-bit RGB values, uint8
+            ``[height, width, 3]``, cropped and resized on ``device``.
+        views: views of the image.
+        spec: pixel settings of the checkpoint.
+        device: device of the result.
+    """
     if isinstance(image, Image.Image):
         return pixels_pil(image, views, spec, device)
     return pixels_torch(levels_to_device(image, device), views, spec)

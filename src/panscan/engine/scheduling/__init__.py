@@ -1,1 +1,1 @@
-"""Who computes what, and where its keys and values go: integers and tables, no tensors."""
+"""Scheduling: the tokens of each pass and the KV cache blocks of each request. Uses integers and arrays, no tensors."""
