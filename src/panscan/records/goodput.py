@@ -108,7 +108,7 @@ def missed_limits(record: Mapping[str, Any], limits: Limits) -> list[str]:
 
     The limits on TTFT and E2E include the wait for a slot of ``--max-concurrency`` (``queued``).
 
-    A request of fewer than two output tokens has no TPOT and cannot miss it. One without any content has no TTFT and
+    A request of fewer than two output tokens has no TPOT and cannot miss it. One without any chunk has no TTFT and
     no E2E, and misses both limits.
 
     Raises:
