@@ -24,7 +24,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a script, as people do
 
 from benchmarks.markdown import table
-from panscan.engine.options import SERVED_TPOT_MS, EngineOptions
+from panscan.engine.options import EngineOptions
 from panscan.model.shapes import SHAPES
 from panscan.plan.gpus import gpu_named
 from panscan.plan.layouts import ClockTimes, PlanInputs, layout_of
@@ -50,22 +50,12 @@ def mix_of(prompt_tokens: int, views: int, output_tokens: int) -> WorkloadMix:
     return replace(mix, text_tokens=prompt_tokens - mix.prompt_tokens(views) + 1)
 
 
-def engine_for(
-    mix: WorkloadMix, *, prefix_caching: bool, served: bool = False, tpot_target: float | None = None
-) -> SimulatedEngine:
-    """Return one engine on an H200 with the options of the records.
-
-    Args:
-        mix: the requests.
-        prefix_caching: whether requests that begin alike share what was computed.
-        served: whether requests arrive through panscan serve.
-        tpot_target: seconds per output token that prefill is paced by; None: it is not.
-    """
+def engine_for(mix: WorkloadMix, *, prefix_caching: bool, served: bool = False) -> SimulatedEngine:
+    """Return one engine on an H200 with the options of the records; ``served``: behind panscan serve."""
     inputs = PlanInputs(shape=SHAPES["27b"], gpu=gpu_named("h200"), count=1, mix=mix, options=EngineOptions())
     layout = layout_of(inputs, None, 1)
     assert layout is not None  # the whole model on one GPU
     sizes = layout.sizes(inputs.options, prefix_caching=prefix_caching, gpu=inputs.gpu)
-    sizes = replace(sizes, tpot_target=tpot_target)
     return SimulatedEngine(sizes, ClockTimes(inputs.clock(layout.variant), served=served))
 
 
@@ -134,17 +124,15 @@ def w2() -> list[dict[str, Any]]:
 
 
 def w3() -> list[dict[str, Any]]:
-    """Mixed documents that arrive over time, through the HTTP server: without a TPOT target, and with the default."""
-    rows = []
-    for record, target in (("load-27b", None), ("w3-27b-panscan", SERVED_TPOT_MS / 1e3)):
-        run, paced = read_run(RECORDS / record), "" if target is None else ", TPOT target"
-        for cell in run.cells:
-            name = f"W3: mixed documents, {cell.removeprefix('rate-')} requests/s{paced}"
-            rows.append(row(record, name, *of_level(run, cell, target)))
-    return rows
+    """Mixed documents that arrive over time, through the HTTP server."""
+    run = read_run(RECORDS / "load-27b")
+    return [
+        row("load-27b", f"W3: mixed documents, {cell.removeprefix('rate-')} requests/s", *of_level(run, cell))
+        for cell in run.cells
+    ]
 
 
-def of_level(run: Run, cell: str, tpot_target: float | None) -> tuple[Figures, Figures]:
+def of_level(run: Run, cell: str) -> tuple[Figures, Figures]:
     """Return the measured and the simulated figures of a level."""
     records = [each for each in run.requests[cell, 0] if each["error"] is None]
     start = min(each["due"] for each in records)
@@ -155,7 +143,7 @@ def of_level(run: Run, cell: str, tpot_target: float | None) -> tuple[Figures, F
         stamps = [stamp - start for stamp in each["stamps"]["tokens"]]
         measured.append(SimulatedRequest(sketches[-1], each["stamps"]["accepted"] - start, stamps))
     order = sorted(range(len(records)), key=lambda index: measured[index].arrived)
-    engine = engine_for(mix_of(1102, 4, 256), prefix_caching=True, served=True, tpot_target=tpot_target)
+    engine = engine_for(mix_of(1102, 4, 256), prefix_caching=True, served=True)
     arrivals = [measured[index].arrived for index in order]
     simulated = route_arrivals([engine], [sketches[index] for index in order], arrivals)
     return _over_time(measured), _over_time(simulated)
