@@ -29,7 +29,7 @@ serve() {
   esac
 }
 
-# measure SIDE GPU: start its server on one GPU, send all levels, keep the record. Ends with the server, should it fail.
+# measure SIDE GPU: start its server on one GPU, send all levels, keep the record. Fails as soon as the server does.
 measure() {
   local port=$((8100 + $2)) records=benchmarks/records/w3-$shape-$1 server load status=0
   (CUDA_VISIBLE_DEVICES=$2 serve "$1" "$port") >"$work/$1.log" 2>&1 &

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.markdown import table
 from panscan.analysis.levels import level_names
 from panscan.records.store import Run, read_run
-from panscan.report.load_data import LevelRow, load_report_of
+from panscan.report.load_data import LoadReport, load_report_of
 
 __all__ = ["load_crosscheck", "load_generator", "load_kills", "load_mixed", "load_replicas"]
 
@@ -72,9 +72,9 @@ def load_mixed() -> str:
     first = runs["panscan"]
     if len({_workload(run) for run in runs.values()}) > 1:
         raise ValueError("the runs of W3 had different workloads: measure both again")
-    reports = {name: {row.name: row for row in load_report_of(run).rows} for name, run in runs.items()}
+    reports = {name: load_report_of(run) for name, run in runs.items()}
     rows = [
-        [f"{settings['request_rate']:g}", name, *_mixed_row(run, cell, reports[name][level_names(run)[cell]])]
+        [f"{settings['request_rate']:g}", name, *_mixed_row(run, cell, reports[name])]
         for cell, settings in first.cells.items() for name, run in runs.items()
     ]  # fmt: skip
     headings = [
@@ -84,7 +84,7 @@ def load_mixed() -> str:
     facts, kept = first.header["environment"], first.header["settings"]["load"]
     packages = facts["packages"]
     notes = (
-        f"**panscan: {load_report_of(first).result.headline}.** {kept['num_prompts']} requests per rate, the same ones"
+        f"**panscan: {reports['panscan'].result.headline}.** {kept['num_prompts']} requests per rate, the same ones"
         f" at the same times for both servers. vLLM 0.24 with exact attention. {kept['model']},"
         f" {facts['gpus'][0]['name']}, {facts['cpu_count']} cores for the server and the client, torch"
         f" {packages['torch']}, transformers {packages['transformers']}, {first.header['created'][:10]}; ~ has too few"
@@ -95,8 +95,8 @@ def load_mixed() -> str:
 
 
 _UNTIMED = (
-    " vLLM's tokens had no text, because its weights are random; that version of `panscan load` timed text only, so"
-    " TTFT and TPOT are missing."
+    " vLLM's answers, from other random weights, had output tokens but no text; that version of `panscan load` timed"
+    " text only, so TTFT and TPOT are missing."
 )
 
 
@@ -110,9 +110,10 @@ def _untimed(run: Run) -> bool:
     return any(not each["stamps"]["tokens"] for found in run.requests.values() for each in found)
 
 
-def _mixed_row(run: Run, cell: str, row: LevelRow) -> list[str]:
+def _mixed_row(run: Run, cell: str, report: LoadReport) -> list[str]:
+    [row] = [each for each in report.rows if each.name == level_names(run)[cell]]
     e2e = [1e3 * (each["stamps"]["end"] - each["stamps"]["accepted"]) for each in run.requests[cell, 0]]
-    at = {name: load_report_of(run).percentiles.index(name) for name in ("median", "p95", "p99")}
+    at = {name: report.percentiles.index(name) for name in ("median", "p95", "p99")}
     return [
         row.achieved.text, *(row.times["ttft"][at[name]].text for name in ("median", "p95")),
         *(row.times["tpot"][at[name]].text for name in ("median", "p95", "p99")),

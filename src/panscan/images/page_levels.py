@@ -1,7 +1,7 @@
 """A page's pixels, copied from Pillow's memory, and their digest: both by several threads, strip by strip.
 
 Packing by Pillow and SHA-256, in one thread, take 9 ms for a page of 2.4 million pixels, a third of a follow-up
-question's TTFT. BLAKE3 has the same security and hashes several times as fast.
+question's TTFT. BLAKE3 is as resistant to collisions as SHA-256, and several times as fast on x86.
 """
 
 from __future__ import annotations
