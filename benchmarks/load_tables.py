@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.markdown import table
+from benchmarks.markdown import days, table
 from panscan.analysis.levels import level_names
 from panscan.records.store import Run, read_run
 from panscan.report.load_data import LoadReport, load_report_of
@@ -87,27 +87,17 @@ def load_mixed() -> str:
         f"**panscan: {reports['panscan'].result.headline}.** {kept['num_prompts']} requests per rate, the same ones"
         f" at the same times for both servers. vLLM 0.24 with exact attention. {kept['model']},"
         f" {facts['gpus'][0]['name']}, {facts['cpu_count']} cores for the server and the client, torch"
-        f" {packages['torch']}, transformers {packages['transformers']}, {first.header['created'][:10]}; ~ has too few"
-        f" samples for 99% confidence.{_UNTIMED if any(map(_untimed, runs.values())) else ''} Records:"
+        f" {packages['torch']}, transformers {packages['transformers']},"
+        f" {days(run.header['created'] for run in runs.values())}; ~ has too few samples for 99% confidence. Records:"
         " `benchmarks/records/w3-27b-panscan`, `w3-27b-vllm`. Command: `benchmarks/h200_w3.sh panscan vllm`"
     )
     return table(headings, rows) + "\n\n" + notes
-
-
-_UNTIMED = (
-    " vLLM's answers, from other random weights, had output tokens but no text; that version of `panscan load` timed"
-    " text only, so TTFT and TPOT are missing."
-)
 
 
 def _workload(run: Run) -> tuple[str, str]:
     """Return what makes the loads of two runs equal, apart from pixels that keep images out of caches."""
     kept = {name: run.header["settings"]["load"][name] for name in ("arrival", "seed", "num_prompts", "num_warmups")}
     return run.header["settings"]["workload_sha256"], repr((kept, run.cells))
-
-
-def _untimed(run: Run) -> bool:
-    return any(not each["stamps"]["tokens"] for found in run.requests.values() for each in found)
 
 
 def _mixed_row(run: Run, cell: str, report: LoadReport) -> list[str]:
@@ -117,7 +107,7 @@ def _mixed_row(run: Run, cell: str, report: LoadReport) -> list[str]:
     return [
         row.achieved.text, *(row.times["ttft"][at[name]].text for name in ("median", "p95")),
         *(row.times["tpot"][at[name]].text for name in ("median", "p95", "p99")),
-        *(f"{np.percentile(e2e, q):,.0f}" for q in (50, 95)), "-" if _untimed(run) else f"{row.attainment.text}%",
+        *(f"{np.percentile(e2e, q):,.0f}" for q in (50, 95)), f"{row.attainment.text}%",
     ]  # fmt: skip
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
-__all__ = ["counted", "number", "ranged", "table"]
+__all__ = ["counted", "days", "number", "ranged", "table"]
 
 
 def table(headings: list[str], rows: list[list[str]], text: Collection[int] = (0,)) -> str:
@@ -17,6 +17,11 @@ def table(headings: list[str], rows: list[list[str]], text: Collection[int] = (0
 def counted(count: int, noun: str) -> str:
     """Return a count with its noun: ``1 repeat``, ``3 repeats``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def days(times: Iterable[str]) -> str:
+    """Return the days of times in ISO 8601, each once: ``2026-11-23 and 2026-11-24``."""
+    return " and ".join(sorted({time[:10] for time in times}))
 
 
 def number(value: float | None, digits: int) -> str:

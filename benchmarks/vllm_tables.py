@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.markdown import number, ranged, table
+from benchmarks.markdown import days, number, ranged, table
 
 __all__ = ["comparison"]
 
@@ -143,7 +143,7 @@ def _machine(record: Mapping[str, Any]) -> str:
         " rounding noise; vLLM's come from its 20 most probable tokens at each position. Driver"
         f" {facts['gpus'][0]['driver']}{power};"
         f" {facts['cpu']}, torch {packages['torch']}, transformers {packages['transformers']},"
-        f" vLLM {packages.get('vllm', 'unknown')}, {record['created'][:10]}. Record:"
+        f" vLLM {packages.get('vllm', 'unknown')}, {days(run['started'] for run in runs)}. Record:"
         " `benchmarks/records/vllm-comparison.json`, with the options of each part of"
         " `python -m benchmarks.vllm_comparison`"
     )
