@@ -16,12 +16,12 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 class Stamps:
     """Boundaries of a request's life, in seconds of :func:`now`. Metrics are derived from them, never measured twice.
 
-    ``accepted`` -> ``preparing`` (a thread took it) -> ``loaded`` (pixels decoded; in the engine, prompt written) ->
-    ``preprocessed`` (views and ids on the device) -> ``scheduled`` (its first pass was launched) -> ``vision`` (image
-    embeddings ready; None without images or where the runner cannot see it) -> ``tokens[0]`` (first token) -> ... ->
-    ``tokens[-1]`` -> ``end``. Stages of a batch are shared by its requests. ``vision_start`` is when the vision tower
-    was entered. ``preparing`` and ``scheduled`` are None where nothing waits. ``waits`` are further (start, end) in
-    which no work was done on it: while it waited for a lock, or had been preempted.
+    ``accepted`` -> ``preparing`` (a thread took it) -> ``loaded`` (pixels decoded) -> ``preprocessed`` (views and ids
+    on the device) -> ``scheduled`` (its first pass was launched) -> ``vision`` (image embeddings ready; None without
+    images or where the runner cannot see it) -> ``tokens[0]`` (first token) -> ... -> ``tokens[-1]`` -> ``end``.
+    Stages of a batch are shared by its requests. ``vision_start`` is when the vision tower was entered. ``preparing``
+    and ``scheduled`` are None where nothing waits. ``waits`` are further (start, end) in which no work was done on it:
+    while it waited for a lock, or had been preempted.
     """
 
     accepted: float

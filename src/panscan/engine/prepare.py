@@ -28,7 +28,6 @@ from panscan.images.views import ViewPlan, plan_views
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import images_of, plan_sizes
 from panscan.model.phases import phase
-from panscan.model.prompt import Prompt
 
 __all__ = ["PixelIntake", "Preparer"]
 
@@ -54,26 +53,13 @@ class _ReadImage:
 
     Args:
         size: (width, height), upright.
-        digest: see :meth:`panscan.images.page_levels.LevelsCopy.finish`.
+        digest: see :func:`panscan.images.page_levels.copy_levels`.
         levels: ``[height, width, 4]``: red, green, blue and 0; None: not decoded, because all views are known.
     """
 
     size: tuple[int, int]
     digest: bytes
     levels: NDArray[np.uint8] | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """An image that is decoded, and that other threads may still be copying.
-
-    Args:
-        size: (width, height), upright.
-        finish: waits for the copy, and returns the image.
-    """
-
-    size: tuple[int, int]
-    finish: Callable[[], _ReadImage]
 
 
 class Preparer:
@@ -143,7 +129,11 @@ class Preparer:
             decoded = self.memory.acquire(decoded_bytes)
         try:
             if not state.ended:
-                self._prepare(state, images)
+                with phase("load"):
+                    read = [self._read(image, state.request.pan_and_scan) for image in images]
+                state.stamps.loaded = now()
+                with phase("preprocess"), native_work():
+                    self._prepare(state, replace(state.request, images=images), read)
         except BaseException:
             pixels.free()
             raise
@@ -154,36 +144,19 @@ class Preparer:
         pixels.shrink(view_bytes * sum(view.pixels is not None for view in state.request_views.values()))
         state.memory = pixels
 
-    def _prepare(self, state: RequestState, images: list[Page | PageBytes | Image.Image]) -> None:
-        """Prepare a request. ``images`` has one image per page."""
-        with phase("load"):
-            reading = [self._read(image, state.request.pan_and_scan) for image in images]
-            with native_work():  # while other threads copy the images
-                state.constraint = self._constraint(state)
-                sizes = [each.size for each in reading]
-                plans, prompt = plan_sizes(replace(state.request, images=images), sizes, self._reader)
-            read = [each.finish() for each in reading]
-        state.stamps.loaded = now()
-        with phase("preprocess"), native_work():
-            self._complete(state, read, plans, prompt)
-
-    def _read(self, image: Page | PageBytes | Image.Image, pan_and_scan: PanAndScan) -> _Reading:
+    def _read(self, image: Page | PageBytes | Image.Image, pan_and_scan: PanAndScan) -> _ReadImage:
         """Decode an image, unless its file was decoded before and all its views are known."""
+        key = None
         if not isinstance(image, Image.Image):
             image = in_memory(image, _MOST_HASHED)
-        if not isinstance(image, PageBytes):
-            return _decoded(image)
-        key = KnownFiles.key(image.content, image.page)
-        if (found := self._files.get(key)) is not None and self._all_known(*found, pan_and_scan):
-            return _Reading(found[0], lambda: _ReadImage(*found, None))
-        reading = _decoded(image)
-
-        def finish() -> _ReadImage:
-            read = reading.finish()
+            if isinstance(image, PageBytes):
+                key = KnownFiles.key(image.content, image.page)
+                if (found := self._files.get(key)) is not None and self._all_known(*found, pan_and_scan):
+                    return _ReadImage(*found, None)
+        read = _decoded(image)
+        if key is not None:
             self._files.add(key, read.size, read.digest)
-            return read
-
-        return _Reading(reading.size, finish)
+        return read
 
     def _all_known(self, size: tuple[int, int], digest: bytes, pan_and_scan: PanAndScan) -> bool:
         return all(self._known(self._key(digest, view)) for view in plan_views(*size, pan_and_scan).views)
@@ -191,10 +164,10 @@ class Preparer:
     def _key(self, digest: bytes, view: View) -> bytes:
         return view_key(digest, view.box, self._preprocess, self._spec)
 
-    def _complete(
-        self, state: RequestState, read: Sequence[_ReadImage], plans: Sequence[ViewPlan], prompt: Prompt
-    ) -> None:
-        """Compute the pixels of new views, and set the fields that depend on the images."""
+    def _prepare(self, state: RequestState, request: Request, read: list[_ReadImage]) -> None:
+        """Prepare a request. ``request`` is a copy of it with one image per page."""
+        state.constraint = self._constraint(state)
+        plans, prompt = plan_sizes(request, [image.size for image in read], self._reader)
         keys, request_views = self._request_views(state.request, read, plans)
         state.forget = self._intake.forget
         state.request_views, state.views, state.crops = request_views, len(keys), sum(plan.crops for plan in plans)
@@ -248,7 +221,7 @@ class Preparer:
         This is rare, and keeping the images of all running requests would take most of the host's memory.
         """
         found = images_of(view.request)
-        read = _decoded(found[view.index]).finish() if view.index < len(found) else None
+        read = _decoded(found[view.index]) if view.index < len(found) else None
         if read is None or read.levels is None or read.digest != view.digest:
             raise ImageError(f"request {view.request.id!r}: image {view.index + 1} changed while it was read")
         self._put(read.levels, [view])
@@ -262,7 +235,8 @@ class Preparer:
             view.pixels = ref
 
 
-def _decoded(image: Page | PageBytes | Image.Image) -> _Reading:
-    """Decode an image, and start to copy its levels: the caller may modify their image afterwards."""
-    copied = copy_levels(open_image(image, copy=False))
-    return _Reading(copied.size, lambda: _ReadImage(copied.size, copied.finish(), copied.levels))
+def _decoded(image: Page | PageBytes | Image.Image) -> _ReadImage:
+    """Decode an image. The levels are a copy: the caller may modify their image afterwards."""
+    page = open_image(image, copy=False)
+    levels, digest = copy_levels(page)
+    return _ReadImage(page.size, digest, levels)

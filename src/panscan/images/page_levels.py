@@ -7,8 +7,6 @@ question's TTFT. BLAKE3 is as resistant to collisions as SHA-256, and several ti
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,7 @@ from PIL import Image
 
 from panscan.images.strips import map_strips
 
-__all__ = ["LevelsCopy", "copy_levels"]
+__all__ = ["copy_levels"]
 
 _BLOCK_BYTES = 15 << 20  # of pixels: Pillow stores images in blocks of 16 MiB, and shares no more than one
 _CUT_BYTES = 1 << 20  # of pixels: per strip that is cut out of a larger image
@@ -40,27 +38,13 @@ _pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
 
 
-@dataclass(frozen=True, slots=True)
-class LevelsCopy:
-    """Levels of an image that other threads are copying.
+def copy_levels(image: Image.Image) -> tuple[NDArray[np.uint8], bytes]:
+    """Return the levels of an RGB image, and their digest.
 
-    Args:
-        size: (width, height).
-        levels: ``[height, width, 4]``: red, green, blue and 0; complete after :meth:`finish`.
-        digests: waits for each strip in turn, and yields its digest.
+    Returns:
+        Levels ``[height, width, 4]``: red, green, blue and 0. (Pillow stores four bytes per pixel, the last of which
+        may have any value.) The digest is BLAKE3 of the size and of the BLAKE3 digest of each strip.
     """
-
-    size: tuple[int, int]
-    levels: NDArray[np.uint8]
-    digests: Iterator[bytes]
-
-    def finish(self) -> bytes:
-        """Wait for the copy; return its digest: BLAKE3 of the size and of each strip's BLAKE3 digest. Call it once."""
-        return blake3(repr(self.size).encode() + b"".join(self.digests)).digest()
-
-
-def copy_levels(image: Image.Image) -> LevelsCopy:
-    """Start to copy the levels of an RGB image, which must not change before the copy is complete."""
     image.load()
     width, height = image.size
     words = np.empty((height, width), np.uint32)
@@ -74,11 +58,12 @@ def copy_levels(image: Image.Image) -> LevelsCopy:
             part = image.crop((0, top, width, bottom))
             pixels, _owner = _shared(part) or (np.frombuffer(part.tobytes("raw", "RGBX"), np.uint32), None)
         strip = words[top:bottom]
-        np.bitwise_and(pixels.reshape(strip.shape), _MASK, out=strip)  # Pillow's fourth byte may have any value
+        np.bitwise_and(pixels.reshape(strip.shape), _MASK, out=strip)
         return blake3(strip.view(np.uint8).data).digest()
 
-    digests = map_strips(copy, height, 4 * width, _CUT_BYTES if large else _BLOCK_BYTES)
-    return LevelsCopy((width, height), words.view(np.uint8).reshape(height, width, 4), digests)
+    strips = map_strips(copy, height, 4 * width, _CUT_BYTES if large else _BLOCK_BYTES)
+    digest = blake3(repr((width, height)).encode() + b"".join(strips)).digest()
+    return words.view(np.uint8).reshape(height, width, 4), digest
 
 
 def _shared(image: Image.Image) -> tuple[NDArray[np.uint32], Any] | None:

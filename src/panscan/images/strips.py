@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TypeVar
@@ -15,8 +15,8 @@ _STRIP_BYTES = 1 << 18  # of a strip at least; a smaller one is not worth a thre
 T = TypeVar("T")
 
 
-def map_strips(function: Callable[[int, int], T], rows: int, row_bytes: int, most_bytes: int) -> Iterator[T]:
-    """Start a function on each strip of a page; return an iterator that waits for the results, from top to bottom.
+def map_strips(function: Callable[[int, int], T], rows: int, row_bytes: int, most_bytes: int) -> list[T]:
+    """Return what a function returns for each strip of a page, from top to bottom.
 
     The strips depend on the arguments alone, and so does a digest over them.
 
@@ -29,7 +29,7 @@ def map_strips(function: Callable[[int, int], T], rows: int, row_bytes: int, mos
     """
     least = _STRIP_BYTES // row_bytes
     height = max(1, min(max(least, -(-rows // _STRIPS)), most_bytes // row_bytes))
-    return _threads().map(lambda top: function(top, min(top + height, rows)), range(0, rows, height))
+    return list(_threads().map(lambda top: function(top, min(top + height, rows)), range(0, rows, height)))
 
 
 @cache

@@ -34,5 +34,4 @@ def _copy(array: NDArray[Any], to: NDArray[Any]) -> None:
     def copy(start: int, end: int) -> None:
         to[start:end] = array[start:end]
 
-    for _ in map_strips(copy, len(array), array.nbytes // len(array), array.nbytes):
-        pass  # wait
+    map_strips(copy, len(array), array.nbytes // len(array), array.nbytes)

@@ -13,8 +13,7 @@ from torch.autograd import profiler
 __all__ = ["PHASE_PREFIX", "Phase", "host_work", "phase", "profiled"]
 
 Phase = Literal["request", "load", "preprocess", "vision", "prefill", "decode"]
-"""``request`` contains all others; ``load`` reads and decodes image files, as the stage of that name in reports. The
-engine writes the prompt meanwhile."""
+"""``request`` contains all others; ``load`` reads and decodes image files, as the stage of that name in reports."""
 
 PHASE_PREFIX = "panscan."
 _UNRECORDED: AbstractContextManager[Any] = nullcontext()
