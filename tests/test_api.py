@@ -1,8 +1,9 @@
-"""The package from outside: the README's example, quick imports, nouns that check their values, and the clock."""
+"""The package from outside: the README's example, quick imports, nouns that check values, processes, the clock."""
 
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ from tests.conftest import noise
 import panscan
 from panscan import PanAndScan, Request, Sampling
 from panscan.core import SettingError, now
+from panscan.core.process import libraries_imported, worker_command
 from panscan.images.samples import write_samples
 from panscan.model.inputs import read_images
 
@@ -196,3 +198,23 @@ def test_the_clock_only_goes_forward_and_tells_the_time_of_day() -> None:
     assert all(earlier <= later for earlier, later in pairwise(moments))
     assert moments[0] < moments[-1]
     assert abs(now() - time.time()) < 60  # the wall clock may be set while the process runs
+
+
+def test_what_libraries_create_on_import_is_exempt_from_garbage_collection() -> None:
+    before = gc.get_freeze_count()
+    try:
+        with pytest.raises(ImportError), libraries_imported():
+            assert not gc.isenabled()
+            raise ImportError
+        assert gc.isenabled()
+        assert gc.get_freeze_count() > before + 100_000, "PyTorch's objects"
+    finally:
+        gc.unfreeze()
+
+
+def test_a_worker_ignores_modules_of_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('shadowed')")
+    (tmp_path / "panscan").mkdir()
+    command = worker_command("json.tool", "--compact")
+    done = subprocess.run(command, input="[1, 2]", cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.returncode) == ("[1,2]\n", 0), done.stderr

@@ -82,7 +82,7 @@ def workers(parent: int | None = None) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(parent).children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if "panscan.bench.replica_worker" in child.cmdline():
+            if "panscan.bench.replica_worker" in " ".join(child.cmdline()):
                 found.append(child)
     return sorted(found, key=lambda child: child.pid)
 

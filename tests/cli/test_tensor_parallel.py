@@ -41,7 +41,8 @@ def stop_a_rank(job: subprocess.Popen[str], output: Path, lines: int) -> None:
     while not (output.exists() and output.read_bytes().count(b"\n") >= lines):
         with contextlib.suppress(subprocess.TimeoutExpired):
             assert job.wait(timeout=0.01) is None, "the job ended before it could be stopped"
-    ranks = [each for each in psutil.Process(job.pid).children() if "panscan.engine.rank_worker" in each.cmdline()]
+    children = psutil.Process(job.pid).children()
+    ranks = [each for each in children if "panscan.engine.rank_worker" in " ".join(each.cmdline())]
     assert len(ranks) == 2
     ranks[1].kill()
 

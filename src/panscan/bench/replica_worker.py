@@ -139,7 +139,3 @@ def main() -> None:
         parent.send(Failed(error))
     else:
         parent.send(Finished())
-
-
-if __name__ == "__main__":
-    main()

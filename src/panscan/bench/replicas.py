@@ -8,7 +8,6 @@ import pickle
 import queue
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import warnings
@@ -20,6 +19,7 @@ from typing import IO, Self
 from panscan.bench.plan import Observer, SweepPlan, Writer
 from panscan.bench.replica_sync import Answer, Message, ReplicaSync, Start
 from panscan.core import PanscanError, PanscanWarning, SettingError, UnsupportedError
+from panscan.core.process import worker_command
 
 __all__ = ["Slot", "gpu_slots", "run_replicas", "slots"]
 
@@ -183,8 +183,7 @@ class _Replica:
         if slot.visible is not None:
             environment["CUDA_VISIBLE_DEVICES"] = slot.visible
         self._process = subprocess.Popen(
-            # -P: a module in the working directory must not shadow a library
-            [sys.executable, "-P", "-m", "panscan.bench.replica_worker"],
+            worker_command("panscan.bench.replica_worker"),
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, env=environment,
         )  # fmt: skip
         threading.Thread(target=self._listen, daemon=True).start()

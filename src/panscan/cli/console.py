@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import click
@@ -15,6 +16,7 @@ from rich.text import Text
 
 from panscan.core import PanscanWarning, escape_controls
 from panscan.core.activity import activity
+from panscan.core.process import libraries_imported
 
 __all__ = ["echo", "errors", "first_process", "import_libraries", "out", "show_log", "show_warnings", "warn_mini"]
 
@@ -71,10 +73,13 @@ def first_process() -> bool:
 
 def import_libraries() -> None:
     """Import PyTorch and Transformers. It takes seconds, so call it after the options are checked."""
-    with activity("importing PyTorch and Transformers"):
-        from panscan.model.runtime import quiet_libraries
+    name = "panscan.model.checkpoint"  # imports both
+    if name not in sys.modules:  # else garbage would be exempt from collection too
+        with activity("importing PyTorch and Transformers"), libraries_imported():
+            import_module(name)
+    from panscan.model.runtime import quiet_libraries
 
-        quiet_libraries()
+    quiet_libraries()
 
 
 def warn_mini() -> None:

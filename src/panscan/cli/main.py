@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import sys
@@ -145,7 +146,9 @@ def main(arguments: list[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # what a pipe's encoding lacks is written escaped, as on stderr
         sys.stdout.reconfigure(errors="backslashreplace")
     os.umask(os.umask(0o077) | 0o002)  # runs, answers and caches are never for everybody to write
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+    code = run(sys.argv[1:] if arguments is None else arguments)
+    gc.freeze()  # else the exit visits all objects of PyTorch and Transformers, which takes a second
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:

@@ -15,8 +15,9 @@ from multiprocessing.connection import Connection, wait
 from typing import BinaryIO
 
 from panscan.core.errors import one_line
+from panscan.core.process import worker_command
 from panscan.doctor.findings import Check, CheckFinding, CheckResult, not_checked, warning
-from panscan.doctor.worker import COMMAND, Message
+from panscan.doctor.worker import Message
 
 __all__ = ["LANE_ENVIRONMENT", "TIMEOUT", "run_checks"]
 
@@ -97,7 +98,7 @@ class _Lane:
         self.connection, theirs = Pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # close() closes it
         self._process = subprocess.Popen(
-            [*COMMAND, str(theirs.fileno())],
+            worker_command("panscan.doctor.worker", str(theirs.fileno())),
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=self._log,

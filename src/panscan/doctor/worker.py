@@ -15,18 +15,17 @@ from multiprocessing.connection import Connection
 from panscan.core.errors import one_line
 from panscan.doctor.findings import Check, CheckFinding, not_checked
 
-__all__ = ["COMMAND", "Message", "main"]
-
-# -P: a module in the working directory must not shadow a library.
-COMMAND = (sys.executable, "-P", "-c", "from panscan.doctor.worker import main; main()")
-"""Command of a lane's process; its argument is the file descriptor of the connection."""
+__all__ = ["Message", "main"]
 
 Message = tuple[str, CheckFinding | float | None]
 """Name of a check with None when it begins, with each finding, and with its seconds when it ends."""
 
 
 def main() -> None:
-    """Receive a list of checks, run them, and send a :data:`Message` for each event."""
+    """Receive a list of checks, run them, and send a :data:`Message` for each event.
+
+    The command line has the file descriptor of the connection.
+    """
     connection = Connection(int(sys.argv[1]))
     checks: list[Check] = connection.recv()
     threading.Thread(target=_exit_with_parent, args=(connection,), daemon=True).start()

@@ -1,9 +1,7 @@
 """Tensor parallelism, one rank's side: loads a shard and computes the batches that its parent sends.
 
-    python -m panscan.engine.rank_worker CONTROL_FD PIXELS_FD
-
-It exits when either connection closes or its parent process changes, so that nothing keeps running when the parent is
-killed.
+Its command line has the file descriptors of two connections, for commands and for pixels. It exits when either closes
+or its parent process changes, so that nothing keeps running when the parent is killed.
 """
 
 from __future__ import annotations
@@ -247,7 +245,3 @@ def main() -> None:
         serve()
     sys.stdout.flush()
     os._exit(0)  # threads may be inside a collective that never ends
-
-
-if __name__ == "__main__":
-    main()

@@ -15,7 +15,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -31,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 from panscan.core import EngineError, PanscanError, View
-from panscan.core.process import time_line
+from panscan.core.process import time_line, worker_command
 from panscan.engine.model_runner import PassResult, RunnerFacts
 from panscan.engine.options import EngineOptions
 from panscan.engine.scheduling.batch import FlatBatch
@@ -478,8 +477,7 @@ class _Rank:
         self._pixels, pixels = _pair()
         try:
             self.process = subprocess.Popen(
-                # -P: a module in the working directory must not shadow a library
-                [sys.executable, "-P", "-m", "panscan.engine.rank_worker", str(control), str(pixels)],
+                worker_command("panscan.engine.rank_worker", str(control), str(pixels)),
                 stdin=subprocess.DEVNULL, stdout=self._errors, stderr=self._errors, pass_fds=(control, pixels),
             )  # fmt: skip
         finally:

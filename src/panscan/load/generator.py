@@ -16,10 +16,10 @@ from itertools import pairwise
 import numpy as np
 
 from panscan.core import SettingError, now
+from panscan.core.process import worker_command
 from panscan.load.chat import ChatRequest, Endpoint, RequestOutcome
 from panscan.load.workers import (
     CANCEL,
-    COMMAND,
     HEARTBEAT,
     LevelShare,
     Outcomes,
@@ -253,7 +253,7 @@ class _Worker:
         with theirs:
             self._process = subprocess.Popen(
                 # A new session: Ctrl-C in a terminal must reach the parent only.
-                [*COMMAND, str(theirs.fileno())],
+                worker_command("panscan.load.workers", str(theirs.fileno())),
                 stdin=subprocess.DEVNULL, stdout=sys.stderr, pass_fds=(theirs.fileno(),), start_new_session=True,
             )  # fmt: skip
 

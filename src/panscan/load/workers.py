@@ -27,7 +27,6 @@ from panscan.load.connection import ConnectionPool
 
 __all__ = [
     "CANCEL",
-    "COMMAND",
     "HEARTBEAT",
     "LevelShare",
     "Outcomes",
@@ -46,10 +45,6 @@ _SPARE_FILES = 256  # besides one per connection
 _SMALL_SEGMENT = 64 * 1024  # bytes
 _LENGTH = struct.Struct("!Q")
 
-# Not "-m panscan.load.workers": messages would name classes of __main__. -P: a module in the working directory must not
-# shadow a library.
-COMMAND = (sys.executable, "-P", "-c", "from panscan.load.workers import main; main()")
-"""Command of a subprocess; its argument is the file descriptor of the connection."""
 HEARTBEAT = 1.0
 """Longest silence of a subprocess, in seconds."""
 CANCEL = "cancel"

@@ -30,7 +30,7 @@ from panscan.core import (
     TokenEvent,
     now,
 )
-from panscan.core.process import time_line
+from panscan.core.process import time_line, worker_command
 from panscan.serve.backend import ModelInfo, RequestWork, TokenCounts
 from panscan.serve.messages import (
     AskQuery,
@@ -337,9 +337,8 @@ class _Child:
         self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
         with theirs:
             self.process = subprocess.Popen(
-                # -P: a module in the working directory must not shadow a library. A new session: Ctrl-C in a
-                # terminal must reach the server only, which lets the engine finish.
-                [sys.executable, "-P", "-m", "panscan.serve.engine_worker", str(theirs.fileno())],
+                # A new session: Ctrl-C in a terminal must reach the server only, which lets the engine finish.
+                worker_command("panscan.serve.engine_worker", str(theirs.fileno())),
                 stdin=subprocess.DEVNULL, stdout=sys.stderr, pass_fds=(theirs.fileno(),), start_new_session=True,
                 env={name: value for name, value in os.environ.items() if name != "PANSCAN_API_KEYS"},
             )  # fmt: skip

@@ -1,8 +1,7 @@
 """The engine process: loads the model and answers messages of the HTTP server's process.
 
-    python -m panscan.serve.engine_worker CONNECTION_FD
-
-It exits when the connection closes, so that nothing keeps running if the server is killed.
+Its command line has the file descriptor of the connection. It exits when the connection closes, so that nothing keeps
+running if the server is killed.
 """
 
 from __future__ import annotations
@@ -157,7 +156,3 @@ def main() -> None:
         _Worker(Connection(int(sys.argv[1]))).run()
     sys.stderr.flush()
     os._exit(0)  # the engine's threads may be inside a long step
-
-
-if __name__ == "__main__":
-    main()
