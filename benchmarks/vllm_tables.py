@@ -143,7 +143,7 @@ def _machine(record: Mapping[str, Any]) -> str:
         " rounding noise; vLLM's come from its 20 most probable tokens at each position. Driver"
         f" {facts['gpus'][0]['driver']}{power};"
         f" {facts['cpu']}, torch {packages['torch']}, transformers {packages['transformers']},"
-        f" vLLM {packages.get('vllm', 'unknown')}, {days(run['started'] for run in runs)}. Record:"
+        f" vLLM {packages.get('vllm', 'unknown')}, {days(run['record']['created'] for run in runs)}. Record:"
         " `benchmarks/records/vllm-comparison.json`, with the options of each part of"
         " `python -m benchmarks.vllm_comparison`"
     )

@@ -199,7 +199,7 @@ class Settings:
         None, "Runner", "Pad prompts to a multiple of this many tokens.", rare=True
     )  # fmt: skip
     preprocess: str = _axis(
-        "cpu", "Runner", "Resize views: cpu (Pillow) or device (PyTorch).", choices=("cpu", "device")
+        "cpu", "Runner", "Resize views as Pillow (cpu) or PyTorch (device) does.", choices=("cpu", "device")
     )  # fmt: skip
     do_pan_and_scan: bool = _axis(True, "Pan and scan", "Add crops to the whole image.", flag="pan-and-scan")
     pan_and_scan_min_crop_size: int = _axis(

@@ -51,7 +51,7 @@ FOREIGN_OPTIONS: dict[str, str] = {
     "load_format": "the format is read from the checkpoint; leave it out",
     "tokenizer": "the tokenizer is read from --model; leave it out",
     "tokenizer_mode": "the tokenizer is read from --model; leave it out",
-    "chat_template": "Gemma 3's turn template is built in; use --raw-prompt to skip it",
+    "chat_template": "Gemma 3's chat template is built in; use --raw-prompt to skip it",
     "download_dir": "set the environment variable HF_HOME",
     "cache_dir": "set the environment variable HF_HOME",
     "hf_token": "run 'hf auth login', or set the environment variable HF_TOKEN",

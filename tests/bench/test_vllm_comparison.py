@@ -65,7 +65,8 @@ def run_of(part: str, side: str, gpu: int, rate: float) -> dict[str, Any]:
         "packages": {"torch": "2.11.0", "transformers": "5.17.0"} | ({"vllm": "0.24.0"} if "vllm" in side else {}),
     }  # fmt: skip
     work = {"views": 4, "prompt_tokens": 1102, "image_tokens": 1024, "output_tokens": 128, "requests": 128}
-    record = {"work": work, "environment": environment, "measured": {side.partition("-")[0]: found}}
+    record = {"created": f"2026-11-2{3 + part.endswith('4b')}T12:00:00+00:00", "work": work, "environment": environment}
+    record |= {"measured": {side.partition("-")[0]: found}}
     backends = {"vllm-default": ["FLASH_ATTN"], "vllm-exact": ["AttentionBackendEnum.TRITON_ATTN"]}
     return {"side": side, "gpu": gpu, "backends": backends.get(side, []), "record": record}
 
@@ -98,7 +99,7 @@ def test_the_table_shows_speed_and_verdict_of_every_side() -> None:
     assert cells(text, "4B: joules per request")[0] == "100 (100-100)"
     assert cells(text, "27B: of which loading") == ["13 (13-13)", "10 (10-10)", "11 (11-11)", "3 (3-3)"]
     assert cells(text, "27B: requests/s, four questions")[3] == "-", "generate() has no caches"
-    assert "vLLM 0.24.0" in text and "690 W" in text
+    assert "vLLM 0.24.0" in text and "690 W" in text and "2026-11-23 and 2026-11-24." in text
 
 
 def test_a_record_of_the_engine_takes_the_place_of_a_run() -> None:

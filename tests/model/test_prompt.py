@@ -160,7 +160,7 @@ def test_raw_prompts_equal_the_processors() -> None:
         (Request(prompt="<image_soft_token>", raw=True), [], "marks an image with"),
         (Request(messages=[{"role": "user", "content": [{"type": "image"}]}]), [], "1 image placeholder"),
         (Request(messages=[{"role": "user", "content": [{"type": "audio"}]}]), [], "audio"),
-        (Request(messages=[{"role": "assistant", "content": "first"}]), [], "turn template"),
+        (Request(messages=[{"role": "assistant", "content": "first"}]), [], "chat template"),
     ],
 )
 def test_prompts_that_do_not_fit_their_images_are_refused(request_: Request, crops: list[int], message: str) -> None:

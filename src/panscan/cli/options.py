@@ -343,7 +343,7 @@ def utf8(flag: str, text: str | None) -> str | None:
 
 
 def read_prompt(text: str | None) -> str:
-    """Return the value of ``-p``; for none or ``-``, standard input. Spaces are kept: the turn template trims them.
+    """Return the value of ``-p``; for none or ``-``, standard input. Spaces are kept: the chat template trims them.
 
     Raises:
         SettingError: there is no prompt, it is empty, or it is not UTF-8 text.

@@ -172,7 +172,7 @@ class Request:
             URLs must lead to public addresses, unless the environment has ``PANSCAN_ALLOW_PRIVATE_URLS=1``.
         system: a system message.
         messages: a whole conversation instead of ``prompt`` and ``system``; image parts take ``images`` in order.
-        raw: ``prompt`` goes to the tokenizer unchanged, for base checkpoints: no turn template,
+        raw: ``prompt`` goes to the tokenizer unchanged, for base checkpoints: no chat template,
             and every ``<start_of_image>`` in it takes the next image.
         pan_and_scan: settings of the views. Disabled: each image is one view.
         sampling: sampling of output tokens.

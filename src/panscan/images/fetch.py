@@ -1,4 +1,4 @@
-"""Pictures from http(s) URLs: a bounded download from public addresses, kept in memory so that each is fetched once."""
+"""Download images from http(s) URLs: bounded, from public addresses only, and cached in memory."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ __all__ = [
 ]
 
 MAX_BYTES = 128 * 2**20
-"""A longer answer is refused while it arrives, whatever its headers claim."""
+"""Maximum size of a response, enforced while it arrives, whatever its headers claim."""
 
 CACHE_BYTES = 512 * 2**20
-"""Downloads kept in memory; the least recently used go first. At least :data:`MAX_BYTES`."""
+"""Size of the cache of downloads, which evicts the least recently used; at least :data:`MAX_BYTES`."""
 
 TIMEOUT_S = 30.0
-"""Seconds of silence, while connecting or between two pieces of the answer."""
+"""Timeout for connecting, and between two chunks of a response, in seconds."""
 
 TRANSFER_S = 60.0
-"""Seconds for the whole transfer: every redirect, connection and piece of the answer."""
+"""Timeout for the whole transfer with all redirects, in seconds."""
 
 MAX_REDIRECTS = 20
 
 ALLOW_PRIVATE = "PANSCAN_ALLOW_PRIVATE_URLS"
-"""Environment variable that allows addresses which are not public. The processes of replicas inherit it."""
+"""Environment variable that allows private addresses. Replica processes inherit it."""
 
 _CACHE: OrderedDict[tuple[str, bool], bytes] = OrderedDict()
 _LOCK = threading.Lock()
@@ -67,15 +67,15 @@ _SECRET = re.compile(
 
 
 class ConcealedUrl(str):
-    """A URL as messages and records show it; ``full`` is what is fetched. Pickling keeps both."""
+    """A URL with concealed credentials, for messages and records. ``full`` is the URL to fetch. Pickling keeps both."""
 
     full: str
 
 
 def conceal(text: str) -> str:
-    """Text whose http(s) URLs show ``***`` instead of logins, passwords, tokens and signatures.
+    """Replace logins, passwords, tokens and signatures in http(s) URLs by ``***``.
 
-    Part of a hash stands behind tokens and signatures, because they may be all that tells two URLs apart.
+    The first digits of a hash follow for tokens and signatures, which may be the only difference between two URLs.
     """
     if "://" not in text:
         return text
@@ -89,7 +89,7 @@ def _hidden(match: re.Match[str]) -> str:
 
 
 def named_url(url: str) -> str:
-    """The URL itself, or a :class:`ConcealedUrl` if it holds credentials."""
+    """Return the URL, as a :class:`ConcealedUrl` if it contains credentials."""
     if isinstance(url, ConcealedUrl) or (name := conceal(url)) == url:
         return url
     found = ConcealedUrl(name)
@@ -98,7 +98,7 @@ def named_url(url: str) -> str:
 
 
 def rewritten(url: str, change: Callable[[str], str]) -> str:
-    """``change(url)``, which still has its credentials if they are concealed."""
+    """Return ``change(url)``; concealed credentials stay concealed."""
     if not isinstance(url, ConcealedUrl):
         return change(url)
     found = ConcealedUrl(change(str(url)))
@@ -107,14 +107,14 @@ def rewritten(url: str, change: Callable[[str], str]) -> str:
 
 
 def fetch(url: str) -> bytes:
-    """The bytes behind ``url``, redirects followed; from memory if this process has them.
+    """Return the content of a URL, from the cache or the network; follow redirects.
 
-    Addresses that are not public are refused, unless the environment variable :data:`ALLOW_PRIVATE` is 1. Only then are
-    proxies of the environment used: a proxy looks names up where their addresses cannot be checked.
+    Private addresses are refused, unless the environment variable :data:`ALLOW_PRIVATE` is 1. Only then are the
+    proxies in the environment used: a proxy resolves names itself, so their addresses cannot be checked.
 
     Raises:
-        ImageError: the URL is malformed or leads to an address that is not public, the server does not answer in time,
-            answers with a status other than 200, or sends more than :data:`MAX_BYTES`.
+        ImageError: the URL is malformed or leads to a private address, the server does not respond in time, responds
+            with a status other than 200, or sends more than :data:`MAX_BYTES`.
     """
     url = named_url(url)
     full = url.full if isinstance(url, ConcealedUrl) else url
@@ -137,13 +137,13 @@ def fetch(url: str) -> bytes:
 def fetch_from(
     url: str, domains: Collection[str], *, max_bytes: int | None = None, deadline: float = math.inf
 ) -> bytes:  # fmt: skip
-    """Return the bytes behind ``url`` if it and every redirect lead to one of ``domains``; never from memory.
+    """Return the content of a URL if it and every redirect lead to one of ``domains``; bypass the cache.
 
     Args:
         url: an http(s) URL.
         domains: lower-case host names that are allowed; their subdomains are not.
-        max_bytes: a longer answer is refused while it arrives; None: :data:`MAX_BYTES`.
-        deadline: when the transfer is given up, seconds of :func:`panscan.core.now`; at the latest after
+        max_bytes: maximum size of the response; None: :data:`MAX_BYTES`.
+        deadline: end of the transfer, in seconds of :func:`panscan.core.now`; at the latest after
             :data:`TRANSFER_S`.
 
     Raises:
@@ -162,10 +162,10 @@ class _Download:
     """One transfer and its deadline.
 
     Args:
-        name: what messages call the URL.
-        private: whether it may lead to addresses that are not public.
-        domains: the only hosts that it may lead to; None: any.
-        max_bytes: of the answer; None: :data:`MAX_BYTES`.
+        name: the URL's name in messages.
+        private: whether private addresses are allowed.
+        domains: allowed hosts; None: all.
+        max_bytes: maximum size of the response; None: :data:`MAX_BYTES`.
         deadline: seconds of :func:`panscan.core.now`.
     """
 
@@ -192,7 +192,7 @@ class _Download:
         return image_error(self.name, conceal(f"could not be fetched ({why})"))
 
     def left(self) -> float:
-        """Seconds that one wait may take."""
+        """Return the timeout of the next wait, in seconds."""
         left = min(TIMEOUT_S, self._end - now())
         if left <= 0:
             raise httpcore.ReadTimeout
@@ -215,7 +215,7 @@ class _Download:
         raise self.failed(f"more than {MAX_REDIRECTS} redirects")
 
     def _get(self, url: httpx.URL, login: tuple[str, str]) -> bytes | str:
-        """The content, or where the server redirects to."""
+        """Return the content, or the URL of a redirect."""
         # Images are compressed already, and without further encoding a small answer cannot unfold into a large one.
         headers = {"Host": url.netloc, "Accept-Encoding": b"identity", "User-Agent": b"panscan"}
         if any(login):
@@ -247,7 +247,7 @@ class _Download:
 
 
 class _Backend(httpcore.NetworkBackend):
-    """Connects to the addresses that it has checked. The name is looked up once, so it cannot lead elsewhere later."""
+    """Connects to checked addresses. A name is resolved once, so that it cannot change between check and connection."""
 
     def __init__(self, download: _Download) -> None:
         self._download = download
@@ -281,7 +281,7 @@ class _Backend(httpcore.NetworkBackend):
 
 
 class _Stream(httpcore.NetworkStream):
-    """A connection whose every wait ends with the transfer's deadline, whatever the server sends, however slowly."""
+    """A connection whose waits all end at the transfer's deadline, however slowly the server sends."""
 
     def __init__(self, stream: httpcore.NetworkStream, download: _Download) -> None:
         self._stream, self._download = stream, download
@@ -307,10 +307,10 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address belongs to the public internet.
+    """Return whether an IP address belongs to the public internet.
 
-    An IPv4 address inside an IPv6 one counts for NAT64 only, by which networks without IPv4 reach it; IPv4-mapped,
-    6to4 and Teredo addresses are refused.
+    NAT64 addresses, through which networks without IPv4 reach IPv4 hosts, count as the IPv4 address that they contain.
+    IPv4-mapped, 6to4 and Teredo addresses are refused.
     """
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):

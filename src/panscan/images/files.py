@@ -1,4 +1,4 @@
-"""From what a user types (paths, directories, globs, URLs, ``file.pdf#page=2``) to pages, and from pages to images."""
+"""Expand paths, directories, globs and URLs into pages (``file.pdf#page=2``), and open pages as images."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ __all__ = [
 SUFFIXES = frozenset(
     {".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pdf", ".png", ".tif", ".tiff", ".webp"},
 )
-"""What directories, and globs such as ``docs/*``, are searched for; in either case of letters."""
+"""File suffixes that directories and globs such as ``docs/*`` are searched for; case-insensitive."""
 
 _URL = re.compile(r"https?://", re.IGNORECASE)
 _FRAGMENT = re.compile(r"(.+)#page=([0-9]{1,9})", re.DOTALL)
@@ -56,11 +56,11 @@ _FRAGMENT = re.compile(r"(.+)#page=([0-9]{1,9})", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One image to be: a file, or one page of it.
+    """A reference to an image: a file, or one page of a file.
 
     Args:
-        source: path or URL, as the user wrote it or the search found it; credentials of a URL are concealed.
-        page: counted from 1; None for a file that has one page.
+        source: path or URL, as given by the user or found in a directory; credentials in a URL are concealed.
+        page: page number, from 1; None for a file with a single page.
     """
 
     source: str
@@ -71,13 +71,19 @@ class Page:
 
     @property
     def name(self) -> str:
-        """``file.png`` or ``file.pdf#page=2``, for people and records."""
+        """The page's name in messages and records: ``file.png`` or ``file.pdf#page=2``."""
         return self.source if self.page is None else rewritten(self.source, lambda source: f"{source}#page={self.page}")
 
 
 @dataclass(frozen=True, slots=True)
 class PageBytes:
-    """One page of a file that is in memory: the file's bytes, the page counted from 1, and what messages call it."""
+    """A page of a file that is in memory.
+
+    Args:
+        content: the file's bytes.
+        page: page number, from 1.
+        name: name in messages.
+    """
 
     content: bytes
     page: int
@@ -87,20 +93,21 @@ class PageBytes:
 def find_pages(
     patterns: Sequence[str | Path], *, on_problem: Callable[[ImageError], None], max_pages: int = MAX_PAGES
 ) -> list[Page]:
-    """Every page that the patterns stand for, in their order, each once.
+    """Return all pages that match the patterns, in order, without duplicates.
 
-    A pattern is a file, a directory (searched with its subdirectories for files with one of :data:`SUFFIXES`), a glob
-    (``**`` crosses directories), an http(s) URL, or an object, prefix or glob (``*`` and ``?``) of an object store,
-    with ``#page=N`` behind it for one page. Files of a directory or glob come in natural order (``p2`` before
-    ``p10``). Hidden files are skipped and links to directories not followed.
-    A glob that ends in nothing but stars (``docs/*``) takes only files with known suffixes; any other glob, and a
-    file named outright, is tried by content. A path that exists is always itself, whatever ``*``, ``[`` or ``#page=``
-    its name holds. Headers are read to count pages; pixels are not decoded.
+    A pattern is a file, a directory (searched recursively for files with one of :data:`SUFFIXES`), a glob (``**``
+    crosses directories), an http(s) URL, or an object, prefix or glob (``*`` and ``?``) of an object store. A suffix
+    ``#page=N`` selects one page. Files of a directory or glob are in natural order (``p2`` before ``p10``). Hidden
+    files are skipped, and links to directories are not followed.
+    A glob whose last part consists of stars only (``docs/*``) matches only files with known suffixes. Files that any
+    other glob matches, and files given by name, may have any suffix: their type is detected from their content. An
+    existing path is never interpreted as a glob or page reference, even if its name contains ``*``, ``[`` or
+    ``#page=``. Headers are read to count pages; pixels are not decoded.
 
     Args:
-        patterns: what the user wrote.
-        on_problem: called once for each pattern without a page and each file or directory that cannot be read.
-        max_pages: a file with more pages is a problem, unless one of its first ``max_pages`` is named.
+        patterns: patterns as given by the user.
+        on_problem: called once for each pattern that matches no page, and each file or directory that cannot be read.
+        max_pages: a file with more pages is a problem, unless the pattern selects one of its first ``max_pages``.
     """
     names: dict[str, str] = {}
     counts: dict[str, int] = {}
@@ -131,9 +138,9 @@ def find_pages(
 
 
 def find_files(patterns: Sequence[str | Path], *, on_problem: Callable[[ImageError], None]) -> list[str]:
-    """Every file that the patterns of :func:`find_pages` stand for, in the same order, each once; none is opened.
+    """Return the files that patterns of :func:`find_pages` match, in the same order, without opening them.
 
-    A ``#page=N`` stays behind its file, unless the whole file is there too.
+    A name keeps its ``#page=N``. It is omitted if the whole file is in the result too.
     """
     found: dict[tuple[str, int | None], str] = {}
     names: dict[str, str] = {}
@@ -149,18 +156,18 @@ def find_files(patterns: Sequence[str | Path], *, on_problem: Callable[[ImageErr
 
 
 def expand_images(images: Sequence[Any], *, max_pages: int = MAX_PAGES) -> list[Page | PageBytes | Image.Image]:
-    """The images of one request, in their order and as often as given; a file of several pages becomes all of them.
+    """Expand the images of a request: each file into its pages, arrays and tensors into images (see
+    :func:`open_image`). PIL images and pages are passed through.
 
-    Paths are files, not directories or globs. PIL images and pages are passed through as they are; arrays and tensors
-    become images (see :func:`open_image`). No pixel of a file is decoded.
+    Order and duplicates are kept. Paths are files, not directories or globs. Files are not decoded.
 
     Args:
-        images: of the request.
-        max_pages: pages of one file at most.
+        images: images of the request.
+        max_pages: maximum number of pages per file.
 
     Raises:
-        ImageError: for the first image that cannot be read, a file with too many pages, and anything that is no image.
-            Images without a path are named by position: ``image 2 of 3``.
+        ImageError: an image cannot be read, a file has too many pages, or a value is not an image. Images without a
+            path are named by position: ``image 2 of 3``.
     """
     expanded: list[Page | PageBytes | Image.Image] = []
     for number, image in enumerate(images, start=1):
@@ -179,23 +186,24 @@ def expand_images(images: Sequence[Any], *, max_pages: int = MAX_PAGES) -> list[
 
 
 def page_named(name: str) -> Page:
-    """The page that a :attr:`Page.name` names. Nothing is opened."""
+    """Return the page with a :attr:`Page.name`. Does not open the file."""
     return Page(*split_page(name))
 
 
 def load_page(page: Page, *, copy: bool = True) -> Image.Image:
-    """The page's pixels: a decoded, upright RGB image (how modes and transparency map to RGB: ``decode.upright_rgb``).
-    Without ``copy`` it may keep the file's metadata.
+    """Decode a page; return an upright RGB image (see :func:`panscan.images.decode.upright_rgb` for other modes and
+    transparency). Without ``copy``, it may keep the file's metadata.
 
     Raises:
-        ImageError: one line that names the file and says what is wrong with it.
+        ImageError: the page cannot be read; the message is one line that names the file.
     """
     with _open(page.source) as stream:
         return read_page(stream, page.page, page.name, copy=copy)
 
 
 def image_size(image: Page | PageBytes | Image.Image) -> tuple[int, int]:
-    """(width, height) of an image from :func:`expand_images`, perhaps not upright yet; no pixel is decoded.
+    """Return (width, height) of an image from :func:`expand_images` without decoding it; the orientation that its
+    metadata demands may not be applied yet.
 
     Raises:
         ImageError: see :func:`load_page`.
@@ -209,12 +217,11 @@ def image_size(image: Page | PageBytes | Image.Image) -> tuple[int, int]:
 
 
 def open_image(image: Any, *, copy: bool = True) -> Image.Image:
-    """One image as :func:`load_page` gives it: from a page, path, URL, the bytes of a file, a PIL image or an array.
+    """Open an image as :func:`load_page` does: a page, path, URL, the bytes of a file, a PIL image or an array.
 
-    Arrays are uint8 levels ``[height, width, 3]``, or ``[height, width]`` for grey: those of NumPy, tensors in the
-    memory of the CPU, and whatever else has ``__array__``. Channels come last; ``[3, height, width]`` is refused.
-    PIL images and arrays are not changed: the result is a new image without metadata, unless ``copy`` is off and the
-    image is as it should be already.
+    Arrays are uint8 levels ``[height, width, 3]``, or ``[height, width]`` for grey: NumPy arrays, CPU tensors, and
+    other objects with ``__array__``. ``[3, height, width]`` is refused. PIL images and arrays are not modified. The
+    result is a new image without metadata; without ``copy``, an upright RGB image is returned unchanged.
 
     Raises:
         ImageError: see :func:`load_page`; also for a file of several pages without ``#page=``.
@@ -263,7 +270,8 @@ def page_digest(page: Page) -> str:
 
 
 def split_page(given: str) -> tuple[str, int | None]:
-    """The file or URL of ``file.pdf#page=2``, and the page; None where there is none. A file may be named so itself."""
+    """Split ``file.pdf#page=2`` into the path or URL and the page number; None without one, and for an existing file of
+    that name."""
     given = named_url(given)
     if os.path.lexists(given) or not (match := _FRAGMENT.fullmatch(given)):
         return given, None
@@ -283,7 +291,7 @@ def _sources(given: str, report: Callable[[ImageError], None]) -> list[str]:
 
 
 def _stored(url: str, report: Callable[[ImageError], None]) -> list[str]:
-    """The objects of an object's URL, a prefix or a glob. A name with a known suffix is an object."""
+    """Return the URLs that an object's URL, a prefix or a glob matches. A name with a known suffix is an object."""
     head, _, name = url.rpartition("/")
     magic = "*" in url or "?" in url
     if _known(name) and not magic:
@@ -308,7 +316,7 @@ def _hidden(url: str, prefix: str) -> bool:
 
 
 def _glob_pattern(url: str) -> str:
-    """A glob as a regular expression: ``**/`` crosses prefixes, ``*`` and ``?`` do not."""
+    """Convert a glob to a regular expression: ``**/`` crosses prefixes, ``*`` and ``?`` do not."""
     parts = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     return "".join(parts.get(part, re.escape(part)) for part in re.split(r"(\*\*/|\*\*|\*|\?)", url))
 
@@ -353,7 +361,8 @@ def _natural(path: str) -> tuple[list[list[tuple[str, int]]], str]:
 
 
 def _identity(source: str) -> str:
-    """The same for every spelling of a path. (A path with a null byte is no path, and fails when it is opened.)"""
+    """Return a key that is equal for all spellings of a path. A path with a null byte, which cannot be opened, is its
+    own key."""
     if _URL.match(source):
         return source.full if isinstance(source, ConcealedUrl) else source
     return source if "\0" in source or is_stored(source) else os.path.realpath(source)
@@ -380,7 +389,7 @@ def _pages(source: str, wanted: int | None, count: int, max_pages: int) -> list[
 
 
 def _numbers(count: int, max_pages: int, name: str) -> range:
-    """The pages of a file of ``count``, counted from 1."""
+    """Return the page numbers of a file with ``count`` pages."""
     if count > max_pages:
         fix = f"raise --max-pages, or choose one with #page=1 to #page={max_pages}"
         raise image_error(name, f"has more than {max_pages} page{'' if max_pages == 1 else 's'}: {fix}")
@@ -393,7 +402,7 @@ def _open(source: str) -> BufferedReader | BytesIO:
     if is_stored(source):
         return BytesIO(read_object(source))
     if not source:
-        raise image_error("''", "an empty path names no image")  # and pathlib takes it for the working directory
+        raise image_error("''", "an empty path names no image")  # pathlib would use the working directory
     path = Path(source)
     try:
         # Opening a pipe would wait for its writer.

@@ -1,7 +1,7 @@
-"""The pages of a TIFF: where each page's directory lies, found without parsing the directories before it.
+"""Offsets of a TIFF's page directories, found without parsing them.
 
-Pillow parses every directory up to the wanted one, compares each with all before it, and starts over for the next page:
-counting the pages of a small file with thousands of them takes minutes.
+To open a page, Pillow parses all directories up to it and compares each with all earlier ones. Counting the pages of a
+small file with thousands of pages therefore takes minutes.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any, BinaryIO
 
 __all__ = ["PageStream", "find_directories"]
 
-_KEPT = 8  # documents whose directories are remembered; their pages are usually read one after the other
+_KEPT = 8  # documents whose offsets are cached; their pages are usually read one after the other
 
 _KNOWN: OrderedDict[Any, _Directories] = OrderedDict()
 _LOCK = threading.Lock()
 
 
 class PageStream:
-    """The stream of a TIFF as if one page were its first. Everything else of the stream is passed through.
+    """A TIFF stream whose header points to another page, which readers take for the first one.
 
     Args:
-        stream: the file's bytes.
-        directory: the page's, from :func:`find_directories`.
+        stream: the file.
+        directory: offset of the page's directory, from :func:`find_directories`.
     """
 
     def __init__(self, stream: BinaryIO, directory: int) -> None:
@@ -40,7 +40,7 @@ class PageStream:
         stream.seek(0)
 
     def read(self, size: int = -1) -> bytes:
-        """As the stream's, with the header changed."""
+        """Read from the stream, with the changed header."""
         at = self._stream.tell()
         content = self._stream.read(size)
         changed = self._head[at : at + len(content)]
@@ -51,16 +51,16 @@ class PageStream:
 
 
 def find_directories(stream: BinaryIO, most: int) -> list[int]:
-    """Offsets of the directories of a TIFF's first pages, one per page. A chain that runs in a circle ends there.
+    """Return the offsets of the directories of a TIFF's first pages. A circular chain ends where it closes.
 
-    What was found is kept for the next call with the same file, so that reading page after page stays linear.
+    Offsets are cached per file, so that reading page after page takes linear time.
 
     Args:
-        stream: a seekable stream of the whole file. Its position is lost.
-        most: pages to look for; the file may have more.
+        stream: a seekable stream of the whole file; its position changes.
+        most: maximum number of pages to find.
 
     Raises:
-        OSError: the bytes are no TIFF, or the chain leaves the file.
+        OSError: the file is not a TIFF, or the chain of directories leaves it.
     """
     stream.seek(0)
     key = _identity(stream, stream.read(16))
@@ -73,7 +73,7 @@ def find_directories(stream: BinaryIO, most: int) -> list[int]:
 
 
 class _Directories:
-    """The directories of one file, as far as anything asked for them."""
+    """The directories of one file that have been found so far."""
 
     def __init__(self, stream: BinaryIO) -> None:
         stream.seek(0)
@@ -100,7 +100,7 @@ class _Directories:
             return self._found[:most]
 
     def _after(self, stream: BinaryIO, directory: int) -> int:
-        """The link behind a directory's entries; none in a file that is cut off there, whose page may still be read."""
+        """Return the link after a directory's entries; 0 if the file ends before it: the page may still be readable."""
         stream.seek(directory)
         entries = _unpack(self._count, stream.read(self._count.size))
         end = directory + self._count.size + entries * self._entry
@@ -119,7 +119,7 @@ def _unpack(form: struct.Struct, content: bytes) -> int:
 
 
 def _layout(head: bytes) -> tuple[str, bool]:
-    """Byte order for :mod:`struct`, and whether the file is a BigTIFF."""
+    """Return the byte order for :mod:`struct`, and whether the file is a BigTIFF."""
     order = {b"II": "<", b"MM": ">"}.get(head[:2])
     if order is None or len(head) < 8:
         raise OSError("not a TIFF header")
@@ -127,7 +127,7 @@ def _layout(head: bytes) -> tuple[str, bool]:
 
 
 def _identity(stream: BinaryIO, head: bytes) -> Any:
-    """What tells one file's content from another's without reading all of it."""
+    """Return a key of the file's content, computed without reading all of it."""
     if isinstance(stream, BytesIO):
         content = stream.getvalue()  # shared with the stream, and bytes keep their hash: once per download
         return len(content), hash(content)

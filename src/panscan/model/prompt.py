@@ -1,7 +1,7 @@
-"""A request becomes token ids: the checkpoint's turn template, with one span of image tokens per view.
+"""Requests to token ids: the checkpoint's chat template, with one span of image tokens per view.
 
-Equal to Transformers' ``Gemma3Processor`` token by token, with one difference on purpose: special tokens in the user's
-texts, or assembled where the turn template joins them, are plain text, not commands.
+The token ids equal those of Transformers' ``Gemma3Processor``, with one intended difference: special tokens in the
+user's texts, or formed where the chat template joins them, are encoded as plain text.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ __all__ = ["Prompt", "PromptWriter", "conversation"]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids of one request, and how many of them are image tokens."""
+    """Token ids of one request, and the number of image tokens among them."""
 
     ids: list[int]
     image_tokens: int
 
 
 def conversation(request: Request) -> list[dict[str, Any]]:
-    """The request as chat turns whose content is always a list of ``text`` and ``image`` parts.
+    """Convert a request to chat turns, whose content is always a list of ``text`` and ``image`` parts.
 
     Raises:
-        SettingError: the messages are not turns of a role and a text or parts; it names the turn and the part.
+        SettingError: the messages are malformed; it names the turn and the part.
     """
     if request.messages is None:
         user = [{"type": "image"} for _ in request.images] + [{"type": "text", "text": request.prompt}]
@@ -83,11 +83,11 @@ def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
 
 
 class PromptWriter:
-    """Writes prompts for one checkpoint.
+    """Encodes prompts for one checkpoint.
 
     Args:
-        tokenizer: a Transformers tokenizer.
-        image_tokens: soft tokens of a view; 0 for a text-only checkpoint.
+        tokenizer: the checkpoint's Transformers tokenizer.
+        image_tokens: image tokens per view; 0 for a text-only checkpoint.
         context: context length of the model, in tokens; None: unknown.
     """
 
@@ -105,9 +105,9 @@ class PromptWriter:
             self.boi, self.eoi, self.soft_id = "<start_of_image>", "<end_of_image>", None
 
     def cost(self) -> PromptCost:
-        """What an image costs in prompt tokens, counted with this tokenizer where an image stands: before a text.
+        """Return the cost of an image in prompt tokens, with this tokenizer.
 
-        Counted in place, because its line breaks may join those of the turn template to one token.
+        Counted in a whole prompt: line breaks around the image may merge with those of the chat template.
         """
         raw = not getattr(self.tokenizer, "chat_template", None)
 
@@ -121,18 +121,18 @@ class PromptWriter:
         return PromptCost(self.image_tokens, plain, 2 * one - two, two - one)
 
     def write(self, request: Request, crops: Sequence[int], *, around_view: str = "\n\n") -> Prompt:
-        """Token ids of a request whose images have this many crops each, in order.
+        """Return the prompt of a request.
 
         Args:
             request: the request.
-            crops: number of crops of each image.
+            crops: number of crops of each image, in order.
             around_view: text before and after each view; the default is Gemma 3's.
 
         Raises:
             SettingError: the numbers of images and image placeholders differ, the checkpoint is text-only but images
                 are given, the messages are malformed, a text contains a lone surrogate, or the prompt is too long
                 (:meth:`check_length`).
-            ModelError: the checkpoint has no turn template and the prompt is not raw.
+            ModelError: the checkpoint has no chat template and the prompt is not raw.
         """
         self.check_length(request, sum(n + 1 for n in crops))
         if crops and not self.image_tokens:
@@ -156,17 +156,17 @@ class PromptWriter:
         return Prompt(self._ids(filled, texts), self.image_tokens * sum(n + 1 for n in crops))
 
     def check_length(self, request: Request, views: int) -> None:
-        """Refuse a prompt that cannot fit into the context, before it is encoded: a tokenizer takes 200 bytes of memory
-        for each byte of text.
+        """Check, before a prompt is encoded, that it may fit into the context: a tokenizer takes 200 bytes of memory
+        per byte of text.
 
         Raises:
-            SettingError: so many characters and views are more tokens than the context has.
+            SettingError: the prompt has more tokens than the context, by its numbers of characters and views.
         """
         if self.context is None:
             return
         if request.raw and request.prompt is not None:
             characters = len(request.prompt)
-        else:  # as the turn template trims them
+        else:  # trimmed, as by the chat template
             parts = [part for turn in conversation(request) for part in turn["content"]]
             characters = sum(len(part.get("text", "").strip()) for part in parts)
         images = views * self.image_tokens
@@ -180,11 +180,11 @@ class PromptWriter:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Characters of text that one token stands for, at most."""
+        """Length of the longest token, in characters."""
         return max(map(len, self.tokenizer.get_vocab()))
 
     def special_in(self, request: Request) -> str | None:
-        """The first special token that a conversation's texts add to those of its turn template, if any."""
+        """Return the first special token that a conversation's texts add to those of the chat template, or None."""
         turns = conversation(request)
         template = Counter(self._specials.findall(self._render([_held_out(turn, []) for turn in turns])))
         found = Counter(self._specials.findall(self._render(turns)))
@@ -201,7 +201,7 @@ class PromptWriter:
     def _render(self, turns: list[dict[str, Any]]) -> str:
         if not getattr(self.tokenizer, "chat_template", None):
             raise ModelError(
-                "this checkpoint has no turn template (a base model?): use a raw prompt with"
+                "this checkpoint has no chat template (a base model?): use a raw prompt with"
                 f" {self.boi} where each image goes (--raw-prompt)"
             )
         from jinja2 import TemplateError
@@ -209,11 +209,11 @@ class PromptWriter:
         try:
             text: str = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except TemplateError as error:
-            raise SettingError(f"messages: the checkpoint's turn template refuses them: {error}") from error
+            raise SettingError(f"messages: the checkpoint's chat template refuses them: {error}") from error
         return text
 
     def _block(self, crops: int, around_view: str) -> str:
-        """An image's place, filled as ``Gemma3Processor`` words it; one image mark stands for a whole view."""
+        """Return the text of an image, worded as by ``Gemma3Processor``, with one start-of-image token per view."""
         view = f"{around_view}{self.boi}{self.eoi}{around_view}"
         if not crops:
             return view
@@ -221,9 +221,10 @@ class PromptWriter:
         return f"Here is the original image {view} and here are some crops to help you see better {listed}"
 
     def _ids(self, text: str, texts: Sequence[str]) -> list[int]:
-        """Token ids: special tokens as written, everything between them as plain text, with ``texts`` put back.
+        """Encode a rendered prompt: special tokens as such, everything between them as plain text.
 
-        They are put back before encoding, so that tokens merge across their edges as they do for Transformers.
+        The user's ``texts`` replace their marks before encoding, so that tokens merge across their edges as they do in
+        Transformers.
         """
         ids: list[int] = []
         at = 0
@@ -241,11 +242,11 @@ class PromptWriter:
 
 
 _MARK = re.compile("\ue000([0-9]+)\ue001")
-"""Stands for a text while the turn template is rendered and searched for special tokens."""
+"""Replaces a text while the chat template is rendered and searched for special tokens."""
 
 
 def _held_out(turn: Mapping[str, Any], texts: list[str]) -> dict[str, Any]:
-    """A turn with marks for its texts, which are added to ``texts``. The template still trims the space around them."""
+    """Replace a turn's texts by marks, and append them to ``texts``. The template still trims the space around them."""
     content = []
     for part in turn["content"]:
         text = part.get("text", "")
@@ -260,7 +261,7 @@ def _held_out(turn: Mapping[str, Any], texts: list[str]) -> dict[str, Any]:
 
 
 def _check_unicode(text: str) -> None:
-    """Tokenizers take UTF-8, which has no half of a surrogate pair (JSON's ``\\ud83d``, a file name's odd byte)."""
+    """Refuse lone surrogates (JSON's ``\\ud83d``, bytes of file names), which have no UTF-8 for the tokenizer."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""The tokenizer and turn template of the bundled models: Gemma 3's structure and names over 1,024 tokens."""
+"""The tokenizer and chat template of the bundled models: Gemma 3's structure and names over 1,024 tokens."""
 
 from __future__ import annotations
 
