@@ -88,6 +88,19 @@ def test_a_gpu_equals_pillow_on_pages_of_hundreds_of_sizes() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("resize", [by_kernel, by_torch])
+def test_the_host_does_not_wait_for_a_gpu_that_resizes(resize: Resize) -> None:
+    levels, views = page(900, 1300), [View("whole", (0, 0, 900, 1300)), View("crop", (0, 0, 896, 650))]
+    expected = resize(levels, views, PixelSpec(), DEVICE)  # compiles, and fills caches
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = resize(levels, views, PixelSpec(), DEVICE)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("resize", "on_host"), [(by_kernel, by_pillow), (by_torch, by_torch)])
 def test_a_page_that_does_not_fit_into_gpu_memory_is_resized_on_the_host(resize: Resize, on_host: Resize) -> None:
     levels, views = page(6000, 5000), [View("whole", (0, 0, 6000, 5000))]  # 120 MB with padding

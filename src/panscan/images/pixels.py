@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -103,9 +104,19 @@ def pixels_torch(image: torch.Tensor, views: Sequence[View], spec: PixelSpec) ->
         if part.shape[-2:] != square:
             part = functional.interpolate(part, size=square, mode="bilinear", antialias=True)
         resized[index] = part[0]
-    levels = resized.round_().clamp_(0, 255)
-    # Fused as in Transformers: (level - mean / rescale) / (std / rescale).
-    mean, std = (
-        torch.tensor(value, device=image.device).div_(spec.rescale)[:, None, None] for value in (spec.mean, spec.std)
-    )
-    return levels.sub_(mean).div_(std)
+    mean, std = _scale(spec, image.device)
+    return resized.round_().clamp_(0, 255).sub_(mean).div_(std)
+
+
+@cache
+def _scale(spec: PixelSpec, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return mean and deviation in levels, float32 ``[3, 1, 1]``, fused with the scale as in Transformers.
+
+    Divided on the device, which may round differently than the host. Cached, because copying them to a GPU waits for
+    all work on the stream.
+    """
+    values = (torch.tensor(each, dtype=torch.float32, device=device) for each in (spec.mean, spec.std))
+    mean, std = (each.div_(spec.rescale)[:, None, None] for each in values)
+    if device.type == "cuda":  # before another stream uses them
+        torch.cuda.current_stream(device).synchronize()
+    return mean, std
