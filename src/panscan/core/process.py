@@ -113,6 +113,7 @@ def run_worker(module: str) -> None:
     with libraries_imported():
         found = import_module(module)
     found.main()
+    gc.freeze()  # else the exit visits all objects
 
 
 def cache_directory() -> Path:
