@@ -137,8 +137,9 @@ def _machine(record: Mapping[str, Any]) -> str:
     packages = {name: version for run in runs for name, version in run["record"]["environment"]["packages"].items()}
     return (
         f"{work['views']} views, {work['prompt_tokens']:,} prompt and {work['output_tokens']} output tokens per"
-        " request; random weights, bfloat16. Median (range) of all turns; separate processes on the same"
-        f" {len(gpus)} x {facts['gpus'][0]['name']}, {_order(record)}; vLLM with CUDA graphs for up to 128 requests and"
+        " request; random weights, bfloat16. Median (range) of all turns; separate processes, those of one"
+        f" workload and shape on the same {len(gpus)} x {facts['gpus'][0]['name']}, {_order(record)};"
+        " vLLM with CUDA graphs for up to 128 requests and"
         f" its own preprocessing.{_warm_up(record)} Verdicts come from a saved checkpoint and show the ratio to the"
         " rounding noise; vLLM's come from its 20 most probable tokens at each position. Driver"
         f" {facts['gpus'][0]['driver']}{power};"

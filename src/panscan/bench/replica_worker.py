@@ -13,7 +13,6 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
 
@@ -33,7 +32,7 @@ from panscan.bench.replica_sync import (
     Warned,
 )
 from panscan.core import PanscanError, PanscanWarning
-from panscan.core.process import libraries_imported
+from panscan.core.process import import_uncollected
 
 if TYPE_CHECKING:
     from panscan.bench.grid import Cell
@@ -124,8 +123,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to every process; the parent decides
     parent = _ParentConnection()
     start = parent.start()
-    with libraries_imported():
-        import_module("panscan.model.checkpoint")
+    import_uncollected("panscan.model.checkpoint")
     from panscan.bench.run import verifier_of
     from panscan.bench.sweep import run_sweep
     from panscan.model.runtime import quiet_libraries

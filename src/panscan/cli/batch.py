@@ -305,7 +305,8 @@ def _job(options: dict[str, Any], *, dataset: bool) -> Any:
         warn_mini()
     if options["ray_address"] is None and not options["resume"]:  # a finished job needs no checkpoint
         check_checkpoint(settings)
-    import_libraries()
+    on_ray = options["ray_address"] is not None or options["replicas"] is not None
+    import_libraries(model=not on_ray and not options["resume"])
     return Job(
         settings=with_resolved_dtype(settings) if _precision_is_known(settings, options["ray_address"]) else settings,
         prompt=prompt,

@@ -127,7 +127,7 @@ def command(**options: Any) -> int:
     if options["resume"] is not None:
         return _resume(options)
     plan = _plan(options)
-    import_libraries()
+    import_libraries(model=not options["dry_run"] and options["replicas"] == 1)
     from panscan.bench import run
     from panscan.images.fetch import conceal
 
@@ -157,7 +157,7 @@ def _resume(options: dict[str, Any]) -> int:
     ]
     if given:
         raise SettingError(f"--resume takes the run's own settings: leave {given[0].get_error_hint(context)} out")
-    import_libraries()
+    import_libraries(model=False)  # the run may be complete
     from panscan.bench import run
     from panscan.records.store import read_run
 

@@ -7,7 +7,6 @@ import os
 import sys
 import warnings
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import click
@@ -16,7 +15,7 @@ from rich.text import Text
 
 from panscan.core import PanscanWarning, escape_controls
 from panscan.core.activity import activity
-from panscan.core.process import libraries_imported
+from panscan.core.process import import_uncollected
 
 __all__ = ["echo", "errors", "first_process", "import_libraries", "out", "show_log", "show_warnings", "warn_mini"]
 
@@ -71,15 +70,16 @@ def first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def import_libraries() -> None:
-    """Import PyTorch and Transformers. It takes seconds, so call it after the options are checked."""
-    name = "panscan.model.checkpoint"  # imports both
-    if name not in sys.modules:  # else garbage would be exempt from collection too
-        with activity("importing PyTorch and Transformers"), libraries_imported():
-            import_module(name)
-    from panscan.model.runtime import quiet_libraries
+def import_libraries(*, model: bool = True) -> None:
+    """Import PyTorch and Transformers. It takes seconds, so call it after the options are checked.
 
-    quiet_libraries()
+    Args:
+        model: whether this process will load a model, which needs more of Transformers.
+    """
+    with activity("importing PyTorch and Transformers"):
+        if model:
+            import_uncollected("panscan.model.checkpoint")
+        import_uncollected("panscan.model.runtime").quiet_libraries()
 
 
 def warn_mini() -> None:

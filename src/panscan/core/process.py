@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import import_module
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import platformdirs
 
@@ -82,17 +82,18 @@ def hold_lock(lock: threading.Lock) -> Iterator[None]:
         lock.release()
 
 
-@contextmanager
-def libraries_imported() -> Iterator[None]:
-    """Pause garbage collection while the body imports libraries, and exempt what exists afterwards from it.
+def import_uncollected(name: str) -> Any:
+    """Import a module without garbage collections, and exempt what exists afterwards from them. Return the module.
 
     For processes that run nothing but panscan. PyTorch and Transformers create 400,000 objects. Visiting them takes a
     tenth of the time of their import; later, every full collection stops all threads for a tenth of a second, and the
     process takes almost a second to exit.
     """
+    if name in sys.modules:  # all that exists by now may include garbage
+        return sys.modules[name]
     gc.disable()
     try:
-        yield
+        return import_module(name)
     finally:
         gc.freeze()
         gc.enable()
@@ -110,9 +111,7 @@ def worker_command(module: str, *arguments: str) -> list[str]:
 
 def run_worker(module: str) -> None:
     """Import a module and run its ``main()`` (see :func:`worker_command`)."""
-    with libraries_imported():
-        found = import_module(module)
-    found.main()
+    import_uncollected(module).main()
     gc.freeze()  # else the exit visits all objects
 
 

@@ -52,7 +52,7 @@ TRANSFER_S = 60.0
 MAX_REDIRECTS = 20
 
 ALLOW_PRIVATE = "PANSCAN_ALLOW_PRIVATE_URLS"
-"""Environment variable that allows private addresses. Replica processes inherit it."""
+"""Environment variable that allows non-public addresses. Replica processes inherit it."""
 
 _CACHE: OrderedDict[tuple[str, bool], bytes] = OrderedDict()
 _LOCK = threading.Lock()
@@ -109,12 +109,12 @@ def rewritten(url: str, change: Callable[[str], str]) -> str:
 def fetch(url: str) -> bytes:
     """Return the content of a URL, from the cache or the network; follow redirects.
 
-    Private addresses are refused, unless the environment variable :data:`ALLOW_PRIVATE` is 1. Only then are the
+    Non-public addresses are refused, unless the environment variable :data:`ALLOW_PRIVATE` is 1. Only then are the
     proxies in the environment used: a proxy resolves names itself, so their addresses cannot be checked.
 
     Raises:
-        ImageError: the URL is malformed or leads to a private address, the server does not respond in time, responds
-            with a status other than 200, or sends more than :data:`MAX_BYTES`.
+        ImageError: the URL is malformed or leads to a non-public address, the server does not respond in time,
+            responds with a status other than 200, or sends more than :data:`MAX_BYTES`.
     """
     url = named_url(url)
     full = url.full if isinstance(url, ConcealedUrl) else url
@@ -163,7 +163,7 @@ class _Download:
 
     Args:
         name: the URL's name in messages.
-        private: whether private addresses are allowed.
+        private: whether non-public addresses are allowed.
         domains: allowed hosts; None: all.
         max_bytes: maximum size of the response; None: :data:`MAX_BYTES`.
         deadline: seconds of :func:`panscan.core.now`.
