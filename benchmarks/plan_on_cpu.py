@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from panscan.bench.workload import Source, build_workload, request_of
 from panscan.core import Request, Result, Stamps, View, now
-from panscan.engine.loop import Loop, Worker
+from panscan.engine.loop import Loop, Worker, ahead_of_need
 from panscan.engine.model_runner import Launched, ModelRunner
 from panscan.engine.options import EngineOptions
 from panscan.engine.request_state import RequestState
@@ -41,7 +41,7 @@ from panscan.settings import settings_from
 
 RECORD = Path(__file__).parent / "records" / "plan-on-cpu.json"
 SETTINGS = {"model": "mini", "dtype": "fp32", "device": "cpu", "runner": "engine", "ignore_eos": True}
-REQUESTS, ROUNDS, TOKENS, AHEAD = 24, 3, (4, 48), 8
+REQUESTS, ROUNDS, TOKENS = 24, 3, (4, 48)
 OPTIONS = EngineOptions(prefill_chunk_size=1024, kv_cache_gb=0.2, prefix_caching=False)
 
 
@@ -96,7 +96,7 @@ class FittedTimes:
 def answered(loaded: Loaded, asked: Sequence[Request], arrivals: Sequence[float]) -> tuple[list[Result], TimedRunner]:
     """Return the results of requests that arrive at these times, and the runner that computed them."""
     runner = TimedRunner(ModelRunner(loaded, OPTIONS))
-    worker = Worker(lambda: Loop(loaded, OPTIONS, runner), AHEAD)
+    worker = Worker(lambda: Loop(loaded, OPTIONS, runner))
     done: SimpleQueue[Result] = SimpleQueue()
     started = now()
     for number, (request, arrival) in enumerate(zip(asked, arrivals, strict=True)):
@@ -121,7 +121,8 @@ def compared(
     )
     sizes = EngineSizes(
         global_blocks=runner.facts.blocks[0], local_blocks=runner.facts.blocks[1], window=runner.facts.window,
-        prefill_chunk_size=OPTIONS.prefill_chunk_size, prefix_caching=False, overlap=False, ahead=AHEAD,
+        prefill_chunk_size=OPTIONS.prefill_chunk_size, prefix_caching=False, overlap=False,
+        ahead=ahead_of_need("cpu"),
     )  # fmt: skip
     engine = SimulatedEngine(sizes, FittedTimes.of(runner.passes, prepare))
     first = min(each.accepted for each in stamps)

@@ -36,7 +36,7 @@ POINTERS = {
 def shared(kernel: Any, sizes: Sizes, head_size: int, itemsize: int, capability: int) -> int:
     """Return the bytes of shared memory that a kernel needs."""
     constants = {**COMMON, "head_size": head_size, "rows": sizes.rows, "keys": sizes.keys}
-    constants["precision"] = "ieee" if itemsize == 4 else "tf32"
+    constants |= {"precision": "ieee" if itemsize == 4 else "tf32", "early": capability == 90}
     kinds = dict.fromkeys(kernel.arg_names, "i32") | POINTERS | dict.fromkeys(constants, "constexpr")
     kinds |= {"scale": "fp32"} | dict.fromkeys(("q", "k_cache", "v_cache"), TYPES[itemsize])
     source = ASTSource(

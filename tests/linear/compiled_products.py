@@ -38,6 +38,7 @@ def compiled(
 ) -> int:
     """Return the bytes of shared memory that a kernel needs."""
     names = kernel.arg_names
+    constants = {**constants, **({"early": capability == 90} if "early" in names else {})}
     kinds = dict.fromkeys(names, "i32") | POINTERS | dict.fromkeys(FLOATS, "fp32")
     kinds |= {**types, **dict.fromkeys(constants, "constexpr")}
     source = ASTSource(

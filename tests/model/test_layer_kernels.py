@@ -5,6 +5,8 @@ On a GPU the compiled kernels run, elsewhere Triton's interpreter.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -204,6 +206,43 @@ def test_a_float8_cache_holds_the_nearest_values() -> None:
     largest = torch.finfo(torch.float8_e4m3fn).max
     assert bool((wide[1].abs() > largest).any())
     assert torch.equal(short.float(), wide.clamp(-largest, largest).to(torch.float8_e4m3fn).float())
+
+
+def kernel_by_name(name: str, count: int, width: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function of bfloat16 rows ``[count, width]`` that launches one kernel and nothing before it."""
+    weight, other = drawn(1, width).bfloat16(), drawn(2, count, width).bfloat16()
+    norm = nn.LayerNorm(width, eps=EPS).to(DEVICE, torch.bfloat16)
+    cos, sin = drawn(3, 2, count, 64).bfloat16().unbind()
+    caches = torch.zeros(2, count, 4, 64, device=DEVICE, dtype=torch.bfloat16)
+    slots = torch.arange(count, device=DEVICE)
+
+    def rotate(rows: torch.Tensor) -> torch.Tensor:
+        query = rotate_and_store(rows, weight[:64], weight[:64], EPS, cos, sin, slots, *caches, heads=8)
+        return torch.cat([query.flatten(), caches.flatten()])
+
+    return {
+        "rms_norm": lambda rows: rms_norm(rows, weight, EPS),
+        "add_rms_norms": lambda rows: add_rms_norms(other, rows, weight, weight, EPS)[1],
+        "gelu_product": gelu_product,
+        "add_layer_norm": lambda rows: add_layer_norm(other, rows, norm)[1],
+        "rotate_and_store": rotate,
+    }[name]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norms", "gelu_product", "add_layer_norm", "rotate_and_store"])
+def test_a_kernel_that_starts_early_reads_what_the_one_before_it_writes(name: str) -> None:
+    """The first kernel lets the second one start, then writes for a long time. Stale memory holds other values."""
+    inputs = [drawn(seed, 8192, 2048).bfloat16() for seed in range(10, 16)]
+    second = kernel_by_name(name, 8192, 1024)
+    expected = []
+    for each in inputs:
+        first = gelu_product(each)
+        torch.cuda.synchronize()
+        expected.append(second(first))
+        del first
+    found = [second(gelu_product(each)) for each in inputs]
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 def assert_rows(found: Rows, dense: torch.Tensor) -> None:

@@ -51,7 +51,6 @@ MAX_QUEUED_REQUESTS = 1024
 """Default number of requests that :meth:`Engine.submit` queues in addition to running ones."""
 
 _QUEUED = Range(integer=True, ge=0, le=1_000_000)
-_AHEAD = 8  # requests that are prepared while others compute
 
 
 class Engine:
@@ -85,7 +84,7 @@ class Engine:
         self.options = EngineOptions.of(self.settings) if options is None else options
         full = f"the engine's queue is full: {max_queued_requests} submitted requests wait; raise max_queued_requests"
         self._admission = Admission(self.options.max_num_seqs + max_queued_requests, f"{full}, or await submit_wait()")
-        self._worker = Worker(partial(_loop, loaded, self.options, ranks), _AHEAD)
+        self._worker = Worker(partial(_loop, loaded, self.options, ranks))
         self._loop = self._worker.loop
         self._numbers = count()
         self._streams: dict[str, RequestState] = {}
@@ -209,7 +208,7 @@ class Engine:
     def _results(
         self, requests: Iterable[Request], max_concurrency: int | None
     ) -> Generator[tuple[int, Result], None, None]:
-        most = max_concurrency or self.settings.max_concurrency or self.options.max_num_seqs + _AHEAD
+        most = max_concurrency or self.settings.max_concurrency or self.options.max_num_seqs + self._worker.ahead
         finished: SimpleQueue[tuple[int, Result]] = SimpleQueue()
         inflight: dict[int, RequestState] = {}
         source = enumerate(requests)

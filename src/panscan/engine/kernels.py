@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.compiler.compiler import max_shared_mem
 
-from panscan.linear.jit import kernel
+from panscan.linear.jit import early_launch, kernel, wait_for_inputs
 
 __all__ = [
     "DECODE_MEMBERS",
@@ -150,6 +150,7 @@ def prefill(
         query.stride(0), query.stride(1), tables.stride(0), start, count, window or _EVERYTHING,
         page_size=page_size, heads=heads, kv_heads=k_cache.shape[1], head_size=size, rows=tile_rows, keys=sizes.keys,
         splits=splits, precision=_precision(query), num_warps=sizes.warps, num_stages=sizes.stages,
+        **early_launch(query.device),
     )  # fmt: skip
     _merged(parts, sums, output[start:], splits, count * heads)
 
@@ -192,6 +193,7 @@ def decode(
         query.stride(0), query.stride(1), tables.stride(0), window or _EVERYTHING,
         page_size=page_size, heads=heads, kv_heads=kv_heads, head_size=size, rows=sizes.rows, keys=sizes.keys,
         splits=splits, precision=_precision(query), num_warps=sizes.warps, num_stages=sizes.stages,
+        **early_launch(query.device),
     )  # fmt: skip
     _merged(parts, sums, output, splits, sequences * heads)
 
@@ -211,7 +213,7 @@ def _merged(parts: torch.Tensor, sums: torch.Tensor, output: torch.Tensor, split
     if splits > 1:
         _merge[(programs,)](
             parts, sums, output, splits=splits, splits_padded=triton.next_power_of_2(splits),
-            head_size=output.shape[-1], num_warps=1,
+            head_size=output.shape[-1], num_warps=1, **early_launch(output.device),
         )  # fmt: skip
 
 
@@ -267,9 +269,10 @@ def _absorb(
 def _prefill(
     q, k_cache, v_cache, parts, part_sums, tiles, ends, tables, scale, q_row, q_head, table_row, start, row_count,
     window, page_size: tl.constexpr, heads: tl.constexpr, kv_heads: tl.constexpr, head_size: tl.constexpr,
-    rows: tl.constexpr, keys: tl.constexpr, splits: tl.constexpr, precision: tl.constexpr,
+    rows: tl.constexpr, keys: tl.constexpr, splits: tl.constexpr, precision: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     """One program: one tile, one query head, one split of the keys."""
+    wait_for_inputs(early)
     tile = tiles + tl.program_id(0) * 4
     count = tl.load(tile + 1)
     if count == 0:
@@ -324,13 +327,14 @@ def _prefill(
 def _decode(
     q, k_cache, v_cache, parts, part_sums, tables, lengths, groups, members, scale, q_row, q_head, table_row, window,
     page_size: tl.constexpr, heads: tl.constexpr, kv_heads: tl.constexpr, head_size: tl.constexpr,
-    rows: tl.constexpr, keys: tl.constexpr, splits: tl.constexpr, precision: tl.constexpr,
+    rows: tl.constexpr, keys: tl.constexpr, splits: tl.constexpr, precision: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     """One program: one group of sequences, one kv head, one split of the keys.
 
     The rows are the query heads of the kv head, sequence after sequence. The keys of the common prefix come first,
     for all rows; then those of each sequence, for its rows.
     """
+    wait_for_inputs(early)
     group = groups + tl.program_id(0) * 3
     count = tl.load(group + 1)
     if count == 0:
@@ -384,7 +388,8 @@ def _decode(
 
 @kernel()
 def _merge(
-    parts, part_sums, output, splits: tl.constexpr, splits_padded: tl.constexpr, head_size: tl.constexpr
+    parts, part_sums, output, splits: tl.constexpr, splits_padded: tl.constexpr, head_size: tl.constexpr,
+    early: tl.constexpr,
 ):  # fmt: skip
     """One program: one query head of one sequence."""
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
@@ -392,6 +397,7 @@ def _merge(
     there = split < splits
     d = tl.arange(0, head_size)
     place = split * rows + row
+    wait_for_inputs(early)
     top = tl.load(part_sums + place, mask=there, other=-1e30)
     total = tl.load(part_sums + splits * rows + place, mask=there, other=0.0)
     sums = tl.load(parts + place[:, None] * head_size + d[None, :], mask=there[:, None], other=0.0)

@@ -45,7 +45,7 @@ from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory
 from panscan.model.phases import host_work, phase
 
-__all__ = ["Loop", "PassExecutor", "Worker"]
+__all__ = ["Loop", "PassExecutor", "Worker", "ahead_of_need"]
 
 
 class PassExecutor(PixelIntake, Protocol):
@@ -427,22 +427,33 @@ class _LostImageError(Exception):
 
 
 _THREADS = 4  # to decode and resize images; Pillow releases the GIL while it does
+
+
+def ahead_of_need(device: str) -> int:
+    """Return how many requests are in preparation or queued while others compute, on a type of device.
+
+    A GPU computes questions about known pages faster than they are prepared one pass at a time: many must be ready. On
+    a CPU, preparation would take the cores that compute.
+    """
+    return 32 if device == "cuda" else 8
+
+
 T = TypeVar("T")
 
 
 class Worker:
     """A thread that owns a loop. Other threads reach the loop only through messages.
 
+    ``ahead``: maximum requests in preparation, or prepared and queued. ``--image-memory-gb`` limits the memory of their
+    images.
+
     Args:
         build: builds the loop. Called in the worker's thread, because PyTorch keeps some warmed-up state per thread.
-        ahead: maximum requests that are in preparation or prepared and queued. ``--image-memory-gb`` limits the memory
-            of their images.
 
     Raises: whatever ``build`` raises.
     """
 
-    def __init__(self, build: Callable[[], Loop], ahead: int) -> None:
-        self._ahead = ahead
+    def __init__(self, build: Callable[[], Loop]) -> None:
         self._messages: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._accepted: deque[RequestState] = deque()
         self._preparing: set[RequestState] = set()
@@ -517,6 +528,7 @@ class Worker:
     def _run(self, build: Callable[[], Loop], built: Future[None]) -> None:
         try:
             self.loop = build()
+            self.ahead = ahead_of_need(self.loop.facts.device)
         except BaseException as error:  # raised in the constructor
             built.set_exception(error)
             return
@@ -542,7 +554,7 @@ class Worker:
             self._accepted.append(state)
 
     def _prepare_ahead(self) -> None:
-        while self._accepted and len(self._preparing) + self.loop.waiting < self._ahead:
+        while self._accepted and len(self._preparing) + self.loop.waiting < self.ahead:
             state = self._accepted.popleft()
             self._preparing.add(state)
             self._pool.submit(partial(self._prepare, state))

@@ -1,13 +1,17 @@
-"""How our Triton kernels are made. Imported only where Triton is installed."""
+"""How our Triton kernels are made and launched. Imported only where Triton is installed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from types import MappingProxyType
 from typing import Any
 
+import torch
 import triton
+import triton.language as tl
 
-__all__ = ["INTERPRETED", "kernel"]
+__all__ = ["INTERPRETED", "early_launch", "is_hopper", "kernel", "wait_for_inputs"]
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether Triton's interpreter runs the kernels, on CPU tensors; decided when they are decorated."""
@@ -17,3 +21,31 @@ def kernel(*, any_value: Sequence[str] = ()) -> Callable[[Callable[..., None]], 
     """``triton.jit``, typed. Triton specialises kernels for 1 and multiples of 16, except in ``any_value``."""
     decorate: Callable[[Callable[..., None]], Any] = triton.jit(do_not_specialize=any_value)
     return decorate
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Return whether a device is an NVIDIA H100, H200 or another GPU of compute capability 9.0."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
+def early_launch(device: torch.device) -> Mapping[str, bool]:
+    """Return launch options of a kernel that calls :func:`wait_for_inputs`, including its argument ``early``.
+
+    On Hopper, the kernel's programs start while the previous kernel of the stream finishes (programmatic dependent
+    launch). Blackwell has it too, but no such GPU was tested.
+    """
+    return MappingProxyType({"early": True, "launch_pdl": True} if is_hopper(device) else {"early": False})
+
+
+@kernel()
+def wait_for_inputs(early: tl.constexpr) -> None:
+    """Wait until the previous kernel has finished and its results are visible; then let the next one start early.
+
+    Before this call, a kernel may read only what was written before the previous kernel started. Every program must
+    call it: the next kernel relies on all earlier ones being finished.
+    """
+    if early:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()

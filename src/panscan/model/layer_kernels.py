@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import nn
 
-from panscan.linear.jit import kernel
+from panscan.linear.jit import early_launch, kernel, wait_for_inputs
 from panscan.linear.kernels import quantize_chunks, rounded
 from panscan.linear.products import Product, Rows
 from panscan.linear.rows import LARGEST, LEAST_SCALE, QuantizedRows, UnscaledProduct
@@ -40,7 +40,7 @@ def add_layer_norm(
     with torch.cuda.device(hidden.get_device()):  # Triton launches on the current device; no effect for a CPU tensor
         _add_layer_norm[(hidden.numel() // width,)](
             hidden, hidden if part is None else part, norm.weight, norm.bias, total, normed, norm.eps,
-            width=width, padded=padded, adds=part is not None, num_warps=_warps(padded),
+            width=width, padded=padded, adds=part is not None, num_warps=_warps(padded), **early_launch(hidden.device),
         )  # fmt: skip
     return total, normed
 
@@ -93,7 +93,7 @@ def gelu_product(gate_up: Product, dtype: torch.dtype | None = None, input_dtype
     with torch.cuda.device(values.get_device()):
         _gelu_product[(count, chunks)](
             values, row_scale, column_scale, product, largest, width=width, columns=_GELU_COLUMNS, scaled=scaled,
-            measures=input_dtype is not None,
+            measures=input_dtype is not None, **early_launch(values.device),
         )  # fmt: skip
     return product if input_dtype is None else quantize_chunks(product, largest, input_dtype)
 
@@ -130,7 +130,7 @@ def rotate_and_store(
         _rotate_and_store[(rows, triton.cdiv(every, group))](
             values, row_scale, column_scale, q_weight, k_weight, cos, sin, slots, query, k_cache, v_cache,
             values.stride(0), eps, heads=heads, kv_heads=kv_heads, size=size, group=group, scaled=scaled,
-            num_warps=8 if group * size >= 4096 else 4,
+            num_warps=8 if group * size >= 4096 else 4, **early_launch(values.device),
         )  # fmt: skip
     return query
 
@@ -149,7 +149,7 @@ def _rms_norms(
         _add_rms_norms[(len(hidden),)](
             hidden, values, row_scale, column_scale, part_weight, next_weight, total, normed, scale, eps,
             most=_max_value(input_dtype), width=width, padded=padded, adds=part is not None, scaled=scaled,
-            num_warps=_warps(padded),
+            num_warps=_warps(padded), **early_launch(hidden.device),
         )  # fmt: skip
     return total, normed if input_dtype is None else QuantizedRows(normed, scale)
 
@@ -174,12 +174,13 @@ def _warps(padded: int) -> int:
 @kernel()
 def _add_layer_norm(
     hidden, part, weight, bias, total, normed, epsilon,
-    width: tl.constexpr, padded: tl.constexpr, adds: tl.constexpr,
+    width: tl.constexpr, padded: tl.constexpr, adds: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     """Process one row. The variance is computed from differences to the mean: a large mean would cancel it."""
     column = tl.arange(0, padded)
     valid = column < width
     at = tl.program_id(0).to(tl.int64) * width + column
+    wait_for_inputs(early)
     values = tl.load(hidden + at, mask=valid, other=0.0).to(tl.float32)
     if adds:
         values += tl.load(part + at, mask=valid, other=0.0).to(tl.float32)
@@ -216,12 +217,14 @@ def _store_rows(to, values, scale, row, valid, most: tl.constexpr):
 def _add_rms_norms(
     hidden, part, row_scale, column_scale, part_weight, next_weight, total, normed, scale, epsilon,
     most: tl.constexpr, width: tl.constexpr, padded: tl.constexpr, adds: tl.constexpr, scaled: tl.constexpr,
+    early: tl.constexpr,
 ):  # fmt: skip
     """Process one row."""
     column = tl.arange(0, padded)
     valid = column < width
     row = tl.program_id(0).to(tl.int64)
     at = row * width + column
+    wait_for_inputs(early)
     values = tl.load(hidden + at, mask=valid, other=0.0).to(tl.float32)
     if adds:
         added = tl.load(part + at, mask=valid, other=0.0).to(tl.float32)
@@ -245,7 +248,7 @@ def _row_rms_norm(values, weight, epsilon, width: tl.constexpr):
 @kernel()
 def _gelu_product(
     gate_up, row_scale, column_scale, product, largest, width: tl.constexpr, columns: tl.constexpr,
-    scaled: tl.constexpr, measures: tl.constexpr,
+    scaled: tl.constexpr, measures: tl.constexpr, early: tl.constexpr,
 ):  # fmt: skip
     """Process ``columns`` columns of one row; ``measures``: store their largest absolute value.
 
@@ -256,6 +259,7 @@ def _gelu_product(
     column = tl.program_id(1) * columns + tl.arange(0, columns)
     valid = column < width
     at = gate_up + row * (2 * width) + column
+    wait_for_inputs(early)
     gate = tl.load(at, mask=valid, other=0.0).to(tl.float32)
     gate = _scaled(gate, row_scale, column_scale, row, column, valid, scaled)
     up = tl.load(at + width, mask=valid, other=0.0).to(tl.float32)
@@ -273,6 +277,7 @@ def _gelu_product(
 def _rotate_and_store(
     qkv, row_scale, column_scale, q_weight, k_weight, cos, sin, slots, query, k_cache, v_cache, row_stride, epsilon,
     heads: tl.constexpr, kv_heads: tl.constexpr, size: tl.constexpr, group: tl.constexpr, scaled: tl.constexpr,
+    early: tl.constexpr,
 ):  # fmt: skip
     """Process ``group`` heads of one row, in two halves of each head; query, key and value heads may share a group."""
     half: tl.constexpr = size // 2
@@ -284,6 +289,7 @@ def _rotate_and_store(
     is_value = (head >= heads + kv_heads) & (head < heads + 2 * kv_heads)
     at = qkv + row * row_stride + head * size + column
     valid = head < heads + 2 * kv_heads
+    wait_for_inputs(early)
     first = tl.load(at, mask=valid, other=0.0).to(tl.float32)
     first = _scaled(first, row_scale, column_scale, row, head * size + column, valid, scaled)
     second = tl.load(at + half, mask=valid, other=0.0).to(tl.float32)

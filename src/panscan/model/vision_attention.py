@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as HopperDescriptor
 
-from panscan.linear.jit import INTERPRETED
+from panscan.linear.jit import INTERPRETED, is_hopper
 
 __all__ = ["attend", "supported"]
 
@@ -91,12 +91,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
 
 def supported(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether :func:`attend` runs on this device in this precision."""
-    return dtype in _ELEMENTS and not INTERPRETED and _is_hopper(device)
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    return dtype in _ELEMENTS and not INTERPRETED and is_hopper(device)
 
 
 @cache

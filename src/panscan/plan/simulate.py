@@ -34,7 +34,7 @@ __all__ = [
 
 _GRAPH_CHUNK_ROWS = 512  # rows of longer chunks in a recorded pass; see panscan.engine.graphs
 _GRAPH_CHUNKS = 16
-_AHEAD = 8  # requests that are prepared while others compute; see panscan.engine.engine
+_AHEAD = 32  # requests that are prepared while others compute; see panscan.engine.loop
 _THREADS = 4  # that prepare requests; see panscan.engine.loop
 _CONTENTION = 1 / 3
 """By which share a preparation is slower for each other one in progress: of stage "preprocess" in w2-27b.json, with

@@ -170,8 +170,7 @@ class History(RuleBasedStateMachine):
         assert self.scheduler.preemptions == self.preemptions
         assert {*before} - {*running} == {*self.scheduler.preempted} <= {*waiting}
         assert not (admitted and self.scheduler.preempted), "room freed by preemption is not given to new requests"
-        growing = [each for each in self.ids if len(each.ids) < each.limit]
-        oldest = min(growing, key=lambda each: each.number)
+        oldest = next((each for each in running if len(each.ids) < each.limit), None)
         assert step.chunks and (limit or oldest in [chunk.sequence for chunk in step.chunks])
         for each in self.scheduler.preempted:
             assert (each.computed, each.registered, any(each.tables)) == (0, 0, False)
@@ -185,6 +184,8 @@ class History(RuleBasedStateMachine):
             earlier = [one for one in running if one.number < each.number and not one.decodes]
             unfinished = any(ends.get(one) != len(one.ids) for one in earlier)
             assert not unfinished or ends.get(each) == len(each.ids), "admitted behind an unfinished prompt"
+            if any(one.number < each.number for one in waiting):
+                assert unfinished and limit is None and len(running) < self.seats, "overtook another without need"
             end = (each.computed + self.worth) // self.size * self.size
             for other in (chunk.sequence for chunk in older) if self.caching and each.reuse and end else ():
                 same = all(content(each, at) == content(other, at) for at in range(min(end, len(other.ids))))
@@ -254,8 +255,9 @@ class History(RuleBasedStateMachine):
         if not hasattr(self, "ids"):
             return
         running, waiting = self.scheduler.running, self.scheduler.waiting
-        order = [each.number for each in (*running, *waiting)]
-        assert order == sorted(each.number for each in self.ids), "one is lost, or overtook another"
+        for queue in (running, waiting):
+            assert [each.number for each in queue] == sorted(each.number for each in queue)
+        assert {*running, *waiting} == {*self.ids} and len(running) + len(waiting) == len(self.ids), "one is lost"
         assert len(running) <= self.seats
         assert all(not any(each.tables) and each.computed == 0 for each in waiting)
         assert all(each.ids[: len(each.ids) - each.pending] == self.ids[each] for each in self.ids)
@@ -311,21 +313,30 @@ def test_nobody_is_admitted_to_be_preempted_by_what_others_were_about_to_take(
     assert scheduler.preemptions == 0
 
 
+@pytest.mark.parametrize("views", [None, 1])
 @pytest.mark.parametrize(
-    ("views", "second", "admitted"), [(None, [(1,)], 3), (1, [(1,)], 3), (None, [(2,), b"a"], 1), (1, [(2,), b"a"], 1)]
+    ("second", "seats", "blocks", "admitted"),
+    [
+        ([(1,)], 4, 99, [0, 1, 2]),
+        ([(2,), b"a"], 4, 99, [0, 2]),
+        ([(2,), b"a"], 2, 99, [0]),
+        ([(2,), b"a"], 4, 16, [0, 2]),
+        ([(2,), b"a"], 4, 15, [0]),
+    ],
 )
 def test_the_rest_of_a_budget_goes_to_prompts_that_end_in_it(
-    views: int | None, second: list[bytes | tuple[int, ...]], admitted: int
+    views: int | None, second: list[bytes | tuple[int, ...]], seats: int, blocks: int, admitted: list[int]
 ) -> None:
-    """The first prompt continues with a view that does not fit. No prompt overtakes one that would only begin."""
-    blocks = KVBlocks(block_size=1, global_blocks=99, local_blocks=0, window=None, prefix_caching=False)
-    scheduler = Scheduler(blocks, max_num_seqs=4, prefill_chunk_size=7, max_views=views)
+    """The first prompt continues with a view that does not fit. The third overtakes a second one that would only begin,
+    if it leaves a place and the blocks that the second will need."""
+    held = KVBlocks(block_size=1, global_blocks=blocks, local_blocks=0, window=None, prefix_caching=False)
+    scheduler = Scheduler(held, max_num_seqs=seats, prefill_chunk_size=7, max_views=views)
     for number, pieces in enumerate([[(1,), b"a", (1,), b"b"], second, [(2,)]]):
         scheduler.add(sequence(number, pieces))
     step = scheduler.schedule()
     assert step is not None and step.chunks[0].end == 5
-    assert [chunk.sequence.number for chunk in step.chunks] == [0, 1, 2][:admitted]
-    assert len(scheduler.running) == admitted
+    assert [chunk.sequence.number for chunk in step.chunks] == admitted
+    assert [each.number for each in scheduler.running] == admitted
 
 
 def test_who_begins_as_another_waits_for_it_and_takes_over_what_it_computed() -> None:

@@ -300,6 +300,18 @@ class KVBlocks:
                 return hit
             hit = missing * self.block_size  # longer hits read that block too
 
+    def may_hit(self, sequence: Sequence, tokens: int) -> bool:
+        """Return False if a cached prefix of at least this many tokens is impossible. Much faster than :meth:`hit`."""
+        if tokens <= 0:
+            return True
+        if not (self.prefix_caching and sequence.reuse):
+            return False
+        extend_hashes(sequence, self.block_size)
+        last = -(-tokens // self.block_size) - 1
+        if not self.pools[0].count:  # local layers release blocks that left the window
+            return last < len(sequence.hashes)
+        return last < len(sequence.hashes) and self.pools[0].find(sequence.hashes[last]) is not None
+
     def can_begin(self, sequence: Sequence, hit: int, chunk: int, claimed: tuple[int, int]) -> bool:
         """Return whether the blocks that a waiting sequence will soon need are available, without ``claimed`` ones."""
         for group in self._groups:

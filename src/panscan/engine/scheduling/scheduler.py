@@ -1,4 +1,7 @@
-"""The scheduler: chooses which tokens the next step computes, first come, first served, within budgets and blocks."""
+"""The scheduler: chooses which tokens the next step computes, first come, first served, within budgets and blocks.
+
+Short prompts, such as questions about a cached page, overtake longer ones where those cannot use the rest of a step.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from panscan.engine.scheduling.pacing import PrefillLimit
 from panscan.engine.scheduling.sequence import Chunk, Sequence, Step
 
 __all__ = ["Scheduler"]
+
+_MOST_CONSIDERED = 128  # waiting sequences that may overtake, per step: looking at one takes microseconds
 
 
 @dataclass(slots=True)
@@ -197,9 +202,10 @@ class Scheduler:
     def _admit(self, plan: _StepPlan) -> None:
         """Admit waiting sequences in order, while running sequences, prefill budget and blocks allow it.
 
-        While a prompt continues in a later step, only prompts that end in this step are admitted. Otherwise, whenever
-        the remaining budget is too small for its next image span, the text before the first image of other prompts
-        would still fit, and the whole queue would be admitted far too early, holding blocks and pixels.
+        While a prompt continues in a later step, because the remaining budget is too small for its next image span,
+        only prompts that end in this step are admitted, and they may overtake others. Otherwise the text before the
+        first image of other prompts would still fit, and the whole queue would be admitted far too early, holding
+        blocks and pixels.
 
         A sequence whose prefix a running sequence is still computing waits, then reuses those blocks. Later sequences
         wait behind it, so the step's prefill budget goes to running sequences.
@@ -208,23 +214,43 @@ class Scheduler:
             oldest = self._waiting[0]
             hit = self._blocks.hit(oldest)
             if plan.cut_short and plan.budget.end(oldest, hit) < len(oldest.ids):
+                self._admit_behind(oldest, plan)
                 return
-            if self._blocks.prefix_in_progress(oldest, hit, self._running):
+            if not self._begin(oldest, hit, plan, self._running):
                 return
-            if not self._blocks.can_begin(oldest, hit, self.longest_chunk(oldest), self._claimed()):
-                return
-            self._waiting.pop(0)
-            _insert(self._running, oldest)
-            self._blocks.begin(oldest, hit)
-            self._add_chunk(oldest, plan)
 
-    def _claimed(self) -> tuple[int, int]:
-        """Return the global and local blocks that running sequences will soon need.
+    def _admit_behind(self, oldest: Sequence, plan: _StepPlan) -> None:
+        """Admit younger sequences than ``oldest``, which must wait, if their prompts end in this step.
 
-        A sequence admitted into these blocks would be preempted at once.
+        They leave one place among the running sequences, and the blocks that ``oldest`` will soon need. They are
+        admitted only while a running prompt is unfinished, so ``oldest`` waits for finitely many of them. With a limit
+        on device time there are none: they would use up what earlier steps saved for the next view.
         """
-        claims = [self._blocks.claim(sequence, self.longest_chunk(sequence)) for sequence in self._running]
-        return sum(count for count, _ in claims), sum(count for _, count in claims)
+        if plan.budget.limit is not None:
+            return
+        for sequence in self._waiting[1 : _MOST_CONSIDERED + 1]:
+            if len(self._running) >= self._max_num_seqs - 1 or plan.budget.spent:
+                return
+            if not self._blocks.may_hit(sequence, len(sequence.ids) - plan.budget.tokens):
+                continue
+            hit = self._blocks.hit(sequence)
+            if plan.budget.end(sequence, hit) == len(sequence.ids):
+                self._begin(sequence, hit, plan, [*self._running, oldest])
+
+    def _begin(self, sequence: Sequence, hit: int, plan: _StepPlan, claimants: abc.Sequence[Sequence]) -> bool:
+        """Admit a waiting sequence and add its first chunk; return False if its prefix is being computed, or if it
+        would take blocks that ``claimants`` will soon need, and so be preempted at once."""
+        if self._blocks.prefix_in_progress(sequence, hit, self._running):
+            return False
+        claims = [self._blocks.claim(each, self.longest_chunk(each)) for each in claimants]
+        claimed = sum(count for count, _ in claims), sum(count for _, count in claims)
+        if not self._blocks.can_begin(sequence, hit, self.longest_chunk(sequence), claimed):
+            return False
+        self._waiting.remove(sequence)
+        _insert(self._running, sequence)
+        self._blocks.begin(sequence, hit)
+        self._add_chunk(sequence, plan)
+        return True
 
 
 def _insert(queue: list[Sequence], sequence: Sequence) -> None:
