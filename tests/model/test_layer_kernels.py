@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, apply_rotary_pos_emb
 
+from panscan.engine.kernels import decode
 from panscan.linear.products import Rows
 from panscan.linear.rows import QuantizedRows, UnscaledProduct
 from panscan.model.layer_kernels import add_layer_norm, add_rms_norms, gelu_product, rms_norm, rotate_and_store
@@ -212,12 +213,13 @@ def kernel_by_name(name: str, count: int, width: int) -> Callable[[torch.Tensor]
     """Return a function of bfloat16 rows ``[count, width]`` that launches one kernel and nothing before it."""
     weight, other = drawn(1, width).bfloat16(), drawn(2, count, width).bfloat16()
     norm = nn.LayerNorm(width, eps=EPS).to(DEVICE, torch.bfloat16)
+    heads = width // 128  # as many query heads as keys and values together
     cos, sin = drawn(3, 2, count, 64).bfloat16().unbind()
-    caches = torch.zeros(2, count, 4, 64, device=DEVICE, dtype=torch.bfloat16)
+    caches = torch.zeros(2, count, heads // 2, 64, device=DEVICE, dtype=torch.bfloat16)
     slots = torch.arange(count, device=DEVICE)
 
     def rotate(rows: torch.Tensor) -> torch.Tensor:
-        query = rotate_and_store(rows, weight[:64], weight[:64], EPS, cos, sin, slots, *caches, heads=8)
+        query = rotate_and_store(rows, weight[:64], weight[:64], EPS, cos, sin, slots, *caches, heads=heads)
         return torch.cat([query.flatten(), caches.flatten()])
 
     return {
@@ -229,19 +231,36 @@ def kernel_by_name(name: str, count: int, width: int) -> Callable[[torch.Tensor]
     }[name]
 
 
+def long_attention(count: int, heads: int, size: int, keys: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function of queries ``[count, heads, size]`` whose kernel reads many keys before it writes a result, and
+    which runs on all multiprocessors at once."""
+    cache = drawn(4, 2, keys, 2, size).bfloat16()
+    lengths, members = torch.full((count,), keys, device=DEVICE), torch.arange(count, device=DEVICE)
+    groups = torch.stack([members, torch.ones_like(members), torch.zeros_like(members)], 1)
+    tables = torch.arange(keys // 16, device=DEVICE).expand(count, -1)
+    integers = [each.int().contiguous() for each in (tables, lengths, groups, members)]
+
+    def attend(query: torch.Tensor) -> torch.Tensor:
+        output = torch.empty_like(query)
+        named = dict(zip(("tables", "lengths", "groups", "members"), integers, strict=True))
+        decode(query, *cache, output, **named, window=0, page_size=16, scaling=0.1, splits=1)
+        return output.flatten(1)
+
+    return attend
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["rms_norm", "add_rms_norms", "gelu_product", "add_layer_norm", "rotate_and_store"])
 def test_a_kernel_that_starts_early_reads_what_the_one_before_it_writes(name: str) -> None:
-    """The first kernel lets the second one start, then writes for a long time. Stale memory holds other values."""
-    inputs = [drawn(seed, 8192, 2048).bfloat16() for seed in range(10, 16)]
-    second = kernel_by_name(name, 8192, 1024)
+    """The kernel before it lets it start at once, and writes at its end. Until then, memory holds other values."""
+    queries = [drawn(seed, 64, 16, 128).bfloat16() for seed in range(10, 16)]
+    first, second = long_attention(64, 16, 128, 16384), kernel_by_name(name, 64, 2048)
     expected = []
-    for each in inputs:
-        first = gelu_product(each)
+    for query in queries:
+        rows = first(query)
         torch.cuda.synchronize()
-        expected.append(second(first))
-        del first
-    found = [second(gelu_product(each)) for each in inputs]
+        expected.append(second(rows))
+    found = [second(first(query)) for query in queries]
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
