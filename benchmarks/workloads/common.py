@@ -20,7 +20,6 @@ from panscan.bench.reference import TOKENS
 from panscan.bench.verify import Verifier
 from panscan.bench.workload import Source, build_workload
 from panscan.core import InputError, Request, Result, SettingError
-from panscan.core.process import share_interpreter
 from panscan.images.views import plan_views
 from panscan.model.ceilings import measure_ceilings
 from panscan.model.checkpoint import Loaded
@@ -196,7 +195,6 @@ def open_runners(work: Work) -> dict[str, Runner]:
         vllm = VllmRunner(work.settings, work.vllm_options)
         vllm.configure(work.settings)
         return {"vllm": vllm}
-    share_interpreter()  # as panscan's commands do
     plain = {name: axes()[name].default for name in ENGINE_AXES}
     batch = min(_GENERATE_BATCH, work.num_requests)
     settings = {

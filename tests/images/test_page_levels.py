@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,7 @@ def test_the_copy_is_independent_of_the_image() -> None:
     assert np.array_equal(levels, before)
 
 
-def test_digests_differ_with_the_size_and_every_strip() -> None:
+def test_digests_differ_with_the_size_and_every_pixel() -> None:
     picture = noise(40, 30)
     pages = [
         picture,
@@ -70,7 +71,7 @@ def test_digests_differ_with_the_size_and_every_strip() -> None:
         Image.new("RGB", (2, 3)),
         Image.new("RGB", (3, 2)),
     ]
-    large = noise(50, 40).resize((1000, 900))  # several strips, copied by several threads
+    large = noise(50, 40).resize((1000, 900))  # hashed by several threads
     for at in (None, (0, 0), (999, 0), (0, 449), (999, 899)):
         pages.append(large.copy())
         if at is not None:
@@ -78,3 +79,19 @@ def test_digests_differ_with_the_size_and_every_strip() -> None:
             pages[-1].putpixel(at, (red ^ 1, *others))
     assert len({copy_levels(page)[1] for page in pages}) == len(pages)
     assert [copy_levels(page.copy())[1] for page in pages] == [copy_levels(page)[1] for page in pages]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+def test_a_forked_child_hashes_like_its_parent() -> None:
+    """It has none of its parent's threads, and must not wait for them."""
+    image = noise(1000, 900)
+    expected = copy_levels(image)[1]
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write, copy_levels(image)[1])
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as stream:
+        assert stream.read() == expected
+    assert os.waitpid(child, 0)[1] == 0

@@ -17,7 +17,6 @@ from panscan.cli.console import echo, errors, show_log
 from panscan.cli.progress import progress_line
 from panscan.core import InputError, PanscanError, UnsupportedError
 from panscan.core.errors import one_line
-from panscan.core.process import share_interpreter
 from panscan.core.ranges import shorten
 from panscan.settings import nearest
 
@@ -146,7 +145,6 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line and exit."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # what a pipe's encoding lacks is written escaped, as on stderr
         sys.stdout.reconfigure(errors="backslashreplace")
-    share_interpreter()
     os.umask(os.umask(0o077) | 0o002)  # runs, answers and caches are never for everybody to write
     code = run(sys.argv[1:] if arguments is None else arguments)
     gc.freeze()  # else the exit visits all objects of PyTorch and Transformers, which takes a second

@@ -99,15 +99,6 @@ def import_uncollected(name: str) -> Any:
         gc.enable()
 
 
-def share_interpreter() -> None:
-    """Let threads take turns with the interpreter after one millisecond instead of five.
-
-    For processes that run nothing but panscan. The engine's thread gives up the interpreter's lock at each of the
-    hundreds of kernels that it launches, and may wait a whole turn of a thread that prepares a request to get it back.
-    """
-    sys.setswitchinterval(1e-3)
-
-
 def worker_command(module: str, *arguments: str) -> list[str]:
     """Return the command of a new process that runs ``main()`` of one of panscan's modules.
 
@@ -120,7 +111,6 @@ def worker_command(module: str, *arguments: str) -> list[str]:
 
 def run_worker(module: str) -> None:
     """Import a module and run its ``main()`` (see :func:`worker_command`)."""
-    share_interpreter()
     import_uncollected(module).main()
     gc.freeze()  # else the exit visits all objects
 

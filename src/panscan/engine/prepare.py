@@ -238,5 +238,6 @@ class Preparer:
 def _decoded(image: Page | PageBytes | Image.Image) -> _ReadImage:
     """Decode an image. The levels are a copy: the caller may modify their image afterwards."""
     page = open_image(image, copy=False)
-    levels, digest = copy_levels(page)
+    with native_work():
+        levels, digest = copy_levels(page)
     return _ReadImage(page.size, digest, levels)

@@ -1,12 +1,15 @@
-"""A page's pixels, copied from Pillow's memory, and their digest: both by several threads, strip by strip.
+"""A page's pixels, copied from Pillow's memory, and their digest.
 
-Packing by Pillow and SHA-256, in one thread, take 9 ms for a page of 2.4 million pixels, a third of a follow-up
-question's TTFT. BLAKE3 is as resistant to collisions as SHA-256, and several times as fast on x86.
+Packing by Pillow and SHA-256 take 9 ms for a page of 2.4 million pixels, a third of a follow-up question's TTFT. BLAKE3
+is as resistant to collisions as SHA-256, several times as fast on x86, and uses several cores. Both steps are single
+calls: whenever a thread takes Python's lock back, it competes with the engine's thread, which launches kernels.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
+import struct
 from typing import Any
 
 import numpy as np
@@ -14,12 +17,10 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from PIL import Image
 
-from panscan.images.strips import map_strips
-
 __all__ = ["copy_levels"]
 
 _BLOCK_BYTES = 15 << 20  # of pixels: Pillow stores images in blocks of 16 MiB, and shares no more than one
-_CUT_BYTES = 1 << 20  # of pixels: per strip that is cut out of a larger image
+_threads = blake3.AUTO
 _MASK = np.frombuffer(b"\xff\xff\xff\x00", np.uint32)
 
 
@@ -43,27 +44,20 @@ def copy_levels(image: Image.Image) -> tuple[NDArray[np.uint8], bytes]:
 
     Returns:
         Levels ``[height, width, 4]``: red, green, blue and 0. (Pillow stores four bytes per pixel, the last of which
-        may have any value.) The digest is BLAKE3 of the size and of the BLAKE3 digest of each strip.
+        may have any value.) The digest is BLAKE3 of the size and the levels.
     """
     image.load()
     width, height = image.size
     words = np.empty((height, width), np.uint32)
-    large = words.nbytes > _BLOCK_BYTES
-    whole = None if large else _shared(image)
-
-    def copy(top: int, bottom: int) -> bytes:
-        if whole is not None:
-            pixels = whole[0][top * width : bottom * width]
-        else:
-            part = image.crop((0, top, width, bottom))
-            pixels, _owner = _shared(part) or (np.frombuffer(part.tobytes("raw", "RGBX"), np.uint32), None)
-        strip = words[top:bottom]
+    rows = max(1, _BLOCK_BYTES // (4 * width))
+    for top in range(0, height, rows):
+        strip = words[top : top + rows]
+        part = image if rows >= height else image.crop((0, top, width, top + len(strip)))
+        pixels, _owner = _shared(part) or (np.frombuffer(part.tobytes("raw", "RGBX"), np.uint32), None)
         np.bitwise_and(pixels.reshape(strip.shape), _MASK, out=strip)
-        return blake3(strip.view(np.uint8).data).digest()
-
-    strips = map_strips(copy, height, 4 * width, _CUT_BYTES if large else _BLOCK_BYTES)
-    digest = blake3(repr((width, height)).encode() + b"".join(strips)).digest()
-    return words.view(np.uint8).reshape(height, width, 4), digest
+    levels = words.view(np.uint8).reshape(height, width, 4)
+    hasher = blake3(struct.pack("<II", width, height), max_threads=_threads)
+    return levels, hasher.update(levels.data).digest()
 
 
 def _shared(image: Image.Image) -> tuple[NDArray[np.uint32], Any] | None:
@@ -77,3 +71,12 @@ def _shared(image: Image.Image) -> tuple[NDArray[np.uint32], Any] | None:
     values = array.children[0].contents  # of a list of four bytes per pixel
     count = image.width * image.height
     return np.ctypeslib.as_array((ctypes.c_uint32 * count).from_address(values.buffers[1])), owner
+
+
+def _use_one_thread() -> None:
+    global _threads
+    _threads = 1
+
+
+if hasattr(os, "register_at_fork"):  # a child has BLAKE3's pool without its threads, and would wait for them
+    os.register_at_fork(after_in_child=_use_one_thread)

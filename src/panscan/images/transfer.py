@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from panscan.images.strips import map_strips
-
 __all__ = ["upload"]
 
 _LARGE = 1 << 20  # bytes: copied by several threads
+_STRIPS = 8  # threads
+_pool_in_use = threading.Lock()
 
 
 def upload(array: NDArray[Any], device: torch.device) -> torch.Tensor:
@@ -27,11 +31,28 @@ def upload(array: NDArray[Any], device: torch.device) -> torch.Tensor:
 
 
 def _copy(array: NDArray[Any], to: NDArray[Any]) -> None:
-    if array.nbytes < _LARGE:
+    """Copy a large array by several threads, but one array at a time: threads that wait for each other, and for
+    Python's lock, would take longer than one thread."""
+    if array.nbytes < _LARGE or not _pool_in_use.acquire(blocking=False):
         to[...] = array
         return
+    try:
+        pieces = zip(np.array_split(to, _STRIPS), np.array_split(array, _STRIPS), strict=True)
+        list(_threads().map(lambda piece: np.copyto(*piece), pieces))
+    finally:
+        _pool_in_use.release()
 
-    def copy(start: int, end: int) -> None:
-        to[start:end] = array[start:end]
 
-    map_strips(copy, len(array), array.nbytes // len(array), array.nbytes)
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_STRIPS, thread_name_prefix="panscan-upload")
+
+
+def _reset() -> None:
+    global _pool_in_use
+    _pool_in_use = threading.Lock()
+    _threads.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):  # a child has the pool without its threads, and would wait for them
+    os.register_at_fork(after_in_child=_reset)
