@@ -30,7 +30,7 @@ from panscan.linear.multiply import (
 )
 from panscan.linear.quantized import QuantizedLinear
 
-__all__ = ["KernelRows", "choose_methods", "choose_rows", "median_ratio"]
+__all__ = ["KernelRows", "choose_methods", "choose_rows", "gpu_seconds", "median_ratio"]
 
 log = logging.getLogger("panscan.engine")
 
@@ -160,9 +160,7 @@ def _ratio(kind: str, modules: Sequence[QuantizedLinear], dtype: torch.dtype, ro
     inputs = {width: _drawn(rows, width, modules[0], dtype) for width in {each.in_features for each in modules}}
 
     def timed(most: int) -> Callable[[], float]:
-        return lambda: _gpu_seconds(
-            [partial(_product, each, inputs[each.in_features], dtype, most) for each in modules]
-        )
+        return lambda: gpu_seconds([partial(_product, each, inputs[each.in_features], dtype, most) for each in modules])
 
     kernel, library = timed(rows), timed(0)
     for method, otherwise in ((kernel, 0.0), (library, inf)):
@@ -189,14 +187,18 @@ def _product(module: QuantizedLinear, rows: Any, dtype: torch.dtype, most: int) 
     return multiply_int4(rows, module.weight, module.scale, module.zero, module.weight_format.group_size, most)
 
 
-def _gpu_seconds(products: Sequence[Callable[[], torch.Tensor]]) -> float:
-    """Return the seconds that the current GPU takes for the multiplications, without the launches on the host."""
+def gpu_seconds(calls: Sequence[Callable[[], torch.Tensor]], ahead_cycles: int = _AHEAD_CYCLES) -> float:
+    """Return the seconds that the current GPU takes for the calls, without their launches on the host.
+
+    Args:
+        calls: launch kernels.
+        ahead_cycles: clock cycles for which the GPU waits, so that the host has launched all kernels by then.
+    """
     start, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
-    # The GPU waits until the host has launched all kernels.
-    torch.cuda._sleep(_AHEAD_CYCLES)  # type: ignore[no-untyped-call]  # torch has no types for it
+    torch.cuda._sleep(ahead_cycles)  # type: ignore[no-untyped-call]  # torch has no types for it
     start.record()
-    for product in products:
-        product()
+    for call in calls:
+        call()
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from statistics import median
 from typing import Any
@@ -32,6 +33,7 @@ from transformers.models.siglip.modeling_siglip import (
 
 from panscan.core import UnsupportedError
 from panscan.linear.products import DenseLinear, Linear, PlainLinear, is_plain, linear_of, runs_own_forward
+from panscan.linear.tuning import gpu_seconds
 from panscan.model.shapes import vision_working_bytes
 
 __all__ = ["ATTENTION_KERNELS", "VisionLayers", "choose_vision_attention", "fastest"]
@@ -46,7 +48,8 @@ _LIBRARY_KERNELS = {
 ATTENTION_KERNELS = (*_LIBRARY_KERNELS, "hopper", "math", "default")
 """Names of the attention kernels that :func:`choose_vision_attention` chooses from."""
 _HEADS, _PATCHES = 16, 4096  # of one view, in every published model with vision
-_ROUNDS, _CALLS = 5, 8  # timed rounds, after one that is not, of several calls each: launch latency must not count
+_ROUNDS, _CALLS = 5, 4  # timed rounds, after one that is not, of several calls each
+_AHEAD_CYCLES = 6_000_000  # about 3 ms: launching our kernel takes the host up to 0.3 ms, as long as it runs
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 """From query, key and value ``[views, heads, patches, head size]`` and the scale of the scores to ``[views, patches,
@@ -198,26 +201,18 @@ def fastest(times: Mapping[str, float | None]) -> tuple[str, str]:
 
 def _milliseconds(attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> float | None:
     """Return the milliseconds of one call, the median of a few rounds of calls; None if the kernel refuses."""
+    call = partial(attend, query, key, value, query.shape[-1] ** -0.5)
     times: list[float] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PyTorch warns at length why a kernel refuses
         for _ in range(1 + _ROUNDS):
-            start, end = (
-                torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types for it
-                for _ in range(2)
-            )
-            start.record()
             try:
-                for _ in range(_CALLS):
-                    attend(query, key, value, query.shape[-1] ** -0.5)
+                times.append(1e3 * gpu_seconds([call] * _CALLS, _AHEAD_CYCLES) / _CALLS)
             except torch.OutOfMemoryError:
                 raise  # it says nothing about the kernel
             except Exception as error:  # a library or Triton's compiler may raise anything; another kernel is chosen
                 log.debug("a vision attention kernel refused: %s: %s", type(error).__name__, error)
                 return None
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / _CALLS)
     return median(times[1:])
 
 
