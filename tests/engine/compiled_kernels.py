@@ -10,11 +10,16 @@ from __future__ import annotations
 import json
 import sys
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.early_launch import check_waits
 
 from panscan.engine import kernels
 from panscan.engine.kernels import Sizes, decode_sizes, prefill_sizes
@@ -49,7 +54,10 @@ def shared(kernel: Any, sizes: Sizes, head_size: int, itemsize: int, capability:
     )
     options = {"num_warps": sizes.warps, "num_stages": sizes.stages}
     target = GPUTarget("cuda", capability, 32)
-    return int(triton.compile(source, target=target, options=options).metadata.shared)
+    compiled = triton.compile(source, target=target, options=options)
+    if constants["early"]:
+        check_waits(compiled.asm["ptx"])
+    return int(compiled.metadata.shared)
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.conftest import noise
 
 from panscan import GenerateRunner, Request
 from panscan.core import Stamps
+from panscan.engine import daemons
 from panscan.engine.options import EngineOptions
 from panscan.engine.prepare import Preparer
 from panscan.engine.request_state import RequestState
@@ -101,6 +103,21 @@ def test_pixels_of_a_known_file_are_computed_when_its_views_are_dropped_later(ho
     for key, view in again.request_views.items():
         expected, taken = (host.preparer.place(each).handle for each in (first.request_views[key], view))
         assert torch.equal(host.pixels.take(expected), host.pixels.take(taken))
+
+
+def test_pixels_are_computed_again_while_the_program_exits(host: Host) -> None:
+    """The exit waits for the engine's thread, which must not wait for the exit."""
+    content = png(noise(*SIZE))
+    host.known = {*host.prepare(content).request_views}
+    [view, *_] = host.prepare(content).request_views.values()
+    thread = threading.Thread(target=host.preparer.place, args=(view,), daemon=True)
+    daemons._work.finish()
+    try:
+        thread.start()
+        thread.join(60)
+        assert view.pixels is not None
+    finally:
+        daemons._work.forget_threads()
 
 
 def test_a_file_with_other_content_is_another_image(host: Host, tmp_path: Path) -> None:

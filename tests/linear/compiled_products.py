@@ -10,12 +10,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.early_launch import check_waits
+
+from panscan.engine import kernels as attention
 from panscan.linear import kernels
 from panscan.model import layer_kernels
 
@@ -23,7 +29,7 @@ ROWS = (1, 128, 512, 2048)
 POINTERS = {
     **dict.fromkeys(("gate_up", "hidden", "k_cache", "normed", "out", "part", "product", "qkv", "query"), "*bf16"),
     **dict.fromkeys(("total", "v_cache", "cos", "sin", "q_weight", "k_weight"), "*bf16"),
-    **dict.fromkeys(("part_weight", "next_weight", "values"), "*bf16"),
+    **dict.fromkeys(("part_weight", "next_weight", "values", "weight", "bias"), "*bf16"),
     **dict.fromkeys(("column_scale", "row_scale", "largest", "scales", "sums", "w_scale", "x_scale", "x_sum"), "*fp32"),
     "slots": "*i64",
     "zero": "*u8",
@@ -47,7 +53,10 @@ def compiled(
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if aligned(name, kinds[name])},
     )
-    return int(triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared)
+    found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    if constants.get("early"):
+        check_waits(found.asm["ptx"])
+    return int(found.metadata.shared)
 
 
 def aligned(name: str, kind: str) -> bool:
@@ -101,6 +110,11 @@ def layers(capability: int) -> Iterator[tuple[str, int]]:
     if capability >= 89:
         types = dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv")
         yield "rotate into float8", compiled(layer_kernels._rotate_and_store, capability, types, rotate, num_warps=4)
+    layer_norm = {"width": 1152, "padded": 2048, "adds": True}
+    yield "layer norm", compiled(layer_kernels._add_layer_norm, capability, {}, layer_norm, num_warps=4)
+    merge = {"splits": 4, "splits_padded": 4, "head_size": 128}
+    types = dict.fromkeys(("parts", "part_sums"), "*fp32") | {"output": "*bf16"}
+    yield "merge", compiled(attention._merge, capability, types, merge, num_warps=1)
     gelu = {"width": 21504, "columns": 1024, "scaled": True, "measures": True}
     yield "gelu", compiled(layer_kernels._gelu_product, capability, {}, gelu, num_warps=4)
     fixed = {"padded": 64, "group": 128}

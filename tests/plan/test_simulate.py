@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from tests.engine.driving import TOKENS, requests
 
 from panscan import GenerateRunner
 from panscan.core import Stamps, View, now
-from panscan.engine.loop import Loop
+from panscan.engine.loop import Loop, ahead_of_need
 from panscan.engine.model_runner import Launched, ModelRunner
 from panscan.engine.options import EngineOptions
 from panscan.engine.request_state import RequestState
@@ -116,3 +117,8 @@ def test_the_committed_simulation_has_the_current_factors() -> None:
     record = json.loads(RECORD.read_text("utf-8"))
     assert record["factors_sha256"] == factors_digest(), "run python -m benchmarks.plan_simulation"
     assert all(abs(row["ratios"][name] - 1) <= TARGET for row in record["rows"] for name in FIGURES[:2])
+
+
+def test_the_simulation_prepares_as_many_requests_in_advance_as_the_engine_on_a_gpu() -> None:
+    [ahead] = [field.default for field in fields(EngineSizes) if field.name == "ahead"]
+    assert ahead == ahead_of_need("cuda")

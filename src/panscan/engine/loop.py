@@ -430,10 +430,10 @@ _THREADS = 4  # to decode and resize images; Pillow releases the GIL while it do
 
 
 def ahead_of_need(device: str) -> int:
-    """Return how many requests are in preparation or queued while others compute, on a type of device.
+    """Return how many requests may be in preparation, or prepared and queued, on a type of device.
 
-    A GPU computes questions about known pages faster than they are prepared one pass at a time: many must be ready. On
-    a CPU, preparation would take the cores that compute.
+    The engine starts preparations once per pass. A GPU can start many questions about known pages in one pass, so many
+    must be ready. On a CPU, preparation competes with the passes for cores.
     """
     return 32 if device == "cuda" else 8
 

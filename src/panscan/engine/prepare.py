@@ -150,10 +150,13 @@ class Preparer:
         if not isinstance(image, Image.Image):
             image = in_memory(image, _MOST_HASHED)
             if isinstance(image, PageBytes):
-                key = KnownFiles.key(image.content, image.page)
+                with native_work():
+                    key = KnownFiles.key(image.content, image.page)
                 if (found := self._files.get(key)) is not None and self._all_known(*found, pan_and_scan):
                     return _ReadImage(*found, None)
-        read = _decoded(image)
+        page = open_image(image, copy=False)
+        with native_work():
+            read = _copied(page)
         if key is not None:
             self._files.add(key, read.size, read.digest)
         return read
@@ -221,7 +224,8 @@ class Preparer:
         This is rare, and keeping the images of all running requests would take most of the host's memory.
         """
         found = images_of(view.request)
-        read = _decoded(found[view.index]) if view.index < len(found) else None
+        # Not native_work(): the engine's thread would wait forever at exit, and the exit waits for that thread.
+        read = _copied(open_image(found[view.index], copy=False)) if view.index < len(found) else None
         if read is None or read.levels is None or read.digest != view.digest:
             raise ImageError(f"request {view.request.id!r}: image {view.index + 1} changed while it was read")
         self._put(read.levels, [view])
@@ -235,9 +239,7 @@ class Preparer:
             view.pixels = ref
 
 
-def _decoded(image: Page | PageBytes | Image.Image) -> _ReadImage:
-    """Decode an image. The levels are a copy: the caller may modify their image afterwards."""
-    page = open_image(image, copy=False)
-    with native_work():
-        levels, digest = copy_levels(page)
+def _copied(page: Image.Image) -> _ReadImage:
+    """Return a copy of a decoded image: the caller may modify theirs afterwards."""
+    levels, digest = copy_levels(page)
     return _ReadImage(page.size, digest, levels)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 __all__ = ["upload"]
 
 _LARGE = 1 << 20  # bytes: copied by several threads
-_STRIPS = 8  # threads
+_THREADS = 8
 _pool_in_use = threading.Lock()
 
 
@@ -37,7 +37,7 @@ def _copy(array: NDArray[Any], to: NDArray[Any]) -> None:
         to[...] = array
         return
     try:
-        pieces = zip(np.array_split(to, _STRIPS), np.array_split(array, _STRIPS), strict=True)
+        pieces = zip(np.array_split(to, _THREADS), np.array_split(array, _THREADS), strict=True)
         list(_threads().map(lambda piece: np.copyto(*piece), pieces))
     finally:
         _pool_in_use.release()
@@ -45,7 +45,7 @@ def _copy(array: NDArray[Any], to: NDArray[Any]) -> None:
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_STRIPS, thread_name_prefix="panscan-upload")
+    return ThreadPoolExecutor(_THREADS, thread_name_prefix="panscan-upload")
 
 
 def _reset() -> None:

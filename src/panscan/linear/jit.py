@@ -26,7 +26,9 @@ def kernel(*, any_value: Sequence[str] = ()) -> Callable[[Callable[..., None]], 
 @cache
 def is_hopper(device: torch.device) -> bool:
     """Return whether a device is an NVIDIA H100, H200 or another GPU of compute capability 9.0."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    if device.type != "cuda" or torch.version.hip is not None:  # AMD's MI200 calls itself 9.0, too
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @cache
@@ -36,7 +38,8 @@ def early_launch(device: torch.device) -> Mapping[str, bool]:
     On Hopper, the kernel's programs start while the previous kernel of the stream finishes (programmatic dependent
     launch). Blackwell has it too, but no such GPU was tested.
     """
-    return MappingProxyType({"early": True, "launch_pdl": True} if is_hopper(device) else {"early": False})
+    early = is_hopper(device) and not INTERPRETED
+    return MappingProxyType({"early": True, "launch_pdl": True} if early else {"early": False})
 
 
 @kernel()

@@ -49,7 +49,7 @@ ATTENTION_KERNELS = (*_LIBRARY_KERNELS, "hopper", "math", "default")
 """Names of the attention kernels that :func:`choose_vision_attention` chooses from."""
 _HEADS, _PATCHES = 16, 4096  # of one view, in every published model with vision
 _ROUNDS, _CALLS = 5, 4  # timed rounds, after one that is not, of several calls each
-_AHEAD_CYCLES = 6_000_000  # about 3 ms: launching our kernel takes the host up to 0.3 ms, as long as it runs
+_AHEAD_CYCLES = 6_000_000  # about 3 ms; the host needs up to 0.3 ms per launch of our kernel, which runs for 0.2
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 """From query, key and value ``[views, heads, patches, head size]`` and the scale of the scores to ``[views, patches,

@@ -139,7 +139,7 @@ class History(RuleBasedStateMachine):
             self.finish_step()
 
     def teardown(self) -> None:
-        """All that is left ends: in every step its oldest sequence computes a token at least."""
+        """All that is left ends: in every step the oldest running sequence computes a token at least."""
         self.ending = True
         for _ in range(sum(each.limit for each in getattr(self, "ids", ()))):
             self.step(seed=0)
@@ -260,6 +260,8 @@ class History(RuleBasedStateMachine):
         assert {*running, *waiting} == {*self.ids} and len(running) + len(waiting) == len(self.ids), "one is lost"
         assert len(running) <= self.seats
         assert all(not any(each.tables) and each.computed == 0 for each in waiting)
+        for each in waiting:
+            assert all(self.blocks.may_hit(each, tokens) for tokens in range(self.blocks.hit(each) + 1))
         assert all(each.ids[: len(each.ids) - each.pending] == self.ids[each] for each in self.ids)
         for group in (0, 1):
             tables = [[block for block in each.tables[group] if block != -1] for each in running]
@@ -337,6 +339,62 @@ def test_the_rest_of_a_budget_goes_to_prompts_that_end_in_it(
     assert step is not None and step.chunks[0].end == 5
     assert [chunk.sequence.number for chunk in step.chunks] == admitted
     assert [each.number for each in scheduler.running] == admitted
+
+
+def with_cached_page(max_num_seqs: int) -> Scheduler:
+    """Return a scheduler with a decoding question, the page of which is cached."""
+    blocks = KVBlocks(block_size=1, global_blocks=300, local_blocks=0, window=None, prefix_caching=True)
+    scheduler = Scheduler(blocks, max_num_seqs=max_num_seqs, prefill_chunk_size=7)
+    first = sequence(0, [*PAGE, (1,)], outputs=90)
+    scheduler.add(first)
+    step = scheduler.schedule()
+    assert step is not None
+    scheduler.advance(step)
+    first.settle(1)
+    return scheduler
+
+
+PAGE = [(5,), b"a"]
+LIMIT = PrefillLimit(99.0, 1.0, 3.0)
+
+
+@pytest.mark.parametrize(("limit", "overtakes"), [(None, True), (LIMIT, False)])
+def test_a_question_about_a_cached_page_overtakes_a_document(limit: PrefillLimit | None, overtakes: bool) -> None:
+    """Two tokens of the budget remain, and the question has one that is not cached."""
+    scheduler = with_cached_page(8)
+    for number, pieces in enumerate([[(1,), b"a", (1,), b"b"], [(2,), b"b", (1,), b"a"], [*PAGE, (2,)]], 1):
+        scheduler.add(sequence(number, pieces))
+    step = scheduler.schedule(limit)
+    assert step is not None
+    question = [(3, 4, 5)] if overtakes else []
+    assert [(chunk.sequence.number, chunk.start, chunk.end) for chunk in step.chunks] == [
+        (0, 5, 6),
+        (1, 0, 5),
+        *question,
+    ]
+
+
+def test_a_document_waits_for_the_one_before_it_only() -> None:
+    """Two more questions about a cached page arrive in every step, and never end."""
+    scheduler = with_cached_page(12)
+    documents = [sequence(number, [(number,), *[b"a", b"b"] * 4]) for number in (1, 2)]
+    for each in documents:
+        scheduler.add(each)
+    started, overtook = [], 0
+    for number in range(3, 40, 2):
+        step = scheduler.schedule()
+        assert step is not None
+        scheduler.advance(step)
+        started.append([chunk.end for chunk in step.chunks if chunk.sequence in documents])
+        overtook += documents[1] in scheduler.waiting and len(scheduler.running) > 2
+        if documents[1] in scheduler.running:
+            break
+        for each in scheduler.running:
+            if each.pending:
+                each.settle(1)
+        for question in (number, number + 1):
+            scheduler.add(sequence(question, [*PAGE, (question,)], 90))
+    assert overtook and documents[0].prompt_tokens in (*started[-2], *started[-1])
 
 
 def test_who_begins_as_another_waits_for_it_and_takes_over_what_it_computed() -> None:

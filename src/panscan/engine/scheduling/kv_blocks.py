@@ -272,8 +272,8 @@ class KVBlocks:
         return min(full, default=None)
 
     def claim(self, sequence: Sequence, chunk: int) -> tuple[int, int]:
-        """Return the global and local blocks that a running sequence will soon need in addition to those it holds: for
-        the tokens it has, plus one block of output."""
+        """Return the global and local blocks that a running or waiting sequence will soon need in addition to those it
+        holds: for the tokens it has, plus one block of output. Ignores the cached prefix of a waiting one."""
         counts = [0, 0]
         for group in self._groups:
             holds = len(group.table(sequence)) - group.first(sequence.computed)

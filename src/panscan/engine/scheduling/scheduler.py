@@ -15,7 +15,7 @@ from panscan.engine.scheduling.sequence import Chunk, Sequence, Step
 
 __all__ = ["Scheduler"]
 
-_MOST_CONSIDERED = 128  # waiting sequences that may overtake, per step: looking at one takes microseconds
+_MOST_CONSIDERED = 64  # waiting sequences that may overtake, per step
 
 
 @dataclass(slots=True)
@@ -202,21 +202,23 @@ class Scheduler:
     def _admit(self, plan: _StepPlan) -> None:
         """Admit waiting sequences in order, while running sequences, prefill budget and blocks allow it.
 
-        While a prompt continues in a later step, because the remaining budget is too small for its next image span,
-        only prompts that end in this step are admitted, and they may overtake others. Otherwise the text before the
-        first image of other prompts would still fit, and the whole queue would be admitted far too early, holding
-        blocks and pixels.
+        If a prompt continues in a later step, because its next image span exceeds the remaining tokens or views, only
+        prompts that end in this step are admitted, and they may overtake others. Without this rule, the text before the
+        first image of every other prompt would fit, and the whole queue would be admitted far too early, holding blocks
+        and pixels.
 
-        A sequence whose prefix a running sequence is still computing waits, then reuses those blocks. Later sequences
-        wait behind it, so the step's prefill budget goes to running sequences.
+        A sequence whose prefix a running sequence is still computing waits, then reuses those blocks. Unless prompts
+        may overtake, later sequences wait behind it, so the step's prefill budget goes to running sequences.
         """
+        claimed: tuple[int, int] | None = None
         while self._waiting and len(self._running) < self._max_num_seqs and not plan.budget.spent:
             oldest = self._waiting[0]
             hit = self._blocks.hit(oldest)
             if plan.cut_short and plan.budget.end(oldest, hit) < len(oldest.ids):
                 self._admit_behind(oldest, plan)
                 return
-            if not self._begin(oldest, hit, plan, self._running):
+            claimed = self._begin(oldest, hit, plan, self._claims(self._running) if claimed is None else claimed)
+            if claimed is None:
                 return
 
     def _admit_behind(self, oldest: Sequence, plan: _StepPlan) -> None:
@@ -228,6 +230,7 @@ class Scheduler:
         """
         if plan.budget.limit is not None:
             return
+        claimed = self._claims([*self._running, oldest])
         for sequence in self._waiting[1 : _MOST_CONSIDERED + 1]:
             if len(self._running) >= self._max_num_seqs - 1 or plan.budget.spent:
                 return
@@ -235,22 +238,39 @@ class Scheduler:
                 continue
             hit = self._blocks.hit(sequence)
             if plan.budget.end(sequence, hit) == len(sequence.ids):
-                self._begin(sequence, hit, plan, [*self._running, oldest])
+                claimed = self._begin(sequence, hit, plan, claimed) or claimed
 
-    def _begin(self, sequence: Sequence, hit: int, plan: _StepPlan, claimants: abc.Sequence[Sequence]) -> bool:
-        """Admit a waiting sequence and add its first chunk; return False if its prefix is being computed, or if it
-        would take blocks that ``claimants`` will soon need, and so be preempted at once."""
+    def _begin(
+        self, sequence: Sequence, hit: int, plan: _StepPlan, claimed: tuple[int, int]
+    ) -> tuple[int, int] | None:  # fmt: skip
+        """Admit a waiting sequence and add its first chunk.
+
+        Args:
+            sequence: a waiting sequence.
+            hit: length of its cached prefix.
+            plan: the step.
+            claimed: global and local blocks that other sequences will soon need. A sequence admitted into the blocks of
+                running ones would be preempted at once.
+
+        Returns:
+            ``claimed`` with the blocks that this sequence will soon need. None if it was not admitted, because a
+            running sequence is computing its prefix, or too few blocks remain.
+        """
         if self._blocks.prefix_in_progress(sequence, hit, self._running):
-            return False
-        claims = [self._blocks.claim(each, self.longest_chunk(each)) for each in claimants]
-        claimed = sum(count for count, _ in claims), sum(count for _, count in claims)
+            return None
         if not self._blocks.can_begin(sequence, hit, self.longest_chunk(sequence), claimed):
-            return False
+            return None
         self._waiting.remove(sequence)
         _insert(self._running, sequence)
         self._blocks.begin(sequence, hit)
         self._add_chunk(sequence, plan)
-        return True
+        more = self._claims([sequence])
+        return claimed[0] + more[0], claimed[1] + more[1]
+
+    def _claims(self, sequences: abc.Sequence[Sequence]) -> tuple[int, int]:
+        """Return the global and local blocks that these sequences will soon need in addition to those they hold."""
+        claims = [self._blocks.claim(each, self.longest_chunk(each)) for each in sequences]
+        return sum(count for count, _ in claims), sum(count for _, count in claims)
 
 
 def _insert(queue: list[Sequence], sequence: Sequence) -> None:
