@@ -230,7 +230,7 @@ class Scheduler:
         """
         if plan.budget.limit is not None:
             return
-        claimed = self._claims([*self._running, oldest])
+        claimed: tuple[int, int] | None = None
         for sequence in self._waiting[1 : _MOST_CONSIDERED + 1]:
             if len(self._running) >= self._max_num_seqs - 1 or plan.budget.spent:
                 return
@@ -238,6 +238,7 @@ class Scheduler:
                 continue
             hit = self._blocks.hit(sequence)
             if plan.budget.end(sequence, hit) == len(sequence.ids):
+                claimed = claimed or self._claims([*self._running, oldest])
                 claimed = self._begin(sequence, hit, plan, claimed) or claimed
 
     def _begin(
