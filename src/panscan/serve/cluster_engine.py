@@ -31,7 +31,7 @@ __all__ = ["ClusterEngine"]
 _REPLICAS = Range(integer=True, ge=1, le=1024)
 _ATTEMPTS = 3  # attempts per request, so that a request that kills its replica fails eventually
 _TOKENS_PER_VIEW = 256
-_AHEAD = 32  # requests per replica that are prepared while others compute; see panscan.engine.loop
+_AHEAD = 8  # requests per replica that are prepared while others compute; with more, the last ones are spread unevenly
 
 
 class ClusterEngine:
