@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -56,8 +58,14 @@ def check(loaded: Loaded, batch: list[ForcedSequence], logits: Logits) -> None:
     for asked in batch:
         expected, found = teacher(loaded, asked), logits[asked.sequence]
         assert len(expected) - 1 in found
-        close = 1e-5 * float(expected.abs().max())
-        torch.testing.assert_close(torch.stack([*found.values()]), expected[[*found]], rtol=0, atol=close)
+        rows = [*found]
+        apart = (torch.stack([*found.values()]) - expected[rows]).abs().amax(1)
+        close = torch.full_like(apart, 1e-5 * float(expected.abs().max()))
+        if bool((apart > close).any()):
+            # Norms over few values amplify the rounding of some rows, in Transformers too: float64 shows which.
+            exact = teacher(replace(loaded, model=deepcopy(loaded.model).double()), asked)[rows]
+            close = close.maximum(20 * (expected[rows] - exact).abs().amax(1).float())
+        assert bool((apart <= close).all()), (apart / close).max()
 
 
 def check_random(loaded: Loaded, seed: int, block_size: int, most: int) -> None:
