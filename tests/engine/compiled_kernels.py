@@ -41,6 +41,8 @@ POINTERS = {
 def shared(kernel: Any, sizes: Sizes, head_size: int, itemsize: int, capability: int) -> int:
     """Return the bytes of shared memory that a kernel needs."""
     constants = {**COMMON, "head_size": head_size, "rows": sizes.rows, "keys": sizes.keys}
+    if "together" in kernel.arg_names:
+        constants["together"] = sizes.heads
     constants |= {"precision": "ieee" if itemsize == 4 else "tf32", "early": capability == 90}
     kinds = dict.fromkeys(kernel.arg_names, "i32") | POINTERS | dict.fromkeys(constants, "constexpr")
     kinds |= {"scale": "fp32"} | dict.fromkeys(("q", "k_cache", "v_cache"), TYPES[itemsize])

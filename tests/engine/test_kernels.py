@@ -70,7 +70,7 @@ def test_triton_accepts_the_tile_sizes(head_size: int, itemsize: int) -> None:
         decode = [decode_sizes(head_size, itemsize, group, shared=shared) for shared in (False, True)]
         for sizes in (least, most, *decode):
             assert all(number >= 16 and number.bit_count() == 1 for number in (sizes.rows, sizes.keys))
-            assert sizes.warps.bit_count() == 1
+            assert sizes.warps.bit_count() == sizes.heads.bit_count() == 1
         assert sizes.rows >= group
 
 

@@ -18,10 +18,12 @@ from panscan.images.page_levels import copy_levels
 
 
 def check(image: Image.Image) -> None:
-    levels, _ = copy_levels(image)
+    levels, digest = copy_levels(image)
     assert levels.dtype == np.uint8 and levels.flags.c_contiguous
     assert np.array_equal(levels[..., :3], np.asarray(image))
     assert not levels[..., 3].any()
+    by_threads = copy_levels(image, alone=True)
+    assert np.array_equal(by_threads[0], levels) and by_threads[1] == digest
 
 
 @given(st.integers(1, 70), st.integers(1, 70), st.sampled_from(["RGBA", "L", "P", "CMYK", "RGB"]), st.data())
@@ -87,12 +89,12 @@ def test_digests_differ_with_the_size_and_every_pixel() -> None:
 def test_a_forked_child_hashes_like_its_parent() -> None:
     """It has none of its parent's threads, and must not wait for them."""
     image = noise(1000, 900)
-    expected = copy_levels(image)[1]
+    expected = copy_levels(image, alone=True)[1]
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            os.write(write, copy_levels(image)[1])
+            os.write(write, copy_levels(image, alone=True)[1])
         finally:
             os._exit(0)
     os.close(write)

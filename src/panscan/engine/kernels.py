@@ -43,24 +43,26 @@ class Sizes:
     """Tile sizes of one kernel.
 
     Args:
-        rows: query rows per product.
+        rows: query rows per product and query head.
         keys: keys per product.
         warps: warps per program.
         stages: pipeline stages of the loop over keys.
+        heads: query heads of one kv head that a prefill program computes together, if that divides their number.
     """
 
     rows: int
     keys: int
     warps: int
     stages: int
+    heads: int = 1
 
 
 def prefill_sizes(head_size: int, itemsize: int, shared_bytes: int) -> Sizes:
     """Return the tile sizes of the prefill kernel.
 
-    Head sizes 128 and 256 in 16 bits, with 227 KiB of shared memory: the fastest of those measured on an H200. The
-    others were not measured. They fit into the registers and, with one stage less, into the 99 KiB of shared memory
-    that sm86, sm89 and sm120 have.
+    Head sizes 128 and 256 in 16 bits, with 227 KiB of shared memory: the fastest of those measured on an H100, for two
+    query heads per kv head, which all published models have but the smallest two. The others were not measured. They
+    fit into the registers and, with one stage less, into the 99 KiB of shared memory that sm86, sm89 and sm120 have.
 
     Args:
         head_size: one of ``HEAD_SIZES``.
@@ -70,9 +72,9 @@ def prefill_sizes(head_size: int, itemsize: int, shared_bytes: int) -> Sizes:
     stages = 3 if shared_bytes >= _THREE_STAGES else 2
     if itemsize == 4:
         return Sizes(64, 32, 8, stages) if head_size < 256 else Sizes(32, 16, 8, stages)
-    if head_size < 256:
-        return Sizes(64, 64, 4, stages)
-    return Sizes(128, 64, 8, 2) if shared_bytes >= _LARGE_TILES else Sizes(64, 32, 8, stages)
+    if shared_bytes >= _LARGE_TILES:
+        return Sizes(64, 64, 8, 3 if head_size < 256 else 2, heads=2)
+    return Sizes(64, 64, 4, stages) if head_size < 256 else Sizes(64, 32, 8, stages)
 
 
 def decode_sizes(head_size: int, itemsize: int, group: int, *, shared: bool = False) -> Sizes:
@@ -139,17 +141,18 @@ def prefill(
         page_size: tokens per page.
         scaling: factor of the attention scores.
     """
-    (_, heads, size), count = query.shape, len(ends)
+    (_, heads, size), count, kv_heads = query.shape, len(ends), k_cache.shape[1]
     if not count:
         return
     splits = choose_splits(-(-count // tile_rows) * heads, 3 * _multiprocessors(query.device) // 4)
     sizes = prefill_sizes(size, query.element_size(), shared_bytes(query.device))
+    together = sizes.heads if heads // kv_heads % sizes.heads == 0 else 1
     parts, sums = _partial(splits, count, heads, size, output[start:])
-    _prefill[(len(tiles), heads, splits)](
+    _prefill[(len(tiles), heads // together, splits)](
         query, k_cache, v_cache, parts, sums, tiles, ends, tables, scaling * _LOG2E,
         query.stride(0), query.stride(1), tables.stride(0), start, count, window or _EVERYTHING,
-        page_size=page_size, heads=heads, kv_heads=k_cache.shape[1], head_size=size, rows=tile_rows, keys=sizes.keys,
-        splits=splits, precision=_precision(query), num_warps=sizes.warps, num_stages=sizes.stages,
+        page_size=page_size, heads=heads, kv_heads=kv_heads, head_size=size, rows=tile_rows, together=together,
+        keys=sizes.keys, splits=splits, precision=_precision(query), num_warps=sizes.warps, num_stages=sizes.stages,
         **early_launch(query.device),
     )  # fmt: skip
     _merged(parts, sums, output[start:], splits, count * heads)
@@ -252,9 +255,10 @@ def _absorb(
     rows by keys.
     """
     d = tl.arange(0, head_size)
-    offset = (page.to(tl.int64) * page_size + at_key % page_size) * (kv_heads * head_size) + kv_head * head_size
-    key = tl.load(k_cache + offset[None, :] + d[:, None], mask=valid[None, :], other=0.0).to(query.dtype)
-    score = tl.where(mask, tl.dot(query, key, input_precision=precision) * scale, float("-inf"))
+    slot = page * page_size + at_key % page_size  # the number of slots fits into 32 bits, that of their values does not
+    offset = slot.to(tl.int64) * (kv_heads * head_size) + kv_head * head_size
+    key = tl.load(k_cache + offset[:, None] + d[None, :], mask=valid[:, None], other=0.0).to(query.dtype)
+    score = tl.where(mask, tl.dot(query, tl.trans(key), input_precision=precision) * scale, float("-inf"))
     # "top" starts finite: the difference of infinities would be NaN in a row that has not had a key yet.
     higher = tl.maximum(top, tl.max(score, 1))
     weight = tl.exp2(score - higher[:, None])
@@ -269,17 +273,19 @@ def _absorb(
 def _prefill(
     q, k_cache, v_cache, parts, part_sums, tiles, ends, tables, scale, q_row, q_head, table_row, start, row_count,
     window, page_size: tl.constexpr, heads: tl.constexpr, kv_heads: tl.constexpr, head_size: tl.constexpr,
-    rows: tl.constexpr, keys: tl.constexpr, splits: tl.constexpr, precision: tl.constexpr, early: tl.constexpr,
+    rows: tl.constexpr, together: tl.constexpr, keys: tl.constexpr, splits: tl.constexpr, precision: tl.constexpr,
+    early: tl.constexpr,
 ):  # fmt: skip
-    """One program: one tile, one query head, one split of the keys."""
+    """One program: one tile, ``together`` query heads of one kv head, one split of the keys."""
     wait_for_inputs(early)
     tile = tiles + tl.program_id(0) * 4
     count = tl.load(tile + 1)
     if count == 0:
         return
-    head = tl.program_id(1)
-    kv_head = head // (heads // kv_heads)
-    at = tl.arange(0, rows)
+    each = tl.arange(0, rows * together)
+    head = tl.program_id(1) * together + each // rows
+    kv_head = tl.program_id(1) * together // (heads // kv_heads)
+    at = each % rows
     there = at < count
     row = tl.load(tile) + at
     position = tl.load(tile + 2) + at
@@ -290,10 +296,11 @@ def _prefill(
     table = tables + tl.load(tile + 3).to(tl.int64) * table_row
     d = tl.arange(0, head_size)
     row = row.to(tl.int64)
-    query = tl.load(q + row[:, None] * q_row + head.to(tl.int64) * q_head + d[None, :], mask=there[:, None], other=0.0)
-    top = tl.full([rows], -1e30, tl.float32)
-    total = tl.full([rows], 0.0, tl.float32)
-    sums = tl.full([rows, head_size], 0.0, tl.float32)
+    at_query = row * q_row + head.to(tl.int64) * q_head
+    query = tl.load(q + at_query[:, None] + d[None, :], mask=there[:, None], other=0.0)
+    top = tl.full([rows * together], -1e30, tl.float32)
+    total = tl.full([rows * together], 0.0, tl.float32)
+    sums = tl.full([rows * together, head_size], 0.0, tl.float32)
     begin_at = first // keys * keys
     share = tl.cdiv(tl.cdiv(last - begin_at, keys), splits) * keys
     begin_at += tl.program_id(2) * share

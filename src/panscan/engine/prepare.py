@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -17,6 +19,7 @@ from panscan.engine.grammar import Constraint, Grammars
 from panscan.engine.image_memory import DECODED_BYTES, ImageMemory
 from panscan.engine.options import EngineOptions
 from panscan.engine.request_state import RequestState, RequestView
+from panscan.engine.scheduling.kv_blocks import extend_hashes
 from panscan.engine.scheduling.sequence import PromptLayout
 from panscan.engine.scheduling.sequence import Sequence as Tokens
 from panscan.engine.views import PixelRef
@@ -79,12 +82,14 @@ class Preparer:
     ) -> None:  # fmt: skip
         self._reader, self._pixel_bytes = loaded.reader, loaded.dtype.itemsize
         self._preprocess = options.preprocess
+        self._hashed_blocks = options.block_size if options.prefix_caching else 0
         self._spec = loaded.reader.pixels or PixelSpec()  # without one, the prompt writer refuses images
         self._known, self._intake = known, intake
         self._files = KnownFiles(_KNOWN_FILES)
         self._grammars = Grammars(loaded.reader.tokenizer, loaded.eos_ids)
         self.memory = ImageMemory(round(options.image_memory_gb * 1e9))
         self.pixel_memory = None if pixel_bytes is None else ImageMemory(pixel_bytes)
+        self._lock, self._preparing = threading.Lock(), 0
 
     def close(self) -> None:
         """Wake threads that wait for memory and let them proceed."""
@@ -101,7 +106,7 @@ class Preparer:
                 long.
         """
         state.stamps.preparing = now()
-        with record_waits(state.stamps.waits):
+        with record_waits(state.stamps.waits), self._counted():
             self._prepare_within_memory(state)
 
     def place(self, view: RequestView) -> PixelRef:
@@ -114,6 +119,16 @@ class Preparer:
             self._read_again(view)
         assert view.pixels is not None  # they were just computed
         return view.pixels
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        with self._lock:
+            self._preparing += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._preparing -= 1
 
     def _prepare_within_memory(self, state: RequestState) -> None:
         images = images_of(state.request)
@@ -156,7 +171,7 @@ class Preparer:
                     return _ReadImage(*found, None)
         page = open_image(image, copy=False)
         with native_work():
-            read = _copied(page)
+            read = _copied(page, alone=self._preparing == 1)
         if key is not None:
             self._files.add(key, read.size, read.digest)
         return read
@@ -183,6 +198,8 @@ class Preparer:
             limit=len(prompt.ids) + state.max_new_tokens,
             reuse=state.observation is None or not state.observation.forced_tokens.positions,
         )
+        if self._hashed_blocks:  # here rather than in the engine's thread, which launches the passes
+            extend_hashes(state.sequence, self._hashed_blocks)
         state.text = Detokenizer(
             self._reader.tokenizer, state.request.sampling.stop if state.observation is None else ()
         )
@@ -225,7 +242,8 @@ class Preparer:
         """
         found = images_of(view.request)
         # Not native_work(): the engine's thread would wait forever at exit, and the exit waits for that thread.
-        read = _copied(open_image(found[view.index], copy=False)) if view.index < len(found) else None
+        image = open_image(found[view.index], copy=False) if view.index < len(found) else None
+        read = None if image is None else _copied(image, alone=False)
         if read is None or read.levels is None or read.digest != view.digest:
             raise ImageError(f"request {view.request.id!r}: image {view.index + 1} changed while it was read")
         self._put(read.levels, [view])
@@ -239,7 +257,7 @@ class Preparer:
             view.pixels = ref
 
 
-def _copied(page: Image.Image) -> _ReadImage:
+def _copied(page: Image.Image, *, alone: bool) -> _ReadImage:
     """Return a copy of a decoded image: the caller may modify theirs afterwards."""
-    levels, digest = copy_levels(page)
+    levels, digest = copy_levels(page, alone=alone)
     return _ReadImage(page.size, digest, levels)

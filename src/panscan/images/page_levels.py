@@ -1,8 +1,8 @@
 """A page's pixels, copied from Pillow's memory, and their digest.
 
 Packing by Pillow and SHA-256 take 9 ms for a page of 2.4 million pixels, a third of a follow-up question's TTFT. BLAKE3
-is as resistant to collisions as SHA-256, several times as fast on x86, and uses several cores. Pages of up to 15 MiB
-are copied in one call, and every page is hashed in one: each time a thread takes Python's lock back, it delays the
+is as resistant to collisions as SHA-256, several times as fast on x86, and uses several cores. A page is copied by
+several threads only while no other request is prepared: each time a thread takes Python's lock back, it delays the
 engine's thread, which launches kernels.
 """
 
@@ -18,9 +18,12 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from PIL import Image
 
+from panscan.images.copying import copy_in_pieces
+
 __all__ = ["copy_levels"]
 
 _BLOCK_BYTES = 15 << 20  # of pixels: Pillow stores images in blocks of 16 MiB, and shares no more than one
+_LARGE = 1 << 20  # bytes: worth several threads
 _threads = blake3.AUTO
 _MASK = np.frombuffer(b"\xff\xff\xff\x00", np.uint32)
 
@@ -40,8 +43,12 @@ _pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
 
 
-def copy_levels(image: Image.Image) -> tuple[NDArray[np.uint8], bytes]:
+def copy_levels(image: Image.Image, *, alone: bool = False) -> tuple[NDArray[np.uint8], bytes]:
     """Return the levels of an RGB image, and their digest.
+
+    Args:
+        image: in mode RGB.
+        alone: whether no other thread works on a request: several threads then copy the page, which is faster.
 
     Returns:
         Levels ``[height, width, 4]``: red, green, blue and 0. (Pillow stores four bytes per pixel, the last of which
@@ -55,10 +62,17 @@ def copy_levels(image: Image.Image) -> tuple[NDArray[np.uint8], bytes]:
         strip = words[top : top + rows]
         part = image if rows >= height else image.crop((0, top, width, top + len(strip)))
         pixels, _owner = _shared(part) or (np.frombuffer(part.tobytes("raw", "RGBX"), np.uint32), None)
-        np.bitwise_and(pixels.reshape(strip.shape), _MASK, out=strip)
+        _copy(pixels.reshape(strip.shape), strip, alone=alone)
     levels = words.view(np.uint8).reshape(height, width, 4)
     hasher = blake3(struct.pack("<II", width, height), max_threads=_threads)
     return levels, hasher.update(levels.data).digest()
+
+
+def _copy(pixels: NDArray[np.uint32], levels: NDArray[np.uint32], *, alone: bool) -> None:
+    if alone and levels.nbytes >= _LARGE:
+        copy_in_pieces(lambda rows: np.bitwise_and(pixels[rows], _MASK, out=levels[rows]), len(levels))
+    else:
+        np.bitwise_and(pixels, _MASK, out=levels)
 
 
 def _shared(image: Image.Image) -> tuple[NDArray[np.uint32], Any] | None:
