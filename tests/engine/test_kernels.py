@@ -66,9 +66,11 @@ def test_slots_beyond_32_bits() -> None:
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_triton_accepts_the_tile_sizes(head_size: int, itemsize: int) -> None:
     for group in range(1, 40):
-        least, most = (prefill_sizes(head_size, itemsize, shared) for shared in (0, 1 << 20))
+        prefill = [prefill_sizes(head_size, itemsize, shared) for shared in (0, 1 << 20)]
+        few = [prefill_sizes(head_size, itemsize, shared, few=True) for shared in (0, 1 << 20)]
+        assert [sizes.rows for sizes in prefill] == [sizes.rows for sizes in few]  # tiles are cut before it is known
         decode = [decode_sizes(head_size, itemsize, group, shared=shared) for shared in (False, True)]
-        for sizes in (least, most, *decode):
+        for sizes in (*prefill, *few, *decode):
             assert all(number >= 16 and number.bit_count() == 1 for number in (sizes.rows, sizes.keys))
             assert sizes.warps.bit_count() == sizes.heads.bit_count() == 1
         assert sizes.rows >= group
