@@ -270,6 +270,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "w1-27b-tp2": workload("w1-27b-tp2", distinct_documents),
     "w1-27b-tp2-40gb": workload("w1-27b-tp2-40gb", distinct_documents),
     "w2-27b": workload("w2-27b", questions),
+    "w1-27b-h100": workload("w1-27b-h100", distinct_documents),
     "w2-27b-h100": workload("w2-27b-h100", questions),
     "w4-4b": workload("w4-4b", distinct_documents),
     "w4-4b-h100": workload("w4-4b-h100", distinct_documents),

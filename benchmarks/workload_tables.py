@@ -15,7 +15,10 @@ _NOTE = "For requests/s the limit is a maximum, and the ratio is limit / measure
 
 
 def distinct_documents(record: Mapping[str, Any], name: str) -> str:
-    """Return the table of a record of W1 or W4: each figure, its limit on this machine, and the ratio of both."""
+    """Return the table of a record of W1 or W4: each figure, its limit on this machine, and the ratio of both.
+
+    Brief records have neither decode steps nor the vision tower.
+    """
     rows = [*_limited(record), *_unlimited(record)]
     return table(["", "engine", "limit", "ratio"], rows) + f"\n\n{_NOTE} " + _machine(record, name)
 
@@ -23,17 +26,20 @@ def distinct_documents(record: Mapping[str, Any], name: str) -> str:
 def _limited(record: Mapping[str, Any]) -> list[list[str]]:
     """Return the rows of figures with a limit: name, measured, limit, and their ratio."""
     found, floor = record["measured"]["engine"], record["floor"]["engine"]
-    alone, seen = found["alone"], found["vision"][-1]
+    alone, seen = found["alone"], found.get("vision", [])[-1:]
     figures = [
         ("requests/s, all at once", [turn["requests_per_s"] for turn in found["throughput"]], 2, "requests_per_s"),
         ("TTFT of one request alone, ms", alone["ttft_ms"]["all"], 0, "ttft_ms"),
         ("end to end, one request alone, ms", alone["e2e_ms"]["all"], 0, "e2e_ms"),
         *(
             (f"decode step of {each['batch']}, ms", [each["ms_per_step"]], 1, f"step_ms_{each['batch']}")
-            for each in found["decode"]
+            for each in found.get("decode", [])
             if each["ms_per_step"] is not None  # fewer fit in the cache at once
         ),
-        (f"vision, ms per view, {seen['views']} at once", seen["ms_per_view"]["all"], 1, "vision_ms_per_view"),
+        *(
+            (f"vision, ms per view, {each['views']} at once", each["ms_per_view"]["all"], 1, "vision_ms_per_view")
+            for each in seen
+        ),
     ]
     return [
         [what, ranged(values, digits), number(floor[key], digits), number(found["ratios"][key], 2) + "x"]
@@ -45,7 +51,7 @@ def _unlimited(record: Mapping[str, Any]) -> list[list[str]]:
     """Return the rows of figures without a limit: idle time, energy and memory."""
     found, rows = record["measured"]["engine"], []
     alone = found["alone"]
-    idle = [each for each in found["decode"] if each["idle"] and each["idle"]["share"] is not None]
+    idle = [each for each in found.get("decode", []) if each["idle"] and each["idle"]["share"] is not None]
     if idle:
         sizes = ", ".join(str(each["batch"]) for each in idle)
         shares = ", ".join(f"{number(100 * each['idle']['share'], 1)}%" for each in idle)

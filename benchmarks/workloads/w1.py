@@ -43,7 +43,8 @@ from panscan.runners.vllm import VllmRunner
 
 _STEPS_AT = (1, 64, 128)  # requests that decode together
 _VIEWS_AT = (4, 32)  # views in the vision tower at once
-_ALONE = 5  # times that one request is asked alone
+_ALONE = 5  # times that one request is answered alone
+_FIRST_TOKENS = 20  # times that its TTFT is measured: the first ones follow full load, with a hot GPU
 _MOST_OF_GENERATE = 8  # requests of runner generate, which answers a few per second at best
 
 
@@ -52,7 +53,7 @@ def alone(runner: Runner, requests: Sequence[Request]) -> dict[str, Any]:
 
     The first of each warms up.
     """
-    first = [runner.run([with_tokens(request, 1)])[0] for request in requests[: _ALONE + 1]][1:]
+    first = [runner.run([with_tokens(request, 1)])[0] for request in requests[: _FIRST_TOKENS + 1]][1:]
     runner.run(requests[:1])
     with Power(runner.loaded.device, runner.settings.tensor_parallel_size) as power:
         whole = [runner.run([request])[0] for request in requests[1 : _ALONE + 1]]

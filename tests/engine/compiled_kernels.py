@@ -67,6 +67,7 @@ def main() -> None:
     for (capability, most), head_size, itemsize in product(json.loads(sys.argv[1]).items(), (128, 256), (2, 4)):
         each = {
             "prefill": (kernels._prefill, prefill_sizes(head_size, itemsize, most)),
+            "prefill of few rows": (kernels._prefill, prefill_sizes(head_size, itemsize, most, few=True)),
             "decode": (kernels._decode, decode_sizes(head_size, itemsize, 2)),
             "shared decode": (kernels._decode, decode_sizes(head_size, itemsize, 2, shared=True)),
         }

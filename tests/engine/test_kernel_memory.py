@@ -22,6 +22,6 @@ def test_the_kernels_fit_into_the_shared_memory_of_every_gpu() -> None:
     finished = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr[-2000:]
     needed = json.loads(finished.stdout)
-    assert len(needed) == 3 * 2 * 2 * len(SHARED)
+    assert len(needed) == 4 * 2 * 2 * len(SHARED)
     for name, shared in needed.items():
         assert 0 < shared <= SHARED[int(name.split()[0])], name

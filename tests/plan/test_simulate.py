@@ -21,7 +21,7 @@ from panscan.engine.options import EngineOptions
 from panscan.engine.request_state import RequestState
 from panscan.engine.scheduling.batch import FlatBatch
 from panscan.engine.views import PixelRef
-from panscan.plan.mix import RequestSketch
+from panscan.plan.mix import PageShare, RequestSketch, WorkloadMix
 from panscan.plan.simulate import EngineSizes, SimulatedEngine, SimulatedRequest
 
 Row = tuple[int, int, int]
@@ -111,6 +111,36 @@ def test_passes_are_those_of_the_real_engine(tiny: GenerateRunner, sizes: dict[s
     assert simulated == runner.rows
     assert engine.preemptions == loop.stats().preemptions
     loop.close()
+
+
+@pytest.mark.parametrize(("prefix_caching", "graphs"), [(True, True), (True, False), (False, True)])
+def test_requests_about_the_same_page_read_it_together(prefix_caching: bool, graphs: bool) -> None:
+    """On a GPU, in groups of up to eight: of ten, two read all of their tokens, the others those behind the page."""
+    reads: list[list[int]] = []
+
+    class Recording(Steady):
+        def pass_seconds(
+            self, decode_contexts: Sequence[int], prefill: Sequence[tuple[int, int]], views: int, *, graph: bool
+        ) -> float:
+            reads.append(sorted(decode_contexts))
+            return super().pass_seconds(decode_contexts, prefill, views, graph=graph)
+
+    sizes = EngineSizes(
+        global_blocks=9_000, local_blocks=9_000, window=None, prefix_caching=prefix_caching, graphs=graphs, ahead=None
+    )
+    engine = SimulatedEngine(sizes, Recording())
+    mix = WorkloadMix((PageShare(2, 1.0),), 1, (20, 20))
+    asked = [mix.sketch(0, number, 2, 20) for number in range(10)] + [mix.sketch(1, 10, 2, 20)]
+    for sketch in asked:
+        engine.submit(SimulatedRequest(sketch, 0.0))
+    engine.run()
+    together = max(reads, key=len)
+    tokens, page = len(asked[0].ids), asked[0].layout.spans[-1].end
+    assert len(together) == 11
+    few = sum(length < page for length in together)
+    assert few == (8 if prefix_caching and graphs else 0)
+    assert all(tokens - page < length <= tokens - page + 20 for length in together[:few])
+    assert all(tokens < length <= tokens + 20 for length in together[few:])
 
 
 def test_the_committed_simulation_has_the_current_factors() -> None:

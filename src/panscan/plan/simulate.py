@@ -6,7 +6,7 @@ prepared in advance, one pass is launched while the previous one computes, and t
 
 from __future__ import annotations
 
-from collections import abc, deque
+from collections import Counter, abc, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
@@ -18,7 +18,7 @@ from panscan.core import SettingError
 from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.pacing import Pacer, PassSize, PrefillLimit
 from panscan.engine.scheduling.scheduler import Scheduler
-from panscan.engine.scheduling.sequence import Sequence, Step
+from panscan.engine.scheduling.sequence import Chunk, Sequence, Step
 from panscan.engine.vision import VisionCache
 from panscan.plan.mix import RequestSketch
 
@@ -36,9 +36,11 @@ _GRAPH_CHUNK_ROWS = 512  # rows of longer chunks in a recorded pass; see panscan
 _GRAPH_CHUNKS = 16
 _AHEAD = 32  # requests that are prepared while others compute; see panscan.engine.loop
 _THREADS = 4  # that prepare requests; see panscan.engine.loop
-_CONTENTION = 1 / 3
-"""By which share a preparation is slower for each other one in progress: of stage "preprocess" in w2-27b.json, with
-everything cached, over that of a request alone in w1-27b.json. Threads wait for the interpreter's lock."""
+_CONTENTION = 1 / 5
+"""By which share a preparation is slower for each other one in progress: of stages "load" and "preprocess" in
+w2-27b.json, with everything cached, over those of a request alone in w1-27b.json. Threads wait for the interpreter's
+lock."""
+_READ_TOGETHER = 8  # decoding requests that read a common prefix once; see panscan.engine.kernels
 _VIEW_COST, _OUTPUT_COST = 440.0, 4.0  # in prompt tokens; see panscan.serve.routing
 
 
@@ -51,7 +53,7 @@ class PassTimes(Protocol):
         """Return the seconds of a pass.
 
         Args:
-            decode_contexts: tokens of each decoding request, the new one included.
+            decode_contexts: tokens that each decoding request reads, the new one included.
             prefill: chunks ``[start, end)`` of prompts.
             views: views that the vision tower encodes first.
             graph: whether the pass replays a CUDA graph.
@@ -279,11 +281,10 @@ class SimulatedEngine:
 
     def _launch(self, step: Step) -> _InFlight:
         """Return the pass, with the time when the device finishes it."""
-        contexts, prefill, keys = [], [], []
+        prefill, keys = [], []
+        contexts = self._tokens_read([chunk for chunk in step.chunks if chunk.sequence.decodes])
         for chunk in step.chunks:
-            if chunk.sequence.decodes:
-                contexts.append(chunk.end)
-            else:
+            if not chunk.sequence.decodes:
                 prefill.append((chunk.start, chunk.end))
                 keys += [span.key for span in chunk.sequence.layout.within(chunk.start, chunk.end)]
         views, rows = self._encode(keys), sum(end - start for start, end in prefill)
@@ -294,6 +295,20 @@ class SimulatedEngine:
         sampled = [chunk.sequence for chunk in step.chunks if chunk.samples]
         vision = self._times.pass_seconds([], [], views, graph=False) if views and self._pacer is not None else 0.0
         return _InFlight(step, sampled, PassSize.of(step, views, self.now), vision, self._device_free)
+
+    def _tokens_read(self, decoding: abc.Sequence[Chunk]) -> list[int]:
+        """Return how many tokens each decoding request reads. Up to eight that share pages read those together, as the
+        kernels for CUDA graphs do (for as many rows as keep a GPU busy; with fewer, reading takes little time)."""
+        sharing = self._sizes.prefix_caching and self._sizes.graphs
+        seen: Counter[tuple[bytes, ...]] = Counter()
+        tokens = []
+        for chunk in decoding:
+            spans = chunk.sequence.layout.spans
+            pages = tuple(span.key for span in spans)
+            known = sharing and bool(pages) and seen[pages] % _READ_TOGETHER > 0
+            seen[pages] += 1
+            tokens.append(chunk.end - spans[-1].end if known else chunk.end)
+        return tokens
 
     def _encode(self, keys: abc.Sequence[bytes]) -> int:
         """Place the views of a pass in the vision cache; return how many of them it did not hold."""
