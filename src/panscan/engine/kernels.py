@@ -152,7 +152,8 @@ def prefill(
     sizes = prefill_sizes(size, query.element_size(), shared_bytes(query.device), few=splits > 1)
     together = sizes.heads if heads // kv_heads % sizes.heads == 0 else 1
     parts, sums = _partial(splits, count, heads, size, output[start:])
-    _prefill[(len(tiles), heads // together, splits)](
+    # Programs start in the order of the first index, then of the second: all heads of the longest tile come first.
+    _prefill[(heads // together, len(tiles), splits)](
         query, k_cache, v_cache, parts, sums, tiles, ends, tables, scaling * _LOG2E,
         query.stride(0), query.stride(1), tables.stride(0), start, count, window or _EVERYTHING,
         page_size=page_size, heads=heads, kv_heads=kv_heads, head_size=size, rows=tile_rows, together=together,
@@ -282,13 +283,13 @@ def _prefill(
 ):  # fmt: skip
     """One program: one tile, ``together`` query heads of one kv head, one split of the keys."""
     wait_for_inputs(early)
-    tile = tiles + tl.program_id(0) * 4
+    tile = tiles + tl.program_id(1) * 4
     count = tl.load(tile + 1)
     if count == 0:
         return
     each = tl.arange(0, rows * together)
-    head = tl.program_id(1) * together + each // rows
-    kv_head = tl.program_id(1) * together // (heads // kv_heads)
+    head = tl.program_id(0) * together + each // rows
+    kv_head = tl.program_id(0) * together // (heads // kv_heads)
     at = each % rows
     there = at < count
     row = tl.load(tile) + at
