@@ -17,7 +17,7 @@ _NOTE = "For requests/s the limit is a maximum, and the ratio is limit / measure
 def distinct_documents(record: Mapping[str, Any], name: str) -> str:
     """Return the table of a record of W1 or W4: each figure, its limit on this machine, and the ratio of both.
 
-    Brief records have neither decode steps nor the vision tower.
+    Brief records measure neither decode steps nor the vision tower.
     """
     rows = [*_limited(record), *_unlimited(record)]
     return table(["", "engine", "limit", "ratio"], rows) + f"\n\n{_NOTE} " + _machine(record, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import threading
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from PIL import Image
 from tests.conftest import noise
 
 from panscan import GenerateRunner, Request
-from panscan.core import Stamps
-from panscan.engine import daemons
+from panscan.core import ImageError, Stamps
+from panscan.engine import daemons, prepare
 from panscan.engine.options import EngineOptions
 from panscan.engine.prepare import Preparer
 from panscan.engine.request_state import RequestState
 from panscan.engine.views import PixelStore
+from panscan.images.page_levels import copy_levels
 from panscan.images.pixels import PixelSpec, levels_of
 
 SIZE = (300, 800)
@@ -148,3 +150,30 @@ def test_an_image_may_change_once_it_is_prepared(host: Host) -> None:
     for key, view in state.request_views.items():
         assert view.pixels is not None and due.request_views[key].pixels is not None
         assert torch.equal(host.pixels.take(view.pixels.handle), host.pixels.take(due.request_views[key].pixels.handle))
+
+
+def test_a_page_is_copied_by_several_threads_unless_another_request_is_being_prepared(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also after a request that failed."""
+    large = noise(30, 40).resize((900, 1200))
+    expected = tuple(host.prepare(large).request_views)
+    found: list[bool] = []
+    both = threading.Barrier(2)
+
+    def copying(image: Image.Image, *, alone: bool) -> Any:
+        found.append(alone)
+        if len(found) in (3, 4):
+            both.wait(60)
+        return copy_levels(image, alone=alone)
+
+    monkeypatch.setattr(prepare, "copy_levels", copying)
+    assert tuple(host.prepare(large).request_views) == expected
+    with pytest.raises(ImageError):
+        host.prepare(png(large)[:1000])
+    assert tuple(host.prepare(large).request_views) == expected
+    assert found == [True, True]
+    with ThreadPoolExecutor(2) as threads:
+        assert all(tuple(state.request_views) == expected for state in threads.map(host.prepare, [large, large]))
+    host.prepare(large)
+    assert sorted(found[2:4]) in ([False, False], [False, True]) and found[4]

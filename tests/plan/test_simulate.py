@@ -113,9 +113,9 @@ def test_passes_are_those_of_the_real_engine(tiny: GenerateRunner, sizes: dict[s
     loop.close()
 
 
-@pytest.mark.parametrize(("prefix_caching", "graphs"), [(True, True), (True, False), (False, True)])
-def test_requests_about_the_same_page_read_it_together(prefix_caching: bool, graphs: bool) -> None:
-    """On a GPU, in groups of up to eight: of ten, two read all of their tokens, the others those behind the page."""
+@pytest.mark.parametrize(("prefix_caching", "shared_from"), [(True, 11), (True, 12), (True, None), (False, 2)])
+def test_requests_about_the_same_page_read_it_together(prefix_caching: bool, shared_from: int | None) -> None:
+    """In groups of up to eight: of ten, two read all of their tokens, the others those behind the page."""
     reads: list[list[int]] = []
 
     class Recording(Steady):
@@ -126,8 +126,9 @@ def test_requests_about_the_same_page_read_it_together(prefix_caching: bool, gra
             return super().pass_seconds(decode_contexts, prefill, views, graph=graph)
 
     sizes = EngineSizes(
-        global_blocks=9_000, local_blocks=9_000, window=None, prefix_caching=prefix_caching, graphs=graphs, ahead=None
-    )
+        global_blocks=9_000, local_blocks=9_000, window=None, prefix_caching=prefix_caching, shared_from=shared_from,
+        ahead=None,
+    )  # fmt: skip
     engine = SimulatedEngine(sizes, Recording())
     mix = WorkloadMix((PageShare(2, 1.0),), 1, (20, 20))
     asked = [mix.sketch(0, number, 2, 20) for number in range(10)] + [mix.sketch(1, 10, 2, 20)]
@@ -138,7 +139,7 @@ def test_requests_about_the_same_page_read_it_together(prefix_caching: bool, gra
     tokens, page = len(asked[0].ids), asked[0].layout.spans[-1].end
     assert len(together) == 11
     few = sum(length < page for length in together)
-    assert few == (8 if prefix_caching and graphs else 0)
+    assert few == (8 if prefix_caching and shared_from == 11 else 0)
     assert all(tokens - page < length <= tokens - page + 20 for length in together[:few])
     assert all(tokens < length <= tokens + 20 for length in together[few:])
 

@@ -61,15 +61,15 @@ def prefill_sizes(head_size: int, itemsize: int, shared_bytes: int, *, few: bool
     """Return the tile sizes of the prefill kernel.
 
     Head sizes 128 and 256 in 16 bits, with 227 KiB of shared memory: the fastest of those measured on an H100, for two
-    query heads per kv head, which all published models have but the smallest two. The others were not measured. They
-    fit into the registers and, with one stage less, into the 99 KiB of shared memory that sm86, sm89 and sm120 have.
+    query heads per kv head, as in all published models except the two smallest. The others were not measured. They fit
+    into the registers and, with one stage less, into the 99 KiB of shared memory that sm86, sm89 and sm120 have.
 
     Args:
         head_size: one of ``HEAD_SIZES``.
         itemsize: bytes per value.
         shared_bytes: shared memory that one program may use.
-        few: whether few rows leave most of the GPU idle, so that a program per head is faster. The number of query rows
-            stays the same.
+        few: whether programs of two heads would be too few to keep the GPU busy. Head size 256 computes two heads
+            anyway. The number of query rows does not depend on it.
     """
     stages = 3 if shared_bytes >= _THREE_STAGES else 2
     if itemsize == 4:
@@ -149,10 +149,12 @@ def prefill(
     if not count:
         return
     splits = choose_splits(-(-count // tile_rows) * heads, 3 * _multiprocessors(query.device) // 4)
-    sizes = prefill_sizes(size, query.element_size(), shared_bytes(query.device), few=splits > 1)
-    together = sizes.heads if heads // kv_heads % sizes.heads == 0 else 1
+    group, pairs = heads // kv_heads, -(-count // tile_rows) * heads // 2
+    few = group % 2 == 1 or pairs < _multiprocessors(query.device)
+    sizes = prefill_sizes(size, query.element_size(), shared_bytes(query.device), few=few)
+    together = sizes.heads if group % sizes.heads == 0 else 1
     parts, sums = _partial(splits, count, heads, size, output[start:])
-    # Programs start in the order of the first index, then of the second: all heads of the longest tile come first.
+    # The first index varies fastest: programs for all heads of the longest tile start before any of the next tile.
     _prefill[(heads // together, len(tiles), splits)](
         query, k_cache, v_cache, parts, sums, tiles, ends, tables, scaling * _LOG2E,
         query.stride(0), query.stride(1), tables.stride(0), start, count, window or _EVERYTHING,

@@ -106,7 +106,7 @@ class Preparer:
                 long.
         """
         state.stamps.preparing = now()
-        with record_waits(state.stamps.waits), self._counted():
+        with record_waits(state.stamps.waits):
             self._prepare_within_memory(state)
 
     def place(self, view: RequestView) -> PixelRef:
@@ -122,6 +122,7 @@ class Preparer:
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
+        """Count a request that is being prepared; without those that wait for memory."""
         with self._lock:
             self._preparing += 1
         try:
@@ -144,11 +145,8 @@ class Preparer:
             decoded = self.memory.acquire(decoded_bytes)
         try:
             if not state.ended:
-                with phase("load"):
-                    read = [self._read(image, state.request.pan_and_scan) for image in images]
-                state.stamps.loaded = now()
-                with phase("preprocess"), native_work():
-                    self._prepare(state, replace(state.request, images=images), read)
+                with self._counted():
+                    self._prepare(state, replace(state.request, images=images))
         except BaseException:
             pixels.free()
             raise
@@ -182,8 +180,16 @@ class Preparer:
     def _key(self, digest: bytes, view: View) -> bytes:
         return view_key(digest, view.box, self._preprocess, self._spec)
 
-    def _prepare(self, state: RequestState, request: Request, read: list[_ReadImage]) -> None:
+    def _prepare(self, state: RequestState, request: Request) -> None:
         """Prepare a request. ``request`` is a copy of it with one image per page."""
+        with phase("load"):
+            read = [self._read(image, request.pan_and_scan) for image in request.images]
+        state.stamps.loaded = now()
+        with phase("preprocess"), native_work():
+            self._preprocess_into(state, request, read)
+
+    def _preprocess_into(self, state: RequestState, request: Request, read: list[_ReadImage]) -> None:
+        """Set the fields of a request whose images are read."""
         state.constraint = self._constraint(state)
         plans, prompt = plan_sizes(request, [image.size for image in read], self._reader)
         keys, request_views = self._request_views(state.request, read, plans)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 
 __all__ = ["copy_in_pieces"]
 
-_THREADS = 8
+_THREADS = min(8, os.cpu_count() or 1)
 _pool_in_use = threading.Lock()
 
 
@@ -27,11 +27,18 @@ def copy_in_pieces(copy: Callable[[slice], object], rows: int) -> None:
     if not _pool_in_use.acquire(blocking=False):
         copy(slice(rows))
         return
+    height = max(1, -(-rows // _THREADS))
+    pieces: list[Future[object]] = []
     try:
-        height = -(-rows // _THREADS)
-        list(_threads().map(copy, [slice(top, min(top + height, rows)) for top in range(0, rows, max(1, height))]))
+        for top in range(0, rows, height):
+            pieces.append(_threads().submit(copy, slice(top, min(top + height, rows))))
+    except RuntimeError:  # the main thread has ended: pools take no more work
+        copy(slice(rows))
     finally:
+        wait(pieces)  # all of them, before the caller reuses its memory
         _pool_in_use.release()
+    for piece in pieces:
+        piece.result()
 
 
 @cache

@@ -2,8 +2,8 @@
 
 Packing by Pillow and SHA-256 take 9 ms for a page of 2.4 million pixels, a third of a follow-up question's TTFT. BLAKE3
 is as resistant to collisions as SHA-256, several times as fast on x86, and uses several cores. A page is copied by
-several threads only while no other request is prepared: each time a thread takes Python's lock back, it delays the
-engine's thread, which launches kernels.
+several threads only while no other request is being prepared: each time a thread takes Python's lock back, it delays
+the others and the engine's thread, which launches kernels.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def copy_levels(image: Image.Image, *, alone: bool = False) -> tuple[NDArray[np.
 
     Args:
         image: in mode RGB.
-        alone: whether no other thread works on a request: several threads then copy the page, which is faster.
+        alone: whether no other request is being prepared: several threads then copy the page, which is faster.
 
     Returns:
         Levels ``[height, width, 4]``: red, green, blue and 0. (Pillow stores four bytes per pixel, the last of which

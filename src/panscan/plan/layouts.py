@@ -40,6 +40,7 @@ _SERVED_SECONDS = 0.045
 in load-27b.json, level rate-1.5, beyond their passes."""
 _SAME_TOKENS = 512  # decode tokens of a pass, whose keys and values are read in microseconds
 _MOST_KNOWN = 100_000
+_BUSY_PROGRAMS = 3 * 132  # kernel programs that keep an H100 or H200 busy; others of its size are close
 _GRAPH_ROWS = 512  # prefill rows of a recorded pass; see panscan.engine.graphs
 
 
@@ -140,13 +141,14 @@ class Layout:
         """Return the sizes of one replica for a simulation."""
         shape, on_gpu = self.variant.shape, gpu.capability is not None
         view_bytes = shape.image_tokens * shape.text.hidden * self.variant.width
+        kv_heads = max(1, shape.text.kv_heads // self.variant.tensor_parallel_size)
         return EngineSizes(
             global_blocks=self.memory.global_tokens // options.block_size,
             local_blocks=self.memory.local_tokens // options.block_size,
             window=shape.text.window, block_size=options.block_size, max_num_seqs=options.max_num_seqs,
             prefill_chunk_size=options.prefill_chunk_size,
             vision_slots=max(1, round(options.vision_cache_gb * 1e9) // view_bytes), prefix_caching=prefix_caching,
-            overlap=on_gpu, graphs=on_gpu,
+            overlap=on_gpu, graphs=on_gpu, shared_from=ceil(_BUSY_PROGRAMS / kv_heads) if on_gpu else None,
         )  # fmt: skip
 
 

@@ -80,6 +80,7 @@ class EngineSizes:
         prefix_caching: requests that begin alike share what was computed.
         overlap: a pass is launched before the tokens of the previous one are known, as on a GPU.
         graphs: short passes replay CUDA graphs.
+        shared_from: decoding requests of a pass from which shared pages are read together; None: they never are.
         tpot_target: seconds per output token that prefill is paced by; None: it is not.
         ahead: requests that are prepared ahead of need; None: any number.
     """
@@ -94,6 +95,7 @@ class EngineSizes:
     prefix_caching: bool = True
     overlap: bool = True
     graphs: bool = True
+    shared_from: int | None = None
     tpot_target: float | None = None
     ahead: int | None = _AHEAD
 
@@ -297,9 +299,10 @@ class SimulatedEngine:
         return _InFlight(step, sampled, PassSize.of(step, views, self.now), vision, self._device_free)
 
     def _tokens_read(self, decoding: abc.Sequence[Chunk]) -> list[int]:
-        """Return how many tokens each decoding request reads. Up to eight that share pages read those together, as the
-        kernels for CUDA graphs do (for as many rows as keep a GPU busy; with fewer, reading takes little time)."""
-        sharing = self._sizes.prefix_caching and self._sizes.graphs
+        """Return how many tokens each decoding request reads. Up to eight that share pages read those together, as in
+        :func:`panscan.engine.triton_attention.prefix_groups`."""
+        least = self._sizes.shared_from
+        sharing = self._sizes.prefix_caching and least is not None and len(decoding) >= least
         seen: Counter[tuple[bytes, ...]] = Counter()
         tokens = []
         for chunk in decoding:
