@@ -70,7 +70,7 @@ def test_many_threads_at_once() -> None:
 def test_threads_that_outlive_the_main_thread_still_copy() -> None:
     """Python closes all thread pools when the main thread ends."""
     program = """
-import threading, time
+import threading
 from panscan.images.copying import copy_in_pieces
 def late():
     threading.main_thread().join()

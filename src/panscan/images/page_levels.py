@@ -18,12 +18,11 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from PIL import Image
 
-from panscan.images.copying import copy_in_pieces
+from panscan.images.copying import WORTH_THREADS, copy_in_pieces
 
 __all__ = ["copy_levels"]
 
 _BLOCK_BYTES = 15 << 20  # of pixels: Pillow stores images in blocks of 16 MiB, and shares no more than one
-_LARGE = 1 << 20  # bytes: worth several threads
 _threads = blake3.AUTO
 _MASK = np.frombuffer(b"\xff\xff\xff\x00", np.uint32)
 
@@ -69,7 +68,7 @@ def copy_levels(image: Image.Image, *, alone: bool = False) -> tuple[NDArray[np.
 
 
 def _copy(pixels: NDArray[np.uint32], levels: NDArray[np.uint32], *, alone: bool) -> None:
-    if alone and levels.nbytes >= _LARGE:
+    if alone and levels.nbytes >= WORTH_THREADS:
         copy_in_pieces(lambda rows: np.bitwise_and(pixels[rows], _MASK, out=levels[rows]), len(levels))
     else:
         np.bitwise_and(pixels, _MASK, out=levels)

@@ -8,11 +8,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from panscan.images.copying import copy_in_pieces
+from panscan.images.copying import WORTH_THREADS, copy_in_pieces
 
 __all__ = ["upload"]
-
-_LARGE = 1 << 20  # bytes: copied by several threads
 
 
 def upload(array: NDArray[Any], device: torch.device) -> torch.Tensor:
@@ -23,7 +21,7 @@ def upload(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     kind = torch.from_numpy(np.empty(0, array.dtype)).dtype
     host = torch.empty(array.shape, dtype=kind, pin_memory=True)
     to = host.numpy()
-    if array.nbytes < _LARGE:
+    if array.nbytes < WORTH_THREADS:
         to[...] = array
     else:
         copy_in_pieces(lambda rows: np.copyto(to[rows], array[rows]), len(array))
