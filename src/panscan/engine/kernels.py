@@ -253,19 +253,21 @@ def _precision(query: torch.Tensor) -> str:
 
 @kernel()
 def _absorb(
-    top, total, sums, query, k_cache, v_cache, page, at_key, valid, mask, kv_head, scale,
+    top, total, sums, query, k_cache, v_cache, page, at_key, valid, low, high, whole, kv_head, scale,
     page_size: tl.constexpr, kv_heads: tl.constexpr, head_size: tl.constexpr, precision: tl.constexpr,
 ):  # fmt: skip
     """Update the running softmax of rows (highest score, sum of weights, weighted sum of values) with more keys.
 
-    ``page`` and ``at_key``: page and position of each key. ``valid``: keys that may be read. ``mask``: attention mask,
-    rows by keys.
+    ``page`` and ``at_key``: page and position of each key. ``valid``: keys that may be read. ``low`` and ``high``: each
+    row's interval of positions. ``whole``: whether it is known to contain all these keys, for every row.
     """
     d = tl.arange(0, head_size)
     slot = page * page_size + at_key % page_size  # the number of slots fits into 32 bits, that of their values does not
     offset = slot.to(tl.int64) * (kv_heads * head_size) + kv_head * head_size
     key = tl.load(k_cache + offset[:, None] + d[None, :], mask=valid[:, None], other=0.0).to(query.dtype)
-    score = tl.where(mask, tl.dot(query, tl.trans(key), input_precision=precision) * scale, float("-inf"))
+    score = tl.dot(query, tl.trans(key), input_precision=precision) * scale
+    if not whole:  # the same branch for a whole program; most keys of a long prompt need no mask
+        score = tl.where((at_key[None, :] >= low[:, None]) & (at_key[None, :] < high[:, None]), score, float("-inf"))
     # "top" starts finite: the difference of infinities would be NaN in a row that has not had a key yet.
     higher = tl.maximum(top, tl.max(score, 1))
     weight = tl.exp2(score - higher[:, None])
@@ -312,16 +314,18 @@ def _prefill(
     share = tl.cdiv(tl.cdiv(last - begin_at, keys), splits) * keys
     begin_at += tl.program_id(2) * share
     end = tl.minimum(begin_at + share, last)
+    # Keys that all rows attend to.
+    whole_from, whole_to = tl.max(tl.where(there, low, 0), 0), tl.min(tl.where(there, high, last), 0)
     at_key = begin_at + tl.arange(0, keys)
     # One iteration ahead: Triton does not pipeline loads whose addresses are loaded in the same iteration.
     page = tl.load(table + at_key // page_size, mask=(at_key >= first) & (at_key < last), other=0)
     for begin in range(begin_at, end, keys):
         at_key = begin + tl.arange(0, keys)
         valid = (at_key >= first) & (at_key < last)
-        mask = (at_key[None, :] >= low[:, None]) & (at_key[None, :] < high[:, None])
+        whole = (begin >= whole_from) & (begin + keys <= whole_to)
         ahead = tl.load(table + (at_key + keys) // page_size, mask=at_key + keys < last, other=0)
         top, total, sums = _absorb(
-            top, total, sums, query, k_cache, v_cache, page, at_key, valid, mask, kv_head, scale,
+            top, total, sums, query, k_cache, v_cache, page, at_key, valid, low, high, whole, kv_head, scale,
             page_size, kv_heads, head_size, precision,
         )  # fmt: skip
         page = ahead
@@ -378,14 +382,13 @@ def _decode(
         first = low_key + split * share
         last = tl.minimum(first + share, end)
         table = tables + one * table_row
-        mine = there & ((part < 0) | (member == part))
+        high = tl.where(there & ((part < 0) | (member == part)), last, 0)
         for begin in range(first, last, keys):
             at_key = begin + tl.arange(0, keys)
             valid = at_key < last
             page = tl.load(table + at_key // page_size, mask=valid, other=0)
-            mask = mine[:, None] & valid[None, :] & (at_key[None, :] >= low[:, None])
             top, total, sums = _absorb(
-                top, total, sums, query, k_cache, v_cache, page, at_key, valid, mask, kv_head, scale,
+                top, total, sums, query, k_cache, v_cache, page, at_key, valid, low, high, False, kv_head, scale,
                 page_size, kv_heads, head_size, precision,
             )  # fmt: skip
     to = sequence * heads + head
