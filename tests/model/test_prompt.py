@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,6 +123,18 @@ def test_tokens_merge_across_parts_as_the_processors_do(parts: list[str], system
     request = Request(messages=turns)
     if WRITER.special_in(request) is None:
         assert WRITER.write(request, []).ids == theirs(turns, [])
+
+
+@pytest.mark.parametrize("dated", [False, True])
+def test_a_prompt_follows_the_present_template_and_date(dated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rendered layouts are remembered, but not for another template or another day."""
+    tokenizer = build_tokenizer()
+    writer, template = PromptWriter(tokenizer, IMAGE_TOKENS), tokenizer.chat_template
+    for year in (1998, 1999):
+        clock = SimpleNamespace(now=partial(datetime, year, 1, 1))
+        monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock)
+        tokenizer.chat_template = template + ("{{ strftime_now('%Y') }}" if dated else str(year))
+        assert TOKENIZER.decode(writer.write(Request(prompt="What?"), []).ids).endswith(str(year))
 
 
 @pytest.mark.parametrize(

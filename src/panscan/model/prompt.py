@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import ceil
 from reprlib import repr as short
 from typing import Any, TypeGuard
@@ -98,6 +98,8 @@ class PromptWriter:
         added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         specials = sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True)
         self._specials = re.compile("|".join(re.escape(token) for token in specials))
+        self._encode_known = lru_cache(_KNOWN)(self._encode)
+        self._render_known = lru_cache(_KNOWN)(self._render_layout)
         if image_tokens:
             self.boi, self.eoi = tokenizer.boi_token, tokenizer.eoi_token
             self.soft_id: int | None = tokenizer.image_token_id
@@ -143,7 +145,7 @@ class PromptWriter:
         else:
             turns = conversation(request)
             _check_unicode("".join(part.get("text", "") for turn in turns for part in turn["content"]))
-            text = self._render([_held_out(turn, texts) for turn in turns])
+            text = self._render_without_texts([_held_out(turn, texts) for turn in turns])
         places = text.count(self.boi)
         if places != len(crops):
             raise SettingError(
@@ -198,6 +200,27 @@ class PromptWriter:
         _check_unicode(text)
         return text if text.startswith(bos) else bos + text
 
+    def _render_without_texts(self, turns: list[dict[str, Any]]) -> str:
+        """Render turns whose texts are marks: most requests have one of a few layouts, each of which is rendered once.
+
+        A template that asks for the date is rendered every time.
+        """
+        layout = tuple((turn["role"], tuple(part.get("text") for part in turn["content"])) for turn in turns)
+        template = str(getattr(self.tokenizer, "chat_template", None))
+        size = sum(len(text or "") for _, content in layout for text in content)
+        if size > _SHORT or "strftime_now" in template:
+            return self._render(turns)
+        return self._render_known(template, layout)
+
+    def _render_layout(self, _template: str, layout: tuple[tuple[str, tuple[str | None, ...]], ...]) -> str:
+        """Render roles with the texts of their parts, None for an image, with the tokenizer's present template."""
+        turns = [
+            {"role": role, "content": [{"type": "image"} if text is None else {"type": "text", "text": text}
+                                       for text in content]}
+            for role, content in layout
+        ]  # fmt: skip
+        return self._render(turns)
+
     def _render(self, turns: list[dict[str, Any]]) -> str:
         if not getattr(self.tokenizer, "chat_template", None):
             raise ModelError(
@@ -232,7 +255,7 @@ class PromptWriter:
             plain = text[at : match.start() if match else None]
             if plain:
                 plain = _MARK.sub(lambda mark: texts[int(mark[1])], plain) if texts else plain
-                ids += self.tokenizer.encode(plain, add_special_tokens=False, split_special_tokens=True)
+                ids += (self._encode_known if len(plain) <= _SHORT else self._encode)(plain)
             if match:
                 ids.append(self.tokenizer.convert_tokens_to_ids(match[0]))
                 if match[0] == self.boi and self.soft_id is not None:
@@ -240,7 +263,12 @@ class PromptWriter:
                 at = match.end()
         return ids
 
+    def _encode(self, plain: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(plain, add_special_tokens=False, split_special_tokens=True))
 
+
+_KNOWN = 256  # layouts, and short texts: those of the template and around views are the same in every prompt
+_SHORT = 256  # characters
 _MARK = re.compile("\ue000([0-9]+)\ue001")
 """Replaces a text while the chat template is rendered and searched for special tokens."""
 

@@ -8,6 +8,7 @@ from array import array
 from collections import OrderedDict, abc
 from collections.abc import Iterable, MutableSequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from panscan.engine.scheduling.sequence import PromptLayout, Sequence, Span
 
@@ -60,10 +61,9 @@ class BlockPool:
         self._references[block] = 1
         return block
 
-    def held_count(self, blocks: Iterable[int]) -> int:
+    def held_count(self, blocks: abc.Sequence[int]) -> int:
         """Return how many of the blocks a sequence holds."""
-        references = self._references
-        return sum([references[block] > 0 for block in blocks])
+        return len(blocks) - list(map(self._references.__getitem__, blocks)).count(0)
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add a holder to held or evictable blocks.
@@ -113,18 +113,11 @@ class BlockPool:
 
     def find_all(self, hashes: Iterable[bytes]) -> list[int]:
         """Return the blocks that :meth:`find` returns for these hashes, without None."""
-        known = self._blocks
-        return [known[content_hash] for content_hash in hashes if content_hash in known]
+        return [block for block in map(self._blocks.get, hashes) if block is not None]
 
     def leading(self, hashes: Iterable[bytes]) -> int:
         """Return how many hashes have a block before the first that has none."""
-        known = self._blocks
-        count = 0
-        for content_hash in hashes:
-            if content_hash not in known:
-                break
-            count += 1
-        return count
+        return len(list(takewhile(self._blocks.__contains__, hashes)))
 
     def reset(self) -> None:
         """Evict all evictable blocks."""
