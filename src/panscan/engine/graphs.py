@@ -198,11 +198,10 @@ class Graphs:
 
     def _load(self, inputs: torch.Tensor, arrays: _Arrays) -> None:
         """Fill the inputs of a recorded pass, and the block tables, with one copy from the host."""
-        every = [*arrays.fixed, *arrays.tables]
-        packed = upload(pack(every), self._device)
+        packed = upload(pack([*arrays.fixed, *arrays.tables]), self._device)
         inputs.copy_(packed[: len(inputs)])
         held = (table for pair in self._tables.values() for table in pair)
-        for to, table in zip(held, unpack(packed, every)[len(arrays.fixed) :], strict=True):
+        for to, table in zip(held, unpack(packed[len(inputs) :], arrays.tables), strict=True):
             to[: len(table), : table.shape[1]].copy_(table)
 
     def _captured(self, body: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:

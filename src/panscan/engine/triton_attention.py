@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -168,7 +169,7 @@ class TritonBackend:
     def _tiles(self, batch: FlatBatch, local: bool) -> NDArray[np.int32]:
         """Return the tiles, those with most keys first: programs start in this order, and the last should be short."""
         offsets = batch.offsets[batch.decode_rows :]
-        counts = np.diff(offsets)
+        counts = offsets[1:] - offsets[:-1]
         tiles = -(-counts // self.tile_rows)
         chunks = np.repeat(np.arange(len(counts)), tiles)
         earlier = (np.arange(len(chunks)) - (np.cumsum(tiles) - tiles)[chunks]) * self.tile_rows
@@ -196,9 +197,15 @@ def pack(arrays: Sequence[NDArray[Any]]) -> NDArray[np.uint8]:
 def unpack(packed: torch.Tensor, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
     """Return views into a packed buffer (see :func:`pack`) with the shapes and dtypes of the arrays."""
     return [
-        packed[offset : offset + array.nbytes].view(getattr(torch, array.dtype.name)).view(array.shape)
+        packed[offset : offset + array.nbytes].view(_torch_dtype(array.dtype)).view(array.shape)
         for array, offset in zip(arrays, _offsets(arrays)[:-1], strict=True)
     ]
+
+
+@cache
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    found: torch.dtype = getattr(torch, dtype.name)
+    return found
 
 
 def _offsets(arrays: Sequence[NDArray[Any]]) -> list[int]:
@@ -228,6 +235,10 @@ def prefix_groups(
     if count >= max(units, 2):
         shared = [(rows, _shared_keys(batch, rows, local)) for rows in _candidates(batch, most)]
         found = [(rows, keys) for rows, keys in shared if keys]
+    if not found:
+        groups = np.repeat(np.array([[0, 1, 0]], np.int32), count, axis=0)
+        groups[:, 0] = np.arange(count)
+        return groups, np.argsort(-batch.ends[:count], kind="stable").astype(np.int32)
     grouped = [rows for rows, _ in found]
     rows = np.concatenate([*grouped, np.delete(np.arange(count), np.concatenate(grouped) if grouped else [])])
     used = count - sum(len(each) - 1 for each in grouped)

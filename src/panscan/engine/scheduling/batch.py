@@ -120,13 +120,13 @@ class FlatBatch:
     @property
     def chunk_of_row(self) -> NDArray[np.int64]:
         """int64 ``[T]``: the chunk that each row belongs to."""
-        return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
+        return np.repeat(np.arange(len(self.offsets) - 1), self.offsets[1:] - self.offsets[:-1])
 
     @property
     def decode_rows(self) -> int:
         """Number of single-row chunks that the pass begins with."""
-        longer = np.flatnonzero(np.diff(self.offsets) > 1)
-        return int(longer[0]) if len(longer) else len(self.offsets) - 1
+        longer = self.offsets[1:] - self.offsets[:-1] > 1
+        return int(longer.argmax()) if longer.any() else len(longer)
 
     def slots(self, *, local: bool) -> NDArray[np.int64]:
         """Return the KV cache slot of each row in layers of one kind, int64 ``[T]``."""
