@@ -41,10 +41,14 @@ def _limited(record: Mapping[str, Any]) -> list[list[str]]:
             for each in seen
         ),
     ]
-    return [
+    rows = [
         [what, ranged(values, digits), number(floor[key], digits), number(found["ratios"][key], 2) + "x"]
         for what, values, digits, key in figures
     ]
+    # The means of all stages but the last of the requests that were answered whole.
+    ttft, limit = sum(ms for stage, ms in alone["stages_ms"].items() if stage != "decode"), floor["ttft_ms"]
+    rows.insert(2, ["the same, between whole answers, ms", number(ttft, 0), number(limit, 0), f"{ttft / limit:.2f}x"])
+    return rows
 
 
 def _unlimited(record: Mapping[str, Any]) -> list[list[str]]:
