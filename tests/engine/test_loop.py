@@ -160,7 +160,7 @@ def test_a_broken_engine_tells_everybody(engine: Engine) -> None:
     def break_it() -> None:
         [job] = engine._loop.states
         assert job.sequence is not None
-        engine._loop.blocks.pools[0].release(job.sequence.tables[0][0])
+        engine._loop.blocks.pools[0].release(job.sequence.tables[0][:1])
         engine._loop.end(job, "cancelled")
 
     engine._worker._send(break_it)

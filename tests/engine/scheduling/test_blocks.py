@@ -23,28 +23,30 @@ class PoolHistory(RuleBasedStateMachine):
         self.names: dict[int, bytes] = {}
         self.evictable: list[int] = []
 
-    @rule()
-    def allocate(self) -> None:
+    @rule(count=st.integers(0, 6))
+    def allocate(self, count: int) -> None:
         free = set(range(self.count)) - set(self.taken) - set(self.evictable)
-        block = self.pool.allocate()
-        if free:
-            assert block in free
-        elif self.evictable:
-            assert block == self.evictable.pop(0)
-            del self.names[block]
-        else:
-            assert block is None
+        if count > len(free) + len(self.evictable):
+            with pytest.raises(RuntimeError, match="asked for"):
+                self.pool.allocate(count)
             return
-        self.taken.append(block)
+        blocks = self.pool.allocate(count)
+        evicted = max(0, count - len(free))
+        assert sorted(blocks[: count - evicted]) == sorted(set(blocks) & free)
+        assert blocks[count - evicted :] == self.evictable[:evicted]
+        for block in self.evictable[:evicted]:
+            del self.names[block]
+        del self.evictable[:evicted]
+        self.taken += blocks
 
-    @precondition(lambda self: self.taken)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
-        block = data.draw(st.sampled_from(self.taken))
-        self.pool.release(block)
-        self.taken.remove(block)
-        if block not in self.taken and block in self.names:
-            self.evictable.append(block)
+        blocks = data.draw(st.lists(st.sampled_from(self.taken), unique=True)) if self.taken else []
+        self.pool.release(blocks)
+        for block in blocks:
+            self.taken.remove(block)
+            if block not in self.taken and block in self.names:
+                self.evictable.append(block)
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data(), name=NAMES)
@@ -52,19 +54,18 @@ class PoolHistory(RuleBasedStateMachine):
         block = data.draw(st.sampled_from(self.taken))
         if self.names.get(block, name) != name:
             with pytest.raises(RuntimeError, match="another hash"):
-                self.pool.register(block, name)
+                self.pool.register([block], [name])
             return
-        self.pool.register(block, name)
+        self.pool.register([block], [name])
         if name not in self.names.values():
             self.names[block] = name
 
-    @rule(name=NAMES)
-    def find_and_share(self, name: bytes) -> None:
-        block = self.pool.find(name)
-        if block is not None:
-            self.pool.share([block])
-            self.taken.append(block)
-            self.evictable = [other for other in self.evictable if other != block]
+    @rule(names=st.lists(NAMES, unique=True))
+    def find_and_share(self, names: list[bytes]) -> None:
+        blocks = self.pool.find_all(names)
+        self.pool.share(blocks)
+        self.taken += blocks
+        self.evictable = [other for other in self.evictable if other not in blocks]
 
     @rule()
     def reset(self) -> None:
@@ -80,9 +81,9 @@ class PoolHistory(RuleBasedStateMachine):
         if block in self.taken:
             return
         with pytest.raises(RuntimeError, match="released more often"):
-            self.pool.release(block)
+            self.pool.release([block])
         with pytest.raises(RuntimeError, match="not held"):
-            self.pool.register(block, b"new")
+            self.pool.register([block], [b"new"])
         if block not in self.evictable:
             with pytest.raises(RuntimeError, match="free"):
                 self.pool.share([block])

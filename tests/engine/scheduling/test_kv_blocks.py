@@ -105,8 +105,7 @@ def test_a_hit_is_the_longest_prefix_whose_blocks_are_all_there(
     blocks = blocks_of(size, window, counts)
     used_by(blocks, users)
     for pool in blocks.pools:
-        while pool.available > left:  # of what was cached, some is evicted
-            pool.allocate()
+        pool.allocate(max(0, pool.available - left))  # of what was cached, some is evicted
     one = sequence(99, pieces)
     one.ids += [1] * outputs  # as one that was preempted
     extend_hashes(one, size)
@@ -154,8 +153,7 @@ def test_who_can_begin_finds_room_to_its_end_even_if_others_take_the_most_that_t
     assert blocks.usage() == before and not any(one.tables)
     blocks.begin(one, blocks.hit(one))
     for pool, count in zip(blocks.pools, claimed, strict=True):
-        for _ in range(count if pool.count else 0):
-            assert pool.allocate() is not None
+        pool.allocate(count if pool.count else 0)
     one.ids += [1] * size
     assert compute(blocks, one, chunk)
 
@@ -201,8 +199,7 @@ def test_a_prefix_is_evicted_from_its_end(pieces: list, size: int, taken: int) -
     blocks.release(one)
     full = len(one.ids) // size
     taken = min(taken, count)
-    for _ in range(taken):
-        assert blocks.pools[0].allocate() is not None
+    blocks.pools[0].allocate(taken)
     left = [blocks.pools[0].find(name) is not None for name in one.hashes]
     assert left == [True] * min(full, count - taken) + [False] * (full - min(full, count - taken))
 

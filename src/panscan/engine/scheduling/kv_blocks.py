@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from array import array
-from collections import OrderedDict, abc
+from collections import OrderedDict, abc, deque
 from collections.abc import Iterable, MutableSequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -18,8 +18,7 @@ __all__ = ["BlockPool", "KVBlocks", "block_hash", "extend_hashes"]
 class BlockPool:
     """Blocks ``0 .. count - 1``. Each is free, held (by one or more sequences), or evictable: not held, content kept.
 
-    Operations on one block take constant time. Others take many blocks at once, because a prompt has hundreds of them
-    and calls per block would delay its first token.
+    Methods take many blocks at once: a prompt has hundreds of them, and calls per block would delay its first token.
     """
 
     def __init__(self, count: int) -> None:
@@ -45,67 +44,77 @@ class BlockPool:
         """Return whether a sequence holds the block."""
         return self._references[block] > 0
 
-    def allocate(self) -> int | None:
-        """Allocate a block for one holder: a free one, else the least recently released evictable one, which is
-        evicted. Return None if all are held."""
-        if self._free:
-            block = self._free.pop()
-        elif self._fresh < self.count:
-            block = self._fresh
-            self._fresh += 1
-        elif self._evictable:
+    def allocate(self, count: int) -> list[int]:
+        """Allocate blocks for one holder: free ones first, then the least recently released evictable ones.
+
+        Raises:
+            RuntimeError: fewer are available.
+        """
+        if count > self.available:
+            raise RuntimeError(f"{count} cache blocks were asked for, and {self.available} are available")
+        start = max(0, len(self._free) - count)
+        blocks = self._free[start:]
+        del self._free[start:]
+        fresh = min(count - len(blocks), self.count - self._fresh)
+        blocks += range(self._fresh, self._fresh + fresh)
+        self._fresh += fresh
+        while len(blocks) < count:
             block, _ = self._evictable.popitem(last=False)
             self._evict(block)
-        else:
-            return None
-        self._references[block] = 1
-        return block
+            blocks.append(block)
+        for block in blocks:
+            self._references[block] = 1
+        return blocks
 
     def held_count(self, blocks: abc.Sequence[int]) -> int:
         """Return how many of the blocks a sequence holds."""
         return len(blocks) - list(map(self._references.__getitem__, blocks)).count(0)
 
-    def share(self, blocks: Iterable[int]) -> None:
+    def share(self, blocks: abc.Sequence[int]) -> None:
         """Add a holder to held or evictable blocks.
 
         Raises:
             RuntimeError: a block is free, so its content is undefined.
         """
-        references, evictable = self._references, self._evictable
+        references = self._references
+        try:
+            deque(map(self._evictable.pop, [block for block in blocks if not references[block]]), maxlen=0)
+        except KeyError as error:
+            raise RuntimeError(f"cache block {error} is free and cannot be shared") from None
         for block in blocks:
-            if not references[block]:
-                if block not in evictable:
-                    raise RuntimeError(f"cache block {block} is free and cannot be shared")
-                del evictable[block]
             references[block] += 1
 
-    def release(self, block: int) -> None:
-        """Remove a holder.
+    def release(self, blocks: Iterable[int]) -> None:
+        """Remove a holder of each block. Evictable ones will be evicted in this order.
 
         Raises:
-            RuntimeError: the block is not held.
+            RuntimeError: a block is not held.
         """
-        if not self.held(block):
-            raise RuntimeError(f"cache block {block} is released more often than it was acquired")
-        self._references[block] -= 1
-        if self.held(block):
-            return
-        if block in self._hashes:
-            self._evictable[block] = None
-        else:
-            self._free.append(block)
+        references, hashes, evictable, free = self._references, self._hashes, self._evictable, self._free
+        for block in blocks:
+            if not references[block]:
+                raise RuntimeError(f"cache block {block} is released more often than it was acquired")
+            references[block] -= 1
+            if references[block]:
+                continue
+            if block in hashes:
+                evictable[block] = None
+            else:
+                free.append(block)
 
-    def register(self, block: int, content_hash: bytes) -> None:
-        """Let :meth:`find` return the block for this hash. Has no effect if another block is registered for it.
+    def register(self, blocks: Iterable[int], content_hashes: Iterable[bytes]) -> None:
+        """Let :meth:`find` return each block for its hash. Has no effect if another block is registered for it.
 
         Raises:
-            RuntimeError: the block is not held, or is registered with another hash.
+            RuntimeError: a block is not held, or is registered with another hash.
         """
-        if not self.held(block) or self._hashes.get(block, content_hash) != content_hash:
-            raise RuntimeError(f"cache block {block} is not held, or is registered with another hash")
-        if content_hash not in self._blocks:
-            self._blocks[content_hash] = block
-            self._hashes[block] = content_hash
+        references, hashes, known = self._references, self._hashes, self._blocks
+        for block, content_hash in zip(blocks, content_hashes, strict=True):
+            if not references[block] or hashes.get(block, content_hash) != content_hash:
+                raise RuntimeError(f"cache block {block} is not held, or is registered with another hash")
+            if content_hash not in known:
+                known[content_hash] = block
+                hashes[block] = content_hash
 
     def find(self, content_hash: bytes) -> int | None:
         """Return the held or evictable block with this hash, or None."""
@@ -362,8 +371,7 @@ class KVBlocks:
         if any(count > group.pool.available for group, count in zip(self._groups, counts, strict=True)):
             return False
         for group, count in zip(self._groups, counts, strict=True):
-            allocated = (group.pool.allocate() for _ in range(count))
-            group.table(sequence).extend(block for block in allocated if block is not None)
+            group.table(sequence).extend(group.pool.allocate(count))
         return True
 
     def commit(self, sequence: Sequence) -> None:
@@ -371,12 +379,13 @@ class KVBlocks:
         if self.prefix_caching:
             self._register(sequence)
         for group in self._groups:
-            table = group.table(sequence)
+            table, left = group.table(sequence), []
             for index in reversed(range(group.first(sequence.computed))):
                 if table[index] == -1:
                     break
-                group.pool.release(table[index])
+                left.append(table[index])
                 table[index] = -1
+            group.pool.release(left)
 
     def release(self, sequence: Sequence) -> None:
         """Release all blocks of a sequence and reset ``computed``.
@@ -385,9 +394,7 @@ class KVBlocks:
         """
         for group in self._groups:
             table = group.table(sequence)
-            for block in reversed(table):
-                if block != -1:
-                    group.pool.release(block)
+            group.pool.release(block for block in reversed(table) if block != -1)
             del table[:]
         sequence.computed = sequence.registered = 0
 
@@ -408,9 +415,8 @@ class KVBlocks:
         extend_hashes(sequence, self.block_size)
         full = sequence.computed // self.block_size
         for group in self._groups:
-            table = group.table(sequence)
-            for index in range(sequence.registered, full):
-                group.pool.register(table[index], sequence.hashes[index])
+            new = slice(sequence.registered, full)
+            group.pool.register(group.table(sequence)[new], sequence.hashes[new])
         sequence.registered = full
 
     def _aligned(self, layout: PromptLayout, hit: int) -> int:
