@@ -12,7 +12,8 @@ its own, on all GPUs at once. The first two sides run on every GPU, in one order
 ones; with one GPU, in both orders one after the other (``--rounds 2``). So each ratio is between figures of the same
 GPUs. The other sides run once. With ``--engine-records``, a folder of records of the same workloads that were measured
 just before on this machine (``w4-4b.json``), the engine is not run again. The parts are written after every process,
-and ``--merge`` makes the record. vLLM 0.24 or later must be installed, or ``--vllm-path`` name the folder with it.
+whose log is kept in the folder ``part.processes``; ``--merge`` makes the record. vLLM 0.24 or later must be installed,
+or ``--vllm-path`` name the folder with it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import Lock
 from typing import Any
 
@@ -299,11 +299,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.sides = [side for side in args.sides if side != "engine"]
         for name in (name for name in args.part if name not in VERDICTS):
             log.add(Job(name, "engine", (), 0, vllm=False), known_run(args.engine_records / f"{name}.json"))
-    with TemporaryDirectory(prefix="panscan-comparison-") as folder, ThreadPoolExecutor(len(gpus)) as pool:
+    folder: Path = args.output.with_suffix(".processes")
+    folder.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(len(gpus)) as pool:
 
         def work(queue: Sequence[Job]) -> None:
             for job in queue:
-                log.add(job, run_job(job, Path(folder), args.vllm_path))
+                log.add(job, run_job(job, folder, args.vllm_path))
 
         list(pool.map(work, schedule(args.part, gpus, args.rounds, args.sides, extra)))
     return int(any("failed" in run for runs in log.record["parts"].values() for run in runs))
