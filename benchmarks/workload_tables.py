@@ -27,28 +27,28 @@ def _limited(record: Mapping[str, Any]) -> list[list[str]]:
     """Return the rows of figures with a limit: name, measured, limit, and their ratio."""
     found, floor = record["measured"]["engine"], record["floor"]["engine"]
     alone, seen = found["alone"], found.get("vision", [])[-1:]
-    figures = [
-        ("requests/s, all at once", [turn["requests_per_s"] for turn in found["throughput"]], 2, "requests_per_s"),
-        ("TTFT of one request alone, ms", alone["ttft_ms"]["all"], 0, "ttft_ms"),
-        ("end to end, one request alone, ms", alone["e2e_ms"]["all"], 0, "e2e_ms"),
+
+    def row(what: str, values: Sequence[float], digits: int, key: str, ratio: float | None = None) -> list[str]:
+        ratio = found["ratios"][key] if ratio is None else ratio
+        return [what, ranged(values, digits), number(floor[key], digits), number(ratio, 2) + "x"]
+
+    # The mean stages before the first token, of the requests that were answered whole.
+    between = sum(ms for stage, ms in alone["stages_ms"].items() if stage != "decode")
+    return [
+        row("requests/s, all at once", [turn["requests_per_s"] for turn in found["throughput"]], 2, "requests_per_s"),
+        row("TTFT of one request alone, ms", alone["ttft_ms"]["all"], 0, "ttft_ms"),
+        row("mean TTFT between whole answers, ms", [between], 0, "ttft_ms", between / floor["ttft_ms"]),
+        row("end to end, one request alone, ms", alone["e2e_ms"]["all"], 0, "e2e_ms"),
         *(
-            (f"decode step of {each['batch']}, ms", [each["ms_per_step"]], 1, f"step_ms_{each['batch']}")
+            row(f"decode step of {each['batch']}, ms", [each["ms_per_step"]], 1, f"step_ms_{each['batch']}")
             for each in found.get("decode", [])
             if each["ms_per_step"] is not None  # fewer fit in the cache at once
         ),
         *(
-            (f"vision, ms per view, {each['views']} at once", each["ms_per_view"]["all"], 1, "vision_ms_per_view")
+            row(f"vision, ms per view, {each['views']} at once", each["ms_per_view"]["all"], 1, "vision_ms_per_view")
             for each in seen
         ),
     ]
-    rows = [
-        [what, ranged(values, digits), number(floor[key], digits), number(found["ratios"][key], 2) + "x"]
-        for what, values, digits, key in figures
-    ]
-    # The means of all stages but the last of the requests that were answered whole.
-    ttft, limit = sum(ms for stage, ms in alone["stages_ms"].items() if stage != "decode"), floor["ttft_ms"]
-    rows.insert(2, ["the same, between whole answers, ms", number(ttft, 0), number(limit, 0), f"{ttft / limit:.2f}x"])
-    return rows
 
 
 def _unlimited(record: Mapping[str, Any]) -> list[list[str]]:

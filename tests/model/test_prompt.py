@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Callable
 from datetime import datetime
 from functools import partial
 from itertools import pairwise
@@ -135,6 +137,34 @@ def test_a_prompt_follows_the_present_template_and_date(dated: bool, monkeypatch
         monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock)
         tokenizer.chat_template = template + ("{{ strftime_now('%Y') }}" if dated else str(year))
         assert TOKENIZER.decode(writer.write(Request(prompt="What?"), []).ids).endswith(str(year))
+
+
+@pytest.mark.parametrize(
+    ("count", "texts_of", "most_bytes"),
+    [
+        (400, lambda number: [f"{number} " + "abc " * 50], 1.5e6),
+        (20, lambda number: [f"{number} " + "abc " * 4000], 0.3e6),
+        (20, lambda number: [" " * (100_000 + number), "x"], 0.3e6),
+        (8, lambda number: [*[""] * (10_000 + number), "x"], 0.3e6),
+    ],
+)
+def test_what_is_remembered_of_prompts_is_bounded(
+    count: int, texts_of: Callable[[int], list[str]], most_bytes: float
+) -> None:
+    """No more than a hundred or so short texts, and nothing of long ones and of long conversations."""
+    writer = PromptWriter(TOKENIZER, IMAGE_TOKENS)
+
+    def write(number: int) -> None:
+        parts = [{"type": "text", "text": text} for text in texts_of(number)]
+        writer.write(Request(messages=[{"role": "user", "content": parts}]), [])
+
+    write(0)
+    tracemalloc.start()
+    for number in range(1, count):
+        write(number)
+    grown, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert grown < most_bytes, f"{grown / 1e6:.1f} MB"
 
 
 @pytest.mark.parametrize(

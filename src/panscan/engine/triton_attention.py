@@ -240,13 +240,13 @@ def prefix_groups(
         groups[:, 0] = np.arange(count)
         return groups, np.argsort(-batch.ends[:count], kind="stable").astype(np.int32)
     grouped = [rows for rows, _ in found]
-    rows = np.concatenate([*grouped, np.delete(np.arange(count), np.concatenate(grouped) if grouped else [])])
+    rows = np.concatenate([*grouped, np.delete(np.arange(count), np.concatenate(grouped))])
     used = count - sum(len(each) - 1 for each in grouped)
     sizes, keys = np.ones(used, np.int64), np.zeros(used, np.int64)
     for entry, (each, prefix) in enumerate(found):
         sizes[entry], keys[entry] = len(each), prefix
     firsts = np.cumsum(sizes) - sizes
-    work = np.add.reduceat(batch.ends[rows], firsts) if count else firsts
+    work = np.add.reduceat(batch.ends[rows], firsts)
     order = np.argsort(keys * (sizes - 1) - work, kind="stable")
     sizes, keys, firsts = sizes[order], keys[order], firsts[order]
     starts = np.cumsum(sizes) - sizes

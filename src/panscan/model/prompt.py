@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import ceil
 from reprlib import repr as short
 from typing import Any, TypeGuard
@@ -86,7 +86,7 @@ class PromptWriter:
     """Encodes prompts for one checkpoint.
 
     Args:
-        tokenizer: the checkpoint's Transformers tokenizer.
+        tokenizer: the checkpoint's Transformers tokenizer. Only its chat template may change afterwards.
         image_tokens: image tokens per view; 0 for a text-only checkpoint.
         context: context length of the model, in tokens; None: unknown.
     """
@@ -98,8 +98,7 @@ class PromptWriter:
         added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         specials = sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True)
         self._specials = re.compile("|".join(re.escape(token) for token in specials))
-        self._encode_known = lru_cache(_KNOWN)(self._encode)
-        self._render_known = lru_cache(_KNOWN)(self._render_layout)
+        self._known: dict[Any, Any] = {}
         if image_tokens:
             self.boi, self.eoi = tokenizer.boi_token, tokenizer.eoi_token
             self.soft_id: int | None = tokenizer.image_token_id
@@ -201,25 +200,26 @@ class PromptWriter:
         return text if text.startswith(bos) else bos + text
 
     def _render_without_texts(self, turns: list[dict[str, Any]]) -> str:
-        """Render turns whose texts are marks: most requests have one of a few layouts, each of which is rendered once.
+        """Render turns whose texts are marks: most requests have one of a few layouts, and short ones are remembered.
 
         A template that asks for the date is rendered every time.
         """
         layout = tuple((turn["role"], tuple(part.get("text") for part in turn["content"])) for turn in turns)
         template = str(getattr(self.tokenizer, "chat_template", None))
-        size = sum(len(text or "") for _, content in layout for text in content)
+        size = sum(len(role) + sum(1 + len(text or "") for text in content) for role, content in layout)
         if size > _SHORT or "strftime_now" in template:
             return self._render(turns)
-        return self._render_known(template, layout)
+        text: str = self._remembered((template, layout), lambda: self._render(turns))
+        return text
 
-    def _render_layout(self, _template: str, layout: tuple[tuple[str, tuple[str | None, ...]], ...]) -> str:
-        """Render roles with the texts of their parts, None for an image, with the tokenizer's present template."""
-        turns = [
-            {"role": role, "content": [{"type": "image"} if text is None else {"type": "text", "text": text}
-                                       for text in content]}
-            for role, content in layout
-        ]  # fmt: skip
-        return self._render(turns)
+    def _remembered(self, key: Any, compute: Callable[[], Any]) -> Any:
+        """Return what ``compute`` returned for this key, or compute it. Threads may compute the same at once."""
+        if (found := self._known.get(key)) is None:
+            found = compute()
+            if len(self._known) >= _KNOWN:
+                self._known.clear()
+            self._known[key] = found
+        return found
 
     def _render(self, turns: list[dict[str, Any]]) -> str:
         if not getattr(self.tokenizer, "chat_template", None):
@@ -255,7 +255,7 @@ class PromptWriter:
             plain = text[at : match.start() if match else None]
             if plain:
                 plain = _MARK.sub(lambda mark: texts[int(mark[1])], plain) if texts else plain
-                ids += (self._encode_known if len(plain) <= _SHORT else self._encode)(plain)
+                ids += self._encode(plain)
             if match:
                 ids.append(self.tokenizer.convert_tokens_to_ids(match[0]))
                 if match[0] == self.boi and self.soft_id is not None:
@@ -264,10 +264,16 @@ class PromptWriter:
         return ids
 
     def _encode(self, plain: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(plain, add_special_tokens=False, split_special_tokens=True))
+        """Return the ids of a plain text. Short ones are remembered: those of the template, and around views."""
+
+        def encode() -> tuple[int, ...]:
+            return tuple(self.tokenizer.encode(plain, add_special_tokens=False, split_special_tokens=True))
+
+        ids: tuple[int, ...] = self._remembered(plain, encode) if len(plain) <= _SHORT else encode()
+        return ids
 
 
-_KNOWN = 256  # layouts, and short texts: those of the template and around views are the same in every prompt
+_KNOWN = 128  # layouts and short texts that are remembered
 _SHORT = 256  # characters
 _MARK = re.compile("\ue000([0-9]+)\ue001")
 """Replaces a text while the chat template is rendered and searched for special tokens."""

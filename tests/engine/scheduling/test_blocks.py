@@ -23,10 +23,10 @@ class PoolHistory(RuleBasedStateMachine):
         self.names: dict[int, bytes] = {}
         self.evictable: list[int] = []
 
-    @rule(count=st.integers(0, 6))
+    @rule(count=st.integers(-1, 6))
     def allocate(self, count: int) -> None:
         free = set(range(self.count)) - set(self.taken) - set(self.evictable)
-        if count > len(free) + len(self.evictable):
+        if not 0 <= count <= len(free) + len(self.evictable):
             with pytest.raises(RuntimeError, match="asked for"):
                 self.pool.allocate(count)
             return

@@ -241,3 +241,14 @@ def test_local_blocks_are_given_back_when_no_later_row_reads_them(window: int, t
     assert kept == [(index + 1) * 3 > low for index in range(len(kept))]
     assert all(old <= new for old, new in pairwise(kept))
     assert blocks.usage()[1][0] == sum(kept)
+
+
+def test_of_blocks_that_left_the_window_the_last_are_evicted_first() -> None:
+    """As in a prefix: a block is useless without those before it."""
+    blocks = blocks_of(1, 3, (0, 12))
+    one = sequence(0, [(1, 2, 3, 4, 5, 6, 7, 8)])
+    blocks.begin(one, 0)
+    assert compute(blocks, one, 8)
+    pool = blocks.pools[1]
+    pool.allocate(pool.available - 4)  # six blocks left the window
+    assert [pool.find(name) is not None for name in one.hashes[:6]] == [True] * 4 + [False] * 2

@@ -107,7 +107,12 @@ class History(RuleBasedStateMachine):
     def run_while_one_is_cancelled(self) -> None:
         self.step(seed=0, cancel=True)
 
-    def step(self, seed: int, cancel: bool = False) -> None:
+    @rule(seed=st.integers(0, 3))
+    def run_while_an_image_is_lost(self, seed: int) -> None:
+        """The step is not launched, and the requests that are left are scheduled again."""
+        self.step(seed, lost=True)
+
+    def step(self, seed: int, cancel: bool = False, lost: bool = False) -> None:
         random = Random(seed)
         before = self.scheduler.running
         limit = None if self.ending else random.choice(LIMITS)
@@ -124,6 +129,10 @@ class History(RuleBasedStateMachine):
         self.check_rules(step, before, limits[0])
         chunks = [(chunk.sequence, chunk.start, chunk.end) for chunk in step.chunks]
         assert chunks in [self.planned(each) for each in limits]
+        if lost:
+            self.remove(random.choice(step.chunks).sequence)
+            self.finish_step()
+            return
         written = self.written(step)
         self.finish_step()
         self.write_and_read(step, written)
@@ -435,3 +444,34 @@ def test_an_image_block_longer_than_a_chunk_needs_local_blocks_for_all_of_it(loc
         if one.pending:
             one.settle(1)
     assert ends == [1, 1 + LONGEST]
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+def test_a_chunk_that_was_not_launched_may_be_shorter_in_the_next_step(prefix_caching: bool) -> None:
+    """Another request's image was lost, and the limit on device time has changed since."""
+    blocks = KVBlocks(block_size=1, global_blocks=60, local_blocks=0, window=None, prefix_caching=prefix_caching)
+    scheduler = Scheduler(blocks, max_num_seqs=8, prefill_chunk_size=9)
+    first, document, lost, other = (
+        sequence(number, [(number,) * length], outputs=20) for number, length in enumerate((3, 6, 3, 5))
+    )
+
+    def scheduled(limit: PrefillLimit | None = None) -> Step:
+        step = scheduler.schedule(limit)
+        assert step is not None
+        return step
+
+    scheduler.add(first)
+    scheduler.advance(scheduled())
+    first.settle(1)
+    scheduler.add(document)
+    scheduler.add(lost)
+    assert [chunk.end for chunk in scheduled().chunks] == [4, 6, 3]
+    scheduler.remove(lost)
+    step = scheduled(PrefillLimit(2.0, 1.0, 3.0))
+    assert [chunk.end for chunk in step.chunks] == [4, 2]
+    scheduler.advance(step)
+    first.settle(1)
+    scheduler.add(other)
+    scheduler.advance(scheduled())
+    held = [block for each in (first, document, other) for block in each.tables[0]]
+    assert len(held) == len(set(held)) == blocks.usage()[0][0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from array import array
-from collections import OrderedDict, abc, deque
+from collections import OrderedDict, abc
 from collections.abc import Iterable, MutableSequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -18,7 +18,8 @@ __all__ = ["BlockPool", "KVBlocks", "block_hash", "extend_hashes"]
 class BlockPool:
     """Blocks ``0 .. count - 1``. Each is free, held (by one or more sequences), or evictable: not held, content kept.
 
-    Methods take many blocks at once: a prompt has hundreds of them, and calls per block would delay its first token.
+    What a prompt needs for each of its blocks, a method does for many at once: there are hundreds, and calls per block
+    would delay its first token.
     """
 
     def __init__(self, count: int) -> None:
@@ -48,9 +49,9 @@ class BlockPool:
         """Allocate blocks for one holder: free ones first, then the least recently released evictable ones.
 
         Raises:
-            RuntimeError: fewer are available.
+            RuntimeError: fewer are available, or the number is negative.
         """
-        if count > self.available:
+        if not 0 <= count <= self.available:
             raise RuntimeError(f"{count} cache blocks were asked for, and {self.available} are available")
         start = max(0, len(self._free) - count)
         blocks = self._free[start:]
@@ -70,22 +71,22 @@ class BlockPool:
         """Return how many of the blocks a sequence holds."""
         return len(blocks) - list(map(self._references.__getitem__, blocks)).count(0)
 
-    def share(self, blocks: abc.Sequence[int]) -> None:
+    def share(self, blocks: Iterable[int]) -> None:
         """Add a holder to held or evictable blocks.
 
         Raises:
             RuntimeError: a block is free, so its content is undefined.
         """
-        references = self._references
-        try:
-            deque(map(self._evictable.pop, [block for block in blocks if not references[block]]), maxlen=0)
-        except KeyError as error:
-            raise RuntimeError(f"cache block {error} is free and cannot be shared") from None
+        references, evictable = self._references, self._evictable
         for block in blocks:
+            if not references[block]:
+                if block not in evictable:
+                    raise RuntimeError(f"cache block {block} is free and cannot be shared")
+                del evictable[block]
             references[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Remove a holder of each block. Evictable ones will be evicted in this order.
+        """Remove a holder of each block. Blocks that become evictable are evicted in this order.
 
         Raises:
             RuntimeError: a block is not held.
@@ -363,9 +364,12 @@ class KVBlocks:
             sequence.cached = hit
 
     def extend(self, sequence: Sequence, end: int) -> bool:
-        """Allocate blocks for the positions before ``end``; if too few are available, return False without changes."""
+        """Allocate blocks for the positions before ``end``; if too few are available, return False without changes.
+
+        The sequence may already have more: if a step could not be launched, its chunk in the next one may be shorter.
+        """
         blocks = -(-end // self.block_size)
-        counts = [blocks - len(group.table(sequence)) for group in self._groups]
+        counts = [max(0, blocks - len(group.table(sequence))) for group in self._groups]
         if not any(counts):
             return True
         if any(count > group.pool.available for group, count in zip(self._groups, counts, strict=True)):
