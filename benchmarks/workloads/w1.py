@@ -109,8 +109,8 @@ def measure(work: Work, runners: Mapping[str, Runner], requests: Sequence[Reques
 
 
 def _measure(name: str, work: Work, runner: Runner, requests: Sequence[Request]) -> dict[str, Any]:
-    """Of one runner. Its first turn is thrown away; where time is short, it has a quarter of the requests, but as many
-    as a batch of ``generate()``, which compiles or plans for each batch size."""
+    """Of one runner. Its first turn is thrown away; where time is short, it has a quarter of the requests, but at least
+    a batch of ``generate()``, which compiles or plans for each batch size."""
     found: dict[str, Any] = {"throughput": []}
     for turn in range(work.repeats + 1):
         say(f"{name}: throughput, turn {turn} of {work.repeats}")

@@ -200,6 +200,7 @@ class Graphs:
         """Fill the inputs of a recorded pass, and the block tables, with one copy from the host."""
         packed = upload(pack([*arrays.fixed, *arrays.tables]), self._device)
         inputs.copy_(packed[: len(inputs)])
+        # The inputs are the first part of the buffer, and the tables begin where they end: pack() aligns each array.
         held = (table for pair in self._tables.values() for table in pair)
         for to, table in zip(held, unpack(packed[len(inputs) :], arrays.tables), strict=True):
             to[: len(table), : table.shape[1]].copy_(table)

@@ -266,7 +266,7 @@ def _absorb(
     offset = slot.to(tl.int64) * (kv_heads * head_size) + kv_head * head_size
     key = tl.load(k_cache + offset[:, None] + d[None, :], mask=valid[:, None], other=0.0).to(query.dtype)
     score = tl.dot(query, tl.trans(key), input_precision=precision) * scale
-    if not whole:  # the same branch for a whole program; most keys of a long prompt need no mask
+    if not whole:  # all threads take the same branch, and most keys of a long prompt need no mask
         score = tl.where((at_key[None, :] >= low[:, None]) & (at_key[None, :] < high[:, None]), score, float("-inf"))
     # "top" starts finite: the difference of infinities would be NaN in a row that has not had a key yet.
     higher = tl.maximum(top, tl.max(score, 1))

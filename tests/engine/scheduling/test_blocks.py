@@ -93,7 +93,7 @@ class PoolHistory(RuleBasedStateMachine):
         if not hasattr(self, "pool"):
             return
         held = set(self.taken)
-        assert [self.pool.held(block) for block in range(self.count)] == [b in held for b in range(self.count)]
+        assert all(self.pool.held_count([block]) == (block in held) for block in range(self.count))
         assert (self.pool.used, self.pool.available) == (len(held), self.count - len(held))
         assert self.pool.held_count(range(self.count)) == len(held)
         hashes = [bytes([value]) for value in range(6)]

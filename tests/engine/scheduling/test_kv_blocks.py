@@ -131,7 +131,7 @@ def test_a_hit_is_the_longest_prefix_whose_blocks_are_all_there(
         table = one.tables[blocks.pools.index(pool)]
         kept = reads(expected, reach)
         assert [*table] == [there[pool, at] if at in kept else -1 for at in range(expected // size)]
-        assert all(pool.held(block) for block in table if block != -1)
+        assert all(pool.held_count([block]) for block in table if block != -1)
 
 
 @settings(max_examples=200, deadline=None)

@@ -18,8 +18,8 @@ __all__ = ["BlockPool", "KVBlocks", "block_hash", "extend_hashes"]
 class BlockPool:
     """Blocks ``0 .. count - 1``. Each is free, held (by one or more sequences), or evictable: not held, content kept.
 
-    What a prompt needs for each of its blocks, a method does for many at once: there are hundreds, and calls per block
-    would delay its first token.
+    Methods that a prompt needs for each of its blocks take many at once: it has hundreds, and a call per block would
+    delay its first token.
     """
 
     def __init__(self, count: int) -> None:
@@ -41,12 +41,8 @@ class BlockPool:
         """Number of held blocks."""
         return self.count - self.available
 
-    def held(self, block: int) -> bool:
-        """Return whether a sequence holds the block."""
-        return self._references[block] > 0
-
     def allocate(self, count: int) -> list[int]:
-        """Allocate blocks for one holder: free ones first, then the least recently released evictable ones.
+        """Allocate blocks for one holder: free ones first. Then the least recently released evictable ones are evicted.
 
         Raises:
             RuntimeError: fewer are available, or the number is negative.
