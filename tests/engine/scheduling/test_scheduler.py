@@ -107,12 +107,7 @@ class History(RuleBasedStateMachine):
     def run_while_one_is_cancelled(self) -> None:
         self.step(seed=0, cancel=True)
 
-    @rule(seed=st.integers(0, 3))
-    def run_while_an_image_is_lost(self, seed: int) -> None:
-        """The step is not launched, and the requests that are left are scheduled again."""
-        self.step(seed, lost=True)
-
-    def step(self, seed: int, cancel: bool = False, lost: bool = False) -> None:
+    def step(self, seed: int, cancel: bool = False) -> None:
         random = Random(seed)
         before = self.scheduler.running
         limit = None if self.ending else random.choice(LIMITS)
@@ -129,10 +124,6 @@ class History(RuleBasedStateMachine):
         self.check_rules(step, before, limits[0])
         chunks = [(chunk.sequence, chunk.start, chunk.end) for chunk in step.chunks]
         assert chunks in [self.planned(each) for each in limits]
-        if lost:
-            self.remove(random.choice(step.chunks).sequence)
-            self.finish_step()
-            return
         written = self.written(step)
         self.finish_step()
         self.write_and_read(step, written)
