@@ -63,15 +63,18 @@ def load_crosscheck() -> str:
 
 
 def load_mixed() -> str:
-    """Return the table of a 27B model on one GPU under mixed documents that arrive over time: panscan and vLLM.
+    """Return the table of a 27B model on one GPU under mixed documents that arrive over time.
+
+    Servers: panscan with its TPOT target and without, and vLLM.
 
     Raises:
         ValueError: the servers did not get the same requests at the same times.
     """
-    runs = {"panscan": read_run(RECORDS / "w3-27b-panscan"), "vLLM": read_run(RECORDS / "w3-27b-vllm")}
+    sides = {"panscan": "panscan", "panscan, no TPOT target": "unpaced", "vLLM": "vllm"}
+    runs = {name: read_run(RECORDS / f"w3-27b-{side}") for name, side in sides.items()}
     first = runs["panscan"]
     if len({_workload(run) for run in runs.values()}) > 1:
-        raise ValueError("the runs of W3 had different workloads: measure both again")
+        raise ValueError("the runs of W3 had different workloads: measure them again")
     reports = {name: load_report_of(run) for name, run in runs.items()}
     rows = [
         [f"{settings['request_rate']:g}", name, *_mixed_row(run, cell, reports[name])]
@@ -85,11 +88,11 @@ def load_mixed() -> str:
     packages = facts["packages"]
     notes = (
         f"**panscan: {reports['panscan'].result.headline}.** {kept['num_prompts']} requests per rate, the same ones"
-        f" at the same times for both servers. vLLM 0.24 with exact attention. {kept['model']},"
+        f" at the same times for all servers. vLLM 0.24 with exact attention. {kept['model']},"
         f" {facts['gpus'][0]['name']}, {facts['cpu_count']} cores for the server and the client, torch"
         f" {packages['torch']}, transformers {packages['transformers']},"
         f" {days(run.header['created'] for run in runs.values())}; ~ has too few samples for 99% confidence. Records:"
-        " `benchmarks/records/w3-27b-panscan`, `w3-27b-vllm`. Command: `benchmarks/h200_w3.sh panscan vllm`"
+        " `benchmarks/records/w3-27b-panscan`, `w3-27b-unpaced`, `w3-27b-vllm`. Command: `benchmarks/h200_w3.sh`"
     )
     return table(headings, rows) + "\n\n" + notes
 

@@ -24,7 +24,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a script, as people do
 
 from benchmarks.markdown import table
-from panscan.engine.options import EngineOptions
+from panscan.engine.options import SERVED_TPOT_MS, EngineOptions
 from panscan.model.shapes import SHAPES
 from panscan.plan.gpus import gpu_named
 from panscan.plan.layouts import ClockTimes, PlanInputs, layout_of
@@ -50,12 +50,15 @@ def mix_of(prompt_tokens: int, views: int, output_tokens: int) -> WorkloadMix:
     return replace(mix, text_tokens=prompt_tokens - mix.prompt_tokens(views) + 1)
 
 
-def engine_for(mix: WorkloadMix, *, prefix_caching: bool, served: bool = False) -> SimulatedEngine:
+def engine_for(
+    mix: WorkloadMix, *, prefix_caching: bool, served: bool = False, tpot_target: float | None = None
+) -> SimulatedEngine:
     """Return one engine on an H200 with the options of the records; ``served``: behind panscan serve."""
     inputs = PlanInputs(shape=SHAPES["27b"], gpu=gpu_named("h200"), count=1, mix=mix, options=EngineOptions())
     layout = layout_of(inputs, None, 1)
     assert layout is not None  # the whole model on one GPU
     sizes = layout.sizes(inputs.options, prefix_caching=prefix_caching, gpu=inputs.gpu)
+    sizes = replace(sizes, tpot_target=tpot_target)
     return SimulatedEngine(sizes, ClockTimes(inputs.clock(layout.variant), served=served))
 
 
@@ -124,15 +127,17 @@ def w2() -> list[dict[str, Any]]:
 
 
 def w3() -> list[dict[str, Any]]:
-    """Mixed documents that arrive over time, through the HTTP server."""
-    run = read_run(RECORDS / "load-27b")
-    return [
-        row("load-27b", f"W3: mixed documents, {cell.removeprefix('rate-')} requests/s", *of_level(run, cell))
-        for cell in run.cells
-    ]
+    """Mixed documents that arrive over time, through the HTTP server, with its TPOT target and without."""
+    rows = []
+    for record, target in (("w3-27b-panscan", SERVED_TPOT_MS / 1e3), ("w3-27b-unpaced", None)):
+        run = read_run(RECORDS / record)
+        for cell, settings in run.cells.items():
+            name = f"W3: mixed documents, {settings['request_rate']:g} requests/s" + ", no TPOT target" * (not target)
+            rows.append(row(record, name, *of_level(run, cell, target)))
+    return rows
 
 
-def of_level(run: Run, cell: str) -> tuple[Figures, Figures]:
+def of_level(run: Run, cell: str, tpot_target: float | None) -> tuple[Figures, Figures]:
     """Return the measured and the simulated figures of a level."""
     records = [each for each in run.requests[cell, 0] if each["error"] is None]
     start = min(each["due"] for each in records)
@@ -143,7 +148,7 @@ def of_level(run: Run, cell: str) -> tuple[Figures, Figures]:
         stamps = [stamp - start for stamp in each["stamps"]["tokens"]]
         measured.append(SimulatedRequest(sketches[-1], each["stamps"]["accepted"] - start, stamps))
     order = sorted(range(len(records)), key=lambda index: measured[index].arrived)
-    engine = engine_for(mix_of(1102, 4, 256), prefix_caching=True, served=True)
+    engine = engine_for(mix_of(1102, 4, 256), prefix_caching=True, served=True, tpot_target=tpot_target)
     arrivals = [measured[index].arrived for index in order]
     simulated = route_arrivals([engine], [sketches[index] for index in order], arrivals)
     return _over_time(measured), _over_time(simulated)

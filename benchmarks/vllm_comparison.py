@@ -5,14 +5,15 @@
     python -m benchmarks.vllm_comparison --part w4-4b --output w4.json
     python -m benchmarks.vllm_comparison --part verdict-27b,verdict-4b --output verdicts.json
     python -m benchmarks.vllm_comparison --merge w1.json w2.json w4.json verdicts.json
-    python -m benchmarks.vllm_comparison --merge benchmarks/records/vllm-comparison.json w4.json
+    python -m benchmarks.vllm_comparison --merge benchmarks/records/vllm-comparison.json --other-machine generate.json
 
 A part runs its sides (the engine, vLLM with its exact and its default attention, ``generate()``), each in a process of
 its own, on all GPUs at once. The first two sides run on every GPU, in one order on even GPUs and in the other on odd
 ones; with one GPU, in both orders one after the other (``--rounds 2``). So each ratio is between figures of the same
 GPUs. The other sides run once. With ``--engine-records``, a folder of records of the same workloads that were measured
 just before on this machine (``w4-4b.json``), the engine is not run again. The parts are written after every process,
-whose log is kept in the folder ``part.processes``; ``--merge`` makes the record. vLLM 0.24 or later must be installed,
+whose log is kept in the folder ``part.processes``; ``--merge`` makes the record, or adds parts to it. Those after
+``--other-machine`` did not run on the GPUs of the others, and the table says so. vLLM 0.24 or later must be installed,
 or ``--vllm-path`` name the folder with it.
 """
 
@@ -220,11 +221,12 @@ def figures(run: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merged(parts: Sequence[Mapping[str, Any]], elsewhere: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
     """Return the record of some parts: all runs by part, and all verdicts. A record that was used twice is one run.
 
     Args:
         parts: what processes of this script wrote, or an earlier record, to add parts to it.
+        elsewhere: further parts, measured on another machine with the same GPU model.
 
     Raises:
         SystemExit: runs of a part were not asked the same, or ran on different GPU models.
@@ -232,7 +234,7 @@ def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     runs: dict[str, list[Any]] = {}
     verdicts: dict[str, Any] = {}
     commands: list[str] = []
-    for part in parts:
+    for part in (*parts, *map(_elsewhere, elsewhere)):
         verdicts |= part.get("verdicts", {})
         commands += part["commands"] if "commands" in part else [part["command"]]
         for name, found in part["parts"].items():
@@ -247,6 +249,12 @@ def merged(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             sys.exit(f"{name}: its sides were not asked the same, or ran on different GPUs")
     created = datetime.now(UTC).isoformat(timespec="seconds")
     return {"created": created, "commands": commands, "parts": runs, "verdicts": verdicts}
+
+
+def _elsewhere(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a part whose runs are marked as from another machine."""
+    runs = {name: [run | {"other_machine": True} for run in found] for name, found in part["parts"].items()}
+    return {**part, "parts": runs}
 
 
 def _asked(record: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -283,10 +291,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--vllm-path", default="", help="folder that holds vLLM, put before PYTHONPATH for vLLM alone")
     parser.add_argument("--engine-records", type=Path, help="folder with the engine's records of the parts")
     parser.add_argument("--merge", type=Path, nargs="+", help="parts to merge into the record")
+    parser.add_argument("--other-machine", type=Path, nargs="+", default=[], help="parts to merge from another machine")
     parser.add_argument("--output", type=Path, help="the part's file, or the record")
     args, extra = parser.parse_known_args(argv)
     if args.merge:
-        save(merged([json.loads(path.read_text("utf-8")) for path in args.merge]), args.output or RECORD)
+        parts, elsewhere = ([json.loads(path.read_text("utf-8")) for path in paths]
+                            for paths in (args.merge, args.other_machine))  # fmt: skip
+        save(merged(parts, elsewhere), args.output or RECORD)
         return 0
     if args.part is None or args.output is None:
         parser.error("--part and --output, or --merge")

@@ -47,7 +47,7 @@ _FIGURES = {"w1-27b": _W1, "w2-27b": _W2, "w4-4b": _W1, "w4-12b": _W1}
 
 
 def comparison(record: Mapping[str, Any]) -> str:
-    """Return the table and one line on how it was measured.
+    """Return the main message, the table, and how it was measured.
 
     Args:
         record: of ``benchmarks/vllm_comparison.py --merge``.
@@ -66,7 +66,28 @@ def comparison(record: Mapping[str, Any]) -> str:
         "vllm-default": f"vLLM, default ({backend})" if backend else "vLLM, default",
         "generate": "generate()",
     }
-    return table(["", *(headings[side] for side in sides)], rows) + "\n\n" + _machine(record)
+    whole = table(["", *(headings[side] for side in sides)], rows)
+    return "\n\n".join([*_message(record), whole, _machine(record)])
+
+
+def _message(record: Mapping[str, Any]) -> list[str]:
+    """Return one line with the engine's throughput over that of the other exact sides, on distinct documents."""
+    ratios: dict[str, list[str]] = {"exact vLLM": [], "`generate()`": []}
+    for part, runs in record["parts"].items():
+        if not part.startswith("w2"):
+            rates = {side: _rate(runs, side) for side in _SIDES}
+            for name, side in zip(ratios, ("vllm-exact", "generate"), strict=True):
+                if (ours := rates["engine"]) and (theirs := rates[side]):
+                    ratios[name].append(f"{number(ours / theirs, 1)} times ({_SHAPES[part.partition('-')[2]]})")
+    found = [f"{' and '.join(values)} that of {name}" for name, values in ratios.items() if values]
+    return [f"**The engine's throughput on distinct documents is {', '.join(found)}.**"] if found else []
+
+
+def _rate(runs: Sequence[Any], side: str) -> float | None:
+    """Return the median requests per second of a side; None if it was not measured."""
+    rates = _turns("throughput", "requests_per_s")
+    found = [rate for run in runs if run["side"] == side for rate in rates(_measured(run))]
+    return statistics.median(found) if found else None
 
 
 def _sides(record: Mapping[str, Any]) -> list[str]:
@@ -115,6 +136,16 @@ def _warm_up(record: Mapping[str, Any]) -> str:
     return " Warm-up: a whole turn of the engine; of vLLM a quarter, or one of three request orders." if reused else ""
 
 
+def _elsewhere(record: Mapping[str, Any]) -> str:
+    """Return what ran on another machine, and how many documents ``generate()`` got."""
+    runs = [run for runs in record["parts"].values() for run in runs]
+    names = {"engine": "the engine", "vllm-exact": "exact vLLM", "vllm-default": "vLLM", "generate": "`generate()`"}
+    found = [names[side] for side in _SIDES if any(run["side"] == side and run.get("other_machine") for run in runs)]
+    turns = [turn["requests"] for run in runs if run["side"] == "generate" for turn in _measured(run)["throughput"]]
+    elsewhere = f" {' and '.join(found)} ran on another machine with the same GPU model." if found else ""
+    return elsewhere + (f" A turn of `generate()` is one batch of {max(turns)} documents." if turns else "")
+
+
 def _backends(record: Mapping[str, Any], side: str) -> list[str]:
     runs = [run for runs in record["parts"].values() for run in runs if run["side"] == side]
     return sorted({name.rpartition(".")[2] for run in runs for name in run["backends"]})
@@ -140,7 +171,8 @@ def _machine(record: Mapping[str, Any]) -> str:
         " request; random weights, bfloat16. Median (range) of all turns; separate processes, those of one"
         f" workload and shape on the same {len(gpus)} x {facts['gpus'][0]['name']}, {_order(record)};"
         " vLLM with CUDA graphs for up to 128 requests and"
-        f" its own preprocessing.{_warm_up(record)} Verdicts come from a saved checkpoint and show the ratio to the"
+        f" its own preprocessing.{_warm_up(record)}{_elsewhere(record)}"
+        " Verdicts come from a saved checkpoint and show the ratio to the"
         " rounding noise; vLLM's come from its 20 most probable tokens at each position. Driver"
         f" {facts['gpus'][0]['driver']}{power};"
         f" {facts['cpu']}, torch {packages['torch']}, transformers {packages['transformers']},"

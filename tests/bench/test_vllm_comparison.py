@@ -50,7 +50,7 @@ def test_a_process_that_fails_leaves_the_end_of_its_log(tmp_path: Path) -> None:
 
 
 def turn(rate: float, joules: float | None) -> dict[str, Any]:
-    return {"requests_per_s": rate, "joules_per_request": joules, "power": joules and {"mean_w": 690.0}}
+    return {"requests": 8, "requests_per_s": rate, "joules_per_request": joules, "power": joules and {"mean_w": 690.0}}
 
 
 def run_of(part: str, side: str, gpu: int, rate: float) -> dict[str, Any]:
@@ -92,7 +92,12 @@ def cells(text: str, start: str) -> list[str]:
 
 def test_the_table_shows_speed_and_verdict_of_every_side() -> None:
     text = comparison(json.loads(json.dumps(merged(parts()))))
-    assert text.splitlines()[0] == "|  | engine | vLLM, exact (TRITON_ATTN) | vLLM, default (FLASH_ATTN) | generate() |"
+    message, _, headings, *_ = text.splitlines()
+    assert message == (
+        "**The engine's throughput on distinct documents is 1.3 times (27B) and 1.3 times (4B) that of exact vLLM,"
+        " 6.4 times (27B) and 6.4 times (4B) that of `generate()`.**"
+    )
+    assert headings == "|  | engine | vLLM, exact (TRITON_ATTN) | vLLM, default (FLASH_ATTN) | generate() |"
     assert cells(text, "27B: verdict of 6 layers") == ["exact (1.00x)", "exact (1.20x)", "different (40x)", "-"]
     rates = ["6.05 (6.00-6.10)", "4.55 (4.50-4.60)", "5.05 (5.00-5.10)", "0.95 (0.90-1.00)"]
     assert cells(text, "27B: requests/s, 128 documents") == rates
@@ -124,6 +129,18 @@ def test_parts_can_be_added_to_a_record() -> None:
     added = merged([json.loads(json.dumps(merged(parts()[:2]))), *parts()[2:]])
     assert {**added, "created": ""} == {**whole, "created": ""}
     assert {**merged([added]), "created": ""} == {**whole, "created": ""}
+
+
+def test_the_table_says_what_ran_on_another_machine() -> None:
+    def of(side: str) -> dict[str, Any]:
+        runs = [run for run in parts()[0]["parts"]["w1-27b"] if (run["side"] == "generate") == (side == "generate")]
+        return {"command": f"python -m x --sides {side}", "parts": {"w1-27b": runs}}
+
+    says = ("`generate()` ran on another machine with the same GPU model.", "`generate()` is one batch of 8 documents.")
+    together, apart = merged([of("others"), of("generate")]), merged([of("others")], [of("generate")])
+    assert all(text in comparison(apart) for text in says)
+    assert all(text in comparison(merged([apart])) for text in says), "merging again keeps it"
+    assert says[0] not in comparison(together) and says[1] in comparison(together)
 
 
 def test_sides_that_were_asked_something_else_are_not_compared() -> None:
