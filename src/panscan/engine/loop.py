@@ -144,6 +144,8 @@ class Loop:
             with host_work("engine: launch"):
                 inflight = self._launch(step)
         except _LostImageError as lost:  # only this request fails: the others are scheduled again
+            for withdrawn in self._scheduler.withdraw():
+                self._states[withdrawn].on_preempted()
             self.end(lost.state, "error", lost.reason)
             self.finish_pass()
             return True

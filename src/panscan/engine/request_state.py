@@ -154,8 +154,9 @@ class RequestState:
         return SamplingRow(sampling, self.seed, position, token_ids, allowed)
 
     def on_preempted(self) -> None:
-        """Record that the request was preempted and starts waiting."""
-        self._preempted_at = now()
+        """Record that the request was preempted, or that its first pass could not be launched, and starts waiting."""
+        if self.stamps.scheduled is not None:
+            self._preempted_at = now()
 
     def on_scheduled(self) -> None:
         """Record that a pass that computes part of the request is about to be launched."""

@@ -107,7 +107,11 @@ class History(RuleBasedStateMachine):
     def run_while_one_is_cancelled(self) -> None:
         self.step(seed=0, cancel=True)
 
-    def step(self, seed: int, cancel: bool = False) -> None:
+    @rule(seed=st.integers(0, 3))
+    def run_until_an_image_is_lost(self, seed: int) -> None:
+        self.step(seed, lose=True)
+
+    def step(self, seed: int, cancel: bool = False, lose: bool = False) -> None:
         random = Random(seed)
         before = self.scheduler.running
         limit = None if self.ending else random.choice(LIMITS)
@@ -124,6 +128,10 @@ class History(RuleBasedStateMachine):
         self.check_rules(step, before, limits[0])
         chunks = [(chunk.sequence, chunk.start, chunk.end) for chunk in step.chunks]
         assert chunks in [self.planned(each) for each in limits]
+        reading = [chunk.sequence for chunk in step.chunks if not chunk.sequence.decodes]
+        if lose and reading:
+            self.lose(random.choice(reading), before)
+            return
         written = self.written(step)
         self.finish_step()
         self.write_and_read(step, written)
@@ -157,6 +165,14 @@ class History(RuleBasedStateMachine):
                 if len(one.ids) == one.limit:
                     self.remove(one)
         self.inflight = {}
+
+    def lose(self, one: Sequence, before: tuple[Sequence, ...]) -> None:
+        """The step is not launched, because an image of a sequence cannot be read again. That sequence ends."""
+        admitted = [each for each in self.scheduler.running if each not in before]
+        assert sorted(self.scheduler.withdraw(), key=lambda each: each.number) == admitted
+        assert {*self.scheduler.running} == {*before} - {*self.scheduler.preempted}
+        self.remove(one)
+        self.finish_step()
 
     def remove(self, one: Sequence) -> None:
         self.scheduler.remove(one)
@@ -443,7 +459,7 @@ def test_a_chunk_that_was_not_launched_may_be_shorter_in_the_next_step(prefix_ca
     blocks = KVBlocks(block_size=1, global_blocks=60, local_blocks=0, window=None, prefix_caching=prefix_caching)
     scheduler = Scheduler(blocks, max_num_seqs=8, prefill_chunk_size=9)
     first, document, lost, other = (
-        sequence(number, [(number,) * length], outputs=20) for number, length in enumerate((3, 6, 3, 5))
+        sequence(number, [(number,) * length], outputs=20) for number, length in enumerate((3, 14, 3, 5))
     )
 
     def scheduled(limit: PrefillLimit | None = None) -> Step:
@@ -455,11 +471,14 @@ def test_a_chunk_that_was_not_launched_may_be_shorter_in_the_next_step(prefix_ca
     scheduler.advance(scheduled())
     first.settle(1)
     scheduler.add(document)
+    scheduler.advance(scheduled())
+    first.settle(1)
     scheduler.add(lost)
-    assert [chunk.end for chunk in scheduled().chunks] == [4, 6, 3]
+    assert [chunk.end for chunk in scheduled().chunks] == [5, 14, 3]
+    assert scheduler.withdraw() == [lost]
     scheduler.remove(lost)
     step = scheduled(PrefillLimit(2.0, 1.0, 3.0))
-    assert [chunk.end for chunk in step.chunks] == [4, 2]
+    assert [chunk.end for chunk in step.chunks] == [5, 11]
     scheduler.advance(step)
     first.settle(1)
     scheduler.add(other)

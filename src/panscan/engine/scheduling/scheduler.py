@@ -62,6 +62,7 @@ class _StepPlan:
         self.decodes: list[Chunk] = []
         self.prefills: list[Chunk] = []
         self.preempted: list[Sequence] = []
+        self.admitted: list[Sequence] = []
         self.cut_short = False  # whether a prompt continues in a later step
 
     def end(self, sequence: Sequence) -> int:
@@ -96,6 +97,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # both sorted by number
         self._running: list[Sequence] = []
         self.preempted: abc.Sequence[Sequence] = ()  # sequences preempted by the last schedule()
+        self._admitted: abc.Sequence[Sequence] = ()  # sequences admitted by it
         self.preemptions = 0
 
     @property
@@ -135,7 +137,7 @@ class Scheduler:
         Decode rows come first, then prefill chunks, each from the oldest to the youngest sequence. Without ``limit``,
         the oldest running sequence always gets a chunk, unless it has reached its maximum length and only awaits its
         last token. Every sequence therefore finishes after finitely many steps. The previous step must have been
-        launched; its results are not needed.
+        launched or withdrawn; its results are not needed.
 
         Args:
             limit: device time for the step's prefill. Ignored while no sequence decodes. Decoding sequences finish
@@ -150,7 +152,7 @@ class Scheduler:
             self._add_chunk(sequence, plan)
         if not plan.preempted:
             self._admit(plan)
-        self.preempted = plan.preempted
+        self.preempted, self._admitted = plan.preempted, plan.admitted
         chunks = (*plan.decodes, *plan.prefills)
         if not chunks and plan.preempted and limit is not None:
             # All decoding sequences were preempted and the limit held back the others: no TPOT left to protect.
@@ -158,6 +160,18 @@ class Scheduler:
             self.preempted = [*plan.preempted, *self.preempted]
             return step
         return Step(chunks) if chunks else None
+
+    def withdraw(self) -> abc.Sequence[Sequence]:
+        """Undo the admissions of the last step, which cannot be launched; return the sequences that wait again.
+
+        The next step may have other chunks. Without this, an older sequence could be admitted behind one that has
+        overtaken it, but does not end in that step. Sequences that were preempted stay so.
+        """
+        withdrawn = [sequence for sequence in self._admitted if sequence in self._running]
+        self._admitted = ()
+        for sequence in withdrawn:
+            self._wait(sequence)
+        return withdrawn
 
     def advance(self, step: Step) -> None:
         """Record that a step was launched.
@@ -190,14 +204,19 @@ class Scheduler:
         if end == sequence.computed or sequence.full:
             return
         while not self._blocks.extend(sequence, end):
-            youngest = self._running.pop()
-            self._blocks.release(youngest)
-            _insert(self._waiting, youngest)
+            youngest = self._running[-1]
+            self._wait(youngest)
             plan.preempted.append(youngest)
             self.preemptions += 1
             if youngest is sequence:
                 return
         plan.add(Chunk(sequence, sequence.computed, end))
+
+    def _wait(self, sequence: Sequence) -> None:
+        """Move a running sequence back to those that wait, and release its blocks."""
+        self._running.remove(sequence)
+        self._blocks.release(sequence)
+        _insert(self._waiting, sequence)
 
     def _admit(self, plan: _StepPlan) -> None:
         """Admit waiting sequences in order, while running sequences, prefill budget and blocks allow it.
@@ -264,6 +283,7 @@ class Scheduler:
         self._waiting.remove(sequence)
         _insert(self._running, sequence)
         self._blocks.begin(sequence, hit)
+        plan.admitted.append(sequence)
         self._add_chunk(sequence, plan)
         more = self._claims([sequence])
         return claimed[0] + more[0], claimed[1] + more[1]
