@@ -89,7 +89,7 @@ class FittedTimes:
         rows = sum(end - start for start, end in prefill)
         return max(1e-4, float(np.dot(self.factors, (1, len(decode_contexts), rows, views))))
 
-    def prepare_seconds(self, views: int) -> float:
+    def prepare_seconds(self, views: int, known: int) -> float:
         return self.prepare
 
 

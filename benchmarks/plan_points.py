@@ -146,8 +146,8 @@ class _Times:
     ) -> float:
         return self.clock.pass_seconds(decode_contexts, prefill, views, graph=graph).value
 
-    def prepare_seconds(self, views: int) -> float:
-        return self.clock.prepare_seconds(views)
+    def prepare_seconds(self, views: int, known: int) -> float:
+        return self.clock.prepare_seconds(views - known)
 
 
 def points(folder: Path = RECORDS) -> list[Point]:

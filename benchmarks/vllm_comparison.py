@@ -299,6 +299,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                             for paths in (args.merge, args.other_machine))  # fmt: skip
         save(merged(parts, elsewhere), args.output or RECORD)
         return 0
+    if args.other_machine:
+        parser.error("--other-machine goes with --merge")
     if args.part is None or args.output is None:
         parser.error("--part and --output, or --merge")
     gpus = range(args.gpus or gpu_count() or 1)

@@ -71,11 +71,11 @@ def comparison(record: Mapping[str, Any]) -> str:
 
 
 def _message(record: Mapping[str, Any]) -> list[str]:
-    """Return one line with the engine's throughput over that of the other exact sides, on distinct documents."""
+    """Return one line: the engine's throughput on distinct documents over that of exact sides on the same GPUs."""
     ratios: dict[str, list[str]] = {"exact vLLM": [], "`generate()`": []}
     for part, runs in record["parts"].items():
         if not part.startswith("w2"):
-            rates = {side: _rate(runs, side) for side in _SIDES}
+            rates = {side: _rate([run for run in runs if not run.get("other_machine")], side) for side in _SIDES}
             for name, side in zip(ratios, ("vllm-exact", "generate"), strict=True):
                 if (ours := rates["engine"]) and (theirs := rates[side]):
                     ratios[name].append(f"{number(ours / theirs, 1)} times ({_SHAPES[part.partition('-')[2]]})")
@@ -143,7 +143,8 @@ def _elsewhere(record: Mapping[str, Any]) -> str:
     found = [names[side] for side in _SIDES if any(run["side"] == side and run.get("other_machine") for run in runs)]
     turns = [turn["requests"] for run in runs if run["side"] == "generate" for turn in _measured(run)["throughput"]]
     elsewhere = f" {' and '.join(found)} ran on another machine with the same GPU model." if found else ""
-    return elsewhere + (f" A turn of `generate()` is one batch of {max(turns)} documents." if turns else "")
+    batches = f" A turn of `generate()`, and its warm-up, is one batch of {max(turns)} documents." if turns else ""
+    return elsewhere + batches
 
 
 def _backends(record: Mapping[str, Any], side: str) -> list[str]:
@@ -164,7 +165,7 @@ def _machine(record: Mapping[str, Any]) -> str:
         for turn in turns
         if isinstance(turn, dict) and turn.get("power")
     ]
-    power = f"; median {number(statistics.median(watts), 0)} W" if watts else ""
+    power = f"; median {number(statistics.median(watts), 0)} W without `generate()`" if watts else ""
     packages = {name: version for run in runs for name, version in run["record"]["environment"]["packages"].items()}
     return (
         f"{work['views']} views, {work['prompt_tokens']:,} prompt and {work['output_tokens']} output tokens per"

@@ -136,9 +136,10 @@ def test_the_table_says_what_ran_on_another_machine() -> None:
         runs = [run for run in parts()[0]["parts"]["w1-27b"] if (run["side"] == "generate") == (side == "generate")]
         return {"command": f"python -m x --sides {side}", "parts": {"w1-27b": runs}}
 
-    says = ("`generate()` ran on another machine with the same GPU model.", "`generate()` is one batch of 8 documents.")
+    says = ("`generate()` ran on another machine with the same GPU model.", "one batch of 8 documents.")
     together, apart = merged([of("others"), of("generate")]), merged([of("others")], [of("generate")])
     assert all(text in comparison(apart) for text in says)
+    assert "that of `generate()`" in comparison(together) and "that of `generate()`" not in comparison(apart)
     assert all(text in comparison(merged([apart])) for text in says), "merging again keeps it"
     assert says[0] not in comparison(together) and says[1] in comparison(together)
 

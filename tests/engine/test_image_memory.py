@@ -249,7 +249,11 @@ def test_an_image_that_changed_meanwhile_fails_its_own_request(tiny: GenerateRun
     lost, other = driver.add(replace(requests()[3], images=[str(place)])), driver.add(requests()[7])
     lost.job.drop_pixels()
     noise(700, 100, 5).save(place)
+    waits = len(other.job.stamps.waits)
+    driver.run(lambda: bool(lost.results))
+    assert driver.loop.waiting == 1, "the other's pass was not launched either"
     driver.run()
+    assert len(other.job.stamps.waits) == waits + 1
     assert "image 1 changed while it was read" in str(lost.results[0].error)
     assert other.results[0].error is None and other.tokens
     assert driver.pixels == 0

@@ -28,7 +28,7 @@ class HandTimes:
     ) -> float:
         return 0.1 if prefill else 0.01
 
-    def prepare_seconds(self, views: int) -> float:
+    def prepare_seconds(self, views: int, known: int) -> float:
         return 0.005
 
 

@@ -21,6 +21,9 @@ from panscan.engine.options import EngineOptions
 from panscan.engine.request_state import RequestState
 from panscan.engine.scheduling.batch import FlatBatch
 from panscan.engine.views import PixelRef
+from panscan.model.shapes import SHAPES
+from panscan.plan.gpus import gpu_named
+from panscan.plan.layouts import ClockTimes, PlanInputs, layout_of
 from panscan.plan.mix import PageShare, RequestSketch, WorkloadMix
 from panscan.plan.simulate import EngineSizes, SimulatedEngine, SimulatedRequest
 
@@ -60,7 +63,7 @@ class Steady:
         rows = sum(end - start for start, end in prefill)
         return 0.010 + 0.0001 * len(decode_contexts) + 0.0001 * rows + 0.01 * views
 
-    def prepare_seconds(self, views: int) -> float:
+    def prepare_seconds(self, views: int, known: int) -> float:
         return 0.0
 
 
@@ -142,6 +145,35 @@ def test_requests_about_the_same_page_read_it_together(prefix_caching: bool, sha
     assert few == (8 if prefix_caching and shared_from == 11 else 0)
     assert all(tokens - page < length <= tokens - page + 20 for length in together[:few])
     assert all(tokens < length <= tokens + 20 for length in together[few:])
+
+
+def test_pixels_of_views_that_are_cached_are_not_prepared() -> None:
+    prepared: list[tuple[int, int]] = []
+
+    class Preparing(Steady):
+        def prepare_seconds(self, views: int, known: int) -> float:
+            prepared.append((views, known))
+            return 0.0
+
+    engine = SimulatedEngine(EngineSizes(global_blocks=9_000, local_blocks=9_000, window=None), Preparing())
+    mix = WorkloadMix((PageShare(2, 1.0),), 1, (20, 20))
+    for number, page in enumerate((0, 0, 1)):
+        engine.submit(SimulatedRequest(mix.sketch(page, number, 2, 20), engine.now))
+        engine.run()
+    assert prepared == [(2, 0), (2, 2), (2, 0)]
+
+
+def test_known_views_take_less_time_but_their_request_comes_over_http_all_the_same() -> None:
+    mix = WorkloadMix((PageShare(4, 1.0),), 1, (20, 20))
+    inputs = PlanInputs(shape=SHAPES["27b"], gpu=gpu_named("h200"), count=1, mix=mix, options=EngineOptions())
+    layout = layout_of(inputs, None, 1)
+    assert layout is not None
+    clock = inputs.clock(layout.variant)
+    local, served = (ClockTimes(clock, served=served) for served in (False, True))
+    assert local.prepare_seconds(4, 0) > local.prepare_seconds(4, 2) > local.prepare_seconds(4, 4) > 0
+    for known in (0, 2, 4):
+        http = served.prepare_seconds(4, known) - local.prepare_seconds(4, known)
+        assert http == pytest.approx(served.prepare_seconds(0) - local.prepare_seconds(0)) and http > 0
 
 
 def test_the_committed_simulation_has_the_current_factors() -> None:

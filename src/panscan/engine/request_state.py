@@ -154,8 +154,8 @@ class RequestState:
         return SamplingRow(sampling, self.seed, position, token_ids, allowed)
 
     def on_preempted(self) -> None:
-        """Record that the request was preempted, or that its first pass could not be launched, and starts waiting."""
-        if self.stamps.scheduled is not None:
+        """Record that the request waits again: it was preempted, or the pass that admitted it could not be launched."""
+        if self.stamps.scheduled is not None and self._preempted_at is None:
             self._preempted_at = now()
 
     def on_scheduled(self) -> None:

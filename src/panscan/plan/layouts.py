@@ -37,7 +37,10 @@ GPUS_PER_HOST = 8
 _PREPARE_THREADS = 4  # see panscan.engine.loop
 _SERVED_SECONDS = 0.015
 """From an HTTP request to the engine: body, base64, image file, processes. With it, the median TTFT of mixed documents
-at 3.3 requests/s is within 5% of w3-27b-panscan and of w3-27b-unpaced."""
+at 3.3 requests/s is 5% too low for w3-27b-panscan and 4% too high for w3-27b-unpaced."""
+_LOAD_SHARE = 0.43
+"""What remains of a preparation if the pixels of its views are not computed: stage "load" of a request alone in
+w1-27b.json over "load" and "preprocess"."""
 _SAME_TOKENS = 512  # decode tokens of a pass, whose keys and values are read in microseconds
 _MOST_KNOWN = 100_000
 _BUSY_PROGRAMS = 3 * 132  # kernel programs that keep an H100 or H200 busy; others of its size are close
@@ -186,9 +189,10 @@ class ClockTimes:
             known = self._known[key] = getattr(interval, self._level)
         return known
 
-    def prepare_seconds(self, views: int) -> float:
+    def prepare_seconds(self, views: int, known: int = 0) -> float:
         """See :class:`panscan.plan.simulate.PassTimes`."""
-        return self._clock.prepare_seconds(views) + self._served * _SERVED_SECONDS
+        preparing = self._clock.prepare_seconds(views - known) + _LOAD_SHARE * self._clock.prepare_seconds(known)
+        return preparing + self._served * _SERVED_SECONDS
 
 
 def find_layouts(inputs: PlanInputs) -> list[Layout]:

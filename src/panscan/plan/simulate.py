@@ -36,12 +36,10 @@ _GRAPH_CHUNK_ROWS = 512  # rows of longer chunks in a recorded pass; see panscan
 _GRAPH_CHUNKS = 16
 _AHEAD = 32  # requests that are prepared while others compute; see panscan.engine.loop
 _THREADS = 4  # that prepare requests; see panscan.engine.loop
-_CONTENTION = 1 / 3
-"""By which share a preparation is slower for each other one in progress: of stages "load" and "preprocess" in
-w1-27b.json, all at once (9.8 ms) over alone (5.1 ms), with four threads. Threads wait for the interpreter's lock."""
-_LOAD_SHARE = 0.43
-"""What remains of a preparation if the vision cache holds the views, whose pixels are then not computed (see
-panscan.engine.prepare): stage "load" of a request alone in w1-27b.json over "load" and "preprocess"."""
+_CONTENTION = 0.3
+"""By which share a preparation is slower for each other one in progress: stages "load" and "preprocess" in w1-27b.json,
+all at once (9.7 ms) over alone (5.1 ms), with four threads. They wait for the interpreter's lock, and only a request
+alone has its page copied by several threads."""
 _READ_TOGETHER = 8  # decoding requests that read a common prefix once; see panscan.engine.kernels
 _VIEW_COST, _OUTPUT_COST = 440.0, 4.0  # in prompt tokens; see panscan.serve.routing
 
@@ -62,8 +60,13 @@ class PassTimes(Protocol):
         """
         ...
 
-    def prepare_seconds(self, views: int) -> float:
-        """Return the seconds that a thread needs to prepare a request with this many views."""
+    def prepare_seconds(self, views: int, known: int) -> float:
+        """Return the seconds that a thread needs to prepare a request.
+
+        Args:
+            views: of the request.
+            known: how many of them the vision cache holds, so that their pixels are not computed.
+        """
         ...
 
 
@@ -258,15 +261,12 @@ class SimulatedEngine:
         most = inf if self._sizes.ahead is None else self._sizes.ahead
         while self._accepted and len(self._preparing) + len(self._scheduler.waiting) < most:
             number, request = self._accepted.popleft()
-            ready = max(self.now, self._threads[0]) + self._prepare_seconds(request.sketch)
+            others = sum(free > self.now for free in self._threads[1:])
+            known = sum(self._vision.holds(span.key) for span in request.sketch.layout.spans)
+            seconds = self._times.prepare_seconds(request.sketch.views, known) * (1 + _CONTENTION * others)
+            ready = max(self.now, self._threads[0]) + seconds
             heapreplace(self._threads, ready)
             heappush(self._preparing, (ready, number, request))
-
-    def _prepare_seconds(self, sketch: RequestSketch) -> float:
-        others = sum(free > self.now for free in self._threads[1:])
-        known = [self._vision.holds(span.key) for span in sketch.layout.spans]
-        saved = (1 - _LOAD_SHARE) * sum(known) / len(known) if known else 0.0
-        return self._times.prepare_seconds(sketch.views) * (1 - saved) * (1 + _CONTENTION * others)
 
     def _add(self, number: int, request: SimulatedRequest) -> None:
         sketch = request.sketch

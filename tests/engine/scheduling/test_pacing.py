@@ -31,7 +31,7 @@ class Linear:
         rows = sum(end - start for start, end in prefill)
         return DECODE * bool(decode_contexts or prefill) + ROW * rows + VIEW * views
 
-    def prepare_seconds(self, views: int) -> float:
+    def prepare_seconds(self, views: int, known: int) -> float:
         return 0.0
 
 

@@ -62,7 +62,7 @@ class _StepPlan:
         self.decodes: list[Chunk] = []
         self.prefills: list[Chunk] = []
         self.preempted: list[Sequence] = []
-        self.admitted: list[Sequence] = []
+        self.admitted: dict[Sequence, int | None] = {}  # with `cached` before
         self.cut_short = False  # whether a prompt continues in a later step
 
     def end(self, sequence: Sequence) -> int:
@@ -97,7 +97,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # both sorted by number
         self._running: list[Sequence] = []
         self.preempted: abc.Sequence[Sequence] = ()  # sequences preempted by the last schedule()
-        self._admitted: abc.Sequence[Sequence] = ()  # sequences admitted by it
+        self._admitted: abc.Mapping[Sequence, int | None] = {}  # sequences admitted by it, with `cached` before
         self.preemptions = 0
 
     @property
@@ -167,11 +167,12 @@ class Scheduler:
         The next step may have other chunks. Without this, an older sequence could be admitted behind one that has
         overtaken it, but does not end in that step. Sequences that were preempted stay so.
         """
-        withdrawn = [sequence for sequence in self._admitted if sequence in self._running]
-        self._admitted = ()
-        for sequence in withdrawn:
+        withdrawn = {one: cached for one, cached in self._admitted.items() if one in self._running}
+        self._admitted = {}
+        for sequence, cached in withdrawn.items():
             self._wait(sequence)
-        return withdrawn
+            sequence.cached = cached
+        return tuple(withdrawn)
 
     def advance(self, step: Step) -> None:
         """Record that a step was launched.
@@ -282,8 +283,8 @@ class Scheduler:
             return None
         self._waiting.remove(sequence)
         _insert(self._running, sequence)
+        plan.admitted[sequence] = sequence.cached
         self._blocks.begin(sequence, hit)
-        plan.admitted.append(sequence)
         self._add_chunk(sequence, plan)
         more = self._claims([sequence])
         return claimed[0] + more[0], claimed[1] + more[1]
