@@ -14,8 +14,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
-# Python compiles what it imports; compiling all packages at once would take half a minute longer.
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
 PINNED := $(PIP) -c constraints.txt
 
 # Stamps: a file's time says when the step last succeeded.
