@@ -21,6 +21,11 @@ class Deadline:
         self.until = until
         self._abandoned = threading.Event()
 
+    @classmethod
+    def after(cls, seconds: float) -> Deadline:
+        """Return a deadline that many seconds from now."""
+        return cls(now() + seconds)
+
     def abandon(self) -> None:
         """End the work as soon as possible: the client left, or the server shuts down."""
         self._abandoned.set()

@@ -27,8 +27,10 @@ __all__ = [
     "image_error",
     "page_index",
     "page_size",
+    "page_sizes",
     "read_levels",
     "read_page",
+    "reading",
     "upright_rgb",
 ]
 
@@ -72,6 +74,8 @@ _silence_libtiff()
 
 # Pdfium keeps global state without a lock.
 _PDFIUM = threading.Lock()
+
+_STRIP_PIXELS = 2**22
 
 # 16-bit grey to 8 bits, rounded. Pillow's own conversions clip, or drop the low byte, depending on version and mode.
 _SIXTEEN_TO_EIGHT = np.rint(np.arange(65536) / 257).astype(np.uint8)
@@ -121,7 +125,7 @@ def count_pages(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES) -> int:
         ImageError: the bytes are no image or PDF that panscan reads, are damaged, encrypted or without pages, or
             the header claims more than :data:`MAX_PIXELS`.
     """
-    with _reading(name):
+    with reading(name):
         if _is_pdf(stream, name):
             with _pdf(stream, name) as document:
                 return len(document)
@@ -135,16 +139,34 @@ def page_size(stream: BinaryIO, page: int | None, name: str) -> tuple[int, int]:
 
     Args and raises: as :func:`read_page`.
     """
-    with _reading(name):
+    with reading(name):
         if _is_pdf(stream, name):
             with _pdf(stream, name) as document:
-                loaded = document[page_index(len(document), page, name)]
-                scale = _scale(loaded)
-                width, height = (ceil(side * scale) for side in loaded.get_size())
-                return width, height
+                return _pdf_size(document, page_index(len(document), page, name))
         with _page_image(stream, page, name) as image:
             _check_size(image, name)
             return image.size
+
+
+def page_sizes(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES) -> list[tuple[int, int]]:
+    """:func:`page_size` of each page, in one pass over the file; see :func:`count_pages` for ``max_pages``.
+
+    Raises:
+        ImageError: as :func:`count_pages`; also for a file of more than ``max_pages`` pages.
+    """
+    count = count_pages(stream, name, max_pages)
+    if count > max_pages:
+        raise image_error(name, f"has more than {max_pages} pages")
+    with reading(name):
+        stream.seek(0)
+        if _is_pdf(stream, name):
+            with _pdf(stream, name) as document:
+                return [_pdf_size(document, index) for index in range(count)]
+        sizes = []
+        for page in range(1, count + 1):
+            stream.seek(0)
+            sizes.append(page_size(stream, page, name))
+        return sizes
 
 
 def read_page(stream: BinaryIO, page: int | None, name: str, *, copy: bool = True) -> Image.Image:
@@ -160,7 +182,7 @@ def read_page(stream: BinaryIO, page: int | None, name: str, *, copy: bool = Tru
         ImageError: as :func:`count_pages`; also for truncated pixels, a page that the file does not have, and None
             for a file of several pages.
     """
-    with _reading(name):
+    with reading(name):
         if _is_pdf(stream, name):
             with _pdf(stream, name) as document:
                 return _render(document, page_index(len(document), page, name))
@@ -183,7 +205,7 @@ def read_levels(levels: np.ndarray[Any, Any], name: str) -> Image.Image:
     if levels.ndim not in (2, 3) or (levels.ndim == 3 and levels.shape[2] != 3):
         shape = f"an array must be [height, width, 3] or [height, width], got {list(levels.shape)}"
         raise image_error(name, shape + (": move its channels last" if levels.shape[:1] == (3,) else ""))
-    with _reading(name):
+    with reading(name):
         return upright_rgb(Image.fromarray(levels), name, copy=False)  # already a copy if it is RGB
 
 
@@ -215,7 +237,7 @@ def upright_rgb(image: Image.Image, name: str, *, copy: bool = True) -> Image.Im
     Raises:
         ImageError: the pixels cannot be decoded, there are none, or more than :data:`MAX_PIXELS`.
     """
-    with _reading(name):
+    with reading(name):
         _check_size(image, name)
         image.load()
         if not copy and image.mode == "RGB" and not image.has_transparency_data and _orientation(image) == 1:
@@ -229,7 +251,8 @@ def upright_rgb(image: Image.Image, name: str, *, copy: bool = True) -> Image.Im
 
 
 @contextmanager
-def _reading(name: str) -> Iterator[None]:
+def reading(name: str) -> Iterator[None]:
+    """Raise whatever a decoder raises as an ImageError of one line."""
     with _QUIET:
         try:
             yield
@@ -291,12 +314,20 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     if image.mode in ("I", "F"):
         return _grey_to_eight(np.asarray(image, dtype=np.float64)).convert("RGB")
     if image.has_transparency_data:
-        # Pillow converts La, grey with premultiplied alpha, to nothing but LA.
-        rgba = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
-        white = Image.new("RGB", image.size, "white")
-        white.paste(rgba, mask=rgba.getchannel("A"))
-        return white
+        return _over_white(image)
     return image.convert("RGB")
+
+
+def _over_white(image: Image.Image) -> Image.Image:
+    """Composite an image over white, strip by strip: a copy of all pixels takes four bytes of memory each."""
+    white = Image.new("RGB", image.size, "white")
+    rows = max(1, _STRIP_PIXELS // image.width)
+    for top in range(0, image.height, rows):
+        part = image.crop((0, top, image.width, min(top + rows, image.height)))
+        # Pillow converts La, grey with premultiplied alpha, to nothing but LA.
+        rgba = (part.convert("LA") if part.mode == "La" else part).convert("RGBA")
+        white.paste(rgba, (0, top), mask=rgba.getchannel("A"))
+    return white
 
 
 def _grey_to_eight(values: np.ndarray[Any, np.dtype[np.float64]]) -> Image.Image:
@@ -350,6 +381,13 @@ def _scale(page: Any) -> float:
     # A page's size is whatever its MediaBox claims, kilometres included. It is rounded to float32, and pixels are
     # rounded up: a hair less, or a scan of 40 pixels would become 41.
     return float(min(PDF_DPI / 72, PDF_MAX_SIDE / max(page.get_size())) * (1 - 1e-6))
+
+
+def _pdf_size(document: Any, index: int) -> tuple[int, int]:
+    with closing(document[index]) as page:
+        scale = _scale(page)
+        width, height = (ceil(side * scale) for side in page.get_size())
+        return width, height
 
 
 def _render(document: Any, index: int) -> Image.Image:

@@ -17,16 +17,9 @@ from PIL import Image
 
 from panscan.core import ImageError
 from panscan.core.request import MAX_PAGES
-from panscan.images.decode import (
-    count_pages,
-    image_error,
-    page_index,
-    page_size,
-    read_levels,
-    read_page,
-    upright_rgb,
-)
+from panscan.images.decode import image_error, page_index, read_levels, upright_rgb
 from panscan.images.fetch import ConcealedUrl, fetch, named_url, rewritten
+from panscan.images.pool import count_pages, page_size, read_page
 from panscan.images.storage import is_stored, list_objects, object_exists, read_object
 
 __all__ = [

@@ -42,12 +42,15 @@ _pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
 
 
-def copy_levels(image: Image.Image, *, alone: bool = False) -> tuple[NDArray[np.uint8], bytes]:
+def copy_levels(
+    image: Image.Image, *, alone: bool = False, out: NDArray[np.uint32] | None = None
+) -> tuple[NDArray[np.uint8], bytes]:
     """Return the levels of an RGB image, and their digest.
 
     Args:
         image: in mode RGB.
         alone: whether no other request is being prepared: several threads then copy the page, which is faster.
+        out: ``[height, width]`` to copy the levels to, four bytes per pixel; None: a new array.
 
     Returns:
         Levels ``[height, width, 4]``: red, green, blue and 0. (Pillow stores four bytes per pixel, the last of which
@@ -55,7 +58,7 @@ def copy_levels(image: Image.Image, *, alone: bool = False) -> tuple[NDArray[np.
     """
     image.load()
     width, height = image.size
-    words = np.empty((height, width), np.uint32)
+    words = np.empty((height, width), np.uint32) if out is None else out
     rows = max(1, _BLOCK_BYTES // (4 * width))
     for top in range(0, height, rows):
         strip = words[top : top + rows]

@@ -1,0 +1,379 @@
+"""Open pages without risk to this process: cheap ones here, all others in child processes with limits.
+
+PDF and TIFF files, and images of unusual size or structure, are opened by :mod:`panscan.images.decoder`. The kernel limits
+a child's memory; the pool ends a child after :data:`PAGE_SECONDS` and replaces it. Such a page is one error, and other
+pages go on. As PDFium allows one thread per process, several children are also faster.
+
+Processes that read strangers' files call :func:`decode_in_children`: no decoder then runs in them at all.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import io
+import mmap
+import os
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from panscan.core import ImageError, recorded_wait
+from panscan.core.child import Child, ChildEndedError, Message, can_pass_files
+from panscan.core.deadline import Deadline
+from panscan.core.request import MAX_PAGES
+from panscan.images import decode
+from panscan.images.decode import image_error, page_index
+from panscan.images.decoder import MEMORY_BYTES, SEALS
+from panscan.images.page_levels import copy_levels
+from panscan.images.screen import ImageHeader, read_header
+
+__all__ = [
+    "PAGE_SECONDS",
+    "PageLevels",
+    "count_pages",
+    "decode_in_children",
+    "is_cheap",
+    "page_size",
+    "page_sizes",
+    "read_levels",
+    "read_page",
+    "worker_count",
+]
+
+PAGE_SECONDS = 20.0
+"""Longest time for opening a document or decoding one of its pages, seconds, once a child process is free."""
+
+_REUSES = 1_000  # documents per child, so that what a decoder leaks stays bounded
+_POLL_SECONDS = 0.1  # until an abandoned request is noticed
+_START_SECONDS = 60.0  # for a child's first reply, in addition: it imports libraries on a busy machine
+_KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "TMPDIR", "SYSTEMROOT")
+_FOREVER = Deadline()
+
+
+class PageLevels(NamedTuple):
+    """A decoded page: (width, height), upright; BLAKE3 digest; uint8 ``[height, width, 4]``: red, green, blue and 0."""
+
+    size: tuple[int, int]
+    digest: bytes
+    levels: NDArray[np.uint8]
+
+
+def worker_count() -> int:
+    """Return the most child processes of a pool: one per core, at least two so that one slow page blocks no other."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(2, min(cores, 8))
+
+
+def decode_in_children() -> None:
+    """Let child processes decode all images of this process, including cheap ones. Starts one child.
+
+    For processes that hold a model or serve clients, and read files of strangers.
+    """
+    global _inline
+    _inline = not can_pass_files()
+    if not _inline:
+        _CHEAP.start_one()
+
+
+def is_cheap(stream: BinaryIO, name: str) -> bool:
+    """Return whether a file is an image that decodes in little memory and time. The stream is left at its start."""
+    try:
+        return _is_ordinary(read_header(stream, name))
+    except ImageError:  # refused when it is opened, without a decoder
+        return True
+
+
+def count_pages(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES, deadline: Deadline = _FOREVER) -> int:
+    """See :func:`panscan.images.decode.count_pages`.
+
+    Raises:
+        ImageError: also if the file exceeds a limit of a child process.
+        TimeoutError: the deadline has passed.
+    """
+    if read_header(stream, name) is not None:
+        return 1
+    if not can_pass_files():
+        return decode.count_pages(stream, name, max_pages)
+    return int(_ask(_DOCUMENTS, stream, deadline, "count", name, max_pages=max_pages).fields["count"])
+
+
+def page_size(
+    stream: BinaryIO, page: int | None, name: str, deadline: Deadline = _FOREVER
+) -> tuple[int, int]:  # fmt: skip
+    """See :func:`panscan.images.decode.page_size`, and :func:`count_pages` for what else it raises."""
+    if (header := read_header(stream, name)) is not None:
+        page_index(1, page, name)
+        return header.width, header.height
+    if not can_pass_files():
+        return decode.page_size(stream, page, name)
+    width, height = _ask(_DOCUMENTS, stream, deadline, "size", name, page=page).fields["size"]
+    return int(width), int(height)
+
+
+def page_sizes(
+    stream: BinaryIO, name: str, max_pages: int = MAX_PAGES, deadline: Deadline = _FOREVER
+) -> list[tuple[int, int]]:
+    """See :func:`panscan.images.decode.page_sizes`, and :func:`count_pages` for what else it raises."""
+    if (header := read_header(stream, name)) is not None:
+        return [(header.width, header.height)]
+    if not can_pass_files():
+        return decode.page_sizes(stream, name, max_pages)
+    reply = _ask(_DOCUMENTS, stream, deadline, "sizes", name, max_pages=max_pages)
+    return [(int(width), int(height)) for width, height in reply.fields["sizes"]]
+
+
+def read_page(
+    stream: BinaryIO, page: int | None, name: str, *, copy: bool = True, deadline: Deadline = _FOREVER
+) -> Image.Image:
+    """See :func:`panscan.images.decode.read_page`, and :func:`count_pages` for what else it raises."""
+    header = read_header(stream, name)
+    if _here(header):
+        return decode.read_page(stream, page, name, copy=copy)
+    size, _, levels = _decoded(header, stream, page, name, deadline)
+    with decode.reading(name):
+        return Image.frombytes("RGB", size, levels.data, "raw", "RGBX")  # type: ignore[arg-type]  # takes any buffer
+
+
+def read_levels(
+    stream: BinaryIO, page: int | None, name: str, *, alone: bool = False, deadline: Deadline = _FOREVER
+) -> PageLevels:
+    """Decode one page to its levels (see :func:`panscan.images.page_levels.copy_levels` for ``alone``).
+
+    Args and raises: as :func:`panscan.images.decode.read_page` and :func:`count_pages`.
+    """
+    header = read_header(stream, name)
+    if _here(header):
+        image = decode.read_page(stream, page, name, copy=False)
+        levels, digest = copy_levels(image, alone=alone)
+        return PageLevels(image.size, digest, levels)
+    return _decoded(header, stream, page, name, deadline, alone=alone)
+
+
+def _is_ordinary(header: ImageHeader | None) -> bool:
+    return header is not None and header.ordinary
+
+
+def _here(header: ImageHeader | None) -> bool:
+    """Return whether this process decodes the image itself."""
+    return not can_pass_files() or (_inline and _is_ordinary(header))
+
+
+def _decoded(
+    header: ImageHeader | None, stream: BinaryIO, page: int | None, name: str, deadline: Deadline, *, alone: bool = False
+) -> PageLevels:
+    pool = _CHEAP if _is_ordinary(header) else _DOCUMENTS
+    reply = _ask(pool, stream, deadline, "levels", name, page=page, alone=alone)
+    width, height = (int(side) for side in reply.fields["size"])
+    levels = _mapped(reply.files[0], width, height)
+    return PageLevels((width, height), bytes.fromhex(reply.fields["digest"]), levels)
+
+
+def _mapped(file: int, width: int, height: int) -> NDArray[np.uint8]:
+    """Return the pixels in a child's file, without copying them; their memory is freed with the array."""
+    try:
+        sealed = not SEALS or fcntl.fcntl(file, fcntl.F_GET_SEALS) & SEALS == SEALS
+        if not sealed or os.fstat(file).st_size != 4 * width * height:
+            raise ImageError("a decoding process returned pixels of another size")
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        return np.frombuffer(mmap.mmap(file, 4 * width * height, flags=flags), np.uint8).reshape(height, width, 4)
+    finally:
+        os.close(file)
+
+
+def _ask(pool: _Pool, stream: BinaryIO, deadline: Deadline, operation: str, name: str, **fields: Any) -> Message:
+    """Return a child's reply to one request.
+
+    Raises:
+        ImageError: the file cannot be read, or exceeds a limit.
+        TimeoutError: the deadline has passed.
+    """
+    with _descriptor(stream, name) as file:
+        reply = pool.ask({"operation": operation, "name": str(name), **fields}, file, name, deadline)
+    if (problem := reply.fields.get("error")) is not None:
+        raise ImageError(problem)
+    return reply
+
+
+@contextmanager
+def _descriptor(stream: BinaryIO, name: str) -> Iterator[int]:
+    """Yield a file descriptor of a stream at its start; what is in memory is copied to a file without a name."""
+    stream.seek(0)
+    try:
+        descriptor = stream.fileno()
+    except io.UnsupportedOperation:
+        pass
+    else:
+        yield descriptor
+        return
+    try:
+        with _unnamed_file() as file:
+            file.write(stream.read() if not isinstance(stream, io.BytesIO) else stream.getbuffer())
+            file.seek(0)
+            yield file.fileno()
+    except OSError as error:
+        raise image_error(name, f"cannot be passed to a decoding process ({error.strerror or error})") from error
+
+
+def _unnamed_file() -> BinaryIO:
+    """Return a new file without a name: in memory on Linux, so that documents never reach the disk."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("panscan-document", os.MFD_CLOEXEC), "w+b", buffering=0)  # type: ignore[return-value]
+    return tempfile.TemporaryFile(buffering=0)  # type: ignore[return-value]
+
+
+class _Pool:
+    """Child processes that open documents, started as needed. Thread-safe.
+
+    Args:
+        most: maximum number of processes.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.forget()
+
+    def forget(self) -> None:
+        """Start over in a forked copy of this process, which owns none of the children."""
+        for child in getattr(self, "_children", ()):
+            child.forget()
+        self._changed = threading.Condition()
+        self._waiting: deque[object] = deque()
+        self._idle: list[_Worker] = []
+        self._children: set[Child] = set()
+        self._busy = 0
+        self._closed = False
+
+    def start_one(self) -> None:
+        """Start a child if there is none, so that the first page need not wait for it."""
+        with self._changed:
+            if not self._children:
+                self._idle.append(self._started())
+
+    def ask(self, fields: dict[str, Any], file: int, name: str, deadline: Deadline) -> Message:
+        """Return the reply of the next free child.
+
+        Raises:
+            ImageError: the child exceeded a limit, or crashed.
+            TimeoutError: the deadline has passed.
+        """
+        worker = self._acquire(deadline)
+        usable = False
+        try:
+            reply = worker.ask(fields, file, name, deadline)
+            usable = worker.uses < _REUSES and not reply.fields.get("memory")
+            return reply
+        finally:
+            self._release(worker, usable=usable)
+
+    def close(self) -> None:
+        """End all children. A request in progress fails, and later ones are refused."""
+        with self._changed:
+            self._closed = True
+            children, self._children = self._children, set()
+            self._changed.notify_all()
+        for child in children:
+            child.kill()
+        for child in children:
+            child.close(grace=1.0)
+
+    def _acquire(self, deadline: Deadline) -> _Worker:
+        """Return a child that no other thread uses, in order of arrival."""
+        turn = object()
+        with self._changed:
+            self._waiting.append(turn)
+            try:
+                if not self._free(turn):
+                    with recorded_wait():
+                        while not self._free(turn):
+                            deadline.check()
+                            self._changed.wait(min(deadline.remaining, _POLL_SECONDS))
+                if self._closed:
+                    raise ImageError("this process is shutting down")
+                worker = self._idle.pop() if self._idle else self._started()
+                self._busy += 1
+                return worker
+            finally:
+                self._waiting.remove(turn)
+                self._changed.notify_all()
+
+    def _free(self, turn: object) -> bool:
+        return self._closed or (self._waiting[0] is turn and self._busy < self._most)
+
+    def _started(self) -> _Worker:
+        child = Child("panscan.images.decoder", environment=_environment(), keep_stderr=True)
+        self._children.add(child)
+        return _Worker(child)
+
+    def _release(self, worker: _Worker, *, usable: bool) -> None:
+        with self._changed:
+            self._busy -= 1
+            if usable and not self._closed:
+                self._idle.append(worker)
+            else:
+                self._children.discard(worker.child)
+            self._changed.notify_all()
+        if not usable:
+            worker.child.close()
+
+
+class _Worker:
+    """A child process of a pool, used by one thread at a time."""
+
+    def __init__(self, child: Child) -> None:
+        self.child = child
+        self.uses = 0
+
+    def ask(self, fields: dict[str, Any], file: int, name: str, deadline: Deadline) -> Message:
+        """Return the reply to a request (see :meth:`_Pool.ask`)."""
+        self.uses += 1
+        seconds = PAGE_SECONDS + (_START_SECONDS if self.uses == 1 else 0.0)
+        limit = Deadline.after(seconds)
+        try:
+            self.child.send(fields, files=[file])
+            while not self.child.readable(min(_POLL_SECONDS, limit.remaining)):
+                deadline.check()
+                if not limit.remaining:
+                    raise image_error(name, f"opening it took longer than {PAGE_SECONDS:g} s")
+            return self.child.receive(PAGE_SECONDS)
+        except ChildEndedError as error:
+            problem = f"the decoder crashed or needed more than {MEMORY_BYTES / 1e9:g} GB of memory (it {error})"
+            raise image_error(name, problem) from error
+        except TimeoutError:
+            deadline.check()
+            raise image_error(name, "the decoding process stopped within its reply") from None
+
+
+def _environment() -> dict[str, str]:
+    """Return a child's environment: no credentials, and one thread per library."""
+    kept = {variable: os.environ[variable] for variable in _KEPT_VARIABLES if variable in os.environ}
+    return {**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+
+
+_inline = True
+_CHEAP, _DOCUMENTS = _Pool(worker_count()), _Pool(worker_count())
+"""Pools for images that decode quickly, and for all other files: a slow document must not delay a picture."""
+
+
+def _forget_children() -> None:
+    for pool in (_CHEAP, _DOCUMENTS):
+        pool.forget()
+
+
+def _close_pools() -> None:
+    for pool in (_CHEAP, _DOCUMENTS):
+        with suppress(Exception):  # nothing may break the exit of the process
+            pool.close()
+
+
+atexit.register(_close_pools)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_children)
+
