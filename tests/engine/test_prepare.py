@@ -15,8 +15,8 @@ from PIL import Image
 from tests.conftest import noise
 
 from panscan import GenerateRunner, Request
-from panscan.core import ImageError, Stamps
-from panscan.engine import daemons, prepare
+from panscan.core import ImageError, Stamps, daemons
+from panscan.engine import prepare
 from panscan.engine.options import EngineOptions
 from panscan.engine.prepare import Preparer
 from panscan.engine.request_state import RequestState

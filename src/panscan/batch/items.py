@@ -13,8 +13,8 @@ from pathlib import Path, PurePosixPath
 
 from panscan.batch.tables import ParquetTable, RowImages, TableColumns, is_table
 from panscan.core import DatasetError, ImageError, InputError, SettingError
+from panscan.core.daemons import DaemonThreads
 from panscan.core.request import MAX_PAGES
-from panscan.engine.daemons import DaemonThreads
 from panscan.images.fetch import named_url
 from panscan.images.files import SUFFIXES, Page, expand_images, find_files
 from panscan.images.storage import check_object, is_stored, local_path

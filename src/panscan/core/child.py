@@ -61,12 +61,10 @@ class Child:
         keep_stderr: keep standard error to quote its last line, instead of sharing this process's.
     """
 
-    def __init__(
-        self, module: str, *, environment: Mapping[str, str] | None = None, keep_stderr: bool = False
-    ) -> None:
+    def __init__(self, module: str, *, environment: Mapping[str, str] | None = None, keep_stderr: bool = False) -> None:
         parent_end, child_end = socket.socketpair()
         self._socket = parent_end
-        self._stderr: IO[bytes] | None = tempfile.TemporaryFile() if keep_stderr else None
+        self._stderr: IO[bytes] | None = tempfile.TemporaryFile() if keep_stderr else None  # noqa: SIM115 - closed with the child
         with child_end:
             self._process = subprocess.Popen(
                 # A new session: Ctrl-C in a terminal reaches this process only, which decides what its children do.

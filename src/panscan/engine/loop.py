@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 
 from panscan.core import EngineError, FinishReason, ImageError, InputError, PanscanError, SettingError, Stats, now
+from panscan.core.daemons import DaemonThreads
 from panscan.core.streams import FORKED
-from panscan.engine.daemons import DaemonThreads
 from panscan.engine.model_runner import (
     Launched,
     ModelRunner,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from panscan.core import ImageError, PanAndScan, Request, SettingError, View, now, record_waits
-from panscan.engine.daemons import native_work
+from panscan.core.daemons import native_work
 from panscan.engine.detokenizer import Detokenizer
 from panscan.engine.grammar import Constraint, Grammars
 from panscan.engine.image_memory import DECODED_BYTES, ImageMemory
@@ -24,9 +24,10 @@ from panscan.engine.scheduling.sequence import PromptLayout
 from panscan.engine.scheduling.sequence import Sequence as Tokens
 from panscan.engine.views import PixelRef
 from panscan.engine.vision import KnownFiles, view_key
-from panscan.images.files import Page, PageBytes, image_size, in_memory, open_image
+from panscan.images.files import Page, PageBytes, image_size, in_memory, open_pixels
 from panscan.images.page_levels import copy_levels
 from panscan.images.pixels import PixelSpec
+from panscan.images.pool import PageLevels
 from panscan.images.views import ViewPlan, plan_views
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import images_of, plan_sizes
@@ -167,9 +168,10 @@ class Preparer:
                     key = KnownFiles.key(image.content, image.page)
                 if (found := self._files.get(key)) is not None and self._all_known(*found, pan_and_scan):
                     return _ReadImage(*found, None)
-        page = open_image(image, copy=False)
+        alone = self._preparing == 1
+        page = open_pixels(image, alone=alone)
         with native_work():
-            read = _copied(page, alone=self._preparing == 1)
+            read = _copied(page, alone=alone)
         if key is not None:
             self._files.add(key, read.size, read.digest)
         return read
@@ -248,8 +250,7 @@ class Preparer:
         """
         found = images_of(view.request)
         # Not native_work(): the engine's thread would wait forever at exit, and the exit waits for that thread.
-        image = open_image(found[view.index], copy=False) if view.index < len(found) else None
-        read = None if image is None else _copied(image, alone=False)
+        read = _copied(open_pixels(found[view.index]), alone=False) if view.index < len(found) else None
         if read is None or read.levels is None or read.digest != view.digest:
             raise ImageError(f"request {view.request.id!r}: image {view.index + 1} changed while it was read")
         self._put(read.levels, [view])
@@ -263,7 +264,9 @@ class Preparer:
             view.pixels = ref
 
 
-def _copied(page: Image.Image, *, alone: bool) -> _ReadImage:
-    """Return a copy of a decoded image: the caller may modify theirs afterwards."""
+def _copied(page: PageLevels | Image.Image, *, alone: bool) -> _ReadImage:
+    """Return a copy of a decoded image, which its owner may modify; a child process has made a copy already."""
+    if isinstance(page, PageLevels):
+        return _ReadImage(*page)
     levels, digest = copy_levels(page, alone=alone)
     return _ReadImage(page.size, digest, levels)

@@ -23,12 +23,12 @@ __all__ = [
     "MAX_PIXELS",
     "PDF_DPI",
     "PDF_MAX_SIDE",
+    "array_image",
     "count_pages",
     "image_error",
     "page_index",
     "page_size",
     "page_sizes",
-    "read_levels",
     "read_page",
     "reading",
     "upright_rgb",
@@ -190,7 +190,7 @@ def read_page(stream: BinaryIO, page: int | None, name: str, *, copy: bool = Tru
             return upright_rgb(image, name, copy=copy)
 
 
-def read_levels(levels: np.ndarray[Any, Any], name: str) -> Image.Image:
+def array_image(levels: np.ndarray[Any, Any], name: str) -> Image.Image:
     """An RGB image of an array's levels, which are copied.
 
     Args:

@@ -11,7 +11,11 @@ import mmap
 import os
 import resource
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -30,6 +34,8 @@ SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 """Seals of a file with pixels, so that its size cannot change under the reader."""
 
 _MOST_OPEN = 64  # files
+_KEPT_BYTES = 64 * 2**20  # of pixel files that are reused
+_MOST_LARGER = 4  # times the size of a page: a larger file is not used for it
 
 
 def main() -> None:
@@ -37,13 +43,14 @@ def main() -> None:
     parent = Parent()
     parent.end_with_parent()
     _limit_process()
+    pixels = _PixelFiles()
     while (message := parent.receive()) is not None:
+        pixels.release(message.fields.pop("released"))
         with os.fdopen(message.files[0], "rb") as stream:
             stream.seek(0)  # the parent shares the position
-            fields, files = _answer(message.fields, stream)
-        parent.send(fields, files=files)
-        for file in files:
-            os.close(file)
+            fields = _answer(message.fields, stream, pixels)
+        with pixels.new_files() as files:
+            parent.send(fields, files=files)
 
 
 def _limit_process() -> None:
@@ -52,8 +59,7 @@ def _limit_process() -> None:
     if used is not None:
         resource.setrlimit(resource.RLIMIT_AS, _within(resource.RLIMIT_AS, used + MEMORY_BYTES))
         with suppress(OSError):  # if the host runs out of memory, the kernel should end this process first
-            with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:  # noqa: PTH123 - not a file on disk
-                file.write("800")
+            Path("/proc/self/oom_score_adj").write_text("800", "ascii")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, _within(resource.RLIMIT_FSIZE, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_NOFILE, _within(resource.RLIMIT_NOFILE, _MOST_OPEN))
@@ -69,51 +75,112 @@ def _within(limit: int, wanted: int) -> tuple[int, int]:
 def _address_space() -> int | None:
     """Return the bytes of this process's address space; None where the kernel does not limit them."""
     try:
-        with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123 - not a file on disk
-            return int(file.read().split()[0]) * resource.getpagesize()
+        return int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
     except OSError:
         return None
 
 
-def _answer(fields: dict[str, Any], stream: BinaryIO) -> tuple[dict[str, Any], list[int]]:
-    """Return the reply to a request, with the file of the pixels if it asks for them."""
+def _answer(fields: dict[str, Any], stream: BinaryIO, pixels: _PixelFiles) -> dict[str, Any]:
+    """Return the reply to a request."""
     name = str(fields["name"])
     try:
         match fields["operation"]:
             case "count":
-                return {"count": count_pages(stream, name, fields["max_pages"])}, []
+                return {"count": count_pages(stream, name, fields["max_pages"])}
             case "size":
-                return {"size": page_size(stream, fields["page"], name)}, []
+                return {"size": page_size(stream, fields["page"], name)}
             case "sizes":
-                return {"sizes": page_sizes(stream, name, fields["max_pages"])}, []
+                return {"sizes": page_sizes(stream, name, fields["max_pages"])}
             case _:
-                return _levels(stream, fields, name)
+                return _levels(stream, fields, name, pixels)
     except ImageError as error:
-        return {"error": str(error), "memory": isinstance(error.__cause__, MemoryError)}, []
+        return {"error": str(error), "memory": isinstance(error.__cause__, MemoryError)}
     except MemoryError:
-        return {"error": f"{name}: not enough memory to decode it", "memory": True}, []
+        return {"error": f"{name}: not enough memory to decode it", "memory": True}
 
 
-def _levels(stream: BinaryIO, fields: dict[str, Any], name: str) -> tuple[dict[str, Any], list[int]]:
-    """Decode a page into a new file of pixels: uint8 ``[height, width, 4]``."""
+def _levels(stream: BinaryIO, fields: dict[str, Any], name: str, pixels: _PixelFiles) -> dict[str, Any]:
+    """Decode a page into a file of pixels: uint8 ``[height, width, 4]``."""
     image = read_page(stream, fields["page"], name, copy=False)
     width, height = image.size
-    file = _pixel_file(4 * width * height)
-    with mmap.mmap(file, 4 * width * height, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)) as memory:
-        words = np.frombuffer(memory, np.uint32).reshape(height, width)
-        digest = copy_levels(image, alone=fields["alone"], out=words)[1]
-        del words  # else the mapping cannot be closed
-    if SEALS:
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
-    return {"size": [width, height], "digest": digest.hex()}, [file]
+    file, kept = pixels.take(4 * width * height)
+    words = np.frombuffer(file.memory, np.uint32, width * height).reshape(height, width)
+    digest = copy_levels(image, alone=fields["alone"], out=words)[1]
+    return {"size": [width, height], "digest": digest.hex(), "file": file.number, "kept": kept}
+
+
+@dataclass(slots=True, eq=False)
+class _PixelFile:
+    """A file of pixels, which the parent maps too.
+
+    Args:
+        number: identifies the file in messages.
+        size: bytes.
+        memory: the file's mapping in this process.
+        free: whether the parent has released the file.
+    """
+
+    number: int
+    size: int
+    memory: mmap.mmap
+    free: bool = False
+
+
+class _PixelFiles:
+    """Files of pixels. They are reused, because allocating memory for a page takes longer than copying the page."""
+
+    def __init__(self) -> None:
+        self._kept: list[_PixelFile] = []
+        self._new: list[int] = []
+        self._numbers = count()
+
+    def take(self, size: int) -> tuple[_PixelFile, bool]:
+        """Return a file of at least ``size`` bytes, and whether it will be reused once the parent has released it."""
+        fitting = [file for file in self._kept if file.free and size <= file.size <= _MOST_LARGER * size]
+        if fitting:
+            file = min(fitting, key=lambda candidate: candidate.size)
+            file.free = False
+            return file, True
+        descriptor = _pixel_file(size)
+        self._new.append(descriptor)
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        file = _PixelFile(next(self._numbers), size, mmap.mmap(descriptor, size, flags=flags))
+        kept = self._make_room(size)
+        if kept:
+            self._kept.append(file)
+        return file, kept
+
+    def release(self, numbers: Sequence[int]) -> None:
+        """Mark files as free."""
+        for file in self._kept:
+            file.free |= file.number in numbers
+
+    def _make_room(self, size: int) -> bool:
+        """Drop free files until one of ``size`` bytes may be kept; return whether it may."""
+        while sum(file.size for file in self._kept) + size > _KEPT_BYTES:
+            free = next((file for file in self._kept if file.free), None)
+            if free is None:
+                return False
+            self._kept.remove(free)
+        return True
+
+    @contextmanager
+    def new_files(self) -> Iterator[list[int]]:
+        """Yield the descriptors of files that the parent does not have yet, and close them."""
+        yield self._new
+        for descriptor in self._new:
+            os.close(descriptor)
+        self._new.clear()
 
 
 def _pixel_file(size: int) -> int:
     """Return a descriptor of a new file without a name: in memory on Linux, temporary elsewhere."""
     if hasattr(os, "memfd_create"):
-        file = os.memfd_create("panscan-pixels", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = os.memfd_create("panscan-pixels", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     else:
         with tempfile.TemporaryFile() as temporary:
-            file = os.dup(temporary.fileno())
-    os.ftruncate(file, size)
-    return file
+            descriptor = os.dup(temporary.fileno())
+    os.ftruncate(descriptor, size)
+    if SEALS:
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+    return descriptor

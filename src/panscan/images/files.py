@@ -17,9 +17,9 @@ from PIL import Image
 
 from panscan.core import ImageError
 from panscan.core.request import MAX_PAGES
-from panscan.images.decode import image_error, page_index, read_levels, upright_rgb
+from panscan.images.decode import array_image, image_error, page_index, upright_rgb
 from panscan.images.fetch import ConcealedUrl, fetch, named_url, rewritten
-from panscan.images.pool import count_pages, page_size, read_page
+from panscan.images.pool import PageLevels, count_pages, is_cheap, page_size, read_page, read_pixels
 from panscan.images.storage import is_stored, list_objects, object_exists, read_object
 
 __all__ = [
@@ -33,6 +33,8 @@ __all__ = [
     "in_memory",
     "load_page",
     "open_image",
+    "open_pixels",
+    "opens_quickly",
     "page_digest",
     "page_named",
     "split_page",
@@ -76,11 +78,13 @@ class PageBytes:
         content: the file's bytes.
         page: page number, from 1.
         name: name in messages.
+        size: (width, height) of the page if they are known from its header.
     """
 
     content: bytes
     page: int
     name: str
+    size: tuple[int, int] | None = None
 
 
 def find_pages(
@@ -205,7 +209,7 @@ def image_size(image: Page | PageBytes | Image.Image) -> tuple[int, int]:
         with _open(image.source) as stream:
             return page_size(stream, image.page, image.name)
     if isinstance(image, PageBytes):
-        return page_size(BytesIO(image.content), image.page, image.name)
+        return image.size or page_size(BytesIO(image.content), image.page, image.name)
     return image.size
 
 
@@ -230,6 +234,41 @@ def open_image(image: Any, *, copy: bool = True) -> Image.Image:
     if isinstance(image, Image.Image):
         return upright_rgb(image, str(getattr(image, "filename", "")) or "PIL image", copy=copy)
     return _array(image, "image")
+
+
+def open_pixels(image: Page | PageBytes | Image.Image, *, alone: bool = False) -> PageLevels | Image.Image:
+    """Decode an image from :func:`expand_images` without copying its pixels (see
+    :func:`panscan.images.pool.read_pixels`).
+
+    Raises:
+        ImageError: see :func:`load_page`.
+    """
+    if isinstance(image, Page):
+        with _open(image.source) as stream:
+            return read_pixels(stream, image.page, image.name, alone=alone)
+    if isinstance(image, PageBytes):
+        return read_pixels(BytesIO(image.content), image.page, image.name, alone=alone)
+    return open_image(image, copy=False)
+
+
+def opens_quickly(image: Any) -> bool:
+    """Return whether an image takes little memory and time to open (see :func:`panscan.images.pool.is_cheap`).
+
+    Images that are decoded already do; what cannot be read fails quickly. Nothing is downloaded: remote files count as
+    quick, because only their content could tell.
+    """
+    try:
+        if isinstance(image, PageBytes | bytes):
+            return is_cheap(BytesIO(image.content if isinstance(image, PageBytes) else image), "image")
+        if isinstance(image, str | Path | Page):
+            source = image.source if isinstance(image, Page) else split_page(os.fspath(image))[0]
+            if _URL.match(source) or is_stored(source):
+                return True
+            with _open(source) as stream:
+                return is_cheap(stream, source)
+    except ImageError:
+        return True
+    return True
 
 
 def in_memory(page: Page | PageBytes, most: int) -> Page | PageBytes:
@@ -423,4 +462,4 @@ def _array(thing: Any, name: str) -> Image.Image:
         levels = np.asarray(thing)
     except (TypeError, RuntimeError, ValueError) as error:  # e.g. a tensor on a GPU
         raise image_error(name, f"no array can be made of it ({error})") from error
-    return read_levels(levels, name)
+    return array_image(levels, name)

@@ -1,8 +1,8 @@
 """Open pages without risk to this process: cheap ones here, all others in child processes with limits.
 
-PDF and TIFF files, and images of unusual size or structure, are opened by :mod:`panscan.images.decoder`. The kernel limits
-a child's memory; the pool ends a child after :data:`PAGE_SECONDS` and replaces it. Such a page is one error, and other
-pages go on. As PDFium allows one thread per process, several children are also faster.
+PDF and TIFF files, and images of unusual size or structure, are opened by :mod:`panscan.images.decoder`. The kernel
+limits a child's memory; the pool ends a child after :data:`PAGE_SECONDS` and replaces it. Such a page is one error, and
+other pages are not affected. As PDFium allows one thread per process, several children are also faster.
 
 Processes that read strangers' files call :func:`decode_in_children`: no decoder then runs in them at all.
 """
@@ -16,6 +16,7 @@ import mmap
 import os
 import tempfile
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -32,7 +33,6 @@ from panscan.core.request import MAX_PAGES
 from panscan.images import decode
 from panscan.images.decode import image_error, page_index
 from panscan.images.decoder import MEMORY_BYTES, SEALS
-from panscan.images.page_levels import copy_levels
 from panscan.images.screen import ImageHeader, read_header
 
 __all__ = [
@@ -43,8 +43,8 @@ __all__ = [
     "is_cheap",
     "page_size",
     "page_sizes",
-    "read_levels",
     "read_page",
+    "read_pixels",
     "worker_count",
 ]
 
@@ -139,21 +139,20 @@ def read_page(
         return decode.read_page(stream, page, name, copy=copy)
     size, _, levels = _decoded(header, stream, page, name, deadline)
     with decode.reading(name):
-        return Image.frombytes("RGB", size, levels.data, "raw", "RGBX")  # type: ignore[arg-type]  # takes any buffer
+        return Image.frombytes("RGB", size, levels.data, "raw", "RGBX")
 
 
-def read_levels(
+def read_pixels(
     stream: BinaryIO, page: int | None, name: str, *, alone: bool = False, deadline: Deadline = _FOREVER
-) -> PageLevels:
-    """Decode one page to its levels (see :func:`panscan.images.page_levels.copy_levels` for ``alone``).
+) -> PageLevels | Image.Image:
+    """Decode one page as it is cheapest: the levels that a child process copied, or an image that this one decoded.
 
-    Args and raises: as :func:`panscan.images.decode.read_page` and :func:`count_pages`.
+    Args and raises: as :func:`panscan.images.decode.read_page` and :func:`count_pages`; ``alone`` as
+    :func:`panscan.images.page_levels.copy_levels`.
     """
     header = read_header(stream, name)
     if _here(header):
-        image = decode.read_page(stream, page, name, copy=False)
-        levels, digest = copy_levels(image, alone=alone)
-        return PageLevels(image.size, digest, levels)
+        return decode.read_page(stream, page, name, copy=False)
     return _decoded(header, stream, page, name, deadline, alone=alone)
 
 
@@ -167,28 +166,23 @@ def _here(header: ImageHeader | None) -> bool:
 
 
 def _decoded(
-    header: ImageHeader | None, stream: BinaryIO, page: int | None, name: str, deadline: Deadline, *, alone: bool = False
+    header: ImageHeader | None,
+    stream: BinaryIO,
+    page: int | None,
+    name: str,
+    deadline: Deadline,
+    *,
+    alone: bool = False,
 ) -> PageLevels:
     pool = _CHEAP if _is_ordinary(header) else _DOCUMENTS
     reply = _ask(pool, stream, deadline, "levels", name, page=page, alone=alone)
     width, height = (int(side) for side in reply.fields["size"])
-    levels = _mapped(reply.files[0], width, height)
+    assert reply.pixels is not None  # levels were asked for
+    levels = reply.pixels.reshape(height, width, 4)
     return PageLevels((width, height), bytes.fromhex(reply.fields["digest"]), levels)
 
 
-def _mapped(file: int, width: int, height: int) -> NDArray[np.uint8]:
-    """Return the pixels in a child's file, without copying them; their memory is freed with the array."""
-    try:
-        sealed = not SEALS or fcntl.fcntl(file, fcntl.F_GET_SEALS) & SEALS == SEALS
-        if not sealed or os.fstat(file).st_size != 4 * width * height:
-            raise ImageError("a decoding process returned pixels of another size")
-        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-        return np.frombuffer(mmap.mmap(file, 4 * width * height, flags=flags), np.uint8).reshape(height, width, 4)
-    finally:
-        os.close(file)
-
-
-def _ask(pool: _Pool, stream: BinaryIO, deadline: Deadline, operation: str, name: str, **fields: Any) -> Message:
+def _ask(pool: _Pool, stream: BinaryIO, deadline: Deadline, operation: str, name: str, **fields: Any) -> _Reply:
     """Return a child's reply to one request.
 
     Raises:
@@ -225,8 +219,8 @@ def _descriptor(stream: BinaryIO, name: str) -> Iterator[int]:
 def _unnamed_file() -> BinaryIO:
     """Return a new file without a name: in memory on Linux, so that documents never reach the disk."""
     if hasattr(os, "memfd_create"):
-        return os.fdopen(os.memfd_create("panscan-document", os.MFD_CLOEXEC), "w+b", buffering=0)  # type: ignore[return-value]
-    return tempfile.TemporaryFile(buffering=0)  # type: ignore[return-value]
+        return os.fdopen(os.memfd_create("panscan-document", os.MFD_CLOEXEC), "w+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)
 
 
 class _Pool:
@@ -257,7 +251,7 @@ class _Pool:
             if not self._children:
                 self._idle.append(self._started())
 
-    def ask(self, fields: dict[str, Any], file: int, name: str, deadline: Deadline) -> Message:
+    def ask(self, fields: dict[str, Any], file: int, name: str, deadline: Deadline) -> _Reply:
         """Return the reply of the next free child.
 
         Raises:
@@ -324,31 +318,68 @@ class _Pool:
             worker.child.close()
 
 
+class _Reply(NamedTuple):
+    """A child's reply: its fields, and the pixels of a page if they were asked for, uint8 ``[bytes]``."""
+
+    fields: dict[str, Any]
+    pixels: NDArray[np.uint8] | None
+
+
 class _Worker:
     """A child process of a pool, used by one thread at a time."""
 
     def __init__(self, child: Child) -> None:
         self.child = child
         self.uses = 0
+        self._mapped: dict[int, mmap.mmap] = {}
+        self._released: deque[int] = deque()  # appended to by whichever thread drops an array last
 
-    def ask(self, fields: dict[str, Any], file: int, name: str, deadline: Deadline) -> Message:
+    def ask(self, fields: dict[str, Any], file: int, name: str, deadline: Deadline) -> _Reply:
         """Return the reply to a request (see :meth:`_Pool.ask`)."""
         self.uses += 1
-        seconds = PAGE_SECONDS + (_START_SECONDS if self.uses == 1 else 0.0)
-        limit = Deadline.after(seconds)
+        released = [self._released.popleft() for _ in range(len(self._released))]
+        limit = Deadline.after(PAGE_SECONDS + (_START_SECONDS if self.uses == 1 else 0.0))
         try:
-            self.child.send(fields, files=[file])
+            self.child.send({**fields, "released": released}, files=[file])
             while not self.child.readable(min(_POLL_SECONDS, limit.remaining)):
                 deadline.check()
                 if not limit.remaining:
                     raise image_error(name, f"opening it took longer than {PAGE_SECONDS:g} s")
-            return self.child.receive(PAGE_SECONDS)
+            message = self.child.receive(PAGE_SECONDS)
+            return _Reply(message.fields, self._pixels(message) if "file" in message.fields else None)
         except ChildEndedError as error:
             problem = f"the decoder crashed or needed more than {MEMORY_BYTES / 1e9:g} GB of memory (it {error})"
             raise image_error(name, problem) from error
         except TimeoutError:
             deadline.check()
             raise image_error(name, "the decoding process stopped within its reply") from None
+
+    def _pixels(self, message: Message) -> NDArray[np.uint8]:
+        """Return the pixels in a child's file without copying them. Once the array is dropped, the file is released."""
+        width, height = message.fields["size"]
+        number, size = message.fields["file"], 4 * int(width) * int(height)
+        if message.files:
+            memory = _mapping(message.files[0], size)
+            if message.fields["kept"]:
+                self._mapped[number] = memory
+        else:
+            memory = self._mapped[number]
+        pixels = np.frombuffer(memory, np.uint8, size)
+        if message.fields["kept"]:
+            weakref.finalize(pixels, self._released.append, number).atexit = False
+        return pixels
+
+
+def _mapping(file: int, size: int) -> mmap.mmap:
+    """Map a child's file of at least ``size`` bytes, and close its descriptor."""
+    try:
+        length = os.fstat(file).st_size
+        sealed = not SEALS or fcntl.fcntl(file, fcntl.F_GET_SEALS) & SEALS == SEALS
+        if not sealed or length < size:
+            raise ImageError("a decoding process returned a file of another size")
+        return mmap.mmap(file, length, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+    finally:
+        os.close(file)
 
 
 def _environment() -> dict[str, str]:
@@ -376,4 +407,3 @@ def _close_pools() -> None:
 atexit.register(_close_pools)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_children)
-

@@ -8,7 +8,7 @@ import sys
 EXIT = """
 import sys, threading
 import torch
-from panscan.engine.daemons import DaemonThreads, native_work
+from panscan.core.daemons import DaemonThreads, native_work
 
 inside, never = threading.Event(), threading.Event()
 
