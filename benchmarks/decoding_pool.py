@@ -100,7 +100,7 @@ def measure_pdf(content: bytes, pages: int, rounds: int) -> dict[str, Any]:
 
 
 def _rendering_seconds(content: bytes, pages: int, children: int) -> float:
-    documents = pool._Pool(children)
+    documents = pool.DecodingPool(children)
     pool._DOCUMENTS, before = documents, pool._DOCUMENTS
     numbers = [1 + index % _PDF_PAGES for index in range(pages)]
 

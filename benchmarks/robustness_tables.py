@@ -14,6 +14,7 @@ __all__ = ["robustness_cases", "robustness_parts"]
 RECORD = Path(__file__).parent / "records" / "robustness.json"
 _CALLED = {
     "files": "damaged images and PDFs",
+    "bombs": "expensive pages",
     "commands": "hostile command lines",
     "kills": "jobs killed and resumed",
     "enospc": "jobs on a full disk, resumed",

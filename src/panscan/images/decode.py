@@ -156,7 +156,7 @@ def page_sizes(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES) -> list[
     """
     count = count_pages(stream, name, max_pages)
     if count > max_pages:
-        raise image_error(name, f"has more than {max_pages} pages")
+        raise image_error(name, f"has more than {max_pages} pages, the limit")
     with reading(name):
         stream.seek(0)
         if _is_pdf(stream, name):

@@ -25,10 +25,7 @@ from panscan.core.child import Parent
 from panscan.images.decode import count_pages, page_size, page_sizes, read_page
 from panscan.images.page_levels import copy_levels
 
-__all__ = ["MEMORY_BYTES", "SEALS", "main"]
-
-MEMORY_BYTES = 2_000_000_000
-"""Memory that one decoding process may take for a document, in addition to its own."""
+__all__ = ["SEALS", "main"]
 
 SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 """Seals of a file with pixels, so that its size cannot change under the reader."""
@@ -42,9 +39,14 @@ def main() -> None:
     """Answer requests until the parent closes the connection."""
     parent = Parent()
     parent.end_with_parent()
-    _limit_process()
+    parent.send({})
     pixels = _PixelFiles()
+    limited = False
     while (message := parent.receive()) is not None:
+        memory = message.fields.pop("memory")
+        if not limited:
+            _limit_process(memory)
+            limited = True
         pixels.release(message.fields.pop("released"))
         with os.fdopen(message.files[0], "rb") as stream:
             stream.seek(0)  # the parent shares the position
@@ -53,15 +55,15 @@ def main() -> None:
             parent.send(fields, files=files)
 
 
-def _limit_process() -> None:
+def _limit_process(memory: int) -> None:
     """Limit memory, file sizes and open files of this process, which the kernel then enforces."""
     used = _address_space()
     if used is not None:
-        resource.setrlimit(resource.RLIMIT_AS, _within(resource.RLIMIT_AS, used + MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_AS, _within(resource.RLIMIT_AS, used + memory))
         with suppress(OSError):  # if the host runs out of memory, the kernel should end this process first
             Path("/proc/self/oom_score_adj").write_text("800", "ascii")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, _within(resource.RLIMIT_FSIZE, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, _within(resource.RLIMIT_FSIZE, memory))
     resource.setrlimit(resource.RLIMIT_NOFILE, _within(resource.RLIMIT_NOFILE, _MOST_OPEN))
 
 

@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 from PIL import Image
 
@@ -32,11 +33,13 @@ from panscan.core.deadline import Deadline
 from panscan.core.request import MAX_PAGES
 from panscan.images import decode
 from panscan.images.decode import image_error, page_index
-from panscan.images.decoder import MEMORY_BYTES, SEALS
+from panscan.images.decoder import SEALS
 from panscan.images.screen import ImageHeader, read_header
 
 __all__ = [
+    "MEMORY_BYTES",
     "PAGE_SECONDS",
+    "DecodingPool",
     "PageLevels",
     "count_pages",
     "decode_in_children",
@@ -51,9 +54,13 @@ __all__ = [
 PAGE_SECONDS = 20.0
 """Longest time for opening a document or decoding one of its pages, seconds, once a child process is free."""
 
+MEMORY_BYTES = 2_000_000_000
+"""Memory that a child process may take for a document, in addition to its own: 178 megapixels of a JPEG fit."""
+
+_HOST_SHARE = 8  # at most an eighth of the host's memory for each pool of a process
 _REUSES = 1_000  # documents per child, so that what a decoder leaks stays bounded
 _POLL_SECONDS = 0.1  # until an abandoned request is noticed
-_START_SECONDS = 60.0  # for a child's first reply, in addition: it imports libraries on a busy machine
+_START_SECONDS = 60.0  # for a child to start: it imports libraries, perhaps on a busy machine
 _KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "TMPDIR", "SYSTEMROOT")
 _FOREVER = Deadline()
 
@@ -69,7 +76,8 @@ class PageLevels(NamedTuple):
 def worker_count() -> int:
     """Return the most child processes of a pool: one per core, at least two so that one slow page blocks no other."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(2, min(cores, 8))
+    fitting = psutil.virtual_memory().total // (_HOST_SHARE * MEMORY_BYTES)
+    return max(2, min(cores, fitting, 8))
 
 
 def decode_in_children() -> None:
@@ -182,7 +190,7 @@ def _decoded(
     return PageLevels((width, height), bytes.fromhex(reply.fields["digest"]), levels)
 
 
-def _ask(pool: _Pool, stream: BinaryIO, deadline: Deadline, operation: str, name: str, **fields: Any) -> _Reply:
+def _ask(pool: DecodingPool, stream: BinaryIO, deadline: Deadline, operation: str, name: str, **fields: Any) -> _Reply:
     """Return a child's reply to one request.
 
     Raises:
@@ -203,35 +211,37 @@ def _descriptor(stream: BinaryIO, name: str) -> Iterator[int]:
     try:
         descriptor = stream.fileno()
     except io.UnsupportedOperation:
-        pass
+        with _copied(stream, name) as file:
+            yield file.fileno()
     else:
         yield descriptor
-        return
+
+
+def _copied(stream: BinaryIO, name: str) -> BinaryIO:
+    """Return a stream's content in a new file without a name: in memory on Linux, so that it never reaches the disk."""
     try:
-        with _unnamed_file() as file:
-            file.write(stream.read() if not isinstance(stream, io.BytesIO) else stream.getbuffer())
-            file.seek(0)
-            yield file.fileno()
+        if hasattr(os, "memfd_create"):
+            file: BinaryIO = os.fdopen(os.memfd_create("panscan-document", os.MFD_CLOEXEC), "w+b")
+        else:
+            file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
+        file.write(stream.getbuffer() if isinstance(stream, io.BytesIO) else stream.read())
+        file.flush()
     except OSError as error:
         raise image_error(name, f"cannot be passed to a decoding process ({error.strerror or error})") from error
+    return file
 
 
-def _unnamed_file() -> BinaryIO:
-    """Return a new file without a name: in memory on Linux, so that documents never reach the disk."""
-    if hasattr(os, "memfd_create"):
-        return os.fdopen(os.memfd_create("panscan-document", os.MFD_CLOEXEC), "w+b", buffering=0)
-    return tempfile.TemporaryFile(buffering=0)
-
-
-class _Pool:
+class DecodingPool:
     """Child processes that open documents, started as needed. Thread-safe.
 
     Args:
         most: maximum number of processes.
+        seconds: see :data:`PAGE_SECONDS`.
+        memory: see :data:`MEMORY_BYTES`.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, *, seconds: float = PAGE_SECONDS, memory: int = MEMORY_BYTES) -> None:
+        self._most, self._seconds, self._memory = most, seconds, memory
         self.forget()
 
     def forget(self) -> None:
@@ -302,9 +312,12 @@ class _Pool:
         return self._closed or (self._waiting[0] is turn and self._busy < self._most)
 
     def _started(self) -> _Worker:
-        child = Child("panscan.images.decoder", environment=_environment(), keep_stderr=True)
+        try:
+            child = Child("panscan.images.decoder", environment=_environment(), keep_stderr=True)
+        except OSError as error:
+            raise ImageError(f"a decoding process cannot be started ({error.strerror or error})") from error
         self._children.add(child)
-        return _Worker(child)
+        return _Worker(child, self._seconds, self._memory)
 
     def _release(self, worker: _Worker, *, usable: bool) -> None:
         with self._changed:
@@ -326,33 +339,43 @@ class _Reply(NamedTuple):
 
 
 class _Worker:
-    """A child process of a pool, used by one thread at a time."""
+    """A child process of a pool, used by one thread at a time. Limits: see :class:`DecodingPool`."""
 
-    def __init__(self, child: Child) -> None:
-        self.child = child
+    def __init__(self, child: Child, seconds: float, memory: int) -> None:
+        self.child, self._seconds, self._memory = child, seconds, memory
         self.uses = 0
         self._mapped: dict[int, mmap.mmap] = {}
         self._released: deque[int] = deque()  # appended to by whichever thread drops an array last
 
     def ask(self, fields: dict[str, Any], file: int, name: str, deadline: Deadline) -> _Reply:
-        """Return the reply to a request (see :meth:`_Pool.ask`)."""
+        """Return the reply to a request (see :meth:`DecodingPool.ask`)."""
         self.uses += 1
         released = [self._released.popleft() for _ in range(len(self._released))]
-        limit = Deadline.after(PAGE_SECONDS + (_START_SECONDS if self.uses == 1 else 0.0))
         try:
-            self.child.send({**fields, "released": released}, files=[file])
-            while not self.child.readable(min(_POLL_SECONDS, limit.remaining)):
-                deadline.check()
-                if not limit.remaining:
-                    raise image_error(name, f"opening it took longer than {PAGE_SECONDS:g} s")
-            message = self.child.receive(PAGE_SECONDS)
+            if self.uses == 1:  # its first message says that it has started: a page's time begins then
+                self._receive(_START_SECONDS, deadline)
+            self.child.send({**fields, "released": released, "memory": self._memory}, files=[file])
+            message = self._receive(self._seconds, deadline)
             return _Reply(message.fields, self._pixels(message) if "file" in message.fields else None)
         except ChildEndedError as error:
-            problem = f"the decoder crashed or needed more than {MEMORY_BYTES / 1e9:g} GB of memory (it {error})"
+            problem = f"the decoder crashed or needed more than {self._memory / 1e9:g} GB of memory (it {error})"
             raise image_error(name, problem) from error
         except TimeoutError:
             deadline.check()
-            raise image_error(name, "the decoding process stopped within its reply") from None
+            raise image_error(name, f"opening it took longer than {self._seconds:g} s") from None
+
+    def _receive(self, seconds: float, deadline: Deadline) -> Message:
+        """Return the child's next message.
+
+        Raises:
+            TimeoutError: it did not arrive within ``seconds``, or before the deadline.
+            ChildEndedError: the child has ended.
+        """
+        limit = Deadline.after(seconds)
+        while not self.child.readable(min(_POLL_SECONDS, limit.remaining)):
+            deadline.check()
+            limit.check()
+        return self.child.receive(seconds)
 
     def _pixels(self, message: Message) -> NDArray[np.uint8]:
         """Return the pixels in a child's file without copying them. Once the array is dropped, the file is released."""
@@ -389,7 +412,7 @@ def _environment() -> dict[str, str]:
 
 
 _inline = True
-_CHEAP, _DOCUMENTS = _Pool(worker_count()), _Pool(worker_count())
+_CHEAP, _DOCUMENTS = DecodingPool(worker_count()), DecodingPool(worker_count())
 """Pools for images that decode quickly, and for all other files: a slow document must not delay a picture."""
 
 

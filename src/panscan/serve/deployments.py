@@ -11,6 +11,7 @@ from typing import Any
 
 from panscan.core import PanscanError, SettingError
 from panscan.core.ranges import Range
+from panscan.images.pool import decode_in_children
 from panscan.serve.backend import ServeBackend
 from panscan.serve.options import ServeOptions
 from panscan.serve.replica import DeployedReplica
@@ -77,6 +78,7 @@ class Ingress:
         # A configuration file may use another application name: one cluster can serve several models.
         name = serve.get_replica_context().app_name
         self._backend = ReplicaBackend(engines, options, app=name, replicas=replicas)
+        decode_in_children()
         self._app = create_app(options, self._backend)
         self._loading = asyncio.get_running_loop().create_task(self._load())
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from panscan.core import EngineError, PanscanError, Result, TokenEvent, now
 from panscan.core.process import join_time_line
+from panscan.images.pool import decode_in_children
 from panscan.serve.loaded_model import LoadedModel, open_model
 from panscan.serve.messages import (
     AskQuery,
@@ -60,6 +61,7 @@ class _Worker:
         opening = pickle.loads(self._connection.recv_bytes())
         assert isinstance(opening, Open)  # the server sends it first
         join_time_line(opening.time_line)
+        decode_in_children()
         try:
             model = open_model(opening.settings)
         except PanscanError as error:

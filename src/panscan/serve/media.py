@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import math
 import os
 import stat
 from collections.abc import Mapping
@@ -15,10 +14,12 @@ from urllib.parse import unquote, urlsplit
 
 from blake3 import blake3
 
-from panscan.core import ImageError, now
-from panscan.images.decode import count_pages, image_error
+from panscan.core import ImageError
+from panscan.core.deadline import Deadline
+from panscan.images.decode import image_error
 from panscan.images.fetch import fetch_from
-from panscan.images.files import PageBytes, image_size
+from panscan.images.files import PageBytes
+from panscan.images.pool import page_sizes
 from panscan.serve.options import ServeOptions
 
 __all__ = ["MediaFile", "MediaReader"]
@@ -58,36 +59,31 @@ class MediaReader:
         self._root = None if root is None else root.resolve()
         self._max_bytes = round(options.max_body_mb * 1e6)
 
-    def read(self, url: str, uploads: Mapping[str, bytes], name: str, deadline: float = math.inf) -> MediaFile:
+    def read(self, url: str, uploads: Mapping[str, bytes], name: str, deadline: Deadline) -> MediaFile:
         """Return the document behind a URL.
 
         Args:
             url: a ``data:``, ``http(s):``, ``file:`` or ``attachment:`` URL.
             uploads: files of a multipart body, by field name.
             name: name of the document in error messages, such as ``image 2``.
-            deadline: time at which a download is aborted, seconds of :func:`panscan.core.now`.
+            deadline: when the work ends.
 
         Raises:
             TimeoutError: the deadline has passed.
             ImageError: the source is not allowed, cannot be read, or exceeds a limit.
         """
-        if now() >= deadline:
-            raise TimeoutError
+        deadline.check()
         content = self._content(url, uploads, name, deadline)
-        most = self._options.max_pages
-        count = count_pages(BytesIO(content), name, most)
-        if count > most:
-            raise image_error(name, f"has more than {most} pages, this server's limit")
-        found = tuple(PageBytes(content, page, name) for page in range(1, count + 1))
-        sizes = tuple(image_size(page) for page in found)
+        sizes = tuple(page_sizes(BytesIO(content), name, self._options.max_pages, deadline))
         for number, (width, height) in enumerate(sizes, start=1):
             if width * height > self._options.max_pixels:
                 page = f"page {number}: " if len(sizes) > 1 else ""
                 problem = f"{page}{width}x{height} pixels exceed this server's limit of {self._options.max_pixels}"
                 raise image_error(name, problem)
-        return MediaFile(found, sizes, blake3(content).digest())
+        pages = tuple(PageBytes(content, number, name, size) for number, size in enumerate(sizes, start=1))
+        return MediaFile(pages, sizes, blake3(content).digest())
 
-    def _content(self, url: str, uploads: Mapping[str, bytes], name: str, deadline: float) -> bytes:
+    def _content(self, url: str, uploads: Mapping[str, bytes], name: str, deadline: Deadline) -> bytes:
         scheme = url.partition(":")[0].lower()
         match scheme:
             case "data":
@@ -103,12 +99,12 @@ class MediaReader:
                 return self._local(url, name)
         raise image_error(name, "expected a data:, https:, file: or attachment: URL")
 
-    def _fetched(self, url: str, name: str, deadline: float) -> bytes:
+    def _fetched(self, url: str, name: str, deadline: Deadline) -> bytes:
         if not self._domains:
             problem = "remote images are disabled on this server (--allowed-media-domains); send a data: URL"
             raise image_error(name, problem)
         try:
-            return fetch_from(url, self._domains, max_bytes=self._max_bytes, deadline=deadline)
+            return fetch_from(url, self._domains, max_bytes=self._max_bytes, deadline=deadline.until)
         except ImageError as error:
             raise image_error(name, str(error)) from error
 

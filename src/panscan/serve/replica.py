@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from panscan.core import EngineError, Request, Result, Stats, TokenEvent, now
+from panscan.images.pool import decode_in_children
 from panscan.model.machine import resolve_device, set_thread_count
 from panscan.serve.backend import ModelInfo, RequestWork, TokenCounts
 from panscan.serve.loaded_model import open_model
@@ -44,6 +45,7 @@ class EngineReplica:
         if not on_gpu:
             set_thread_count(threads or max(1, (os.cpu_count() or 1) // replicas))
         self._hang_seconds = _HANG_SECONDS["cuda" if on_gpu else "cpu"]
+        decode_in_children()
         self._model = open_model(settings)
         self._id = id
         self._probe: asyncio.Future[Stats] | None = None

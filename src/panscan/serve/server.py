@@ -14,6 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from panscan.core import EngineError, SettingError
 from panscan.core.activity import activity
+from panscan.images.pool import decode_in_children
 from panscan.serve.app import create_app
 from panscan.serve.engine_process import EngineProcess
 from panscan.serve.generation import AdmissionControl
@@ -45,6 +46,7 @@ def run_server(options: ServeOptions, on_ready: Callable[[str], None]) -> int:
         PanscanError: the model cannot be loaded.
         EngineError: the engine's process died too often.
     """
+    decode_in_children()
     return asyncio.run(_Server(options, on_ready).run())
 
 

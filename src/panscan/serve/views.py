@@ -9,6 +9,7 @@ from typing import Any
 from PIL import Image
 
 from panscan.core import PanAndScan
+from panscan.core.deadline import Deadline
 from panscan.images.files import open_image
 from panscan.images.views import GEMMA3_COST, PromptCost, plan_views
 from panscan.serve.media import MediaFile
@@ -34,7 +35,7 @@ def size_views(width: int, height: int, settings: PanAndScan, cost: PromptCost |
 
 
 def page_views(
-    document: MediaFile, settings: PanAndScan, cost: PromptCost | None, *, preview: bool
+    document: MediaFile, settings: PanAndScan, cost: PromptCost | None, deadline: Deadline, *, preview: bool
 ) -> list[dict[str, Any]]:
     """Return the views of each page. Pages are decoded one at a time, because decoding determines the orientation.
 
@@ -42,14 +43,17 @@ def page_views(
         document: document within the server's limits.
         settings: pan-and-scan settings.
         cost: prompt tokens of an image; None: those of Gemma 3.
+        deadline: when the work ends.
         preview: whether to add a JPEG of each page, at most 1,600 pixels per side, as a data URL.
 
     Raises:
         ImageError: a page cannot be decoded.
         SettingError: see :func:`panscan.images.views.split`.
+        TimeoutError: the deadline has passed.
     """
     found = []
     for page in document.pages[:_PREVIEWS]:
+        deadline.check()
         image = open_image(page)
         entry = size_views(image.width, image.height, settings, cost)
         found.append({**entry, "preview": _data_url(image)} if preview else entry)

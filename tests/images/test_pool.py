@@ -1,0 +1,217 @@
+"""Pages opened by child processes: the same pixels, limits that end one page only, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import psutil
+import pytest
+from benchmarks.robustness.bombs import _page, pdf_doubling_forms
+from PIL import Image
+
+from panscan.core import ImageError
+from panscan.core.deadline import Deadline
+from panscan.images import decode, pool
+from panscan.images.page_levels import copy_levels
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits of the Linux kernel")
+
+
+@pytest.fixture(autouse=True)
+def in_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let children decode cheap images too, as in a server."""
+    monkeypatch.setattr(pool, "_inline", False)
+
+
+@pytest.fixture
+def documents(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[pool.DecodingPool]:
+    """A pool of one child, with the limits of the test."""
+    limited = pool.DecodingPool(1, **getattr(request, "param", {}))
+    monkeypatch.setattr(pool, "_DOCUMENTS", limited)
+    yield limited
+    limited.close()
+
+
+def noise(seed: int, size: tuple[int, int] = (120, 90), mode: str = "RGB") -> Image.Image:
+    levels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 4), dtype=np.uint8)
+    return Image.fromarray(levels).convert(mode)
+
+
+def saved(kind: str, *pages: Image.Image, **options: object) -> bytes:
+    file = BytesIO()
+    more = {"save_all": True, "append_images": pages[1:]} if len(pages) > 1 else {}
+    pages[0].save(file, kind, **more, **options)
+    return file.getvalue()
+
+
+def rotated() -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return saved("JPEG", noise(1), exif=exif.tobytes())
+
+
+FILES = {
+    "png": (saved("PNG", noise(0)), None),
+    "transparent": (saved("PNG", noise(0, mode="RGBA")), None),
+    "jpeg": (saved("JPEG", noise(0)), None),
+    "rotated": (rotated(), None),
+    "webp": (saved("WEBP", noise(0)), None),
+    "gif": (saved("GIF", noise(0)), None),
+    "pdf": (saved("PDF", noise(0), noise(1), noise(2)), 2),
+    "tiff": (saved("TIFF", noise(0), noise(1), noise(2)), 3),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_child_reads_what_this_process_would(kind: str, tmp_path: Path) -> None:
+    content, page = FILES[kind]
+    expected = decode.read_page(BytesIO(content), page, "page")
+    levels, digest = copy_levels(expected)
+    found = pool.read_pixels(BytesIO(content), page, "page")
+    assert isinstance(found, pool.PageLevels)
+    assert (found.size, found.digest) == (expected.size, digest)
+    assert np.array_equal(found.levels, levels)
+    assert pool.read_page(BytesIO(content), page, "page") == expected
+    (tmp_path / "page").write_bytes(content)
+    with (tmp_path / "page").open("rb") as stream:
+        assert pool.read_page(stream, page, "page") == expected
+    assert pool.page_size(BytesIO(content), page, "page") == decode.page_size(BytesIO(content), page, "page")
+    count = pool.count_pages(BytesIO(content), "page")
+    assert count == decode.count_pages(BytesIO(content), "page")
+    sizes = pool.page_sizes(BytesIO(content), "page")
+    assert sizes == [decode.page_size(BytesIO(content), number, "page") for number in range(1, count + 1)]
+
+
+def test_pixels_stay_while_other_pages_are_decoded_by_many_threads() -> None:
+    """Files of pixels are reused, but not before their array is dropped."""
+    pages = [noise(seed, (300 + seed, 200)) for seed in range(30)]
+    contents = [saved("PNG", page) for page in pages]
+
+    def levels(number: int) -> np.ndarray:
+        found = pool.read_pixels(BytesIO(contents[number % 30]), None, "page")
+        assert isinstance(found, pool.PageLevels)
+        return found.levels if number % 3 else found.levels[10:, 20:]
+
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(levels, range(30)))
+        for _ in threads.map(levels, range(60)):
+            pass
+    for number, array in enumerate(found):
+        expected = np.asarray(pages[number])
+        assert np.array_equal(array[..., :3], expected if number % 3 else expected[10:, 20:])
+
+
+@pytest.mark.parametrize("documents", [{"memory": 200_000_000}], indirect=True)
+def test_a_page_that_needs_too_much_memory_is_one_error(documents: pool.DecodingPool) -> None:
+    with pytest.raises(ImageError, match=r"^bomb\.pdf: .*(crashed or needed more than 0\.2 GB|not enough memory)"):
+        pool.read_page(BytesIO(pdf_doubling_forms(Random(0))), None, "bomb.pdf")
+    content, page = FILES["pdf"]
+    assert pool.read_page(BytesIO(content), page, "page") == decode.read_page(BytesIO(content), page, "page")
+
+
+@pytest.mark.parametrize("documents", [{"seconds": 1.0}], indirect=True)
+def test_a_page_that_takes_too_long_is_one_error(documents: pool.DecodingPool) -> None:
+    with pytest.raises(ImageError, match=r"^slow\.pdf: opening it took longer than 1 s$"):
+        pool.read_page(BytesIO(slow_pdf()), None, "slow.pdf")
+    content, page = FILES["pdf"]
+    assert pool.read_page(BytesIO(content), page, "page") == decode.read_page(BytesIO(content), page, "page")
+
+
+def slow_pdf() -> bytes:
+    """A page that takes minutes: a stroke per operator, over the whole page."""
+    return _page(contents=b"0 0 m 600 800 l 0 800 m 600 0 l S " * 2_000_000, filters=1)
+
+
+def test_an_abandoned_page_ends_its_child(documents: pool.DecodingPool) -> None:
+    deadline, waiting = Deadline(), Deadline()
+    with ThreadPoolExecutor(2) as threads:
+        slow = threads.submit(pool.read_page, BytesIO(slow_pdf()), None, "slow.pdf", deadline=deadline)
+        while not documents._children:
+            pass
+        [child] = documents._children
+        behind = threads.submit(pool.page_size, BytesIO(FILES["pdf"][0]), 1, "page", deadline=waiting)
+        waiting.abandon()
+        with pytest.raises(TimeoutError):
+            behind.result(60)
+        assert not slow.done()
+        deadline.abandon()
+        with pytest.raises(TimeoutError):
+            slow.result(60)
+    assert not psutil.pid_exists(child.pid)
+    assert pool.page_size(BytesIO(FILES["pdf"][0]), 1, "page") == decode.page_size(BytesIO(FILES["pdf"][0]), 1, "page")
+
+
+def test_a_killed_child_is_replaced(documents: pool.DecodingPool) -> None:
+    content, page = FILES["tiff"]
+    expected = decode.read_page(BytesIO(content), page, "page")
+    for _ in range(3):
+        assert pool.read_page(BytesIO(content), page, "page") == expected
+        for child in documents._children:
+            psutil.Process(child.pid).kill()
+        with pytest.raises(ImageError, match=r"^page: the decoder crashed .*SIGKILL"):
+            pool.read_page(BytesIO(content), page, "page")
+
+
+def test_a_child_has_no_credentials(monkeypatch: pytest.MonkeyPatch, documents: pool.DecodingPool) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret-of-the-test")
+    pool.page_size(BytesIO(FILES["pdf"][0]), 1, "page")
+    [child] = documents._children
+    assert b"secret-of-the-test" not in Path(f"/proc/{child.pid}/environ").read_bytes()
+
+
+def test_children_end_with_a_killed_parent(tmp_path: Path) -> None:
+    program = (
+        "import sys, psutil, threading\n"
+        "from io import BytesIO\n"
+        "from pathlib import Path\n"
+        "from panscan.images import pool\n"
+        "content = Path(sys.argv[1]).read_bytes()\n"
+        "threading.Thread(target=pool.read_page, args=(BytesIO(content), None, 'slow.pdf'), daemon=True).start()\n"
+        "while not (children := psutil.Process().children()): pass\n"
+        "print(children[0].pid, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    (tmp_path / "slow.pdf").write_bytes(slow_pdf())
+    command = [sys.executable, "-c", program, str(tmp_path / "slow.pdf")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    gone, alive = psutil.wait_procs([child], timeout=60)
+    assert gone and not alive
+
+
+def test_a_forked_process_starts_children_of_its_own() -> None:
+    content, page = FILES["pdf"]
+    expected = pool.read_page(BytesIO(content), page, "page")
+    before = {child.pid for child in pool._DOCUMENTS._children}
+    pid = os.fork()
+    if pid == 0:
+        same = pool.read_page(BytesIO(content), page, "page") == expected
+        os._exit(0 if same and not before & {child.pid for child in pool._DOCUMENTS._children} else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert pool.read_page(BytesIO(content), page, "page") == expected
+
+
+def test_errors_of_a_child_are_those_of_this_process() -> None:
+    content = FILES["tiff"][0]
+    for damaged, page in (
+        (content[:60], None),
+        (b"%PDF-1.4 nothing", None),
+        (b"junk", None),
+        (content, 9),
+        (content, None),
+    ):
+        with pytest.raises(ImageError) as expected:
+            decode.read_page(BytesIO(damaged), page, "page")
+        with pytest.raises(ImageError) as found:
+            pool.read_page(BytesIO(damaged), page, "page")
+        assert str(found.value) == str(expected.value)
