@@ -168,6 +168,8 @@ def test_a_broken_engine_tells_everybody(engine: Engine) -> None:
         assert isinstance(result.error, EngineError) and "released more often" in str(result.error)
     [later] = engine.generate([requests()[0]])
     assert isinstance(later.error, EngineError)
+    with pytest.raises(EngineError, match="released more often"):
+        engine.stats()
 
 
 def test_a_failed_request_ends_its_stream_with_the_reason(engine: Engine) -> None:

@@ -30,7 +30,7 @@ class DaemonThreads:
         self._started = 0
 
     def submit(self, function: Callable[[], object]) -> None:
-        """Run a function as soon as a thread is free. The function must not raise. Only one thread may submit."""
+        """Run a function as soon as a thread is free. The function must not raise. One thread may submit at a time."""
         if self._started < self._count:
             threading.Thread(target=self._run, name=f"{self._name}-{self._started}", daemon=True).start()
             self._started += 1

@@ -156,7 +156,7 @@ class Stats:
 
     Args:
         running: requests that compute.
-        waiting: prepared requests that wait for a slot.
+        waiting: accepted requests that do not run: to be prepared, in preparation, queued, or preempted.
         steps: passes through the model.
         prompt_tokens: tokens computed in prefill; those of a preempted request count each time.
         cached_tokens: prompt tokens found in the prefix cache.

@@ -35,7 +35,7 @@ from panscan.core.request import checked_request, request_list
 from panscan.engine.loop import Loop, Worker
 from panscan.engine.options import EngineOptions
 from panscan.engine.ranks import RankGroup
-from panscan.engine.request_state import ObservationState, RequestState
+from panscan.engine.request_state import ObservationState, RequestState, ignore_event
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import count_prompt
 from panscan.model.load import load_for, load_meta_model_for
@@ -215,12 +215,14 @@ class Engine:
         try:
             while True:
                 for index, request in islice(source, most - len(inflight)):
-                    inflight[index] = self._state(request, _ignore, partial(_put, finished, index))
+                    inflight[index] = self._state(request, ignore_event, partial(_put, finished, index))
                     self._worker.accept(inflight[index])
                 if not inflight:
                     return
                 self._worker.check_process()  # in a forked child, no result would ever arrive
-                index, result = finished.get()
+                index, result = self._worker.receive(finished)
+                if (stopped := self._worker.stopped) is not None and result.error is stopped:
+                    raise stopped
                 del inflight[index]
                 yield index, result
         finally:
@@ -293,13 +295,15 @@ class Engine:
 
         Args:
             request: request to answer.
-            on_event: called with each event from the engine's threads; must not block. None: no events.
-            on_end: called with the result after the last event, from the same threads; must not block.
+            on_event: called with each event from the engine's thread; must not block. If it raises, the request ends
+                with that error. None: no events.
+            on_end: called once with the result after the last event, from the same thread; must not block. What it
+                raises is logged.
 
         Raises:
             EngineError: the engine is closed, or belongs to another process.
         """
-        state = self._state(request, on_event or _ignore, on_end)
+        state = self._state(request, on_event or ignore_event, on_end)
         self._worker.accept(state)
 
         def cancel() -> None:
@@ -335,8 +339,8 @@ class Engine:
         finished: SimpleQueue[tuple[int, Result]] = SimpleQueue()
         observations = [ObservationState(forced_tokens) for forced_tokens in forced]
         for index, (request, observation) in enumerate(zip(requests, observations, strict=True)):
-            self._worker.accept(self._state(request, _ignore, partial(_put, finished, index), observation))
-        results = dict(finished.get() for _ in observations)
+            self._worker.accept(self._state(request, ignore_event, partial(_put, finished, index), observation))
+        results = dict(self._worker.receive(finished) for _ in observations)
         for index in range(len(observations)):
             if (error := results[index].error) is not None:
                 raise error
@@ -347,9 +351,19 @@ class Engine:
         """Startup choices with reasons, and startup timings; one line each."""
         return self._loop.facts.decisions
 
+    @property
+    def waiting(self) -> int:
+        """Number of accepted requests that do not run, as in :meth:`stats` but without waiting for the current pass."""
+        return self._worker.waiting
+
     def stats(self) -> Stats:
-        """Return current and cumulative statistics."""
-        return self._worker.call(self._loop.stats)
+        """Return current and cumulative statistics, as soon as the current pass ends.
+
+        Raises:
+            EngineError: the engine is closed, has failed, or belongs to another process.
+            SettingError: called from a callback, which the engine would wait for.
+        """
+        return self._worker.stats()
 
     def reset_caches(self) -> None:
         """Evict cached prefixes and encoded views that no running request uses."""
@@ -421,10 +435,6 @@ class _ResultIterator(Iterator[tuple[int, Result]]):
     def close(self) -> None:
         """Cancel requests in flight."""
         self._results.close()
-
-
-def _ignore(_event: TokenEvent) -> None:
-    """Discard a token event."""
 
 
 def _put(finished: SimpleQueue[tuple[int, Result]], index: int, result: Result) -> None:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from panscan.core import EngineError, FinishReason, ImageError, InputError, PanscanError, SettingError, Stats, now
+from panscan.core import EngineError, FinishReason, ImageError, PanscanError, Result, SettingError, Stats, now
 from panscan.core.daemons import DaemonThreads
 from panscan.core.streams import FORKED
 from panscan.engine.model_runner import (
@@ -31,7 +31,7 @@ from panscan.engine.model_runner import (
 )
 from panscan.engine.options import EngineOptions
 from panscan.engine.prepare import PixelIntake, Preparer
-from panscan.engine.request_state import ObservationState, RequestState
+from panscan.engine.request_state import ObservationState, RequestState, described
 from panscan.engine.sampling import SampledToken
 from panscan.engine.scheduling.batch import NO_ROWS, FlatBatch, ViewToEncode
 from panscan.engine.scheduling.kv_blocks import KVBlocks
@@ -41,6 +41,7 @@ from panscan.engine.scheduling.sequence import Sequence as Tokens
 from panscan.engine.scheduling.sequence import Step, flatten
 from panscan.engine.views import PixelRef
 from panscan.engine.vision import VisionCache
+from panscan.images.pool import worker_count
 from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory
 from panscan.model.phases import host_work, phase
@@ -235,11 +236,16 @@ class Loop:
         """Number of prepared requests in the queue."""
         return len(self._scheduler.waiting)
 
+    @property
+    def running(self) -> int:
+        """Number of admitted requests."""
+        return len(self._scheduler.running)
+
     def stats(self) -> Stats:
-        """Return current statistics."""
+        """Return current statistics; of waiting requests, only prepared ones are known here."""
         (used, count), (local_used, local_count) = self.blocks.usage()
         return Stats(
-            running=len(self._scheduler.running),
+            running=self.running,
             waiting=self.waiting,
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
@@ -398,8 +404,8 @@ class Loop:
             state = self._states[tokens]
             try:
                 reason = state.append_token(each, at, self.loaded.eos_ids, full=tokens.full)
-            except SettingError as error:  # its JSON schema allows no next token
-                self.end(state, "error", error)
+            except BaseException as error:  # of its schema, its callback or a panic in a library: it fails alone
+                self.end(state, "error", state.error_of(error))
                 continue
             if reason is not None:
                 self.end(state, reason)
@@ -429,22 +435,27 @@ class _LostImageError(Exception):
 
 
 _THREADS = 4  # to decode and resize images; Pillow releases the GIL while it does
+_LIVENESS_SECONDS = 1.0  # between two looks at the engine's thread while a call waits for it
 
 
 def ahead_of_need(device: str) -> int:
     """Return how many requests may be in preparation, or prepared and queued, on a type of device.
 
-    The engine starts preparations once per pass. A GPU can start many questions about known pages in one pass, so many
-    must be ready. On a CPU, preparation competes with the passes for cores.
+    A GPU can start many questions about known pages in one pass, so many must be ready when a pass ends. On a CPU,
+    preparation competes with the passes for cores.
     """
     return 32 if device == "cuda" else 8
 
 
 T = TypeVar("T")
+_THREAD_ENDED = "the engine's thread has ended: create another engine"
 
 
 class Worker:
     """A thread that owns a loop. Other threads reach the loop only through messages.
+
+    If the loop fails, all requests end with its error, and later ones are answered with it. If the thread itself ends,
+    calls raise it; none waits forever.
 
     ``ahead``: maximum requests in preparation, or prepared and queued. ``--image-memory-gb`` limits the memory of their
     images.
@@ -457,13 +468,16 @@ class Worker:
 
     def __init__(self, build: Callable[[], Loop]) -> None:
         self._messages: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._accepted: deque[RequestState] = deque()
-        self._preparing: set[RequestState] = set()
+        self._unfinished: dict[int, RequestState] = {}  # all requests without a result, by number
+        self._accepted: OrderedDict[int, RequestState] = OrderedDict()  # those to prepare
+        self._preparing: set[RequestState] = set()  # and queued for it, without those with documents
         self._broken: EngineError | None = None
-        self._lock = threading.Lock()
+        self.stopped: EngineError | None = None
+        self._lock = threading.RLock()  # garbage collection may close the engine in a thread that holds it
         self._closed = self._closing = False
         self._process = os.getpid()
         self._pool = DaemonThreads(_THREADS, "panscan-prepare")
+        self._documents = DaemonThreads(worker_count(), "panscan-document")
         built: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(build, built), name="panscan-engine", daemon=True)
         self._thread.start()
@@ -472,29 +486,72 @@ class Worker:
         except BaseException:  # includes KeyboardInterrupt: the thread ends as soon as it can
             self._closed = True
             self._messages.put(self._close)
-            self._pool.shutdown()
+            self._end_preparations()
             raise
 
     def accept(self, state: RequestState) -> None:
         """Accept a request. It always ends with a result."""
-        self._send(lambda: self._accept(state))
+        self.check_process()
+        state.on_end = partial(self._deliver, state.number, state.on_end)
+        with self._lock:
+            self._check_open()
+            self._unfinished[state.number] = state
+            if self._broken is None:
+                self._accepted[state.number] = state
+                self._prepare_ahead()
+            else:
+                self._messages.put(partial(state.end, "error", self._broken))
 
     def cancel(self, state: RequestState) -> None:
         """End a request with the tokens it has. Does nothing if it has ended."""
         self._send(lambda: self._end(state, "cancelled"))
 
     def call(self, function: Callable[[], T]) -> T:
-        """Call a function in the worker's thread, between two steps, and return its result."""
-        result: Future[T] = Future()
+        """Call a function in the worker's thread, between two steps, and return its result.
+
+        Raises:
+            EngineError: the engine is closed or has failed.
+            SettingError: called from a callback, which the thread would wait for.
+        """
+        answers: SimpleQueue[Future[T]] = SimpleQueue()
 
         def run() -> None:
+            result: Future[T] = Future()
             try:
+                if self._broken is not None:
+                    raise self._broken
                 result.set_result(function())
             except BaseException as error:  # raised in the caller's thread; the loop continues
                 result.set_exception(error)
+            answers.put(result)
 
+        self._check_caller()
         self._send(run)
-        return result.result()
+        return self.receive(answers).result()
+
+    def receive(self, queue: SimpleQueue[T]) -> T:
+        """Wait for the next item that the worker's thread puts into a queue.
+
+        Raises:
+            EngineError: the thread has ended without one.
+            SettingError: called in that thread, by a callback.
+        """
+        self._check_caller()
+        while True:
+            try:
+                return queue.get(timeout=_LIVENESS_SECONDS)
+            except Empty:
+                if not self._thread.is_alive() and queue.empty():
+                    raise self.stopped or EngineError(_THREAD_ENDED) from None
+
+    def stats(self) -> Stats:
+        """Return the loop's statistics, with all waiting requests."""
+        return self.call(lambda: replace(self.loop.stats(), waiting=self.waiting))
+
+    @property
+    def waiting(self) -> int:
+        """Number of accepted requests that do not run. Does not wait for the thread."""
+        return max(0, len(self._unfinished) - self.loop.running)
 
     def check_process(self) -> None:
         """Raise in a forked child, which has a copy of the engine without its thread.
@@ -518,14 +575,25 @@ class Worker:
                 self._messages.put(self._close)
         if threading.current_thread() is not self._thread:  # garbage collection may run the finalizer in the thread
             self._thread.join()
-        self._pool.shutdown()
+        self._end_preparations()
+
+    def _end_preparations(self) -> None:
+        for threads in (self._pool, self._documents):
+            threads.shutdown()
 
     def _send(self, message: Callable[[], None]) -> None:
         self.check_process()
         with self._lock:  # no message may follow the last one: it would never be processed
-            if self._closed:
-                raise EngineError("the engine is closed")
+            self._check_open()
             self._messages.put(message)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise self.stopped or EngineError("the engine is closed")
+
+    def _check_caller(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise SettingError("a callback must not wait for the engine, which waits for it: use another thread")
 
     def _run(self, build: Callable[[], Loop], built: Future[None]) -> None:
         try:
@@ -535,7 +603,10 @@ class Worker:
             built.set_exception(error)
             return
         built.set_result(None)
-        self._run_loop()
+        try:
+            self._run_loop()
+        finally:
+            self._stop()
 
     def _run_loop(self) -> None:
         with torch.no_grad():
@@ -549,64 +620,91 @@ class Worker:
                 except BaseException as error:  # a bug, or a library's panic: waiting callers must get an error
                     self._fail(error)
 
-    def _accept(self, state: RequestState) -> None:
-        if self._broken is not None:
-            state.end("error", self._broken)
-        else:
-            self._accepted.append(state)
-
     def _prepare_ahead(self) -> None:
-        while self._accepted and len(self._preparing) + self.loop.waiting < self.ahead:
-            state = self._accepted.popleft()
-            self._preparing.add(state)
-            self._pool.submit(partial(self._prepare, state))
+        """Start preparations. Also called by :meth:`accept`, so that a request does not wait for the end of a pass."""
+        with self._lock:
+            while self._accepted and len(self._preparing) + self.loop.waiting < self.ahead:
+                _, state = self._accepted.popitem(last=False)
+                try:
+                    self._pool.submit(partial(self._prepare, state))
+                except RuntimeError as error:  # too many threads, or the interpreter is exiting
+                    self._messages.put(partial(self._prepared, state, EngineError(f"no preparation: {error}")))
+                self._preparing.add(state)
 
-    def _prepare(self, state: RequestState) -> None:
-        """Prepare a request, in a thread of the pool."""
+    def _prepare(self, state: RequestState, *, documents: bool = False) -> None:
+        """Prepare a request, in a thread of the pool.
+
+        Args:
+            state: state of the request.
+            documents: whether it was passed on to the threads for documents: PDF and TIFF files, and images of unusual
+                size or structure. They may take long, and must not delay other requests.
+        """
         error: PanscanError | None = None
         try:
+            if not documents and not state.ended and not self.loop.preparer.is_quick(state.request):
+                with self._lock:
+                    self._preparing.discard(state)
+                    self._documents.submit(partial(self._prepare, state, documents=True))
+                return
             if not state.ended:
-                self.loop.preparer.prepare(state)
-        except PanscanError as known:
+                self.loop.preparer.prepare(state, documents=documents)
+        except EngineError as known:
             error = known
         except BaseException as unknown:  # whatever a decoder raises for a file, even a panic, fails only its request
-            text = " ".join(str(unknown).split())[:300]
-            error = InputError(f"request {state.request.id!r}: {type(unknown).__name__}: {text}")
+            error = state.error_of(unknown)
         self._messages.put(lambda: self._prepared(state, error))
 
     def _prepared(self, state: RequestState, error: PanscanError | None) -> None:
-        self._preparing.discard(state)
         if state.ended:  # cancelled during preparation
             state.drop_pixels()
-            return
-        if error is not None:
+        elif error is not None:
             state.end("error", error)
         else:
             self.loop.add(state)
+        with self._lock:
+            self._preparing.discard(state)  # last: counted twice for a moment, not zero times
 
     def _end(self, state: RequestState, reason: FinishReason, error: PanscanError | None = None) -> None:
         if state.ended:
             return
-        if state in self._accepted:
-            self._accepted.remove(state)
+        with self._lock:
+            self._accepted.pop(state.number, None)
         self.loop.end(state, reason, error)
+
+    def _deliver(self, number: int, on_end: Callable[[Result], None], result: Result) -> None:
+        """Deliver the result of a request, which no longer counts as waiting then."""
+        with self._lock:
+            self._unfinished.pop(number, None)
+        on_end(result)
 
     def _fail(self, error: BaseException) -> None:
         """End all requests and refuse new ones: after a bug, the bookkeeping cannot be trusted."""
-        text = " ".join(str(error).split())[:300]
-        known = isinstance(error, EngineError)
-        self._broken = EngineError(text if known else f"the engine stopped: {type(error).__name__}: {text}")
-        for state in self._unfinished():
-            if not state.ended:
-                state.end("error", self._broken)
-        self._accepted.clear()
+        broken = error if isinstance(error, EngineError) else EngineError(f"the engine stopped: {described(error)}")
+        with self._lock:
+            self._broken = broken
+            self._accepted.clear()
+        for state in self._requests():
+            state.end("error", broken)
 
     def _close(self) -> None:
         self._closing = True
-        for state in self._unfinished():
+        for state in self._requests():
             self._end(state, "cancelled")
+
+    def _stop(self) -> None:
+        """Leave nothing that waits: the thread ends, closed or for whatever reason."""
+        with self._lock:
+            if not self._closing:
+                self.stopped = self._broken = self._broken or EngineError(_THREAD_ENDED)
+            self._closed = True
+        for state in self._requests():
+            state.end("error", self.stopped or EngineError(_THREAD_ENDED))
+        while self.stopped is not None and not self._messages.empty():
+            with suppress(BaseException):  # answers calls; what else fails has no caller
+                self._messages.get()()
         self.loop.preparer.close()
         self.loop.close()
 
-    def _unfinished(self) -> list[RequestState]:
-        return [*self.loop.states, *self._preparing, *self._accepted]
+    def _requests(self) -> list[RequestState]:
+        with self._lock:
+            return list(self._unfinished.values())

@@ -16,7 +16,7 @@ from panscan.core import ImageError, PanAndScan, Request, SettingError, View, no
 from panscan.core.daemons import native_work
 from panscan.engine.detokenizer import Detokenizer
 from panscan.engine.grammar import Constraint, Grammars
-from panscan.engine.image_memory import DECODED_BYTES, ImageMemory
+from panscan.engine.image_memory import DECODED_BYTES, ImageMemory, Share
 from panscan.engine.options import EngineOptions
 from panscan.engine.request_state import RequestState, RequestView
 from panscan.engine.scheduling.kv_blocks import extend_hashes
@@ -24,7 +24,7 @@ from panscan.engine.scheduling.sequence import PromptLayout
 from panscan.engine.scheduling.sequence import Sequence as Tokens
 from panscan.engine.views import PixelRef
 from panscan.engine.vision import KnownFiles, view_key
-from panscan.images.files import Page, PageBytes, image_size, in_memory, open_pixels
+from panscan.images.files import Page, PageBytes, image_size, in_memory, open_pixels, opens_quickly
 from panscan.images.page_levels import copy_levels
 from panscan.images.pixels import PixelSpec
 from panscan.images.pool import PageLevels
@@ -88,18 +88,28 @@ class Preparer:
         self._known, self._intake = known, intake
         self._files = KnownFiles(_KNOWN_FILES)
         self._grammars = Grammars(loaded.reader.tokenizer, loaded.eos_ids)
-        self.memory = ImageMemory(round(options.image_memory_gb * 1e9))
+        # Documents have a budget of their own: what takes long to open must not delay other requests.
+        self.memory, self.document_memory = (ImageMemory(round(options.image_memory_gb * 1e9)) for _ in range(2))
         self.pixel_memory = None if pixel_bytes is None else ImageMemory(pixel_bytes)
         self._lock, self._preparing = threading.Lock(), 0
 
     def close(self) -> None:
         """Wake threads that wait for memory and let them proceed."""
-        for memory in (self.memory, self.pixel_memory):
+        for memory in (self.memory, self.document_memory, self.pixel_memory):
             if memory is not None:
                 memory.close()
 
-    def prepare(self, state: RequestState) -> None:
+    @staticmethod
+    def is_quick(request: Request) -> bool:
+        """Return whether a request's images open quickly (see :func:`panscan.images.files.opens_quickly`)."""
+        return all(opens_quickly(image) for image in request.images)
+
+    def prepare(self, state: RequestState, *, documents: bool = False) -> None:
         """Set all fields that the request's passes need. Waits until memory for its images is free.
+
+        Args:
+            state: state of the request.
+            documents: whether it has images that do not open quickly.
 
         Raises:
             ImageError: an image cannot be read.
@@ -108,7 +118,7 @@ class Preparer:
         """
         state.stamps.preparing = now()
         with record_waits(state.stamps.waits):
-            self._prepare_within_memory(state)
+            self._prepare_within_memory(state, documents=documents)
 
     def place(self, view: RequestView) -> PixelRef:
         """Return a reference to a view's pixels; compute them again if they were consumed or dropped.
@@ -132,31 +142,58 @@ class Preparer:
             with self._lock:
                 self._preparing -= 1
 
-    def _prepare_within_memory(self, state: RequestState) -> None:
+    def _prepare_within_memory(self, state: RequestState, *, documents: bool) -> None:
         images = images_of(state.request)
         sizes = [image_size(image) for image in images]
         views = sum(len(plan_views(*size, state.request.pan_and_scan).views) for size in sizes)
         self._reader.prompts.check_length(state.request, views)
+        request = replace(state.request, images=images)
         view_bytes = 3 * self._spec.size**2 * self._pixel_bytes
         decoded_bytes = DECODED_BYTES * sum(width * height for width, height in sizes)
-        if self.pixel_memory is None:
-            pixels = decoded = self.memory.acquire(views * view_bytes + decoded_bytes)
-        else:  # in this order: a request that may decode must not wait for passes
-            pixels = self.pixel_memory.acquire(views * view_bytes)
-            decoded = self.memory.acquire(decoded_bytes)
+        memory = self.document_memory if documents else self.memory
+        shares: list[Share] = []
         try:
-            if not state.ended:
-                with self._counted():
-                    self._prepare(state, replace(state.request, images=images))
+            if self.pixel_memory is None:
+                shares.append(pixels := memory.acquire(views * view_bytes + decoded_bytes))
+                self._prepare(state, request)
+            elif documents:  # decoding may take long, and must not hold the memory of pixels meanwhile
+                shares.append(memory.acquire(decoded_bytes))
+                read = self._load(state, request)
+                shares.append(pixels := self.pixel_memory.acquire(views * view_bytes))
+                self._preprocess_images(state, request, read)
+            else:  # in this order: a request that may decode must not wait for passes
+                shares.append(pixels := self.pixel_memory.acquire(views * view_bytes))
+                shares.append(memory.acquire(decoded_bytes))
+                self._prepare(state, request)
         except BaseException:
-            pixels.free()
+            for share in shares:
+                share.free()
             raise
-        finally:
-            if decoded is not pixels:
-                decoded.free()
+        for share in shares:
+            if share is not pixels:
+                share.free()
         # None where features were known already.
         pixels.shrink(view_bytes * sum(view.pixels is not None for view in state.request_views.values()))
         state.memory = pixels
+
+    def _prepare(self, state: RequestState, request: Request) -> None:
+        """Prepare a request. ``request`` is a copy of it with one image per page."""
+        self._preprocess_images(state, request, self._load(state, request))
+
+    def _load(self, state: RequestState, request: Request) -> list[_ReadImage]:
+        """Decode the images of a request, unless it has ended."""
+        if state.ended:
+            return []
+        with self._counted(), phase("load"):
+            read = [self._read(image, request.pan_and_scan) for image in request.images]
+        state.stamps.loaded = now()
+        return read
+
+    def _preprocess_images(self, state: RequestState, request: Request, read: list[_ReadImage]) -> None:
+        """Set the fields of a request whose images are read, unless it has ended."""
+        if not state.ended:
+            with self._counted(), phase("preprocess"), native_work():
+                self._preprocess_into(state, request, read)
 
     def _read(self, image: Page | PageBytes | Image.Image, pan_and_scan: PanAndScan) -> _ReadImage:
         """Decode an image, unless its file was decoded before and all its views are known."""
@@ -181,14 +218,6 @@ class Preparer:
 
     def _key(self, digest: bytes, view: View) -> bytes:
         return view_key(digest, view.box, self._preprocess, self._spec)
-
-    def _prepare(self, state: RequestState, request: Request) -> None:
-        """Prepare a request. ``request`` is a copy of it with one image per page."""
-        with phase("load"):
-            read = [self._read(image, request.pan_and_scan) for image in request.images]
-        state.stamps.loaded = now()
-        with phase("preprocess"), native_work():
-            self._preprocess_into(state, request, read)
 
     def _preprocess_into(self, state: RequestState, request: Request, read: list[_ReadImage]) -> None:
         """Set the fields of a request whose images are read."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from panscan.core import (
+    EngineError,
     FinishReason,
+    InputError,
     PanscanError,
     Request,
     Result,
@@ -28,7 +31,22 @@ from panscan.engine.scheduling.sequence import Sequence
 from panscan.engine.views import PixelRef
 from panscan.model.observation import ForcedTokens, Observation
 
-__all__ = ["ObservationState", "RequestState", "RequestView"]
+__all__ = ["ObservationState", "RequestState", "RequestView", "described", "ignore_event"]
+
+log = logging.getLogger("panscan.engine")
+
+
+def ignore_event(_event: TokenEvent) -> None:
+    """Discard a token event."""
+
+
+def described(error: BaseException) -> str:
+    """Return any exception on one short line."""
+    try:
+        text = str(error)
+    except BaseException as fault:  # of somebody else's class
+        text = f"its text cannot be read ({type(fault).__name__})"
+    return f"{type(error).__name__}: {' '.join(text.split())[:300]}"
 
 
 @dataclass(slots=True)
@@ -88,8 +106,8 @@ class RequestState:
         number: arrival order, starting at 0.
         request: the submitted request.
         stamps: times, set as the request advances.
-        on_event: called with each event, from the engine's thread.
-        on_end: called with the result after the last event, from the engine's thread.
+        on_event: called with each event, from the engine's thread. If it raises, it is not called again.
+        on_end: called once with the result after the last event, from the engine's thread.
         seed: seed of the request's random stream.
         observation: observations so far; None: the request is not observed.
         request_views: views by key; set by preparation.
@@ -193,6 +211,7 @@ class RequestState:
 
         Raises:
             SettingError: the JSON schema allows no further token; this one has been delivered.
+            BaseException: whatever ``on_event`` raises.
         """
         assert self.text is not None and self.sequence is not None  # it is prepared
         if not self.stamps.tokens:
@@ -204,7 +223,7 @@ class RequestState:
         reason = self._reason(chosen.token, eos_ids, full=full)
         if reason is not None:
             piece += self.text.finish()
-        self.on_event(TokenEvent(chosen.token, piece, at, chosen.logprobs, reason, self.sequence.prompt_tokens))
+        self._emit(TokenEvent(chosen.token, piece, at, chosen.logprobs, reason, self.sequence.prompt_tokens))
         if reason is None and self.constraint is not None:
             self.constraint.advance(chosen.token)
         return reason
@@ -226,24 +245,53 @@ class RequestState:
         refs = [each.pixels for each in self.request_views.values() if each.pixels is not None]
         for each in self.request_views.values():
             each.pixels = None
-        if refs and self.forget is not None:
-            self.forget(refs)
-        if self.memory is not None:
-            self.memory.free()
+        try:
+            if refs and self.forget is not None:
+                self.forget(refs)
+        finally:
+            if self.memory is not None:
+                self.memory.free()
 
     def end(self, reason: FinishReason, error: PanscanError | None = None) -> None:
-        """End the request and deliver its result.
+        """End the request and deliver its result, once: a second call has no effect. Raises nothing.
 
-        A cancelled or failed request gets a final event without a token.
+        A cancelled or failed request gets a final event without a token. If ``on_event`` raises, that is the request's
+        error. If ``on_end`` raises, there is nobody left to tell: it is logged.
         """
+        if self.ended:
+            return
         self.ended = True
         self.stamps.end = now()
-        self.drop_pixels()
+        try:
+            self.drop_pixels()
+            if reason in ("cancelled", "error"):
+                rest = "" if self.text is None else self.text.finish()
+                self._emit(TokenEvent(None, rest, self.stamps.end, finish_reason=reason))
+        except BaseException as fault:  # of a callback, or of a runner that is lost
+            reason, error = "error", error or self.error_of(fault)
         self.request_views = {}
-        if reason in ("cancelled", "error"):
-            rest = "" if self.text is None else self.text.finish()
-            self.on_event(TokenEvent(None, rest, self.stamps.end, finish_reason=reason))
-        self.on_end(self._result(reason, error))
+        try:
+            self.on_end(self._result(reason, error))
+        except BaseException:
+            log.exception("request %r: its on_end callback failed", self.request.id)
+
+    def error_of(self, fault: BaseException) -> PanscanError:
+        """Return the error of a request that fails alone, caused by any exception.
+
+        An :class:`EngineError`, such as a callback gets from another engine, would say that the engine has failed.
+        """
+        if isinstance(fault, PanscanError) and not isinstance(fault, EngineError):
+            return fault
+        error = InputError(f"request {self.request.id!r}: {described(fault)}")
+        error.__cause__ = fault
+        return error
+
+    def _emit(self, event: TokenEvent) -> None:
+        try:
+            self.on_event(event)
+        except BaseException:
+            self.on_event = ignore_event
+            raise
 
     def _reason(self, token: int, eos_ids: Collection[int], *, full: bool) -> FinishReason | None:
         assert self.text is not None  # it is prepared

@@ -31,6 +31,7 @@ SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 """Seals of a file with pixels, so that its size cannot change under the reader."""
 
 _MOST_OPEN = 64  # files
+_KEPT_FILES = 8
 _KEPT_BYTES = 64 * 2**20  # of pixel files that are reused
 _MOST_LARGER = 4  # times the size of a page: a larger file is not used for it
 
@@ -159,7 +160,7 @@ class _PixelFiles:
 
     def _make_room(self, size: int) -> bool:
         """Drop free files until one of ``size`` bytes may be kept; return whether it may."""
-        while sum(file.size for file in self._kept) + size > _KEPT_BYTES:
+        while len(self._kept) == _KEPT_FILES or sum(file.size for file in self._kept) + size > _KEPT_BYTES:
             free = next((file for file in self._kept if file.free), None)
             if free is None:
                 return False

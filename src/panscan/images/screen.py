@@ -125,7 +125,8 @@ def _png(stream: BinaryIO, name: str) -> ImageHeader | None:
 def _jpeg(stream: BinaryIO, name: str) -> ImageHeader | None:
     stream.seek(2)
     size: tuple[int, int] | None = None
-    segments = 0
+    segments = components = 0
+    progressive = False
     while True:
         mark, marker, length = struct.unpack(">BBH", stream.read(4))
         if mark != 0xFF or not 0xC0 <= marker <= 0xFE or length < 2:  # fill bytes and junk are a decoder's business
@@ -135,16 +136,17 @@ def _jpeg(stream: BinaryIO, name: str) -> ImageHeader | None:
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             if size is not None or marker > 0xC2:  # lossless, hierarchical or arithmetic coding
                 return None
-            _, height, width = struct.unpack(">BHH", stream.read(5))
-            size = (width, height)
-            stream.seek(-5, os.SEEK_CUR)
+            _, height, width, components = struct.unpack(">BHHB", stream.read(6))
+            size, progressive = (width, height), marker == 0xC2
+            stream.seek(-6, os.SEEK_CUR)
         segments += 1
         if segments > MAX_CHUNKS:
             raise image_error(name, f"more than {MAX_CHUNKS} JPEG segments")
         stream.seek(length - 2, os.SEEK_CUR)
     if size is None:
         return None
-    scans = _scans(stream)
+    # A sequential picture whose first scan has all components ends with it, whatever follows.
+    scans = 1 if not progressive and stream.read(1) == bytes([components]) else _scans(stream)
     if scans > MAX_SCANS:
         raise image_error(name, f"more than {MAX_SCANS} JPEG scans")
     ordinary = scans <= _ORDINARY_SCANS and segments <= _ORDINARY_CHUNKS

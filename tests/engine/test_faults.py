@@ -1,0 +1,255 @@
+"""Faults of one request, which ends alone, and of the engine's thread, which leaves no call waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+from tests.engine.driving import Driver, Reference, requests
+
+from panscan import GenerateRunner, Request, Result, Sampling
+from panscan.core import EngineError, InputError, SettingError, TokenEvent, now
+from panscan.engine import loop
+from panscan.engine.engine import Engine
+from panscan.engine.options import EngineOptions
+from panscan.model.observation import ForcedTokens
+
+OPTIONS = EngineOptions(kv_cache_gb=0.02, max_num_seqs=2)
+ENDLESS = Sampling(max_new_tokens=1000, ignore_eos=True)
+
+
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.fixture(scope="module")
+def shared(tiny: GenerateRunner) -> Iterator[Engine]:
+    with Engine(tiny.loaded, OPTIONS) as opened:
+        yield opened
+
+
+@pytest.fixture
+def engine(shared: Engine, reference: Reference) -> Iterator[Engine]:
+    """The shared engine; it must still answer afterwards, and hold nothing."""
+    yield shared
+    [result] = shared.generate([requests()[0]], progress=False)
+    assert result.token_ids == reference(requests()[0]).token_ids
+    stats = shared.stats()
+    assert (stats.running, stats.waiting, stats.kv_blocks_used, shared.waiting) == (0, 0, (0, 0), 0)
+
+
+@pytest.fixture
+def mortal(tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """An engine whose thread ends when :func:`kill` is called."""
+    with Engine(tiny.loaded, OPTIONS) as opened:
+
+        def fail(error: BaseException) -> None:
+            raise SystemExit from error
+
+        monkeypatch.setattr(opened._worker, "_fail", fail)
+        yield opened
+
+
+def kill(engine: Engine) -> None:
+    engine._worker._send(lambda: next(iter(())))
+    engine._worker._thread.join(60)
+    assert not engine._worker._thread.is_alive()
+
+
+def hold(engine: Engine) -> Callable[[], None]:
+    """Keep the engine's thread busy, as a long pass does; return what lets it continue."""
+    busy, go = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        busy.set()
+        go.wait(60)
+
+    engine._worker._send(wait)
+    assert busy.wait(60)
+    return go.set
+
+
+def answer(engine: Engine, request: Request, on_event: Callable[[TokenEvent], None]) -> Result:
+    results: SimpleQueue[Result] = SimpleQueue()
+    engine.start(request, on_event, results.put)
+    return results.get(timeout=60)
+
+
+def _ignore_arguments(function: Callable[[], object], *_: object) -> None:
+    function()
+
+
+@pytest.mark.parametrize("fault", [ValueError("bug"), SystemExit(3), EngineError("another's"), UnprintableError()])
+def test_a_request_whose_callback_fails_ends_alone(engine: Engine, reference: Reference, fault: BaseException) -> None:
+    events: list[TokenEvent] = []
+
+    def on_event(event: TokenEvent) -> None:
+        events.append(event)
+        if len(events) == 2:
+            raise fault
+
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(engine.generate, [requests()[3]], progress=False)
+        result = answer(engine, replace(requests()[1], sampling=ENDLESS), on_event)
+        assert other.result(60)[0].token_ids == reference(requests()[3]).token_ids
+    assert (result.finish_reason, len(result.token_ids), len(events)) == ("error", 2, 2)
+    assert isinstance(result.error, InputError) and result.error.__cause__ is fault
+    assert type(fault).__name__ in str(result.error)
+
+
+def test_a_callback_fails_at_the_last_event(engine: Engine) -> None:
+    """Also of a request that is cancelled, or has failed already: then its first error counts."""
+
+    def on_event(event: TokenEvent) -> None:
+        if event.finish_reason is not None:
+            raise ValueError("bug")
+
+    result = answer(engine, requests()[1], on_event)
+    assert (result.finish_reason, result.output_tokens > 0) == ("error", True)
+    assert "ValueError: bug" in str(result.error)
+    assert "none.png" in str(answer(engine, Request("What?", ["none.png"]), on_event).error)
+    results: SimpleQueue[Result] = SimpleQueue()
+    engine.start(replace(requests()[1], sampling=ENDLESS), on_event, results.put)()
+    assert "ValueError: bug" in str(results.get(timeout=60).error)
+
+
+def test_an_on_end_that_fails_is_logged_once(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    called: SimpleQueue[Result] = SimpleQueue()
+
+    def on_end(result: Result) -> None:
+        called.put(result)
+        raise SystemExit("bug")
+
+    with caplog.at_level(logging.ERROR, "panscan.engine"):
+        engine.start(requests()[1], None, on_end)
+        assert called.get(timeout=60).error is None
+        engine.stats()
+    [record] = caplog.records
+    assert "on_end" in record.getMessage() and record.exc_info is not None
+    assert called.empty()
+
+
+def test_a_callback_that_waits_for_the_engine_is_refused(engine: Engine) -> None:
+    def generate() -> list[Result]:
+        return engine.generate([requests()[0]], progress=False)
+
+    for wait in (engine.stats, engine.reset_caches, generate):
+        result = answer(engine, requests()[1], partial(_ignore_arguments, wait))
+        assert isinstance(result.error, SettingError) and "callback" in str(result.error)
+
+
+def test_streams_of_closed_event_loops_are_cancelled(engine: Engine) -> None:
+    async def leave() -> None:
+        for _ in range(5):
+            engine.submit(replace(requests()[1], id="", sampling=ENDLESS))
+
+    asyncio.run(leave())
+    while engine.stats().running or engine.waiting:  # each event finds the loop closed
+        pass
+    assert not engine._streams
+
+
+def test_what_fails_in_the_text_of_an_answer_fails_its_request(tiny: GenerateRunner, reference: Reference) -> None:
+    """A fault put there by hand, as a tokenizer's or a grammar's panic would be: not even an ``Exception``."""
+
+    class Panic(BaseException): ...
+
+    class Broken:
+        text = ""
+
+        def push(self, _token: int) -> str:
+            raise Panic("in Rust")
+
+        finish = push
+
+    driver = Driver(tiny, OPTIONS)
+    broken, fine = driver.add(requests()[1]), driver.add(requests()[3])
+    broken.job.text = Broken()  # type: ignore[assignment]
+    driver.run()
+    assert fine.results[0].token_ids == reference(requests()[3]).token_ids
+    assert "Panic: in Rust" in str(broken.results[0].error)
+    assert (driver.used, driver.pixels) == ((0, 0), 0)
+
+
+def test_all_accepted_requests_that_do_not_run_wait(engine: Engine) -> None:
+    """Not only prepared ones; and the number is known during a pass."""
+    results: SimpleQueue[Result] = SimpleQueue()
+    go = hold(engine)
+    cancels = [engine.start(replace(requests()[1], sampling=ENDLESS), None, results.put) for _ in range(60)]
+    assert engine.waiting == 60
+    go()
+    while (stats := engine.stats()).running < 2:
+        pass
+    assert (stats.running, stats.waiting) == (2, 58)
+    for cancel in cancels:
+        cancel()
+    assert {results.get(timeout=60).finish_reason for _ in cancels} == {"cancelled"}
+
+
+def test_requests_are_prepared_during_a_pass(engine: Engine) -> None:
+    go = hold(engine)
+    with ThreadPoolExecutor(1) as threads:
+        answered = threads.submit(engine.generate, [requests()[3]], progress=False)
+        while engine._worker._messages.empty():  # until it is prepared
+            pass
+        at = now()
+        go()
+        [result] = answered.result(60)
+    assert result.stamps.preprocessed is not None and result.stamps.preprocessed < at
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_calls_end_when_the_thread_does(mortal: Engine) -> None:
+    endless = replace(requests()[1], sampling=ENDLESS)
+    forced = ForcedTokens(None, [], 1000)
+
+    async def stream() -> Result:
+        return await mortal.submit(replace(endless, id="stream")).result()
+
+    with ThreadPoolExecutor(4) as threads:
+        calls: list[Future[Any]] = [
+            threads.submit(mortal.generate, [endless], progress=False),
+            threads.submit(list, mortal.stream_results([endless])),
+            threads.submit(mortal.observe, [requests()[0]], [forced]),
+        ]
+        streamed = threads.submit(asyncio.run, stream())
+        while len(mortal._worker._unfinished) < 4:
+            pass
+        kill(mortal)
+        for call in calls:
+            with pytest.raises(EngineError, match="thread has ended"):
+                call.result(60)
+        assert isinstance(streamed.result(60).error, EngineError)
+    for later in (mortal.stats, mortal.reset_caches, lambda: mortal.generate([endless], progress=False)):
+        with pytest.raises(EngineError, match="thread has ended"):
+            later()
+    assert mortal.waiting == 0
+    mortal.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_calls_end_even_if_the_thread_says_nothing(mortal: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a library ends the thread: nothing in it runs any more."""
+    with monkeypatch.context() as patched:
+        patched.setattr(mortal._worker, "_stop", lambda: None)
+        patched.setattr(loop, "_LIVENESS_SECONDS", 0.01)
+        results = mortal.stream_results([replace(requests()[1], sampling=ENDLESS)])
+        with ThreadPoolExecutor(1) as threads:
+            answered = threads.submit(next, results)
+            while not mortal._worker._unfinished:
+                pass
+            kill(mortal)
+            with pytest.raises(EngineError, match="thread has ended"):
+                answered.result(60)
+        with pytest.raises(EngineError, match="thread has ended"):
+            mortal.stats()
+    mortal._worker._stop()
