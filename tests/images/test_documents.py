@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from panscan.core import PanAndScan
 from panscan.images.documents import COLUMNS, KINDS, Document, Print, Sheet, Text, draw_document
-from panscan.images.documents.bill import Bill, Line, item_questions, money, money_answers
+from panscan.images.documents.invoice import Bill, Line, item_questions, money, money_answers
 from panscan.images.views import plan_views
 
 SEEDS = (0, 7)

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageChops, ImageColor
 
 from panscan.core import ImageError, PanAndScan, SettingError
-from panscan.images.draw import COLOURS, draw_views
-from panscan.images.draw_layout import LEAST_SIDE, MARGIN, PictureLayout, lay_out, view_label
+from panscan.images.draw import COLOURS, LEAST_SIDE, MARGIN, PictureLayout, draw_views, lay_out, view_label
 from panscan.images.ink import Box, printable, shorten, text_width, wrap
 from panscan.images.views import ViewPlan, plan_views
 

@@ -13,7 +13,7 @@ from PIL import Image
 from panscan.core import ImageError, Request, SettingError
 from panscan.images.decode import count_pages, read_page
 from panscan.images.files import Page, expand_images, find_pages, load_page
-from panscan.images.tiff import find_directories
+from panscan.images.headers import find_directories
 from panscan.model.inputs import read_images
 
 LAYOUTS = [("<", False), (">", False), ("<", True)]

@@ -15,9 +15,8 @@ import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError, _imaging
 
 from panscan.core import ImageError, hold_lock
-from panscan.core.errors import one_line
 from panscan.core.request import MAX_PAGES
-from panscan.images.tiff import PageStream, find_directories
+from panscan.images.headers import MAX_PIXELS, PageStream, find_directories, image_error
 
 __all__ = [
     "MAX_PIXELS",
@@ -33,9 +32,6 @@ __all__ = [
     "reading",
     "upright_rgb",
 ]
-
-MAX_PIXELS = 178_956_970
-"""More pixels than this are refused from the header alone: the limit at which Pillow itself raises (1/2 GiB of RGB)."""
 
 PDF_DPI = 150
 """Resolution of a PDF page. A4 becomes 1240 x 1754 pixels: more than one 896-pixel view shows, enough for its crops."""
@@ -109,11 +105,6 @@ class _Quiet:
 
 
 _QUIET = _Quiet()
-
-
-def image_error(name: str, problem: str) -> ImageError:
-    """An ImageError of one printable line, ``name: problem``; control characters in either are written escaped."""
-    return ImageError(one_line(f"{name}: {problem}"))
 
 
 def count_pages(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES) -> int:

@@ -34,7 +34,7 @@ from panscan.core.request import MAX_PAGES
 from panscan.images import decode
 from panscan.images.decode import image_error, page_index
 from panscan.images.decoder import SEALS
-from panscan.images.screen import ImageHeader, read_header
+from panscan.images.headers import ImageHeader, read_header
 
 __all__ = [
     "MEMORY_BYTES",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from panscan.images.documents.bill import money, money_answers
+from panscan.images.documents.invoice import money, money_answers
 from panscan.images.documents.sheet import Document, Flow, Question, Sheet
 from panscan.images.documents.words import GOODS, TOWNS, a_name
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from panscan.images.documents.bill import Bill, Line, item_questions, money, money_answers
+from panscan.images.documents.invoice import Bill, Line, item_questions, money, money_answers
 from panscan.images.documents.sheet import Document, Flow, Question, Sheet
 from panscan.images.documents.words import (
     COMPANIES,

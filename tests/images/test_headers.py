@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from panscan.core import ImageError
-from panscan.images.screen import MAX_CHUNKS, MAX_SCANS, MAX_SIDE, ImageHeader, read_header
+from panscan.images.headers import MAX_CHUNKS, MAX_SCANS, MAX_SIDE, ImageHeader, read_header
 
 
 def saved(mode: str, kind: str, size: tuple[int, int] = (33, 57), **options: Any) -> bytes:
