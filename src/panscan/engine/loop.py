@@ -645,6 +645,7 @@ class Worker:
                 with self._lock:
                     self._preparing.discard(state)
                     self._documents.submit(partial(self._prepare, state, documents=True))
+                    self._prepare_ahead()
                 return
             if not state.ended:
                 self.loop.preparer.prepare(state, documents=documents)

@@ -14,6 +14,7 @@ from PIL import Image
 
 from panscan.core import ImageError, PanAndScan, Request, SettingError, View, now, record_waits
 from panscan.core.daemons import native_work
+from panscan.core.deadline import Deadline
 from panscan.engine.detokenizer import Detokenizer
 from panscan.engine.grammar import Constraint, Grammars
 from panscan.engine.image_memory import DECODED_BYTES, ImageMemory, Share
@@ -115,6 +116,7 @@ class Preparer:
             ImageError: an image cannot be read.
             SettingError: the request is invalid: the number of images does not match the prompt, or the prompt is too
                 long.
+            TimeoutError: the request has ended.
         """
         state.stamps.preparing = now()
         with record_waits(state.stamps.waits):
@@ -144,7 +146,7 @@ class Preparer:
 
     def _prepare_within_memory(self, state: RequestState, *, documents: bool) -> None:
         images = images_of(state.request)
-        sizes = [image_size(image) for image in images]
+        sizes = [image_size(image, state.deadline) for image in images]
         views = sum(len(plan_views(*size, state.request.pan_and_scan).views) for size in sizes)
         self._reader.prompts.check_length(state.request, views)
         request = replace(state.request, images=images)
@@ -185,7 +187,7 @@ class Preparer:
         if state.ended:
             return []
         with self._counted(), phase("load"):
-            read = [self._read(image, request.pan_and_scan) for image in request.images]
+            read = [self._read(image, request.pan_and_scan, state.deadline) for image in request.images]
         state.stamps.loaded = now()
         return read
 
@@ -195,7 +197,7 @@ class Preparer:
             with self._counted(), phase("preprocess"), native_work():
                 self._preprocess_into(state, request, read)
 
-    def _read(self, image: Page | PageBytes | Image.Image, pan_and_scan: PanAndScan) -> _ReadImage:
+    def _read(self, image: Page | PageBytes | Image.Image, pan_and_scan: PanAndScan, deadline: Deadline) -> _ReadImage:
         """Decode an image, unless its file was decoded before and all its views are known."""
         key = None
         if not isinstance(image, Image.Image):
@@ -206,7 +208,7 @@ class Preparer:
                 if (found := self._files.get(key)) is not None and self._all_known(*found, pan_and_scan):
                     return _ReadImage(*found, None)
         alone = self._preparing == 1
-        page = open_pixels(image, alone=alone)
+        page = open_pixels(image, alone=alone, deadline=deadline)
         with native_work():
             read = _copied(page, alone=alone)
         if key is not None:

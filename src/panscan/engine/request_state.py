@@ -22,6 +22,7 @@ from panscan.core import (
     View,
     now,
 )
+from panscan.core.deadline import Deadline
 from panscan.engine.detokenizer import Detokenizer
 from panscan.engine.grammar import Constraint
 from panscan.engine.image_memory import Share
@@ -121,6 +122,7 @@ class RequestState:
         constraint: tokens that the JSON schema allows next; set by preparation; None: all tokens.
         logprobs: log-probabilities of the output tokens, if requested.
         ended: whether the result was delivered.
+        deadline: abandoned at the end of the request, so that its preparation stops.
     """
 
     number: int
@@ -141,6 +143,7 @@ class RequestState:
     constraint: Constraint | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     ended: bool = False
+    deadline: Deadline = field(default_factory=Deadline)
     _preempted_at: float | None = None
 
     @property
@@ -261,6 +264,7 @@ class RequestState:
         if self.ended:
             return
         self.ended = True
+        self.deadline.abandon()
         self.stamps.end = now()
         try:
             self.drop_pixels()

@@ -16,6 +16,7 @@ import numpy as np
 from PIL import Image
 
 from panscan.core import ImageError
+from panscan.core.deadline import Deadline
 from panscan.core.request import MAX_PAGES
 from panscan.images.decode import array_image, image_error, page_index, upright_rgb
 from panscan.images.fetch import ConcealedUrl, fetch, named_url, rewritten
@@ -198,7 +199,7 @@ def load_page(page: Page, *, copy: bool = True) -> Image.Image:
         return read_page(stream, page.page, page.name, copy=copy)
 
 
-def image_size(image: Page | PageBytes | Image.Image) -> tuple[int, int]:
+def image_size(image: Page | PageBytes | Image.Image, deadline: Deadline | None = None) -> tuple[int, int]:
     """Return (width, height) of an image from :func:`expand_images` without decoding it; the orientation that its
     metadata demands may not be applied yet.
 
@@ -207,9 +208,9 @@ def image_size(image: Page | PageBytes | Image.Image) -> tuple[int, int]:
     """
     if isinstance(image, Page):
         with _open(image.source) as stream:
-            return page_size(stream, image.page, image.name)
+            return page_size(stream, image.page, image.name, deadline)
     if isinstance(image, PageBytes):
-        return image.size or page_size(BytesIO(image.content), image.page, image.name)
+        return image.size or page_size(BytesIO(image.content), image.page, image.name, deadline)
     return image.size
 
 
@@ -236,7 +237,9 @@ def open_image(image: Any, *, copy: bool = True) -> Image.Image:
     return _array(image, "image")
 
 
-def open_pixels(image: Page | PageBytes | Image.Image, *, alone: bool = False) -> PageLevels | Image.Image:
+def open_pixels(
+    image: Page | PageBytes | Image.Image, *, alone: bool = False, deadline: Deadline | None = None
+) -> PageLevels | Image.Image:
     """Decode an image from :func:`expand_images` without copying its pixels (see
     :func:`panscan.images.pool.read_pixels`).
 
@@ -245,9 +248,9 @@ def open_pixels(image: Page | PageBytes | Image.Image, *, alone: bool = False) -
     """
     if isinstance(image, Page):
         with _open(image.source) as stream:
-            return read_pixels(stream, image.page, image.name, alone=alone)
+            return read_pixels(stream, image.page, image.name, alone=alone, deadline=deadline)
     if isinstance(image, PageBytes):
-        return read_pixels(BytesIO(image.content), image.page, image.name, alone=alone)
+        return read_pixels(BytesIO(image.content), image.page, image.name, alone=alone, deadline=deadline)
     return open_image(image, copy=False)
 
 

@@ -62,7 +62,6 @@ _REUSES = 1_000  # documents per child, so that what a decoder leaks stays bound
 _POLL_SECONDS = 0.1  # until an abandoned request is noticed
 _START_SECONDS = 60.0  # for a child to start: it imports libraries, perhaps on a busy machine
 _KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "TMPDIR", "SYSTEMROOT")
-_FOREVER = Deadline()
 
 
 class PageLevels(NamedTuple):
@@ -99,7 +98,7 @@ def is_cheap(stream: BinaryIO, name: str) -> bool:
         return True
 
 
-def count_pages(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES, deadline: Deadline = _FOREVER) -> int:
+def count_pages(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES, deadline: Deadline | None = None) -> int:
     """See :func:`panscan.images.decode.count_pages`.
 
     Raises:
@@ -114,7 +113,7 @@ def count_pages(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES, deadlin
 
 
 def page_size(
-    stream: BinaryIO, page: int | None, name: str, deadline: Deadline = _FOREVER
+    stream: BinaryIO, page: int | None, name: str, deadline: Deadline | None = None
 ) -> tuple[int, int]:  # fmt: skip
     """See :func:`panscan.images.decode.page_size`, and :func:`count_pages` for what else it raises."""
     if (header := read_header(stream, name)) is not None:
@@ -127,7 +126,7 @@ def page_size(
 
 
 def page_sizes(
-    stream: BinaryIO, name: str, max_pages: int = MAX_PAGES, deadline: Deadline = _FOREVER
+    stream: BinaryIO, name: str, max_pages: int = MAX_PAGES, deadline: Deadline | None = None
 ) -> list[tuple[int, int]]:
     """See :func:`panscan.images.decode.page_sizes`, and :func:`count_pages` for what else it raises."""
     if (header := read_header(stream, name)) is not None:
@@ -139,7 +138,7 @@ def page_sizes(
 
 
 def read_page(
-    stream: BinaryIO, page: int | None, name: str, *, copy: bool = True, deadline: Deadline = _FOREVER
+    stream: BinaryIO, page: int | None, name: str, *, copy: bool = True, deadline: Deadline | None = None
 ) -> Image.Image:
     """See :func:`panscan.images.decode.read_page`, and :func:`count_pages` for what else it raises."""
     header = read_header(stream, name)
@@ -151,7 +150,7 @@ def read_page(
 
 
 def read_pixels(
-    stream: BinaryIO, page: int | None, name: str, *, alone: bool = False, deadline: Deadline = _FOREVER
+    stream: BinaryIO, page: int | None, name: str, *, alone: bool = False, deadline: Deadline | None = None
 ) -> PageLevels | Image.Image:
     """Decode one page as it is cheapest: the levels that a child process copied, or an image that this one decoded.
 
@@ -178,7 +177,7 @@ def _decoded(
     stream: BinaryIO,
     page: int | None,
     name: str,
-    deadline: Deadline,
+    deadline: Deadline | None,
     *,
     alone: bool = False,
 ) -> PageLevels:
@@ -190,7 +189,9 @@ def _decoded(
     return PageLevels((width, height), bytes.fromhex(reply.fields["digest"]), levels)
 
 
-def _ask(pool: DecodingPool, stream: BinaryIO, deadline: Deadline, operation: str, name: str, **fields: Any) -> _Reply:
+def _ask(
+    pool: DecodingPool, stream: BinaryIO, deadline: Deadline | None, operation: str, name: str, **fields: Any
+) -> _Reply:
     """Return a child's reply to one request.
 
     Raises:
@@ -198,7 +199,7 @@ def _ask(pool: DecodingPool, stream: BinaryIO, deadline: Deadline, operation: st
         TimeoutError: the deadline has passed.
     """
     with _descriptor(stream, name) as file:
-        reply = pool.ask({"operation": operation, "name": str(name), **fields}, file, name, deadline)
+        reply = pool.ask({"operation": operation, "name": str(name), **fields}, file, name, deadline or Deadline())
     if (problem := reply.fields.get("error")) is not None:
         raise ImageError(problem)
     return reply
