@@ -35,6 +35,7 @@ from tests.serve.serving import (
 from transformers import AutoTokenizer
 
 from panscan.core import ImageError, SettingError
+from panscan.core.deadline import Deadline
 from panscan.images.fetch import ALLOW_PRIVATE
 from panscan.model.bundled import mini_directory
 from panscan.serve.app import create_app
@@ -280,7 +281,7 @@ def test_an_allowed_domain_must_not_resolve_to_this_machine(monkeypatch: pytest.
     with serving() as site:
         site.put("/page.png", PNG)
         with pytest.raises(ImageError, match="not a public address"):
-            MediaReader(options).read(site.url("/page.png", host), {}, "image 1")
+            MediaReader(options).read(site.url("/page.png", host), {}, "image 1", Deadline())
         assert not site.asked
 
 

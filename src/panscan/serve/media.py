@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import math
 import os
 import stat
 from collections.abc import Mapping
@@ -15,7 +14,8 @@ from urllib.parse import unquote, urlsplit
 
 from blake3 import blake3
 
-from panscan.core import ImageError, now
+from panscan.core import ImageError
+from panscan.core.deadline import Deadline
 from panscan.images.decode import count_pages, image_error
 from panscan.images.fetch import fetch_from
 from panscan.images.files import PageBytes, image_size
@@ -58,21 +58,20 @@ class MediaReader:
         self._root = None if root is None else root.resolve()
         self._max_bytes = round(options.max_body_mb * 1e6)
 
-    def read(self, url: str, uploads: Mapping[str, bytes], name: str, deadline: float = math.inf) -> MediaFile:
+    def read(self, url: str, uploads: Mapping[str, bytes], name: str, deadline: Deadline) -> MediaFile:
         """Return the document behind a URL.
 
         Args:
             url: a ``data:``, ``http(s):``, ``file:`` or ``attachment:`` URL.
             uploads: files of a multipart body, by field name.
             name: name of the document in error messages, such as ``image 2``.
-            deadline: time at which a download is aborted, seconds of :func:`panscan.core.now`.
+            deadline: when the work ends.
 
         Raises:
             TimeoutError: the deadline has passed.
             ImageError: the source is not allowed, cannot be read, or exceeds a limit.
         """
-        if now() >= deadline:
-            raise TimeoutError
+        deadline.check()
         content = self._content(url, uploads, name, deadline)
         most = self._options.max_pages
         count = count_pages(BytesIO(content), name, most)
@@ -87,7 +86,7 @@ class MediaReader:
                 raise image_error(name, problem)
         return MediaFile(found, sizes, blake3(content).digest())
 
-    def _content(self, url: str, uploads: Mapping[str, bytes], name: str, deadline: float) -> bytes:
+    def _content(self, url: str, uploads: Mapping[str, bytes], name: str, deadline: Deadline) -> bytes:
         scheme = url.partition(":")[0].lower()
         match scheme:
             case "data":
@@ -103,12 +102,12 @@ class MediaReader:
                 return self._local(url, name)
         raise image_error(name, "expected a data:, https:, file: or attachment: URL")
 
-    def _fetched(self, url: str, name: str, deadline: float) -> bytes:
+    def _fetched(self, url: str, name: str, deadline: Deadline) -> bytes:
         if not self._domains:
             problem = "remote images are disabled on this server (--allowed-media-domains); send a data: URL"
             raise image_error(name, problem)
         try:
-            return fetch_from(url, self._domains, max_bytes=self._max_bytes, deadline=deadline)
+            return fetch_from(url, self._domains, max_bytes=self._max_bytes, deadline=deadline.until)
         except ImageError as error:
             raise image_error(name, str(error)) from error
 
