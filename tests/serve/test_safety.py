@@ -268,10 +268,24 @@ def test_images_are_fetched_from_allowed_domains_only(guarded: Guarded) -> None:
     assert "more than 500000 bytes" in guarded.refuses(f"{here}/large.png")
 
 
-def test_a_silent_site_does_not_outlast_the_deadline(guarded: Guarded) -> None:
+def test_a_silent_site_outlasts_neither_the_deadline_nor_the_client(guarded: Guarded) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://localhost:{silent.getsockname()[1]}/a.png"
         refused(guarded.ask(url, headers={"X-Request-Timeout": "0.3"}), 504)
+        body = json.dumps({"messages": user(image_part(url))}).encode()
+        head = REQUEST.replace(b"/tokenize", PATH.encode()) + f"Authorization: Bearer {KEYS[0]}\r\n".encode()
+        with socket.create_connection(("127.0.0.1", guarded.server.port), DEADLINE) as connection:
+            connection.sendall(head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+            wait_for(lambda: active(guarded) == 1)
+        wait_for(lambda: active(guarded) == 0)  # the client has left
+
+
+def active(guarded: Guarded) -> float:
+    """Return the number of requests that the server handles."""
+    headers = {"Authorization": f"Bearer {KEYS[0]}"}
+    text = httpx.get(f"{guarded.server}/metrics", headers=headers, timeout=DEADLINE).text
+    [line] = [line for line in text.splitlines() if line.startswith("panscan:http_requests_active{")]
+    return float(line.rpartition(" ")[2])
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]", "0.0.0.0", "[::ffff:127.0.0.1]"])

@@ -206,7 +206,7 @@ class AdmissionControl:
             slot.stop()
         try:
             async with asyncio.timeout(self.options.drain_timeout):
-                await self._idle.wait()
+                await self.wait_until_idle()
         except TimeoutError:
             return False
         return True
@@ -216,6 +216,10 @@ class AdmissionControl:
         self.draining = True
         for slot in list(self._slots):
             slot.stop()
+
+    async def wait_until_idle(self) -> None:
+        """Wait until no request is active."""
+        await self._idle.wait()
 
     async def in_thread(
         self, request: Request, slot: AdmissionSlot, work: Callable[[], Answer], pool: Pool = "read"
@@ -443,8 +447,8 @@ def _parts(content: bytes, boundary: bytes, most: int) -> list[tuple[str, bool, 
     position += len(delimiter) - 2
     parts: list[tuple[str, bool, bytes]] = []
     while content[position : position + 2] != b"--":
-        if len(parts) > most:
-            raise FieldError(f"request: the multipart body has more than {most} files (--max-images)", "request")
+        if len(parts) == most:
+            raise FieldError(f"request: the multipart body has more than {most - 1} files (--max-images)", "request")
         start = content.find(b"\r\n\r\n", position, position + _PART_HEAD)
         if start < 0 or content[position : position + 2] != b"\r\n":
             raise _malformed_form(f"a part has no headers, or more than {_PART_HEAD} bytes of them")

@@ -47,7 +47,7 @@ log = logging.getLogger("panscan.serve")
 _Read = TypeVar("_Read")
 
 _INLINE = 64 * 1024  # bytes; smaller bodies are parsed on the event loop, larger ones in a thread
-_INLINE_VALUES = 4000  # the same for the number of JSON values
+_INLINE_VALUES = 1000  # the same for the number of JSON values
 _CLOSED = 499  # nginx's status for a client that disconnected; it appears in the metrics only
 _NO_MEMORY = "the server has too little memory for this request now; send less, or retry later"
 _POLICY = (

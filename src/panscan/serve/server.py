@@ -126,6 +126,7 @@ class _HttpServer(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept no more connections, let responses end, and then close what is left."""
         self._accepting.cancel()
+        await asyncio.wait({self._accepting})
         self._listener.close()
         state = self.server_state
         for connection in list(state.connections):
@@ -160,10 +161,22 @@ class _HttpServer(uvicorn.Server):
                     await asyncio.sleep(_POLL_SECONDS)
 
     async def _wait_for_room(self) -> None:
-        """Wait until another connection may be accepted; close idle ones for it."""
+        """Wait until another connection may be accepted; close idle ones once a client waits for it."""
+        if self._connections.full:
+            await self._until_readable()
         while self._connections.full:
             self._connections.warn("the limit of open files is reached (ulimit -n)")
             await asyncio.sleep(0 if self._connections.close_idle() else _POLL_SECONDS)
+
+    async def _until_readable(self) -> None:
+        """Return once a client has connected."""
+        loop = asyncio.get_running_loop()
+        readable = asyncio.Event()
+        loop.add_reader(self._listener, readable.set)
+        try:
+            await readable.wait()
+        finally:
+            loop.remove_reader(self._listener)
 
     def _protocol(self) -> _Connection:
         return _Connection(self.config, self._connections)
