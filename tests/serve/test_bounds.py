@@ -187,7 +187,7 @@ def test_plain_images_are_read_by_other_threads_than_documents(url: str, pool: s
 
 
 def builder() -> RequestBuilder:
-    return RequestBuilder(ServeOptions(settings=Settings()), context=1000)
+    return RequestBuilder(ServeOptions(settings=Settings()))
 
 
 def test_log_probabilities_are_limited() -> None:
@@ -203,17 +203,6 @@ def test_log_probabilities_are_limited() -> None:
     prompts = CompletionRequest(prompt=["a"] * 10, logprobs=4, max_tokens=2001)
     with pytest.raises(FieldError, match="10 x 2001 x 5 = 100050"):
         builder().completion(prompts, {})
-
-
-def test_a_text_that_cannot_fit_is_not_tokenized() -> None:
-    message = "the prompt has 128001 characters; 1000 tokens hold at most 128000"
-    with pytest.raises(FieldError, match=message):
-        builder().completion(CompletionRequest(prompt="a" * 128_001), {})
-    halves = [{"role": "user", "content": [{"type": "text", "text": "a" * 64_000}] * 2}]
-    whole = ChatCompletionRequest(messages=halves)
-    assert builder().chat(whole, {}, Deadline()).work.prompt_tokens == 32_000
-    with pytest.raises(FieldError, match="256000 characters"):
-        builder().chat(ChatCompletionRequest(messages=halves * 2), {}, Deadline())
 
 
 def test_work_for_an_abandoned_request_stops() -> None:

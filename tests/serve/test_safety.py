@@ -385,7 +385,7 @@ def test_a_multipart_body_has_each_field_once(server: Server) -> None:
     page = ("a", ("a.png", PNG))
     for parts, param in (
         ([request, page, page], "a"), ([request, ("request", ("b", b"{}")), page], "request"), ([page], "request"),
-        ([request, ("model", (None, "x")), page], None),
+        ([request, ("model", (None, "x")), page], "model"),
     ):  # fmt: skip
         refused(httpx.post(f"{server}/v1/views", files=parts, timeout=DEADLINE), 400, param)
 

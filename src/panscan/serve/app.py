@@ -93,9 +93,7 @@ class _Api:
     @property
     def _builder(self) -> RequestBuilder:
         info = self._backend.info
-        return RequestBuilder(
-            self._options, None if info is None else info.cost, None if info is None else info.max_model_len
-        )
+        return RequestBuilder(self._options, None if info is None else info.cost)
 
     @property
     def _max_model_len(self) -> int | None:
@@ -244,7 +242,6 @@ class _Api:
     def _prompt(self, body: TokenizeRequest, uploads: Mapping[str, bytes], slot: AdmissionSlot) -> ModelRequest:
         if body.messages is None:
             check_used(uploads, ())
-            self._builder.check_length(len(body.prompt or ""))
             return ModelRequest(prompt=body.prompt, raw=True)
         messages, documents = self._builder.conversation(body.messages, uploads, slot.deadline)
         return ModelRequest(

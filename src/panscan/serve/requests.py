@@ -33,7 +33,6 @@ from panscan.serve.protocol import (
 __all__ = ["PreparedRequest", "RequestBuilder", "check_used", "media_pool", "message_urls"]
 
 _CHARACTERS_PER_TOKEN = 4  # approximate; used to estimate a prompt's length
-_LONGEST_TOKEN = 128  # characters; the vocabularies of Gemma 3 have no longer token
 _MOST_LOGPROBS = 100_000  # log-probabilities of one HTTP request: about 10 MB of JSON
 _PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
 
@@ -63,11 +62,10 @@ class RequestBuilder:
     Args:
         options: server options with the defaults and limits.
         cost: prompt tokens of an image; None: those of Gemma 3.
-        context: maximum number of prompt tokens; None: not known.
     """
 
-    def __init__(self, options: ServeOptions, cost: PromptCost | None = None, context: int | None = None) -> None:
-        self._options, self._cost, self._context = options, cost or GEMMA3_COST, context
+    def __init__(self, options: ServeOptions, cost: PromptCost | None = None) -> None:
+        self._options, self._cost = options, cost or GEMMA3_COST
         self._media = MediaReader(options)
 
     def chat(self, body: ChatCompletionRequest, uploads: Mapping[str, bytes], deadline: Deadline) -> PreparedRequest:
@@ -110,7 +108,6 @@ class RequestBuilder:
             for choice in self._choices(Request(prompt=prompt, raw=True, sampling=sampling), body.n)
         ]
         longest = max(map(len, prompts))
-        self.check_length(longest)
         return PreparedRequest(requests, self._work([], PanAndScan(), longest, sampling.max_new_tokens))
 
     def conversation(
@@ -122,10 +119,9 @@ class RequestBuilder:
 
         Raises:
             ImageError: a document cannot be read, or exceeds a limit.
-            FieldError: too many images, too many bytes in total, too much text, or an unreferenced file.
+            FieldError: too many images, too many bytes in total, or an unreferenced file.
             TimeoutError: the deadline has passed.
         """
-        self.check_length(sum(map(_text_length, messages)))
         found: list[MediaFile] = []
         turns = []
         size = 0
@@ -177,16 +173,6 @@ class RequestBuilder:
             return replace(own, **changed)
         except SettingError as error:
             raise FieldError(str(error), "mm_processor_kwargs") from error
-
-    def check_length(self, characters: int) -> None:
-        """Refuse a text that cannot fit into the context, before it is tokenized.
-
-        Raises:
-            FieldError: it has more than 128 characters per token of the context.
-        """
-        if self._context is not None and characters > (most := _LONGEST_TOKEN * self._context):
-            message = f"the prompt has {characters} characters; {self._context} tokens hold at most {most}"
-            raise FieldError(message, None)
 
     def _sampling(self, body: SamplingFields, max_tokens: int | None, logprobs: int | None) -> Sampling:
         own = self._options.settings.sampling
@@ -243,13 +229,6 @@ class RequestBuilder:
         tokens = sum(plan.prompt_tokens for plan in plans) + characters // _CHARACTERS_PER_TOKEN
         views = sum(len(plan.views) for plan in plans)
         return RequestWork(views, tokens, max_new_tokens, tuple(document.digest for document in documents))
-
-
-def _text_length(message: ChatMessage) -> int:
-    """Return the number of characters of a message."""
-    if isinstance(message.content, str):
-        return len(message.content)
-    return sum(len(part.text) for part in message.content if isinstance(part, TextPart))
 
 
 def _check_logprobs(choices: int, sampling: Sampling, param: str, remedy: str) -> None:
