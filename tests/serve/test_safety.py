@@ -35,6 +35,7 @@ from tests.serve.serving import (
 from transformers import AutoTokenizer
 
 from panscan.core import ImageError, SettingError
+from panscan.core.deadline import Deadline
 from panscan.images.fetch import ALLOW_PRIVATE
 from panscan.model.bundled import mini_directory
 from panscan.serve.app import create_app
@@ -267,10 +268,24 @@ def test_images_are_fetched_from_allowed_domains_only(guarded: Guarded) -> None:
     assert "more than 500000 bytes" in guarded.refuses(f"{here}/large.png")
 
 
-def test_a_silent_site_does_not_outlast_the_deadline(guarded: Guarded) -> None:
+def test_a_silent_site_outlasts_neither_the_deadline_nor_the_client(guarded: Guarded) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://localhost:{silent.getsockname()[1]}/a.png"
         refused(guarded.ask(url, headers={"X-Request-Timeout": "0.3"}), 504)
+        body = json.dumps({"messages": user(image_part(url))}).encode()
+        head = REQUEST.replace(b"/tokenize", PATH.encode()) + f"Authorization: Bearer {KEYS[0]}\r\n".encode()
+        with socket.create_connection(("127.0.0.1", guarded.server.port), DEADLINE) as connection:
+            connection.sendall(head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+            wait_for(lambda: active(guarded) == 1)
+        wait_for(lambda: active(guarded) == 0)  # the client has left
+
+
+def active(guarded: Guarded) -> float:
+    """Return the number of requests that the server handles."""
+    headers = {"Authorization": f"Bearer {KEYS[0]}"}
+    text = httpx.get(f"{guarded.server}/metrics", headers=headers, timeout=DEADLINE).text
+    [line] = [line for line in text.splitlines() if line.startswith("panscan:http_requests_active{")]
+    return float(line.rpartition(" ")[2])
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]", "0.0.0.0", "[::ffff:127.0.0.1]"])
@@ -280,7 +295,7 @@ def test_an_allowed_domain_must_not_resolve_to_this_machine(monkeypatch: pytest.
     with serving() as site:
         site.put("/page.png", PNG)
         with pytest.raises(ImageError, match="not a public address"):
-            MediaReader(options).read(site.url("/page.png", host), {}, "image 1")
+            MediaReader(options).read(site.url("/page.png", host), {}, "image 1", Deadline())
         assert not site.asked
 
 
@@ -370,7 +385,7 @@ def test_a_multipart_body_has_each_field_once(server: Server) -> None:
     page = ("a", ("a.png", PNG))
     for parts, param in (
         ([request, page, page], "a"), ([request, ("request", ("b", b"{}")), page], "request"), ([page], "request"),
-        ([request, ("model", (None, "x")), page], None),
+        ([request, ("model", (None, "x")), page], "model"),
     ):  # fmt: skip
         refused(httpx.post(f"{server}/v1/views", files=parts, timeout=DEADLINE), 400, param)
 

@@ -1,9 +1,10 @@
 """What a file's headers say, read without a decoder: size and cost of an image, and the pages of a TIFF.
 
 Decoders allocate memory and spend time by what a header claims: 74 bytes can claim 178 million rows. This module reads
-only headers and marker positions, in one pass over the file, and refuses what no decoder should be asked to do. To open a
-page of a TIFF, Pillow parses all directories up to it and compares each with all earlier ones: counting the pages of a
-small file with thousands of pages would take minutes.
+only headers and marker positions, in one pass over the file, and refuses what no decoder should be asked to do.
+
+To open a page of a TIFF, Pillow parses all directories up to it and compares each with all earlier ones: counting the
+pages of a small file with thousands of pages would take minutes.
 """
 
 from __future__ import annotations

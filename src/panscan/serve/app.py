@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -19,15 +19,24 @@ from starlette.responses import JSONResponse, Response
 from panscan import __version__
 from panscan.core import PanscanError
 from panscan.core import Request as ModelRequest
+from panscan.core.ranges import shorten
 from panscan.model.bundled import is_demonstration
+from panscan.serve.admission import AdmissionControl, AdmissionSlot, RefusedError, read_body
 from panscan.serve.backend import ServeBackend
-from panscan.serve.generation import AdmissionControl, AdmissionSlot, Pool, RefusedError, read_body, refusal
+from panscan.serve.generation import Generation, refusal
 from panscan.serve.guards import BodyTooLargeError, Guard
 from panscan.serve.metrics import ServerMetrics
 from panscan.serve.options import ServeOptions
-from panscan.serve.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest, ViewsRequest, parse
-from panscan.serve.replies import TIMED_OUT, Reply, TokenNames, error_body, error_of, error_status
-from panscan.serve.requests import RequestBuilder, check_used, fetches, is_remote
+from panscan.serve.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    TokenizeRequest,
+    ViewsRequest,
+    count_values,
+    parse,
+)
+from panscan.serve.replies import TIMED_OUT, Reply, TokenNames, encoded, error_body, error_of, error_status
+from panscan.serve.requests import RequestBuilder, check_used, media_pool, message_urls
 from panscan.serve.tracing import open_tracer
 from panscan.serve.views import page_views, size_views
 
@@ -35,8 +44,12 @@ __all__ = ["create_app"]
 
 log = logging.getLogger("panscan.serve")
 
+_Read = TypeVar("_Read")
+
 _INLINE = 64 * 1024  # bytes; smaller bodies are parsed on the event loop, larger ones in a thread
+_INLINE_VALUES = 1000  # the same for the number of JSON values
 _CLOSED = 499  # nginx's status for a client that disconnected; it appears in the metrics only
+_NO_MEMORY = "the server has too little memory for this request now; send less, or retry later"
 _POLICY = (
     "default-src 'self'; img-src 'self' data: blob:; style-src 'self'; script-src 'self'; base-uri 'none';"
     " form-action 'none'; frame-ancestors 'none'"
@@ -57,8 +70,8 @@ def create_app(options: ServeOptions, backend: ServeBackend) -> FastAPI:
         tracer = open_tracer(options.otlp_traces_endpoint, options.model_name)
     app = FastAPI(title="panscan", version=__version__, docs_url=None, redoc_url=None)
     metrics = ServerMetrics(options.model_name)
-    app.state.admission = admission = AdmissionControl(options, backend, metrics, tracer)
-    api = _Api(options, backend, admission)
+    app.state.admission = admission = AdmissionControl(options, backend, metrics)
+    api = _Api(options, backend, admission, Generation(admission, tracer))
     _add_routes(app, api)
     _add_error_handlers(app, metrics)
     app.add_middleware(Guard, options=options)
@@ -69,8 +82,10 @@ def create_app(options: ServeOptions, backend: ServeBackend) -> FastAPI:
 class _Api:
     """The handlers of all endpoints."""
 
-    def __init__(self, options: ServeOptions, backend: ServeBackend, admission: AdmissionControl) -> None:
-        self._options, self._backend, self._admission = options, backend, admission
+    def __init__(
+        self, options: ServeOptions, backend: ServeBackend, admission: AdmissionControl, generation: Generation
+    ) -> None:
+        self._options, self._backend, self._admission, self._generation = options, backend, admission, generation
         self._names = TokenNames(backend)
         self._created = int(time.time())
         self._pages = _playground()
@@ -79,6 +94,11 @@ class _Api:
     def _builder(self) -> RequestBuilder:
         info = self._backend.info
         return RequestBuilder(self._options, None if info is None else info.cost)
+
+    @property
+    def _max_model_len(self) -> int | None:
+        info = self._backend.info
+        return None if info is None else info.max_model_len
 
     async def health(self, _request: Request) -> Response:
         """Return 200 while the process is alive."""
@@ -95,7 +115,8 @@ class _Api:
     async def metrics(self, _request: Request) -> Response:
         """Return all metrics in Prometheus' text format."""
         self._admission.metrics.retried.labels(self._options.model_name).set(self._backend.retried)
-        body = self._admission.metrics.expose(await self._backend.stats())
+        stats = await self._backend.stats()
+        body = self._admission.metrics.expose(stats, self._backend.inflight + self._admission.waiting)
         return Response(body, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, _request: Request) -> Response:
@@ -121,17 +142,17 @@ class _Api:
         try:
             body, uploads = await self._body(request, slot, TokenizeRequest)
             self._check_model(body.model)
-            remote = body.messages is not None and fetches(body.messages)
-            read = partial(self._prompt, body, uploads, slot.until)
-            wanted = await self._admission.in_thread(slot, read, "fetch" if remote else "read")
-            counts = await self._backend.count(wanted)
+            work = partial(self._prompt, body, uploads, slot)
+            prompt = await self._read(request, slot, work, message_urls(body.messages or ()), uploads)
+            del body, uploads, work
+            counts = await self._admission.until_disconnect(request, slot, self._backend.count(prompt))
+            found = {
+                "count": len(counts.ids), "max_model_len": self._max_model_len, "tokens": counts.ids,
+                "views": counts.views, "image_tokens": counts.image_tokens,
+            }  # fmt: skip
+            return JSONResponse(found)
         finally:
             slot.release()
-        info = self._backend.info
-        found = {"count": len(counts.ids), "max_model_len": info.max_model_len if info else None}
-        return JSONResponse(
-            {**found, "tokens": counts.ids, "views": counts.views, "image_tokens": counts.image_tokens}
-        )  # fmt: skip
 
     async def views(self, request: Request) -> Response:
         """Return the views of an image under the given pan-and-scan settings."""
@@ -145,11 +166,15 @@ class _Api:
                 check_used(uploads, ())
                 page = size_views(body.width, body.height, settings, cost)
                 return JSONResponse({"pages": [page], "page_count": 1})
-            read = partial(self._builder.document, body.image, uploads, slot.until)
-            document = await self._admission.in_thread(slot, read, "fetch" if is_remote(body.image) else "read")
-            draw = partial(page_views, document, settings, cost, preview=body.preview)
-            pages = await self._admission.in_thread(slot, draw, "decode")
-            return JSONResponse({"pages": pages, "page_count": len(document.pages)})
+            work = partial(self._builder.document, body.image, uploads, slot.deadline)
+            document = await self._read(request, slot, work, [body.image], uploads)
+            draw = partial(page_views, document, settings, cost, slot.deadline, preview=body.preview)
+            pages = await self._admission.in_thread(request, slot, draw, "decode")
+            answer = {"pages": pages, "page_count": len(document.pages)}
+            if not body.preview:
+                return JSONResponse(answer)
+            content = await self._admission.in_thread(request, slot, partial(encoded, answer))
+            return Response(content, media_type="application/json")
         finally:
             slot.release()
 
@@ -169,43 +194,56 @@ class _Api:
     ) -> Response:
         """Create a chat or text completion."""
         slot = self._admission.admit(request)
-        handed_over = False
+        streams = False
         try:
-            body, uploads = await self._body(request, slot, kind)
+            body, uploads = await self._body(request, slot, kind, generates=True)
             self._check_model(body.model)
-            chat = isinstance(body, ChatCompletionRequest)
-            if chat:
-                build = partial(self._builder.chat, body, uploads, slot.until)
+            if isinstance(body, ChatCompletionRequest):
+                work = partial(self._builder.chat, body, uploads, slot.deadline)
+                prepared = await self._read(request, slot, work, message_urls(body.messages), uploads)
             else:
-                build = partial(self._builder.completion, body, uploads)
-            pool: Pool = "fetch" if chat and fetches(body.messages) else "read"
-            prepared = await self._admission.in_thread(slot, build, pool)
+                work = partial(self._builder.completion, body, uploads)
+                prepared = await self._read(request, slot, work, (), uploads)
+            usage, per_prompt, stream = body.stream_options, body.n, body.stream
             reply = Reply(
-                "chat" if chat else "text", self._options.model_name, self._names,
+                "chat" if isinstance(body, ChatCompletionRequest) else "text", self._options.model_name, self._names,
                 logprobs=body.logprobs is not None and body.logprobs is not False,
-                continuous_usage=body.stream_options is not None and body.stream_options.continuous_usage_stats,
+                continuous_usage=usage is not None and usage.continuous_usage_stats,
             )  # fmt: skip
-            response = await self._admission.answer(
-                request, slot, prepared, reply, stream=body.stream,
-                include_usage=body.stream_options is not None and body.stream_options.include_usage, per_prompt=body.n,
+            del body, uploads, work  # documents as text, which the answer does not need
+            response = await self._generation.answer(
+                request, slot, prepared, reply, stream=stream,
+                include_usage=usage is not None and usage.include_usage, per_prompt=per_prompt,
             )  # fmt: skip
-            handed_over = body.stream
+            streams = stream
             return response
         finally:
-            if not handed_over:
+            if not streams:
                 slot.release()
 
-    async def _body(self, request: Request, slot: AdmissionSlot, kind: type[Any]) -> tuple[Any, dict[str, bytes]]:
+    async def _body(
+        self, request: Request, slot: AdmissionSlot, kind: type[Any], *, generates: bool = False
+    ) -> tuple[Any, dict[str, bytes]]:
         """Return the parsed body, and the files of a multipart body."""
-        content, uploads = await read_body(request, slot)
-        work = partial(parse, kind, content)
-        return (work() if len(content) < _INLINE else await self._admission.in_thread(slot, work)), uploads
+        content, uploads = await read_body(request, slot, self._admission, generates=generates)
+        if len(content) < _INLINE and count_values(content) < _INLINE_VALUES:
+            return parse(kind, content), uploads
+        return await self._admission.in_thread(request, slot, partial(parse, kind, content)), uploads
 
-    def _prompt(self, body: TokenizeRequest, uploads: Mapping[str, bytes], deadline: float) -> ModelRequest:
+    async def _read(
+        self, request: Request, slot: AdmissionSlot, work: Callable[[], _Read], urls: Sequence[str],
+        uploads: Mapping[str, bytes],
+    ) -> _Read:  # fmt: skip
+        """Read the documents of a request in a thread. Small requests without documents need none."""
+        if not urls and slot.size < _INLINE:
+            return work()
+        return await self._admission.in_thread(request, slot, work, media_pool(urls, uploads))
+
+    def _prompt(self, body: TokenizeRequest, uploads: Mapping[str, bytes], slot: AdmissionSlot) -> ModelRequest:
         if body.messages is None:
             check_used(uploads, ())
             return ModelRequest(prompt=body.prompt, raw=True)
-        messages, documents = self._builder.conversation(body.messages, uploads, deadline)
+        messages, documents = self._builder.conversation(body.messages, uploads, slot.deadline)
         return ModelRequest(
             messages=messages, images=[page for document in documents for page in document.pages],
             pan_and_scan=self._builder.pan_and_scan(body.mm_processor_kwargs), max_pages=self._options.max_pages,
@@ -213,7 +251,7 @@ class _Api:
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self._options.model_name):
-            message = f"the model {name!r} does not exist; this server serves {self._options.model_name!r}"
+            message = f"the model {shorten(name)} does not exist; this server serves {self._options.model_name!r}"
             raise RefusedError(404, message, code="model_not_found")
 
     def _model(self) -> dict[str, Any]:
@@ -230,7 +268,7 @@ class _Api:
             own |= {"image_tokens": info.cost.image_tokens if info.cost is not None else 0}
         return {
             "id": options.model_name, "object": "model", "created": self._created, "owned_by": "panscan",
-            "root": options.settings.model_name, "max_model_len": info.max_model_len if info else None, "panscan": own,
+            "root": options.settings.model_name, "max_model_len": self._max_model_len, "panscan": own,
         }  # fmt: skip
 
 
@@ -290,13 +328,17 @@ def _add_error_handlers(app: FastAPI, metrics: ServerMetrics) -> None:
         metrics.refuse(_CLOSED)
         return Response(status_code=_CLOSED)
 
+    def full(request: Request, _error: Exception) -> Response:
+        log.error("%s %s: out of memory", request.method, request.url.path)
+        return reply(503, error_body(_NO_MEMORY, 503), {"retry-after": "5", "connection": "close"})
+
     def bug(request: Request, error: Exception) -> Response:
         log.error("%s %s: %r", request.method, request.url.path, error, exc_info=error)
         return reply(500, error_body(f"internal error: {type(error).__name__}", 500))
 
     handlers = {
         PanscanError: panscan_error, RefusedError: refused, HTTPException: http, BodyTooLargeError: too_large,
-        TimeoutError: late, ClientDisconnect: gone, Exception: bug,
+        TimeoutError: late, ClientDisconnect: gone, MemoryError: full, Exception: bug,
     }  # fmt: skip
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)

@@ -85,6 +85,11 @@ class ServeBackend(Protocol):
         """Number of requests retried because a process died."""
         ...
 
+    @property
+    def inflight(self) -> int:
+        """Number of submitted requests that have not ended."""
+        ...
+
     async def start(self) -> None:
         """Load the model, and return once it can answer requests.
 

@@ -33,6 +33,7 @@ API_KEYS_VARIABLE = "PANSCAN_API_KEYS"
 
 _POLL_SECONDS = 0.25
 _WATCH_SECONDS = 5.0
+_STOP_SECONDS = 5.0  # for the error responses of all requests
 _DRAIN_MARGIN_SECONDS = 5.0  # the ingress enforces the drain timeout; this margin covers its reply
 
 
@@ -87,10 +88,10 @@ def run_cluster(
     max_replicas: int | None = None,
     ray_address: str | None = None,
 ) -> int:
-    """Serve until SIGTERM or SIGINT, and return the exit code.
+    """Serve until SIGTERM, SIGINT or SIGHUP, and return the exit code.
 
     The first signal drains: new requests are refused, running ones have ``options.drain_timeout`` seconds to finish.
-    A second signal stops the server immediately.
+    Those that run longer, or until a second signal, end with an error.
 
     Args:
         options: server options.
@@ -139,9 +140,12 @@ class _Stop:
 
 @contextmanager
 def _signals() -> Iterator[_Stop]:
-    """Collect SIGTERM and SIGINT. Call it after starting Ray, which installs handlers that exit the process."""
+    """Collect signals. Call it after starting Ray, which installs handlers that exit the process."""
     stop = _Stop()
-    before = {number: signal.signal(number, stop.handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, stop.handle) for number in numbers}
     try:
         yield stop
     finally:
@@ -217,21 +221,27 @@ def _answers(url: str) -> bool:
 
 
 def _drain(ingress: Any, seconds: float, stop: _Stop) -> None:
-    """Refuse new requests, and wait until none is in flight, the timeout expires, or a second signal arrives."""
+    """Refuse new requests, and wait until none is in flight, the timeout expires, or a second signal arrives.
+
+    What is in flight then ends with an error, which its client receives.
+    """
     from ray.exceptions import RayError
 
     drained = ingress.drain.remote()
     deadline = time.monotonic() + seconds + _DRAIN_MARGIN_SECONDS
     while not stop.second.is_set() and time.monotonic() < deadline:
         try:
-            if not drained.result(timeout_s=_POLL_SECONDS):
-                log.warning("requests were still running after %g s (--drain-timeout)", seconds)
-            return
+            if drained.result(timeout_s=_POLL_SECONDS):
+                return
+            log.warning("requests were still running after %g s (--drain-timeout)", seconds)
+            break
         except TimeoutError:
             continue
         except RayError as error:  # the ingress died, so its requests have failed
             log.warning("the ingress was lost: %s", type(error).__name__)
             return
+    with suppress(RayError, TimeoutError):
+        ingress.stop.remote().result(timeout_s=_STOP_SECONDS)
 
 
 def _remove(*, local: bool, at_once: bool) -> None:

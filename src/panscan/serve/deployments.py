@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -29,6 +30,8 @@ _RETRY_SECONDS = 2.0  # between attempts to reach the first replica
 _REPLICAS = Range(integer=True, ge=1, le=1024)
 _HTTP_REQUESTS = 65_536  # concurrent requests on the ingress; far above the queue bound, which returns 429
 _QUERIES = 16  # concurrent calls to a replica in addition to requests: token counts, statistics
+_STOP_SECONDS = 3.0  # for the error responses of all requests
+_REPLY_SECONDS = 0.5  # until Ray's proxy has sent the last of them
 _STARTS = 1  # failed starts until the deployment fails: a model that cannot be loaded fails at once
 
 
@@ -90,6 +93,15 @@ class Ingress:
         """Refuse new requests, and return whether those in flight ended within the drain timeout."""
         drained: bool = await self._app.state.admission.drain()
         return drained
+
+    async def stop(self) -> None:
+        """End all requests with an error, which their clients receive."""
+        admission = self._app.state.admission
+        admission.stop()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_SECONDS):
+                await admission.wait_until_idle()
+        await asyncio.sleep(_REPLY_SECONDS)
 
     async def __del__(self) -> None:
         """Cancel running requests. Ray calls this once the ingress has drained."""

@@ -102,6 +102,11 @@ class EngineProcess:
         return self._ready.is_set()
 
     @property
+    def inflight(self) -> int:
+        """See :class:`panscan.serve.backend.ServeBackend`."""
+        return len(self._inflight)
+
+    @property
     def pid(self) -> int | None:
         """Process id of the engine; None if there is no process."""
         return None if self._child is None else self._child.process.pid
@@ -159,6 +164,8 @@ class EngineProcess:
         """
         loop = asyncio.get_running_loop()
         opened: asyncio.Future[EngineReady] = loop.create_future()
+        if self._child is not None:
+            await asyncio.to_thread(self._child.close)
         child = _Child(lambda child, messages: _call(loop, lambda: self._take(child, messages, opened)))
         self._child = child
         child.send(Open(self._settings, time_line()))
@@ -175,7 +182,7 @@ class EngineProcess:
         if isinstance(messages, str):
             if not opened.done():
                 opened.set_exception(EngineError(messages))
-            elif not self._closed:
+            elif not self._closed and not opened.cancelled() and opened.exception() is None:
                 self._on_exit(messages)
             return
         for message in messages:
@@ -220,7 +227,6 @@ class EngineProcess:
     def _on_exit(self, reason: str) -> None:
         """Handle an unexpected exit of the process: end streams, keep requests to retry, and restart the process."""
         self._ready.clear()
-        self._deaths += 1
         log.error("%s", reason)
         error = EngineError(f"{reason}; send the request again")
         for answer in self._answers.values():
@@ -236,18 +242,27 @@ class EngineProcess:
                 entry.fail(error)
             else:
                 self._retried += 1
-        if self._deaths > _RESTARTS:
-            self._give_up(f"the engine's process died {self._deaths} times in a row: {reason}")
-        else:
-            self._spawn(self._restart())
+        self._spawn(self._restart(reason))
 
-    async def _restart(self) -> None:
-        await asyncio.sleep(min(2.0 ** (self._deaths - 1) - 1, 30.0))
-        log.warning("restarting the engine's process")
-        try:
-            await self._open()
-        except PanscanError as error:
-            self._give_up(f"the engine's process could not be restarted: {error}")
+    async def _restart(self, reason: str) -> None:
+        """Start another process. One that dies while it loads, or cannot load, counts like any other death.
+
+        The memory of a GPU may be freed some time after the process that used it has died.
+        """
+        while True:
+            self._deaths += 1
+            if self._deaths > _RESTARTS:
+                self._give_up(f"the engine's process died {self._deaths} times in a row: {reason}")
+                return
+            await asyncio.sleep(2.0 ** (self._deaths - 1) - 1)
+            log.warning("restarting the engine's process")
+            try:
+                await self._open()
+            except PanscanError as error:
+                reason = str(error)
+                log.error("the engine's process could not be restarted: %s", reason)
+            else:
+                return
 
     def _give_up(self, reason: str) -> None:
         log.error("%s", reason)

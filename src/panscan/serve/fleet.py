@@ -159,8 +159,8 @@ class ReplicaFleet:
         if error is None:
             self.ready[id] = FleetReplica(id, actor)
             self.router.set_replicas(self.ready)
-        elif isinstance(error, ReplicaLostError):
-            self._replace(id, actor, str(error))
+        elif isinstance(error, ReplicaLostError) or (self._losses and not self.ready and not self._starting):
+            self._replace(id, actor, str(error))  # without a replica: a dead one's GPU memory may not be free yet
         elif not self.ready and not (self._starting and self._losses):
             raise error if isinstance(error, PanscanError) else EngineError(f"a replica cannot start: {error}")
         else:

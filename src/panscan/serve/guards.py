@@ -17,6 +17,7 @@ _OPEN = ("/", "/health", "/ready")  # no key required: they reveal nothing priva
 _OPEN_PREFIX = "/playground/"
 _PROBES = ("/health", "/ready")  # accepted with any host name: orchestrators use the container's address
 _SINGLE = (b"host", b"origin", b"authorization", b"content-type", b"content-length", b"transfer-encoding")
+_LENGTH_DIGITS = 20  # of a content length
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
@@ -67,7 +68,7 @@ class Guard:
             if kind.lower() != "bearer" or not self._keys.accept(key.strip()):
                 return 401, "a valid API key is required: Authorization: Bearer KEY"
         length = headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > self._limit:
+        if not length.isdecimal() or len(length) > _LENGTH_DIGITS or int(length) > self._limit:
             return 413, f"the body may have at most {self._limit} bytes (--max-body-mb)"
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -16,6 +17,11 @@ _SECONDS = (
 )  # fmt: skip
 _TOKENS = tuple(float(2**power) for power in range(18))
 _VIEWS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 7.0, 9.0, 13.0, 17.0, 25.0, 33.0, 65.0)
+
+_NOTHING = Stats(
+    running=0, waiting=0, steps=0, prompt_tokens=0, cached_tokens=0, output_tokens=0, preemptions=0, views_encoded=0,
+    views_reused=0, vision_cache_bytes=0, kv_blocks_used=(0, 0), kv_blocks=(0, 0), block_size=1,
+)  # fmt: skip
 
 
 class ServerMetrics:
@@ -55,7 +61,7 @@ class ServerMetrics:
             name: self._gauge(name, text, "engine")
             for name, text in (
                 ("vllm:num_requests_running", "Running requests"),
-                ("vllm:num_requests_waiting", "Prepared requests in the queue"),
+                ("vllm:num_requests_waiting", "Accepted requests that are not running"),
                 ("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1"),
                 ("vllm:num_preemptions", "Preemptions since startup"),
                 ("panscan:views_encoded", "Views encoded since startup"),
@@ -98,12 +104,20 @@ class ServerMetrics:
             if value is not None:
                 histogram.labels(self._model).observe(value)
 
-    def expose(self, stats: Mapping[str, Stats]) -> bytes:
+    def expose(self, stats: Mapping[str, Stats], accepted: int) -> bytes:
         """Return all metrics in Prometheus' text format.
+
+        Requests that no engine knows yet count as waiting: of the only engine, or under the engine ``""``.
 
         Args:
             stats: current statistics of each engine; the gauges of absent engines are removed.
+            accepted: accepted requests that have not ended.
         """
+        if (unknown := accepted - sum(each.running + each.waiting for each in stats.values())) > 0:
+            if len(stats) == 1:
+                stats = {name: replace(each, waiting=each.waiting + unknown) for name, each in stats.items()}
+            else:
+                stats = {**stats, "": replace(_NOTHING, waiting=unknown)}
         for engine in self._shown - stats.keys():
             for gauge in self._engines.values():
                 gauge.remove(self._model, engine)

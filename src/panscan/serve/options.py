@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
+import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from panscan.core import SettingError
-from panscan.core.ranges import Range
+from panscan.core.ranges import Range, shorten
 from panscan.images.decode import MAX_PIXELS
 from panscan.settings import Settings
 
@@ -29,6 +32,8 @@ SERVE_RANGES = {
 }
 """The range of each numeric option."""
 
+_HOST = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,252}[a-z0-9_])?")
+
 ROUTING = ("affinity", "work", "random")
 """Routing policies: least predicted work with a preference for cached images, without it, or random."""
 
@@ -44,11 +49,14 @@ class ApiKeys:
         """Return the keys, without surrounding spaces.
 
         Raises:
-            SettingError: a key is empty, or contains spaces or control characters.
+            SettingError: a key is empty, or contains spaces, control characters or characters other than ASCII, which
+                clients cannot send in a header.
         """
         found = [key.strip() for key in keys]
         if not all(key and key.isprintable() and " " not in key for key in found):
             raise SettingError("--api-key: a key is empty, or contains spaces or control characters")
+        if not all(map(str.isascii, found)):
+            raise SettingError("--api-key: a key contains characters other than ASCII, which no HTTP header can carry")
         return cls(tuple(hashlib.sha256(key.encode()).digest() for key in found))
 
     def accept(self, key: str) -> bool:
@@ -77,6 +85,36 @@ def read_api_keys(path: Path) -> list[str]:
     return found
 
 
+def _host_name(flag: str, given: str) -> str:
+    """Return a host name in lower-case ASCII, with international names in Punycode.
+
+    Raises:
+        SettingError: it is no host name, such as a URL or a name with a port, and would never match.
+    """
+    name = given.strip().lower().rstrip(".")
+    with suppress(UnicodeError):
+        name = name if name.isascii() else name.encode("idna").decode()
+    address = name.removeprefix("[").removesuffix("]")
+    with suppress(ValueError):
+        ipaddress.ip_address(address)
+        return address
+    if not _HOST.fullmatch(name):
+        raise SettingError(f"{flag}: expected a host name without scheme, port or path, got {shorten(given)}")
+    return name
+
+
+def _in_header(name: str) -> str:
+    """Return a host name as the Host header has it."""
+    return f"[{name}]" if ":" in name else name
+
+
+def _in_url(name: str) -> str:
+    """Return a host name as :mod:`panscan.images.fetch` compares it: international names are decoded."""
+    with suppress(UnicodeError):
+        return name.encode().decode("idna")
+    return name
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     """The options of a server: what it runs and what it allows.
@@ -103,7 +141,7 @@ class ServeOptions:
         otlp_traces_endpoint: URL that receives OpenTelemetry traces; None: no traces.
 
     Raises:
-        SettingError: a number is out of range, or the routing policy is unknown.
+        SettingError: a number is out of range, the routing policy is unknown, or a host name is none.
     """
 
     settings: Settings
@@ -132,6 +170,10 @@ class ServeOptions:
         for item in fields(self):
             if item.name in SERVE_RANGES:
                 SERVE_RANGES[item.name].check(f"--{item.name.replace('_', '-')}", getattr(self, item.name))
+        hosts = (_in_header(_host_name("--allowed-hosts", name)) for name in self.allowed_hosts)
+        domains = (_in_url(_host_name("--allowed-media-domains", name)) for name in self.allowed_media_domains)
+        object.__setattr__(self, "allowed_hosts", tuple(hosts))
+        object.__setattr__(self, "allowed_media_domains", tuple(domains))
 
     @property
     def model_name(self) -> str:

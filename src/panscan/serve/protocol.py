@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from panscan.core import SettingError
+from panscan.core.ranges import shorten
 from panscan.settings import nearest
 
 __all__ = [
@@ -24,8 +26,14 @@ __all__ = [
     "TextPart",
     "TokenizeRequest",
     "ViewsRequest",
+    "count_values",
     "parse",
 ]
+
+_MOST_VALUES = 50_000  # JSON values of a body
+_LONGEST_SHOWN = 100  # characters of a client's name in a message
+_LONGEST_PROBLEM = 300  # characters of a validation error
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)  # matches at every quote: linear work
 
 _MOST_STOPS = 16
 _LONGEST_STOP = 1024  # characters
@@ -65,14 +73,14 @@ class _Body(BaseModel):
             given.pop(name, None)
         unknown = next((name for name in given if name not in cls.model_fields), None)
         if unknown is not None:
-            hint = nearest(unknown, cls.model_fields)
+            hint = nearest(unknown[:_LONGEST_SHOWN], cls.model_fields)
             raise _unknown(unknown, hint)
         _check_parts(given.get("messages"))
         return given
 
 
 def _unknown(name: str, hint: str) -> PydanticCustomError:
-    name = name[:100]
+    name = name[:_LONGEST_SHOWN]
     shown = name if name.isprintable() and name else repr(name)
     return PydanticCustomError(
         "unknown", "{shown} is not supported{hint}", {"name": name, "shown": shown, "hint": hint}
@@ -175,7 +183,7 @@ class _JsonSchema(_Body):
         known = ("name", "schema", "strict", "description")
         unknown = next((name for name in given if name not in known), None)
         if unknown is not None:
-            hint = nearest(unknown, known)
+            hint = nearest(unknown[:_LONGEST_SHOWN], known)
             raise _unknown(unknown, hint)
         return given
 
@@ -326,11 +334,13 @@ Parsed = TypeVar("Parsed", bound=BaseModel)
 
 
 def parse(kind: type[Parsed], body: bytes) -> Parsed:
-    """Return the parsed body.
+    """Return the parsed body. The work is linear in its size.
 
     Raises:
-        FieldError: the body is not valid JSON, or a field is unknown, invalid or repeated.
+        FieldError: the body is not valid JSON, has too many values, or a field is unknown, invalid or repeated.
     """
+    if count_values(body) > _MOST_VALUES and count_values(_STRING.sub(b"", body)) > _MOST_VALUES:
+        raise FieldError(f"the body has more than {_MOST_VALUES} JSON values")
     try:
         parsed = kind.model_validate_json(body)
         json.loads(body, object_pairs_hook=_unique)
@@ -338,14 +348,18 @@ def parse(kind: type[Parsed], body: bytes) -> Parsed:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
     param = _path(first["loc"]) or (first["type"] if first["type"] in kind.model_fields else None)
+    problem = first["msg"] if len(first["msg"]) <= _LONGEST_PROBLEM else f"{first['msg'][:_LONGEST_PROBLEM]}..."
     if first["type"] == "json_invalid":
-        raise FieldError(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
+        raise FieldError(f"the body is not valid JSON: {problem.removeprefix('Invalid JSON: ')}")
     if first["type"] in ("unknown", "unsupported"):
         name = first["ctx"]["name"]
-        raise FieldError(
-            first["msg"] if param is None else f"{param}: {first['msg']}", f"{param}.{name}" if param else name
-        )
-    raise FieldError(f"{param}: {first['msg']}" if param else first["msg"], param)
+        raise FieldError(problem if param is None else f"{param}: {problem}", f"{param}.{name}" if param else name)
+    raise FieldError(f"{param}: {problem}" if param else problem, param)
+
+
+def count_values(body: bytes) -> int:
+    """Return an upper bound on the number of JSON values: each follows a comma or opens a container, but for one."""
+    return body.count(b",") + body.count(b"[") + body.count(b"{")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -354,19 +368,32 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     Raises:
         FieldError: a name is repeated.
     """
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        name = next(name for name in found if names.count(name) > 1)[:100]
-        raise FieldError(f"{name}: the JSON body repeats this field", name)
-    return found
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                shown = _shown(name)
+                raise FieldError(f"{shown}: the JSON body repeats this field", shown)
+            seen.add(name)
+    return unique
+
+
+def _shown(name: str) -> str:
+    """Return a client's name for a message: one line, and not long."""
+    return name[:_LONGEST_SHOWN] if name.isprintable() else shorten(name)
 
 
 def _path(location: tuple[int | str, ...]) -> str:
     """Return the path of a field as the client wrote it, without the union tags that pydantic adds."""
     tagged = ("content", "stop", "prompt")
     steps = zip(location, (None, *location), strict=False)
-    return ".".join(str(part) for part, before in steps if isinstance(part, int) or not _is_tag(part, before, tagged))
+    names = [
+        part if isinstance(part, int) else _shown(part)
+        for part, before in steps
+        if isinstance(part, int) or not _is_tag(part, before, tagged)
+    ]
+    return ".".join(map(str, names[:8]))
 
 
 def _is_tag(part: str, before: int | str | None, tagged: tuple[str, ...]) -> bool:

@@ -58,6 +58,11 @@ class ReplicaBackend:
         found = router_of(self._app)
         return self.info is not None and not self._closed and found is not None and bool(found.replicas)
 
+    @property
+    def inflight(self) -> int:
+        """See :class:`panscan.serve.backend.ServeBackend`."""
+        return len(self._inflight)
+
     async def start(self) -> None:
         """See :class:`panscan.serve.backend.ServeBackend`. Returns once the first replica has loaded the model."""
         while self.info is None:

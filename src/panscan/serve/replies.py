@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal
@@ -28,6 +28,10 @@ from panscan.serve.protocol import FieldError
 __all__ = ["DONE", "TIMED_OUT", "Reply", "TokenNames", "error_body", "error_of", "error_status", "server_sent"]
 
 DONE = b"data: [DONE]\n\n"
+_LONGEST_MESSAGE = 1000  # characters: some errors quote what a client sent
+_LOWEST = -9999.0  # JSON has no minus infinity
+_LEVELS = 5  # depth of the part of a response that grows: choices, choice, logprobs, content, token
+_ITEMS = 64  # items that are encoded at a time
 TIMED_OUT = "the request timed out (--request-timeout, or its header X-Request-Timeout)"
 
 Kind = Literal["chat", "text"]
@@ -35,7 +39,7 @@ Kind = Literal["chat", "text"]
 
 def server_sent(body: Mapping[str, Any]) -> bytes:
     """Return one server-sent event."""
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + _dumps(body) + b"\n\n"
 
 
 def error_status(error: PanscanError) -> int:
@@ -64,7 +68,38 @@ _PARAMS = {"json_schema": "response_format", "messages": "messages"}  # fields b
 def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """Return an error in OpenAI's format."""
     kind = _TYPES.get(status, "invalid_request_error")
+    message = message if len(message) <= _LONGEST_MESSAGE else f"{message[:_LONGEST_MESSAGE]}..."
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def encoded(body: Mapping[str, Any]) -> bytes:
+    """Return a response as JSON, encoded in pieces: other threads run between them, such as the event loop's."""
+    return b"".join(_pieces(body, _LEVELS))
+
+
+def _pieces(value: Any, levels: int) -> Iterator[bytes]:
+    """Yield the JSON of a value. Containers are split down to a number of levels, and lists below it by items."""
+    if isinstance(value, Mapping) and levels:
+        for index, (name, inner) in enumerate(value.items()):
+            yield b"%s%s:" % (b"," if index else b"{", _dumps(name))
+            yield from _pieces(inner, levels - 1)
+        yield b"}" if value else b"{}"
+    elif isinstance(value, list) and levels and len(value) <= _ITEMS:
+        for index, inner in enumerate(value):
+            yield b"," if index else b"["
+            yield from _pieces(inner, levels - 1)
+        yield b"]" if value else b"[]"
+    elif isinstance(value, list):
+        for start in range(0, len(value), _ITEMS):
+            yield b"," if start else b"["
+            yield _dumps(value[start : start + _ITEMS])[1:-1]
+        yield b"]" if value else b"[]"
+    else:
+        yield _dumps(value)
+
+
+def _dumps(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def error_of(error: PanscanError) -> dict[str, Any]:
@@ -100,7 +135,7 @@ class TokenNames:
         return {**self._one(token, logprobs.logprob), "top_logprobs": top}
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
-        return {"token": self.text(token), "bytes": list(self._known[token]), "logprob": max(logprob, -9999.0)}
+        return {"token": self.text(token), "bytes": list(self._known[token]), "logprob": max(logprob, _LOWEST)}
 
 
 class Reply:
@@ -206,8 +241,8 @@ class Reply:
             return {"content": [self._names.entry(token, each) for token, each in pairs], "refusal": None}
         texts = [self._names.text(token) for token, _ in pairs]
         offsets = list(accumulate(map(len, texts), initial=offset))[:-1]
-        top = [{self._names.text(id): value for id, value in each.top} for _, each in pairs]
-        values = [each.logprob for _, each in pairs]
+        top = [{self._names.text(id): max(value, _LOWEST) for id, value in each.top} for _, each in pairs]
+        values = [max(each.logprob, _LOWEST) for _, each in pairs]
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 import json
-import math
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from panscan.core import PanAndScan, Request, Sampling, SettingError
+from panscan.core.deadline import Deadline
 from panscan.core.ranges import shorten
 from panscan.images.views import GEMMA3_COST, PromptCost, plan_views
+from panscan.serve.admission import Pool
 from panscan.serve.backend import RequestWork
 from panscan.serve.media import MediaFile, MediaReader
 from panscan.serve.options import ServeOptions
@@ -28,9 +30,11 @@ from panscan.serve.protocol import (
     TextPart,
 )
 
-__all__ = ["PreparedRequest", "RequestBuilder", "check_used", "fetches", "is_remote"]
+__all__ = ["PreparedRequest", "RequestBuilder", "check_used", "media_pool", "message_urls"]
 
 _CHARACTERS_PER_TOKEN = 4  # approximate; used to estimate a prompt's length
+_MOST_LOGPROBS = 100_000  # log-probabilities of one HTTP request: about 10 MB of JSON
+_PNG, _JPEG = b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +68,17 @@ class RequestBuilder:
         self._options, self._cost = options, cost or GEMMA3_COST
         self._media = MediaReader(options)
 
-    def chat(
-        self, body: ChatCompletionRequest, uploads: Mapping[str, bytes], deadline: float = math.inf
-    ) -> PreparedRequest:
+    def chat(self, body: ChatCompletionRequest, uploads: Mapping[str, bytes], deadline: Deadline) -> PreparedRequest:
         """Return the requests of a chat completion (``deadline``: see :meth:`MediaReader.read`).
 
         Raises:
             FieldError: a value is out of its range.
             ImageError: an image cannot be read, or exceeds a limit.
+            TimeoutError: the deadline has passed.
         """
         tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         sampling = self._sampling(body, tokens, (body.top_logprobs or 0) if body.logprobs else None)
+        _check_logprobs(body.n, sampling, "top_logprobs", "n, max_tokens or top_logprobs")
         messages, documents = self.conversation(body.messages, uploads, deadline)
         pan_and_scan = self.pan_and_scan(body.mm_processor_kwargs)
         pages = [page for document in documents for page in document.pages]
@@ -97,6 +101,7 @@ class RequestBuilder:
         prompts = [body.prompt] if isinstance(body.prompt, str) else list(body.prompt)
         if len(prompts) * body.n > self._options.max_choices:
             raise FieldError(f"prompt and n: at most {self._options.max_choices} choices per request", "prompt")
+        _check_logprobs(len(prompts) * body.n, sampling, "logprobs", "the number of prompts, n, max_tokens or logprobs")
         requests = [
             choice
             for prompt in prompts
@@ -106,7 +111,7 @@ class RequestBuilder:
         return PreparedRequest(requests, self._work([], PanAndScan(), longest, sampling.max_new_tokens))
 
     def conversation(
-        self, messages: Sequence[ChatMessage], uploads: Mapping[str, bytes], deadline: float = math.inf
+        self, messages: Sequence[ChatMessage], uploads: Mapping[str, bytes], deadline: Deadline
     ) -> tuple[list[dict[str, Any]], list[MediaFile]]:
         """Return turns as :class:`panscan.core.Request` takes them, and their documents in order.
 
@@ -119,6 +124,7 @@ class RequestBuilder:
         """
         found: list[MediaFile] = []
         turns = []
+        size = 0
         used: set[str] = set()
         for message in messages:
             parts: list[dict[str, Any]] = []
@@ -129,13 +135,19 @@ class RequestBuilder:
                     continue
                 url = _url(part)
                 used.add(url.partition(":")[2] if url.startswith("attachment:") else "")
-                found.append(self._document(url, uploads, found, deadline))
+                if len(found) >= self._options.max_images:
+                    raise FieldError(f"messages: at most {self._options.max_images} images per request", "messages")
+                found.append(self._media.read(url, uploads, f"image {len(found) + 1}", deadline))
+                size += found[-1].size
+                if size > self._options.max_body_mb * 1e6:
+                    most = f"{self._options.max_body_mb:g} MB"
+                    raise FieldError(f"messages: the images exceed {most} in total", "messages")
                 parts += [{"type": "image"} for _ in found[-1].pages]
             turns.append({"role": "system" if message.role == "developer" else message.role, "content": parts})
         check_used(uploads, used)
         return turns, found
 
-    def document(self, url: str, uploads: Mapping[str, bytes], deadline: float = math.inf) -> MediaFile:
+    def document(self, url: str, uploads: Mapping[str, bytes], deadline: Deadline) -> MediaFile:
         """Return the document behind a URL (see :meth:`panscan.serve.media.MediaReader.read`).
 
         Raises:
@@ -161,16 +173,6 @@ class RequestBuilder:
             return replace(own, **changed)
         except SettingError as error:
             raise FieldError(str(error), "mm_processor_kwargs") from error
-
-    def _document(
-        self, url: str, uploads: Mapping[str, bytes], before: Sequence[MediaFile], deadline: float
-    ) -> MediaFile:  # fmt: skip
-        if len(before) >= self._options.max_images:
-            raise FieldError(f"messages: at most {self._options.max_images} images per request", "messages")
-        document = self._media.read(url, uploads, f"image {len(before) + 1}", deadline)
-        if sum(each.size for each in (*before, document)) > self._options.max_body_mb * 1e6:
-            raise FieldError(f"messages: the images exceed {self._options.max_body_mb:g} MB in total", "messages")
-        return document
 
     def _sampling(self, body: SamplingFields, max_tokens: int | None, logprobs: int | None) -> Sampling:
         own = self._options.settings.sampling
@@ -229,6 +231,21 @@ class RequestBuilder:
         return RequestWork(views, tokens, max_new_tokens, tuple(document.digest for document in documents))
 
 
+def _check_logprobs(choices: int, sampling: Sampling, param: str, remedy: str) -> None:
+    """Refuse a request whose answer could have too many log-probabilities.
+
+    Raises:
+        FieldError: choices x max_tokens x (top_logprobs + 1) exceed 100,000.
+    """
+    if sampling.logprobs is None:
+        return
+    count = choices * sampling.max_new_tokens * (sampling.logprobs + 1)
+    if count > _MOST_LOGPROBS:
+        size = f"{choices} x {sampling.max_new_tokens} x {sampling.logprobs + 1} = {count}"
+        message = f"{size} (choices x max_tokens x log-probabilities per token) exceed {_MOST_LOGPROBS}; lower {remedy}"
+        raise FieldError(f"{param}: {message}", param)
+
+
 def check_used(uploads: Mapping[str, bytes], used: Collection[str]) -> None:
     """Refuse a multipart body with unreferenced files.
 
@@ -236,7 +253,7 @@ def check_used(uploads: Mapping[str, bytes], used: Collection[str]) -> None:
         FieldError: a file is not referenced.
     """
     if unused := uploads.keys() - set(used):
-        name = min(unused)
+        name = shorten(min(unused)).strip("'")
         raise FieldError(f"{name}: the request does not reference this file; use the URL attachment:{name}", name)
 
 
@@ -265,15 +282,31 @@ def _schema(given: ResponseFormat | None) -> dict[str, str]:
     return {"json_schema": json.dumps(schema)}
 
 
-def fetches(messages: Sequence[ChatMessage]) -> bool:
-    """Return whether a conversation has remote images, which may take long to read."""
+def message_urls(messages: Sequence[ChatMessage]) -> list[str]:
+    """Return the URLs of a conversation's images and documents."""
     parts = [part for message in messages if not isinstance(message.content, str) for part in message.content]
-    return any(is_remote(_url(part)) for part in parts if not isinstance(part, TextPart))
+    return [_url(part) for part in parts if not isinstance(part, TextPart)]
 
 
-def is_remote(url: str) -> bool:
-    """Return whether a URL is fetched over the network."""
-    return url.partition(":")[0].lower() in ("http", "https")
+def media_pool(urls: Sequence[str], uploads: Mapping[str, bytes]) -> Pool:
+    """Return the threads that read these documents: slow ones must not delay plain images."""
+    if any(url[:8].lower().startswith(("http:", "https:")) for url in urls):
+        return "fetch"
+    return "read" if all(_is_plain_image(url, uploads) for url in urls) else "document"
+
+
+def _is_plain_image(url: str, uploads: Mapping[str, bytes]) -> bool:
+    """Return whether a document is evidently a PNG or JPEG image, by its first bytes."""
+    if url.startswith("attachment:"):
+        return uploads.get(url.partition(":")[2], b"").startswith((_PNG, _JPEG))
+    header, comma, _ = url[:256].partition(",")
+    if not comma or not header.lower().endswith(";base64"):
+        return False
+    start = len(header) + 1
+    try:
+        return base64.b64decode(url[start : start + 12]).startswith((_PNG, _JPEG))
+    except ValueError:
+        return False
 
 
 def _url(part: ImagePart | FilePart) -> str:

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import math
+import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
 from panscan.core import EngineError, SettingError
 from panscan.core.activity import activity
 from panscan.images.pool import decode_in_children
+from panscan.serve.admission import AdmissionControl
 from panscan.serve.app import create_app
 from panscan.serve.engine_process import EngineProcess
-from panscan.serve.generation import AdmissionControl
 from panscan.serve.options import ServeOptions
 
 __all__ = ["run_server"]
@@ -28,14 +32,20 @@ _KEEP_ALIVE = 30  # seconds that an idle connection stays open
 _BACKLOG = 2048  # connections that wait to be accepted
 _HEAD_SECONDS = 30  # to receive the headers of a request
 _STALL_SECONDS = 60  # until a client that stops reading is disconnected
-_GRACE = 5  # seconds from the end of the last request to the end of its connection
+_GRACE = 5.0  # seconds from the end of the last request to the end of its connection
+_ABORT_SECONDS = 2.0  # for requests whose connection was closed
+_POLL_SECONDS = 0.05
+_WARNING_SECONDS = 60.0  # between two warnings about the number of connections
+_FEWEST_CONNECTIONS = 16
+_RESERVE = 192  # descriptors for the engine, documents, downloads and modules
+_EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 def run_server(options: ServeOptions, on_ready: Callable[[str], None]) -> int:
-    """Serve until SIGTERM or SIGINT, and return the exit code.
+    """Serve until SIGTERM, SIGINT or SIGHUP, and return the exit code.
 
     The first signal drains: new requests are refused, running ones finish within the drain timeout. A second signal
-    stops the server immediately.
+    ends them with an error.
 
     Args:
         options: server options.
@@ -50,36 +60,168 @@ def run_server(options: ServeOptions, on_ready: Callable[[str], None]) -> int:
     return asyncio.run(_Server(options, on_ready).run())
 
 
-class _Uvicorn(uvicorn.Server):
+class _Connections:
+    """The open connections of a server, and those among them that wait for a request, longest first.
+
+    Args:
+        most: maximum number of connections.
+    """
+
+    def __init__(self, most: float) -> None:
+        self.most = most
+        self.state = ServerState()
+        self._idle: dict[_Connection, None] = {}
+        self._warned = -math.inf
+
+    @property
+    def full(self) -> bool:
+        """Whether no other connection may be accepted."""
+        return len(self.state.connections) >= self.most
+
+    def set_idle(self, connection: _Connection, idle: bool) -> None:
+        """Record that a connection waits for a request, or no longer does."""
+        self._idle.pop(connection, None)
+        if idle:
+            self._idle[connection] = None
+
+    def close_idle(self) -> bool:
+        """Close the connection that has been idle for the longest time; return False if there is none."""
+        connection = next(iter(self._idle), None)
+        if connection is None:
+            return False
+        self.set_idle(connection, False)
+        connection.transport.abort()
+        return True
+
+    def warn(self, reason: str) -> None:
+        """Log, at most once a minute, that connections are closed or have to wait."""
+        if (time := asyncio.get_running_loop().time()) - self._warned >= _WARNING_SECONDS:
+            self._warned = time
+            log.warning("%s: closing idle connections, %d are open", reason, len(self.state.connections))
+
+
+class _HttpServer(uvicorn.Server):
+    """Uvicorn with an accept loop that pauses at the limit of connections, and with a shutdown that ends in time.
+
+    Args:
+        config: uvicorn's configuration.
+        listener: listening socket.
+        connections: open connections.
+    """
+
+    def __init__(self, config: uvicorn.Config, listener: socket.socket, connections: _Connections) -> None:
+        super().__init__(config)
+        self._listener, self._connections = listener, connections
+        self.server_state = connections.state
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to :class:`_Server`: uvicorn would re-raise them and exit with a nonzero code."""
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections."""
+        self._listener.setblocking(False)
+        self._accepting = asyncio.ensure_future(self._accept())
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept no more connections, let responses end, and then close what is left."""
+        self._accepting.cancel()
+        await asyncio.wait({self._accepting})
+        self._listener.close()
+        state = self.server_state
+        for connection in list(state.connections):
+            connection.shutdown()
+        if not await self._closed(_GRACE):
+            for connection in list(state.connections):
+                connection.transport.abort()
+            if not await self._closed(_ABORT_SECONDS):
+                log.warning("%d requests did not end", len(state.tasks))
+
+    async def _closed(self, seconds: float) -> bool:
+        """Return whether all connections and requests end in time."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        while self.server_state.connections or self.server_state.tasks:
+            if loop.time() > end:
+                return False
+            await asyncio.sleep(_POLL_SECONDS)
+        return True
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._wait_for_room()
+            try:
+                connection, _ = await loop.sock_accept(self._listener)
+                await loop.connect_accepted_socket(self._protocol, connection)
+            except OSError as error:  # the client has left, or descriptors or memory are used up
+                if error.errno in _EXHAUSTED:
+                    self._connections.warn(f"connections cannot be accepted ({error.strerror})")
+                    self._connections.close_idle()
+                    await asyncio.sleep(_POLL_SECONDS)
+
+    async def _wait_for_room(self) -> None:
+        """Wait until another connection may be accepted; close idle ones once a client waits for it."""
+        if self._connections.full:
+            await self._until_readable()
+        while self._connections.full:
+            self._connections.warn("the limit of open files is reached (ulimit -n)")
+            await asyncio.sleep(0 if self._connections.close_idle() else _POLL_SECONDS)
+
+    async def _until_readable(self) -> None:
+        """Return once a client has connected."""
+        loop = asyncio.get_running_loop()
+        readable = asyncio.Event()
+        loop.add_reader(self._listener, readable.set)
+        try:
+            await readable.wait()
+        finally:
+            loop.remove_reader(self._listener)
+
+    def _protocol(self) -> _Connection:
+        return _Connection(self.config, self._connections)
 
 
 class _Connection(H11Protocol):
     """An HTTP/1.1 connection with deadlines for request headers and for clients that stop reading.
 
     h11 bounds the size of headers. Without a deadline, a closing connection stays open until its last byte is read.
+
+    Args:
+        config: uvicorn's configuration.
+        connections: open connections of the server.
     """
 
-    _late: asyncio.TimerHandle | None = None
-    _stalled: asyncio.TimerHandle | None = None
+    def __init__(self, config: uvicorn.Config, connections: _Connections) -> None:
+        super().__init__(config, connections.state, app_state={})
+        self._all = connections
+        self._late: asyncio.TimerHandle | None = None
+        self._stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's own type
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # call pause_writing() as soon as the client falls behind
+        self._all.set_idle(self, True)
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
         before = self.cycle
         super().data_received(data)
         if self.cycle is not before:
+            self._all.set_idle(self, self._idle())
             self._forget_head()
         elif self._idle() and self._late is None:
             self._expect_head()
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._idle() and not self.transport.is_closing():
+            self._all.set_idle(self, True)
+
     def connection_lost(self, exc: Exception | None) -> None:
+        self._all.set_idle(self, False)
         self._forget_head()
         self._forget_stall()
         super().connection_lost(exc)
@@ -132,26 +274,25 @@ class _Server:
     async def run(self) -> int:
         """Bind, load, serve, drain."""
         with _bound(self._options) as listener:
+            connections = _Connections(_most_connections())
             backend = EngineProcess(self._options.settings, max_queued_requests=self._options.max_queued_requests)
             app = create_app(self._options, backend)
             config = uvicorn.Config(
-                app, http=_Connection, ws="none", lifespan="off", log_config=None, access_log=False, backlog=_BACKLOG,
-                timeout_keep_alive=_KEEP_ALIVE, timeout_graceful_shutdown=_GRACE, server_header=False,
+                app, ws="none", lifespan="off", log_config=None, access_log=False, timeout_keep_alive=_KEEP_ALIVE,
+                server_header=False,
             )  # fmt: skip
-            server = _Uvicorn(config)
+            server = _HttpServer(config, listener, connections)
             self._handle_signals()
-            serving = asyncio.ensure_future(server.serve([listener]))
+            serving = asyncio.ensure_future(server.serve())
             try:
                 if await self._load(backend):
                     self._on_ready(_url(self._options.host, listener))
                     await self._until_signal(backend, app.state.admission)
             finally:
-                app.state.admission.draining = True
+                app.state.admission.close()
                 server.should_exit = True
-                server.force_exit = self._second_signal.is_set()
                 await backend.close()
                 await serving
-                app.state.admission.close()
         return 0
 
     async def _load(self, backend: EngineProcess) -> bool:
@@ -195,8 +336,20 @@ class _Server:
         def take() -> None:
             (self._second_signal if self._first_signal.is_set() else self._first_signal).set()
 
-        for each in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(each, take)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+                asyncio.get_running_loop().add_signal_handler(number, take)
+
+
+def _most_connections() -> float:
+    """Raise the limit of open files to its maximum, and return how many connections it allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # the system has another maximum
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return math.inf
+    return max(_FEWEST_CONNECTIONS, soft - _RESERVE)
 
 
 def _bound(options: ServeOptions) -> socket.socket:

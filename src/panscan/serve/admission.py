@@ -1,0 +1,483 @@
+"""Admission of requests: the arrival of their bodies, slots, threads for blocking work, and a graceful shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any, Literal, TypeVar
+
+from python_multipart.multipart import parse_options_header
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
+
+from panscan.core import EngineError, now
+from panscan.core.daemons import DaemonThreads
+from panscan.core.deadline import Deadline
+from panscan.core.ranges import shorten
+from panscan.serve.backend import ServeBackend
+from panscan.serve.metrics import ServerMetrics
+from panscan.serve.options import ServeOptions
+from panscan.serve.protocol import FieldError
+
+__all__ = [
+    "SHUTTING_DOWN",
+    "AdmissionControl",
+    "AdmissionSlot",
+    "Pool",
+    "RefusedError",
+    "body_limit",
+    "disconnection",
+    "parse_form",
+    "read_body",
+]
+
+Answer = TypeVar("Answer")
+Pool = Literal["read", "document", "fetch", "decode"]
+"""Threads that read images, read documents, download either, or decode pages for previews."""
+
+SHUTTING_DOWN = "the server is shutting down"
+
+_POOLS: dict[Pool, int] = {"read": 16, "document": 16, "fetch": 16, "decode": 2}
+"""Threads per pool. A download may take a minute; a page that is decoded for a preview holds up to 540 MB."""
+
+_BODIES = 2 * 2**30  # maximum bytes of all request bodies and images in flight
+_BODY_SECONDS = 120.0  # longest time until a body has arrived
+_BODY_GRACE = 10.0  # seconds before a minimum rate applies to a body
+_BODY_RATE = 4096.0  # bytes/s: the minimum average rate after that
+_INLINE = 64 * 1024  # bytes; larger multipart bodies are split in a thread
+_PART_HEAD = 4096  # maximum bytes of the headers of a part
+_TIMEOUT_HEADER = "x-request-timeout"
+
+
+class RefusedError(Exception):
+    """An error for a request that is refused before it is submitted.
+
+    Args:
+        status: HTTP status.
+        message: reason, which the client receives.
+        retry_after: seconds after which the client may retry.
+        code: OpenAI's error code.
+        close: whether the connection must be closed, because the rest of the body is not read.
+    """
+
+    def __init__(
+        self, status: int, message: str, retry_after: int | None = None, code: str | None = None, *, close: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.status, self.retry_after, self.code, self.close = status, retry_after, code, close
+
+
+class AdmissionSlot:
+    """A request from its arrival to its end. It counts against the server's limit once its body has arrived.
+
+    Args:
+        admission: admission control that issued the slot.
+        seconds: time until the deadline.
+    """
+
+    def __init__(self, admission: AdmissionControl, seconds: float) -> None:
+        self._admission = admission
+        self._timer: asyncio.Timeout | None = None
+        self.deadline = Deadline(now() + seconds)
+        self.ends = asyncio.get_running_loop().time() + seconds
+        """The deadline on the event loop's clock."""
+        self.size = 0
+        """Bytes of the body received so far, and of images sent to the engine."""
+        self.taken = self.released = self.stopped = False
+        self.waiting = False
+        """Whether the request will be sent to the engine, and was not yet."""
+
+    def grow(self, size: int) -> None:
+        """Count bytes of the body, or of images sent to the engine.
+
+        Raises:
+            RefusedError: the bodies and images of all requests in flight exceed the server's limit.
+        """
+        self.size += size
+        self._admission.bodies += size
+        if self._admission.bodies > _BODIES:
+            message = f"at capacity: request bodies and images in flight exceed {_BODIES >> 30} GiB; retry later"
+            raise RefusedError(
+                429, f"the server is {message}", self._admission.metrics.retry_after, close=not self.taken
+            )
+
+    async def within(self, work: Awaitable[Answer], limit: float = math.inf) -> Answer:
+        """Await ``work`` until the deadline, or until ``limit`` on the event loop's clock.
+
+        Raises:
+            TimeoutError: the time has passed.
+            EngineError: the server is shutting down.
+        """
+        try:
+            async with asyncio.timeout_at(min(self.ends, limit)) as self._timer:
+                if self.stopped:
+                    self._timer.reschedule(0.0)
+                return await work
+        except TimeoutError:
+            if self.stopped:
+                raise EngineError(SHUTTING_DOWN) from None
+            raise
+        finally:
+            self._timer = None
+
+    def stop(self) -> None:
+        """End the request now: its pending :meth:`within` raises an error, and its blocking work stops soon."""
+        self.stopped = True
+        self.deadline.abandon()
+        if self._timer is not None and not self._timer.expired():
+            self._timer.reschedule(0.0)
+
+    def release(self) -> None:
+        """Release the slot, and stop what still works for the request. May be called more than once."""
+        if not self.released:
+            self.released = True
+            self.deadline.abandon()
+            self._admission.leave(self)
+
+
+class AdmissionControl:
+    """The admission control of the server: bounds the number of requests and their bytes, and runs blocking work.
+
+    Args:
+        options: server options.
+        backend: backend that computes answers.
+        metrics: metrics to update.
+    """
+
+    def __init__(self, options: ServeOptions, backend: ServeBackend, metrics: ServerMetrics) -> None:
+        self.options, self.backend, self.metrics = options, backend, metrics
+        self.draining = False
+        self.bodies = 0
+        self._active = 0
+        self._slots: set[AdmissionSlot] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._pools = {name: DaemonThreads(size, f"panscan-{name}") for name, size in _POOLS.items()}
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that were accepted, but not yet sent to an engine."""
+        return sum(slot.waiting for slot in self._slots)
+
+    def admit(self, request: Request) -> AdmissionSlot:
+        """Return a slot for a new request, whose body has not arrived. :meth:`take` counts it.
+
+        Raises:
+            RefusedError: the server is draining, not ready, or at capacity.
+            FieldError: the header ``X-Request-Timeout`` is not a number of seconds.
+        """
+        self._check_capacity()
+        slot = AdmissionSlot(self, _timeout(request, self.options.request_timeout))
+        self._slots.add(slot)
+        return slot
+
+    def take(self, slot: AdmissionSlot, *, generates: bool) -> None:
+        """Count a request whose body has arrived.
+
+        Args:
+            slot: slot of the request.
+            generates: whether the request will be sent to the engine, for the number of waiting requests.
+
+        Raises:
+            RefusedError: the server is draining or at capacity.
+        """
+        self._check_capacity()
+        slot.taken, slot.waiting = True, generates
+        self._active += 1
+        self._idle.clear()
+        self.metrics.active.labels(self.options.model_name).set(self._active)
+
+    def leave(self, slot: AdmissionSlot) -> None:
+        """Forget a request."""
+        self._slots.discard(slot)
+        self.bodies -= slot.size
+        if slot.taken:
+            self._active -= 1
+            self.metrics.active.labels(self.options.model_name).set(self._active)
+            if not self._active:
+                self._idle.set()
+
+    async def drain(self) -> bool:
+        """Refuse new requests and wait for running ones; return False if the drain timeout expires first."""
+        self.draining = True
+        for slot in [slot for slot in self._slots if not slot.taken]:
+            slot.stop()
+        try:
+            async with asyncio.timeout(self.options.drain_timeout):
+                await self.wait_until_idle()
+        except TimeoutError:
+            return False
+        return True
+
+    def stop(self) -> None:
+        """Refuse new requests, and end all others with an error."""
+        self.draining = True
+        for slot in list(self._slots):
+            slot.stop()
+
+    async def wait_until_idle(self) -> None:
+        """Wait until no request is active."""
+        await self._idle.wait()
+
+    async def in_thread(
+        self, request: Request, slot: AdmissionSlot, work: Callable[[], Answer], pool: Pool = "read"
+    ) -> Answer:
+        """Run blocking work of a request in a thread and return its result.
+
+        Args:
+            request: request whose body has been read.
+            slot: slot of the request.
+            work: function to run. It must check the slot's deadline; its result is discarded if the request has ended.
+            pool: threads to use: downloads, documents and decoding never delay requests of another kind.
+
+        Raises:
+            TimeoutError: the deadline passed.
+            ClientDisconnect: the client disconnected.
+            EngineError: the server is shutting down.
+        """
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[Answer] = loop.create_future()
+
+        def run() -> None:
+            with suppress(RuntimeError):  # the event loop is closed: the server has ended
+                loop.call_soon_threadsafe(_settle, ended, *_outcome(slot.deadline, work))
+
+        self._pools[pool].submit(run)
+        return await self.until_disconnect(request, slot, ended)
+
+    async def until_disconnect(self, request: Request, slot: AdmissionSlot, work: Awaitable[Answer]) -> Answer:
+        """Return the result of ``work``; cancel it if the client disconnects or the deadline passes.
+
+        Raises:
+            TimeoutError: the deadline passed.
+            ClientDisconnect: the client disconnected.
+            EngineError: the server is shutting down.
+        """
+        task = asyncio.ensure_future(work)
+        disconnected = asyncio.ensure_future(disconnection(request.receive))
+        try:
+            await slot.within(asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED))
+            if not task.done():
+                raise ClientDisconnect
+            return task.result()
+        finally:
+            for pending in (task, disconnected):
+                pending.cancel()
+            await asyncio.gather(task, disconnected, return_exceptions=True)
+
+    def close(self) -> None:
+        """End all requests, and the threads after their current document. Nothing waits for the threads."""
+        self.stop()
+        for pool in self._pools.values():
+            pool.shutdown()
+
+    def _check_capacity(self) -> None:
+        """Refuse a request that cannot be accepted now.
+
+        Raises:
+            RefusedError: the server is draining, not ready, or at capacity.
+        """
+        if self.draining:
+            raise RefusedError(503, SHUTTING_DOWN, 5)
+        info = self.backend.info
+        if info is None:
+            raise RefusedError(503, "the model is loading", 5)
+        most = info.max_concurrency + self.options.max_queued_requests
+        if self._active >= most:
+            message = f"the server is at capacity: {most} requests are running or waiting"
+            raise RefusedError(429, message, self.metrics.retry_after, "queue_full")
+
+
+def _outcome(deadline: Deadline, work: Callable[[], Answer]) -> tuple[Answer | None, Exception | None]:
+    """Run blocking work, and return its result or its error."""
+    try:
+        deadline.check()
+        return work(), None
+    except Exception as error:  # delivered to the request
+        return None, error
+
+
+def _settle(future: asyncio.Future[Any], answer: Any, error: Exception | None) -> None:
+    """Settle a future, unless its request has ended."""
+    if future.done():
+        return
+    if error is None:
+        future.set_result(answer)
+    else:
+        future.set_exception(error)
+
+
+async def disconnection(receive: Receive) -> None:
+    """Return once the client has disconnected. The body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _timeout(request: Request, most: float) -> float:
+    """Return the request timeout in seconds: the server's limit, or the client's if it is lower."""
+    given = request.headers.get(_TIMEOUT_HEADER)
+    if given is None:
+        return most
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        raise FieldError(f"the header X-Request-Timeout must be a number of seconds above 0, got {shorten(given)}")
+    return min(seconds, most)
+
+
+async def read_body(
+    request: Request, slot: AdmissionSlot, admission: AdmissionControl, *, generates: bool
+) -> tuple[bytes, dict[str, bytes]]:
+    """Return the JSON of a request, and the files of a multipart body by field name, once the slot is taken.
+
+    Everything stays in memory, within the limits of ``--max-body-mb`` and of all bodies in flight.
+
+    Args:
+        request: request whose body has not been read.
+        slot: slot of the request.
+        admission: admission control that issued the slot.
+        generates: see :meth:`AdmissionControl.take`.
+
+    Raises:
+        RefusedError: the content type is neither JSON nor multipart, the body arrives too slowly, the bodies in flight
+            are too large, or the server is draining or at capacity.
+        TimeoutError: the deadline passed.
+        ClientDisconnect: the client disconnected.
+        FieldError: the multipart body is malformed.
+        BodyTooLargeError: see :mod:`panscan.serve.guards`.
+    """
+    given = request.headers.get("content-type", "")
+    kind = given.partition(";")[0].strip().lower()
+    if kind not in ("application/json", "multipart/form-data"):
+        raise RefusedError(415, "the content type must be application/json or multipart/form-data")
+    content = await _arrived(request, slot)
+    admission.take(slot, generates=generates)
+    if kind == "application/json":
+        return content, {}
+    boundary = parse_options_header(given)[1].get(b"boundary", b"")
+    most = admission.options.max_images
+    if len(content) < _INLINE:
+        return parse_form(content, boundary, most)
+    return await admission.in_thread(request, slot, lambda: parse_form(content, boundary, most))
+
+
+def body_limit(start: float, size: int) -> float:
+    """Return the time at which a body is given up: 4 kB/s on average after 10 s, and 120 s in total.
+
+    Args:
+        start: time at which the server began to read it.
+        size: bytes received so far.
+    """
+    return start + min(_BODY_SECONDS, _BODY_GRACE + size / _BODY_RATE)
+
+
+async def _arrived(request: Request, slot: AdmissionSlot) -> bytes:
+    """Return the whole body.
+
+    Raises:
+        RefusedError, TimeoutError, ClientDisconnect: see :func:`read_body`.
+    """
+    loop = asyncio.get_running_loop()
+    start = loop.time()
+    chunks: list[bytes] = []
+    more = True
+    while more:
+        try:
+            message = await slot.within(request.receive(), body_limit(start, slot.size))
+        except EngineError as error:
+            raise RefusedError(503, str(error), 5, close=True) from None
+        except TimeoutError:
+            if loop.time() >= slot.ends:
+                raise
+            limits = f"{_BODY_RATE / 1024:g} kB/s on average after {_BODY_GRACE:g} s, {_BODY_SECONDS:g} s in total"
+            raise RefusedError(408, f"the body arrives too slowly ({limits})", close=True) from None
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        chunk = message.get("body", b"")
+        slot.grow(len(chunk))
+        chunks.append(chunk)
+        more = message.get("more_body", False)
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+
+def parse_form(content: bytes, boundary: bytes, most_files: int) -> tuple[bytes, dict[str, bytes]]:
+    """Return the JSON of a multipart body, and its files by field name. The work is linear in the size of the body.
+
+    Args:
+        content: whole body.
+        boundary: boundary that the content type names.
+        most_files: maximum number of files.
+
+    Raises:
+        FieldError: the body is malformed, has too many files, repeats or lacks a field, or has an unsupported one.
+    """
+    files: dict[str, bytes] = {}
+    body: bytes | None = None
+    for name, is_file, data in _parts(content, boundary, most_files + 1):
+        shown = name[:100] if name.isprintable() else shorten(name)
+        if name == "request" and body is None:
+            body = data
+        elif name == "request" or name in files:
+            raise FieldError(f"{shown}: the multipart body repeats this field", shown)
+        elif is_file:
+            files[name] = data
+        else:
+            raise FieldError(f"{shown} is not supported; send files, and the JSON body in the field request", shown)
+    if body is None:
+        raise FieldError("request: this field of the multipart body is missing; it must hold the JSON body", "request")
+    return body, files
+
+
+def _parts(content: bytes, boundary: bytes, most: int) -> list[tuple[str, bool, bytes]]:
+    """Return (field name, whether it has a file name, content) of each part.
+
+    Raises:
+        FieldError: the body is malformed, or has too many parts.
+    """
+    if not 0 < len(boundary) <= 70:  # RFC 2046
+        raise _malformed_form("the content type must name a boundary of 1 to 70 characters")
+    delimiter = b"\r\n--" + boundary
+    position = 0 if content.startswith(delimiter[2:]) else content.find(delimiter) + 2
+    if position == 1:
+        raise _malformed_form("the boundary does not occur")
+    position += len(delimiter) - 2
+    parts: list[tuple[str, bool, bytes]] = []
+    while content[position : position + 2] != b"--":
+        if len(parts) == most:
+            raise FieldError(f"request: the multipart body has more than {most - 1} files (--max-images)", "request")
+        start = content.find(b"\r\n\r\n", position, position + _PART_HEAD)
+        if start < 0 or content[position : position + 2] != b"\r\n":
+            raise _malformed_form(f"a part has no headers, or more than {_PART_HEAD} bytes of them")
+        name, is_file = _part_name(content[position + 2 : start])
+        position = content.find(delimiter, start + 2)
+        if position < 0:
+            raise _malformed_form("it ends before the final boundary")
+        parts.append((name, is_file, content[start + 4 : position]))
+        position += len(delimiter)
+    return parts
+
+
+def _part_name(head: bytes) -> tuple[str, bool]:
+    """Return the field name of a part, and whether the part has a file name.
+
+    Raises:
+        FieldError: the part has no name, or one that is not UTF-8.
+    """
+    for line in head.split(b"\r\n"):
+        key, _, value = line.partition(b":")
+        if key.strip().lower() == b"content-disposition":
+            options = parse_options_header(value.strip())[1]
+            if b"name" in options:
+                try:
+                    return options[b"name"].decode(), b"filename" in options
+                except UnicodeDecodeError as error:
+                    raise _malformed_form("a field name is not UTF-8") from error
+    raise _malformed_form("a part has no field name")
+
+
+def _malformed_form(problem: str) -> FieldError:
+    return FieldError(f"request: the multipart body is malformed: {problem}", "request")

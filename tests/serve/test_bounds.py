@@ -1,0 +1,323 @@
+"""Well-formed but expensive input: what a stranger sends costs work in proportion to its size, or is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+import random
+import socket
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from panscan.core import SettingError, Stats
+from panscan.core.deadline import Deadline
+from panscan.serve import server as server_module
+from panscan.serve.admission import body_limit, parse_form
+from panscan.serve.metrics import ServerMetrics
+from panscan.serve.options import ApiKeys, ServeOptions
+from panscan.serve.protocol import (
+    _MOST_VALUES,
+    _STRING,
+    ChatCompletionRequest,
+    CompletionRequest,
+    FieldError,
+    TokenizeRequest,
+    _unique,
+    parse,
+)
+from panscan.serve.replies import encoded, error_body
+from panscan.serve.requests import RequestBuilder, media_pool
+from panscan.settings import Settings
+
+PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(20)).decode()
+JPEG = base64.b64encode(b"\xff\xd8\xff\xe0" + bytes(20)).decode()
+PDF = base64.b64encode(b"%PDF-1.7\n" + bytes(20)).decode()
+
+
+class Name(str):
+    """A JSON name that counts its comparisons and hashes."""
+
+    work = 0
+
+    def __eq__(self, other: object) -> bool:
+        Name.work += 1
+        return str.__eq__(self, other)  # type: ignore[arg-type]
+
+    def __hash__(self) -> int:
+        Name.work += 1
+        return str.__hash__(self)
+
+
+def test_repeated_names_are_found_in_linear_work() -> None:
+    costs = []
+    for count in (1000, 10_000):
+        Name.work = 0
+        pairs = [(Name(f"k{index}"), 0) for index in (*range(count), count - 1)]
+        with pytest.raises(FieldError, match="repeats this field"):
+            _unique(pairs)
+        costs.append(Name.work)
+    assert costs[1] <= 15 * costs[0]
+
+
+class Body(bytes):
+    """A multipart body that counts the bytes that are searched and copied."""
+
+    work = 0
+
+    def find(self, part: Any, start: Any = 0, end: Any = None) -> int:
+        index = super().find(part, start, end)
+        stop = len(self) if end is None else min(end, len(self))
+        Body.work += (stop if index < 0 else index + len(part)) - start
+        return index
+
+    def __getitem__(self, key: Any) -> Any:
+        piece = super().__getitem__(key)
+        Body.work += len(piece) if isinstance(key, slice) else 1
+        return piece
+
+
+HEAD = b'Content-Disposition: form-data; name="%s"; filename="a"\r\n\r\n'
+
+
+@pytest.mark.parametrize(
+    "unit", [b"x" * 50, b"\r\n--limi", b"\r\n\r\n--", b"\r\n--limit", b"\r\n--limit\r\n" + HEAD % b"a"], ids=repr
+)
+def test_multipart_bodies_are_split_in_linear_work(unit: bytes) -> None:
+    costs = []
+    for count in (1000, 10_000):
+        Body.work = 0
+        body = Body(b"--limit\r\n" + HEAD % b"page" + unit * count + b"\r\n--limit--\r\n")
+        with pytest.raises(FieldError):  # it has no field with the JSON
+            parse_form(body, b"limit", 16)
+        costs.append(Body.work)
+    assert costs[1] <= 15 * costs[0]
+
+
+def form(**files: Any) -> tuple[bytes, bytes]:
+    """Return a multipart body as a client writes it, and its boundary."""
+    request = httpx.Request("POST", "http://a", files=files)
+    return request.read(), request.headers["content-type"].partition("boundary=")[2].encode()
+
+
+def test_multipart_bodies_are_read_as_clients_write_them() -> None:
+    content = bytes(range(256)) + b"\r\n--\r\n\r\n"
+    body, boundary = form(page=("a.png", content), request=(None, "{}"), **{'größe "x"': ("b", b"")})
+    assert parse_form(body, boundary, 2) == (b"{}", {"page": content, 'größe "x"'.replace('"', "%22"): b""})
+    assert parse_form(b"preamble\r\n" + body + b"epilogue", boundary, 2)[0] == b"{}"
+    with pytest.raises(FieldError, match="more than 1 files"):
+        parse_form(body, boundary, 1)
+    for damaged in (b"", body[:-60], body.replace(b"name=", b"nome="), body.replace(b"Content-D", b"Content-T")):
+        with pytest.raises(FieldError, match="malformed"):
+            parse_form(damaged, boundary, 2)
+    for wrong in (b"", b"x" * 71, b"other"):
+        with pytest.raises(FieldError, match="boundary"):
+            parse_form(body, wrong, 2)
+    long = b"--a\r\nX: " + b"y" * 5000 + b"\r\n\r\n\r\n--a--"
+    with pytest.raises(FieldError, match="4096 bytes"):
+        parse_form(long, b"a", 2)
+
+
+def hostile_bodies() -> Iterator[bytes]:
+    """Yield bodies with many values, names or levels, or very long ones."""
+    many = _MOST_VALUES + 1
+    yield b'{"x":[' + b",".join([b"0"] * many) + b"]}"
+    yield b'{"x":' + b"[" * many + b"]" * many + b"}"
+    yield b'{"x":' + b"[" * 5000
+    yield b'{"x":[' + b"[]," * many
+    yield b'{"metadata":{' + b",".join(b'"%d":0' % index for index in range(many)) + b"}}"
+    yield b'{"metadata":{"' + b"k" * 1_000_000 + b'":0}}'
+    yield b'{"' + b"k" * 1_000_000 + b'":0}'
+    yield b'{"\\u0007' + b"k" * 1_000_000 + b'":0}'
+    yield b'{"messages":[{"role":"user","content":[{"type":"' + b"t" * 1_000_000 + b'"}]}]}'
+    yield b'{"messages":[{"role":"' + b"t" * 1_000_000 + b'","content":"a"}]}'
+    yield b'{"response_format":{"type":"json_schema","json_schema":{"' + b"n" * 1_000_000 + b'":0}}}'
+    yield b'{"stop":["' + b"s" * 1_000_000 + b'"]}'
+    yield b'{"a":0,"' + b"k" * 1_000_000 + b'":0,"' + b"k" * 1_000_000 + b'":0}'
+
+
+def test_expensive_json_is_refused_in_few_words() -> None:
+    for kind in (ChatCompletionRequest, CompletionRequest, TokenizeRequest):
+        for body in hostile_bodies():
+            with pytest.raises(FieldError) as refused:
+                parse(kind, body)
+            assert len(f"{refused.value} {refused.value.param}") < 900 and str(refused.value).isprintable(), body[:60]
+    assert len(error_body("x" * 10**6, 400)["error"]["message"]) < 1100
+
+
+def test_values_inside_texts_do_not_count() -> None:
+    text = 'a, b [c] {d}\\"' * _MOST_VALUES
+    messages = [{"role": "user", "content": text}]
+    parsed = parse(ChatCompletionRequest, json.dumps({"messages": messages}).encode())
+    assert parsed.messages[0].content == text
+
+
+def test_every_quote_belongs_to_a_string() -> None:
+    """Otherwise the search would begin again at each quote of a string without an end."""
+    for body in (b'"' + b'\\"' * 1000, b'"\\', b'"a\\\\"b"', b'{"a":"' + b"\\" * 999, b'"\n"'):
+        assert b'"' not in _STRING.sub(b"", body)
+
+
+def test_a_body_must_arrive_at_a_minimum_rate() -> None:
+    assert body_limit(100.0, 0) == body_limit(100.0, 10) - 10 / 4096 == 110.0  # a byte per second: given up after 10 s
+    assert body_limit(100.0, 409_600) == 210.0
+    assert body_limit(100.0, 10**9) == 220.0
+
+
+@pytest.mark.parametrize(
+    ("url", "pool"),
+    [
+        (f"data:image/png;base64,{PNG}", "read"), (f"data:;base64,{JPEG}", "read"), ("attachment:png", "read"),
+        (f"data:image/png;base64,{PDF}", "document"), ("attachment:pdf", "document"), ("attachment:none", "document"),
+        ("file:///a.png", "document"), ("data:image/png,a", "document"), ("data:" + "x" * 1000 + ",a", "document"),
+        ("HTTPS://example.com/a.png", "fetch"), ("data:;base64,ä", "document"), ("", "document"),
+    ],
+    ids=lambda value: value[:30],
+)  # fmt: skip
+def test_plain_images_are_read_by_other_threads_than_documents(url: str, pool: str) -> None:
+    uploads = {"png": base64.b64decode(PNG), "pdf": base64.b64decode(PDF)}
+    plain = f"data:;base64,{PNG}"
+    assert media_pool([url], uploads) == media_pool([plain, url], uploads) == media_pool([url, plain], uploads) == pool
+
+
+def builder() -> RequestBuilder:
+    return RequestBuilder(ServeOptions(settings=Settings()))
+
+
+def test_log_probabilities_are_limited() -> None:
+    ask: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True}
+    for stream in (False, True):
+        body = {**ask, "n": 4, "max_tokens": 1191, "top_logprobs": 20, "stream": stream}
+        with pytest.raises(
+            FieldError, match=r"4 x 1191 x 21 = 100044 .* exceed 100000; lower n, max_tokens"
+        ) as refused:
+            builder().chat(ChatCompletionRequest(**body), {}, Deadline())
+        assert refused.value.param == "top_logprobs"
+    assert len(builder().chat(ChatCompletionRequest(**{**body, "max_tokens": 1190}), {}, Deadline()).requests) == 4
+    prompts = CompletionRequest(prompt=["a"] * 10, logprobs=4, max_tokens=2001)
+    with pytest.raises(FieldError, match="10 x 2001 x 5 = 100050"):
+        builder().completion(prompts, {})
+
+
+def test_work_for_an_abandoned_request_stops() -> None:
+    deadline = Deadline()
+    deadline.abandon()
+    part = {"type": "image_url", "image_url": {"url": f"data:;base64,{PNG}"}}
+    body = ChatCompletionRequest(messages=[{"role": "user", "content": [part]}])
+    with pytest.raises(TimeoutError):
+        builder().chat(body, {}, deadline)
+
+
+def test_an_answer_is_encoded_in_pieces_and_stays_the_same() -> None:
+    """A response in one piece would hold Python's lock, and with it the event loop, as long as it takes."""
+    numbers = random.Random(1)
+    entries = [{"token": "ä\n", "bytes": [1, 2], "logprob": numbers.random()} for _ in range(1000)]
+    tables = {"tokens": ["a"] * 130, "top_logprobs": [{}] * 64, "text_offset": []}
+    choices = [{"index": 0, "logprobs": {"content": entries}}, {"index": 1, "logprobs": tables}, {"logprobs": None}]
+    body = {"id": "a", "choices": choices, "usage": {}, "pages": [], "count": 1.5, "none": None}
+    assert json.loads(encoded(body)) == body
+    assert encoded(body) == json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def stats(running: int, waiting: int) -> Stats:
+    counts = dict.fromkeys(("steps", "prompt_tokens", "cached_tokens", "output_tokens", "preemptions"), 0)
+    sizes = dict.fromkeys(("views_encoded", "views_reused", "vision_cache_bytes"), 0)
+    return Stats(
+        running=running, waiting=waiting, **counts, **sizes, kv_blocks_used=(0, 0), kv_blocks=(1, 1), block_size=1
+    )
+
+
+@pytest.mark.parametrize(
+    ("engines", "accepted", "waiting"),
+    [
+        ({"0": (2, 8)}, 60, {"0": 58}), ({"0": (2, 58)}, 60, {"0": 58}), ({"0": (2, 8)}, 0, {"0": 8}),
+        ({"a": (2, 1), "b": (2, 0)}, 9, {"a": 1, "b": 0, "": 4}), ({}, 3, {"": 3}), ({}, 0, {}),
+    ],
+)  # fmt: skip
+def test_every_accepted_request_that_does_not_run_counts_as_waiting(
+    engines: dict[str, tuple[int, int]], accepted: int, waiting: dict[str, int]
+) -> None:
+    metrics = ServerMetrics("mini")
+    metrics.expose({"old": stats(0, 0)}, 5)
+    text = metrics.expose({name: stats(*counts) for name, counts in engines.items()}, accepted).decode()
+    lines = [line for line in text.splitlines() if line.startswith("vllm:num_requests_waiting{")]
+    assert {line.split('engine="')[1].split('"')[0]: float(line.split()[-1]) for line in lines} == waiting
+
+
+def test_names_that_no_client_can_send_are_refused_at_startup() -> None:
+    with pytest.raises(SettingError, match="ASCII"):
+        ApiKeys.of(["schlüssel"])
+    settings = Settings()
+    for name in ("https://example.com", "example.com:8000", "example.com/a", "", "a b", "-", "xn--\udcff"):
+        for option in ("allowed_hosts", "allowed_media_domains"):
+            with pytest.raises(SettingError, match=f"--{option.replace('_', '-')}: expected a host name"):
+                ServeOptions(settings=settings, **{option: (name,)})
+    names = ("Bücher.example.", "xn--bcher-kva.example", "::1", "[::1]", "10.0.0.7")
+    options = ServeOptions(settings=settings, allowed_hosts=names, allowed_media_domains=names)
+    assert options.allowed_hosts == ("xn--bcher-kva.example", "xn--bcher-kva.example", "[::1]", "[::1]", "10.0.0.7")
+    assert options.allowed_media_domains == ("bücher.example", "bücher.example", "::1", "::1", "10.0.0.7")
+    assert httpx.URL("https://BÜCHER.example/a.png").host == options.allowed_media_domains[0]
+
+
+async def application(scope: Any, receive: Any, send: Any) -> None:
+    """Answer every request after it was read, and ``/slow`` only once its client has left."""
+    while scope["path"] == "/slow" and (await receive())["type"] != "http.disconnect":
+        pass
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"{}"})
+
+
+def test_a_flood_of_idle_connections_closes_the_longest_idle_ones(caplog: pytest.LogCaptureFixture) -> None:
+    """At the limit of descriptors the server answers, logs one line, and pauses while all connections are busy."""
+    most = 20
+
+    async def scenario() -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        connections = server_module._Connections(most)
+        config = uvicorn.Config(application, ws="none", lifespan="off", log_config=None, access_log=False)
+        http = server_module._HttpServer(config, listener, connections)
+        serving = asyncio.ensure_future(http.serve())
+        streams = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4 * most)]
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+            for _ in range(3):
+                assert (await client.get("/")).status_code == 200
+        assert len(connections.state.connections) <= most
+        for reader, _ in streams[:most]:
+            assert await reader.read() == b""  # closed
+        busy = [await asyncio.open_connection("127.0.0.1", port) for _ in range(most)]
+        for _, writer in busy:
+            writer.write(b"GET /slow HTTP/1.1\r\nHost: a\r\n\r\n")
+        while len(connections.state.tasks) < most:
+            await asyncio.sleep(0)
+        late = asyncio.ensure_future(_status(port))
+        while len(caplog.messages) < 1:
+            await asyncio.sleep(0)
+        assert not late.done()
+        busy.pop()[1].close()
+        assert await late == b"HTTP/1.1 200 OK\r\n"
+        for _, writer in (*streams, *busy):
+            writer.close()
+        http.should_exit = True
+        await serving
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(scenario())
+    assert Counter(caplog.messages) == {
+        f"the limit of open files is reached (ulimit -n): closing idle connections, {most} are open": 1
+    }
+
+
+async def _status(port: int) -> bytes:
+    """Return the status line of an answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+    line = await reader.readline()
+    writer.close()
+    return line
