@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -12,6 +14,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.engine.driving import Driver, Reference, requests
 
@@ -20,6 +23,7 @@ from panscan.core import EngineError, InputError, SettingError, TokenEvent, now
 from panscan.engine import loop
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
+from panscan.engine.request_state import ignore_event
 from panscan.model.observation import ForcedTokens
 
 OPTIONS = EngineOptions(kv_cache_gb=0.02, max_num_seqs=2)
@@ -76,6 +80,12 @@ def hold(engine: Engine) -> Callable[[], None]:
     engine._worker._send(wait)
     assert busy.wait(60)
     return go.set
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = now() + 60
+    while not condition():
+        assert now() < deadline
 
 
 def answer(engine: Engine, request: Request, on_event: Callable[[TokenEvent], None]) -> Result:
@@ -153,8 +163,7 @@ def test_streams_of_closed_event_loops_are_cancelled(engine: Engine) -> None:
             engine.submit(replace(requests()[1], id="", sampling=ENDLESS))
 
     asyncio.run(leave())
-    while engine.stats().running or engine.waiting:  # each event finds the loop closed
-        pass
+    until(lambda: not engine.stats().running and not engine.waiting)  # each event finds the loop closed
     assert not engine._streams
 
 
@@ -180,6 +189,32 @@ def test_what_fails_in_the_text_of_an_answer_fails_its_request(tiny: GenerateRun
     assert (driver.used, driver.pixels) == ((0, 0), 0)
 
 
+def test_what_a_failed_image_held_is_free_once_the_result_is(engine: Engine) -> None:
+    """Without a garbage collection: the error's traceback would keep the frames, and they the pixels."""
+
+    class Pixels: ...
+
+    held: list[weakref.ref[Pixels]] = []
+
+    class Failing:
+        def __array__(self, *_: object, **__: object) -> object:
+            pixels = Pixels()
+            held.append(weakref.ref(pixels))
+            raise RuntimeError("bug")
+
+    gc.disable()
+    try:
+        result = answer(engine, Request("What?", [Failing()]), ignore_event)
+        assert "bug" in str(result.error) and len(held) == 1 and held[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_an_array_that_is_too_large_is_refused_before_it_is_copied(engine: Engine) -> None:
+    endless = np.broadcast_to(np.zeros((1, 1, 3), np.uint8), (10**9, 10**9, 3))
+    assert "the limit is 178956970" in str(answer(engine, Request("What?", [endless]), ignore_event).error)
+
+
 def test_all_accepted_requests_that_do_not_run_wait(engine: Engine) -> None:
     """Not only prepared ones; and the number is known during a pass."""
     results: SimpleQueue[Result] = SimpleQueue()
@@ -187,9 +222,8 @@ def test_all_accepted_requests_that_do_not_run_wait(engine: Engine) -> None:
     cancels = [engine.start(replace(requests()[1], sampling=ENDLESS), None, results.put) for _ in range(60)]
     assert engine.waiting == 60
     go()
-    while (stats := engine.stats()).running < 2:
-        pass
-    assert (stats.running, stats.waiting) == (2, 58)
+    until(lambda: engine.stats().running == 2)
+    assert engine.stats().waiting == engine.waiting == 58
     for cancel in cancels:
         cancel()
     assert {results.get(timeout=60).finish_reason for _ in cancels} == {"cancelled"}
@@ -199,8 +233,7 @@ def test_requests_are_prepared_during_a_pass(engine: Engine) -> None:
     go = hold(engine)
     with ThreadPoolExecutor(1) as threads:
         answered = threads.submit(engine.generate, [requests()[3]], progress=False)
-        while engine._worker._messages.empty():  # until it is prepared
-            pass
+        until(lambda: not engine._worker._messages.empty())  # it is prepared
         at = now()
         go()
         [result] = answered.result(60)
@@ -222,8 +255,7 @@ def test_calls_end_when_the_thread_does(mortal: Engine) -> None:
             threads.submit(mortal.observe, [requests()[0]], [forced]),
         ]
         streamed = threads.submit(asyncio.run, stream())
-        while len(mortal._worker._unfinished) < 4:
-            pass
+        until(lambda: len(mortal._worker._unfinished) == 4)
         kill(mortal)
         for call in calls:
             with pytest.raises(EngineError, match="thread has ended"):
@@ -245,8 +277,7 @@ def test_calls_end_even_if_the_thread_says_nothing(mortal: Engine, monkeypatch: 
         results = mortal.stream_results([replace(requests()[1], sampling=ENDLESS)])
         with ThreadPoolExecutor(1) as threads:
             answered = threads.submit(next, results)
-            while not mortal._worker._unfinished:
-                pass
+            until(lambda: bool(mortal._worker._unfinished))
             kill(mortal)
             with pytest.raises(EngineError, match="thread has ended"):
                 answered.result(60)

@@ -31,7 +31,7 @@ from panscan.engine.model_runner import (
 )
 from panscan.engine.options import EngineOptions
 from panscan.engine.prepare import PixelIntake, Preparer
-from panscan.engine.request_state import ObservationState, RequestState, described
+from panscan.engine.request_state import ObservationState, RequestState, described, drop_frames
 from panscan.engine.sampling import SampledToken
 from panscan.engine.scheduling.batch import NO_ROWS, FlatBatch, ViewToEncode
 from panscan.engine.scheduling.kv_blocks import KVBlocks
@@ -653,6 +653,8 @@ class Worker:
             error = known
         except BaseException as unknown:  # whatever a decoder raises for a file, even a panic, fails only its request
             error = state.error_of(unknown)
+        if error is not None:
+            drop_frames(error)
         self._messages.put(lambda: self._prepared(state, error))
 
     def _prepared(self, state: RequestState, error: PanscanError | None) -> None:

@@ -32,7 +32,7 @@ from panscan.engine.scheduling.sequence import Sequence
 from panscan.engine.views import PixelRef
 from panscan.model.observation import ForcedTokens, Observation
 
-__all__ = ["ObservationState", "RequestState", "RequestView", "described", "ignore_event"]
+__all__ = ["ObservationState", "RequestState", "RequestView", "described", "drop_frames", "ignore_event"]
 
 log = logging.getLogger("panscan.engine")
 
@@ -47,7 +47,23 @@ def described(error: BaseException) -> str:
         text = str(error)
     except BaseException as fault:  # of somebody else's class
         text = f"its text cannot be read ({type(fault).__name__})"
-    return f"{type(error).__name__}: {' '.join(text.split())[:300]}"
+    text = " ".join(text.split())[:300]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def drop_frames(error: BaseException) -> None:
+    """Drop the tracebacks of an exception and of its causes.
+
+    Their frames refer to the exception and hold images: gigabytes that only a garbage collection would free.
+    """
+    pending: list[BaseException | None] = [error]
+    dropped: set[int] = set()
+    while pending:
+        fault = pending.pop()
+        if fault is not None and id(fault) not in dropped:
+            dropped.add(id(fault))
+            fault.__traceback__ = None
+            pending += [fault.__cause__, fault.__context__]
 
 
 @dataclass(slots=True)

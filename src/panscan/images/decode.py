@@ -196,6 +196,9 @@ def array_image(levels: np.ndarray[Any, Any], name: str) -> Image.Image:
     if levels.ndim not in (2, 3) or (levels.ndim == 3 and levels.shape[2] != 3):
         shape = f"an array must be [height, width, 3] or [height, width], got {list(levels.shape)}"
         raise image_error(name, shape + (": move its channels last" if levels.shape[:1] == (3,) else ""))
+    height, width = levels.shape[:2]
+    if width * height > MAX_PIXELS:  # before it is copied: a broadcast array takes no memory itself
+        raise image_error(name, f"too large: {width}x{height} pixels, the limit is {MAX_PIXELS} in all")
     with reading(name):
         return upright_rgb(Image.fromarray(levels), name, copy=False)  # already a copy if it is RGB
 

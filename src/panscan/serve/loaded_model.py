@@ -208,7 +208,7 @@ class _RunnerModel:
     def _answer(self, batch: list[_Queued]) -> None:
         try:
             results = self._runner.run([queued.request for queued in batch])
-        except Exception as error:  # a library may raise anything; only these requests fail
+        except BaseException as error:  # a library may raise anything, even a panic; only these requests fail
             if len(batch) > 1:  # one unreadable image fails the whole batch: retry each request alone
                 for queued in batch:
                     self._answer([queued])
