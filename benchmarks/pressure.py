@@ -211,12 +211,14 @@ async def _send_all(
 async def json_names(server: PressedServer, seconds: float, random: Random) -> Counter[str]:
     """Send thousands of names, the last one repeated; long names; deep and wide values; 59 kB that count most."""
 
-    def repeated(count: int) -> bytes:
+    def repeated(count: int, field: str) -> bytes:
         names = ",".join(f'"k{index}":""' for index in (*range(count), count - 1))
-        return f'{{"messages":[{{"role":"user","content":"Hi"}}],"metadata":{{{names}}}}}'.encode()
+        return f'{{"messages":[{{"role":"user","content":"Hi"}}],"{field}":{{{names}}}}}'.encode()
 
+    opening = b'"response_format":{"type":"json_schema","json_schema":{"name":"a","schema":'
     bodies = (
-        repeated(20_000), repeated(3500), b'{"' + b"k" * 10_000_000 + b'":0}', b'{"x":' + b"[[]," * 200_000,
+        repeated(20_000, "metadata"), repeated(3500, "metadata"), b'{"' + b"k" * 10_000_000 + b'":0}',
+        repeated(20_000, "schema").replace(b'"schema":', opening) + b"}}", b'{"x":' + b"[[]," * 200_000,
         b'{"messages":[' + b",".join([b"{}"] * 19_000) + b"]}", b'{"x":"' + b'\\"' * 3_000_000,
         b'{"metadata":{' + b",".join(b'"%d":0' % index for index in range(40_000)) + b"}}",
     )  # fmt: skip
