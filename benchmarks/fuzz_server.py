@@ -6,11 +6,15 @@ It starts ``panscan serve`` with the tiny model, sends the cases, and writes ``r
 if its response is a 5xx other than 503 and 504, is an error in another format than OpenAI's, or does not arrive in
 time. The job fails if a case fails, if a process grows beyond ``--most-growth-mb``, or if the answer to a fixed
 question changes. ``--only 1234`` reproduces a case from the seed and its number. ``openapi`` needs schemathesis.
+
+Then well-formed but expensive requests, and kills, run beside good requests on a server under ``ulimit -v``; see
+:mod:`benchmarks.pressure`. ``--pressure 0`` skips them, and ``--cases 0`` the rest.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import base64
 import contextlib
 import importlib
@@ -34,6 +38,7 @@ from typing import Any
 import httpx
 import psutil
 
+from benchmarks.pressure import PressedServer, press
 from benchmarks.robustness.mutate import MUTATIONS, mutated
 from benchmarks.robustness.seeds import SEEDS
 from panscan.records.environment import environment
@@ -50,6 +55,11 @@ _SERVER = [
     "serve", "--model", "tiny", "--served-model-name", "mini", "--port", "0", "--device", "cpu",
     "--max-new-tokens", "4", "--max-output-tokens", "16", "--max-choices", "2", "--kv-cache-gb", "0.05",
     "--vision-cache-gb", "0.02", "--image-memory-gb", "0.5", "--max-pixels", "20000000",
+]  # fmt: skip
+
+_PRESSED = [
+    "serve", "--model", "tiny", "--device", "cpu", "--max-new-tokens", "4", "--kv-cache-gb", "0.1",
+    "--vision-cache-gb", "0.02", "--image-memory-gb", "0.5", "--drain-timeout", "30",
 ]  # fmt: skip
 
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/views")
@@ -382,14 +392,20 @@ def fuzz_openapi(fuzzer: Fuzzer, examples: int, first: int) -> int:
     return next(numbers) - first
 
 
+def _log(name: str) -> Path:
+    """Return the path of a server's log."""
+    folder = (RECORD.parent.parent.parent / "runs").resolve()
+    folder.mkdir(exist_ok=True)
+    return folder / name
+
+
 def _launch() -> tuple[subprocess.Popen[str], str]:
     """Start a server and return it with its URL.
 
     Raises:
         RuntimeError: the server exits before it is ready.
     """
-    log = (RECORD.parent.parent.parent / "runs" / "serve-fuzz.log").resolve()
-    log.parent.mkdir(exist_ok=True)
+    log = _log("serve-fuzz.log")
     with log.open("w") as file:
         process = subprocess.Popen([sys.executable, "-m", "panscan", *_SERVER], stderr=file, text=True)
     for _ in range(1200):
@@ -447,23 +463,42 @@ def main() -> int:
     parser.add_argument("--only", type=int, metavar="CASE", help="send one case again; writes no record")
     parser.add_argument("--most-growth-mb", type=int, default=200, help="maximum memory growth after a quarter, MB")
     parser.add_argument("--output", type=Path, default=RECORD, help="path of the record")
+    parser.add_argument(
+        "--pressure", type=float, default=30.0, help="seconds of each kind of expensive request; 0: none"
+    )
+    parser.add_argument("--kills", type=int, default=30, help="kills of the engine's process, and of the HTTP process")
     options = parser.parse_args()
+    figures, failed = _fuzzed(options) if options.cases or options.only is not None else ({}, False)
+    if options.pressure and options.only is None:
+        server = PressedServer(_PRESSED, _log("serve-pressure.log"))
+        try:
+            figures["pressure"] = asyncio.run(press(server, options.pressure, options.kills, options.seed))
+        finally:
+            if server.process is not None:
+                server.process.kill()
+        failed |= any(part["problems"] for part in figures["pressure"].values())
+    record = {
+        "command": ["python", "-m", "benchmarks.fuzz_server", *sys.argv[1:]], "server": _SERVER, **figures,
+        "versions": {name: version(name) for name in _VERSIONS}, "environment": environment(),
+    }  # fmt: skip
+    if options.only is None:
+        options.output.write_text(json.dumps(record, indent=1) + "\n")
+    else:
+        print(json.dumps(figures, indent=1))
+    return int(failed)
+
+
+def _fuzzed(options: argparse.Namespace) -> tuple[dict[str, Any], bool]:
+    """Send damaged requests; return the results, and whether something failed."""
     process, url = _launch()
     try:
         figures = _run(options, process, Fuzzer(url))
     finally:
         process.terminate()
         code = process.wait(60)
-    record = {
-        "command": ["python", "-m", "benchmarks.fuzz_server", *sys.argv[1:]], "server": _SERVER, **figures,
-        "exit_code": code, "versions": {name: version(name) for name in _VERSIONS}, "environment": environment(),
-    }  # fmt: skip
-    if options.only is None:
-        options.output.write_text(json.dumps(record, indent=1) + "\n")
-    else:
-        print(json.dumps(figures, indent=1))
     grown = any(value > options.most_growth_mb for value in figures["growth_mb"].values())
-    return int(bool(figures["failures"] or figures["wrong_answers"] or figures["engine_restarted"] or grown or code))
+    failed = figures["failures"] or figures["wrong_answers"] or figures["engine_restarted"] or grown or code
+    return {**figures, "exit_code": code}, bool(failed)
 
 
 if __name__ == "__main__":

@@ -34,13 +34,14 @@ __all__ = [
 ]
 
 Answer = TypeVar("Answer")
-Pool = Literal["read", "document", "fetch", "decode"]
-"""Threads that read images, read documents, download either, or decode pages for previews."""
+Pool = Literal["parse", "read", "document", "fetch", "decode"]
+"""Threads that parse large bodies, read images, read documents, download either, or decode pages for previews."""
 
 SHUTTING_DOWN = "the server is shutting down"
 
-_POOLS: dict[Pool, int] = {"read": 16, "document": 16, "fetch": 16, "decode": 2}
-"""Threads per pool. A download may take a minute; a page that is decoded for a preview holds up to 540 MB."""
+_POOLS: dict[Pool, int] = {"parse": 1, "read": 16, "document": 16, "fetch": 16, "decode": 2}
+"""Threads per pool. Parsing holds Python's lock, so that several threads would only delay the event loop. A download
+may take a minute; a page that is decoded for a preview holds up to 540 MB."""
 
 _BODIES = 2 * 2**30  # maximum bytes of all request bodies and images in flight
 _BODY_SECONDS = 120.0  # longest time until a body has arrived
@@ -362,7 +363,7 @@ async def read_body(
     most = admission.options.max_images
     if len(content) < _INLINE:
         return parse_form(content, boundary, most)
-    return await admission.in_thread(request, slot, lambda: parse_form(content, boundary, most))
+    return await admission.in_thread(request, slot, lambda: parse_form(content, boundary, most), "parse")
 
 
 def body_limit(start: float, size: int) -> float:

@@ -228,7 +228,7 @@ class _Api:
         content, uploads = await read_body(request, slot, self._admission, generates=generates)
         if len(content) < _INLINE and count_values(content) < _INLINE_VALUES:
             return parse(kind, content), uploads
-        return await self._admission.in_thread(request, slot, partial(parse, kind, content)), uploads
+        return await self._admission.in_thread(request, slot, partial(parse, kind, content), "parse"), uploads
 
     async def _read(
         self, request: Request, slot: AdmissionSlot, work: Callable[[], _Read], urls: Sequence[str],

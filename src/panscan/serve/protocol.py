@@ -6,7 +6,7 @@ import json
 import re
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from panscan.core import SettingError
@@ -39,6 +39,7 @@ _MOST_STOPS = 16
 _LONGEST_STOP = 1024  # characters
 _MOST_MESSAGES = 4096
 _MOST_PARTS = 4096  # maximum over all messages
+_MOST_METADATA = 128  # names; OpenAI's API allows 16
 _LONGEST_REFERENCE = 2**31  # characters of a data URL; the size of the body is limited
 
 
@@ -252,6 +253,13 @@ class SamplingFields(_Body):
     response_format: ResponseFormat | None = None
     user: str | None = Field(default=None, description="Accepted for compatibility; not used or stored.")
     metadata: dict[str, str] | None = Field(default=None, description="Accepted for compatibility; not used or stored.")
+
+    @field_validator("metadata", mode="before")
+    @classmethod
+    def _check_metadata(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > _MOST_METADATA:  # before each value is validated
+            raise PydanticCustomError("metadata", "at most {most} names", {"most": _MOST_METADATA})
+        return value
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> SamplingFields:

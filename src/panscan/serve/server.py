@@ -10,6 +10,7 @@ import math
 import resource
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 
 import uvicorn
@@ -35,6 +36,7 @@ _STALL_SECONDS = 60  # until a client that stops reading is disconnected
 _GRACE = 5.0  # seconds from the end of the last request to the end of its connection
 _ABORT_SECONDS = 2.0  # for requests whose connection was closed
 _POLL_SECONDS = 0.05
+_SWITCH_SECONDS = 0.001  # that a thread may hold Python's lock while the event loop waits for it
 _WARNING_SECONDS = 60.0  # between two warnings about the number of connections
 _FEWEST_CONNECTIONS = 16
 _RESERVE = 192  # descriptors for the engine, documents, downloads and modules
@@ -273,6 +275,7 @@ class _Server:
 
     async def run(self) -> int:
         """Bind, load, serve, drain."""
+        sys.setswitchinterval(_SWITCH_SECONDS)
         with _bound(self._options) as listener:
             connections = _Connections(_most_connections())
             backend = EngineProcess(self._options.settings, max_queued_requests=self._options.max_queued_requests)
