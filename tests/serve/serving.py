@@ -23,6 +23,12 @@ LOAD_SECONDS = 120.0
 DEADLINE = 60.0
 
 
+def engines_of(pid: int) -> list[psutil.Process]:
+    """Return the engine processes of a server, without its decoding processes."""
+    children = psutil.Process(pid).children()
+    return [child for child in children if "panscan.serve.engine_worker" in " ".join(child.cmdline())]
+
+
 @dataclass
 class Server:
     """A running ``panscan serve``.
@@ -53,8 +59,8 @@ class Server:
     @property
     def engine(self) -> psutil.Process:
         """The engine's process."""
-        [found] = psutil.Process(self.pid).children()
-        return found
+        [process] = engines_of(self.pid)
+        return process
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the sum of a metric's samples that have these labels."""

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 from tests.footprint import run_measured
-from tests.serve.serving import DEADLINE, Server, chat, post, refused, user, wait_for
+from tests.serve.serving import DEADLINE, Server, chat, engines_of, post, refused, user, wait_for
 
 from panscan.core import Request, Sampling
 from panscan.model.bundled import mini_directory
@@ -159,10 +158,9 @@ def test_a_killed_engine_is_replaced(small: Server, pool: ThreadPoolExecutor) ->
     before.send_signal(signal.SIGKILL)
     *_, last = reader.events()
     assert "SIGKILL" in json.loads(last)["error"]["message"]
-    children = psutil.Process(small.pid).children
-    wait_for(lambda: [child for child in children() if child != before])
+    wait_for(lambda: [child for child in engines_of(small.pid) if child != before])
     assert httpx.get(f"{small}/ready").status_code == 503
-    for child in children():  # while it loads
+    for child in engines_of(small.pid):  # while it loads
         child.kill()
     assert whole.result().json()["choices"] == expected
     assert small.metric("panscan:requests_retried") >= 1
@@ -215,7 +213,8 @@ def test_a_killed_rank_restarts_the_engine_and_a_second_signal_ends_streams(
     before = server.engine.pid
     whole = sent(pool, server, long(400))
     wait_for(lambda: server.metric("vllm:num_requests_running") == 1)
-    server.engine.children()[0].kill()
+    ranks = [child for child in server.engine.children() if "rank" in " ".join(child.cmdline())]
+    ranks[0].kill()
     assert whole.result().json()["usage"]["completion_tokens"] == 400  # by the engine that was started in its place
     assert server.engine.pid != before
     assert server.metric("panscan:requests_retried") == 1
