@@ -125,24 +125,27 @@ def faster_cpu() -> str:
 def faster_small() -> str:
     """Return the layouts of 27B on cards with little memory, compared per card."""
     layouts = _small_layouts()
-    base = layouts[0].figure
+    bases = {each.figure.machine: each.figure for each in reversed(layouts)}  # the first one on each GPU
     rows = [
         [
             each.name,
-            f"{each.figure.gain(base):.2f}x",
+            f"{each.figure.gain(bases[each.figure.machine]):.2f}x",
             str(each.figure),
+            each.figure.machine.removeprefix("NVIDIA "),
             each.verdict,
             f"`{each.command}`",
             _named(each.figure),
         ]
         for each in layouts
     ]
-    headings = ["one replica", "per card", "throughput per card", "verdict; accuracy", "command", "record"]
+    headings = ["one replica", "per card", "throughput per card", "at the speed of", "verdict; accuracy", "command",
+                "record"]  # fmt: skip
     note = (
-        "The commands use ten cards. Measured on one or two cards with the memory limit of `--gpu-memory-gb` but the"
-        f" speed of an {base.machine}: compare the layouts with each other. An A100 or RTX 4090 is slower."
+        "The commands use ten cards. Measured on one or two larger cards with the memory limit of `--gpu-memory-gb`, at"
+        " their speed: compare the layouts of one GPU with each other. An A100 or RTX 4090 is slower. 'Per card' is"
+        " relative to bf16 on two cards of the same GPU."
     )
-    return f"{table(headings, rows, text=(0, 3, 4, 5))}\n\n{note}"
+    return f"{table(headings, rows, text=(0, 3, 4, 5, 6))}\n\n{note}"
 
 
 def faster_wrong() -> str:
@@ -188,14 +191,26 @@ def _small_layouts() -> list[_Layout]:
         "int4, one 24 GB card": ("int4", _INT4, "24gb"),
     }
     pair = "w1-27b-tp2-40gb"
+    pairs, singles = f"{_BATCH} --replicas 5 --tensor-parallel-size 2", f"{_BATCH} --replicas 10 --quantization"
+    bf16_pair, int8, int8_pair, fp8_cache, fp8_cache_pair = (
+        f"w1-27b-{name}-h100"
+        for name in ("tp2-40gb", "int8-40gb", "int8-tp2-40gb", "int8-fp8kv-40gb", "int8-fp8kv-tp2-40gb")
+    )
+    points = _accuracy("int8").partition("; ")[2]
     return [
-        _Layout("bf16, two 40 GB cards", _w1(pair, gpus=2), _judged(pair),
-                f"{_BATCH} --replicas 5 --tensor-parallel-size 2"),
+        _Layout("bf16, two 40 GB cards", _w1(pair, gpus=2), _judged(pair), pairs),
         *(
-            _Layout(name, _w1(f"w1-27b-{kind}", part=f"measured_{memory}"), _accuracy(variant),
-                    f"{_BATCH} --replicas 10 --quantization {kind}")
+            _Layout(name, _w1(f"w1-27b-{kind}", part=f"measured_{memory}"), _accuracy(variant), f"{singles} {kind}")
             for name, (kind, variant, memory) in weights.items()
         ),
+        _Layout("bf16, two 40 GB cards", _w1(bf16_pair, gpus=2), _judged(bf16_pair), pairs),
+        _Layout("int8, one 40 GB card", _w1(int8), _accuracy("int8"), f"{singles} int8"),
+        _Layout("int8, two 40 GB cards", _w1(int8_pair, gpus=2), f"{_judged(int8_pair)}; {points}",
+                f"{pairs} --quantization int8"),
+        _Layout("int8 and an fp8 KV cache, one 40 GB card", _w1(fp8_cache), "not compared",
+                f"{singles} int8 --kv-cache-dtype fp8"),
+        _Layout("int8 and an fp8 KV cache, two 40 GB cards", _w1(fp8_cache_pair, gpus=2), _judged(fp8_cache_pair),
+                f"{pairs} --quantization int8 --kv-cache-dtype fp8"),
     ]  # fmt: skip
 
 

@@ -26,7 +26,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a script, as people do
 
 from benchmarks.markdown import table
-from benchmarks.plan_points import GPU, PHASES, Point, points, read_ceilings
+from benchmarks.plan_points import GPU, PHASES, Point, points, points_of_another_gpu, read_ceilings
 from panscan.plan.efficiency import Efficiency, Factors, committed_efficiency
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "main",
     "missed",
     "plan_accuracy",
+    "plan_of_another_gpu",
 ]
 
 PLAN_FILE = Path(__file__).parent.parent / "src" / "panscan" / "plan" / "efficiency.json"
@@ -182,6 +183,13 @@ def plan_accuracy() -> str:
         f" measurements are within {efficiency.spread:.0%} on one GPU and {efficiency.spread_ranks:.0%} on two."
     )
     return "\n\n".join((phase_table(found, wrong), accuracy_table(found, wrong), caption, missed(found, wrong)))
+
+
+def plan_of_another_gpu() -> str:
+    """Return the table of records of an H100, predicted from its data sheet with the factors of the H200."""
+    found = points_of_another_gpu()
+    wrong = errors(found, committed_efficiency())
+    return f"{accuracy_table(found, wrong)}\n\nPredicted / measured, W1. {missed(found, wrong)}"
 
 
 def phase_table(found: Sequence[Point], wrong: Sequence[float]) -> str:

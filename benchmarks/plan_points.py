@@ -24,13 +24,18 @@ from panscan.plan.memory import memory_plan
 from panscan.plan.mix import PageShare, WorkloadMix
 from panscan.plan.simulate import EngineSizes, simulate_burst
 
-__all__ = ["FITTED", "GPU", "PHASES", "RECORDS", "Point", "points", "read_ceilings"]
+__all__ = ["FITTED", "GPU", "PHASES", "RECORDS", "Point", "points", "points_of_another_gpu", "read_ceilings"]
 
 RECORDS = Path(__file__).parent / "records"
 GPU = "h200"
 _OLDER = (
     "w1-27b.json", "w1-27b-fp8.json", "w1-27b-int8.json", "w1-27b-int4.json", "w1-27b-tp2.json",
     "w1-27b-tp2-40gb.json", "w1-27b-fp8-tp2.json", "w4-4b.json",
+)  # fmt: skip
+_ANOTHER_GPU = "h100"
+_ON_ANOTHER_GPU = (
+    "w1-27b-h100.json", "w1-27b-int8-40gb-h100.json", "w1-27b-int8-fp8kv-40gb-h100.json", "w1-27b-tp2-40gb-h100.json",
+    "w1-27b-int8-tp2-40gb-h100.json", "w1-27b-int8-fp8kv-tp2-40gb-h100.json",
 )  # fmt: skip
 FITTED = (
     "27b:bf16:1", "27b:fp8:1", "27b:int8:1", "27b:int4:1", "4b:bf16:1", "4b:int4:1", "27b:bf16:2", "27b:fp8:2",
@@ -59,6 +64,7 @@ class Point:
         fitted: whether the factors are fitted to it; the others are held out.
         variant: what ran.
         predict: returns the prediction of a clock.
+        gpu: name of the GPU in the plan's table.
     """
 
     record: str
@@ -69,6 +75,7 @@ class Point:
     fitted: bool
     variant: Variant
     predict: Callable[[Clock], float]
+    gpu: str = GPU
 
     @property
     def split(self) -> bool:
@@ -77,7 +84,7 @@ class Point:
 
     def predicted(self, efficiency: Efficiency | None = None) -> float:
         """Return the prediction with these factors; None: the committed ones."""
-        return self.predict(Clock(gpu_named(GPU), self.variant, efficiency=efficiency, graphs=_GRAPHS))
+        return self.predict(Clock(gpu_named(self.gpu), self.variant, efficiency=efficiency, graphs=_GRAPHS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +171,15 @@ def points(folder: Path = RECORDS) -> list[Point]:
     return found
 
 
+def points_of_another_gpu(folder: Path = RECORDS) -> list[Point]:
+    """Return the points of W1 records of an H100, which the factors know nothing of."""
+    return [
+        point
+        for name in _ON_ANOTHER_GPU
+        for point in _older(name, json.loads((folder / name).read_bytes()), _ANOTHER_GPU)
+    ]
+
+
 def read_ceilings(folder: Path = RECORDS) -> tuple[float, float]:
     """Return the medians of the FLOP/s and bytes/s that the records measured."""
     found = []
@@ -182,20 +198,27 @@ class _Source:
         record: file name.
         configuration: SHAPE:KIND:RANKS.
         fitted: whether the factors are fitted to some of its points.
+        gpu: name of the GPU in the plan's table.
+        kv_cache_dtype: of the engine.
     """
 
     record: str
     configuration: str
     fitted: bool
+    gpu: str = GPU
+    kv_cache_dtype: str = "auto"
 
     def point(
         self, phase: str, size: int, measured: float, predict: Callable[[Clock], float], *, fitted: bool = False
     ) -> Point:
         shape, kind, ranks = self.configuration.split(":")
-        variant = Variant(SHAPES[shape], None if kind == "bf16" else kind, tensor_parallel_size=int(ranks))
-        return Point(
-            self.record, self.configuration, phase, size, measured, self.fitted and fitted, variant, predict
+        variant = Variant(
+            SHAPES[shape], None if kind == "bf16" else kind, kv_cache_dtype=self.kv_cache_dtype,
+            tensor_parallel_size=int(ranks),
         )  # fmt: skip
+        return Point(
+            self.record, self.configuration, phase, size, measured, self.fitted and fitted, variant, predict, self.gpu
+        )
 
     def alone(self, asked: _W1, alone: Mapping[str, Any]) -> Iterator[Point]:
         """Yield the points of a request alone."""
@@ -246,18 +269,20 @@ def _phases(record: str, configuration: str, part: Mapping[str, Any]) -> Iterato
     yield source.throughput(asked, part["w1"]["requests"], part["w1"]["requests_per_s"], EngineOptions())
 
 
-def _older(record: str, found: Mapping[str, Any]) -> Iterator[Point]:
+def _older(record: str, found: Mapping[str, Any], gpu: str = GPU) -> Iterator[Point]:
     """Yield the points of a W1 record, all held out."""
     settings, work = found["settings"], found["work"]
     kind, ranks = settings.get("quantization") or "bf16", settings.get("tensor_parallel_size", 1)
-    source = _Source(record, f"{settings['model_shape']}:{kind}:{ranks}", fitted=False)
+    dtype = settings.get("kv_cache_dtype", "auto")
+    source = _Source(record, f"{settings['model_shape']}:{kind}:{ranks}", False, gpu, dtype)
     asked = _W1(work["views"], work["prompt_tokens"], work["output_tokens"])
     parts = {settings.get("gpu_memory_gb"): found["measured"].get("engine", found["measured"])}
     parts |= {float(name[9:-2]): each for name, each in found.items() if name.startswith("measured_")}
     for limit, part in parts.items():
         turns = part["throughput"]
         rate = median(turn["requests_per_s"] for turn in turns)
-        yield source.throughput(asked, turns[0]["requests"], rate, EngineOptions(gpu_memory_gb=limit))
+        options = EngineOptions(gpu_memory_gb=limit, kv_cache_dtype=dtype)
+        yield source.throughput(asked, turns[0]["requests"], rate, options)
         for step in part.get("decode", ()):
             yield from source.decode(asked, step, asked.output_tokens * (1 if step["batch"] == 1 else 2))
         for seen in part.get("vision", ()):

@@ -15,8 +15,9 @@ from panscan.records.intervals import wilson_interval
 __all__ = ["quantization_27b", "quantization_mini", "quantization_products"]
 
 RECORDS = Path(__file__).parent / "records"
-_W1 = re.compile(r"w1-27b(-tp2|-(fp8|int8|int4).*)?(-40gb|-24gb)?")
+_W1 = re.compile(r"w1-27b(-tp2|-(fp8|int8|int4).*)?(-40gb|-24gb)?(-h100)?")
 """Records of W1 on the 27B shape: bf16 on one and two GPUs, and quantised ones once they are measured."""
+_GPU_WORDS = re.compile(r"H\d+")  # of a driver's name such as NVIDIA H100 80GB HBM3
 
 
 def _mini() -> dict[str, Any]:
@@ -92,7 +93,7 @@ def quantization_27b() -> str:
     records = {path.stem: json.loads(path.read_text()) for path in RECORDS.glob("w1-27b*.json")}
     known = {name: record for name, record in records.items() if _W1.fullmatch(name)}
     headings = [
-        "weights", "GPUs", "GB per GPU", "weights GB", "requests/s", "per GPU", "TTFT ms", "end to end ms",
+        "weights", "KV cache", "GPUs", "GB per GPU", "weights GB", "requests/s", "per GPU", "TTFT ms", "end to end ms",
         "decode step ms", "concurrent requests", "record",
     ]  # fmt: skip
     rows = [row for name in sorted(known, key=lambda name: _order(known[name])) for row in _w1_rows(name, known[name])]
@@ -106,10 +107,17 @@ def quantization_27b() -> str:
 
 
 def _order(record: dict[str, Any]) -> tuple[Any, ...]:
-    settings = record["settings"]
+    """Return the sort key of a record: the larger GPU first, then by weights, GPUs, memory and KV cache."""
+    settings, gpu = record["settings"], record["environment"]["gpus"][0]
     kinds = (None, "fp8", "int8", "int4")
     limit = settings.get("gpu_memory_gb") or float("inf")
-    return kinds.index(settings.get("quantization")), settings.get("tensor_parallel_size", 1), -limit
+    ranks = settings.get("tensor_parallel_size", 1)
+    return -gpu["memory_bytes"], kinds.index(settings.get("quantization")), ranks, -limit, _kv_cache(record)
+
+
+def _kv_cache(record: dict[str, Any]) -> str:
+    dtype = record["settings"].get("kv_cache_dtype", "auto")
+    return "bf16" if dtype == "auto" else str(dtype)
 
 
 def _w1_rows(name: str, record: dict[str, Any]) -> list[list[str]]:
@@ -131,7 +139,8 @@ def _w1_row(name: str, record: dict[str, Any], measured: dict[str, Any], limit: 
     throughput = statistics.median(turn["requests_per_s"] for turn in measured["throughput"])
     row = [
         f"int4, groups of {size or 128}" if kind == "int4" else kind,
-        str(gpus),
+        _kv_cache(record),
+        f"{gpus} x {_GPU_WORDS.findall(record['environment']['gpus'][0]['name'])[0]}",
         limit,
         f"{record['model']['weight_bytes'] / 1e9:.1f}",
         f"{throughput:.2f}",
@@ -150,7 +159,8 @@ def _at_once(record: dict[str, Any], measured: dict[str, Any]) -> str:
     """Return how many requests ran concurrently: counted, in the largest decode step, or as the KV cache allows."""
     if "most_at_once" in measured:
         return str(measured["most_at_once"])
-    largest = max(each["batch"] for each in measured["decode"] if each["ms_per_step"] is not None)
+    steps = measured.get("decode", ())  # none in brief records
+    largest = max((each["batch"] for each in steps if each["ms_per_step"] is not None), default=0)
     if largest >= record["work"]["requests"]:
         return str(largest)
     for line in measured["decisions"]:

@@ -34,7 +34,7 @@ from benchmarks.idle_gap_tables import idle_gap
 from benchmarks.load_tables import load_crosscheck, load_generator, load_kills, load_mixed, load_replicas
 from benchmarks.markdown import counted, number, ranged, table
 from benchmarks.mini_tables import mini_by_part, mini_on_cpu, mini_quality, mini_training, task_cost
-from benchmarks.plan_accuracy import plan_accuracy
+from benchmarks.plan_accuracy import plan_accuracy, plan_of_another_gpu
 from benchmarks.plan_simulation import plan_on_cpu, plan_simulation
 from benchmarks.quantization_tables import quantization_27b, quantization_mini, quantization_products
 from benchmarks.robustness_tables import robustness_cases, robustness_parts
@@ -304,6 +304,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "verify-faults": verify_faults,
     "verify-vllm": verify_vllm,
     "plan-accuracy": plan_accuracy,
+    "plan-h100": plan_of_another_gpu,
     "faster-one": faster_one,
     "faster-transformers": faster_transformers,
     "faster-several": faster_several,

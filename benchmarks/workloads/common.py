@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.workloads.floors import Floors
 from benchmarks.workloads.pages import PAGE, page, question
 from panscan.bench.grid import Cell
-from panscan.bench.reference import TOKENS
+from panscan.bench.reference import TOKENS, load_reference
 from panscan.bench.verify import Verifier
 from panscan.bench.workload import Source, build_workload
 from panscan.core import InputError, Request, Result, SettingError
@@ -75,6 +75,7 @@ class Work:
         command: as it was typed.
         brief: measure throughput and latency only, after a short warm-up.
         vllm_options: keyword arguments of ``vllm.LLM`` for runner vllm.
+        references: folder of references: unquantised runs store theirs, quantised ones read them; None for neither.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Work:
     command: str
     brief: bool = False
     vllm_options: Mapping[str, Any] = field(default_factory=dict)
+    references: Path | None = None
 
 
 def parse(name: str, about: str, argv: Sequence[str] | None, *, requests: int, **defaults: Any) -> Work:
@@ -113,6 +115,8 @@ def parse(name: str, about: str, argv: Sequence[str] | None, *, requests: int, *
         "--brief", action="store_true", help="throughput and latency only, with a short warm-up; always so with vllm"
     )
     parser.add_argument("--vllm-options", default="{}", help="arguments of vllm.LLM, a JSON object")
+    parser.add_argument("--references", type=Path, help="folder: runs without quantisation store their references,"
+                        " others read them, as unquantised weights may not fit beside theirs")  # fmt: skip
     parser.add_argument("--output", type=Path, required=True, help="the record, a JSON file")
     own, rest = parser.parse_known_args(argv)
     runners = tuple(own.runner.split(","))
@@ -126,7 +130,7 @@ def parse(name: str, about: str, argv: Sequence[str] | None, *, requests: int, *
     command = shlex.join(["python", "-m", f"benchmarks.workloads.{name}", *(sys.argv[1:] if argv is None else argv)])
     return Work(
         name, settings_from(_chosen(runners, defaults, given)), runners, own.num_requests, own.repeats, own.compared,
-        own.output, command, own.brief or "vllm" in runners, vllm_options(defaults, own.vllm_options),
+        own.output, command, own.brief or "vllm" in runners, vllm_options(defaults, own.vllm_options), own.references,
     )  # fmt: skip
 
 
@@ -256,7 +260,9 @@ def verdicts(work: Work, runners: Mapping[str, Runner], requests: Sequence[Reque
         source = Source(dataset=str(_dataset(Path(folder), requests[: work.compared])))
         items = build_workload(source, on_problem=_fail)
         steps = min(TOKENS, work.settings.max_new_tokens)
-        verifier = Verifier(items, source, steps, None, [], lambda _: None, say)
+        files = sorted(work.references.glob("*.safetensors")) if work.references and work.settings.quantization else ()
+        known = [(path, load_reference(path)) for path in files]
+        verifier = Verifier(items, source, steps, work.references, known, lambda _: None, say)
         found = {}
         for name, runner in runners.items():
             cell = Cell.of(runner.settings)

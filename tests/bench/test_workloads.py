@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from benchmarks.workloads.common import parse
+from benchmarks.workloads.common import Asked, ask, open_runners, parse, verdicts
 from benchmarks.workloads.figures import decode_window, idle_share, latencies, stage_means, step_ms
 from benchmarks.workloads.floors import Floors, ratios
 from benchmarks.workloads.pages import page, question
@@ -53,6 +53,23 @@ def test_a_workload_writes_its_record(name: str, tmp_path: Path) -> None:
         assert [each["views"] for each in record["measured"]["engine"]["vision"]] == [4]  # four pages are not 32 views
     if name == "w2":
         assert record["measured"]["engine"]["all_cached"][0]["cached_share"] > 0.5
+
+
+def test_quantised_runs_read_the_reference_of_an_unquantised_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--model tiny --dtype fp32 --device cpu --num-requests 2 --max-new-tokens 2 --compared 1 --output x"
+    found = {}
+    for kind in ("none", "int8"):
+        line = [*words.split(), "--quantization", kind, "--references", str(tmp_path)]
+        work = parse("w1", "", line, requests=2)
+        runners = open_runners(work)
+        requests = ask(work, runners["engine"].loaded, [Asked(seed, seed) for seed in range(2)])
+        found[kind] = verdicts(work, runners, requests)["engine"]
+        runners["engine"].close()
+    assert [each["verdict"] for each in found.values()] == ["exact", "different"]
+    assert found["none"]["truth"] == found["int8"]["truth"]
+    assert capsys.readouterr().err.count("computing the reference") == 1
 
 
 def test_generate_is_measured_on_the_same_model(tmp_path: Path) -> None:
