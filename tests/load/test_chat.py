@@ -34,7 +34,7 @@ def answer(
 ) -> RequestOutcome:
     """The outcome of a response whose body arrives in pieces of ``step`` bytes; the stamps are the pieces' numbers."""
     ended: list[RequestOutcome] = []
-    stream = ChatStream(RequestOutcome("r", 0.0, 0.0, 0.0), lambda exchange, at: ended.append(exchange))
+    stream = ChatStream(RequestOutcome("r", 0.0, 0.0, 0.0), 64, lambda exchange, at: ended.append(exchange))
     stream.on_head(status, EVENT_STREAM if headers is None else headers)
     for number, start in enumerate(range(0, len(body), step or len(body) or 1)):
         stream.on_data(body[start : start + (step or len(body))], float(number))
@@ -190,7 +190,7 @@ def test_an_answer_does_not_depend_on_how_it_is_cut_into_packets(step: int | Non
 def stamps_of(parts: Sequence[bytes]) -> tuple[list[float], float]:
     """The times of the tokens and of the end of a stream whose parts arrive at 1, 2, ..."""
     ended: list[RequestOutcome] = []
-    stream = ChatStream(RequestOutcome("r", 0.0, 0.0, 0.0), lambda exchange, at: ended.append(exchange))
+    stream = ChatStream(RequestOutcome("r", 0.0, 0.0, 0.0), 64, lambda exchange, at: ended.append(exchange))
     stream.on_head(200, EVENT_STREAM)
     for number, part in enumerate(parts, 1):
         stream.on_data(part, float(number))
