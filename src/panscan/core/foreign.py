@@ -16,9 +16,12 @@ MOST_COUNT = 2**31 - 1
 
 
 def parse_json(
-    data: str | bytes, *, most: int | None = None, parse_int: Callable[[str], Any] | None = None,
+    data: str | bytes,
+    *,
+    most: int | None = None,
+    parse_int: Callable[[str], Any] | None = None,
     parse_float: Callable[[str], Any] | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """Return the value of a JSON text in UTF-8.
 
     Args:
