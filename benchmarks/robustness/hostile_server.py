@@ -154,7 +154,9 @@ _LISTS: dict[str, Callable[[], Bytes]] = {
         b'{"data":[' + b",".join(b'{"id":"model-%d"}' % n for n in range(1_000_000)) + b"]}"
     ),
     "model name of 10 MB": lambda: _reply(_json({"data": [{"id": "m" * 10_000_000}]})),
-    "model names that are no texts": lambda: _reply(_json({"data": [{"id": value} for value in (1, None, [], {})]})),
+    "model names that are no texts": lambda: _reply(
+        _json({"data": [{"id": 1}, {"id": None}, {"id": []}, {"id": {}}, 5]})
+    ),
     "model name of control characters": lambda: _reply(_json({"data": [{"id": "\x1b[31m\ud800\n" + "\u202e"}]})),
     "deep list of models": lambda: _reply(b'{"data":' + _DEEP + b"}"),
     "models without end": lambda: _endless(False, b'{"id":"m"},' * 1000, before=b'{"data":['),
