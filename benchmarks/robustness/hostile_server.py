@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain, repeat
 from typing import Any
 
-__all__ = ["ENDPOINTS", "serve"]
+__all__ = ["ENDPOINTS", "HostileServer", "serve"]
 
 Bytes = Iterator[bytes]
 _MEGABYTE = b"x" * 2**20
@@ -188,14 +188,19 @@ class _Handler(socketserver.StreamRequestHandler):
                 self.wfile.write(piece)
 
 
-class _Server(socketserver.ThreadingTCPServer):
+class HostileServer(socketserver.ThreadingTCPServer):
+    """All endpoints on a free port of 127.0.0.1."""
+
     daemon_threads = True
-    allow_reuse_address = True
+    block_on_close = False
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
 
 
 def serve() -> None:
     """Serve until the process is killed; print the port first."""
-    with _Server(("127.0.0.1", 0), _Handler) as server:
+    with HostileServer() as server:
         print(server.server_address[1], flush=True)
         server.serve_forever()
 

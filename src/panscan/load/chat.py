@@ -643,6 +643,8 @@ async def _fetch(endpoint: Endpoint, method: str, path: str, body: tuple[bytes, 
 def served_models(endpoint: Endpoint, deadline: float | None = None) -> dict[str, str | None]:
     """Return the owner of each model that an endpoint lists, such as ``vllm``; None if unknown.
 
+    Names that are empty, longer than 1,000 characters or not printable are left out.
+
     Args:
         endpoint: endpoint to ask.
         deadline: see :func:`fetch_json`.
@@ -655,7 +657,7 @@ def served_models(endpoint: Endpoint, deadline: float | None = None) -> dict[str
     models: dict[str, str | None] = {}
     for row in rows if isinstance(rows, list) else []:
         name = row.get("id") if isinstance(row, dict) else None
-        if isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME:
+        if isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME and name.isprintable():
             owner = row.get("owned_by")
             models[name] = _short(owner) if isinstance(owner, str) and owner else None
     return models

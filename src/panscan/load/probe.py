@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from panscan.core import EndpointError, PanAndScan, SettingError, now
-from panscan.core.errors import one_line
 from panscan.core.foreign import is_count
 from panscan.images.views import GEMMA3_COST, plan_views
 from panscan.load.chat import Endpoint, chat_body, fetch_json, served_models
@@ -101,7 +100,7 @@ def find_model(endpoint: Endpoint) -> tuple[Endpoint, str | None, str | None]:
 
 def _listed(names: list[str], most: int) -> str:
     more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(one_line(name) for name in names[:most]) + more
+    return ", ".join(names[:most]) + more
 
 
 _Found = TypeVar("_Found")

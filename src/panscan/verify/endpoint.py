@@ -16,7 +16,6 @@ from typing import Any
 from PIL import Image
 
 from panscan.core import EndpointError, PanAndScan, Request, SettingError
-from panscan.core.errors import one_line
 from panscan.core.foreign import is_count
 from panscan.load.chat import MOST_TEXT, Endpoint, chat_body, data_url, fetch_json, served_models
 from panscan.verify.evidence import ReportedStep, ReportedToken
@@ -120,7 +119,7 @@ class EndpointClient:
         names = list(models)
         if not self.endpoint.model:
             if len(names) != 1:
-                which = f"serves {', '.join(map(one_line, names[:5]))}" if names else "lists no model"
+                which = f"serves {', '.join(names[:5])}" if names else "lists no model"
                 raise SettingError(f"{self.endpoint.url}: the endpoint {which}: give --served-model")
             self.endpoint = replace(self.endpoint, model=names[0])
         self.server = models.get(self.endpoint.model)
