@@ -6,10 +6,13 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["DEEPEST", "MOST_COUNT", "is_count", "parse_json"]
+__all__ = ["DEEPEST", "MOST_COUNT", "MOST_VALUES", "is_count", "parse_json"]
 
 DEEPEST = 100
 """Levels of arrays and objects. Python's own limit depends on the caller, and ``repr`` and ``pickle`` have others."""
+
+MOST_VALUES = 8_000_000
+"""Values of one JSON text: Python takes up to 250 bytes for each."""
 
 MOST_COUNT = 2**31 - 1
 """The largest count of tokens, views or images: the sum of a billion of them fits 64 bits."""
@@ -31,18 +34,21 @@ def parse_json(
         parse_float: converter of other numbers.
 
     Raises:
-        ValueError: the text is not JSON, too long, or nested deeper than :data:`DEEPEST` levels. Where it is not JSON,
-            a :class:`json.JSONDecodeError` or :class:`UnicodeDecodeError`.
+        ValueError: the text is not JSON, too long, nested deeper than :data:`DEEPEST` levels, or has more than
+            :data:`MOST_VALUES` values. Where it is not JSON, a :class:`json.JSONDecodeError` or
+            :class:`UnicodeDecodeError`.
     """
     if most is not None and len(data) > most:
         raise ValueError(f"longer than {most:,} bytes")
     text = data.decode() if isinstance(data, bytes) else data
+    if len(text) > MOST_VALUES and sum(map(text.count, ",[{")) > MOST_VALUES:
+        raise ValueError(f"more than {MOST_VALUES:,} values")
     try:
         value = json.loads(text, parse_int=parse_int, parse_float=parse_float)
     except RecursionError:
-        raise ValueError(f"nested deeper than {DEEPEST} levels") from None
+        raise ValueError(f"nested too deeply: more than {DEEPEST} levels") from None
     if text.count("[") + text.count("{") > DEEPEST and _is_deep(value):
-        raise ValueError(f"nested deeper than {DEEPEST} levels")
+        raise ValueError(f"nested too deeply: more than {DEEPEST} levels")
     return value
 
 

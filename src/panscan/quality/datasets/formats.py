@@ -177,8 +177,8 @@ def _json_line(line: str, where: str) -> dict[str, Any]:
         valid = is_unicode(json.dumps(row, ensure_ascii=False))
     except json.JSONDecodeError as error:
         raise DatasetError(f"{where}: not JSON: {error.msg}") from error
-    except RecursionError as error:
-        raise DatasetError(f"{where}: nested too deeply") from error
+    except ValueError as error:
+        raise DatasetError(f"{where}: {error}") from error
     if not valid:
         raise DatasetError(f"{where}: half of a surrogate pair is no text")
     if not isinstance(row, dict):
