@@ -18,6 +18,7 @@ from panscan.images.files import split_page
 
 __all__ = [
     "ANSWER_KEYS",
+    "MOST_ROWS",
     "Boundary",
     "DatasetFacts",
     "DatasetRow",
@@ -37,6 +38,9 @@ __all__ = [
 ]
 
 _MOST_BYTES = 256 * 2**20  # of a file of questions or prompts, which are all in memory
+
+MOST_ROWS = 1_000_000
+"""Questions of a dataset, which are all in memory."""
 
 ANSWER_KEYS = ("answers", "answer", "text")
 
@@ -356,7 +360,7 @@ class LoadedDataset:
         """Add a row, or count the reason for skipping it.
 
         Raises:
-            DatasetError: an image is outside the dataset.
+            DatasetError: an image is outside the dataset, or there are more than :data:`MOST_ROWS` rows.
 
         Args:
             given: id of the row; None: its number.
@@ -370,6 +374,8 @@ class LoadedDataset:
         """
         facts = self.facts
         number = facts.questions
+        if number == MOST_ROWS:
+            raise DatasetError(f"{self.called}: more than {MOST_ROWS:,} questions: split it")
         facts.questions += 1
         if not isinstance(question, str) or not question.strip():
             facts.without_question += 1
