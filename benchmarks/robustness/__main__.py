@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 RECORD = Path(__file__).parent.parent / "records" / "robustness.json"
-TOTALS = {"files": 10_000, "bombs": 68, "commands": 500, "kills": 100, "enospc": 40}
+TOTALS = {"files": 10_000, "bombs": 68, "commands": 500, "kills": 100, "enospc": 40, "endpoints": 96}
 _PROBED_FROM = 5  # cases; finding out what else children import takes a while
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
@@ -59,6 +59,10 @@ def _run(name: str, options: argparse.Namespace) -> dict[str, Any]:
                 run_bombs(part, options.seed, folder)
             elif name == "commands":
                 commands.run_commands(part, options.seed, folder)
+            elif name == "endpoints":
+                from benchmarks.robustness.endpoints import run_endpoints
+
+                run_endpoints(part, folder)
             elif name == "kills":
                 stops.run_kills(part, options.seed, folder)
             else:

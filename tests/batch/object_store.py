@@ -20,7 +20,7 @@ class S3Server(ThreadingHTTPServer):
 
     Requests that are not signed with :data:`ACCESS_KEY` are refused. Attributes: ``buckets`` (objects by key of each
     bucket), ``page_size`` of listings, ``requests`` (method and target of each request), ``refuse_puts``,
-    ``refused`` (keys that may not be read).
+    ``refused`` (keys that may not be read), ``endless`` (listings never end: of no names, or of the same ones again).
     """
 
     daemon_threads = True
@@ -33,6 +33,7 @@ class S3Server(ThreadingHTTPServer):
         self.page_size = page_size
         self.requests: list[tuple[str, str]] = []
         self.refuse_puts = False
+        self.endless = False
         self.refused: set[str] = set()
 
 
@@ -76,7 +77,8 @@ class _Handler(BaseHTTPRequestHandler):
     _head = _get
 
     def _list(self) -> None:
-        prefix, after = self.query.get("prefix", ""), self.query.get("continuation-token", "")
+        prefix = self.query.get("prefix", "")
+        after = "" if self.server.endless else self.query.get("continuation-token", "")
         keys = sorted(key for key in self.objects if key.startswith(prefix) and key > after)
         page = keys[: self.server.page_size]
         rows = "".join(
@@ -84,8 +86,8 @@ class _Handler(BaseHTTPRequestHandler):
             f"<ETag>{_etag(self.objects[key])}</ETag><Size>{len(self.objects[key])}</Size></Contents>"
             for key in page
         )
-        more = len(page) < len(keys)
-        token = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if more else ""
+        more = self.server.endless or len(page) < len(keys)
+        token = f"<NextContinuationToken>{escape(page[-1] if page else '')}-</NextContinuationToken>" if more else ""
         self._xml("ListBucketResult", f"<IsTruncated>{str(more).lower()}</IsTruncated>{token}{rows}")
 
     def _put(self, body: bytes) -> None:

@@ -93,6 +93,25 @@ def test_a_prefix_stands_for_its_documents_in_natural_order_and_pages_are_counte
 
 
 @pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ([], "the listing did not go on within 0.4 s"),
+        ([f"scans/{number:04d}.png" for number in range(1000)], "the listing repeats itself at 'scans/0000.png'"),
+        ([f"scans/{number:0>5000}" for number in range(1000)], "a name has 5,006 characters, at most 4,096"),
+    ],
+)
+def test_a_listing_without_end_is_one_error(
+    store: S3Server, monkeypatch: pytest.MonkeyPatch, keys: list[str], reason: str
+) -> None:
+    monkeypatch.setenv("PANSCAN_STORAGE_TIMEOUT", "10" if keys else "0.2")
+    store.page_size = 1000
+    store.buckets["in"] = dict.fromkeys(keys, b"")
+    store.endless = True
+    with pytest.raises(StorageError, match=reason):
+        find("s3://in/scans")
+
+
+@pytest.mark.parametrize(
     ("source", "reason"),
     [
         ("s3://in/none.png", "s3://in/none.png: no such object"),

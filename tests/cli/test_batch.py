@@ -288,3 +288,23 @@ def test_contradictions_are_refused_before_anything_is_made(
     assert run(["batch", *arguments, *given, "-o", "answers.jsonl"]) == 2
     assert message in capsys.readouterr().err
     assert not list(folder.glob("answers*"))
+
+
+@pytest.mark.parametrize("left", ["no ledger", "the last write", "an interrupted start"])
+def test_a_finished_job_whose_ledger_is_behind_completes_it(folder: Path, left: str) -> None:
+    """What a process leaves that is killed after its last answer, before its ledger."""
+    asked("docs", "-p", QUESTION, "--limit", "2")
+    path = Path("answers.jsonl.ledger.json")
+    whole = json.loads(path.read_text())
+    behind = {**whole, "starts": [{**whole["starts"][0], "ending": "running"}]}
+    if left == "the last write":
+        behind |= {"requests": 0, "pages": 0, "successful_pages": 0, "prompt_tokens": 0, "output_tokens": 0}
+    path.unlink() if left == "no ledger" else path.write_text(json.dumps(behind))
+    asked("docs", "-p", QUESTION, "--limit", "2", "--resume")
+    counts = ("requests", "pages", "successful_pages", "failed_pages", "prompt_tokens", "image_tokens", "output_tokens")
+    found = json.loads(path.read_text())
+    assert {name: found[name] for name in counts} == {name: whole[name] for name in counts}
+    assert (found["requests"], found["starts"][-1]["ending"]) == (2, "finished")
+    before = path.stat().st_mtime_ns
+    asked("docs", "-p", QUESTION, "--limit", "2", "--resume")
+    assert path.stat().st_mtime_ns == before

@@ -134,6 +134,12 @@ def test_local_addresses_are_refused_unless_allowed(site, monkeypatch, host):
         ("fe80::1%eth0", False), ("fc00::1", False), ("fec0::1", False), ("ff0e::1", False),
         ("::ffff:93.184.215.14", False), ("::ffff:10.0.0.1", False), ("::7f00:1", False),
         ("64:ff9b::a00:1", False), ("64:ff9b:1::a00:1", False), ("2002:a00:1::", False), ("2001::1", False),
+        ("168.63.129.15", True), ("168.63.129.16", False), ("64:ff9b::a83f:8110", False), ("100.100.100.200", False),
+        ("192.0.0.192", False), ("192.0.0.9", False), ("192.0.1.1", True), ("192.88.99.1", False),
+        ("198.19.0.1", False), ("198.20.0.1", True), ("203.0.113.9", False), ("3fff::1", False),
+        ("3fff:0fff::1", False), ("3fff:1000::1", True),
+        ("2001:1::1", False), ("2001:200::1", True), ("2001:db8::1", False), ("2620:4f:8000::1", False),
+        ("5f00::1", False), ("100::1", False), ("fd00:ec2::254", False), ("::808:808", False), ("4000::1", False),
     ],
 )  # fmt: skip
 def test_public_addresses(address, public):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from panscan.core import SettingError
+from panscan.core import InputError, SettingError
 from panscan.images.documents import draw_document
 from panscan.images.samples import QuestionRow, write_samples
 
@@ -96,5 +96,5 @@ def test_samples_of_another_count_or_seed_are_not_mixed(tmp_path: Path) -> None:
 
 def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(SettingError, match="file"):
+    with pytest.raises(InputError, match="file"):
         write_samples(tmp_path / "file", count=1)

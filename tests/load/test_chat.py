@@ -34,7 +34,7 @@ def answer(
 ) -> RequestOutcome:
     """The outcome of a response whose body arrives in pieces of ``step`` bytes; the stamps are the pieces' numbers."""
     ended: list[RequestOutcome] = []
-    stream = ChatStream(RequestOutcome("r", 0.0, 0.0, 0.0), lambda exchange, at: ended.append(exchange))
+    stream = ChatStream(RequestOutcome("r", 0.0, 0.0, 0.0), 64, lambda exchange, at: ended.append(exchange))
     stream.on_head(status, EVENT_STREAM if headers is None else headers)
     for number, start in enumerate(range(0, len(body), step or len(body) or 1)):
         stream.on_data(body[start : start + (step or len(body))], float(number))
@@ -190,7 +190,7 @@ def test_an_answer_does_not_depend_on_how_it_is_cut_into_packets(step: int | Non
 def stamps_of(parts: Sequence[bytes]) -> tuple[list[float], float]:
     """The times of the tokens and of the end of a stream whose parts arrive at 1, 2, ..."""
     ended: list[RequestOutcome] = []
-    stream = ChatStream(RequestOutcome("r", 0.0, 0.0, 0.0), lambda exchange, at: ended.append(exchange))
+    stream = ChatStream(RequestOutcome("r", 0.0, 0.0, 0.0), 64, lambda exchange, at: ended.append(exchange))
     stream.on_head(200, EVENT_STREAM)
     for number, part in enumerate(parts, 1):
         stream.on_data(part, float(number))
@@ -239,6 +239,32 @@ def test_token_counts_are_read_in_every_dialect(last: dict[str, Any], expected: 
     assert (
         exchange.output_tokens, exchange.prompt_tokens, exchange.cached_tokens, exchange.image_tokens, exchange.views
     ) == expected  # fmt: skip
+
+
+@pytest.mark.parametrize("count", ["9" * 400, "65", "-1", "1.5", "true", '"2"', "NaN", "1e400", "[2]", str(2**31)])
+@pytest.mark.parametrize("field", ['"usage":{"completion_tokens"', '"timings":{"predicted_n"'])
+def test_an_impossible_number_of_output_tokens_is_a_failure(field: str, count: str) -> None:
+    last = f'data: {{"choices":[],{field}:{count}}}}}\n\n'.encode()
+    exchange = answer(stream_of([content("a"), END], done="") + last)
+    assert exchange.error_kind == "protocol" and len(exchange.error or "") < 200
+    assert exchange.output_tokens <= 2**31
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"data: " + b"x" * 2**21, "malformed event: too long"),
+        (b"data: x\n" * 2**18, "malformed event: too long"),
+        (stream_of([content("a")], done="") * 2000, "more than 1,280 chunks for max_tokens 64"),
+        (stream_of([content("a" * 30_000)] * 3, done=""), "more than 81,920 characters for max_tokens 64"),
+        (b"data: " + b'{"usage":' * 200 + b"1" + b"}" * 200 + b"\n\n", "malformed event: not JSON"),
+    ],
+)
+@pytest.mark.parametrize("step", [None, 4099])
+def test_an_answer_without_end_is_read_no_further(body: bytes, message: str, step: int | None) -> None:
+    exchange = answer(body, step)
+    assert (exchange.error_kind, exchange.error) == ("stream", message)
+    assert len(exchange.text) < 100_000 and len(exchange.tokens) < 2000
 
 
 def test_an_answer_without_usage_counts_chunks_and_is_no_failure() -> None:

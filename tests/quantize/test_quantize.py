@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from panscan.cli.main import run
-from panscan.core import ImageError, SettingError
+from panscan.core import ImageError, InputError, SettingError
 from panscan.linear.quantized import QuantizedLinear, WeightFormat
 from panscan.model.build import decoder_linears
 from panscan.model.checkpoint import Placement, load_model
@@ -170,10 +170,10 @@ def test_files_beside_a_checkpoint_are_kept(tmp_path: Path, capsys: pytest.Captu
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     with PartialCheckpoint(tmp_path / "out", {}) as target:
         target.check_space(1)
-        with pytest.raises(SettingError, match="of disk space"):
+        with pytest.raises(InputError, match="of disk space"):
             target.check_space(1 << 62)
         (target.path / ".model.safetensors").mkdir()  # safetensors cannot write there
-        with pytest.raises(SettingError, match=r"model\.safetensors cannot be written"):
+        with pytest.raises(InputError, match=r"model\.safetensors cannot be written"):
             target.write_tensors("model.safetensors", {"weight": torch.ones(1)})
 
 

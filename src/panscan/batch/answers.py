@@ -25,6 +25,7 @@ from panscan.batch.jsonl import JsonLines, Record, encode, unwritable
 from panscan.batch.ledger import ledger_path
 from panscan.batch.outbox import Outbox
 from panscan.core import RecordsError
+from panscan.core.foreign import parse_json
 from panscan.records.store import write_atomically
 
 __all__ = ["AnswerFile", "Mode", "refuse_answers", "refuse_sources"]
@@ -32,6 +33,7 @@ __all__ = ["AnswerFile", "Mode", "refuse_answers", "refuse_sources"]
 Mode = Literal["new", "resume", "force"]
 Check = Callable[[Mapping[str, Any], Mapping[str, Any]], str | None]
 
+_MOST_HEADER = 16 * 2**20  # bytes; it has the prompt and a schema
 _SIDECARS = (".run.json", ".held", ".lock", ".torn", ".held.torn", ".ledger.json")
 
 
@@ -203,13 +205,16 @@ class AnswerFile:
 
     def _header(self) -> Mapping[str, Any]:
         try:
-            found = json.loads(self.header_path.read_bytes())
+            with self.header_path.open("rb") as file:
+                found = parse_json(file.read(_MOST_HEADER + 1), most=_MOST_HEADER)
         except FileNotFoundError as error:
             raise RecordsError(
                 f"{self.header_path} is missing, so {self.path.name} cannot be resumed: replace it with --force"
             ) from error
         except ValueError as error:
-            raise RecordsError(f"{self.header_path} is not valid JSON: replace the job with --force") from error
+            raise RecordsError(
+                f"{self.header_path} is not valid JSON ({error}): replace the job with --force"
+            ) from error
         if not isinstance(found, dict):
             raise RecordsError(f"{self.header_path} is not a JSON object: replace the job with --force")
         return found

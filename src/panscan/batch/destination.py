@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import logging
 import threading
 from collections.abc import Collection
@@ -21,6 +20,7 @@ from panscan.batch.jsonl import JsonLines, unwritable
 from panscan.batch.ledger import ledger_path
 from panscan.batch.tables import is_table, write_answers
 from panscan.core import RecordsError, SettingError, StorageError, cache_directory, now
+from panscan.core.foreign import parse_json
 from panscan.images.fetch import conceal
 from panscan.images.storage import (
     delete_object,
@@ -175,7 +175,7 @@ def _refuse_older_spool(url: str, path: Path) -> None:
 def _answered_id(line: bytes) -> str | None:
     """Return the id of an answer's line; None for a failure or an incomplete line."""
     try:
-        record = json.loads(line)
+        record = parse_json(line)
         return str(record["id"]) if record.get("error") is None else None
     except (ValueError, KeyError, AttributeError):
         return None

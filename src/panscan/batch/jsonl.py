@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from panscan.core import RecordsError, create_file, now
+from panscan.core.foreign import is_count, parse_json
+from panscan.core.ranges import Range
 
 __all__ = ["JsonLine", "JsonLines", "Record", "encode", "unwritable"]
 
@@ -18,6 +20,11 @@ Record = dict[str, Any]
 
 _LOG = logging.getLogger(__name__)
 
+_LONGEST_LINE = 64 * 2**20  # bytes; an answer of a whole context has less than one
+_TEXTS = ("question", "model", "answer", "finish_reason", "error")
+_COUNTS = ("views", "crops", "image_tokens", "prompt_tokens", "output_tokens", "cached_tokens", "retries")
+_TIMES = ("ttft_ms", "e2el_ms")
+_MILLISECONDS = Range(le=10**15)
 _SYNC_SECONDS = 1.0  # a machine failure, unlike a killed process, may lose lines younger than this
 
 
@@ -61,7 +68,7 @@ class JsonLines:
         """
         at = 0
         with self.path.open("rb") as file:
-            for number, raw in enumerate(file, 1):
+            for number, raw in enumerate(_lines(file), 1):
                 if self._torn and at >= self._whole:
                     return
                 record = _parse(raw)
@@ -175,19 +182,31 @@ def unwritable(path: Path, error: OSError) -> RecordsError:
     return RecordsError(f"{path} could not be written: {error.strerror or error}")
 
 
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file; of one that is too long, its pieces."""
+    return iter(lambda: file.readline(_LONGEST_LINE), b"")
+
+
 def _whole(file: BinaryIO) -> int:
     """Return the length of the complete lines. After a machine failure, the last line may consist of zeros."""
     before = end = 0
     last = b""
-    for line in file:
+    for line in _lines(file):
         before, end, last = end, end + len(line), line
     return end if not last or (last.endswith(b"\n") and b"\0" not in last) else before
 
 
 def _parse(line: bytes) -> Record | None:
+    """Return the answer of a line; None if it is none, or a field that is counted or copied has another type."""
     try:
-        record = json.loads(line)
+        record = parse_json(line, most=_LONGEST_LINE)
     except ValueError:
         return None
-    named = isinstance(record, dict) and isinstance(record.get("id"), str) and isinstance(record.get("image"), list)
-    return record if named else None
+    if not isinstance(record, dict) or not isinstance(record.get("id"), str):
+        return None
+    images = record.get("image")
+    named = isinstance(images, list) and all(isinstance(image, str) for image in images)
+    texts = all(isinstance(record.get(name), str | None) for name in _TEXTS)
+    counts = all(record.get(name) is None or is_count(record[name]) for name in _COUNTS)
+    times = all(record.get(name) is None or record[name] in _MILLISECONDS for name in _TIMES)
+    return record if named and texts and counts and times else None

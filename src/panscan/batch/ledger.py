@@ -17,6 +17,9 @@ from typing import Any, Literal, get_args
 
 from panscan.batch.jsonl import Record
 from panscan.core import RecordsError, now
+from panscan.core.errors import one_line
+from panscan.core.foreign import parse_json
+from panscan.core.ranges import Range, shorten
 from panscan.records.store import write_atomically
 
 __all__ = ["SCHEMA", "JobStart", "Ledger", "LedgerWriter", "ledger_path", "read_ledger"]
@@ -28,6 +31,7 @@ Ending = Literal["running", "finished", "stopped"]
 _INTERVAL_SECONDS = 10.0  # a killed start loses the time since the last write
 _REASONS = 50  # different reasons with their own counts; the rest share one entry
 _OTHER = "other reasons"
+_MOST_BYTES = 16 * 2**20  # a start takes 200
 _FIX = "delete it to start a new one"
 
 
@@ -129,11 +133,12 @@ def read_ledger(path: Path) -> Ledger:
         RecordsError: the file cannot be read, or is not a ledger of this version.
     """
     try:
-        found = json.loads(path.read_bytes())
+        with path.open("rb") as file:
+            found = parse_json(file.read(_MOST_BYTES + 1), most=_MOST_BYTES)
     except OSError as error:
         raise RecordsError(f"{path}: {error.strerror}") from error
     except ValueError as error:
-        raise RecordsError(f"{path}: not a ledger: it is not JSON ({_FIX})") from error
+        raise RecordsError(f"{path}: not a ledger: it is not JSON of at most {_MOST_BYTES:,} bytes ({_FIX})") from error
     if not isinstance(found, dict) or found.get("schema") != SCHEMA:
         raise RecordsError(f"{path}: not a ledger of schema {SCHEMA} ({_FIX})")
     try:
@@ -141,7 +146,7 @@ def read_ledger(path: Path) -> Ledger:
         kept = {name: found[name] for name in (each.name for each in fields(Ledger)) if name != "starts"}
         ledger: Ledger = _checked(Ledger, {**kept, "starts": starts})
     except (KeyError, TypeError, ValueError) as error:
-        raise RecordsError(f"{path}: not a ledger: {error} ({_FIX})") from error
+        raise RecordsError(f"{path}: not a ledger: {one_line(str(error))} ({_FIX})") from error
     return ledger
 
 
@@ -195,6 +200,24 @@ class LedgerWriter:
         if now() - self._written >= _INTERVAL_SECONDS:
             self._write()
 
+    def is_complete(self, records: Iterable[Record]) -> bool:
+        """Return whether the ledger of earlier starts counts all answers of a finished job.
+
+        It does not if a start was killed before it could write them. A ledger of a job without answers is complete.
+
+        Args:
+            records: all records of the output file.
+
+        Raises:
+            RecordsError: a line is not an answer.
+        """
+        starts = self._ledger.starts
+        counts = _counts(records)
+        if not counts["requests"]:
+            return True
+        written = bool(starts) and starts[-1].ending == "finished"
+        return written and all(getattr(self._ledger, name) == count for name, count in counts.items())
+
     def end(self, records: Iterable[Record], ending: Ending) -> Ledger:
         """Count all answers, write the ledger and return it.
 
@@ -246,6 +269,9 @@ def _reason(record: Record) -> str:
     return re.sub(r"^image \d+ of \d+: ", "", text)
 
 
+_NUMBERS = Range(ge=0, le=10**15)
+
+
 def _checked(kind: type[Any], values: Mapping[str, Any]) -> Any:
     """Return a dataclass instance from JSON values; fields with numbers are checked.
 
@@ -257,8 +283,10 @@ def _checked(kind: type[Any], values: Mapping[str, Any]) -> Any:
     for each in fields(kind):
         value = getattr(found, each.name)
         number = each.type in ("int", "float", "float | None")
-        if number and not (isinstance(value, int | float) or (value is None and "None" in str(each.type))):
-            raise TypeError(f"{each.name} is {value!r}, not a number")
+        if number and not (value in _NUMBERS or (value is None and "None" in str(each.type))):
+            raise TypeError(f"{each.name} is {shorten(value)}, not a number")
+    if isinstance(found, Ledger) and not isinstance(found.reasons, dict):
+        raise TypeError(f"reasons is {shorten(found.reasons)}, not a mapping")
     if isinstance(found, JobStart) and found.ending not in get_args(Ending):
-        raise ValueError(f"ending is {found.ending!r}")
+        raise ValueError(f"ending is {shorten(found.ending)}")
     return found

@@ -12,14 +12,14 @@ from typing import Any
 
 from panscan.batch.jsonl import Record, unwritable
 from panscan.core import DatasetError, create_file
-from panscan.images.storage import is_stored, open_object
+from panscan.images.storage import MAX_OBJECTS, is_stored, open_object
 from panscan.quality.datasets import Boundary
-from panscan.quality.datasets.tables import IDS, IMAGES, QUESTIONS, image_bytes, require_pyarrow
+from panscan.quality.datasets.tables import IDS, IMAGES, QUESTIONS, check_table, image_bytes, require_pyarrow
 
 __all__ = ["ParquetTable", "RowImages", "TableColumns", "TableRow", "is_table", "write_answers"]
 
 _IMAGE_ROWS = 16  # rows whose images are read at once
-_TEXT_ROWS = 1000
+_TEXT_ROWS = 250
 _BUFFER_BYTES = 8 * 2**20
 _TEXTS = ("string", "large_string", "string_view", "null", "dictionary<values=string", "dictionary<values=large_string")
 _ANSWERS = {
@@ -111,6 +111,8 @@ class ParquetTable:
             self._prompt = None
         self.has_prompts = self._prompt is not None
         self._check_types(schema)
+        names = [name for name in (self._image, self._id, self._prompt) if name is not None]
+        check_table(metadata, names, MAX_OBJECTS, source)
         self._images: Iterator[Any] | None = None
         self._next = 0  # next row of _images
 

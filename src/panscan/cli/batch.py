@@ -190,7 +190,8 @@ def _kept(file: Any, target: Any, ledger: Any, mode: str, *, idle: bool) -> Iter
             with suppress(RecordsError):  # the first error counts
                 ledger.end(file.records(), "stopped")
         raise
-    if not idle:
+    # A start that was killed after its last answer leaves no ledger, or one without that start's counts.
+    if not idle or not ledger.is_complete(file.records()):
         ledger.end(file.records(), "finished")
     target.finish()
     if uploader is not None:

@@ -22,7 +22,7 @@ from panscan.cli.options import (
     url_options,
 )
 from panscan.cli.verb import option, verb
-from panscan.core import ImageError, SettingError
+from panscan.core import ImageError, InputError, SettingError
 from panscan.images.views import GEMMA3_COST, PromptCost, ViewPlan, plan_views
 from panscan.settings import Settings
 
@@ -154,4 +154,4 @@ def _save(picture: Any, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         picture.save(path)
     except OSError as error:
-        raise SettingError(f"--output {path}: {error.strerror or error}") from error
+        raise InputError(f"--output {path}: {error.strerror or error}") from error

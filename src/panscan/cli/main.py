@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
 import os
@@ -76,7 +77,8 @@ Exit codes
   0  done
   1  a bug in panscan (--debug shows where)
   2  an option, key or value is wrong
-  3  a file, document, model or run directory cannot be used; after batch: some documents failed
+  3  a file, document, model or run directory cannot be used or written (a full disk); after
+     batch: some documents failed
   4  this machine cannot do it; after bench and load: some cells were skipped or failed;
      after doctor: a problem
   5  after compare: a --fail-on condition holds; after verify: the endpoint is different;
@@ -87,6 +89,7 @@ Exit codes
 
 
 _WIDTH = 100  # of help texts, where the terminal is not narrower
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _COMPILERS = ("torch._inductor", "torch._dynamo")
 
 
@@ -180,9 +183,7 @@ def run(arguments: list[str]) -> int:
     except OSError as error:
         if state["debug"]:
             echo(traceback.format_exc(), err=True)
-        if error.filename is None:
-            return _fail(f"unexpected {type(error).__name__}: {error} (--debug shows where)", 1)
-        return _fail(f"{os.fsdecode(error.filename)}: {error.strerror}", InputError.exit_code)
+        return _fail_os(error)
     except Exception as error:  # the last line of defence: a bug is one line too, unless --debug
         if state["debug"]:
             echo(traceback.format_exc(), err=True)
@@ -191,6 +192,15 @@ def run(arguments: list[str]) -> int:
             advice = "choose another --attention, or leave --compile out"
             return _fail(f"PyTorch cannot compile for this machine: {text} ({advice})", UnsupportedError.exit_code)
         return _fail(f"unexpected {type(error).__name__}: {text} (--debug shows where)", 1)
+
+
+def _fail_os(error: OSError) -> int:
+    """Print why the operating system refused a file, and return the exit code."""
+    if error.errno in _FULL:  # a write, whose error names no file
+        return _fail(f"{error.strerror}: free some space, or write elsewhere", InputError.exit_code)
+    if error.filename is None:
+        return _fail(f"unexpected {type(error).__name__}: {error} (--debug shows where)", 1)
+    return _fail(f"{os.fsdecode(error.filename)}: {error.strerror}", InputError.exit_code)
 
 
 def _fail(message: str, code: int) -> int:

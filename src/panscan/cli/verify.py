@@ -14,8 +14,9 @@ from rich.table import Table
 from panscan.cli.console import echo, errors, import_libraries, out, show_warnings
 from panscan.cli.options import InRange, axis_options, common_options, given_values, url_options, utf8
 from panscan.cli.verb import option, verb
-from panscan.core import SettingError, create_file
+from panscan.core import SettingError
 from panscan.core.activity import activity
+from panscan.records.store import write_atomically
 from panscan.settings import Group, Settings
 from panscan.verify.options import VERIFY_RANGES, VerifyOptions
 
@@ -94,8 +95,7 @@ def command(**options: Any) -> int:
         found = verify_endpoint(chosen, probes, step.rename)
     _show(found)
     if output is not None:
-        with create_file(output) as file:
-            file.write(json.dumps(as_json(found), indent=2).encode() + b"\n")
+        write_atomically(output, json.dumps(as_json(found), indent=2).encode() + b"\n")
     return {"different": _DIFFERENT, "unknown": _UNKNOWN}.get(found.word, 0)
 
 

@@ -304,18 +304,57 @@ class _Stream(httpcore.NetworkStream):
 
 
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+_GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")  # all that IANA has handed out (RFC 4291, RFC 3587)
+
+# Not left to ``ipaddress``, whose tables differ between versions of Python. Sources: IANA's registries
+# iana-ipv4-special-registry and iana-ipv6-special-registry, and the documentation of the clouds. Where IANA assigns
+# parts of a range for protocols, the whole range counts.
+_NOT_PUBLIC_4 = [
+    ipaddress.IPv4Network(range)
+    for range in (
+        "0.0.0.0/8",  # this network (RFC 791)
+        "10.0.0.0/8",  # private (RFC 1918)
+        "172.16.0.0/12",
+        "192.168.0.0/16",
+        "100.64.0.0/10",  # carrier-grade NAT (RFC 6598), and 100.100.100.200: metadata of Alibaba Cloud
+        "127.0.0.0/8",  # loopback (RFC 1122)
+        "168.63.129.16/32",  # Azure: DNS, health probes and secrets of the virtual machine
+        "169.254.0.0/16",  # link-local (RFC 3927): metadata of AWS, Google Cloud, Azure, DigitalOcean
+        "192.0.0.0/24",  # protocol assignments (RFC 6890), and 192.0.0.192: metadata of Oracle Cloud
+        "192.0.2.0/24",  # documentation (RFC 5737)
+        "198.51.100.0/24",
+        "203.0.113.0/24",
+        "192.31.196.0/24",  # AS112 (RFC 7535)
+        "192.52.193.0/24",  # AMT (RFC 7450)
+        "192.175.48.0/24",  # AS112 (RFC 7534)
+        "192.88.99.0/24",  # 6to4 relays (RFC 7526)
+        "198.18.0.0/15",  # benchmarks (RFC 2544)
+        "224.0.0.0/4",  # multicast (RFC 5771)
+        "240.0.0.0/4",  # reserved (RFC 1112), with the broadcast address
+    )
+]
+_NOT_PUBLIC_6 = [
+    ipaddress.IPv6Network(range)
+    for range in (
+        "2001::/23",  # protocol assignments (RFC 2928): Teredo, benchmarks, AMT, ORCHID, drones
+        "2001:db8::/32",  # documentation (RFC 3849)
+        "3fff::/20",  # documentation (RFC 9637)
+        "2002::/16",  # 6to4, which contains an IPv4 address (RFC 3056)
+        "2620:4f:8000::/48",  # AS112 (RFC 7534)
+    )
+]
 
 
 def is_public(address: str) -> bool:
     """Return whether an IP address belongs to the public internet.
 
     NAT64 addresses, through which networks without IPv4 reach IPv4 hosts, count as the IPv4 address that they contain.
-    IPv4-mapped, 6to4 and Teredo addresses are refused.
+    IPv4-mapped, IPv4-compatible, 6to4 and Teredo addresses are refused, as is all that is not global unicast: loopback,
+    link-local, site-local, unique local (with fd00:ec2::254, AWS), local NAT64, discard and segment routing addresses.
     """
     ip = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(ip, ipaddress.IPv6Address):
-        if ip in _NAT64:
-            return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
-        if ip.ipv4_mapped or ip.sixtofour or ip.teredo or ip.is_site_local:
-            return False
-    return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_unspecified)
+    if isinstance(ip, ipaddress.IPv4Address):
+        return not any(ip in network for network in _NOT_PUBLIC_4)
+    if ip in _NAT64:
+        return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
+    return ip in _GLOBAL_UNICAST and not any(ip in network for network in _NOT_PUBLIC_6)

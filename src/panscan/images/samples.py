@@ -11,7 +11,7 @@ from pathlib import Path
 from PIL import Image, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
-from panscan.core import SettingError, create_file
+from panscan.core import InputError, SettingError, create_file
 from panscan.images.documents import COLUMNS, draw_document
 from panscan.settings import SAMPLE_RANGES
 
@@ -100,8 +100,9 @@ def write_samples(
         overwrite: replace files of the same names, whatever they hold.
 
     Raises:
-        SettingError: if ``count`` is below 1 or ``columns`` out of range, if ``directory`` cannot be written, or,
-            before anything is written, if a file that this call would replace holds something else.
+        SettingError: if ``count`` is below 1 or ``columns`` out of range, or, before anything is written, if a file
+            that this call would replace holds something else.
+        InputError: ``directory`` cannot be written.
     """
     for name, value in (("count", count), ("columns", columns)):
         SAMPLE_RANGES[name].check(name, value)
@@ -123,5 +124,5 @@ def write_samples(
                 file.write(files[name])
             partial.replace(directory / name)
     except OSError as error:
-        raise SettingError(f"samples cannot be written to {directory}: {error.strerror}") from error
+        raise InputError(f"samples cannot be written to {directory}: {error.strerror}") from error
     return directory / _QUESTIONS

@@ -7,6 +7,7 @@ interrupted requests with exponential backoff until the deadline.
 
 from __future__ import annotations
 
+import asyncio
 import configparser
 import io
 import os
@@ -14,6 +15,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
@@ -21,9 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from panscan.core import ImageError, StorageError, UnsupportedError, create_file
+from panscan.core import ImageError, StorageError, UnsupportedError, create_file, now
 from panscan.core.errors import one_line
-from panscan.core.ranges import Range
+from panscan.core.ranges import Range, shorten
 from panscan.images.fetch import MAX_BYTES
 
 if TYPE_CHECKING:
@@ -54,6 +56,8 @@ MAX_OBJECTS = 20_000_000
 """Objects that one listing may hold."""
 
 _DEFAULT_TIMEOUT_S = 60.0
+_LISTING_S = 3600.0  # of waiting for one listing
+_LONGEST_NAME = 4096  # characters; S3, Google Cloud Storage and Azure allow 1,024
 _CONNECT_S = 5.0
 _SILENCE_S = 15.0  # without data, before a request is retried
 _STORED = re.compile(r"(s3|gs|az)://", re.IGNORECASE)
@@ -131,11 +135,16 @@ def read_object(url: str) -> bytes:
         return content
     import obstore
 
+    received = bytearray()
     with _errors(url):
         found = obstore.get(store, path)
         if found.meta["size"] > MAX_BYTES:
             raise ImageError(f"{url}: more than {MAX_BYTES} bytes")
-        content = bytes(found.bytes())
+        for block in found.stream(min_chunk_size=_BLOCK_BYTES):
+            received += block
+            if len(received) > MAX_BYTES:  # more than it said
+                raise ImageError(f"{url}: more than {MAX_BYTES} bytes")
+    content = bytes(received)
     _CACHE.put(key, content)
     return content
 
@@ -146,20 +155,58 @@ def list_objects(url: str) -> Iterator[str]:
     The prefix ends at a slash: ``s3://bucket/scans`` lists ``scans/...``, not ``scans2/...``.
 
     Raises:
-        StorageError: the prefix could not be listed before the deadline, or holds more than :data:`MAX_OBJECTS`.
+        StorageError: the next names did not come before the deadline, the listing took longer than an hour, repeats
+            itself, has a name of more than 4,096 characters or more than :data:`MAX_OBJECTS` names.
         UnsupportedError: obstore is missing.
     """
     store, path = _place(url)
     import obstore
 
     bucket = "/".join(url.split("/", 3)[:3])
-    count = 0
+    count, waited = 0, 0.0
+    first_names: set[str] = set()
     with _errors(url):
-        for chunk in obstore.list(store, path or None, chunk_size=1000):
-            count += len(chunk)
+        stream = obstore.list(store, path or None, chunk_size=1000)
+        while True:
+            began = now()
+            names = _next_names(stream, min(2 * _timeout(), max(0.0, _LISTING_S - waited)))
+            if not names:
+                return
+            waited += now() - began
+            count += len(names)
+            if names[0] in first_names:
+                raise StorageError(f"{url}: the listing repeats itself at {shorten(names[0])}")
+            if longest := next((name for name in names if len(name) > _LONGEST_NAME), None):
+                raise StorageError(f"{url}: a name has {len(longest):,} characters, at most {_LONGEST_NAME:,}")
             if count > MAX_OBJECTS:
                 raise StorageError(f"{url}: more than {MAX_OBJECTS} objects: split the job by prefix")
-            yield from (f"{bucket}/{each['path']}" for each in chunk)
+            first_names.add(names[0])
+            yield from (f"{bucket}/{name}" for name in names)
+
+
+def _next_names(stream: Any, seconds: float) -> list[str]:
+    """Return the next names of a listing, none at its end.
+
+    obstore's own deadline is that of a page, and it asks for page after page until it has enough names, however many
+    pages are empty. Only its asynchronous form can be stopped; it runs in a thread, because the caller's may have an
+    event loop.
+
+    Raises:
+        ValueError: they did not come in time; :func:`_errors` names the URL.
+    """
+
+    async def take() -> list[str]:
+        async with asyncio.timeout(seconds):
+            try:
+                return [found["path"] for found in await stream.__anext__()]
+            except StopAsyncIteration:
+                return []
+
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            return pool.submit(asyncio.run, take()).result()
+        except TimeoutError as error:
+            raise ValueError(f"the listing did not go on within {seconds:g} s") from error
 
 
 def object_exists(url: str) -> bool:

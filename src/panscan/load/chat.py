@@ -16,9 +16,12 @@ from urllib.parse import SplitResult, urlsplit
 import panscan
 from panscan.core import EndpointError, SettingError, now
 from panscan.core.errors import one_line
+from panscan.core.foreign import MOST_COUNT, is_count, parse_json
+from panscan.core.ranges import shorten
 from panscan.load.connection import ConnectionPool, ErrorKind, ServerAddress
 
 __all__ = [
+    "MOST_TEXT",
     "ChatRequest",
     "ChatStream",
     "Endpoint",
@@ -27,11 +30,18 @@ __all__ = [
     "chat_body",
     "data_url",
     "fetch_json",
+    "served_models",
 ]
+
+MOST_TEXT = 65_536, 256
+"""Characters of an answer: a number, and so many more per token that was asked for."""
 
 _COMPLETIONS = "/chat/completions"
 _MOST_ERROR = 64 * 1024  # bytes of an error response that are read
-_LONGEST_LINE = 4 * 1024 * 1024  # bytes of an event
+_MOST_JSON = 16 * 1024 * 1024  # bytes of a response that is read as a whole; up to 35 times as many as objects
+_LONGEST_EVENT = 1024 * 1024  # bytes
+_MOST_CHUNKS = 1024, 4  # content chunks of an answer: a number, and so many more per token that was asked for
+_LONGEST_NAME = 1_000  # characters of a model's name
 _LONGEST_ERROR = 200  # characters of an error message
 _OWN_HEADERS = {
     "host",
@@ -281,22 +291,29 @@ class ChatStream:
 
     Args:
         exchange: outcome to fill.
+        max_tokens: maximum number of output tokens that was asked for; it limits what an answer may take in memory.
         on_end: called once, with the receipt time of the end of the response.
     """
 
     __slots__ = (
-        "_body", "_empty", "_event", "_line", "_on_end", "_streams", "_texts", "_usage", "complete", "exchange",
+        "_body", "_characters", "_empty", "_event", "_event_bytes", "_line", "_max_tokens", "_on_end", "_streams",
+        "_texts", "_usage", "complete", "exchange",
     )  # fmt: skip
 
-    def __init__(self, exchange: RequestOutcome, on_end: Callable[[RequestOutcome, float], None]) -> None:
+    def __init__(
+        self, exchange: RequestOutcome, max_tokens: int, on_end: Callable[[RequestOutcome, float], None]
+    ) -> None:
         self.exchange = exchange
+        self._max_tokens = max_tokens
         self.complete = False
         self._on_end = on_end
         self._streams: bool | None = None  # None: decided by the first bytes of the body
         self._body = bytearray()  # of a response that is not a stream
         self._line = bytearray()  # incomplete
         self._event: list[bytes] = []
+        self._event_bytes = 0  # with the line breaks
         self._texts: list[str] = []
+        self._characters = 0
         self._empty: list[float] = []  # receipt times of chunks with empty content
         self._usage = _Usage()
 
@@ -335,10 +352,18 @@ class ChatStream:
             self._line.clear()
         for line in lines[:-1]:
             self._take_line(line, at)
+            if not self._streams:  # refused
+                return
         self._line += lines[-1]
-        if len(self._line) > _LONGEST_LINE:
-            self._fail("stream", "malformed event: too long")
-            self._streams, self.complete = False, True
+        if len(self._line) > _LONGEST_EVENT:
+            self._refuse("malformed event: too long")
+
+    def _refuse(self, message: str) -> None:
+        """Fail, and read nothing more of the response."""
+        self._fail("stream", message)
+        self._streams, self.complete = False, True
+        self._line.clear()
+        self._event.clear()
 
     def _take_line(self, line: bytes, at: float) -> None:
         line = line.removesuffix(b"\r")
@@ -346,16 +371,20 @@ class ChatStream:
             if self._event:
                 self._take_event(b"\n".join(self._event), at)
                 self._event.clear()
+                self._event_bytes = 0
         elif line.startswith(b"data:"):
             self._event.append(line[5:].lstrip(b" "))
+            self._event_bytes += len(line)
+            if self._event_bytes > _LONGEST_EVENT:
+                self._refuse("malformed event: too long")
 
     def _take_event(self, data: bytes, at: float) -> None:
         if data == b"[DONE]":
             self.complete = True
             return
         try:
-            event = json.loads(data)
-        except (ValueError, RecursionError):
+            event = parse_json(data)
+        except ValueError:
             self._fail("stream", "malformed event: not JSON")
             return
         if not isinstance(event, dict):
@@ -384,11 +413,21 @@ class ChatStream:
             exchange.end = at
             if isinstance(content, str):
                 self._texts.append(content)
+                self._characters += len(content)
         elif content == "" and "role" not in delta:  # with a role, it precedes the first token
             self._empty.append(at)
         if choice.get("finish_reason"):
-            exchange.finish_reason = str(choice["finish_reason"])
+            exchange.finish_reason = _short(str(choice["finish_reason"]))
             exchange.end = at
+        self._limit_answer()
+
+    def _limit_answer(self) -> None:
+        """Refuse an answer far beyond the tokens that were asked for."""
+        chunks, characters = (few + each * self._max_tokens for few, each in (_MOST_CHUNKS, MOST_TEXT))
+        if len(self.exchange.tokens) + len(self._empty) > chunks:
+            self._refuse(f"more than {chunks:,} chunks for max_tokens {self._max_tokens:,}")
+        elif self._characters > characters:
+            self._refuse(f"more than {characters:,} characters for max_tokens {self._max_tokens:,}")
 
     def on_end(self, at: float) -> None:
         """See :class:`panscan.load.connection.ResponseHandler`."""
@@ -432,6 +471,8 @@ class ChatStream:
         exchange = self.exchange
         exchange.text = "".join(self._texts)
         exchange.tokens = exchange.tokens or self._empty
+        if exchange.error is None and (problem := self._usage.problem(self._max_tokens)) is not None:
+            self._fail("protocol", problem)
         self._usage.fill(exchange)
         if exchange.error is not None:
             exchange.end = at
@@ -469,6 +510,16 @@ class _Usage:
         """The number of output tokens; None if not reported."""
         return _count(self._usage, "completion_tokens", _count(self._timings, "predicted_n"))
 
+    def problem(self, max_tokens: int) -> str | None:
+        """Return what is wrong with the number of output tokens, from which every throughput is computed."""
+        for counts, name in ((self._usage, "completion_tokens"), (self._timings, "predicted_n")):
+            value = counts.get(name)
+            if value is not None and not is_count(value):
+                return f"{name}: expected a number from 0 to {MOST_COUNT:,}, got {shorten(value)}"
+            if value is not None and value > max_tokens:
+                return f"{name}: {value:,} is more than max_tokens {max_tokens:,}"
+        return None
+
     def fill(self, exchange: RequestOutcome) -> None:
         """Set the counts of an exchange."""
         details = self._usage.get("prompt_tokens_details")
@@ -485,13 +536,13 @@ class _Usage:
 
 def _count(counts: Mapping[str, Any], name: str, default: int | None = None) -> int | None:
     value = counts.get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else default
+    return value if is_count(value) else default
 
 
 def _json_or_none(data: bytes) -> Any:
     try:
-        return json.loads(data)
-    except (ValueError, RecursionError):
+        return parse_json(data)
+    except ValueError:
         return None
 
 
@@ -520,9 +571,23 @@ class _WholeResponse:
 
     def on_head(self, status: int, headers: Mapping[str, str]) -> None:
         self.status = status
+        if headers.get("content-encoding", "identity") != "identity":
+            self._refuse(f"the response is compressed ({_short(headers['content-encoding'])})")
 
     def on_data(self, data: bytes, at: float) -> None:
+        if self.complete:
+            return
         self.body += data
+        if self.status != 200 and len(self.body) > _MOST_ERROR:
+            del self.body[_MOST_ERROR:]
+        elif len(self.body) > _MOST_JSON:
+            self._refuse(f"the response is longer than {_MOST_JSON >> 20} MiB")
+
+    def _refuse(self, message: str) -> None:
+        """Fail, and read nothing more of the response."""
+        self.complete = True
+        self.body.clear()
+        self.ended.set_result(("protocol", message))
 
     def on_end(self, at: float) -> None:
         if not self.ended.done():
@@ -573,3 +638,26 @@ async def _fetch(endpoint: Endpoint, method: str, path: str, body: tuple[bytes, 
     if found is None:
         raise EndpointError(f"{shown}: the response is not JSON: check the URL", kind="protocol", status=status)
     return found
+
+
+def served_models(endpoint: Endpoint, deadline: float | None = None) -> dict[str, str | None]:
+    """Return the owner of each model that an endpoint lists, such as ``vllm``; None if unknown.
+
+    Names that are empty, longer than 1,000 characters or not printable are left out.
+
+    Args:
+        endpoint: endpoint to ask.
+        deadline: see :func:`fetch_json`.
+
+    Raises:
+        EndpointError: see :func:`fetch_json`.
+    """
+    listed = fetch_json(endpoint, "GET", "/v1/models", deadline=deadline)
+    rows = listed.get("data") if isinstance(listed, dict) else None
+    models: dict[str, str | None] = {}
+    for row in rows if isinstance(rows, list) else []:
+        name = row.get("id") if isinstance(row, dict) else None
+        if isinstance(name, str) and 0 < len(name) <= _LONGEST_NAME and name.isprintable():
+            owner = row.get("owned_by")
+            models[name] = _short(owner) if isinstance(owner, str) and owner else None
+    return models

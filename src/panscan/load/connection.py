@@ -211,7 +211,7 @@ class _Connection(asyncio.Protocol):
         """Reset what is known of the current response."""
         self._headers: dict[str, str] = {}
         self._status = 0  # of the final response: 0 until its head is complete
-        self._received = 0  # bytes of the head, then of the body
+        self._received = 0  # bytes of the head, then of what follows it, with the framing of chunks and trailers
         self._message_ended = self._keep_alive = False
         self._draining = False
         self._at = 0.0
@@ -270,8 +270,7 @@ class _Connection(asyncio.Protocol):
         if self._handler is None:  # a response without a request
             self.close()
             return
-        if not self._status:
-            self._received += len(data)
+        self._received += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -321,6 +320,8 @@ class _Connection(asyncio.Protocol):
     # Called by the parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._status:  # trailers
+            return
         self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
@@ -333,7 +334,6 @@ class _Connection(asyncio.Protocol):
             self._handler.on_head(status, self._headers)
 
     def on_body(self, data: bytes) -> None:
-        self._received += len(data)
         if self._handler is not None:
             self._handler.on_data(data, self._at)
 

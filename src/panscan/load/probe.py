@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 from panscan.core import EndpointError, PanAndScan, SettingError, now
+from panscan.core.foreign import is_count
 from panscan.images.views import GEMMA3_COST, plan_views
-from panscan.load.chat import Endpoint, chat_body, fetch_json
+from panscan.load.chat import Endpoint, chat_body, fetch_json, served_models
 from panscan.load.scenario import DocumentShare
 
 __all__ = ["EndpointFacts", "address", "find_model", "probe_endpoint"]
@@ -80,24 +81,26 @@ def find_model(endpoint: Endpoint) -> tuple[Endpoint, str | None, str | None]:
         SettingError: the server does not name a model, or names several, and none was chosen.
     """
     try:
-        found = fetch_json(endpoint, "GET", "/v1/models", deadline=now() + min(_MODELS_SECONDS, endpoint.timeout))
+        models = served_models(endpoint, now() + min(_MODELS_SECONDS, endpoint.timeout))
     except EndpointError as error:
         if not endpoint.model or error.status not in (404, 405, 501):
             raise
         return endpoint, None, None
-    entries = found.get("data") if isinstance(found, dict) else None
-    models = [each for each in entries if isinstance(each, dict)] if isinstance(entries, list) else []
-    names = [str(each["id"]) for each in models if each.get("id")]
-    owners = [str(each["owned_by"]) for each in models if each.get("owned_by")]
-    server = owners[0][:100] if owners else None
+    names = list(models)
+    server = next(filter(None, models.values()), None)
     if endpoint.model:
-        unknown = names and endpoint.model not in names
-        warning = f"--model {endpoint.model}: the server lists {', '.join(names[:5])}" if unknown else None
+        unknown = names and endpoint.model not in models
+        warning = f"--model {endpoint.model}: the server lists {_listed(names, 5)}" if unknown else None
         return endpoint, server, warning
     if len(names) != 1:
-        listed = f"the server lists {', '.join(names[:10])}" if names else "the server lists none"
+        listed = f"the server lists {_listed(names, 10)}" if names else "the server lists none"
         raise SettingError(f"--model is missing: {listed}; choose one")
     return replace(endpoint, model=names[0]), server, None
+
+
+def _listed(names: list[str], most: int) -> str:
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 _Found = TypeVar("_Found")
@@ -217,7 +220,7 @@ class _ProbeRequests:
         found = fetch_json(self._endpoint, "POST", "/v1/chat/completions", body)
         usage = found.get("usage") if isinstance(found, dict) else None
         count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-        return count if isinstance(count, int) and not isinstance(count, bool) and count >= 0 else None
+        return count if is_count(count) else None
 
 
 def _image_url() -> bytes:

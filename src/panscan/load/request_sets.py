@@ -15,7 +15,7 @@ from random import Random
 from types import MappingProxyType
 from typing import Any
 
-from panscan.core import PanAndScan, SettingError, create_file
+from panscan.core import InputError, PanAndScan, SettingError, create_file
 from panscan.images.documents import COLUMNS, draw_document
 from panscan.images.samples import document_name, encode_document
 from panscan.images.views import plan_views
@@ -193,7 +193,7 @@ def write_request_set(
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
-        raise SettingError(f"the request set cannot be written to {directory}: {error.strerror}") from error
+        raise InputError(f"the request set cannot be written to {directory}: {error.strerror}") from error
     return RequestSet(path, views, FORMATS[format].command.format(path=shlex.quote(str(path)), count=count))
 
 

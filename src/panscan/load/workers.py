@@ -172,7 +172,7 @@ class Sender:
         request = self._share.requests[position]
         self._in_flight += 1
         exchange = RequestOutcome(request.id, due, queued, now())
-        stream = ChatStream(exchange, lambda exchange, at: self._take(position, exchange, at))
+        stream = ChatStream(exchange, request.max_tokens, lambda exchange, at: self._take(position, exchange, at))
         head = b"%s%d\r\n\r\n" % (self._head, sum(map(len, request.body)))
         self._pool.send(head, request.body, stream, self._share.endpoint.timeout)
 

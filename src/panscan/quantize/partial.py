@@ -22,7 +22,8 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from panscan.core import SettingError
+from panscan.core import InputError, SettingError
+from panscan.core.foreign import parse_json
 from panscan.core.process import create_file, sync_directory
 from panscan.model.checkpoint import COMPANIONS
 
@@ -32,6 +33,7 @@ JOB_FILE = "panscan-quantize.json"
 CARD_FILE = "README.md"
 INDEX_FILE = "model.safetensors.index.json"
 _LOCK = ".lock"
+_MOST_JOB = 65_536  # bytes of the job's file, which has a few hundred
 _WEIGHTS = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 _OTHERS = frozenset({JOB_FILE, CARD_FILE, INDEX_FILE, "config.json", *COMPANIONS})
 
@@ -45,8 +47,8 @@ class PartialCheckpoint:
         overwrite: replace an existing checkpoint of this command, and discard another job's partial work.
 
     Raises:
-        SettingError: for the reasons of :func:`resolved_output`; partial work of another job exists, another process
-            works on it, or the directory cannot be written.
+        SettingError: for the reasons of :func:`resolved_output`; or partial work of another job exists.
+        InputError: another process works on it, or the directory cannot be written.
     """
 
     def __init__(self, out: Path, job: Mapping[str, Any], *, overwrite: bool = False) -> None:
@@ -60,9 +62,9 @@ class PartialCheckpoint:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
         except Timeout as error:
-            raise SettingError(f"{self.out}: another process is writing this checkpoint: wait for it") from error
+            raise InputError(f"{self.out}: another process is writing this checkpoint: wait for it") from error
         except OSError as error:
-            raise SettingError(f"{self.path}: cannot be written: {error.strerror}") from error
+            raise InputError(f"{self.path}: cannot be written: {error.strerror}") from error
         try:
             self._continue_or_begin()
         except BaseException:  # interruptions included
@@ -87,7 +89,7 @@ class PartialCheckpoint:
         """Write a safetensors file, in one step.
 
         Raises:
-            SettingError: the file cannot be written, for example because the disk is full.
+            InputError: the file cannot be written, for example because the disk is full.
         """
         temporary = self.path / f".{name}"
         with self._writable(name):
@@ -99,7 +101,7 @@ class PartialCheckpoint:
         """Write a file, in one step.
 
         Raises:
-            SettingError: for the reasons of :meth:`write_tensors`.
+            InputError: for the reasons of :meth:`write_tensors`.
         """
         temporary = self.path / f".{name}"
         with self._writable(name):
@@ -118,12 +120,12 @@ class PartialCheckpoint:
             size: bytes of the whole checkpoint.
 
         Raises:
-            SettingError: the disk does not have enough space.
+            InputError: the disk does not have enough space.
         """
         finished = sum(entry.stat().st_size for entry in self.path.iterdir() if entry.is_file())
         free = shutil.disk_usage(self.path).free
         if size > finished + free:
-            raise SettingError(
+            raise InputError(
                 f"{self.out} needs {(size - finished) / 1e9:.1f} GB of disk space, {free / 1e9:.1f} GB are free: free"
                 " some, or choose an OUT on another disk"
             )
@@ -134,7 +136,8 @@ class PartialCheckpoint:
         An existing checkpoint is first renamed to ``OUT.replaced``, so that a killed process loses neither.
 
         Raises:
-            SettingError: the output directory was created or changed in the meantime, or cannot be renamed.
+            SettingError: the output directory was created or changed in the meantime.
+            InputError: it cannot be renamed.
         """
         resolved_output(self.out, overwrite=self._overwrite)
         replaced = _beside(self.out, "replaced")
@@ -151,13 +154,13 @@ class PartialCheckpoint:
             if self._overwrite and replaced.exists():
                 _remove(replaced)
         except OSError as error:
-            raise SettingError(f"{error.filename}: cannot be renamed or removed: {error.strerror}") from error
+            raise InputError(f"{error.filename}: cannot be renamed or removed: {error.strerror}") from error
 
     def _continue_or_begin(self) -> None:
         file = self.path / JOB_FILE
         found = None
         with contextlib.suppress(OSError, ValueError):
-            found = json.loads(file.read_text("utf-8"))
+            found = parse_json(file.read_bytes(), most=_MOST_JOB)
         if found == self.job:
             self.resumed = True
             return
@@ -182,7 +185,7 @@ class PartialCheckpoint:
             yield
         except (OSError, SafetensorError) as error:
             reason = " ".join(str(error).split())
-            raise SettingError(
+            raise InputError(
                 f"{self.path / name} cannot be written: {reason}: repeat the command to resume when it can"
             ) from error
 

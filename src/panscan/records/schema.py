@@ -251,6 +251,7 @@ _OPTIONAL: dict[str, dict[str, Any]] = {
 """Fields that may be missing, and what is inside of lists and objects."""
 _SETTING = (str, int, float, bool, type(None))
 _STAMPS = ("preparing", "loaded", "preprocessed", "scheduled", "vision_start", "vision", "end")
+_MOST_CELLS = 100_000  # as many as a sweep may have measurements
 _LARGEST = 2**64  # seconds, bytes, operations: far more than any machine has, and no arithmetic overflows
 
 _REPLICA: dict[str, Any] = {"replica": int, "started": _NUMBER, "ended": _NUMBER, "device": str}
@@ -309,6 +310,8 @@ def _optional_problem(kind: str, record: Mapping[str, Any]) -> str | None:
 
 
 def _cells_problem(cells: list[Any]) -> str | None:
+    if len(cells) > _MOST_CELLS:
+        return f"{len(cells):,} cells, at most {_MOST_CELLS:,}"
     for cell in cells:
         settings = cell.get("settings") if isinstance(cell, dict) else None
         if not isinstance(settings, dict) or not isinstance(cell.get("cell"), str):

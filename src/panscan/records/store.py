@@ -14,7 +14,7 @@ import contextlib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -23,6 +23,7 @@ from typing import Any, Self
 from filelock import FileLock, Timeout
 
 from panscan.core import RecordsError, create_file, sync_directory
+from panscan.core.foreign import parse_json
 from panscan.core.ranges import shorten
 from panscan.records.schema import SCHEMA, SCHEMAS_READ, Record, problem_of
 
@@ -39,6 +40,10 @@ __all__ = [
 
 FILE_NAME = "records.jsonl"
 UNFINISHED = "unfinished"
+
+_MOST_BYTES = 2**30  # half a million requests of 100 tokens
+_LONGEST_LINE = 64 * 2**20  # bytes; a run line has 1,000 for each cell
+_MOST_PARTS = 8_000_000  # a request has 10
 
 
 @dataclass(slots=True)
@@ -169,7 +174,7 @@ class RecordWriter:
     def _open(self) -> None:
         try:
             self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | getattr(os, "O_BINARY", 0))
-            data = self.path.read_bytes()
+            data = _bytes_of(self.path)
             whole = _whole(data)
             if whole < len(data):
                 self.torn = self.path.with_name(f"{FILE_NAME}.torn")
@@ -202,21 +207,17 @@ def read_run(path: Path) -> Run:
         RecordsError: no records there, a garbled line, an unknown type of record, or another schema.
     """
     path = path / FILE_NAME if path.is_dir() else path
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError as error:
-        raise RecordsError(f"{path} does not exist: not a run directory, or nothing was measured yet") from error
-    except OSError as error:
-        raise RecordsError(f"{path} could not be read: {error.strerror or error}") from error
+    data = _bytes_of(path)
     whole = _whole(data)
-    lines = data[:whole].split(b"\n")[:-1]
-    if not lines:
+    lines = _lines(path, data, whole)
+    first = next(lines, None)
+    if first is None:
         raise RecordsError(f"{path} holds no records")
-    run = _header(path, _parse(lines[0]))
+    run = _header(path, _parse(first))
     if whole < len(data):
         run.notes.append(f"the last line is torn and left out ({len(data) - whole} bytes)")
     in_flight: _InFlight = defaultdict(dict)
-    for number, line in enumerate(lines[1:], 2):
+    for number, line in enumerate(lines, 2):
         record = _parse(line)
         problem = "not a JSON object of 64-bit numbers" if record is None else problem_of(record, run.cells)
         if record is not None and record.get("type") == "cells" and problem is None:
@@ -228,6 +229,46 @@ def read_run(path: Path) -> Run:
     if left:
         run.notes.append(f"{left} requests of repeats that were in flight when the run was stopped are left out")
     return run
+
+
+def _bytes_of(path: Path) -> bytes:
+    """Return the bytes of a records file.
+
+    Raises:
+        RecordsError: it does not exist, cannot be read, or is larger than :data:`_MOST_BYTES`.
+    """
+    try:
+        if path.exists() and not path.is_file():  # a FIFO would wait for a writer
+            raise RecordsError(f"{path} is not a regular file")
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+    except FileNotFoundError as error:
+        raise RecordsError(f"{path} does not exist: not a run directory, or nothing was measured yet") from error
+    except OSError as error:
+        raise RecordsError(f"{path} could not be read: {error.strerror or error}") from error
+    if len(data) > _MOST_BYTES:
+        raise RecordsError(f"{path} is larger than {_MOST_BYTES >> 20} MiB: measure fewer requests per run")
+    return data
+
+
+def _lines(path: Path, data: bytes, end: int) -> Iterator[bytes]:
+    """Yield the lines of records without their line breaks.
+
+    Raises:
+        RecordsError: a line is too long, or all have too many lists and objects, each of which takes up to 250 bytes.
+    """
+    start = parts = 0
+    while start < end:
+        stop = data.index(b"\n", start, end)
+        if stop - start > _LONGEST_LINE:
+            raise RecordsError(f"{path}: a line of {stop - start:,} bytes, at most {_LONGEST_LINE:,}")
+        parts += data.count(b"[", start, stop) + data.count(b"{", start, stop)
+        if parts > _MOST_PARTS:
+            raise RecordsError(
+                f"{path} has more than {_MOST_PARTS:,} lists and objects: measure fewer requests per run"
+            )
+        yield data[start:stop]
+        start = stop + 1
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -269,8 +310,8 @@ def _whole(data: bytes) -> int:
 
 def _parse(line: bytes) -> Record | None:
     try:
-        record = json.loads(line.decode(), parse_int=_integer)
-    except (ValueError, RecursionError):
+        record = parse_json(line, parse_int=_integer, most=_LONGEST_LINE)
+    except ValueError:
         return None
     return record if isinstance(record, dict) else None
 

@@ -31,6 +31,8 @@ _CPU_KINDS = {"user_annotation": ANNOTATION, "python_function": PYTHON, "runtime
 _IGNORED = ("gpu_user_annotation", "cuda_sync", "trace", "ac2g", "overhead", "cuda_profiler_range")
 _MOST_EVENTS = 50_000_000  # on CPUs, and on GPUs: about 2 GB of columns
 _TOO_MANY = f"the trace has more than {_MOST_EVENTS:,} timed events: profile fewer steps"
+_MOST_LANES = 4096  # streams of GPUs, or threads: each is looked at on its own
+_TOO_MANY_LANES = f"the trace has more than {_MOST_LANES:,} threads or streams: profile fewer processes"
 _MOST_NAMES = 1_000_000
 _DEEPEST = 10_000  # begin events without an end on one thread
 _LATEST = 1e18  # microseconds; NaN and infinity are beyond
@@ -188,6 +190,8 @@ class _Collector:
     def _pair(self, event: Mapping[str, Any], time: float, *, begins: bool) -> None:
         """Keep a begin event until its end event: they nest within a thread."""
         begun = self._open.setdefault((str(event.get("pid")), str(event.get("tid"))), [])
+        if len(self._open) > _MOST_LANES:
+            raise InputError(_TOO_MANY_LANES)
         if begins and len(begun) < _DEEPEST:
             begun.append((time, {name: event.get(name) for name in ("cat", "name", "pid", "tid")}))
         elif not begins and begun:
@@ -211,6 +215,8 @@ class _Collector:
             return
         if len(self._cpu[0]) >= _MOST_EVENTS:
             raise InputError(_TOO_MANY)
+        if len(self._threads) > _MOST_LANES:
+            raise InputError(_TOO_MANY_LANES)
         starts, ends, names, kinds, threads, correlations, products = self._cpu
         starts.append(start)
         ends.append(end)
@@ -225,6 +231,8 @@ class _Collector:
     ) -> None:
         if len(self._gpu[0]) >= _MOST_EVENTS:
             raise InputError(_TOO_MANY)
+        if len(self._lanes) > _MOST_LANES:
+            raise InputError(_TOO_MANY_LANES)
         device, stream = arguments.get("device", event.get("pid")), arguments.get("stream", event.get("tid"))
         size = arguments.get("bytes", 0)
         rest = (

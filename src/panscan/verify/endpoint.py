@@ -6,15 +6,18 @@ A field that an endpoint refuses is omitted from then on. All requests count aga
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from io import BytesIO
+from itertools import islice
+from math import isfinite
 from typing import Any
 
 from PIL import Image
 
 from panscan.core import EndpointError, PanAndScan, Request, SettingError
-from panscan.load.chat import Endpoint, chat_body, data_url, fetch_json
+from panscan.core.foreign import is_count
+from panscan.load.chat import MOST_TEXT, Endpoint, chat_body, data_url, fetch_json, served_models
 from panscan.verify.evidence import ReportedStep, ReportedToken
 
 __all__ = ["Capabilities", "EndpointAnswer", "EndpointClient", "encoded_image"]
@@ -25,6 +28,8 @@ _SERVER_ERROR = 500  # the first HTTP status of failures that may pass
 _ABOUT_IMAGES = re.compile(r"\bimages?\b|multimodal|multi-modal|vision", re.I)
 _LADDER = (20, 10, 5, 1)  # numbers of top log-probabilities to try
 _MOST_STEPS = 4096
+_MOST_TOP = 64  # more than any server reports
+_LONGEST_TOKEN = 4096  # characters or bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +110,12 @@ class EndpointClient:
             SettingError: the endpoint serves several models and none was given.
         """
         try:
-            listed = self._fetch("GET", "/v1/models")
+            self._count_request()
+            models = served_models(self.endpoint)
         except EndpointError as error:
             if self.endpoint.model and error.kind == "http":
                 return
             raise
-        models = _models(listed)
         names = list(models)
         if not self.endpoint.model:
             if len(names) != 1:
@@ -132,7 +137,8 @@ class EndpointClient:
         first, repeated = "", False
         while True:
             try:
-                reply = self._fetch("POST", "/v1/chat/completions", self._body(request))
+                self._count_request()
+                reply = fetch_json(self.endpoint, "POST", "/v1/chat/completions", self._body(request))
             except EndpointError as error:
                 first = first or str(error)
                 named = self._named_field(request, error)
@@ -148,7 +154,7 @@ class EndpointClient:
                 if named is not None:
                     kept = self._copied_capabilities()
             else:
-                found = _answer(reply)
+                found = _answer(reply, self.max_tokens)
                 self.capabilities.prompt_tokens |= found.prompt_tokens is not None
                 if found.text and not found.steps and self.capabilities.top_logprobs is not None:
                     self.capabilities.top_logprobs = None
@@ -158,11 +164,10 @@ class EndpointClient:
     def _copied_capabilities(self) -> Capabilities:
         return replace(self.capabilities, refusals=dict(self.capabilities.refusals))
 
-    def _fetch(self, method: str, path: str, body: tuple[bytes, ...] | None = None) -> Any:
+    def _count_request(self) -> None:
         if self.left <= 0:
             raise EndpointError(f"the limit of {self.max_requests} requests is reached", kind="client")
         self.requests += 1
-        return fetch_json(self.endpoint, method, path, body)
 
     def _body(self, request: Request) -> tuple[bytes, ...]:
         can = self.capabilities
@@ -220,14 +225,6 @@ def _reason(error: EndpointError) -> str:
     return str(error).partition(": ")[2] or str(error)
 
 
-def _models(listed: Any) -> dict[str, str | None]:
-    """Return the owner of each listed model."""
-    rows = listed.get("data") if isinstance(listed, Mapping) else None
-    rows = [row for row in rows if isinstance(row, Mapping)] if isinstance(rows, list) else []
-    owners = {row["id"]: row.get("owned_by") for row in rows if isinstance(row.get("id"), str)}
-    return {id: owner if isinstance(owner, str) else None for id, owner in owners.items()}
-
-
 def _processor_kwargs(settings: PanAndScan) -> dict[str, Any]:
     """Return pan-and-scan settings as Transformers' processor and vLLM name them."""
     if not settings.enabled:
@@ -247,11 +244,11 @@ def _messages(request: Request) -> list[dict[str, Any]]:
     return [*system, {"role": "user", "content": content}]
 
 
-def _answer(reply: Any) -> EndpointAnswer:
+def _answer(reply: Any, max_tokens: int) -> EndpointAnswer:
     """Return the answer of a response.
 
     Raises:
-        EndpointError: the response is no chat completion.
+        EndpointError: the response is no chat completion, or its text is far longer than ``max_tokens`` tokens.
     """
     choices = reply.get("choices") if isinstance(reply, Mapping) else None
     choice = choices[0] if isinstance(choices, list) and choices else None
@@ -259,6 +256,11 @@ def _answer(reply: Any) -> EndpointAnswer:
     if not isinstance(choice, Mapping) or not isinstance(message, Mapping):
         raise EndpointError("the response is not a chat completion: check the URL")
     text, finish = message.get("content"), choice.get("finish_reason")
+    characters = MOST_TEXT[0] + MOST_TEXT[1] * max_tokens
+    if isinstance(text, str) and len(text) > characters:  # the tokenizer would take long
+        raise EndpointError(
+            f"the answer has {len(text):,} characters for max_tokens {max_tokens}: at most {characters:,}"
+        )
     usage = reply.get("usage")
     usage = usage if isinstance(usage, Mapping) else {}
     return EndpointAnswer(
@@ -269,7 +271,7 @@ def _answer(reply: Any) -> EndpointAnswer:
 
 def _count(usage: Mapping[str, Any], name: str) -> int | None:
     value = usage.get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    return value if is_count(value) else None
 
 
 def _steps(logprobs: Any) -> tuple[ReportedStep, ...]:
@@ -286,31 +288,38 @@ def _steps(logprobs: Any) -> tuple[ReportedStep, ...]:
         return ()
     tops = logprobs.get("top_logprobs")
     tops = tops if isinstance(tops, list) else []
-    chosen = [ReportedToken(str(text), None, _number(value)) for text, value in zip(texts, values, strict=False)]
-    return tuple(
-        ReportedStep(token, _top(tops[at] if at < len(tops) else None)) for at, token in enumerate(chosen[:_MOST_STEPS])
-    )
+    pairs = zip(texts[:_MOST_STEPS], values, strict=False)
+    chosen = [ReportedToken(_text(text), None, _number(value)) for text, value in pairs]
+    return tuple(ReportedStep(token, _top(tops[at] if at < len(tops) else None)) for at, token in enumerate(chosen))
 
 
 def _token(row: Mapping[str, Any]) -> ReportedToken:
-    text, raw = row.get("token"), row.get("bytes")
-    whole = isinstance(raw, list) and all(isinstance(each, int) and 0 <= each < 256 for each in raw)
-    data = bytes(raw) if whole and isinstance(raw, list) else None
-    return ReportedToken(text if isinstance(text, str) else "", data, _number(row.get("logprob")))
+    raw, data = row.get("bytes"), None
+    if isinstance(raw, list) and len(raw) <= _LONGEST_TOKEN:
+        data = bytes(raw) if all(isinstance(byte, int) and 0 <= byte < 256 for byte in raw) else None
+    return ReportedToken(_text(row.get("token")), data, _number(row.get("logprob")))
+
+
+def _text(value: Any) -> str:
+    """Return a token's text; one that no token has, such as one of megabytes, as the replacement character."""
+    if not isinstance(value, str):
+        return ""
+    return value if len(value) <= _LONGEST_TOKEN else "\ufffd"
 
 
 def _top(listed: Any) -> tuple[ReportedToken, ...]:
     if isinstance(listed, Mapping):
-        return tuple(ReportedToken(str(text), None, _number(value)) for text, value in listed.items())
-    if not isinstance(listed, list | Sequence) or isinstance(listed, str):
-        return ()
-    return tuple(_token(row) for row in listed if isinstance(row, Mapping))
+        items = islice(listed.items(), _MOST_TOP)
+        return tuple(ReportedToken(_text(text), None, _number(value)) for text, value in items)
+    rows = listed[:_MOST_TOP] if isinstance(listed, list) else []
+    return tuple(_token(row) for row in rows if isinstance(row, Mapping))
 
 
 def _number(value: Any) -> float | None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     try:
-        return float(value)
+        number = float(value)
     except OverflowError:  # an integer beyond the range of float
         return None
+    return number if isfinite(number) else None

@@ -13,6 +13,7 @@ from typing import Any
 from panscan.core import DatasetError, SettingError
 from panscan.quality.datasets import tables
 from panscan.quality.datasets.rows import (
+    MOST_ROWS,
     Boundary,
     DatasetFacts,
     LoadedDataset,
@@ -168,6 +169,8 @@ def dataset_rows(path: Path, called: str) -> list[dict[str, Any]]:
         DatasetError: the file cannot be read, or a line is not such a row; the message has its number.
     """
     lines = read_text(path, called).split("\n")
+    if len(lines) > MOST_ROWS:
+        raise DatasetError(f"{called}: more than {MOST_ROWS:,} lines: split it, or use Parquet")
     return [_json_line(line, f"{called}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
 
 
@@ -177,8 +180,8 @@ def _json_line(line: str, where: str) -> dict[str, Any]:
         valid = is_unicode(json.dumps(row, ensure_ascii=False))
     except json.JSONDecodeError as error:
         raise DatasetError(f"{where}: not JSON: {error.msg}") from error
-    except RecursionError as error:
-        raise DatasetError(f"{where}: nested too deeply") from error
+    except ValueError as error:
+        raise DatasetError(f"{where}: {error}") from error
     if not valid:
         raise DatasetError(f"{where}: half of a surrogate pair is no text")
     if not isinstance(row, dict):

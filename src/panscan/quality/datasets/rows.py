@@ -12,12 +12,13 @@ from math import isnan
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from panscan.core import DatasetError
+from panscan.core import DatasetError, foreign
 from panscan.images.fetch import conceal
 from panscan.images.files import split_page
 
 __all__ = [
     "ANSWER_KEYS",
+    "MOST_ROWS",
     "Boundary",
     "DatasetFacts",
     "DatasetRow",
@@ -35,6 +36,11 @@ __all__ = [
     "read_text",
     "unique_id",
 ]
+
+_MOST_BYTES = 256 * 2**20  # of a file of questions or prompts, which are all in memory
+
+MOST_ROWS = 1_000_000
+"""Questions of a dataset, which are all in memory."""
 
 ANSWER_KEYS = ("answers", "answer", "text")
 
@@ -108,12 +114,16 @@ def read_text(path: Path, called: str) -> str:
     is decoded wrongly would be asked and scored as if it were right.
 
     Raises:
-        DatasetError: the file (``called`` in the message) cannot be read or has another encoding.
+        DatasetError: the file (``called`` in the message) cannot be read, is larger than 256 MiB, or has another
+            encoding.
     """
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
     except OSError as error:
         raise DatasetError(f"{called}: {error.strerror}") from error
+    if len(data) > _MOST_BYTES:
+        raise DatasetError(f"{called}: larger than {_MOST_BYTES >> 20} MiB: split it, or use Parquet")
     encoding = next((name for mark, name in _MARKS if data.startswith(mark)), "utf-8")
     try:
         text = data.decode(encoding)
@@ -138,10 +148,10 @@ def read_json(path: Path, called: str) -> Any:
     text = read_text(path, called)
     try:
         return parse_json(text)
-    except RecursionError as error:
-        raise DatasetError(f"{called}: nested too deeply") from error
     except json.JSONDecodeError as error:
         raise DatasetError(f"{called}, line {error.lineno}: not JSON: {error.msg}") from error
+    except ValueError as error:
+        raise DatasetError(f"{called}: {error}") from error
 
 
 def parse_json(text: str) -> Any:
@@ -149,8 +159,9 @@ def parse_json(text: str) -> Any:
 
     Raises:
         json.JSONDecodeError: the text is not JSON.
+        ValueError: it is nested too deeply, or has too many values.
     """
-    return json.loads(text, parse_int=Number, parse_float=Number)
+    return foreign.parse_json(text, parse_int=Number, parse_float=Number)
 
 
 class Pictures:
@@ -349,7 +360,7 @@ class LoadedDataset:
         """Add a row, or count the reason for skipping it.
 
         Raises:
-            DatasetError: an image is outside the dataset.
+            DatasetError: an image is outside the dataset, or there are more than :data:`MOST_ROWS` rows.
 
         Args:
             given: id of the row; None: its number.
@@ -363,6 +374,8 @@ class LoadedDataset:
         """
         facts = self.facts
         number = facts.questions
+        if number == MOST_ROWS:
+            raise DatasetError(f"{self.called}: more than {MOST_ROWS:,} questions: split it")
         facts.questions += 1
         if not isinstance(question, str) or not question.strip():
             facts.without_question += 1

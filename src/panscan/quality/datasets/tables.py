@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from panscan.core import DatasetError, UnsupportedError, create_file
-from panscan.quality.datasets.rows import ANSWER_KEYS, Boundary, Embedded, LoadedDataset, is_file
+from panscan.quality.datasets.rows import ANSWER_KEYS, MOST_ROWS, Boundary, Embedded, LoadedDataset, is_file
 
 __all__ = [
     "IDS",
     "IMAGES",
     "QUESTIONS",
+    "check_table",
     "image_bytes",
     "metric_of_columns",
     "read",
@@ -51,6 +52,7 @@ _ANSWER_TYPES = (
     "string", "large_string", "string_view", "null", "bool", "int", "uint", "halffloat", "float", "double", "decimal",
     "date", "time",
 )  # fmt: skip
+_LARGEST_VALUE = 128 * 2**20  # bytes, as of an image
 _BATCH = 64  # rows held at once: their pictures are megabytes
 
 
@@ -226,6 +228,7 @@ def _rows(path: Path, names: Sequence[str], called: str) -> Iterator[dict[str, A
             from pyarrow import parquet
 
             with parquet.ParquetFile(path) as file:
+                check_table(file.metadata, names, MOST_ROWS, f"{called}: {path.name}")
                 for batch in file.iter_batches(_BATCH, columns=list(names)):
                     yield from batch.to_pylist()
             return
@@ -238,6 +241,28 @@ def _rows(path: Path, names: Sequence[str], called: str) -> Iterator[dict[str, A
                     yield from chosen.slice(start, _BATCH).to_pylist()
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(path, called, error) from error
+
+
+def check_table(metadata: Any, names: Collection[str], most_rows: int, called: str) -> None:
+    """Check that rows of a Parquet file fit into memory, by its footer.
+
+    Args:
+        metadata: ``ParquetFile.metadata``.
+        names: columns that will be read.
+        most_rows: maximum number of rows.
+        called: name in messages.
+
+    Raises:
+        DatasetError: there are more rows, or the values of a column have more than 128 MiB on average.
+    """
+    if metadata.num_rows > most_rows:
+        raise DatasetError(f"{called}: {metadata.num_rows:,} rows, at most {most_rows:,}: split the table")
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        for column in map(group.column, range(group.num_columns)):
+            large = column.total_uncompressed_size > _LARGEST_VALUE * max(1, column.num_values)
+            if large and column.path_in_schema.split(".")[0] in names:
+                size = f"{column.total_uncompressed_size:,} bytes in {column.num_values:,} values"
+                raise DatasetError(f"{called}: column {column.path_in_schema!r} has {size}: too large")
 
 
 def _opened(source: Any) -> Any:
