@@ -154,7 +154,7 @@ def _prepared(read: DecodedRequest, loaded: Loaded) -> Prepared:
         return Prepared(read.request, [], prompt, None)
     if reader.pixels is None:
         raise SettingError(f"--model {reader.name} reads text only: leave the images out")
-    text = reader.processor.apply_chat_template(conversation(read.request), tokenize=False, add_generation_prompt=True)
+    text = reader.prompts.render(conversation(read.request))
     inputs = reader.processor(text=[text], images=[read.images], add_special_tokens=False, return_tensors="pt")
     ids = inputs["input_ids"][0].tolist()
     image_tokens = ids.count(reader.processor.image_token_id)
@@ -174,6 +174,7 @@ def _model_type(name: str, revision: str | None) -> str | None:
 
 def _reader(name: str, tools: Any, config: Any) -> Reader:
     tokenizer = getattr(tools, "tokenizer", tools)
+    tokenizer.chat_template = getattr(tools, "chat_template", None) or tokenizer.chat_template
     context = int(config.get_text_config().max_position_embeddings)
     spec = None
     if (images := getattr(tools, "image_processor", None)) is not None:
