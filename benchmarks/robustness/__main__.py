@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 RECORD = Path(__file__).parent.parent / "records" / "robustness.json"
-TOTALS = {"files": 10_000, "commands": 500, "kills": 100, "enospc": 40}
+TOTALS = {"files": 10_000, "commands": 500, "kills": 100, "enospc": 40, "checkpoints": 172}
 _PROBED_FROM = 5  # cases; finding out what else children import takes a while
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
@@ -57,6 +57,10 @@ def _run(name: str, options: argparse.Namespace) -> dict[str, Any]:
                 commands.run_commands(part, options.seed, folder)
             elif name == "kills":
                 stops.run_kills(part, options.seed, folder)
+            elif name == "checkpoints":
+                from benchmarks.robustness.checkpoints import run_checkpoints
+
+                run_checkpoints(part, folder)
             else:
                 skipped = stops.run_enospc(part, options.seed, folder)
     return {

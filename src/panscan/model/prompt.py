@@ -102,10 +102,12 @@ class PromptWriter:
     ) -> None:
         self.tokenizer = tokenizer
         self.template_source = template_source
+        self.vocabulary: int | None = None
+        """Tokens that the model has embeddings of, if known."""
         self.image_tokens = image_tokens
         self.context = context
         added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-        specials = sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True)
+        specials = sorted((added | set(tokenizer.all_special_tokens)) - {""}, key=len, reverse=True)
         self._specials = re.compile("|".join(re.escape(token) for token in specials))
         self._known: dict[Any, Any] = {}
         if image_tokens:
@@ -164,7 +166,10 @@ class PromptWriter:
         filled = pieces[0] + "".join(
             self._block(n, around_view) + piece for n, piece in zip(crops, pieces[1:], strict=True)
         )
-        return Prompt(self._ids(filled, texts), self.image_tokens * sum(n + 1 for n in crops))
+        ids = self._ids(filled, texts)
+        if self.vocabulary is not None and max(ids, default=0) >= self.vocabulary:
+            raise ModelError(f"tokenizer.json: the token {max(ids)} is not one of the model's {self.vocabulary:,}")
+        return Prompt(ids, self.image_tokens * sum(n + 1 for n in crops))
 
     def check_length(self, request: Request, views: int) -> None:
         """Check, before a prompt is encoded, that it may fit into the context: a tokenizer takes 200 bytes of memory

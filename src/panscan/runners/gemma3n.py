@@ -11,13 +11,14 @@ from transformers import (
     AutoProcessor,
     AutoTokenizer,
     Gemma3nTextConfig,
-    PreTrainedConfig,
 )
+from transformers.utils import CONFIG_NAME
 
+from panscan.checkpoints.files import read_json
 from panscan.core import ModelError, PanAndScan, SettingError, UnsupportedError
 from panscan.images.pixels import PixelSpec
 from panscan.images.views import plan_views
-from panscan.model.checkpoint import Loaded, Reader, checkpoint_source, ready_model, refuse_downloaded_kernels
+from panscan.model.checkpoint import Loaded, Reader, checkpoint_source, ready_model
 from panscan.model.config import generation_config
 from panscan.model.hub_errors import friendly_errors, quiet_transformers
 from panscan.model.inputs import DecodedRequest, Prepared, plan_request
@@ -166,9 +167,7 @@ def _prepared(read: DecodedRequest, loaded: Loaded) -> Prepared:
 def _model_type(name: str, revision: str | None) -> str | None:
     source = checkpoint_source(name, revision, weights=False)
     with friendly_errors(name):
-        stored, _ = PreTrainedConfig.get_config_dict(source)
-    refuse_downloaded_kernels(name, stored)
-    found = stored.get("model_type")
+        found = read_json(source / CONFIG_NAME).get("model_type")
     return found if isinstance(found, str) else None
 
 

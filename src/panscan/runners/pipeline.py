@@ -85,7 +85,7 @@ class PipelineRunner(GenerateRunner):
 
     @contextmanager
     def _rendered(self, turns: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-        """Let the pipeline write the text that panscan renders, because Transformers renders templates without limits."""
+        """Let the pipeline write the text that panscan renders, because Transformers renders without limits."""
         processor, text = self.loaded.reader.processor, self.loaded.reader.prompts.render(turns)
         literal = text.encode("unicode_escape").decode("ascii").replace("'", "\\'")
         template, processor.chat_template = processor.chat_template, f"{{{{ '{literal}' }}}}"
