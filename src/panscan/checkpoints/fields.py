@@ -21,7 +21,9 @@ __all__ = [
     "VISION_DEFAULTS",
     "ConfigSizes",
     "check_generation",
+    "check_other_model",
     "check_processor",
+    "check_quantization",
     "check_shapes",
     "check_tokenizer",
 ]

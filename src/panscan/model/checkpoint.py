@@ -234,6 +234,7 @@ def load_reader(name: str, revision: str | None = None) -> Reader:
             processor = _read_tools(AutoProcessor, source, *_PROCESSOR_FILES, *_TOKENIZER_FILES)
             reader = _image_reader(name, processor, config, template_file(Path(source)))
         check_tokenizer(reader.tokenizer)
+        reader.prompts.check_template()
     reader.prompts.vocabulary = int(config.get_text_config().vocab_size)
     # If its files are missing, Transformers silently creates a tokenizer with a handful of tokens.
     mismatched = reader.reads_images and reader.prompts.soft_id != config.image_token_id

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
@@ -257,6 +258,16 @@ class PromptWriter:
                 f"chat template ({self.template_source}): several templates, none called default"
             ) from error
         return render_template(template, self.template_source, turns, **self.tokenizer.special_tokens_map)
+
+    def check_template(self) -> None:
+        """Render a short conversation, so that a damaged chat template is an error of loading, not of each request.
+
+        Raises:
+            ModelError: it is damaged, or cannot be rendered within the limits.
+        """
+        if getattr(self.tokenizer, "chat_template", None):
+            with suppress(SettingError):  # it may reject this conversation
+                self.render([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}])
 
     def _block(self, crops: int, around_view: str) -> str:
         """Return the text of an image, worded as by ``Gemma3Processor``, with one start-of-image token per view."""
