@@ -13,6 +13,7 @@ from panscan.checkpoints.fields import (
     check_processor,
     check_quantization,
     check_shapes,
+    check_tokenizer_config,
 )
 from panscan.checkpoints.files import DamagedFileError, checkpoint_entries, read_json, read_text
 from panscan.checkpoints.headers import StoredShape, key_of, read_header, weight_files
@@ -52,6 +53,7 @@ def check_directory(directory: Path) -> None:
             " attn_implementation"
         )
     check_quantization(config)
+    check_tokenizer_config(objects.get("tokenizer_config.json", {}))
     generation = read_json(directory / "generation_config.json") if "generation_config.json" in entries else {}
     sets = [_tensors(directory, files) for files in weight_files(directory, entries)]
     if config.get("model_type") in _GEMMA3:

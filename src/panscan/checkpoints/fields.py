@@ -26,6 +26,7 @@ __all__ = [
     "check_quantization",
     "check_shapes",
     "check_tokenizer",
+    "check_tokenizer_config",
 ]
 
 _CONFIG = "config.json"
@@ -50,6 +51,8 @@ _LARGEST = {
 _POSITIVE = ("rms_norm_eps", "layer_norm_eps", "rope_theta", "rope_local_base_freq", "factor", "initializer_range")
 _MAX_ADDED = 1 << 16  # tokens; Gemma 3 has 6,415
 _ACTIVATIONS = ("gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu")
+_MODEL_TYPES = {"text_config": ("gemma3_text",), "vision_config": ("siglip_vision_model",)}
+_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "boi_token_index", "eoi_token_index", "image_token_index")
 
@@ -78,6 +81,9 @@ class ConfigSizes:
         if config.get("model_type") != "gemma3":
             return cls(_text_sizes(config, ""), None, 0)
         parts = {name: _part(config, name) for name in ("text_config", "vision_config")}
+        for name, kinds in _MODEL_TYPES.items():
+            kind = parts[name].get("model_type", kinds[0])
+            _require(kind in kinds, f"{name}.model_type", kind, " or ".join(kinds))
         text = _text_sizes(parts["text_config"], "text_config.")
         vision = _sizes(parts["vision_config"], VISION_DEFAULTS, "vision_config.")
         tokens = _sizes(config, {"mm_tokens_per_image": 256}, "")["mm_tokens_per_image"]
@@ -164,6 +170,8 @@ def _check_rope(value: Any, field: str) -> None:
         for name, inner in value.items():
             if name not in ("rope_type", "type"):
                 _check_rope(inner, f"{field}.{name}")
+            else:
+                _require(inner in _ROPE_TYPES, f"{field}.{name}", inner, " or ".join(_ROPE_TYPES))
         return
     fits = value is None or isinstance(value, list) or (isinstance(value, int | float) and 0 < value < 1e12)
     _require(fits, field, value, "a positive number")
@@ -190,7 +198,7 @@ def _check_others(config: Mapping[str, Any], prefix: str, vocabulary: int) -> No
 
 def _check_tokens(file: str, value: Any, field: str, vocabulary: int) -> None:
     tokens = value if isinstance(value, list) else [value]
-    fits = all(token is None or _is_integer(token, -1, vocabulary) for token in tokens)
+    fits = value is None or all(_is_integer(token, -1, vocabulary - 1) for token in tokens)
     _require(fits, field, value, f"ids of tokens below {vocabulary:,}", file)
 
 
@@ -227,19 +235,34 @@ def check_processor(file: str, processor: Mapping[str, Any], sizes: ConfigSizes)
         fits = size is None or all(length == side for length in lengths if length is not None)
         _require(fits, f"{prefix}{name}", size, f"image_size of config.json, {side}", file)
     for name, lowest in (("image_mean", -1e6), ("image_std", 1e-6)):
-        value = images.get(name)
-        channels = value if isinstance(value, list) else [value] * 3
-        fits = len(channels) == 3 and all(_is_number(channel, lowest, 1e6) for channel in channels)
-        _require(value is None or fits, f"{prefix}{name}", value, "three numbers", file)
+        value = images.get(name, [1, 1, 1])
+        fits = isinstance(value, list) and len(value) == 3
+        fits = fits and all(_is_number(channel, lowest, 1e6) for channel in value)
+        _require(fits, f"{prefix}{name}", value, "three numbers", file)
     for name, low, high in _PROCESSOR_NUMBERS:
         value = images.get(name)
-        _require(value is None or _is_number(value, low, high), f"{prefix}{name}", value, f"{low:g} to {high:g}", file)
+        fits = _is_number(value, low, high) or (value is None and (name not in images or name in _OPTIONAL))
+        _require(fits, f"{prefix}{name}", value, f"{low:g} to {high:g}", file)
 
 
 _PROCESSOR_NUMBERS = (
     ("rescale_factor", 1e-6, 1e6), ("resample", 0, 5), ("pan_and_scan_max_num_crops", 0, 4096),
     ("pan_and_scan_min_crop_size", 0, 1 << 20), ("pan_and_scan_min_ratio_to_activate", 0, 1e6),
 )  # fmt: skip
+
+_OPTIONAL = ("pan_and_scan_max_num_crops", "pan_and_scan_min_crop_size", "pan_and_scan_min_ratio_to_activate")
+
+
+def check_tokenizer_config(tokenizer: Mapping[str, Any]) -> None:
+    """Check the fields of ``tokenizer_config.json`` that are read with each prompt.
+
+    Raises:
+        DamagedFileError: one has the wrong type.
+    """
+    file, length = "tokenizer_config.json", tokenizer.get("model_max_length")
+    _require(length is None or _is_number(length, 1, 1e40), "model_max_length", length, "a positive number", file)
+    side = tokenizer.get("padding_side", "left")
+    _require(side in ("left", "right"), "padding_side", side, "left or right", file)
 
 
 def check_shapes(sizes: ConfigSizes, tensors: Mapping[str, StoredShape]) -> None:
