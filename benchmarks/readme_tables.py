@@ -318,6 +318,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "robustness-values": robustness_cases("commands", "ways"),
     "robustness-kills": robustness_cases("kills", "groups"),
     "robustness-enospc": robustness_cases("enospc", "groups"),
+    "robustness-checkpoints": robustness_cases("checkpoints", "groups"),
+    "robustness-checkpoint-commands": robustness_cases("checkpoints", "ways"),
 }
 
 

@@ -18,6 +18,7 @@ _CALLED = {
     "commands": "hostile command lines",
     "kills": "jobs killed and resumed",
     "enospc": "jobs on a full disk, resumed",
+    "checkpoints": "hostile checkpoints",
 }
 
 

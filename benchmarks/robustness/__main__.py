@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any
 
 RECORD = Path(__file__).parent.parent / "records" / "robustness.json"
-TOTALS = {"files": 10_000, "bombs": 68, "commands": 500, "kills": 100, "enospc": 40, "endpoints": 96}
+TOTALS = {
+    "files": 10_000,
+    "bombs": 68,
+    "checkpoints": 172,
+    "endpoints": 96,
+    "commands": 500,
+    "kills": 100,
+    "enospc": 40,
+}
 _PROBED_FROM = 5  # cases; finding out what else children import takes a while
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
 
@@ -65,6 +73,10 @@ def _run(name: str, options: argparse.Namespace) -> dict[str, Any]:
                 run_endpoints(part, folder)
             elif name == "kills":
                 stops.run_kills(part, options.seed, folder)
+            elif name == "checkpoints":
+                from benchmarks.robustness.checkpoints import run_checkpoints
+
+                run_checkpoints(part, folder)
             else:
                 skipped = stops.run_enospc(part, options.seed, folder)
     return {

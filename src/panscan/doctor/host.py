@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,6 +10,8 @@ from pathlib import Path
 
 import psutil
 
+from panscan.checkpoints.files import DamagedFileError
+from panscan.checkpoints.headers import index_files
 from panscan.core.process import cache_directory
 from panscan.doctor.findings import CheckFinding, not_checked, ok, warning
 
@@ -230,8 +231,8 @@ def _checkpoint(name: str, snapshot: Path) -> CheckFinding:
     needed = [single.name]
     if index.is_file():
         try:
-            needed = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError):
+            needed = sorted(set(index_files(index).values()))
+        except DamagedFileError:
             return warning(f"{name}: {index.name} is damaged", f"Delete {snapshot} and download the checkpoint again.")
     if not index.is_file() and next(snapshot.glob("*.safetensors"), None) is None:
         return ok(f"{name}: only its configuration is in the cache")

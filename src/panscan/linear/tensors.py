@@ -17,20 +17,16 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from panscan.checkpoints.headers import key_of
+
 __all__ = ["MatrixTensors", "StoredTensors", "key_of", "names_of"]
 
-_LAYOUT_SEGMENTS = frozenset({"model", "language_model", "vision_model"})
 _TYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
     "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def key_of(name: str) -> str:
-    """Return a tensor's or module's name without the segments in which the layouts of checkpoints differ."""
-    return ".".join(segment for segment in name.split(".") if segment not in _LAYOUT_SEGMENTS)
 
 
 def names_of(key: str, stored: MatrixTensors) -> tuple[str, ...]:

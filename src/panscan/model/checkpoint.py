@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +16,14 @@ from transformers import (
     AutoProcessor,
     AutoTokenizer,
     GenerationConfig,
-    PreTrainedConfig,
 )
 from transformers.distributed import DistributedConfig
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from panscan.checkpoints.check import check_directory, template_file
+from panscan.checkpoints.fields import check_tokenizer
+from panscan.checkpoints.files import DamagedFileError, read_json
+from panscan.checkpoints.headers import index_files
 from panscan.core import ModelError, UnsupportedError
 from panscan.images.pixels import PixelSpec
 from panscan.linear.quantized import WeightFormat
@@ -30,7 +32,7 @@ from panscan.linear.tensors import StoredTensors
 from panscan.model.build import empty_quantized_model
 from panscan.model.bundled import bundled_directory
 from panscan.model.hub import checkpoint_directory
-from panscan.model.hub_errors import PICKLED, friendly_errors, quiet_transformers
+from panscan.model.hub_errors import PICKLED, friendly_errors, quiet_transformers, read_by_transformers
 from panscan.model.prompt import PromptWriter
 from panscan.model.shapes import Shape
 from panscan.model.sharding import check_divides, fill_shard, shard_config
@@ -57,7 +59,6 @@ __all__ = [
     "open_stored",
     "quantization_method",
     "ready_model",
-    "refuse_downloaded_kernels",
     "stored_format",
     "stored_scheme_of",
 ]
@@ -70,6 +71,8 @@ COMPANIONS = (
     "preprocessor_config.json", "processor_config.json", "special_tokens_map.json", "tokenizer.json",
     "tokenizer.model", "tokenizer_config.json",
 )  # fmt: skip
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _MIN_VOCABULARY = 260  # all bytes and the turn tokens
 
 
@@ -139,7 +142,7 @@ class CheckpointFiles:
 
 
 def checkpoint_source(name: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """Return the directory of a checkpoint, downloading it if necessary.
+    """Return the directory of a checkpoint, downloading it if necessary, after checking its files.
 
     Args:
         name: ``mini``, ``tiny``, a directory or a hub id.
@@ -147,9 +150,14 @@ def checkpoint_source(name: str, revision: str | None = None, *, weights: bool =
         weights: False if the configuration, the tokenizer and the processor are enough.
 
     Raises:
-        ModelError: there is no such checkpoint, or it cannot be downloaded.
+        ModelError: there is no such checkpoint, it cannot be downloaded, or a file is damaged.
     """
-    return bundled_directory(name) or checkpoint_directory(name, revision, weights=weights)
+    if (bundled := bundled_directory(name)) is not None:
+        return bundled
+    directory = checkpoint_directory(name, revision, weights=weights)
+    with friendly_errors(name):
+        check_directory(directory)
+    return directory
 
 
 def checkpoint_files(name: str, revision: str | None = None) -> CheckpointFiles:
@@ -165,7 +173,7 @@ def checkpoint_files(name: str, revision: str | None = None) -> CheckpointFiles:
     load_config(name, revision)  # raises for other architectures before weights are downloaded
     source = str(checkpoint_source(name, revision))
     with friendly_errors(name):
-        config = json.loads((Path(source) / CONFIG_NAME).read_text("utf-8"))
+        config = read_json(Path(source) / CONFIG_NAME)
         named = _weight_files(source)
         weights: dict[str, Path] = {}
         for path in _weight_paths(name, source):
@@ -220,9 +228,14 @@ def load_reader(name: str, revision: str | None = None) -> Reader:
     with friendly_errors(name):
         config = _config(name, source)
         if config.model_type == TEXT_MODEL:
-            reader = _text_reader(name, AutoTokenizer.from_pretrained(source, **_NO_CODE), config)
+            tokenizer = _read_tools(AutoTokenizer, source, *_TOKENIZER_FILES)
+            reader = _text_reader(name, tokenizer, config, template_file(Path(source)))
         else:
-            reader = _image_reader(name, AutoProcessor.from_pretrained(source, **_NO_CODE), config)
+            processor = _read_tools(AutoProcessor, source, *_PROCESSOR_FILES, *_TOKENIZER_FILES)
+            reader = _image_reader(name, processor, config, template_file(Path(source)))
+        check_tokenizer(reader.tokenizer)
+        reader.prompts.check_template()
+    reader.prompts.vocabulary = int(config.get_text_config().vocab_size)
     # If its files are missing, Transformers silently creates a tokenizer with a handful of tokens.
     mismatched = reader.reads_images and reader.prompts.soft_id != config.image_token_id
     if mismatched or len(reader.tokenizer) < _MIN_VOCABULARY:
@@ -326,22 +339,29 @@ def _reader_of(name: str, tools: Any, config: Any) -> Reader:
     return make(name, tools, config)
 
 
-def _text_reader(name: str, tokenizer: Any, config: Any) -> Reader:
-    return Reader(name, tokenizer, tokenizer, PromptWriter(tokenizer, 0, _context(config)), None)
+def _read_tools(kind: Any, source: str, *files: str) -> Any:
+    return read_by_transformers(lambda directory: kind.from_pretrained(directory, **_NO_CODE), source, *files)
 
 
-def _context(config: Any) -> int:
-    return int(config.get_text_config().max_position_embeddings)
+def _text_reader(name: str, tokenizer: Any, config: Any, template: str = "chat_template.jinja") -> Reader:
+    return Reader(name, tokenizer, tokenizer, _prompt_writer(tokenizer, 0, config, template), None)
 
 
-def _image_reader(name: str, processor: Any, config: Any) -> Reader:
-    images = processor.image_processor
-    size = images.size["height"] if isinstance(images.size, dict) else images.size.height
-    spec = PixelSpec(size, images.rescale_factor, tuple(images.image_mean), tuple(images.image_std))
+def _prompt_writer(tokenizer: Any, image_tokens: int, config: Any, template: str) -> PromptWriter:
+    return PromptWriter(tokenizer, image_tokens, int(config.get_text_config().max_position_embeddings), template)
+
+
+def _image_reader(name: str, processor: Any, config: Any, template: str = "chat_template.jinja") -> Reader:
+    images = getattr(processor, "image_processor", None)
+    expected = (config.vision_config.image_size, config.mm_tokens_per_image)
+    if images is None or (images.size["height"], getattr(processor, "image_seq_length", None)) != expected:
+        raise DamagedFileError(
+            f"processor_config.json: it does not fit config.json, which expects views of {expected[0]} pixels and"
+            f" {expected[1]} tokens"
+        )
+    spec = PixelSpec(expected[0], images.rescale_factor, tuple(images.image_mean), tuple(images.image_std))
     tokenizer = processor.tokenizer
-    return Reader(
-        name, processor, tokenizer, PromptWriter(tokenizer, processor.image_seq_length, _context(config)), spec
-    )
+    return Reader(name, processor, tokenizer, _prompt_writer(tokenizer, expected[1], config, template), spec)
 
 
 def load_model(name: str, placement: Placement, *, revision: str | None = None) -> Loaded:
@@ -359,8 +379,7 @@ def load_model(name: str, placement: Placement, *, revision: str | None = None) 
     reader = load_reader(name, revision)
     kind = AutoModelForImageTextToText if reader.reads_images else AutoModelForCausalLM
     with friendly_errors(name), quiet_transformers():
-        if not all(file.endswith(".safetensors") for file in _weight_files(source).values()):
-            raise ModelError(f"--model {name}: {PICKLED}")
+        _weight_paths(name, source)
         options = {"use_safetensors": True, **_NO_CODE, **placement.arguments()}
         model, info = kind.from_pretrained(source, output_loading_info=True, **options)
     if missing := sorted(info["missing_keys"]):
@@ -389,8 +408,7 @@ def stored_scheme_of(name: str, revision: str | None = None) -> StoredScheme | N
     source = str(checkpoint_source(name, revision, weights=False))
     with friendly_errors(name):
         _config(name, source)  # raises for other architectures first
-        stored, _ = PreTrainedConfig.get_config_dict(source)
-        return stored_scheme(stored, name)
+        return stored_scheme(read_json(Path(source) / CONFIG_NAME), name)
 
 
 def stored_format(name: str, revision: str | None = None) -> str | None:
@@ -497,7 +515,7 @@ def load_meta_model(
 def _generation_config(model: Any, source: str) -> GenerationConfig:
     """Return the checkpoint's generation settings, or those that its configuration implies if it has no such file."""
     try:
-        return GenerationConfig.from_pretrained(source)
+        return read_by_transformers(GenerationConfig.from_pretrained, source, "generation_config.json")
     except OSError:
         return GenerationConfig.from_model_config(model.config)
 
@@ -529,11 +547,14 @@ def _weight_paths(name: str, source: str) -> list[Path]:
     """Return the safetensors files of a checkpoint.
 
     Raises:
-        ModelError: some of its weights are in other files.
+        ModelError: some of its weights are in other files, or missing.
     """
     paths = [Path(source) / file for file in sorted({*_weight_files(source).values()} or {SAFE_WEIGHTS_NAME})]
-    if not all(path.suffix == ".safetensors" and path.is_file() for path in paths):
+    absent = [path.name for path in paths if not path.is_file()]
+    if absent == [SAFE_WEIGHTS_NAME] or not all(path.suffix == ".safetensors" for path in paths):
         raise ModelError(f"--model {name}: {PICKLED}")
+    if absent:
+        raise ModelError(f"--model {name}: {SAFE_WEIGHTS_INDEX_NAME} names {absent[0]}, which is missing")
     return paths
 
 
@@ -542,11 +563,7 @@ def _weight_files(source: str) -> dict[str, str]:
     index = Path(source) / SAFE_WEIGHTS_INDEX_NAME
     if not index.is_file():
         return {}
-    stored = json.loads(index.read_text("utf-8"))
-    files = stored.get("weight_map") if isinstance(stored, dict) else None
-    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-        raise ValueError(f"{SAFE_WEIGHTS_INDEX_NAME} has no weight_map of files")
-    return files
+    return index_files(index)
 
 
 def ready_model(model: Any, reader: Reader) -> Loaded:
@@ -563,45 +580,13 @@ def ready_model(model: Any, reader: Reader) -> Loaded:
 
 
 def _config(name: str, source: str) -> Any:
-    stored, _ = PreTrainedConfig.get_config_dict(source)
+    stored = read_json(Path(source) / CONFIG_NAME)
     if (kind := stored.get("model_type", TEXT_MODEL)) not in (IMAGE_MODEL, TEXT_MODEL):
         raise ModelError(f"--model {name}: panscan runs Gemma 3; this is a {kind!r} model")
-    refuse_downloaded_kernels(name, stored)
-    config = AutoConfig.from_pretrained(source, **_NO_CODE)
+    config = _read_tools(AutoConfig, source, CONFIG_NAME)
     if config.model_type not in (IMAGE_MODEL, TEXT_MODEL):  # derived from the name if the file has none
         raise ModelError(f"--model {name}: panscan runs Gemma 3; this is a {config.model_type!r} model")
     return config
-
-
-def refuse_downloaded_kernels(name: str, stored: Any) -> None:
-    """Reject a configuration that names an attention kernel on the hub, because kernels are code.
-
-    Args:
-        name: name of the checkpoint, for the error message.
-        stored: contents of ``config.json``.
-
-    Raises:
-        ModelError: the configuration names a kernel.
-    """
-    if (kernel := _kernel_in(stored)) is not None:
-        raise ModelError(
-            f"--model {name}: config.json names code to download ({kernel!r}), which panscan does not run: remove its"
-            " attn_implementation"
-        )
-
-
-def _kernel_in(stored: Any) -> str | None:
-    """Return the first attention kernel on the hub (``owner/name``) in a configuration, at any depth, or None."""
-    if not isinstance(stored, dict):
-        return None
-    for key, value in stored.items():
-        if key.startswith(("attn_implementation", "_attn_implementation")):
-            named = value.values() if isinstance(value, dict) else [value]
-            if (found := next((str(each) for each in named if "/" in str(each)), None)) is not None:
-                return found
-        if (found := _kernel_in(value)) is not None:
-            return found
-    return None
 
 
 def _max_memory(text: str) -> dict[int | str, str]:

@@ -5,7 +5,6 @@ Imports neither PyTorch nor Transformers, so that a command reports an unreachab
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import warnings
@@ -19,6 +18,7 @@ from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, XetDownloadError
 from tqdm import tqdm
 
+from panscan.checkpoints.headers import index_files
 from panscan.core import ModelError, PanscanWarning
 from panscan.core.activity import activity
 from panscan.model.hub_errors import friendly_errors
@@ -201,9 +201,7 @@ def _weight_files(directory: Path) -> list[str]:
     """Return the names of a checkpoint's safetensors files, from its index if it has one."""
     if not (directory / _INDEX).is_file():
         return [_WEIGHTS]
-    stored = json.loads((directory / _INDEX).read_text("utf-8"))
-    named = stored.get("weight_map") if isinstance(stored, dict) else None
-    return sorted({str(file) for file in named.values()}) if isinstance(named, dict) else []
+    return sorted(set(index_files(directory / _INDEX).values()))
 
 
 def _repo_info(name: str, revision: str | None) -> Any:

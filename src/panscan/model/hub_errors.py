@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
 
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -17,14 +19,16 @@ from huggingface_hub.errors import (
 )
 from safetensors import SafetensorError
 
-from panscan.core import ModelError, UnsupportedError
+from panscan.checkpoints.files import DamagedFileError, read_json
+from panscan.core import ModelError, PanscanError, UnsupportedError
 
-__all__ = ["PICKLED", "friendly_errors", "quiet_transformers"]
+__all__ = ["PICKLED", "friendly_errors", "quiet_transformers", "read_by_transformers"]
 
 PICKLED = (
     "not all of its weights are in safetensors files: convert them with save_pretrained() (pickled weights, such as"
     " pytorch_model.bin, can run code and are not loaded)"
 )
+T = TypeVar("T")
 _NO_SAFETENSORS = re.compile(r"file named \S*\.safetensors")  # both wordings of Transformers
 
 
@@ -37,9 +41,14 @@ def friendly_errors(name: str) -> Iterator[None]:
         raise UnsupportedError(f"--model {name}: {' '.join(str(error).split())[:300]}") from error
     except (OSError, ValueError, SafetensorError, HFValidationError) as error:
         raise ModelError(f"--model {name}: {_advice(name, error)}") from error
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ModelError(f"--model {name}: config.json or another of its files is damaged ({reason})") from error
 
 
 def _advice(name: str, error: BaseException) -> str:
+    if isinstance(error, DamagedFileError):
+        return str(error)
     chain: list[BaseException] = [error]
     while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None and cause not in chain:
         chain.append(cause)
@@ -61,6 +70,36 @@ def _advice(name: str, error: BaseException) -> str:
     if offline or "connect" in text.lower():
         return "not downloaded, and the hub cannot be reached: check the network, or give a local directory"
     return " ".join(str(error).split())[:300]
+
+
+def read_by_transformers(read: Callable[[str], T], source: str, *files: str) -> T:
+    """Return what Transformers reads from the files of a checkpoint.
+
+    Transformers and its tokenizers raise many kinds of exceptions for damaged files.
+
+    Args:
+        read: function of Transformers that takes the directory.
+        source: directory of the checkpoint.
+        files: names of the files that it reads, for messages; those that the directory lacks are left out.
+
+    Raises:
+        DamagedFileError: a file is damaged.
+        ImportError: a package is missing.
+        OSError: a file is missing.
+    """
+    try:
+        return read(source)
+    except (ImportError, OSError, PanscanError):
+        raise
+    except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise
+        present = [Path(source) / file for file in files if (Path(source) / file).is_file()]
+        for path in present:
+            read_json(path)  # raises if it is not even JSON
+        named = " or ".join(path.name for path in present)
+        reason = " ".join(str(error).split())[:200]
+        raise DamagedFileError(f"{named}: Transformers cannot read it ({type(error).__name__}: {reason})") from error
 
 
 @contextmanager

@@ -9,12 +9,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
 from reprlib import repr as short
 from typing import Any, TypeGuard
 
+from panscan.checkpoints.template import render_template
 from panscan.core import Message, ModelError, Request, SettingError
 from panscan.images.views import PromptCost
 
@@ -89,14 +91,24 @@ class PromptWriter:
         tokenizer: the checkpoint's Transformers tokenizer. Only its chat template may change afterwards.
         image_tokens: image tokens per view; 0 for a text-only checkpoint.
         context: context length of the model, in tokens; None: unknown.
+        template_source: the file of the chat template, for messages.
     """
 
-    def __init__(self, tokenizer: Any, image_tokens: int, context: int | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        image_tokens: int,
+        context: int | None = None,
+        template_source: str = "chat_template.jinja",
+    ) -> None:
         self.tokenizer = tokenizer
+        self.template_source = template_source
+        self.vocabulary: int | None = None
+        """Tokens that the model has embeddings of, if known."""
         self.image_tokens = image_tokens
         self.context = context
         added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-        specials = sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True)
+        specials = sorted((added | set(tokenizer.all_special_tokens)) - {""}, key=len, reverse=True)
         self._specials = re.compile("|".join(re.escape(token) for token in specials))
         self._known: dict[Any, Any] = {}
         if image_tokens:
@@ -133,7 +145,8 @@ class PromptWriter:
             SettingError: the numbers of images and image placeholders differ, the checkpoint is text-only but images
                 are given, the messages are malformed, a text contains a lone surrogate, or the prompt is too long
                 (:meth:`check_length`).
-            ModelError: the checkpoint has no chat template and the prompt is not raw.
+            ModelError: the prompt is not raw, and the checkpoint has no chat template or one that cannot be rendered
+                within the limits.
         """
         self.check_length(request, sum(n + 1 for n in crops))
         if crops and not self.image_tokens:
@@ -154,7 +167,10 @@ class PromptWriter:
         filled = pieces[0] + "".join(
             self._block(n, around_view) + piece for n, piece in zip(crops, pieces[1:], strict=True)
         )
-        return Prompt(self._ids(filled, texts), self.image_tokens * sum(n + 1 for n in crops))
+        ids = self._ids(filled, texts)
+        if self.vocabulary is not None and max(ids, default=0) >= self.vocabulary:
+            raise ModelError(f"tokenizer.json: the token {max(ids)} is not one of the model's {self.vocabulary:,}")
+        return Prompt(ids, self.image_tokens * sum(n + 1 for n in crops))
 
     def check_length(self, request: Request, views: int) -> None:
         """Check, before a prompt is encoded, that it may fit into the context: a tokenizer takes 200 bytes of memory
@@ -187,8 +203,8 @@ class PromptWriter:
     def special_in(self, request: Request) -> str | None:
         """Return the first special token that a conversation's texts add to those of the chat template, or None."""
         turns = conversation(request)
-        template = Counter(self._specials.findall(self._render([_held_out(turn, []) for turn in turns])))
-        found = Counter(self._specials.findall(self._render(turns)))
+        template = Counter(self._specials.findall(self.render([_held_out(turn, []) for turn in turns])))
+        found = Counter(self._specials.findall(self.render(turns)))
         return next(iter(found - template), None)
 
     def _raw(self, request: Request) -> str:
@@ -208,8 +224,8 @@ class PromptWriter:
         template = str(getattr(self.tokenizer, "chat_template", None))
         size = sum(len(role) + sum(1 + len(text or "") for text in content) for role, content in layout)
         if size > _SHORT or "strftime_now" in template:
-            return self._render(turns)
-        text: str = self._remembered((template, layout), lambda: self._render(turns))
+            return self.render(turns)
+        text: str = self._remembered((template, layout), lambda: self.render(turns))
         return text
 
     def _remembered(self, key: Any, compute: Callable[[], Any]) -> Any:
@@ -221,19 +237,37 @@ class PromptWriter:
             self._known[key] = found
         return found
 
-    def _render(self, turns: list[dict[str, Any]]) -> str:
+    def render(self, turns: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text of a conversation in the checkpoint's chat template.
+
+        Everything that renders a template calls this, because Transformers renders without limits.
+
+        Raises:
+            SettingError: the template rejects the conversation.
+            ModelError: there is no template, or it cannot be rendered within the limits.
+        """
         if not getattr(self.tokenizer, "chat_template", None):
             raise ModelError(
                 "this checkpoint has no chat template (a base model?): use a raw prompt with"
                 f" {self.boi} where each image goes (--raw-prompt)"
             )
-        from jinja2 import TemplateError
-
         try:
-            text: str = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
-            raise SettingError(f"messages: the checkpoint's chat template refuses them: {error}") from error
-        return text
+            template = self.tokenizer.get_chat_template()
+        except ValueError as error:
+            raise ModelError(
+                f"chat template ({self.template_source}): several templates, none called default"
+            ) from error
+        return render_template(template, self.template_source, turns, **self.tokenizer.special_tokens_map)
+
+    def check_template(self) -> None:
+        """Render a short conversation, so that a damaged chat template is an error of loading, not of each request.
+
+        Raises:
+            ModelError: it is damaged, or cannot be rendered within the limits.
+        """
+        if getattr(self.tokenizer, "chat_template", None):
+            with suppress(SettingError):  # it may reject this conversation
+                self.render([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}])
 
     def _block(self, crops: int, around_view: str) -> str:
         """Return the text of an image, worded as by ``Gemma3Processor``, with one start-of-image token per view."""

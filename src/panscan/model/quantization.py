@@ -12,6 +12,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from panscan.checkpoints.files import DamagedFileError, read_text
 from panscan.core import ModelError, UnsupportedError
 from panscan.linear.quantized import QuantizedLinear
 from panscan.model.bundled import BUNDLED
@@ -21,6 +22,7 @@ from panscan.settings import Settings
 __all__ = ["base_model_of", "unquantized_settings", "weight_bytes", "weights_name"]
 
 _CARD = "README.md"
+_MAX_FRONT_MATTER = 65_536  # characters
 _FRONT_MATTER = re.compile(r"\A---\s*\n(.*?)\n---\s*(\n|\Z)", re.DOTALL)
 _FIX = "use --reference with a reference of the unquantised model"
 
@@ -96,10 +98,10 @@ def _named_base(model: str, revision: str | None) -> str | None:
     card = checkpoint_source(model, revision, weights=False) / _CARD
     if not card.is_file():
         return None
-    found = _FRONT_MATTER.match(card.read_text("utf-8", errors="replace"))
     try:
-        fields = yaml.safe_load(found[1]) if found else None
-    except yaml.YAMLError:
+        found = _FRONT_MATTER.match(read_text(card))
+        fields = yaml.safe_load(found[1]) if found and len(found[1]) <= _MAX_FRONT_MATTER else None
+    except (yaml.YAMLError, DamagedFileError, RecursionError):
         return None
     named = fields.get("base_model") if isinstance(fields, dict) else None
     if isinstance(named, list):

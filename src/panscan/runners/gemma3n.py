@@ -11,13 +11,14 @@ from transformers import (
     AutoProcessor,
     AutoTokenizer,
     Gemma3nTextConfig,
-    PreTrainedConfig,
 )
+from transformers.utils import CONFIG_NAME
 
+from panscan.checkpoints.files import read_json
 from panscan.core import ModelError, PanAndScan, SettingError, UnsupportedError
 from panscan.images.pixels import PixelSpec
 from panscan.images.views import plan_views
-from panscan.model.checkpoint import Loaded, Reader, checkpoint_source, ready_model, refuse_downloaded_kernels
+from panscan.model.checkpoint import Loaded, Reader, checkpoint_source, ready_model
 from panscan.model.config import generation_config
 from panscan.model.hub_errors import friendly_errors, quiet_transformers
 from panscan.model.inputs import DecodedRequest, Prepared, plan_request
@@ -154,7 +155,7 @@ def _prepared(read: DecodedRequest, loaded: Loaded) -> Prepared:
         return Prepared(read.request, [], prompt, None)
     if reader.pixels is None:
         raise SettingError(f"--model {reader.name} reads text only: leave the images out")
-    text = reader.processor.apply_chat_template(conversation(read.request), tokenize=False, add_generation_prompt=True)
+    text = reader.prompts.render(conversation(read.request))
     inputs = reader.processor(text=[text], images=[read.images], add_special_tokens=False, return_tensors="pt")
     ids = inputs["input_ids"][0].tolist()
     image_tokens = ids.count(reader.processor.image_token_id)
@@ -166,14 +167,13 @@ def _prepared(read: DecodedRequest, loaded: Loaded) -> Prepared:
 def _model_type(name: str, revision: str | None) -> str | None:
     source = checkpoint_source(name, revision, weights=False)
     with friendly_errors(name):
-        stored, _ = PreTrainedConfig.get_config_dict(source)
-    refuse_downloaded_kernels(name, stored)
-    found = stored.get("model_type")
+        found = read_json(source / CONFIG_NAME).get("model_type")
     return found if isinstance(found, str) else None
 
 
 def _reader(name: str, tools: Any, config: Any) -> Reader:
     tokenizer = getattr(tools, "tokenizer", tools)
+    tokenizer.chat_template = getattr(tools, "chat_template", None) or tokenizer.chat_template
     context = int(config.get_text_config().max_position_embeddings)
     spec = None
     if (images := getattr(tools, "image_processor", None)) is not None:

@@ -7,7 +7,8 @@ the processor uses it to resize images, so pixels differ by a level or two from 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -72,14 +73,26 @@ class PipelineRunner(GenerateRunner):
                 f"runner pipeline: the prompt contains {special}, which the pipeline would interpret; use the runner"
                 " generate"
             )
-        [answer] = self._pipe(
-            _chat(read),
-            return_tensors=True,
-            generate_kwargs={"generation_config": config, **arguments},
-            processor_kwargs=request.pan_and_scan.processor_kwargs(),
-        )
+        with self._rendered(conversation(request)):
+            [answer] = self._pipe(
+                _chat(read),
+                return_tensors=True,
+                generate_kwargs={"generation_config": config, **arguments},
+                processor_kwargs=request.pan_and_scan.processor_kwargs(),
+            )
         found: dict[str, Any] = answer
         return found
+
+    @contextmanager
+    def _rendered(self, turns: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+        """Let the pipeline write the text that panscan renders, because Transformers renders without limits."""
+        processor, text = self.loaded.reader.processor, self.loaded.reader.prompts.render(turns)
+        literal = text.encode("unicode_escape").decode("ascii").replace("'", "\\'")
+        template, processor.chat_template = processor.chat_template, f"{{{{ '{literal}' }}}}"
+        try:
+            yield
+        finally:
+            processor.chat_template = template
 
     def _one(self, request: Request) -> Result:
         sampling = one_sampling([request], "pipeline", "stop", "stop_token_ids", "logprobs", "json_schema")

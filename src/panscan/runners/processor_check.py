@@ -107,7 +107,7 @@ def _id_difference(reader: Reader, read: DecodedRequest, ours: Sequence[int]) ->
         bos = reader.tokenizer.bos_token
         text = request.prompt if request.prompt.startswith(bos) else bos + request.prompt
     else:
-        text = reader.tokenizer.apply_chat_template(conversation(request), tokenize=False, add_generation_prompt=True)
+        text = reader.prompts.render(conversation(request))
     if reader.reads_images and read.images:
         chosen = {"images": read.images, **request.pan_and_scan.processor_kwargs()}
         [theirs] = reader.processor(text=text, add_special_tokens=False, **chosen)["input_ids"]

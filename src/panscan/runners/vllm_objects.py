@@ -103,9 +103,8 @@ def prompt_ids(request: Request, reader: Reader) -> list[int]:
         raise SettingError(
             f"runner vllm: the prompt contains {special}, which vLLM would interpret; use the runner generate"
         )
-    tokenizer = reader.tokenizer
-    text = tokenizer.apply_chat_template(conversation(request), tokenize=False, add_generation_prompt=True)
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+    text = reader.prompts.render(conversation(request))
+    ids: list[int] = reader.tokenizer.encode(text, add_special_tokens=False)
     return ids
 
 
