@@ -423,7 +423,7 @@ class ChatStream:
 
     def _limit_answer(self) -> None:
         """Refuse an answer far beyond the tokens that were asked for."""
-        chunks, characters = (few + each * self._max_tokens for few, each in (_MOST_CHUNKS, MOST_TEXT))
+        chunks, characters = _most_chunks(self._max_tokens), MOST_TEXT[0] + MOST_TEXT[1] * self._max_tokens
         if len(self.exchange.tokens) + len(self._empty) > chunks:
             self._refuse(f"more than {chunks:,} chunks for max_tokens {self._max_tokens:,}")
         elif self._characters > characters:
@@ -481,6 +481,12 @@ class ChatStream:
         self._on_end(exchange, at)
 
 
+def _most_chunks(max_tokens: int) -> int:
+    """Return the most tokens, and content chunks, of an answer that is still measured."""
+    few, factor = _MOST_CHUNKS
+    return few + factor * max_tokens
+
+
 class _Usage:
     """Token counts in the dialects of OpenAI, vLLM, SGLang, TGI, Ollama, llama.cpp and panscan."""
 
@@ -516,8 +522,8 @@ class _Usage:
             value = counts.get(name)
             if value is not None and not is_count(value):
                 return f"{name}: expected a number from 0 to {MOST_COUNT:,}, got {shorten(value)}"
-            if value is not None and value > max_tokens:
-                return f"{name}: {value:,} is more than max_tokens {max_tokens:,}"
+            if value is not None and value > _most_chunks(max_tokens):  # some endpoints ignore max_tokens
+                return f"{name}: {value:,} is far more than max_tokens {max_tokens:,}"
         return None
 
     def fill(self, exchange: RequestOutcome) -> None:
