@@ -317,6 +317,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "robustness-values": robustness_cases("commands", "ways"),
     "robustness-kills": robustness_cases("kills", "groups"),
     "robustness-enospc": robustness_cases("enospc", "groups"),
+    "robustness-endpoints": robustness_cases("endpoints", "groups"),
 }
 
 

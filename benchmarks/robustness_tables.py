@@ -17,6 +17,7 @@ _CALLED = {
     "commands": "hostile command lines",
     "kills": "jobs killed and resumed",
     "enospc": "jobs on a full disk, resumed",
+    "endpoints": "hostile endpoints",
 }
 
 
