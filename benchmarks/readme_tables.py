@@ -318,8 +318,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "robustness-values": robustness_cases("commands", "ways"),
     "robustness-kills": robustness_cases("kills", "groups"),
     "robustness-enospc": robustness_cases("enospc", "groups"),
+    "robustness-bombs": robustness_cases("bombs", "groups"),
     "robustness-checkpoints": robustness_cases("checkpoints", "groups"),
     "robustness-checkpoint-commands": robustness_cases("checkpoints", "ways"),
+    "robustness-endpoints": robustness_cases("endpoints", "groups"),
 }
 
 

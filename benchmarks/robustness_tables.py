@@ -19,6 +19,7 @@ _CALLED = {
     "kills": "jobs killed and resumed",
     "enospc": "jobs on a full disk, resumed",
     "checkpoints": "hostile checkpoints",
+    "endpoints": "hostile endpoints",
 }
 
 

@@ -338,3 +338,24 @@ def test_an_output_that_is_a_source_is_refused(tmp_path: Path) -> None:
         for output in (paths[0], tmp_path / "soft.jsonl"):
             with pytest.raises(RecordsError, match=f"^-o {output} would overwrite {source}, a source of this job"):
                 refuse_sources(output, [str(other), str(source)])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"id": "0", "image": [{}], "error": null}',
+        '{"id": "0", "image": [], "error": {}}',
+        '{"id": "0", "image": [], "output_tokens": "many"}',
+        '{"id": "0", "image": [], "prompt_tokens": ' + "9" * 400 + "}",
+        '{"id": "0", "image": [], "ttft_ms": NaN}',
+        '{"id": "0", "image": [], "answer": 5}',
+        '{"id": "0", "image": [], "x": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    ],
+)
+def test_a_line_that_no_job_wrote_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "a.jsonl"
+    write(path, [answer(0), answer(1)])
+    path.write_text(f"{line}\n{path.read_text()}")
+    message = r"a\.jsonl, line 1: not an answer of panscan batch"
+    with opened(path, "resume") as file, pytest.raises(RecordsError, match=message):
+        list(file.records())

@@ -21,7 +21,18 @@ from tests.conftest import noise
 
 from panscan.bench.workload import Source, Workload, load_workload
 from panscan.core import DatasetError, InputError, SettingError, UnsupportedError
-from panscan.quality.datasets import FORMATS, Boundary, DatasetFacts, LoadedDataset, facts_of_header, load_dataset
+from panscan.quality.datasets import (
+    FORMATS,
+    Boundary,
+    DatasetFacts,
+    LoadedDataset,
+    facts_of_header,
+    formats,
+    load_dataset,
+    tables,
+)
+from panscan.quality.datasets import rows as dataset_lines
+from panscan.quality.datasets.formats import dataset_rows
 from panscan.quality.datasets.rows import answer_texts, read_text
 from panscan.quality.scores import scores_of
 
@@ -604,3 +615,28 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(DatasetError, match="several columns 'question': rename all but one"):
         load_dataset(tmp_path / "rows.parquet")
+
+
+@pytest.mark.parametrize("most", [("MOST_ROWS", "more than 2 (lines|questions)"), ("_MOST_BYTES", "larger than 0 MiB")])
+def test_a_dataset_beyond_a_limit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: tuple[str, str]
+) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_text('{"image": "a.png", "question": "?"}\n' * 4)
+    for module in (dataset_lines, formats):
+        monkeypatch.setattr(module, most[0], 2, raising=False)
+    with pytest.raises(DatasetError, match=most[1]):
+        dataset_rows(path, "--dataset q.jsonl")
+
+
+def test_a_table_of_too_many_rows_or_of_huge_values_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "t.parquet"
+    parquet.write_table(pa.table({"image": [b"x" * 4000] * 3, "question": ["a", "b", "c"]}), path, use_dictionary=False)
+    metadata = parquet.ParquetFile(path).metadata
+    tables.check_table(metadata, ["image", "question"], 3, "t")
+    with pytest.raises(DatasetError, match="t: 3 rows, at most 2"):
+        tables.check_table(metadata, ["question"], 2, "t")
+    monkeypatch.setattr(tables, "_LARGEST_VALUE", 1000)
+    tables.check_table(metadata, ["question"], 3, "t")
+    with pytest.raises(DatasetError, match=r"t: column 'image' has .* bytes in 3 values: too large"):
+        tables.check_table(metadata, ["image", "question"], 3, "t")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.records.synthetic import header, outcome, repeat, request, write_run
 
 from panscan.core import RecordsError
+from panscan.records import store
 from panscan.records.store import FILE_NAME, RecordWriter, read_run
 
 CELLS = {"a": {"batch_size": 1}, "b": {"batch_size": 2}}
@@ -262,3 +263,21 @@ def test_the_first_line_is_the_run(tmp_path: Path) -> None:
     twice["cells"] *= 2
     with pytest.raises(RecordsError, match="line 1: there are two cells"):
         write_run(tmp_path, [twice])
+
+
+@pytest.mark.parametrize(
+    ("limit", "most", "message"),
+    [
+        ("_MOST_BYTES", 400, "is larger than 0 MiB"),
+        ("_LONGEST_LINE", 100, "a line of .* bytes, at most 100"),
+        ("_MOST_PARTS", 10, "more than 10 lists and objects"),
+    ],
+)
+def test_records_beyond_a_limit_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, most: int, message: str
+) -> None:
+    write_run(tmp_path, [header(CELLS), *block("a", 0)])
+    read_run(tmp_path)
+    monkeypatch.setattr(store, limit, most)
+    with pytest.raises(RecordsError, match=message):
+        read_run(tmp_path)

@@ -159,3 +159,10 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
         tracemalloc.stop()
     assert summary.events == 4_001
     assert peak < path.stat().st_size / 8
+
+
+@pytest.mark.parametrize("event", [{"cat": "kernel", "ph": "X"}, {"cat": "cpu_op", "ph": "X"}, {"ph": "B"}])
+def test_a_trace_of_too_many_threads_or_streams_is_refused(tmp_path: Path, event: dict[str, str]) -> None:
+    events = [{**event, "name": "a", "pid": number, "tid": 1, "ts": number, "dur": 1} for number in range(4200)]
+    with pytest.raises(InputError, match="more than 4,096 threads or streams"):
+        summarize(open_trace(written(tmp_path, json.dumps({"traceEvents": events}))))
