@@ -244,7 +244,7 @@ async def multipart(server: PressedServer, seconds: float, random: Random) -> Co
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "attachment:a"}}]}]}
     ).encode() + b"\r\n--limit--\r\n"  # fmt: skip
     contents = (
-        bytes(30_000_000), b"\r\n--limi" * 3_000_000, b"\r\n" * 10_000_000, b"\r\n--limit" * 1_000_000,
+        bytes(12_000_000), b"\r\n--limi" * 1_000_000, b"\r\n" * 4_000_000, b"\r\n--limit" * 1_000_000,
         b"\r\n--limit\r\nX: " + b"y" * 10_000_000, (page % b"b") * 100_000, SEEDS["png"](),
     )  # fmt: skip
     headers = {"content-type": "multipart/form-data; boundary=limit"}

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import json
 import logging
 import random
 import socket
+import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 import uvicorn
+from starlette.requests import ClientDisconnect, Request
 
 from panscan.core import SettingError, Stats
 from panscan.core.deadline import Deadline
 from panscan.serve import server as server_module
-from panscan.serve.admission import body_limit, parse_form
+from panscan.serve.admission import AdmissionControl, AdmissionSlot, body_limit, parse_form
+from panscan.serve.engine_process import EngineProcess
 from panscan.serve.metrics import ServerMetrics
 from panscan.serve.options import ApiKeys, ServeOptions
 from panscan.serve.protocol import (
@@ -212,6 +218,53 @@ def test_work_for_an_abandoned_request_stops() -> None:
     body = ChatCompletionRequest(messages=[{"role": "user", "content": [part]}])
     with pytest.raises(TimeoutError):
         builder().chat(body, {}, deadline)
+
+
+class Upload(bytearray):
+    """A body, to which a weak reference is possible."""
+
+
+def test_the_body_of_a_request_that_ended_is_not_kept_by_busy_threads() -> None:
+    """Two slow documents occupy all threads of their kind; what is queued behind them goes with its client."""
+
+    async def scenario() -> tuple[bool, bool]:
+        options = ServeOptions(settings=Settings(runner="engine"))
+        backend = EngineProcess(options.settings, max_queued_requests=1)
+        admission = AdmissionControl(options, backend, ServerMetrics("mini"))
+        left, release = asyncio.Event(), threading.Event()
+
+        async def receive() -> dict[str, Any]:
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        connected = Request({"type": "http"}, asyncio.Event().wait)
+        slow = [
+            asyncio.ensure_future(
+                admission.in_thread(connected, AdmissionSlot(admission, 60.0), release.wait, "decode")
+            )
+            for _ in range(2)
+        ]
+        upload = Upload(b"page")
+        reference = weakref.ref(upload)
+        slot = AdmissionSlot(admission, 60.0)
+        work = partial(len, upload)
+        reading = asyncio.ensure_future(admission.in_thread(Request({"type": "http"}, receive), slot, work, "decode"))
+        del upload, work
+        await asyncio.sleep(0)
+        kept = reference() is not None
+        left.set()
+        with pytest.raises(ClientDisconnect):
+            await reading
+        del reading
+        slot.release()
+        gc.collect()
+        gone = reference() is None
+        release.set()
+        await asyncio.gather(*slow)
+        admission.close()
+        return kept, gone
+
+    assert asyncio.run(scenario()) == (True, True)
 
 
 def test_an_answer_is_encoded_in_pieces_and_stays_the_same() -> None:

@@ -240,13 +240,18 @@ class AdmissionControl:
         """
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[Answer] = loop.create_future()
+        queued = [work]  # emptied if the request ends first: the work holds its body
+        del work
 
         def run() -> None:
             with suppress(RuntimeError):  # the event loop is closed: the server has ended
-                loop.call_soon_threadsafe(_settle, ended, *_outcome(slot.deadline, work))
+                loop.call_soon_threadsafe(_settle, ended, *_outcome(slot.deadline, queued))
 
         self._pools[pool].submit(run)
-        return await self.until_disconnect(request, slot, ended)
+        try:
+            return await self.until_disconnect(request, slot, ended)
+        finally:
+            queued.clear()
 
     async def until_disconnect(self, request: Request, slot: AdmissionSlot, work: Awaitable[Answer]) -> Answer:
         """Return the result of ``work``; cancel it if the client disconnects or the deadline passes.
@@ -291,12 +296,12 @@ class AdmissionControl:
             raise RefusedError(429, message, self.metrics.retry_after, "queue_full")
 
 
-def _outcome(deadline: Deadline, work: Callable[[], Answer]) -> tuple[Answer | None, Exception | None]:
-    """Run blocking work, and return its result or its error."""
+def _outcome(deadline: Deadline, queued: list[Callable[[], Answer]]) -> tuple[Answer | None, Exception | None]:
+    """Run queued work, and return its result or its error."""
     try:
         deadline.check()
-        return work(), None
-    except Exception as error:  # delivered to the request
+        return queued.pop()(), None
+    except Exception as error:  # delivered to the request, which may have ended
         return None, error
 
 
