@@ -270,9 +270,15 @@ def run_checkpoints(part: Part, scratch: Path) -> None:
         ended = run_child(panscan(_COMMANDS[command]), folder, deadline=_DEADLINE, memory=memory)
         shutil.rmtree(folder)
         case = Case(
-            index, recipe.partition(":")[0], command, _outcome(ended, command), _detail(ended), ended.code,
-            round(ended.seconds, 2), round(ended.peak_mb),
-        )  # fmt: skip
+            index,
+            recipe.partition(":")[0],
+            command,
+            _outcome(ended, command),
+            _detail(ended),
+            ended.code,
+            round(ended.seconds, 2),
+            round(ended.peak_mb),
+        )
         part.add(case, {"err": ended.err.encode()} if case.failed else None)
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.robustness.checkpoints import RECIPES
+from benchmarks.robustness.__main__ import TOTALS
+from benchmarks.robustness.checkpoints import RECIPES, checkpoint_cases
 
 from panscan.checkpoints.check import check_directory
 from panscan.checkpoints.files import DamagedFileError
@@ -43,6 +44,11 @@ FILES = {
 def copy(tmp_path: Path) -> Path:
     """The mini checkpoint as somebody's local directory."""
     return Path(shutil.copytree(mini_directory(), tmp_path / "model"))
+
+
+def test_the_robustness_job_runs_every_recipe() -> None:
+    assert len(checkpoint_cases()) == TOTALS["checkpoints"] == 2 * len(RECIPES)
+    assert {recipe for recipe, command in checkpoint_cases() if command == "ask"} == set(RECIPES)
 
 
 @pytest.mark.parametrize("name", RECIPES)

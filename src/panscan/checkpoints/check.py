@@ -101,6 +101,6 @@ def _tensors(directory: Path, files: list[str]) -> Mapping[str, StoredShape]:
     for file in files:
         for name, facts in read_header(directory / file).items():
             if (other := keys.setdefault(key_of(name), name)) != name or name in tensors:
-                raise DamagedFileError(f"{file}: the tensors {other} and {name} are the same parameter")
+                raise DamagedFileError(f"{file}: the tensors {other} and {name} refer to the same parameter")
             tensors[name] = facts
     return tensors

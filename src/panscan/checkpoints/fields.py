@@ -32,21 +32,41 @@ __all__ = [
 _CONFIG = "config.json"
 _INTEGER = 1 << 31
 TEXT_DEFAULTS = {
-    "vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,
-    "query_pre_attn_scalar": 256, "max_position_embeddings": 131_072,
-}  # fmt: skip
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+    "max_position_embeddings": 131_072,
+}
 """Defaults of Transformers' Gemma3TextConfig, which published configuration files leave out."""
 VISION_DEFAULTS = {
-    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
-    "num_channels": 3, "image_size": 224, "patch_size": 16,
-}  # fmt: skip
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_channels": 3,
+    "image_size": 224,
+    "patch_size": 16,
+}
 """Defaults of Transformers' SiglipVisionConfig."""
 _LARGEST = {
-    "vocab_size": 1 << 24, "hidden_size": 1 << 17, "intermediate_size": 1 << 20, "num_hidden_layers": 1024,
-    "num_attention_heads": 4096, "num_key_value_heads": 4096, "head_dim": 1 << 14, "image_size": 1 << 13,
-    "patch_size": 1 << 13, "num_channels": 16, "mm_tokens_per_image": 1 << 16,
-}  # fmt: skip
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 17,
+    "intermediate_size": 1 << 20,
+    "num_hidden_layers": 1024,
+    "num_attention_heads": 4096,
+    "num_key_value_heads": 4096,
+    "head_dim": 1 << 14,
+    "image_size": 1 << 13,
+    "patch_size": 1 << 13,
+    "num_channels": 16,
+    "mm_tokens_per_image": 1 << 16,
+}
 """The largest value of each size; the 27B model has 62 layers, 262,208 tokens and images of 896 pixels."""
 _POSITIVE = ("rms_norm_eps", "layer_norm_eps", "rope_theta", "rope_local_base_freq", "factor", "initializer_range")
 _MAX_ADDED = 1 << 16  # tokens; Gemma 3 has 6,415
@@ -88,12 +108,24 @@ class ConfigSizes:
         vision = _sizes(parts["vision_config"], VISION_DEFAULTS, "vision_config.")
         tokens = _sizes(config, {"mm_tokens_per_image": 256}, "")["mm_tokens_per_image"]
         side = vision["image_size"] // vision["patch_size"]
-        _require(vision["hidden_size"] % vision["num_attention_heads"] == 0, "vision_config.num_attention_heads",
-                 vision["num_attention_heads"], f"a divisor of hidden_size, {vision['hidden_size']}")  # fmt: skip
-        _require(0 < side <= 1024, "vision_config.patch_size", vision["patch_size"],
-                 f"1 to 1,024 patches in image_size, {vision['image_size']}")  # fmt: skip
-        _require(isqrt(tokens) ** 2 == tokens and isqrt(tokens) <= side, "mm_tokens_per_image", tokens,
-                 f"the square of at most {side} (patches in a row)")  # fmt: skip
+        _require(
+            vision["hidden_size"] % vision["num_attention_heads"] == 0,
+            "vision_config.num_attention_heads",
+            vision["num_attention_heads"],
+            f"a divisor of hidden_size, {vision['hidden_size']}",
+        )
+        _require(
+            0 < side <= 1024,
+            "vision_config.patch_size",
+            vision["patch_size"],
+            f"1 to 1,024 patches in image_size, {vision['image_size']}",
+        )
+        _require(
+            isqrt(tokens) ** 2 == tokens and isqrt(tokens) <= side,
+            "mm_tokens_per_image",
+            tokens,
+            f"the square of at most {side} (patches in a row)",
+        )
         _check_others(config, "", text["vocab_size"])
         _check_others(parts["vision_config"], "vision_config.", text["vocab_size"])
         return cls(text, vision, tokens)
@@ -246,9 +278,12 @@ def check_processor(file: str, processor: Mapping[str, Any], sizes: ConfigSizes)
 
 
 _PROCESSOR_NUMBERS = (
-    ("rescale_factor", 1e-6, 1e6), ("resample", 0, 5), ("pan_and_scan_max_num_crops", 0, 4096),
-    ("pan_and_scan_min_crop_size", 0, 1 << 20), ("pan_and_scan_min_ratio_to_activate", 0, 1e6),
-)  # fmt: skip
+    ("rescale_factor", 1e-6, 1e6),
+    ("resample", 0, 5),
+    ("pan_and_scan_max_num_crops", 0, 4096),
+    ("pan_and_scan_min_crop_size", 0, 1 << 20),
+    ("pan_and_scan_min_ratio_to_activate", 0, 1e6),
+)
 
 _OPTIONAL = ("pan_and_scan_max_num_crops", "pan_and_scan_min_crop_size", "pan_and_scan_min_ratio_to_activate")
 

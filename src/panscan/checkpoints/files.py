@@ -19,15 +19,26 @@ __all__ = ["DamagedFileError", "checkpoint_entries", "json_object", "read_json",
 
 _MIB = 1 << 20
 _LIMITS = {
-    "chat_template.jinja": _MIB, "model.safetensors.index.json": 16 * _MIB, "tokenizer.json": 128 * _MIB,
+    "chat_template.jinja": _MIB,
+    "model.safetensors.index.json": 16 * _MIB,
+    "tokenizer.json": 128 * _MIB,
     **dict.fromkeys(("added_tokens.json", "special_tokens_map.json", "tokenizer_config.json"), 16 * _MIB),
     **dict.fromkeys(("merges.txt", "tokenizer.model", "vocab.json"), 64 * _MIB),
     **dict.fromkeys(
-        ("README.md", "adapter_config.json", "audio_tokenizer_config.json", "chat_template.json", "config.json",
-         "generation_config.json", "preprocessor_config.json", "processor_config.json",
-         "video_preprocessor_config.json"), 4 * _MIB,
+        (
+            "README.md",
+            "adapter_config.json",
+            "audio_tokenizer_config.json",
+            "chat_template.json",
+            "config.json",
+            "generation_config.json",
+            "preprocessor_config.json",
+            "processor_config.json",
+            "video_preprocessor_config.json",
+        ),
+        4 * _MIB,
     ),
-}  # fmt: skip
+}
 """The largest size of each file that is read. Other files are not read, but for safetensors files."""
 _TEMPLATES = "additional_chat_templates"  # a directory that Transformers reads
 _MAX_DEPTH = 32

@@ -461,21 +461,51 @@ _METHODS: dict[type, frozenset[str]] = {
 }
 _VIEWS = frozenset(("get", "items", "keys", "values"))  # methods that copy nothing
 _GROWTH: dict[str, Callable[..., None]] = {
-    "center": _width_growth, "ljust": _width_growth, "rjust": _width_growth, "zfill": _width_growth,
-    "expandtabs": _tabs_growth, "replace": _replace_growth,
+    "center": _width_growth,
+    "ljust": _width_growth,
+    "rjust": _width_growth,
+    "zfill": _width_growth,
+    "expandtabs": _tabs_growth,
+    "replace": _replace_growth,
     "join": lambda budget, separator, values: _join_growth(budget, values, separator),
-}  # fmt: skip
+}
 _FILTER_GROWTH: dict[str, Callable[..., None]] = {
-    "batch": _width_growth, "center": _width_growth, "slice": _width_growth, "format": _format_growth,
-    "indent": _indent_growth, "join": _join_growth, "replace": _replace_growth, "round": _round_growth,
-    "sum": _sum_growth, "tojson": _tojson_growth,
-}  # fmt: skip
+    "batch": _width_growth,
+    "center": _width_growth,
+    "slice": _width_growth,
+    "format": _format_growth,
+    "indent": _indent_growth,
+    "join": _join_growth,
+    "replace": _replace_growth,
+    "round": _round_growth,
+    "sum": _sum_growth,
+    "tojson": _tojson_growth,
+}
 _FILTER_FACTORS = dict.fromkeys(("dictsort", "groupby", "max", "min", "sort", "unique"), 20)
 _LIGHT_FILTERS = frozenset(("attr", "count", "d", "default", "first", "last", "length"))
 _LAZY_FILTERS = frozenset(("items", "map", "reject", "rejectattr", "reverse", "select", "selectattr"))
 _EXPENSIVE_FILTERS = ("pprint", "random", "striptags", "urlize", "wordwrap", "xmlattr")
 """Filters whose work is not linear in their input, or whose result changes. No known chat template uses them."""
 _COMPARING_TESTS = frozenset(
-    ("!=", "<", "<=", "==", ">", ">=", "divisibleby", "eq", "equalto", "ge", "greaterthan", "gt", "in", "le",
-     "lessthan", "lower", "lt", "ne", "upper")
-)  # fmt: skip
+    (
+        "!=",
+        "<",
+        "<=",
+        "==",
+        ">",
+        ">=",
+        "divisibleby",
+        "eq",
+        "equalto",
+        "ge",
+        "greaterthan",
+        "gt",
+        "in",
+        "le",
+        "lessthan",
+        "lower",
+        "lt",
+        "ne",
+        "upper",
+    )
+)

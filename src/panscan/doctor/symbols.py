@@ -35,7 +35,7 @@ METHODS: dict[str, tuple[str, ...]] = {
         "max_new_tokens", "do_sample", "pad_token_id", "eos_token_id", "suppress_tokens", "prefill_chunk_size",
         "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "cache_implementation",
     ),
-    f"{_LIBRARY}.Gemma3Processor.apply_chat_template": ("processor_kwargs",),
+    f"{_LIBRARY}.PreTrainedTokenizerBase.get_chat_template": (),
     f"{_LIBRARY}.Gemma3ImageProcessor": (),
     f"{_LIBRARY}.Gemma3ImageProcessorPil.pan_and_scan": (
         "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -78,27 +78,36 @@ def _shape_of(path: Path) -> Shape:
         sizes = ConfigSizes.of(config)
     except DamagedFileError as error:
         raise ModelError(f"--model {path.parent}: {error}") from error
+    part = config if sizes.vision is None else config.get("text_config") or {}
+    return _shape_of_sizes(sizes, _pattern(part, sizes.text["num_hidden_layers"]))
+
+
+def _shape_of_sizes(sizes: ConfigSizes, pattern: int) -> Shape:
     text, vision = sizes.text, sizes.vision
-    part = config if vision is None else config.get("text_config") or {}
-    shape = Shape(
-        "gemma3",
-        TextShape(
-            vocabulary=text["vocab_size"], hidden=text["hidden_size"], intermediate=text["intermediate_size"],
-            layers=text["num_hidden_layers"], heads=text["num_attention_heads"],
-            kv_heads=text["num_key_value_heads"], head_size=text["head_dim"], window=text["sliding_window"],
-            query_scale=text["query_pre_attn_scalar"], max_positions=text["max_position_embeddings"],
-            pattern=_pattern(part, text["num_hidden_layers"]),
-        ),
-    )  # fmt: skip
+    decoder = TextShape(
+        vocabulary=text["vocab_size"],
+        hidden=text["hidden_size"],
+        intermediate=text["intermediate_size"],
+        layers=text["num_hidden_layers"],
+        heads=text["num_attention_heads"],
+        kv_heads=text["num_key_value_heads"],
+        head_size=text["head_dim"],
+        window=text["sliding_window"],
+        query_scale=text["query_pre_attn_scalar"],
+        max_positions=text["max_position_embeddings"],
+        pattern=pattern,
+    )
     if vision is None:
-        return shape
-    return replace(
-        shape, image_tokens=sizes.image_tokens,
-        vision=VisionShape(
-            vision["hidden_size"], vision["intermediate_size"], vision["num_hidden_layers"],
-            vision["num_attention_heads"], vision["image_size"], vision["patch_size"],
-        ),
-    )  # fmt: skip
+        return Shape("gemma3", decoder)
+    tower = VisionShape(
+        hidden=vision["hidden_size"],
+        intermediate=vision["intermediate_size"],
+        layers=vision["num_hidden_layers"],
+        heads=vision["num_attention_heads"],
+        image_size=vision["image_size"],
+        patch_size=vision["patch_size"],
+    )
+    return Shape("gemma3", decoder, vision=tower, image_tokens=sizes.image_tokens)
 
 
 def _pattern(config: Mapping[str, Any], layers: int) -> int:
