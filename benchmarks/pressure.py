@@ -229,7 +229,7 @@ async def log_probabilities(server: PressedServer, seconds: float, random: Rando
     """Ask for as many log-probabilities as the server allows, and for more."""
 
     def case() -> tuple[bytes, dict[str, str]]:
-        fields = {"n": 2, "top_logprobs": 20, "max_tokens": random.choice((16, 2000, 16_000)), "ignore_eos": True}
+        fields = {"n": 2, "top_logprobs": 20, "max_tokens": random.choice((16, 16, 200, 2000, 16_000)), "ignore_eos": True}
         message = {"role": "user", "content": "Hi"}
         body = {"messages": [message], "logprobs": True, "stream": random.random() < 0.5, **fields}
         return json.dumps(body).encode(), _JSON
