@@ -301,6 +301,7 @@ def test_every_accepted_request_that_does_not_run_counts_as_waiting(
     text = metrics.expose({name: stats(*counts) for name, counts in engines.items()}, accepted).decode()
     lines = [line for line in text.splitlines() if line.startswith("vllm:num_requests_waiting{")]
     assert {line.split('engine="')[1].split('"')[0]: float(line.split()[-1]) for line in lines} == waiting
+    assert text.count("vllm:num_requests_running{") == len(engines)
 
 
 def test_names_that_no_client_can_send_are_refused_at_startup() -> None:
