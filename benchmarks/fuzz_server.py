@@ -58,9 +58,22 @@ _SERVER = [
 ]  # fmt: skip
 
 _PRESSED = [
-    "serve", "--model", "tiny", "--device", "cpu", "--max-new-tokens", "4", "--kv-cache-gb", "0.1",
-    "--vision-cache-gb", "0.02", "--image-memory-gb", "0.5", "--drain-timeout", "30",
-]  # fmt: skip
+    "serve",
+    "--model",
+    "tiny",
+    "--device",
+    "cpu",
+    "--max-new-tokens",
+    "4",
+    "--kv-cache-gb",
+    "0.1",
+    "--vision-cache-gb",
+    "0.02",
+    "--image-memory-gb",
+    "0.5",
+    "--drain-timeout",
+    "30",
+]
 
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/views")
 _NUMBERS: tuple[Any, ...] = (

@@ -140,9 +140,12 @@ class Good:
     def summary(self) -> dict[str, Any]:
         """Return counts and latencies for the record."""
         return {
-            "answered": len(self.seconds), "p50_s": _quantile(self.seconds, 50), "p99_s": _quantile(self.seconds, 99),
-            "health_p99_s": _quantile(self.health, 99), "problems": dict(self.problems),
-        }  # fmt: skip
+            "answered": len(self.seconds),
+            "p50_s": _quantile(self.seconds, 50),
+            "p99_s": _quantile(self.seconds, 99),
+            "health_p99_s": _quantile(self.health, 99),
+            "problems": dict(self.problems),
+        }
 
 
 def _quantile(values: list[float], percent: float) -> float | None:
@@ -217,11 +220,15 @@ async def json_names(server: PressedServer, seconds: float, random: Random) -> C
 
     opening = b'"response_format":{"type":"json_schema","json_schema":{"name":"a","schema":'
     bodies = (
-        repeated(20_000, "metadata"), repeated(3500, "metadata"), b'{"' + b"k" * 10_000_000 + b'":0}',
-        repeated(20_000, "schema").replace(b'"schema":', opening) + b"}}", b'{"x":' + b"[[]," * 200_000,
-        b'{"messages":[' + b",".join([b"{}"] * 19_000) + b"]}", b'{"x":"' + b'\\"' * 3_000_000,
+        repeated(20_000, "metadata"),
+        repeated(3500, "metadata"),
+        b'{"' + b"k" * 10_000_000 + b'":0}',
+        repeated(20_000, "schema").replace(b'"schema":', opening) + b"}}",
+        b'{"x":' + b"[[]," * 200_000,
+        b'{"messages":[' + b",".join([b"{}"] * 19_000) + b"]}",
+        b'{"x":"' + b'\\"' * 3_000_000,
         b'{"metadata":{' + b",".join(b'"%d":0' % index for index in range(40_000)) + b"}}",
-    )  # fmt: skip
+    )
     return await _send_all(server, seconds, 4, lambda: (random.choice(bodies), _JSON))
 
 
@@ -229,7 +236,12 @@ async def log_probabilities(server: PressedServer, seconds: float, random: Rando
     """Ask for as many log-probabilities as the server allows, and for more."""
 
     def case() -> tuple[bytes, dict[str, str]]:
-        fields = {"n": 2, "top_logprobs": 20, "max_tokens": random.choice((16, 2000, 16_000)), "ignore_eos": True}
+        fields = {
+            "n": 2,
+            "top_logprobs": 20,
+            "max_tokens": random.choice((16, 16, 200, 2000, 16_000)),
+            "ignore_eos": True,
+        }
         message = {"role": "user", "content": "Hi"}
         body = {"messages": [message], "logprobs": True, "stream": random.random() < 0.5, **fields}
         return json.dumps(body).encode(), _JSON
@@ -240,17 +252,24 @@ async def log_probabilities(server: PressedServer, seconds: float, random: Rando
 async def multipart(server: PressedServer, seconds: float, random: Random) -> Counter[str]:
     """Send large uploads, many parts, many headers, and near boundaries; none may reach the disk."""
     page = b'\r\n--limit\r\nContent-Disposition: form-data; name="%s"; filename="a"\r\n\r\n'
-    tail = b'\r\n--limit\r\nContent-Disposition: form-data; name="request"\r\n\r\n' + json.dumps(
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "attachment:a"}}]}]}
-    ).encode() + b"\r\n--limit--\r\n"  # fmt: skip
+    tail = (
+        b'\r\n--limit\r\nContent-Disposition: form-data; name="request"\r\n\r\n'
+        + json.dumps(
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "attachment:a"}}]}]}
+        ).encode()
+        + b"\r\n--limit--\r\n"
+    )
     contents = (
-        bytes(12_000_000), b"\r\n--limi" * 1_000_000, b"\r\n" * 4_000_000, b"\r\n--limit" * 1_000_000,
-        b"\r\n--limit\r\nX: " + b"y" * 10_000_000, (page % b"b") * 100_000, SEEDS["png"](),
-    )  # fmt: skip
+        bytes(12_000_000),
+        b"\r\n--limi" * 1_000_000,
+        b"\r\n" * 4_000_000,
+        b"\r\n--limit" * 1_000_000,
+        b"\r\n--limit\r\nX: " + b"y" * 10_000_000,
+        (page % b"b") * 100_000,
+        SEEDS["png"](),
+    )
     headers = {"content-type": "multipart/form-data; boundary=limit"}
-    statuses = await _send_all(
-        server, seconds, 2, lambda: ((page % b"a") + random.choice(contents) + tail, headers)
-    )  # fmt: skip
+    statuses = await _send_all(server, seconds, 2, lambda: ((page % b"a") + random.choice(contents) + tail, headers))
     temporary = [file.path for file in psutil.Process(server.pid).open_files() if file.path.startswith("/tmp")]
     statuses["files on disk"] += len([path for path in temporary if Path(path) != server.log])
     return +statuses
@@ -320,8 +339,14 @@ async def bombs(server: PressedServer, seconds: float, random: Random) -> Counte
 
 
 PARTS: tuple[Part, ...] = (
-    json_names, log_probabilities, multipart, slow_bodies, disconnects, idle_connections, bombs,
-)  # fmt: skip
+    json_names,
+    log_probabilities,
+    multipart,
+    slow_bodies,
+    disconnects,
+    idle_connections,
+    bombs,
+)
 """The parts, in order."""
 
 
@@ -384,9 +409,13 @@ async def _part(server: PressedServer, part: Part, seconds: float, random: Rando
     if server.children()[0].pid != engine:
         problems.append("the engine's process was replaced")
     return {
-        "seconds": round(took, 1), "statuses": dict(sorted(statuses.items())), "good": summary, "without": without,
-        "ratio": ratio, "problems": problems,
-    }  # fmt: skip
+        "seconds": round(took, 1),
+        "statuses": dict(sorted(statuses.items())),
+        "good": summary,
+        "without": without,
+        "ratio": ratio,
+        "problems": problems,
+    }
 
 
 async def _loaded(server: PressedServer, kill: Callable[[], Awaitable[None]], kills: int) -> dict[str, Any]:

@@ -179,13 +179,21 @@ def test_a_body_must_arrive_at_a_minimum_rate() -> None:
 @pytest.mark.parametrize(
     ("url", "pool"),
     [
-        (f"data:image/png;base64,{PNG}", "read"), (f"data:;base64,{JPEG}", "read"), ("attachment:png", "read"),
-        (f"data:image/png;base64,{PDF}", "document"), ("attachment:pdf", "document"), ("attachment:none", "document"),
-        ("file:///a.png", "document"), ("data:image/png,a", "document"), ("data:" + "x" * 1000 + ",a", "document"),
-        ("HTTPS://example.com/a.png", "fetch"), ("data:;base64,ä", "document"), ("", "document"),
+        (f"data:image/png;base64,{PNG}", "read"),
+        (f"data:;base64,{JPEG}", "read"),
+        ("attachment:png", "read"),
+        (f"data:image/png;base64,{PDF}", "document"),
+        ("attachment:pdf", "document"),
+        ("attachment:none", "document"),
+        ("file:///a.png", "document"),
+        ("data:image/png,a", "document"),
+        ("data:" + "x" * 1000 + ",a", "document"),
+        ("HTTPS://example.com/a.png", "fetch"),
+        ("data:;base64,ä", "document"),
+        ("", "document"),
     ],
     ids=lambda value: value[:30],
-)  # fmt: skip
+)
 def test_plain_images_are_read_by_other_threads_than_documents(url: str, pool: str) -> None:
     uploads = {"png": base64.b64decode(PNG), "pdf": base64.b64decode(PDF)}
     plain = f"data:;base64,{PNG}"
@@ -289,10 +297,14 @@ def stats(running: int, waiting: int) -> Stats:
 @pytest.mark.parametrize(
     ("engines", "accepted", "waiting"),
     [
-        ({"0": (2, 8)}, 60, {"0": 58}), ({"0": (2, 58)}, 60, {"0": 58}), ({"0": (2, 8)}, 0, {"0": 8}),
-        ({"a": (2, 1), "b": (2, 0)}, 9, {"a": 1, "b": 0, "": 4}), ({}, 3, {"": 3}), ({}, 0, {}),
+        ({"0": (2, 8)}, 60, {"0": 58}),
+        ({"0": (2, 58)}, 60, {"0": 58}),
+        ({"0": (2, 8)}, 0, {"0": 8}),
+        ({"a": (2, 1), "b": (2, 0)}, 9, {"a": 1, "b": 0, "": 4}),
+        ({}, 3, {"": 3}),
+        ({}, 0, {}),
     ],
-)  # fmt: skip
+)
 def test_every_accepted_request_that_does_not_run_counts_as_waiting(
     engines: dict[str, tuple[int, int]], accepted: int, waiting: dict[str, int]
 ) -> None:
@@ -301,6 +313,7 @@ def test_every_accepted_request_that_does_not_run_counts_as_waiting(
     text = metrics.expose({name: stats(*counts) for name, counts in engines.items()}, accepted).decode()
     lines = [line for line in text.splitlines() if line.startswith("vllm:num_requests_waiting{")]
     assert {line.split('engine="')[1].split('"')[0]: float(line.split()[-1]) for line in lines} == waiting
+    assert text.count("vllm:num_requests_running{") == len(engines)
 
 
 def test_names_that_no_client_can_send_are_refused_at_startup() -> None:

@@ -147,9 +147,12 @@ class _Api:
             del body, uploads, work
             counts = await self._admission.until_disconnect(request, slot, self._backend.count(prompt))
             found = {
-                "count": len(counts.ids), "max_model_len": self._max_model_len, "tokens": counts.ids,
-                "views": counts.views, "image_tokens": counts.image_tokens,
-            }  # fmt: skip
+                "count": len(counts.ids),
+                "max_model_len": self._max_model_len,
+                "tokens": counts.ids,
+                "views": counts.views,
+                "image_tokens": counts.image_tokens,
+            }
             return JSONResponse(found)
         finally:
             slot.release()
@@ -231,9 +234,13 @@ class _Api:
         return await self._admission.in_thread(request, slot, partial(parse, kind, content), "parse"), uploads
 
     async def _read(
-        self, request: Request, slot: AdmissionSlot, work: Callable[[], _Read], urls: Sequence[str],
+        self,
+        request: Request,
+        slot: AdmissionSlot,
+        work: Callable[[], _Read],
+        urls: Sequence[str],
         uploads: Mapping[str, bytes],
-    ) -> _Read:  # fmt: skip
+    ) -> _Read:
         """Read the documents of a request in a thread. Small requests without documents need none."""
         if not urls and slot.size < _INLINE:
             return work()

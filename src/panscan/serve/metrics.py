@@ -18,11 +18,6 @@ _SECONDS = (
 _TOKENS = tuple(float(2**power) for power in range(18))
 _VIEWS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 7.0, 9.0, 13.0, 17.0, 25.0, 33.0, 65.0)
 
-_NOTHING = Stats(
-    running=0, waiting=0, steps=0, prompt_tokens=0, cached_tokens=0, output_tokens=0, preemptions=0, views_encoded=0,
-    views_reused=0, vision_cache_bytes=0, kv_blocks_used=(0, 0), kv_blocks=(0, 0), block_size=1,
-)  # fmt: skip
-
 
 class ServerMetrics:
     """The counters and histograms of requests, and the gauges of engines.
@@ -57,6 +52,7 @@ class ServerMetrics:
         self._view_counts = self._histogram("panscan:request_views", "Views per request", _VIEWS)
         self.active = self._gauge("panscan:http_requests_active", "HTTP requests being handled")
         self._shown: set[str] = set()
+        self._elsewhere = False  # whether some requests count as waiting that no engine knows
         self._engines = {
             name: self._gauge(name, text, "engine")
             for name, text in (
@@ -113,11 +109,10 @@ class ServerMetrics:
             stats: current statistics of each engine; the gauges of absent engines are removed.
             accepted: accepted requests that have not ended.
         """
-        if (unknown := accepted - sum(each.running + each.waiting for each in stats.values())) > 0:
-            if len(stats) == 1:
-                stats = {name: replace(each, waiting=each.waiting + unknown) for name, each in stats.items()}
-            else:
-                stats = {**stats, "": replace(_NOTHING, waiting=unknown)}
+        unknown = max(0, accepted - sum(each.running + each.waiting for each in stats.values()))
+        if len(stats) == 1:
+            stats = {name: replace(each, waiting=each.waiting + unknown) for name, each in stats.items()}
+            unknown = 0
         for engine in self._shown - stats.keys():
             for gauge in self._engines.values():
                 gauge.remove(self._model, engine)
@@ -134,6 +129,12 @@ class ServerMetrics:
             }
             for name, value in values.items():
                 self._engines[name].labels(self._model, engine).set(value)
+        waiting = self._engines["vllm:num_requests_waiting"]
+        if unknown:
+            waiting.labels(self._model, "").set(unknown)
+        elif self._elsewhere:
+            waiting.remove(self._model, "")
+        self._elsewhere = bool(unknown)
         return generate_latest(self.registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
