@@ -181,7 +181,12 @@ def test_a_job_of_another_kind_does_not_go_on(tmp_path: Path) -> None:
         opened(path, "resume", {"schema": 1, "prompt": "Who?"})
     assert path.read_bytes() == before
     header = path.with_name("a.jsonl.run.json")
-    for text, reason in (("{", "not valid JSON"), ("[]", "not a JSON object"), (None, "cannot be resumed")):
+    for text, reason in (
+        ("{", "not valid JSON"),
+        ("[]", "not the header of a job"),
+        ('{"settings": []}', "not the header of a job"),
+        (None, "cannot be resumed"),
+    ):
         header.write_text(text) if text is not None else header.unlink()
         with pytest.raises(RecordsError, match=reason):
             opened(path, "resume")

@@ -64,6 +64,7 @@ def test_a_scenario_is_read_from_a_file(tmp_path: Path) -> None:
         ("prompts: What?", "prompts need documents"),
         ("num_prompts: 1\nnum_prompts: 2", "'num_prompts' is set twice"),
         ("a: &a [1]\nb: *a", "aliases and tags are not supported"),
+        ("a: " + "[" * 20_000, "nested too deeply"),
         ("a: [", "not YAML"),
     ],
 )

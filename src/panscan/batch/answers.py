@@ -215,8 +215,9 @@ class AnswerFile:
             raise RecordsError(
                 f"{self.header_path} is not valid JSON ({error}): replace the job with --force"
             ) from error
-        if not isinstance(found, dict):
-            raise RecordsError(f"{self.header_path} is not a JSON object: replace the job with --force")
+        parts = ("settings", "versions")
+        if not isinstance(found, dict) or not all(isinstance(found.get(name, {}), dict) for name in parts):
+            raise RecordsError(f"{self.header_path} is not the header of a job: replace the job with --force")
         return found
 
     def _remove_created(self) -> None:

@@ -402,9 +402,10 @@ def read_trace(path: Path) -> Trace:
         raise SettingError(f"{option}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError:
         raise SettingError(f"{option}: not UTF-8 text: save it as UTF-8") from None
-    rows = [_trace_row(f"{option}, line {n}", line) for n, line in enumerate(lines, 1) if line.strip()]
-    if not rows or len(rows) > MAX_PROMPTS:
-        raise SettingError(f"{option}: {len(rows):,} requests: expected 1 to {MAX_PROMPTS:,}")
+    used = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not used or len(used) > MAX_PROMPTS:
+        raise SettingError(f"{option}: {len(used):,} requests: expected 1 to {MAX_PROMPTS:,}")
+    rows = [_trace_row(f"{option}, line {number}", line) for number, line in used]
     times = tuple(time for time, _ in rows)
     if any(later < earlier for earlier, later in pairwise(times)):
         raise SettingError(f"{option}: timestamps are not ascending: sort the lines")

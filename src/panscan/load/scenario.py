@@ -38,6 +38,8 @@ _NUMBERS = {
 }
 _CONCURRENCY = Range(integer=True, ge=1, le=100_000)
 
+_DEEPEST = 20  # levels of a scenario, which has 4
+
 
 @dataclass(frozen=True, slots=True)
 class DocumentShare:
@@ -147,16 +149,18 @@ def _scenario(name: str, text: str, where: str) -> Scenario:
 
 def _parsed(text: str, where: str) -> Any:
     """Return the objects of a YAML text without aliases and tags, which could expand without bound."""
+    depth = 0
     try:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent) or getattr(event, "tag", None) is not None:
                 line = event.start_mark.line + 1 if event.start_mark is not None else 0
                 raise SettingError(f"{where}, line {line}: aliases and tags are not supported; write the value out")
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _DEEPEST:  # PyYAML's time grows with the square of the depth
+                raise SettingError(f"{where}: nested too deeply")
         return yaml.load(text, Loader=_UniqueKeys)
     except yaml.YAMLError as error:
         raise SettingError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
-    except RecursionError:
-        raise SettingError(f"{where}: nested too deeply") from None
 
 
 class _UniqueKeys(yaml.SafeLoader):

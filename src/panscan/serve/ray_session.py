@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,6 +19,11 @@ log = logging.getLogger("panscan.serve")
 
 _OBJECT_STORE_BYTES = 1 << 30  # for request bodies in transit to replicas; Ray spills the rest to disk
 _CONNECT_SECONDS = 10.0
+_WATCH_SECONDS = 2.0
+_GCS_GONE = (
+    "Ray's control process (GCS) at %s is gone (%s): unless it comes back within 60 s, Ray ends this process; start the"
+    " command again, a batch job with --resume"
+)
 _LOCAL_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",  # no telemetry
     "RAY_AUTH_MODE": "token",  # other users of this machine cannot submit work to Ray's ports
@@ -57,10 +63,38 @@ def ray_session(ray_address: str | None, *, replicas: int, show_logs: bool) -> I
         )
     else:
         _join(ray_address, show_logs=show_logs)
+    ended = threading.Event()
+    if not (ray_address or "").startswith("ray://"):  # a client cannot reach the process itself
+        watched = ray.get_runtime_context().gcs_address
+        threading.Thread(target=_watch_gcs, args=(watched, ended), name="panscan-ray-gcs", daemon=True).start()
     try:
         yield
     finally:
+        ended.set()
         ray.shutdown()
+
+
+def _watch_gcs(address: str, ended: threading.Event) -> None:
+    """Log at once that Ray's control process is gone: Ray itself is silent, and after 60 s ends this process.
+
+    Args:
+        address: host and port of the process.
+        ended: stops the watch.
+    """
+    host, _, port = address.rpartition(":")
+    gone = False
+    while not ended.wait(_WATCH_SECONDS):
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+        except (OSError, ValueError) as error:
+            if not gone and not ended.is_set():
+                reason = getattr(error, "strerror", None) or error
+                log.error(_GCS_GONE, address, reason)
+            gone = True
+        else:
+            if gone:
+                log.warning("Ray's control process at %s is back", address)
+            gone = False
 
 
 def gpus_per_replica(settings: Settings) -> int:
