@@ -138,8 +138,15 @@ def faster_small() -> str:
         ]
         for each in layouts
     ]
-    headings = ["one replica", "per card", "throughput per card", "at the speed of", "verdict; accuracy", "command",
-                "record"]  # fmt: skip
+    headings = [
+        "one replica",
+        "per card",
+        "throughput per card",
+        "at the speed of",
+        "verdict; accuracy",
+        "command",
+        "record",
+    ]
     note = (
         "The commands use ten cards. Measured on one or two larger cards with the memory limit of `--gpu-memory-gb`, at"
         " their speed: compare the layouts of one GPU with each other. An A100 or RTX 4090 is slower. 'Per card' is"

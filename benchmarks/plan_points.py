@@ -34,9 +34,13 @@ _OLDER = (
 )  # fmt: skip
 _ANOTHER_GPU = "h100"
 _ON_ANOTHER_GPU = (
-    "w1-27b-h100.json", "w1-27b-int8-40gb-h100.json", "w1-27b-int8-fp8kv-40gb-h100.json", "w1-27b-tp2-40gb-h100.json",
-    "w1-27b-int8-tp2-40gb-h100.json", "w1-27b-int8-fp8kv-tp2-40gb-h100.json",
-)  # fmt: skip
+    "w1-27b-h100.json",
+    "w1-27b-int8-40gb-h100.json",
+    "w1-27b-int8-fp8kv-40gb-h100.json",
+    "w1-27b-tp2-40gb-h100.json",
+    "w1-27b-int8-tp2-40gb-h100.json",
+    "w1-27b-int8-fp8kv-tp2-40gb-h100.json",
+)
 FITTED = (
     "27b:bf16:1", "27b:fp8:1", "27b:int8:1", "27b:int4:1", "4b:bf16:1", "4b:int4:1", "27b:bf16:2", "27b:fp8:2",
     "4b:bf16:2",

@@ -115,8 +115,12 @@ def parse(name: str, about: str, argv: Sequence[str] | None, *, requests: int, *
         "--brief", action="store_true", help="throughput and latency only, with a short warm-up; always so with vllm"
     )
     parser.add_argument("--vllm-options", default="{}", help="arguments of vllm.LLM, a JSON object")
-    parser.add_argument("--references", type=Path, help="folder: runs without quantisation store their references,"
-                        " others read them, as unquantised weights may not fit beside theirs")  # fmt: skip
+    parser.add_argument(
+        "--references",
+        type=Path,
+        help="folder: runs without quantisation store their references,"
+        " others read them, as unquantised weights may not fit beside theirs",
+    )
     parser.add_argument("--output", type=Path, required=True, help="the record, a JSON file")
     own, rest = parser.parse_known_args(argv)
     runners = tuple(own.runner.split(","))

@@ -112,9 +112,7 @@ def count_pages(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES, deadlin
     return int(_ask(_DOCUMENTS, stream, deadline, "count", name, max_pages=max_pages).fields["count"])
 
 
-def page_size(
-    stream: BinaryIO, page: int | None, name: str, deadline: Deadline | None = None
-) -> tuple[int, int]:  # fmt: skip
+def page_size(stream: BinaryIO, page: int | None, name: str, deadline: Deadline | None = None) -> tuple[int, int]:
     """See :func:`panscan.images.decode.page_size`, and :func:`count_pages` for what else it raises."""
     if (header := read_header(stream, name)) is not None:
         page_index(1, page, name)
