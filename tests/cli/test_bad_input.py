@@ -135,7 +135,7 @@ CASES = [
     (["ask", "doc.png", "-p", "What?", "--device", "cuda:99"], 4, "NVIDIA GPU(s)"),
     (["crops", "none.png"], 3, "no readable image is left"),
     (["crops", "doc.png", "--max-num-crops", "0"], 2, "max-num-crops"),
-    (["crops", "doc.png", "-o", "doc.png/x.png"], 2, "--output"),
+    (["crops", "doc.png", "-o", "doc.png/x.png"], 3, "--output"),
     (["samples", "out", "--count", "0"], 2, "count"),
 ]
 
