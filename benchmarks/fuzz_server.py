@@ -37,6 +37,7 @@ from typing import Any
 
 import httpx
 import psutil
+from tests.serve.serving import engines_of
 
 from benchmarks.pressure import PressedServer, press
 from benchmarks.robustness.mutate import MUTATIONS, mutated
@@ -434,13 +435,13 @@ def _launch() -> tuple[subprocess.Popen[str], str]:
 def _memory(pid: int) -> dict[str, int]:
     """Return the resident memory of both processes, MB."""
     server = psutil.Process(pid)
-    [engine] = server.children()
+    [engine] = engines_of(pid)
     return {"server": server.memory_info().rss >> 20, "engine": engine.memory_info().rss >> 20}
 
 
 def _run(options: argparse.Namespace, process: subprocess.Popen[str], fuzzer: Fuzzer) -> dict[str, Any]:
     """Send all cases and return the results for the record."""
-    engine, expected, wrong = psutil.Process(process.pid).children()[0].pid, fuzzer.question(), 0
+    engine, expected, wrong = engines_of(process.pid)[0].pid, fuzzer.question(), 0
     cases = range(options.cases) if options.only is None else (options.only,)
     step, memory, start = max(1, len(cases) // _SAMPLES), [_memory(process.pid)], time.monotonic()
     with ThreadPoolExecutor(options.workers) as pool:
@@ -461,7 +462,7 @@ def _run(options: argparse.Namespace, process: subprocess.Popen[str], fuzzer: Fu
         "cases": sent, "seconds": round(time.monotonic() - start), "slowest_s": round(fuzzer.slowest, 2),
         "statuses": {group: dict(sorted(counts.items())) for group, counts in fuzzer.statuses.items()},
         "failures": fuzzer.failures, "wrong_answers": wrong,
-        "engine_restarted": psutil.Process(process.pid).children()[0].pid != engine,
+        "engine_restarted": engines_of(process.pid)[0].pid != engine,
         "memory_mb": memory, "growth_mb": growth, "most_growth_mb": options.most_growth_mb,
     }  # fmt: skip
 

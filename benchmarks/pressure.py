@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import importlib
 import json
 import os
 import resource
@@ -20,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from copy import copy
@@ -33,8 +32,10 @@ from typing import Any
 import httpx
 import numpy as np
 import psutil
+from tests.serve.serving import engines_of
 
 from benchmarks.faults import Tally, ask, read
+from benchmarks.robustness.bombs import RECIPES, bomb
 from benchmarks.robustness.seeds import SEEDS
 
 __all__ = ["PARTS", "PressedServer", "press"]
@@ -66,6 +67,7 @@ class PressedServer:
         self._options, self.log = options, log
         self.process: subprocess.Popen[bytes] | None = None
         self.number = 0
+        self.bombs: list[bytes] = []
         log.unlink(missing_ok=True)
 
     def address(self) -> PressedServer:
@@ -85,9 +87,23 @@ class PressedServer:
         with self.log.open("ab") as output:
             self.process = subprocess.Popen(["bash", "-c", _LIMITED, "bash", *command], stdout=output, stderr=output)
 
-    def children(self) -> list[psutil.Process]:
-        """Return the server's child processes; the engine is the first one."""
-        return psutil.Process(self.pid).children()
+    def processes(self) -> dict[str, psutil.Process]:
+        """Return the server's process, the engine's and all decoding processes by name."""
+        processes = {"server": psutil.Process(self.pid), "engine": self.engine()}
+        for child in processes["server"].children(recursive=True):
+            if "panscan.images.decoder" in " ".join(child.cmdline()):
+                processes[f"decoder {child.pid}"] = child
+        return processes
+
+    def engine(self) -> psutil.Process:
+        """Return the engine's process.
+
+        Raises:
+            psutil.NoSuchProcess: it is being restarted.
+        """
+        if not (engines := engines_of(self.pid)):
+            raise psutil.NoSuchProcess(self.pid)
+        return engines[0]
 
     async def ready(self) -> None:
         """Wait until the server can answer.
@@ -323,19 +339,8 @@ async def idle_connections(server: PressedServer, seconds: float, random: Random
 
 
 async def bombs(server: PressedServer, seconds: float, random: Random) -> Counter[str]:
-    """Send pages that are small as files and expensive to open; none if this version has no such recipes."""
-    try:
-        recipes: Any = importlib.import_module("benchmarks.robustness.bombs")
-    except ImportError:
-        return Counter()
-    index = random.randrange(1000)
-
-    def case() -> tuple[bytes, dict[str, str]]:
-        nonlocal index
-        index += 1
-        return _question(recipes.bomb(0, index)[1]), _JSON
-
-    return await _send_all(server, seconds, 4, case)
+    """Send pages that are small as files and expensive to open."""
+    return await _send_all(server, seconds, 4, lambda: (random.choice(server.bombs), _JSON))
 
 
 PARTS: tuple[Part, ...] = (
@@ -354,10 +359,9 @@ async def _peak(server: PressedServer, peaks: Counter[str]) -> None:
     """Keep the peaks of resident memory in MB until cancelled."""
     while True:
         with suppress(psutil.Error):
-            processes = {"server": psutil.Process(server.pid)}
-            processes |= {f"child {index}": child for index, child in enumerate(server.children())}
-            for name, process in processes.items():
-                peaks[name] = max(peaks[name], process.memory_info().rss >> 20)
+            for name, process in server.processes().items():
+                kind = name.partition(" ")[0]
+                peaks[kind] = max(peaks[kind], process.memory_info().rss >> 20)
         await asyncio.sleep(0.2)
 
 
@@ -388,7 +392,7 @@ def _raise_descriptor_limit() -> None:
 
 async def _part(server: PressedServer, part: Part, seconds: float, random: Random) -> dict[str, Any]:
     """Run one part beside good requests."""
-    engine = server.children()[0].pid
+    engine = server.engine().pid
     loop = asyncio.get_running_loop()
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         await loop.run_in_executor(pool, _raise_descriptor_limit)  # starts the process
@@ -406,7 +410,7 @@ async def _part(server: PressedServer, part: Part, seconds: float, random: Rando
         problems.append(f"the p99 of good requests is {ratio} times that without")
     if not await _until_idle(server):
         problems.append("work went on after the last request")
-    if server.children()[0].pid != engine:
+    if server.engine().pid != engine:
         problems.append("the engine's process was replaced")
     return {
         "seconds": round(took, 1),
@@ -418,17 +422,31 @@ async def _part(server: PressedServer, part: Part, seconds: float, random: Rando
     }
 
 
-async def _loaded(server: PressedServer, kill: Callable[[], Awaitable[None]], kills: int) -> dict[str, Any]:
+Sender = Callable[[httpx.AsyncClient, Tally, int], Awaitable[str]]
+
+
+async def _ask_about_page(client: httpx.AsyncClient, tally: Tally, tokens: int) -> str:
+    """Ask about a PDF, which decoding processes open; count and return the outcome."""
+    start = time.monotonic()
+    response = await client.post(_PATH, content=_question(SEEDS["pdf, images"](), max_tokens=tokens), headers=_JSON)
+    end = "answered" if response.status_code == 200 else "failed" if "SIGKILL" in response.text else "lost"
+    tally.add("page", end, start, "" if end == "answered" else response.text[:200])
+    return end
+
+
+async def _loaded(
+    server: PressedServer, kill: Callable[[], Awaitable[None]], kills: int, senders: Sequence[Sender] = (ask, ask)
+) -> dict[str, Any]:
     """Kill processes under load, and count how requests end."""
     tally, stopped = Tally(), False
 
-    async def repeat(send: Callable[[httpx.AsyncClient, Tally, int], Awaitable[str]]) -> None:
+    async def repeat(send: Sender) -> None:
         async with server.client() as client:
             while not stopped:
                 if await send(client, tally, 60) != "answered":
                     await asyncio.sleep(0.2)
 
-    tasks = [asyncio.create_task(repeat(send)) for send in (ask, ask, ask, ask, read, read)]
+    tasks = [asyncio.create_task(repeat(send)) for send in (ask, ask, read, read, *senders)]
     for _ in range(kills):
         await server.ready()
         answered = len(tally.answered)
@@ -450,10 +468,10 @@ async def engine_kills(server: PressedServer, kills: int) -> dict[str, Any]:
     async def kill() -> None:
         nonlocal number
         number += 1
-        engine = server.children()[0]
+        engine = server.engine()
         engine.kill()
         if number % 3 == 0:
-            while not (others := [child for child in server.children() if child.pid != engine.pid]):
+            while not (others := [child for child in engines_of(server.pid) if child.pid != engine.pid]):
                 await asyncio.sleep(0.02)
             others[0].kill()
 
@@ -465,12 +483,28 @@ async def engine_kills(server: PressedServer, kills: int) -> dict[str, Any]:
     return found
 
 
+async def decoder_kills(server: PressedServer, kills: int) -> dict[str, Any]:
+    """Kill decoding processes of the server and of the engine. Only pages that they are opening fail."""
+    random = Random(0)
+
+    async def kill() -> None:
+        with suppress(psutil.Error):
+            decoders = [process for name, process in server.processes().items() if name.startswith("decoder")]
+            if decoders:
+                random.choice(decoders).kill()
+
+    found = await _loaded(server, kill, kills, [_ask_about_page] * 3)
+    if found.get("page_lost") or found.get("plain_failed") or found.get("plain_lost") or found.get("stream_failed"):
+        found["problems"].append("requests without a killed page failed, or ended without an answer or an error")
+    return found
+
+
 async def server_kills(server: PressedServer, kills: int) -> dict[str, Any]:
     """Kill the HTTP process. Clients see a broken connection, and the engine's process ends too."""
     left: list[psutil.Process] = []
 
     async def kill() -> None:
-        children = server.children()
+        children = psutil.Process(server.pid).children(recursive=True)
         os.kill(server.pid, signal.SIGKILL)
         assert server.process is not None  # it was started
         await asyncio.to_thread(server.process.wait)
@@ -516,6 +550,7 @@ async def press(server: PressedServer, seconds: float, kills: int, seed: int) ->
         kills: kills of the engine's process, and of the HTTP process.
         seed: random seed.
     """
+    server.bombs = [_question(bomb(seed, index)[1]) for index in range(2 * len(RECIPES))]
     server.start()
     await server.ready()
     peaks: Counter[str] = Counter()
@@ -526,7 +561,7 @@ async def press(server: PressedServer, seconds: float, kills: int, seed: int) ->
     for part in PARTS:
         found[part.__name__] = await _part(server, part, seconds, Random(f"{seed}:{part.__name__}"))
         _show(part.__name__, found)
-    for kill in (engine_kills, server_kills):
+    for kill in (engine_kills, decoder_kills, server_kills):
         found[kill.__name__] = await kill(server, kills)
         _show(kill.__name__, found)
     found["second_signal"] = await second_signal(server)

@@ -44,9 +44,9 @@ def main() -> None:
     pixels = _PixelFiles()
     limited = False
     while (message := parent.receive()) is not None:
-        memory = message.fields.pop("memory")
+        limits = message.fields.pop("limits")
         if not limited:
-            _limit_process(memory)
+            _limit_process(**limits)
             limited = True
         pixels.release(message.fields.pop("released"))
         with os.fdopen(message.files[0], "rb") as stream:
@@ -56,8 +56,9 @@ def main() -> None:
             parent.send(fields, files=files)
 
 
-def _limit_process(memory: int) -> None:
-    """Limit memory, file sizes and open files of this process, which the kernel then enforces."""
+def _limit_process(memory: int, niceness: int) -> None:
+    """Lower this process's priority, and limit its memory, file sizes and open files, which the kernel then enforces."""
+    os.nice(niceness)
     used = _address_space()
     if used is not None:
         resource.setrlimit(resource.RLIMIT_AS, _within(resource.RLIMIT_AS, used + memory))

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO, NamedTuple
 
@@ -237,10 +237,14 @@ class DecodingPool:
         most: maximum number of processes.
         seconds: see :data:`PAGE_SECONDS`.
         memory: see :data:`MEMORY_BYTES`.
+        niceness: by how much the processes' scheduling priority is lowered.
     """
 
-    def __init__(self, most: int, *, seconds: float = PAGE_SECONDS, memory: int = MEMORY_BYTES) -> None:
-        self._most, self._seconds, self._memory = most, seconds, memory
+    def __init__(
+        self, most: int, *, seconds: float = PAGE_SECONDS, memory: int = MEMORY_BYTES, niceness: int = 0
+    ) -> None:
+        self._most, self._seconds = most, seconds
+        self._limits = {"memory": memory, "niceness": niceness}
         self.forget()
 
     def forget(self) -> None:
@@ -316,7 +320,7 @@ class DecodingPool:
         except OSError as error:
             raise ImageError(f"a decoding process cannot be started ({error.strerror or error})") from error
         self._children.add(child)
-        return _Worker(child, self._seconds, self._memory)
+        return _Worker(child, self._seconds, self._limits)
 
     def _release(self, worker: _Worker, *, usable: bool) -> None:
         with self._changed:
@@ -340,8 +344,8 @@ class _Reply(NamedTuple):
 class _Worker:
     """A child process of a pool, used by one thread at a time. Limits: see :class:`DecodingPool`."""
 
-    def __init__(self, child: Child, seconds: float, memory: int) -> None:
-        self.child, self._seconds, self._memory = child, seconds, memory
+    def __init__(self, child: Child, seconds: float, limits: Mapping[str, int]) -> None:
+        self.child, self._seconds, self._limits = child, seconds, limits
         self.uses = 0
         self._mapped: dict[int, mmap.mmap] = {}
         self._released: deque[int] = deque()  # appended to by whichever thread drops an array last
@@ -353,11 +357,13 @@ class _Worker:
         try:
             if self.uses == 1:  # its first message says that it has started: a page's time begins then
                 self._receive(_START_SECONDS, deadline)
-            self.child.send({**fields, "released": released, "memory": self._memory}, files=[file])
+            self.child.send({**fields, "released": released, "limits": self._limits}, files=[file])
             message = self._receive(self._seconds, deadline)
             return _Reply(message.fields, self._pixels(message) if "file" in message.fields else None)
         except ChildEndedError as error:
-            problem = f"the decoder crashed or needed more than {self._memory / 1e9:g} GB of memory (it {error})"
+            problem = (
+                f"the decoder crashed or needed more than {self._limits['memory'] / 1e9:g} GB of memory (it {error})"
+            )
             raise image_error(name, problem) from error
         except TimeoutError:
             deadline.check()
@@ -411,7 +417,7 @@ def _environment() -> dict[str, str]:
 
 
 _inline = True
-_CHEAP, _DOCUMENTS = DecodingPool(worker_count()), DecodingPool(worker_count())
+_CHEAP, _DOCUMENTS = DecodingPool(worker_count()), DecodingPool(worker_count(), niceness=10)
 """Pools for images that decode quickly, and for all other files: a slow document must not delay a picture."""
 
 
