@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _limit_process(memory: int, niceness: int) -> None:
-    """Lower this process's priority, and limit its memory, file sizes and open files, which the kernel then enforces."""
+    """Lower this process's priority and limit its memory, file sizes and open files; the kernel enforces the limits."""
     os.nice(niceness)
     used = _address_space()
     if used is not None:
