@@ -40,9 +40,11 @@ from benchmarks.quantization_tables import quantization_27b, quantization_mini, 
 from benchmarks.robustness_tables import robustness_cases, robustness_parts
 from benchmarks.serving_tables import (
     batch_replicas,
+    decoding_pool,
     serving_faults,
     serving_fuzz,
     serving_over_http,
+    serving_pressure,
     serving_replicas,
     serving_routing,
 )
@@ -295,6 +297,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "routing": serving_routing,
     "serve-faults": serving_faults,
     "serve-fuzz": serving_fuzz,
+    "serve-pressure": serving_pressure,
+    "decoding-pool": decoding_pool,
     "batch-replicas": batch_replicas,
     "load-mixed": load_mixed,
     "load-generator": load_generator,

@@ -12,9 +12,11 @@ from benchmarks.markdown import table
 
 __all__ = [
     "batch_replicas",
+    "decoding_pool",
     "serving_faults",
     "serving_fuzz",
     "serving_over_http",
+    "serving_pressure",
     "serving_replicas",
     "serving_routing",
 ]
@@ -185,6 +187,69 @@ def serving_fuzz() -> str:
         f" `benchmarks/records/serve-fuzz.json`. Command: `{shlex.join(record['command'])}`"
     )
     return table(["inputs", *statuses], rows) + "\n\n" + notes
+
+
+def serving_pressure() -> str:
+    """Return the table of good requests beside expensive ones, and how requests ended while processes were killed."""
+    record = _record("serve-fuzz")
+    pressure = record["pressure"]
+    rows = []
+    for name, part in pressure.items():
+        if "ratio" in part:
+            statuses = ", ".join(f"{count:,} x {status}" for status, count in part["statuses"].items())
+            without, beside = (f"{1e3 * part[side]['p99_s']:.0f}" for side in ("without", "good"))
+            answered = f"{part['good']['answered']:,}"
+            rows.append([name.replace("_", " "), statuses, answered, without, beside, f"{part['ratio']:.1f}"])
+    kills = []
+    for name in ("engine_kills", "decoder_kills", "server_kills"):
+        part = pressure[name]
+        ends = [f"{part[key]:,} {key.replace('_', ' ')}" for key in part if key.startswith(("plain", "stream", "page"))]
+        kills.append(f"{part['kills']} {name.replace('_', ' ')}: {', '.join(ends)}")
+    peaks = ", ".join(f"{name} {peak:,} MB" for name, peak in pressure["memory"]["peak_mb"].items())
+    facts = record["environment"]
+    problems = sum(len(part["problems"]) for part in pressure.values())
+    notes = (
+        f"{'; '.join(kills)}. Peak memory of a process: {peaks}. {problems} problems."
+        f" {facts['cpu']}, {facts['cpu_count']} cores, which clients, attackers and server share. Record:"
+        f" `benchmarks/records/serve-fuzz.json`. Command: `{shlex.join(record['command'])}`"
+    )
+    headings = [
+        "expensive requests",
+        "responses",
+        "good requests answered",
+        "p99 before, ms",
+        "p99 beside, ms",
+        "ratio",
+    ]
+    return table(headings, rows) + "\n\n" + notes
+
+
+def decoding_pool() -> str:
+    """Return the table of what a decoding process costs a page, and of PDF pages with one and two processes."""
+    record = _record("decoding-pool")
+    rows = []
+    for kind in ("png", "jpeg"):
+        page, low, high = record[kind], *record[kind]["extra_ms_quartiles"]
+        rows.append(
+            [
+                f"one {kind.upper()} page, ms",
+                f"{page['here_ms']:.1f}",
+                f"{page['child_ms']:.1f}",
+                f"{page['extra_ms']:+.1f} ms (quartiles {low:+.1f} to {high:+.1f})",
+            ]
+        )
+    pdf = record["pdf"]
+    one, two = (min(pdf[key]) for key in ("one_child_s", "two_children_s"))
+    speedups = f"{pdf['speedup']:.2f}x ({min(pdf['speedups']):.2f} to {max(pdf['speedups']):.2f})"
+    rows.append([f"{pdf['pages']} PDF pages, s: one and two children", f"{one:.2f}", f"{two:.2f}", speedups])
+    facts = record["environment"]
+    width, height = record["size"]
+    notes = (
+        f"Pages of {width} x {height} pixels, from bytes to pixels; medians of interleaved pages, and the fastest of"
+        f" {len(pdf['speedups'])} rounds. {facts['cpu']}, {facts['cpu_count']} cores. Record:"
+        f" `benchmarks/records/decoding-pool.json`. Command: `{record['command']}`"
+    )
+    return table(["", "this process", "child process", "difference"], rows) + "\n\n" + notes
 
 
 def _seconds(value: float | None) -> str:
