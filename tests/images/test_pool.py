@@ -109,7 +109,9 @@ def test_pixels_stay_while_other_pages_are_decoded_by_many_threads() -> None:
         assert np.array_equal(array[..., :3], expected if number % 3 else expected[10:, 20:])
 
 
-@pytest.mark.parametrize("documents", [{"memory": 200_000_000}], indirect=True)
+@pytest.mark.parametrize(
+    "documents", [{"memory": 200_000_000, "watch": watch} for watch in (False, True)], indirect=True
+)
 def test_a_page_that_needs_too_much_memory_is_one_error(documents: pool.DecodingPool) -> None:
     with pytest.raises(ImageError, match=r"^bomb\.pdf: .*(crashed or needed more than 0\.2 GB|not enough memory)"):
         pool.read_page(BytesIO(pdf_doubling_forms(Random(0))), None, "bomb.pdf")

@@ -23,6 +23,7 @@ import numpy as np
 from panscan.core import ImageError
 from panscan.core.child import Parent
 from panscan.images.decode import count_pages, page_size, page_sizes, read_page
+from panscan.images.headers import MAX_PIXELS
 from panscan.images.page_levels import copy_levels
 
 __all__ = ["SEALS", "main"]
@@ -31,6 +32,7 @@ SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 """Seals of a file with pixels, so that its size cannot change under the reader."""
 
 _MOST_OPEN = 64  # files
+_MOST_BYTES = 8 * MAX_PIXELS  # of a file; pixels have four bytes
 _KEPT_FILES = 8
 _KEPT_BYTES = 64 * 2**20  # of pixel files that are reused
 _MOST_LARGER = 4  # times the size of a page: a larger file is not used for it
@@ -56,16 +58,16 @@ def main() -> None:
             parent.send(fields, files=files)
 
 
-def _limit_process(memory: int, niceness: int) -> None:
+def _limit_process(memory: int | None, niceness: int) -> None:
     """Lower this process's priority and limit its memory, file sizes and open files; the kernel enforces the limits."""
     os.nice(niceness)
     used = _address_space()
-    if used is not None:
+    if used is not None and memory is not None:
         resource.setrlimit(resource.RLIMIT_AS, _within(resource.RLIMIT_AS, used + memory))
         with suppress(OSError):  # if the host runs out of memory, the kernel should end this process first
             Path("/proc/self/oom_score_adj").write_text("800", "ascii")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, _within(resource.RLIMIT_FSIZE, memory))
+    resource.setrlimit(resource.RLIMIT_FSIZE, _within(resource.RLIMIT_FSIZE, _MOST_BYTES))
     resource.setrlimit(resource.RLIMIT_NOFILE, _within(resource.RLIMIT_NOFILE, _MOST_OPEN))
 
 

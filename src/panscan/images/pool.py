@@ -14,11 +14,12 @@ import fcntl
 import io
 import mmap
 import os
+import sys
 import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO, NamedTuple
 
@@ -238,13 +239,20 @@ class DecodingPool:
         seconds: see :data:`PAGE_SECONDS`.
         memory: see :data:`MEMORY_BYTES`.
         niceness: by how much the processes' scheduling priority is lowered.
+        watch: whether this process watches a child's resident memory, because the kernel does not limit it.
     """
 
     def __init__(
-        self, most: int, *, seconds: float = PAGE_SECONDS, memory: int = MEMORY_BYTES, niceness: int = 0
+        self,
+        most: int,
+        *,
+        seconds: float = PAGE_SECONDS,
+        memory: int = MEMORY_BYTES,
+        niceness: int = 0,
+        watch: bool = sys.platform != "linux",
     ) -> None:
-        self._most, self._seconds = most, seconds
-        self._limits = {"memory": memory, "niceness": niceness}
+        self._most = most
+        self._limits = _Limits(seconds, memory, niceness, watch)
         self.forget()
 
     def forget(self) -> None:
@@ -320,7 +328,7 @@ class DecodingPool:
         except OSError as error:
             raise ImageError(f"a decoding process cannot be started ({error.strerror or error})") from error
         self._children.add(child)
-        return _Worker(child, self._seconds, self._limits)
+        return _Worker(child, self._limits)
 
     def _release(self, worker: _Worker, *, usable: bool) -> None:
         with self._changed:
@@ -334,6 +342,19 @@ class DecodingPool:
             worker.child.close()
 
 
+class _Limits(NamedTuple):
+    """Limits of a child process (see :class:`DecodingPool`)."""
+
+    seconds: float
+    memory: int
+    niceness: int
+    watch: bool
+
+    def of_child(self) -> dict[str, int | None]:
+        """Return the limits that the child sets itself."""
+        return {"memory": None if self.watch else self.memory, "niceness": self.niceness}
+
+
 class _Reply(NamedTuple):
     """A child's reply: its fields, and the pixels of a page if they were asked for, uint8 ``[bytes]``."""
 
@@ -344,8 +365,8 @@ class _Reply(NamedTuple):
 class _Worker:
     """A child process of a pool, used by one thread at a time. Limits: see :class:`DecodingPool`."""
 
-    def __init__(self, child: Child, seconds: float, limits: Mapping[str, int]) -> None:
-        self.child, self._seconds, self._limits = child, seconds, limits
+    def __init__(self, child: Child, limits: _Limits) -> None:
+        self.child, self._limits = child, limits
         self.uses = 0
         self._mapped: dict[int, mmap.mmap] = {}
         self._released: deque[int] = deque()  # appended to by whichever thread drops an array last
@@ -357,17 +378,15 @@ class _Worker:
         try:
             if self.uses == 1:  # its first message says that it has started: a page's time begins then
                 self._receive(_START_SECONDS, deadline)
-            self.child.send({**fields, "released": released, "limits": self._limits}, files=[file])
-            message = self._receive(self._seconds, deadline)
+            self.child.send({**fields, "released": released, "limits": self._limits.of_child()}, files=[file])
+            message = self._receive(self._limits.seconds, deadline)
             return _Reply(message.fields, self._pixels(message) if "file" in message.fields else None)
         except ChildEndedError as error:
-            problem = (
-                f"the decoder crashed or needed more than {self._limits['memory'] / 1e9:g} GB of memory (it {error})"
-            )
+            problem = f"the decoder crashed or needed more than {self._limits.memory / 1e9:g} GB of memory (it {error})"
             raise image_error(name, problem) from error
         except TimeoutError:
             deadline.check()
-            raise image_error(name, f"opening it took longer than {self._seconds:g} s") from None
+            raise image_error(name, f"opening it took longer than {self._limits.seconds:g} s") from None
 
     def _receive(self, seconds: float, deadline: Deadline) -> Message:
         """Return the child's next message.
@@ -380,7 +399,16 @@ class _Worker:
         while not self.child.readable(min(_POLL_SECONDS, limit.remaining)):
             deadline.check()
             limit.check()
+            if self._limits.watch and self._resident() > self._limits.memory:
+                self.child.kill()
         return self.child.receive(seconds)
+
+    def _resident(self) -> int:
+        """Return the resident memory of the child, bytes; 0 once it has ended."""
+        try:
+            return int(psutil.Process(self.child.pid).memory_info().rss)
+        except psutil.Error:
+            return 0
 
     def _pixels(self, message: Message) -> NDArray[np.uint8]:
         """Return the pixels in a child's file without copying them. Once the array is dropped, the file is released."""
