@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from PIL import Image
 from panscan.core import ImageError
 from panscan.core.deadline import Deadline
 from panscan.images import decode, pool
+from panscan.images.headers import ImageHeader
 from panscan.images.page_levels import copy_levels
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits of the Linux kernel")
@@ -107,6 +109,31 @@ def test_pixels_stay_while_other_pages_are_decoded_by_many_threads() -> None:
     for number, array in enumerate(found):
         expected = np.asarray(pages[number])
         assert np.array_equal(array[..., :3], expected if number % 3 else expected[10:, 20:])
+
+
+def test_files_of_pixels_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of alternating sizes evict each other's files, here and in the child."""
+    contents = [saved("PNG", noise(0).resize(size)) for size in ((3900, 3900), (1500, 1500))]
+
+    def read() -> int:
+        for content in contents:
+            pool.read_pixels(BytesIO(content), None, "page")
+        return psutil.Process().num_fds()
+
+    with contextlib.closing(pool.DecodingPool(1)) as one:
+        monkeypatch.setattr(pool, "_CHEAP", one)
+        first = read()
+        assert max(read() for _ in range(4)) <= first + 2
+
+
+def test_a_size_that_contradicts_the_header_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cost of a picture was judged by its header."""
+    monkeypatch.setattr(pool, "read_header", lambda *_: ImageHeader("PNG", 9, 9, True))
+    for inline in (True, False):
+        monkeypatch.setattr(pool, "_inline", inline)
+        for content in (FILES["png"][0], FILES["pdf"][0]):
+            with pytest.raises(ImageError, match=r"^page: its headers contradict each other"):
+                pool.read_page(BytesIO(content), None, "page")
 
 
 @pytest.mark.parametrize(

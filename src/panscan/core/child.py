@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import IO, Any, NamedTuple, Self
 
 from panscan.core.errors import one_line
@@ -27,7 +27,7 @@ __all__ = ["Child", "ChildEndedError", "Message", "Parent", "can_pass_files"]
 
 _HEAD = struct.Struct("<IQB")  # bytes of the JSON object, bytes of the payload, number of files
 _MOST_JSON = 16 * 2**20
-_MOST_PAYLOAD = 2**40
+_SEND_SECONDS = 60.0  # for the other side to take a message
 _MOST_FILES = 8
 _EXIT_SECONDS = 5.0
 _TAIL_BYTES = 4096
@@ -59,13 +59,25 @@ class Child:
         module: name of the module.
         environment: the child's environment variables; None: those of this process.
         keep_stderr: keep standard error to quote its last line, instead of sharing this process's.
+        most_payload: longest payload of a message from the child, bytes.
+
+    Raises:
+        OSError: the process cannot be started.
     """
 
-    def __init__(self, module: str, *, environment: Mapping[str, str] | None = None, keep_stderr: bool = False) -> None:
-        parent_end, child_end = socket.socketpair()
-        self._socket = parent_end
-        self._stderr: IO[bytes] | None = tempfile.TemporaryFile() if keep_stderr else None  # noqa: SIM115 - closed with the child
-        with child_end:
+    def __init__(
+        self,
+        module: str,
+        *,
+        environment: Mapping[str, str] | None = None,
+        keep_stderr: bool = False,
+        most_payload: int = 0,
+    ) -> None:
+        self._stderr = _unnamed_file() if keep_stderr else None
+        self._most_payload = most_payload
+        self._socket, child_end = socket.socketpair()
+        with child_end, ExitStack() as on_failure:
+            on_failure.callback(self._close_files)
             self._process = subprocess.Popen(
                 # A new session: Ctrl-C in a terminal reaches this process only, which decides what its children do.
                 worker_command(module, str(child_end.fileno())),
@@ -76,6 +88,7 @@ class Child:
                 start_new_session=True,
                 env=environment,
             )
+            on_failure.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -113,10 +126,10 @@ class Child:
             ChildEndedError: the child has ended.
         """
         try:
-            message = _receive(self._socket, now() + seconds)
+            message = _receive(self._socket, now() + seconds, self._most_payload)
         except TimeoutError:
             raise
-        except (OSError, ValueError):  # ValueError: a child that was taken over may send anything
+        except (OSError, ValueError, RecursionError):  # a child that was taken over may send anything
             message = None
         if message is None:
             raise ChildEndedError(self.ending())
@@ -151,6 +164,10 @@ class Child:
             self.kill()
             with suppress(subprocess.TimeoutExpired):  # stuck in a driver or a file system: nothing else can be done
                 self._process.wait(_EXIT_SECONDS)
+        self._close_files()
+
+    def _close_files(self) -> None:
+        self._socket.close()
         if self._stderr is not None:
             self._stderr.close()
 
@@ -180,7 +197,7 @@ class Parent:
 
         def watch() -> None:
             poll = select.poll()
-            poll.register(self._socket, getattr(select, "POLLRDHUP", 0))  # POLLHUP is always reported
+            poll.register(self._socket, getattr(select, "POLLRDHUP", 0) | select.POLLHUP)
             poll.poll()
             os._exit(0)
 
@@ -189,7 +206,7 @@ class Parent:
     def receive(self) -> Message | None:
         """Return the next message; None once the parent has closed the connection."""
         try:
-            return _receive(self._socket, None)
+            return _receive(self._socket, None, sys.maxsize)
         except OSError:
             return None
 
@@ -201,10 +218,17 @@ class Parent:
             os._exit(0)
 
 
+def _unnamed_file() -> IO[bytes]:
+    """Return a new file without a name: in memory on Linux, because the temporary directory may be full."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("panscan-child", os.MFD_CLOEXEC), "w+b")
+    return tempfile.TemporaryFile()
+
+
 def _send(connection: socket.socket, fields: Mapping[str, Any], payload: bytes, files: Sequence[int]) -> None:
     text = json.dumps(fields).encode()
     head = _HEAD.pack(len(text), len(payload), len(files))
-    connection.settimeout(None)
+    connection.settimeout(_SEND_SECONDS)
     if files:
         socket.send_fds(connection, [head], files)
     else:
@@ -214,7 +238,7 @@ def _send(connection: socket.socket, fields: Mapping[str, Any], payload: bytes, 
         connection.sendall(payload)
 
 
-def _receive(connection: socket.socket, until: float | None) -> Message | None:
+def _receive(connection: socket.socket, until: float | None, most_payload: int) -> Message | None:
     """Return the next message; None at the end of the connection.
 
     Raises:
@@ -229,7 +253,7 @@ def _receive(connection: socket.socket, until: float | None) -> Message | None:
             return None
         head += _exactly(connection, _HEAD.size - len(head), until)
         text, payload, count = _HEAD.unpack(head)
-        if text > _MOST_JSON or payload > _MOST_PAYLOAD or count != len(files):
+        if text > _MOST_JSON or payload > most_payload or count != len(files):
             raise ValueError("malformed message")
         fields = json.loads(_exactly(connection, text, until))
         if not isinstance(fields, dict):

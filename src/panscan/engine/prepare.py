@@ -37,6 +37,7 @@ from panscan.model.phases import phase
 __all__ = ["PixelIntake", "Preparer"]
 
 _KNOWN_FILES = 4096
+_AGAIN_SECONDS = 10.0  # to read an image whose features were evicted
 _MOST_HASHED = 1 << 24  # bytes of a file: hashing them takes a tenth of the time that decoding them would take
 
 
@@ -281,7 +282,14 @@ class Preparer:
         """
         found = images_of(view.request)
         # Not native_work(): the engine's thread would wait forever at exit, and the exit waits for that thread.
-        read = _copied(open_pixels(found[view.index]), alone=False) if view.index < len(found) else None
+        try:  # in the engine's thread, which others wait for
+            deadline = Deadline.after(_AGAIN_SECONDS)
+            pixels = open_pixels(found[view.index], deadline=deadline) if view.index < len(found) else None
+        except TimeoutError:
+            raise ImageError(
+                f"request {view.request.id!r}: image {view.index + 1} took too long to read again"
+            ) from None
+        read = None if pixels is None else _copied(pixels, alone=False)
         if read is None or read.levels is None or read.digest != view.digest:
             raise ImageError(f"request {view.request.id!r}: image {view.index + 1} changed while it was read")
         self._put(read.levels, [view])

@@ -72,6 +72,7 @@ _silence_libtiff()
 _PDFIUM = threading.Lock()
 
 _STRIP_PIXELS = 2**22
+_AMBIGUOUS = "its headers contradict each other: save a copy of it with another program"
 
 # 16-bit grey to 8 bits, rounded. Pillow's own conversions clip, or drop the low byte, depending on version and mode.
 _SIXTEEN_TO_EIGHT = np.rint(np.arange(65536) / 257).astype(np.uint8)
@@ -160,7 +161,9 @@ def page_sizes(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES) -> list[
         return sizes
 
 
-def read_page(stream: BinaryIO, page: int | None, name: str, *, copy: bool = True) -> Image.Image:
+def read_page(
+    stream: BinaryIO, page: int | None, name: str, *, copy: bool = True, expected: tuple[int, int] | None = None
+) -> Image.Image:
     """Decode one page to an upright RGB image (see :func:`upright_rgb`).
 
     Args:
@@ -168,16 +171,21 @@ def read_page(stream: BinaryIO, page: int | None, name: str, *, copy: bool = Tru
         page: counted from 1; None for the only page of a file. Of an animation the first frame is read.
         name: what messages call the file.
         copy: make a new image without metadata in any case (see :func:`upright_rgb`).
+        expected: (width, height) before rotation, by which the cost of decoding was judged.
 
     Raises:
-        ImageError: as :func:`count_pages`; also for truncated pixels, a page that the file does not have, and None
-            for a file of several pages.
+        ImageError: as :func:`count_pages`; also for truncated pixels, a page that the file does not have, None for a
+            file of several pages, and another size than the expected one.
     """
     with reading(name):
         if _is_pdf(stream, name):
+            if expected is not None:
+                raise image_error(name, _AMBIGUOUS)
             with _pdf(stream, name) as document:
                 return _render(document, page_index(len(document), page, name))
         with _page_image(stream, page, name) as image:
+            if expected not in (None, image.size):
+                raise image_error(name, _AMBIGUOUS)
             return upright_rgb(image, name, copy=copy)
 
 

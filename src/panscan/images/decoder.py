@@ -107,12 +107,23 @@ def _answer(fields: dict[str, Any], stream: BinaryIO, pixels: _PixelFiles) -> di
 
 def _levels(stream: BinaryIO, fields: dict[str, Any], name: str, pixels: _PixelFiles) -> dict[str, Any]:
     """Decode a page into a file of pixels: uint8 ``[height, width, 4]``."""
-    image = read_page(stream, fields["page"], name, copy=False)
+    expected = fields["expected"] and tuple(fields["expected"])
+    image = read_page(stream, fields["page"], name, copy=False, expected=expected)
     width, height = image.size
     file, kept = pixels.take(4 * width * height)
-    words = np.frombuffer(file.memory, np.uint32, width * height).reshape(height, width)
-    digest = copy_levels(image, alone=fields["alone"], out=words)[1]
-    return {"size": [width, height], "digest": digest.hex(), "file": file.number, "kept": kept}
+    try:
+        words = np.frombuffer(file.memory, np.uint32, width * height).reshape(height, width)
+        digest = copy_levels(image, alone=fields["alone"], out=words)[1]
+    except BaseException:
+        pixels.give_up(file)
+        raise
+    return {
+        "size": [width, height],
+        "digest": digest.hex(),
+        "file": file.number,
+        "kept": kept,
+        "dropped": pixels.dropped(),
+    }
 
 
 @dataclass(slots=True, eq=False)
@@ -138,6 +149,7 @@ class _PixelFiles:
     def __init__(self) -> None:
         self._kept: list[_PixelFile] = []
         self._new: list[int] = []
+        self._dropped: list[int] = []
         self._numbers = count()
 
     def take(self, size: int) -> tuple[_PixelFile, bool]:
@@ -168,12 +180,28 @@ class _PixelFiles:
             if free is None:
                 return False
             self._kept.remove(free)
+            self._dropped.append(free.number)
         return True
+
+    def give_up(self, file: _PixelFile) -> None:
+        """Drop a file that could not be filled."""
+        if file in self._kept:
+            self._kept.remove(file)
+            self._dropped.append(file.number)
+        self._close_new()
+
+    def dropped(self) -> list[int]:
+        """Return the numbers of files that were dropped since the last call: the parent need not map them any more."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
 
     @contextmanager
     def new_files(self) -> Iterator[list[int]]:
         """Yield the descriptors of files that the parent does not have yet, and close them."""
         yield self._new
+        self._close_new()
+
+    def _close_new(self) -> None:
         for descriptor in self._new:
             os.close(descriptor)
         self._new.clear()

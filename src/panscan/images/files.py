@@ -188,7 +188,7 @@ def page_named(name: str) -> Page:
     return Page(*split_page(name))
 
 
-def load_page(page: Page, *, copy: bool = True) -> Image.Image:
+def load_page(page: Page, *, copy: bool = True, deadline: Deadline | None = None) -> Image.Image:
     """Decode a page; return an upright RGB image (see :func:`panscan.images.decode.upright_rgb` for other modes and
     transparency). Without ``copy``, it may keep the file's metadata.
 
@@ -196,7 +196,7 @@ def load_page(page: Page, *, copy: bool = True) -> Image.Image:
         ImageError: the page cannot be read; the message is one line that names the file.
     """
     with _open(page.source) as stream:
-        return read_page(stream, page.page, page.name, copy=copy)
+        return read_page(stream, page.page, page.name, copy=copy, deadline=deadline)
 
 
 def image_size(image: Page | PageBytes | Image.Image, deadline: Deadline | None = None) -> tuple[int, int]:
@@ -214,7 +214,7 @@ def image_size(image: Page | PageBytes | Image.Image, deadline: Deadline | None 
     return image.size
 
 
-def open_image(image: Any, *, copy: bool = True) -> Image.Image:
+def open_image(image: Any, *, copy: bool = True, deadline: Deadline | None = None) -> Image.Image:
     """Open an image as :func:`load_page` does: a page, path, URL, the bytes of a file, a PIL image or an array.
 
     Arrays are uint8 levels ``[height, width, 3]``, or ``[height, width]`` for grey: NumPy arrays, CPU tensors, and
@@ -227,11 +227,11 @@ def open_image(image: Any, *, copy: bool = True) -> Image.Image:
     if isinstance(image, str | Path):
         image = page_named(os.fspath(image))
     if isinstance(image, Page):
-        return load_page(image, copy=copy)
+        return load_page(image, copy=copy, deadline=deadline)
     if isinstance(image, PageBytes):
-        return read_page(BytesIO(image.content), image.page, image.name, copy=copy)
+        return read_page(BytesIO(image.content), image.page, image.name, copy=copy, deadline=deadline)
     if isinstance(image, bytes):
-        return read_page(BytesIO(image), None, "image bytes", copy=copy)
+        return read_page(BytesIO(image), None, "image bytes", copy=copy, deadline=deadline)
     if isinstance(image, Image.Image):
         return upright_rgb(image, str(getattr(image, "filename", "")) or "PIL image", copy=copy)
     return _array(image, "image")

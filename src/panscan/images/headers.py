@@ -10,6 +10,7 @@ pages of a small file with thousands of pages would take minutes.
 from __future__ import annotations
 
 import os
+import re
 import struct
 import threading
 from collections import OrderedDict
@@ -51,7 +52,10 @@ ORDINARY_BYTES = 400_000_000
 _ORDINARY_SCANS = 20
 _ORDINARY_CHUNKS = 1_000
 _PIXEL_CHUNKS = 50_000  # of an ordinary PNG; at libpng's 8 KiB each, 400 MB
-_BLOCK_BYTES = 2**20
+_FRAMES = frozenset({0xC0, 0xC1, 0xC2})  # sequential and progressive Huffman coding
+_PLAIN_MARKERS = _FRAMES | {0xC4, 0xDA, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)}
+_MARKER = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")  # not stuffed, no restart, no fill byte
+_MARKER_BLOCK = 4096
 
 # Bytes per pixel at the peak, as measured: decoded and converted pixels at four each, and what a decoder needs besides:
 # coefficients of a progressive JPEG, two canvases of a WebP.
@@ -96,12 +100,14 @@ def read_header(stream: BinaryIO, name: str) -> ImageHeader | None:
         ImageError: the image exceeds :data:`MAX_PIXELS`, :data:`MAX_SIDE`, :data:`MAX_SCANS` or :data:`MAX_CHUNKS`.
     """
     try:
-        head = stream.read(12)
+        head = stream.read(1024)
+        if b"%PDF-" in head:  # PDFium reads what follows the mark, whatever precedes it
+            return None
         if head.startswith(b"\x89PNG\r\n\x1a\n"):
             header = _png(stream, name)
         elif head.startswith(b"\xff\xd8\xff"):
             header = _jpeg(stream, name)
-        elif head[:4] == b"RIFF" and head[8:] == b"WEBP":
+        elif head[:4] == b"RIFF" and head[8:12] == b"WEBP":
             header = _webp(stream)
         else:
             header = None
@@ -141,8 +147,12 @@ def _png(stream: BinaryIO, name: str) -> ImageHeader | None:
         length, kind = struct.unpack(">I4s", head)
         if kind == b"IEND":
             break
+        if kind == b"IHDR":  # Pillow would take this one
+            return None
         if kind == b"IDAT":
             pixels += 1
+            if pixels > _PIXEL_CHUNKS:
+                break
         else:
             others += 1
             animated |= kind == b"acTL"
@@ -160,12 +170,13 @@ def _jpeg(stream: BinaryIO, name: str) -> ImageHeader | None:
     progressive = False
     while True:
         mark, marker, length = struct.unpack(">BBH", stream.read(4))
-        if mark != 0xFF or not 0xC0 <= marker <= 0xFE or length < 2:  # fill bytes and junk are a decoder's business
+        # Others have no length, or belong to rare codings; fill bytes and junk are a decoder's business, too.
+        if mark != 0xFF or marker not in _PLAIN_MARKERS or length < 2:
             return None
         if marker == 0xDA:  # the first scan
             break
-        if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
-            if size is not None or marker > 0xC2:  # lossless, hierarchical or arithmetic coding
+        if marker in _FRAMES:
+            if size is not None:
                 return None
             _, height, width, components = struct.unpack(">BHHB", stream.read(6))
             size, progressive = (width, height), marker == 0xC2
@@ -177,20 +188,53 @@ def _jpeg(stream: BinaryIO, name: str) -> ImageHeader | None:
     if size is None:
         return None
     # A sequential picture whose first scan has all components ends with it, whatever follows.
-    scans = 1 if not progressive and stream.read(1) == bytes([components]) else _scans(stream)
+    scans = 1
+    if progressive or stream.read(1) != bytes([components]):
+        stream.seek(-1 if not progressive else 0, os.SEEK_CUR)
+        scans, segments = _scans(stream, length, segments, name)
     if scans > MAX_SCANS:
         raise image_error(name, f"more than {MAX_SCANS} JPEG scans")
     ordinary = scans <= _ORDINARY_SCANS and segments <= _ORDINARY_CHUNKS
     return _header("JPEG", *size, ordinary=ordinary)
 
 
-def _scans(stream: BinaryIO) -> int:
-    """Return the number of scans, of which the first has been read; compressed data contain no such marker."""
-    scans, before = 1, b""
-    while block := stream.read(_BLOCK_BYTES):
-        scans += block.count(b"\xff\xda") + (before == b"\xff" and block[:1] == b"\xda")
-        before = block[-1:]
-    return scans
+def _scans(stream: BinaryIO, length: int, segments: int, name: str) -> tuple[int, int]:
+    """Return the numbers of scans and of segments of a picture, up to its end; many scans if that is not clear.
+
+    Args:
+        stream: the file, after the length of the first scan's header.
+        length: that length.
+        segments: number of segments so far.
+        name: name of the file in messages.
+
+    Raises:
+        ImageError: there are more than :data:`MAX_CHUNKS` segments.
+    """
+    scans = 1
+    while scans <= MAX_SCANS:
+        stream.seek(length - 2, os.SEEK_CUR)
+        marker = _next_marker(stream)
+        if marker == 0xD9:
+            break
+        length = int.from_bytes(stream.read(2), "big")
+        if marker not in _PLAIN_MARKERS or length < 2:
+            return max(scans, _ORDINARY_SCANS + 1), segments
+        scans += marker == 0xDA
+        segments += 1
+        if segments > MAX_CHUNKS:
+            raise image_error(name, f"more than {MAX_CHUNKS} JPEG segments")
+    return scans, segments
+
+
+def _next_marker(stream: BinaryIO) -> int:
+    """Return the next marker after compressed data, and leave the stream behind it; the end of the image if none is."""
+    while block := stream.read(_MARKER_BLOCK):
+        if (found := _MARKER.search(block)) is not None:
+            stream.seek(found.end() - len(block), os.SEEK_CUR)
+            return block[found.end() - 1]
+        if block.endswith(b"\xff") and len(block) == _MARKER_BLOCK:
+            stream.seek(-1, os.SEEK_CUR)
+    return 0xD9
 
 
 def _webp(stream: BinaryIO) -> ImageHeader | None:

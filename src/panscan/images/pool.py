@@ -19,9 +19,10 @@ import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, BinaryIO, NamedTuple
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
 import psutil
@@ -61,6 +62,7 @@ MEMORY_BYTES = 2_000_000_000
 _HOST_SHARE = 8  # at most an eighth of the host's memory for each pool of a process
 _REUSES = 1_000  # documents per child, so that what a decoder leaks stays bounded
 _POLL_SECONDS = 0.1  # until an abandoned request is noticed
+_REPLY_SECONDS = 2.0  # for the rest of a reply, which is short
 _START_SECONDS = 60.0  # for a child to start: it imports libraries, perhaps on a busy machine
 _KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "TMPDIR", "SYSTEMROOT")
 
@@ -76,8 +78,16 @@ class PageLevels(NamedTuple):
 def worker_count() -> int:
     """Return the most child processes of a pool: one per core, at least two so that one slow page blocks no other."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    fitting = psutil.virtual_memory().total // (_HOST_SHARE * MEMORY_BYTES)
+    fitting = _host_memory() // (_HOST_SHARE * MEMORY_BYTES)
     return max(2, min(cores, fitting, 8))
+
+
+def _host_memory() -> int:
+    """Return the memory of this machine, or of this container if it has less, bytes."""
+    total = int(psutil.virtual_memory().total)
+    with suppress(OSError, ValueError):  # "max": no limit
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text("ascii")))
+    return total
 
 
 def decode_in_children() -> None:
@@ -88,13 +98,14 @@ def decode_in_children() -> None:
     global _inline
     _inline = not can_pass_files()
     if not _inline:
-        _CHEAP.start_one()
+        with suppress(ImageError):  # each page will say so
+            _CHEAP.start_one()
 
 
 def is_cheap(stream: BinaryIO, name: str) -> bool:
     """Return whether a file is an image that decodes in little memory and time. The stream is left at its start."""
     try:
-        return _is_ordinary(read_header(stream, name))
+        return _is_ordinary(_header_of(stream, name))
     except ImageError:  # refused when it is opened, without a decoder
         return True
 
@@ -106,43 +117,41 @@ def count_pages(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES, deadlin
         ImageError: also if the file exceeds a limit of a child process.
         TimeoutError: the deadline has passed.
     """
-    if read_header(stream, name) is not None:
+    if _header_of(stream, name) is not None:
         return 1
     if not can_pass_files():
         return decode.count_pages(stream, name, max_pages)
-    return int(_ask(_DOCUMENTS, stream, deadline, "count", name, max_pages=max_pages).fields["count"])
+    return _ask(_DOCUMENTS, stream, deadline, name, _count_in, operation="count", max_pages=max_pages)
 
 
 def page_size(stream: BinaryIO, page: int | None, name: str, deadline: Deadline | None = None) -> tuple[int, int]:
     """See :func:`panscan.images.decode.page_size`, and :func:`count_pages` for what else it raises."""
-    if (header := read_header(stream, name)) is not None:
+    if (header := _header_of(stream, name)) is not None:
         page_index(1, page, name)
         return header.width, header.height
     if not can_pass_files():
         return decode.page_size(stream, page, name)
-    width, height = _ask(_DOCUMENTS, stream, deadline, "size", name, page=page).fields["size"]
-    return int(width), int(height)
+    return _ask(_DOCUMENTS, stream, deadline, name, _size_in, operation="size", page=page)
 
 
 def page_sizes(
     stream: BinaryIO, name: str, max_pages: int = MAX_PAGES, deadline: Deadline | None = None
 ) -> list[tuple[int, int]]:
     """See :func:`panscan.images.decode.page_sizes`, and :func:`count_pages` for what else it raises."""
-    if (header := read_header(stream, name)) is not None:
+    if (header := _header_of(stream, name)) is not None:
         return [(header.width, header.height)]
     if not can_pass_files():
         return decode.page_sizes(stream, name, max_pages)
-    reply = _ask(_DOCUMENTS, stream, deadline, "sizes", name, max_pages=max_pages)
-    return [(int(width), int(height)) for width, height in reply.fields["sizes"]]
+    return _ask(_DOCUMENTS, stream, deadline, name, _sizes_in, operation="sizes", max_pages=max_pages)
 
 
 def read_page(
     stream: BinaryIO, page: int | None, name: str, *, copy: bool = True, deadline: Deadline | None = None
 ) -> Image.Image:
     """See :func:`panscan.images.decode.read_page`, and :func:`count_pages` for what else it raises."""
-    header = read_header(stream, name)
+    header = _header_of(stream, name)
     if _here(header):
-        return decode.read_page(stream, page, name, copy=copy)
+        return decode.read_page(stream, page, name, copy=copy, expected=_expected(header))
     size, _, levels = _decoded(header, stream, page, name, deadline)
     with decode.reading(name):
         return Image.frombytes("RGB", size, levels.data, "raw", "RGBX")
@@ -156,10 +165,20 @@ def read_pixels(
     Args and raises: as :func:`panscan.images.decode.read_page` and :func:`count_pages`; ``alone`` as
     :func:`panscan.images.page_levels.copy_levels`.
     """
-    header = read_header(stream, name)
+    header = _header_of(stream, name)
     if _here(header):
-        return decode.read_page(stream, page, name, copy=False)
+        return decode.read_page(stream, page, name, copy=False, expected=_expected(header))
     return _decoded(header, stream, page, name, deadline, alone=alone)
+
+
+def _header_of(stream: BinaryIO, name: str) -> ImageHeader | None:
+    """See :func:`panscan.images.headers.read_header`; a file that cannot be read is an ImageError too."""
+    with decode.reading(name):
+        return read_header(stream, name)
+
+
+def _expected(header: ImageHeader | None) -> tuple[int, int] | None:
+    return None if header is None else (header.width, header.height)
 
 
 def _is_ordinary(header: ImageHeader | None) -> bool:
@@ -181,27 +200,54 @@ def _decoded(
     alone: bool = False,
 ) -> PageLevels:
     pool = _CHEAP if _is_ordinary(header) else _DOCUMENTS
-    reply = _ask(pool, stream, deadline, "levels", name, page=page, alone=alone)
-    width, height = (int(side) for side in reply.fields["size"])
-    assert reply.pixels is not None  # levels were asked for
-    levels = reply.pixels.reshape(height, width, 4)
-    return PageLevels((width, height), bytes.fromhex(reply.fields["digest"]), levels)
+    fields = {"operation": "levels", "page": page, "alone": alone, "expected": _expected(header)}
+    return _ask(pool, stream, deadline, name, _levels_in, **fields)
+
+
+T = TypeVar("T")
 
 
 def _ask(
-    pool: DecodingPool, stream: BinaryIO, deadline: Deadline | None, operation: str, name: str, **fields: Any
-) -> _Reply:
-    """Return a child's reply to one request.
+    pool: DecodingPool,
+    stream: BinaryIO,
+    deadline: Deadline | None,
+    name: str,
+    answer_in: Callable[[_Reply], T],
+    **fields: Any,
+) -> T:
+    """Return a child's answer to a request with these fields.
 
     Raises:
         ImageError: the file cannot be read, or exceeds a limit.
         TimeoutError: the deadline has passed.
     """
-    with _descriptor(stream, name) as file:
-        reply = pool.ask({"operation": operation, "name": str(name), **fields}, file, name, deadline or Deadline())
+    reply = pool.ask({"name": str(name), **fields}, stream, name, deadline or Deadline())
     if (problem := reply.fields.get("error")) is not None:
-        raise ImageError(problem)
-    return reply
+        raise ImageError(str(problem))
+    try:
+        return answer_in(reply)
+    except (LookupError, TypeError, ValueError) as error:  # of a child that was taken over
+        raise image_error(name, f"the decoding process sent a malformed reply ({type(error).__name__})") from error
+
+
+def _count_in(reply: _Reply) -> int:
+    return int(reply.fields["count"])
+
+
+def _size_in(reply: _Reply) -> tuple[int, int]:
+    width, height = reply.fields["size"]
+    return int(width), int(height)
+
+
+def _sizes_in(reply: _Reply) -> list[tuple[int, int]]:
+    return [(int(width), int(height)) for width, height in reply.fields["sizes"]]
+
+
+def _levels_in(reply: _Reply) -> PageLevels:
+    if reply.pixels is None:
+        raise ValueError("no pixels")
+    width, height = _size_in(reply)
+    return PageLevels((width, height), bytes.fromhex(reply.fields["digest"]), reply.pixels.reshape(height, width, 4))
 
 
 @contextmanager
@@ -272,8 +318,8 @@ class DecodingPool:
             if not self._children:
                 self._idle.append(self._started())
 
-    def ask(self, fields: dict[str, Any], file: int, name: str, deadline: Deadline) -> _Reply:
-        """Return the reply of the next free child.
+    def ask(self, fields: dict[str, Any], stream: BinaryIO, name: str, deadline: Deadline) -> _Reply:
+        """Return the reply of the next free child to a request about a file.
 
         Raises:
             ImageError: the child exceeded a limit, or crashed.
@@ -282,7 +328,8 @@ class DecodingPool:
         worker = self._acquire(deadline)
         usable = False
         try:
-            reply = worker.ask(fields, file, name, deadline)
+            with _descriptor(stream, name) as file:
+                reply = worker.ask(fields, file, name, deadline)
             usable = worker.uses < _REUSES and not reply.fields.get("memory")
             return reply
         finally:
@@ -379,14 +426,26 @@ class _Worker:
             if self.uses == 1:  # its first message says that it has started: a page's time begins then
                 self._receive(_START_SECONDS, deadline)
             self.child.send({**fields, "released": released, "limits": self._limits.of_child()}, files=[file])
-            message = self._receive(self._limits.seconds, deadline)
-            return _Reply(message.fields, self._pixels(message) if "file" in message.fields else None)
+            return self._reply(self._receive(self._limits.seconds, deadline))
         except ChildEndedError as error:
-            problem = f"the decoder crashed or needed more than {self._limits.memory / 1e9:g} GB of memory (it {error})"
-            raise image_error(name, problem) from error
+            memory = f"{self._limits.memory / 1e9:g} GB of memory"
+            raise image_error(name, f"the decoder crashed or needed more than {memory} (it {error})") from error
         except TimeoutError:
             deadline.check()
             raise image_error(name, f"opening it took longer than {self._limits.seconds:g} s") from None
+        except (ArithmeticError, LookupError, OSError, TypeError, ValueError) as error:  # a child that was taken over
+            raise image_error(name, f"the decoding process sent a malformed reply ({type(error).__name__})") from error
+
+    def _reply(self, message: Message) -> _Reply:
+        """Return the reply in a message."""
+        try:
+            pixels = self._pixels(message) if "file" in message.fields else None
+            for number in message.fields.get("dropped", ()):
+                self._mapped.pop(number, None)
+            return _Reply(message.fields, pixels)
+        finally:
+            for file in message.files:  # a mapping has a descriptor of its own
+                os.close(file)
 
     def _receive(self, seconds: float, deadline: Deadline) -> Message:
         """Return the child's next message.
@@ -401,7 +460,7 @@ class _Worker:
             limit.check()
             if self._limits.watch and self._resident() > self._limits.memory:
                 self.child.kill()
-        return self.child.receive(seconds)
+        return self.child.receive(_REPLY_SECONDS)
 
     def _resident(self) -> int:
         """Return the resident memory of the child, bytes; 0 once it has ended."""
@@ -427,21 +486,29 @@ class _Worker:
 
 
 def _mapping(file: int, size: int) -> mmap.mmap:
-    """Map a child's file of at least ``size`` bytes, and close its descriptor."""
-    try:
-        length = os.fstat(file).st_size
-        sealed = not SEALS or fcntl.fcntl(file, fcntl.F_GET_SEALS) & SEALS == SEALS
-        if not sealed or length < size:
-            raise ImageError("a decoding process returned a file of another size")
-        return mmap.mmap(file, length, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-    finally:
-        os.close(file)
+    """Map a child's file of at least ``size`` bytes.
+
+    Raises:
+        ValueError: it is smaller, or its size may change.
+        OSError: it cannot be mapped.
+    """
+    length = os.fstat(file).st_size
+    sealed = not SEALS or fcntl.fcntl(file, fcntl.F_GET_SEALS) & SEALS == SEALS
+    if not sealed or not 0 < size <= length:
+        raise ValueError("a file of another size")
+    return mmap.mmap(file, length, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
 
 
 def _environment() -> dict[str, str]:
-    """Return a child's environment: no credentials, and one thread per library."""
+    """Return a child's environment: no credentials, and few threads: each takes address space."""
     kept = {variable: os.environ[variable] for variable in _KEPT_VARIABLES if variable in os.environ}
-    return {**kept, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2"}
+    return {
+        **kept,
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MALLOC_ARENA_MAX": "2",
+        "RAYON_NUM_THREADS": "4",
+    }
 
 
 _inline = True

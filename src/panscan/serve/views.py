@@ -53,8 +53,7 @@ def page_views(
     """
     found = []
     for page in document.pages[:_PREVIEWS]:
-        deadline.check()
-        image = open_image(page)
+        image = open_image(page, deadline=deadline)
         entry = size_views(image.width, image.height, settings, cost)
         found.append({**entry, "preview": _data_url(image)} if preview else entry)
     return found
