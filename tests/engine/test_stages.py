@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ import pytest
 from numpy.typing import NDArray
 from tests.conftest import noise
 from tests.engine.driving import SHORT, Driver, requests
+from tests.images.test_pool import slow_pdf
 
 from panscan import GenerateRunner, PanAndScan, Request, Result
 from panscan.core import now
+from panscan.core.deadline import Deadline
 from panscan.engine.engine import Engine
 from panscan.engine.loop import _THREADS
 from panscan.engine.options import EngineOptions
-from panscan.images import decode
+from panscan.images import pool
 
 
 class Watched:
@@ -63,39 +66,26 @@ def test_waiting_for_a_thread_is_queueing(mini: GenerateRunner) -> None:
     assert most <= _THREADS, "a request that loads has a thread"
 
 
-class Announced:
-    """A lock that says when somebody has to wait for it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.wanted = threading.Event()
-        self.release = self._lock.release
-
-    def acquire(self, blocking: bool = True) -> bool:
-        got = self._lock.acquire(blocking)
-        if not got:
-            self.wanted.set()
-        return got
-
-
-def test_waiting_for_the_pdf_library_is_queueing(
+def test_waiting_for_a_decoding_process_is_queueing(
     tiny: GenerateRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One thread at a time reads PDF files."""
+    """The only process is busy with another document."""
     noise(300, 300).save(tmp_path / "page.pdf")
-    lock = Announced()
-    monkeypatch.setattr(decode, "_PDFIUM", lock)
+    monkeypatch.setattr(pool, "_DOCUMENTS", pool.DecodingPool(1))
+    slow = Deadline()
     request = Request("What?", [tmp_path / "page.pdf"], sampling=SHORT)
-    with Engine(tiny.loaded, EngineOptions(kv_cache_gb=0.02)) as engine:
-        found: list[Result] = []
-        asking = threading.Thread(target=lambda: found.extend(engine.generate([request])))
-        lock.acquire()
-        asking.start()
-        assert lock.wanted.wait(30)
+    with Engine(tiny.loaded, EngineOptions(kv_cache_gb=0.02)) as engine, ThreadPoolExecutor(2) as threads:
+        busy = threads.submit(pool.read_page, BytesIO(slow_pdf()), None, "slow.pdf", deadline=slow)
+        while not pool._DOCUMENTS._children:
+            pass
+        asked = threads.submit(engine.generate, [request])
+        while not pool._DOCUMENTS._waiting:
+            pass
         freed = now()
-        lock.release()
-        asking.join(30)
-    [result] = found
+        slow.abandon()
+        [result] = asked.result(60)
+        assert isinstance(busy.exception(60), TimeoutError)
+    pool._DOCUMENTS.close()
     check_sum(result)
     stamps, stages = result.stamps, result.stamps.stages()
     [(start, end)] = stamps.waits

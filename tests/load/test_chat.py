@@ -241,7 +241,13 @@ def test_token_counts_are_read_in_every_dialect(last: dict[str, Any], expected: 
     ) == expected  # fmt: skip
 
 
-@pytest.mark.parametrize("count", ["9" * 400, "65", "-1", "1.5", "true", '"2"', "NaN", "1e400", "[2]", str(2**31)])
+def test_an_endpoint_that_ignores_max_tokens_is_measured() -> None:
+    last = b'data: {"choices":[],"usage":{"completion_tokens":1280}}\n\n'
+    exchange = answer(stream_of([content("a"), END], done="") + last)
+    assert (exchange.error_kind, exchange.output_tokens) == (None, 1280)
+
+
+@pytest.mark.parametrize("count", ["9" * 400, "1281", "-1", "1.5", "true", '"2"', "NaN", "1e400", "[2]", str(2**31)])
 @pytest.mark.parametrize("field", ['"usage":{"completion_tokens"', '"timings":{"predicted_n"'])
 def test_an_impossible_number_of_output_tokens_is_a_failure(field: str, count: str) -> None:
     last = f'data: {{"choices":[],{field}:{count}}}}}\n\n'.encode()

@@ -36,7 +36,8 @@ def w1_records() -> Iterator[Reported]:
         record = json.loads(path.read_text())
         settings = record["settings"]
         size = settings.get("tensor_parallel_size", 1)
-        variant = Variant(SHAPES["27b"], settings.get("quantization"), tensor_parallel_size=size)
+        cache = settings.get("kv_cache_dtype", "auto")
+        variant = Variant(SHAPES["27b"], settings.get("quantization"), tensor_parallel_size=size, kv_cache_dtype=cache)
         runs = {"": record["measured"].get("engine", record["measured"])}
         runs |= {key.removeprefix("measured_"): run for key, run in record.items() if key.startswith("measured_")}
         for key, run in runs.items():

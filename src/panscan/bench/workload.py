@@ -434,12 +434,13 @@ def sample_dataset() -> Path:
     A cache that cannot be written is replaced by :func:`panscan.core.fallback_directory`, so that a run can resume.
 
     Raises:
-        SettingError: neither can be written.
+        SettingError: the cache cannot be written, and the fallback is not private.
+        InputError: neither can be written.
     """
     name = f"samples-{panscan.__version__}-{_digest()}"
     try:
         return write_samples(cache_directory() / name, overwrite=True)
-    except SettingError:
+    except InputError:
         return write_samples(fallback_directory() / name, overwrite=True)
 
 
