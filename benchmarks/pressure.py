@@ -91,8 +91,9 @@ class PressedServer:
         """Return the server's process, the engine's and all decoding processes by name."""
         processes = {"server": psutil.Process(self.pid), "engine": self.engine()}
         for child in processes["server"].children(recursive=True):
-            if "panscan.images.decoder" in " ".join(child.cmdline()):
-                processes[f"decoder {child.pid}"] = child
+            with suppress(psutil.Error):  # it has ended
+                if "panscan.images.decoder" in " ".join(child.cmdline()):
+                    processes[f"decoder {child.pid}"] = child
         return processes
 
     def engine(self) -> psutil.Process:

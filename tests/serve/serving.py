@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any
@@ -24,9 +25,13 @@ DEADLINE = 60.0
 
 
 def engines_of(pid: int) -> list[psutil.Process]:
-    """Return the engine processes of a server, without its decoding processes."""
-    children = psutil.Process(pid).children()
-    return [child for child in children if "panscan.serve.engine_worker" in " ".join(child.cmdline())]
+    """Return the engine processes of a server, without its decoding processes, and those that have ended."""
+    engines = []
+    for child in psutil.Process(pid).children():
+        with suppress(psutil.Error):
+            if "panscan.serve.engine_worker" in " ".join(child.cmdline()):
+                engines.append(child)
+    return engines
 
 
 @dataclass
