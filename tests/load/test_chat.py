@@ -242,12 +242,19 @@ def test_token_counts_are_read_in_every_dialect(last: dict[str, Any], expected: 
 
 
 def test_an_endpoint_that_ignores_max_tokens_is_measured() -> None:
-    last = b'data: {"choices":[],"usage":{"completion_tokens":1280}}\n\n'
+    last = b'data: {"choices":[],"usage":{"completion_tokens":3000}}\n\n'
     exchange = answer(stream_of([content("a"), END], done="") + last)
-    assert (exchange.error_kind, exchange.output_tokens) == (None, 1280)
+    assert (exchange.error_kind, exchange.output_tokens) == (None, 3000)
 
 
-@pytest.mark.parametrize("count", ["9" * 400, "1281", "-1", "1.5", "true", '"2"', "NaN", "1e400", "[2]", str(2**31)])
+@pytest.mark.parametrize("count", ["-1", "1.5", "true", '"2"', "NaN", "1e400", "[2]", "null"])
+def test_a_count_of_tokens_that_is_none_counts_as_not_reported(count: str) -> None:
+    last = f'data: {{"choices":[],"usage":{{"completion_tokens":{count}}}}}\n\n'.encode()
+    exchange = answer(stream_of([content("a"), END], done="") + last)
+    assert (exchange.error_kind, exchange.output_tokens) == ("usage", 1)
+
+
+@pytest.mark.parametrize("count", ["9" * 400, "65793", str(2**31)])
 @pytest.mark.parametrize("field", ['"usage":{"completion_tokens"', '"timings":{"predicted_n"'])
 def test_an_impossible_number_of_output_tokens_is_a_failure(field: str, count: str) -> None:
     last = f'data: {{"choices":[],{field}:{count}}}}}\n\n'.encode()
@@ -261,8 +268,8 @@ def test_an_impossible_number_of_output_tokens_is_a_failure(field: str, count: s
     [
         (b"data: " + b"x" * 2**21, "malformed event: too long"),
         (b"data: x\n" * 2**18, "malformed event: too long"),
-        (stream_of([content("a")], done="") * 2000, "more than 1,280 chunks for max_tokens 64"),
-        (stream_of([content("a" * 30_000)] * 3, done=""), "more than 81,920 characters for max_tokens 64"),
+        (stream_of([content("a")], done="") * 66_500, "more than 65,792 chunks for max_tokens 64"),
+        (stream_of([content("a" * 400_000)] * 3, done=""), "more than 1,064,960 characters for max_tokens 64"),
         (b"data: " + b'{"usage":' * 200 + b"1" + b"}" * 200 + b"\n\n", "malformed event: not JSON"),
     ],
 )
@@ -270,7 +277,7 @@ def test_an_impossible_number_of_output_tokens_is_a_failure(field: str, count: s
 def test_an_answer_without_end_is_read_no_further(body: bytes, message: str, step: int | None) -> None:
     exchange = answer(body, step)
     assert (exchange.error_kind, exchange.error) == ("stream", message)
-    assert len(exchange.text) < 100_000 and len(exchange.tokens) < 2000
+    assert len(exchange.text) < 2_000_000 and len(exchange.tokens) < 70_000
 
 
 def test_an_answer_without_usage_counts_chunks_and_is_no_failure() -> None:

@@ -34,7 +34,7 @@ def endpoint(url: str, name: str, timeout: float = 30.0) -> Endpoint:
         ("400 digits of tokens", "protocol", "completion_tokens: expected a number from 0 to 2,147,483,647, got"),
         ("a million tokens", "protocol", "completion_tokens: 1,000,000 is far more than max_tokens 8"),
         ("deep answer", "stream", "malformed event: not JSON"),
-        ("endless chunks", "stream", "more than 1,056 chunks for max_tokens 8"),
+        ("endless chunks", "stream", "more than 65,568 chunks for max_tokens 8"),
         ("one event without end", "stream", "malformed event: too long"),
         ("endless headers", "protocol", "the response is too long"),
         ("one header without end", "protocol", "the response is too long"),

@@ -16,7 +16,7 @@ MAX_WORK = 16 << 20
 """Units of work of a rendering, beyond those that the messages add: one per character that is read or written,
 :data:`ITEM` per value in a container, and :data:`OPERATION` per operation."""
 OPERATION, ITEM = 64, 32
-_PER_ENTRY = 512 * OPERATION  # work that each turn or part of a turn adds
+_PER_ENTRY = 2048 * OPERATION  # work that each turn or part of a turn adds
 _PER_CHARACTER = 32
 _MAX_BITS = 16_384  # of an integer: no more digits than Python converts
 _MAX_WIDTH = 1_000_000  # of a formatted field

@@ -42,7 +42,9 @@ def check_directory(directory: Path) -> None:
     if _checked.get(directory) == state:
         return
     if _ADAPTER in entries:
-        raise DamagedFileError(f"{_ADAPTER}: adapters are not supported: merge it into the model with PEFT")
+        raise DamagedFileError(
+            f"{_ADAPTER}: adapters are not supported: merge it into the model, or remove this file if it is"
+        )
     objects = {name: read_json(directory / name) for name in (*_JSON, *_PROCESSORS) if name in entries}
     if "chat_template.jinja" in entries and len(read_text(directory / "chat_template.jinja")) > MAX_TEMPLATE:
         raise DamagedFileError(f"chat_template.jinja: more than {MAX_TEMPLATE:,} characters")

@@ -196,6 +196,9 @@ def _sizes(config: Mapping[str, Any], defaults: Mapping[str, int], prefix: str) 
     return sizes
 
 
+_ROPE_FACTORS = ("factor", "rope_theta")
+
+
 def _check_rope(value: Any, field: str) -> None:
     """Check the rotary embedding: positive numbers, in an object per kind of layer or in one."""
     if isinstance(value, dict):
@@ -205,7 +208,8 @@ def _check_rope(value: Any, field: str) -> None:
             else:
                 _require(inner in _ROPE_TYPES, f"{field}.{name}", inner, " or ".join(_ROPE_TYPES))
         return
-    fits = value is None or isinstance(value, list) or (isinstance(value, int | float) and 0 < value < 1e12)
+    least = 0 if field.endswith(_ROPE_FACTORS) else -1  # others are switches and bounds, which may be 0
+    fits = value is None or isinstance(value, list) or (isinstance(value, int | float) and least < value < 1e12)
     _require(fits, field, value, "a positive number")
 
 

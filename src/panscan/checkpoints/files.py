@@ -26,7 +26,6 @@ _LIMITS = {
     **dict.fromkeys(("merges.txt", "tokenizer.model", "vocab.json"), 64 * _MIB),
     **dict.fromkeys(
         (
-            "README.md",
             "adapter_config.json",
             "audio_tokenizer_config.json",
             "chat_template.json",
@@ -52,13 +51,12 @@ class DamagedFileError(ValueError):
 def checkpoint_entries(directory: Path) -> dict[str, os.stat_result]:
     """Check the files of a checkpoint that panscan and Transformers may open; return their status by name.
 
-    A link must lead to a file of the directory or, in a snapshot of the hub's cache, to one of its blobs.
+    A link must lead to a file of the directory, or to a blob of a hub's cache.
 
     Raises:
         DamagedFileError: one is not a regular file, lies elsewhere, or is too large.
     """
     root = directory.resolve()
-    roots = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
     entries = {}
     for path in [*directory.iterdir(), *(directory / _TEMPLATES).glob("*.jinja")]:
         if (limit := _limit(path)) is None:
@@ -68,7 +66,7 @@ def checkpoint_entries(directory: Path) -> dict[str, os.stat_result]:
             status, target = path.stat(), path.resolve() if path.is_symlink() else root
         except (OSError, RuntimeError) as error:
             raise DamagedFileError(f"{name}: cannot be opened ({_reason(error)})") from error
-        if not any(target.is_relative_to(allowed) for allowed in roots):
+        if not target.is_relative_to(root) and not _is_blob(target):
             raise DamagedFileError(f"{name}: links to a file outside the checkpoint: copy the file instead")
         if not stat.S_ISREG(status.st_mode):
             kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
@@ -160,6 +158,11 @@ def _check_values(value: Mapping[str, Any], name: str) -> None:
             rest += [(f"{field}.{key}" if field else key, inner, depth + 1) for key, inner in item.items()]
         elif isinstance(item, list):
             rest += [(f"{field}[{index}]", inner, depth + 1) for index, inner in enumerate(item)]
+
+
+def _is_blob(path: Path) -> bool:
+    """Return whether a file is a blob of a hub's cache, to which its snapshots link."""
+    return path.parent.name == "blobs" and path.parent.parent.name.startswith("models--")
 
 
 def _limit(path: Path) -> int | None:

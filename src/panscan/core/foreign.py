@@ -25,7 +25,7 @@ def parse_json(
     parse_int: Callable[[str], Any] | None = None,
     parse_float: Callable[[str], Any] | None = None,
 ) -> Any:
-    """Return the value of a JSON text in UTF-8.
+    """Return the value of a JSON text in UTF-8, with or without a byte order mark.
 
     Args:
         data: the text.
@@ -40,7 +40,7 @@ def parse_json(
     """
     if most is not None and len(data) > most:
         raise ValueError(f"longer than {most:,} bytes")
-    text = data.decode() if isinstance(data, bytes) else data
+    text = data.decode("utf-8-sig") if isinstance(data, bytes) else data
     if len(text) > MOST_VALUES and sum(map(text.count, ",[{")) > MOST_VALUES:
         raise ValueError(f"more than {MOST_VALUES:,} values")
     try:

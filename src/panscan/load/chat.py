@@ -33,14 +33,14 @@ __all__ = [
     "served_models",
 ]
 
-MOST_TEXT = 65_536, 256
+MOST_TEXT = 1_048_576, 256
 """Characters of an answer: a number, and so many more per token that was asked for."""
 
 _COMPLETIONS = "/chat/completions"
 _MOST_ERROR = 64 * 1024  # bytes of an error response that are read
 _MOST_JSON = 16 * 1024 * 1024  # bytes of a response that is read as a whole; up to 35 times as many as objects
 _LONGEST_EVENT = 1024 * 1024  # bytes
-_MOST_CHUNKS = 1024, 4  # content chunks of an answer: a number, and so many more per token that was asked for
+_MOST_CHUNKS = 65_536, 4  # content chunks of an answer: a number, and so many more per token that was asked for
 _LONGEST_NAME = 1_000  # characters of a model's name
 _LONGEST_ERROR = 200  # characters of an error message
 _OWN_HEADERS = {
@@ -520,9 +520,9 @@ class _Usage:
         """Return what is wrong with the number of output tokens, from which every throughput is computed."""
         for counts, name in ((self._usage, "completion_tokens"), (self._timings, "predicted_n")):
             value = counts.get(name)
-            if value is not None and not is_count(value):
+            if isinstance(value, int) and value > MOST_COUNT:
                 return f"{name}: expected a number from 0 to {MOST_COUNT:,}, got {shorten(value)}"
-            if value is not None and value > _most_chunks(max_tokens):  # some endpoints ignore max_tokens
+            if isinstance(value, int) and value > _most_chunks(max_tokens):  # some endpoints ignore max_tokens
                 return f"{name}: {value:,} is far more than max_tokens {max_tokens:,}"
         return None
 
@@ -542,6 +542,8 @@ class _Usage:
 
 def _count(counts: Mapping[str, Any], name: str, default: int | None = None) -> int | None:
     value = counts.get(name)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     return value if is_count(value) else default
 
 
@@ -577,7 +579,7 @@ class _WholeResponse:
 
     def on_head(self, status: int, headers: Mapping[str, str]) -> None:
         self.status = status
-        if headers.get("content-encoding", "identity") != "identity":
+        if status == 200 and headers.get("content-encoding", "identity") != "identity":
             self._refuse(f"the response is compressed ({_short(headers['content-encoding'])})")
 
     def on_data(self, data: bytes, at: float) -> None:

@@ -265,9 +265,14 @@ class PromptWriter:
         Raises:
             ModelError: it is damaged, or cannot be rendered within the limits.
         """
-        if getattr(self.tokenizer, "chat_template", None):
-            with suppress(SettingError):  # it may reject this conversation
+        if not getattr(self.tokenizer, "chat_template", None):
+            return
+        with suppress(SettingError):  # it may reject this conversation
+            try:
                 self.render([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}])
+            except ModelError as error:  # one that expects plain texts fails here, and raw prompts do not need it
+                if not isinstance(error.__cause__, TypeError):
+                    raise
 
     def _block(self, crops: int, around_view: str) -> str:
         """Return the text of an image, worded as by ``Gemma3Processor``, with one start-of-image token per view."""

@@ -41,9 +41,9 @@ __all__ = [
 FILE_NAME = "records.jsonl"
 UNFINISHED = "unfinished"
 
-_MOST_BYTES = 2**30  # half a million requests of 100 tokens
+_MOST_BYTES = 2**33  # four million requests of 100 tokens
 _LONGEST_LINE = 64 * 2**20  # bytes; a run line has 1,000 for each cell
-_MOST_PARTS = 8_000_000  # a request has 10
+_MOST_PARTS = 64_000_000  # a request has 10
 
 
 @dataclass(slots=True)

@@ -169,7 +169,7 @@ def dataset_rows(path: Path, called: str) -> list[dict[str, Any]]:
         DatasetError: the file cannot be read, or a line is not such a row; the message has its number.
     """
     lines = read_text(path, called).split("\n")
-    if len(lines) > MOST_ROWS:
+    if sum(bool(line.strip()) for line in lines) > MOST_ROWS:
         raise DatasetError(f"{called}: more than {MOST_ROWS:,} lines: split it, or use Parquet")
     return [_json_line(line, f"{called}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
 
