@@ -207,9 +207,10 @@ def serving_pressure() -> str:
         kills.append(f"{part['kills']} {name.replace('_', ' ')}: {', '.join(ends)}")
     peaks = ", ".join(f"{name} {peak:,} MB" for name, peak in pressure["memory"]["peak_mb"].items())
     facts = record["environment"]
-    problems = sum(len(part["problems"]) for part in pressure.values())
+    problems = [problem for part in pressure.values() for problem in part["problems"]]
+    failed = f"Failed: {'; '.join(problems)}." if problems else "Nothing failed."
     notes = (
-        f"{'; '.join(kills)}. Peak memory of a process: {peaks}. {problems} problems."
+        f"{'; '.join(kills)}. Peak memory of a process: {peaks}. {failed}"
         f" {facts['cpu']}, {facts['cpu_count']} cores, which clients, attackers and server share. Record:"
         f" `benchmarks/records/serve-fuzz.json`. Command: `{shlex.join(record['command'])}`"
     )
@@ -229,7 +230,8 @@ def decoding_pool() -> str:
     record = _record("decoding-pool")
     rows = []
     for kind in ("png", "jpeg"):
-        page, low, high = record[kind], *record[kind]["extra_ms_quartiles"]
+        page = record[kind]
+        low, high = page["extra_ms_quartiles"]
         rows.append(
             [
                 f"one {kind.upper()} page, ms",
