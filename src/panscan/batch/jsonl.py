@@ -68,7 +68,7 @@ class JsonLines:
         """
         at = 0
         with self.path.open("rb") as file:
-            for number, raw in enumerate(_lines(file), 1):
+            for number, raw in enumerate(_line_pieces(file), 1):
                 if self._torn and at >= self._whole:
                     return
                 record = _parse(raw)
@@ -182,7 +182,7 @@ def unwritable(path: Path, error: OSError) -> RecordsError:
     return RecordsError(f"{path} could not be written: {error.strerror or error}")
 
 
-def _lines(file: BinaryIO) -> Iterator[bytes]:
+def _line_pieces(file: BinaryIO) -> Iterator[bytes]:
     """Yield the lines of a file; of one that is too long, its pieces."""
     return iter(lambda: file.readline(_LONGEST_LINE), b"")
 
@@ -191,7 +191,7 @@ def _whole(file: BinaryIO) -> int:
     """Return the length of the complete lines. After a machine failure, the last line may consist of zeros."""
     before = end = 0
     last = b""
-    for line in _lines(file):
+    for line in _line_pieces(file):
         before, end, last = end, end + len(line), line
     return end if not last or (last.endswith(b"\n") and b"\0" not in last) else before
 

@@ -65,7 +65,7 @@ def checkpoint_entries(directory: Path) -> dict[str, os.stat_result]:
         try:
             status, target = path.stat(), path.resolve() if path.is_symlink() else root
         except (OSError, RuntimeError) as error:
-            raise DamagedFileError(f"{name}: cannot be opened ({_reason(error)})") from error
+            raise DamagedFileError(f"{name}: cannot be opened ({_open_failure(error)})") from error
         if not target.is_relative_to(root) and not _is_blob(target):
             raise DamagedFileError(f"{name}: links to a file outside the checkpoint: copy the file instead")
         if not stat.S_ISREG(status.st_mode):
@@ -94,7 +94,7 @@ def read_text(path: Path) -> str:
             raise DamagedFileError(f"{path.name}: more than {limit:,} bytes")
         return data.decode()
     except OSError as error:
-        raise DamagedFileError(f"{path.name}: cannot be read ({_reason(error)})") from error
+        raise DamagedFileError(f"{path.name}: cannot be read ({_open_failure(error)})") from error
     except UnicodeDecodeError as error:
         raise DamagedFileError(f"{path.name}: not UTF-8 at byte {error.start:,}") from error
 
@@ -171,5 +171,5 @@ def _limit(path: Path) -> int | None:
     return _MIB if path.suffix == ".jinja" else _LIMITS.get(path.name)
 
 
-def _reason(error: Exception) -> str:
+def _open_failure(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)

@@ -194,7 +194,7 @@ def _call_method(budget: TemplateBudget, method: Any, args: tuple[Any, ...], kwa
     owner, name = method.__self__, method.__name__
     if name in _VIEWS:
         return method(*args, **kwargs)
-    args = tuple(_listed(value) for value in args)
+    args = tuple(_as_list(value) for value in args)
     budget.weigh(owner, args, kwargs)
     if (growth := _GROWTH.get(name)) is not None:
         growth(budget, owner, *args, **kwargs)
@@ -278,7 +278,7 @@ def _metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
         budget.operation()
         if name in _LIGHT_FILTERS:
             return function(*_passed(function, context), value, *args, **kwargs)
-        value = _listed(value)
+        value = _as_list(value)
         if name in _LAZY_FILTERS:
             budget.spend(len(value) if isinstance(value, Sized) else 0)
             budget.weigh(args, kwargs)
@@ -318,7 +318,7 @@ def _passed(function: Callable[..., Any], context: Any) -> tuple[Any, ...]:
     return (context.environment,) if kind == "environment" else ()
 
 
-def _listed(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     """Return the items of an iterator as a list: only what exists can be weighed."""
     return list(value) if isinstance(value, Iterator) else value
 

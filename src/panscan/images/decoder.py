@@ -53,7 +53,7 @@ def main() -> None:
         pixels.release(message.fields.pop("released"))
         with os.fdopen(message.files[0], "rb") as stream:
             stream.seek(0)  # the parent shares the position
-            fields = _answer(message.fields, stream, pixels)
+            fields = _reply_to(message.fields, stream, pixels)
         with pixels.new_files() as files:
             parent.send(fields, files=files)
 
@@ -63,15 +63,15 @@ def _limit_process(memory: int | None, niceness: int) -> None:
     os.nice(niceness)
     used = _address_space()
     if used is not None and memory is not None:
-        resource.setrlimit(resource.RLIMIT_AS, _within(resource.RLIMIT_AS, used + memory))
+        resource.setrlimit(resource.RLIMIT_AS, _lowered_limit(resource.RLIMIT_AS, used + memory))
         with suppress(OSError):  # if the host runs out of memory, the kernel should end this process first
             Path("/proc/self/oom_score_adj").write_text("800", "ascii")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, _within(resource.RLIMIT_FSIZE, _MOST_BYTES))
-    resource.setrlimit(resource.RLIMIT_NOFILE, _within(resource.RLIMIT_NOFILE, _MOST_OPEN))
+    resource.setrlimit(resource.RLIMIT_FSIZE, _lowered_limit(resource.RLIMIT_FSIZE, _MOST_BYTES))
+    resource.setrlimit(resource.RLIMIT_NOFILE, _lowered_limit(resource.RLIMIT_NOFILE, _MOST_OPEN))
 
 
-def _within(limit: int, wanted: int) -> tuple[int, int]:
+def _lowered_limit(limit: int, wanted: int) -> tuple[int, int]:
     """Return a limit that does not exceed the present one."""
     present = resource.getrlimit(limit)[1]
     most = wanted if present == resource.RLIM_INFINITY else min(wanted, present)
@@ -86,7 +86,7 @@ def _address_space() -> int | None:
         return None
 
 
-def _answer(fields: dict[str, Any], stream: BinaryIO, pixels: _PixelFiles) -> dict[str, Any]:
+def _reply_to(fields: dict[str, Any], stream: BinaryIO, pixels: _PixelFiles) -> dict[str, Any]:
     """Return the reply to a request."""
     name = str(fields["name"])
     try:

@@ -128,7 +128,7 @@ def _check_size(header: ImageHeader, name: str) -> None:
         raise image_error(name, f"too large: {width}x{height} pixels, the limit is {MAX_SIDE} on a side")
 
 
-def _header(format: str, width: int, height: int, *, ordinary: bool) -> ImageHeader | None:
+def _image_header(format: str, width: int, height: int, *, ordinary: bool) -> ImageHeader | None:
     if width == 0 or height == 0:
         return None
     cheap = width * height * _BYTES_PER_PIXEL[format] <= ORDINARY_BYTES
@@ -160,7 +160,7 @@ def _png(stream: BinaryIO, name: str) -> ImageHeader | None:
             raise image_error(name, f"more than {MAX_CHUNKS} PNG chunks besides those of pixels")
         stream.seek(length + 4, os.SEEK_CUR)
     ordinary = not animated and others <= _ORDINARY_CHUNKS and pixels <= _PIXEL_CHUNKS
-    return _header("PNG", width, height, ordinary=ordinary)
+    return _image_header("PNG", width, height, ordinary=ordinary)
 
 
 def _jpeg(stream: BinaryIO, name: str) -> ImageHeader | None:
@@ -195,7 +195,7 @@ def _jpeg(stream: BinaryIO, name: str) -> ImageHeader | None:
     if scans > MAX_SCANS:
         raise image_error(name, f"more than {MAX_SCANS} JPEG scans")
     ordinary = scans <= _ORDINARY_SCANS and segments <= _ORDINARY_CHUNKS
-    return _header("JPEG", *size, ordinary=ordinary)
+    return _image_header("JPEG", *size, ordinary=ordinary)
 
 
 def _scans(stream: BinaryIO, length: int, segments: int, name: str) -> tuple[int, int]:
@@ -245,13 +245,13 @@ def _webp(stream: BinaryIO) -> ImageHeader | None:
     if kind == b"VP8X":
         animated = head[4] & 2
         width, height = (1 + int.from_bytes(head[start : start + 3], "little") for start in (8, 11))
-        return None if animated else _header("WEBP", width, height, ordinary=True)
+        return None if animated else _image_header("WEBP", width, height, ordinary=True)
     if kind == b"VP8L":
         (bits,) = struct.unpack("<I", head[5:9])
-        return _header("WEBP", 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF), ordinary=head[4] == 0x2F)
+        return _image_header("WEBP", 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF), ordinary=head[4] == 0x2F)
     if kind == b"VP8 ":
         width, height = struct.unpack("<HH", head[10:14])
-        return _header("WEBP", width & 0x3FFF, height & 0x3FFF, ordinary=head[7:10] == b"\x9d\x01\x2a")
+        return _image_header("WEBP", width & 0x3FFF, height & 0x3FFF, ordinary=head[7:10] == b"\x9d\x01\x2a")
     return None
 
 

@@ -307,7 +307,7 @@ class DecodingPool:
             child.forget()
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
-        self._idle: list[_Worker] = []
+        self._idle: list[_Decoder] = []
         self._children: set[Child] = set()
         self._busy = 0
         self._closed = False
@@ -346,7 +346,7 @@ class DecodingPool:
         for child in children:
             child.close(grace=1.0)
 
-    def _acquire(self, deadline: Deadline) -> _Worker:
+    def _acquire(self, deadline: Deadline) -> _Decoder:
         """Return a child that no other thread uses, in order of arrival."""
         turn = object()
         with self._changed:
@@ -369,15 +369,15 @@ class DecodingPool:
     def _free(self, turn: object) -> bool:
         return self._closed or (self._waiting[0] is turn and self._busy < self._most)
 
-    def _started(self) -> _Worker:
+    def _started(self) -> _Decoder:
         try:
-            child = Child("panscan.images.decoder", environment=_environment(), keep_stderr=True)
+            child = Child("panscan.images.decoder", environment=_decoder_environment(), keep_stderr=True)
         except OSError as error:
             raise ImageError(f"a decoding process cannot be started ({error.strerror or error})") from error
         self._children.add(child)
-        return _Worker(child, self._limits)
+        return _Decoder(child, self._limits)
 
-    def _release(self, worker: _Worker, *, usable: bool) -> None:
+    def _release(self, worker: _Decoder, *, usable: bool) -> None:
         with self._changed:
             self._busy -= 1
             if usable and not self._closed:
@@ -409,7 +409,7 @@ class _Reply(NamedTuple):
     pixels: NDArray[np.uint8] | None
 
 
-class _Worker:
+class _Decoder:
     """A child process of a pool, used by one thread at a time. Limits: see :class:`DecodingPool`."""
 
     def __init__(self, child: Child, limits: _Limits) -> None:
@@ -499,7 +499,7 @@ def _mapping(file: int, size: int) -> mmap.mmap:
     return mmap.mmap(file, length, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
 
 
-def _environment() -> dict[str, str]:
+def _decoder_environment() -> dict[str, str]:
     """Return a child's environment: no credentials, and few threads: each takes address space."""
     kept = {variable: os.environ[variable] for variable in _KEPT_VARIABLES if variable in os.environ}
     return {

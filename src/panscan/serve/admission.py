@@ -423,7 +423,7 @@ def parse_form(content: bytes, boundary: bytes, most_files: int) -> tuple[bytes,
     """
     files: dict[str, bytes] = {}
     body: bytes | None = None
-    for name, is_file, data in _parts(content, boundary, most_files + 1):
+    for name, is_file, data in _form_parts(content, boundary, most_files + 1):
         shown = name[:100] if name.isprintable() else shorten(name)
         if name == "request" and body is None:
             body = data
@@ -438,7 +438,7 @@ def parse_form(content: bytes, boundary: bytes, most_files: int) -> tuple[bytes,
     return body, files
 
 
-def _parts(content: bytes, boundary: bytes, most: int) -> list[tuple[str, bool, bytes]]:
+def _form_parts(content: bytes, boundary: bytes, most: int) -> list[tuple[str, bool, bytes]]:
     """Return (field name, whether it has a file name, content) of each part.
 
     Raises:
