@@ -178,15 +178,29 @@ def test_an_abandoned_page_ends_its_child(documents: pool.DecodingPool) -> None:
     assert pool.page_size(BytesIO(FILES["pdf"][0]), 1, "page") == decode.page_size(BytesIO(FILES["pdf"][0]), 1, "page")
 
 
-def test_a_killed_child_is_replaced(documents: pool.DecodingPool) -> None:
+def test_a_child_that_is_killed_while_idle_fails_no_page(documents: pool.DecodingPool) -> None:
     content, page = FILES["tiff"]
     expected = decode.read_page(BytesIO(content), page, "page")
     for _ in range(3):
         assert pool.read_page(BytesIO(content), page, "page") == expected
-        for child in documents._children:
-            psutil.Process(child.pid).kill()
-        with pytest.raises(ImageError, match=r"^page: the decoder crashed .*SIGKILL"):
-            pool.read_page(BytesIO(content), page, "page")
+        [child] = documents._children
+        process = psutil.Process(child.pid)
+        process.kill()
+        while process.status() != psutil.STATUS_ZOMBIE:
+            pass
+
+
+def test_a_child_that_is_killed_fails_its_page_only(documents: pool.DecodingPool) -> None:
+    with ThreadPoolExecutor(1) as threads:
+        slow = threads.submit(pool.read_page, BytesIO(slow_pdf()), None, "slow.pdf")
+        while not documents._children:
+            pass
+        [child] = documents._children
+        psutil.Process(child.pid).kill()
+        with pytest.raises(ImageError, match=r"^slow\.pdf: the decoder crashed .*SIGKILL"):
+            slow.result(60)
+    content, page = FILES["tiff"]
+    assert pool.read_page(BytesIO(content), page, "page") == decode.read_page(BytesIO(content), page, "page")
 
 
 def test_a_child_has_no_credentials(monkeypatch: pytest.MonkeyPatch, documents: pool.DecodingPool) -> None:

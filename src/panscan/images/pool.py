@@ -359,7 +359,7 @@ class DecodingPool:
                             self._changed.wait(min(deadline.remaining, _POLL_SECONDS))
                 if self._closed:
                     raise ImageError("this process is shutting down")
-                worker = self._idle.pop() if self._idle else self._started()
+                worker = self._idle_one() or self._started()
                 self._busy += 1
                 return worker
             finally:
@@ -368,6 +368,16 @@ class DecodingPool:
 
     def _free(self, turn: object) -> bool:
         return self._closed or (self._waiting[0] is turn and self._busy < self._most)
+
+    def _idle_one(self) -> _Decoder | None:
+        """Return an idle child, None if there is none. One that was killed meanwhile is dropped."""
+        while self._idle:
+            worker = self._idle.pop()
+            if not worker.has_ended():
+                return worker
+            self._children.discard(worker.child)
+            worker.child.close()
+        return None
 
     def _started(self) -> _Decoder:
         try:
@@ -417,6 +427,10 @@ class _Decoder:
         self.uses = 0
         self._mapped: dict[int, mmap.mmap] = {}
         self._released: deque[int] = deque()  # appended to by whichever thread drops an array last
+
+    def has_ended(self) -> bool:
+        """Return whether the child has ended since its last reply: it says nothing unasked, except that it started."""
+        return self.uses > 0 and self.child.readable(0)
 
     def ask(self, fields: dict[str, Any], file: int, name: str, deadline: Deadline) -> _Reply:
         """Return the reply to a request (see :meth:`DecodingPool.ask`)."""
