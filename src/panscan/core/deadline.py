@@ -1,4 +1,4 @@
-"""When work for a request must stop: at a time, or as soon as nobody waits for its result."""
+"""When work for a request must stop: at a time, or as soon as the request is abandoned."""
 
 from __future__ import annotations
 

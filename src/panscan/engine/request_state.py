@@ -275,7 +275,7 @@ class RequestState:
         """End the request and deliver its result, once: a second call has no effect. Raises nothing.
 
         A cancelled or failed request gets a final event without a token. If ``on_event`` raises, that is the request's
-        error. If ``on_end`` raises, there is nobody left to tell: it is logged.
+        error. If ``on_end`` raises, the exception is only logged.
         """
         if self.ended:
             return

@@ -304,7 +304,7 @@ class _Stream(httpcore.NetworkStream):
 
 
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
-_GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")  # all that IANA has handed out (RFC 4291, RFC 3587)
+_GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")  # all that IANA has assigned (RFC 4291, RFC 3587)
 
 # Not left to ``ipaddress``, whose tables differ between versions of Python. Sources: IANA's registries
 # iana-ipv4-special-registry and iana-ipv6-special-registry, and the documentation of the clouds. Where IANA assigns

@@ -160,7 +160,7 @@ def read_page(
 def read_pixels(
     stream: BinaryIO, page: int | None, name: str, *, alone: bool = False, deadline: Deadline | None = None
 ) -> PageLevels | Image.Image:
-    """Decode one page as it is cheapest: the levels that a child process copied, or an image that this one decoded.
+    """Decode one page by the cheaper path: to levels that a child process copied, or to an image in this process.
 
     Args and raises: as :func:`panscan.images.decode.read_page` and :func:`count_pages`; ``alone`` as
     :func:`panscan.images.page_levels.copy_levels`.

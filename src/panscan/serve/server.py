@@ -128,7 +128,7 @@ class _HttpServer(uvicorn.Server):
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept no more connections, let responses end, and then close what is left."""
+        """Accept no more connections, let responses end, and then close the remaining connections."""
         self._accepting.cancel()
         await asyncio.wait({self._accepting})
         self._listener.close()
