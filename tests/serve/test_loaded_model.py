@@ -24,7 +24,7 @@ def test_a_panic_ends_its_request_alone(tiny: GenerateRunner, monkeypatch: pytes
         return run(batch)
 
     monkeypatch.setattr(tiny, "run", panicking)
-    monkeypatch.setattr(tiny, "close", lambda: None)  # the suite goes on with it
+    monkeypatch.setattr(tiny, "close", lambda: None)  # later tests use this runner
     model = _RunnerModel(tiny)
     results: SimpleQueue[Result] = SimpleQueue()
     for prompt in ("panic", "Hi"):

@@ -23,7 +23,7 @@ from typing import IO, Any, NamedTuple, Self
 from panscan.core.errors import one_line
 from panscan.core.process import now, worker_command
 
-__all__ = ["Child", "ChildEndedError", "Message", "Parent", "can_pass_files"]
+__all__ = ["Child", "ChildEndedError", "Message", "Parent"]
 
 _HEAD = struct.Struct("<IQB")  # bytes of the JSON object, bytes of the payload, number of files
 _MOST_JSON = 16 * 2**20
@@ -43,11 +43,6 @@ class Message(NamedTuple):
 
 class ChildEndedError(Exception):
     """A child process ended before it replied. The message says how."""
-
-
-def can_pass_files() -> bool:
-    """Return whether this system can pass open files between processes."""
-    return hasattr(socket, "send_fds") and hasattr(socket, "AF_UNIX")
 
 
 class Child:

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from panscan.core import ImageError, recorded_wait
-from panscan.core.child import Child, ChildEndedError, Message, can_pass_files
+from panscan.core.child import Child, ChildEndedError, Message
 from panscan.core.deadline import Deadline
 from panscan.core.request import MAX_PAGES
 from panscan.images import decode
@@ -96,10 +96,9 @@ def decode_in_children() -> None:
     For processes that hold a model or serve clients, and read files of strangers.
     """
     global _inline
-    _inline = not can_pass_files()
-    if not _inline:
-        with suppress(ImageError):  # each page will say so
-            _CHEAP.start_one()
+    _inline = False
+    with suppress(ImageError):  # each page will say so
+        _CHEAP.start_one()
 
 
 def is_cheap(stream: BinaryIO, name: str) -> bool:
@@ -119,8 +118,6 @@ def count_pages(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES, deadlin
     """
     if _header_of(stream, name) is not None:
         return 1
-    if not can_pass_files():
-        return decode.count_pages(stream, name, max_pages)
     return _ask(_DOCUMENTS, stream, deadline, name, _count_in, operation="count", max_pages=max_pages)
 
 
@@ -129,8 +126,6 @@ def page_size(stream: BinaryIO, page: int | None, name: str, deadline: Deadline 
     if (header := _header_of(stream, name)) is not None:
         page_index(1, page, name)
         return header.width, header.height
-    if not can_pass_files():
-        return decode.page_size(stream, page, name)
     return _ask(_DOCUMENTS, stream, deadline, name, _size_in, operation="size", page=page)
 
 
@@ -140,8 +135,6 @@ def page_sizes(
     """See :func:`panscan.images.decode.page_sizes`, and :func:`count_pages` for what else it raises."""
     if (header := _header_of(stream, name)) is not None:
         return [(header.width, header.height)]
-    if not can_pass_files():
-        return decode.page_sizes(stream, name, max_pages)
     return _ask(_DOCUMENTS, stream, deadline, name, _sizes_in, operation="sizes", max_pages=max_pages)
 
 
@@ -187,7 +180,7 @@ def _is_ordinary(header: ImageHeader | None) -> bool:
 
 def _here(header: ImageHeader | None) -> bool:
     """Return whether this process decodes the image itself."""
-    return not can_pass_files() or (_inline and _is_ordinary(header))
+    return _inline and _is_ordinary(header)
 
 
 def _decoded(
