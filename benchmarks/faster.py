@@ -18,8 +18,17 @@ from panscan.analysis.cells import measured_rows
 from panscan.analysis.significance import paired_difference, points_text
 from panscan.records.store import read_run
 
-__all__ = ["Figure", "Step", "commands", "faster_cpu", "faster_one", "faster_several", "faster_small",
-           "faster_transformers", "faster_wrong"]  # fmt: skip
+__all__ = [
+    "Figure",
+    "Step",
+    "commands",
+    "faster_cpu",
+    "faster_one",
+    "faster_several",
+    "faster_small",
+    "faster_transformers",
+    "faster_wrong",
+]
 
 RECORDS = Path(__file__).parent / "records"
 _RATE, _TIME = "requests/s", "ms"
@@ -87,9 +96,14 @@ class Step:
         """Return the cells of a table row."""
         what = "faster" if self.after.unit == _TIME else "throughput"
         return [
-            self.name, f"{self.after.gain(self.before):.2f}x {what}", str(self.before), str(self.after), self.verdict,
-            f"`{self.command}`" if self.command else "automatic", _named(self.before, self.after),
-        ]  # fmt: skip
+            self.name,
+            f"{self.after.gain(self.before):.2f}x {what}",
+            str(self.before),
+            str(self.after),
+            self.verdict,
+            f"`{self.command}`" if self.command else "automatic",
+            _named(self.before, self.after),
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,29 +172,53 @@ def faster_small() -> str:
 def faster_wrong() -> str:
     """Return changes that raise the throughput at a cost in answers, or do not raise it."""
     quality = _record("mini-quality")["summary"]
-    right = {name: f"{100 * quality[f'tall and wide, {name}']['exact_match']:.1f}%"
-             for name in ("with", "without", "crops-2")}  # fmt: skip
+    right = {
+        name: f"{100 * quality[f'tall and wide, {name}']['exact_match']:.1f}%"
+        for name in ("with", "without", "crops-2")
+    }
     chunks, whole = (_cell("h200-4b-chunks", prefill_chunk_size=size) for size in (1024, None))
     off, on = (_cell("h200-27b", do_pan_and_scan=scan, batch_size=12) for scan in (False, True))
     bf16, int4, two = _w1("w1-27b"), _w1("w1-27b-int4"), _w1("w1-27b-tp2", gpus=2)
     dropped, causal = (_task_cost(name) for name in ("dropped images", "causal image attention"))
     rows = [
-        ["`generate(prefill_chunk_size=1024)`, 4B", _times(whole, chunks),
-         f"{chunks.verdict}: images are dropped or cut apart; accuracy without images {dropped}",
-         _named(chunks.figure) + ", `task-cost`"],
-        ["flash attention in Transformers", "not measured", f"image tokens become causal; accuracy {causal}",
-         "`task-cost`"],
-        ["pan and scan off, 27B, batches of 12", _times(on, off),
-         f"accuracy on tall and wide documents {right['without']} instead of {right['with']}",
-         _named(off.figure) + ", `mini-quality`"],
-        ["2 crops instead of 4", "not measured",
-         f"accuracy on tall and wide documents {right['crops-2']} instead of {right['with']}", "`mini-quality`"],
-        ["int4 for throughput, 27B", f"{int4.gain(bf16):.2f}x", "prefill computes in bf16, after dequantising",
-         _named(bf16, int4)],
-        ["one model over two GPUs where it fits on one, 27B", f"{two.gain(bf16):.2f}x per GPU",
-         "ranks exchange data in each layer: use replicas for throughput", _named(bf16, two)],
+        [
+            "`generate(prefill_chunk_size=1024)`, 4B",
+            _times(whole, chunks),
+            f"{chunks.verdict}: images are dropped or cut apart; accuracy without images {dropped}",
+            _named(chunks.figure) + ", `task-cost`",
+        ],
+        [
+            "flash attention in Transformers",
+            "not measured",
+            f"image tokens become causal; accuracy {causal}",
+            "`task-cost`",
+        ],
+        [
+            "pan and scan off, 27B, batches of 12",
+            _times(on, off),
+            f"accuracy on tall and wide documents {right['without']} instead of {right['with']}",
+            _named(off.figure) + ", `mini-quality`",
+        ],
+        [
+            "2 crops instead of 4",
+            "not measured",
+            f"accuracy on tall and wide documents {right['crops-2']} instead of {right['with']}",
+            "`mini-quality`",
+        ],
+        [
+            "int4 for throughput, 27B",
+            f"{int4.gain(bf16):.2f}x",
+            "prefill computes in bf16, after dequantising",
+            _named(bf16, int4),
+        ],
+        [
+            "one model over two GPUs where it fits on one, 27B",
+            f"{two.gain(bf16):.2f}x per GPU",
+            "ranks exchange data in each layer: use replicas for throughput",
+            _named(bf16, two),
+        ],
         ['`device_map="auto"` over several GPUs', "not measured", "the GPUs work one after the other", "-"],
-    ]  # fmt: skip
+    ]
     note = "Accuracy is the bundled mini model's on its own documents; other models lose a different share."
     return f"{table(['change', 'throughput', 'what happens', 'record'], rows, text=(0, 2, 3))}\n\n{note}"
 
@@ -212,13 +250,25 @@ def _small_layouts() -> list[_Layout]:
         ),
         _Layout("bf16, two 40 GB cards", _w1(bf16_pair, gpus=2), _judged(bf16_pair), pairs),
         _Layout("int8, one 40 GB card", _w1(int8), _accuracy("int8"), f"{singles} int8"),
-        _Layout("int8, two 40 GB cards", _w1(int8_pair, gpus=2), f"{_judged(int8_pair)}; {points}",
-                f"{pairs} --quantization int8"),
-        _Layout("int8 and an fp8 KV cache, one 40 GB card", _w1(fp8_cache), "not compared",
-                f"{singles} int8 --kv-cache-dtype fp8"),
-        _Layout("int8 and an fp8 KV cache, two 40 GB cards", _w1(fp8_cache_pair, gpus=2), _judged(fp8_cache_pair),
-                f"{pairs} --quantization int8 --kv-cache-dtype fp8"),
-    ]  # fmt: skip
+        _Layout(
+            "int8, two 40 GB cards",
+            _w1(int8_pair, gpus=2),
+            f"{_judged(int8_pair)}; {points}",
+            f"{pairs} --quantization int8",
+        ),
+        _Layout(
+            "int8 and an fp8 KV cache, one 40 GB card",
+            _w1(fp8_cache),
+            "not compared",
+            f"{singles} int8 --kv-cache-dtype fp8",
+        ),
+        _Layout(
+            "int8 and an fp8 KV cache, two 40 GB cards",
+            _w1(fp8_cache_pair, gpus=2),
+            _judged(fp8_cache_pair),
+            f"{pairs} --quantization int8 --kv-cache-dtype fp8",
+        ),
+    ]
 
 
 def _one_steps() -> list[Step]:
@@ -243,21 +293,51 @@ def _one_steps() -> list[Step]:
         for kind, cards in (("fp8", "H100, H200, L40S"), ("int8", "A100"))
     ]
     return [
-        Step("the engine instead of `generate()`, one request at a time", single.figure, engine.figure, engine.verdict,
-             _BATCH),
-        Step("the engine instead of `generate()` in batches of 8", batched.figure, engine.figure, engine.verdict,
-             f"{_BENCH} {_27B} --runner generate,engine --batch-size 1,8 --preprocess device"),
-        Step("requests sent concurrently, not one by one", serial, bf16, exact,
-             "panscan load http://127.0.0.1:8000 --max-concurrency 1,128"),
-        Step("several questions about each page, asked together (prefix caching)", bf16, pages, _judged("w2-27b"),
-             f"panscan batch questions.jsonl -o answers.jsonl {_27B}"),
-        Step("time to the first token of a later question about a page", _ttft("w1-27b"), follow_up, _judged("w2-27b"),
-             f"panscan serve {_27B}"),
+        Step(
+            "the engine instead of `generate()`, one request at a time",
+            single.figure,
+            engine.figure,
+            engine.verdict,
+            _BATCH,
+        ),
+        Step(
+            "the engine instead of `generate()` in batches of 8",
+            batched.figure,
+            engine.figure,
+            engine.verdict,
+            f"{_BENCH} {_27B} --runner generate,engine --batch-size 1,8 --preprocess device",
+        ),
+        Step(
+            "requests sent concurrently, not one by one",
+            serial,
+            bf16,
+            exact,
+            "panscan load http://127.0.0.1:8000 --max-concurrency 1,128",
+        ),
+        Step(
+            "several questions about each page, asked together (prefix caching)",
+            bf16,
+            pages,
+            _judged("w2-27b"),
+            f"panscan batch questions.jsonl -o answers.jsonl {_27B}",
+        ),
+        Step(
+            "time to the first token of a later question about a page",
+            _ttft("w1-27b"),
+            follow_up,
+            _judged("w2-27b"),
+            f"panscan serve {_27B}",
+        ),
         *quantised,
-        Step("int4 weights, one request at a time", alone, _alone("w1-27b-int4"), _accuracy(_INT4),
-             f"{_BATCH} --quantization int4"),
+        Step(
+            "int4 weights, one request at a time",
+            alone,
+            _alone("w1-27b-int4"),
+            _accuracy(_INT4),
+            f"{_BATCH} --quantization int4",
+        ),
         Step("vision attention for Hopper GPUs, per view", cudnn, hopper, exact, ""),
-    ]  # fmt: skip
+    ]
 
 
 def _transformers_steps() -> list[Step]:
@@ -265,9 +345,11 @@ def _transformers_steps() -> list[Step]:
         return _cell("h200-4b", attention=attention, cache=kv, preprocess=preprocess)
 
     cells = [
-        cell("eager", "dynamic", "cpu"), cell("sdpa", "dynamic", "cpu"), cell("sdpa", "static", "cpu"),
+        cell("eager", "dynamic", "cpu"),
+        cell("sdpa", "dynamic", "cpu"),
+        cell("sdpa", "static", "cpu"),
         cell("sdpa", "static", "device"),
-    ]  # fmt: skip
+    ]
     named = [
         ("SDPA instead of eager attention, 4B", "--attn-impl eager,sdpa"),
         ("then a static cache, which compiles decoding, 4B", "--attn-impl sdpa --cache dynamic,static"),
@@ -275,13 +357,18 @@ def _transformers_steps() -> list[Step]:
     ]
     single, batched = (_cell("h200-27b-engine", runner="generate", batch_size=size) for size in (1, 8))
     return [
-        Step("batches of 8 instead of 1, 27B", single.figure, batched.figure, batched.verdict,
-             f"{_BENCH} {_27B} --preprocess device --batch-size 1,8"),
+        Step(
+            "batches of 8 instead of 1, 27B",
+            single.figure,
+            batched.figure,
+            batched.verdict,
+            f"{_BENCH} {_27B} --preprocess device --batch-size 1,8",
+        ),
         *(
             Step(name, before.figure, after.figure, after.verdict, f"{_BENCH} {_4B} --batch-size 4 {flags}")
             for (name, flags), before, after in zip(named, cells, cells[1:], strict=False)
         ),
-    ]  # fmt: skip
+    ]
 
 
 def _several_steps() -> list[Step]:
@@ -296,18 +383,39 @@ def _several_steps() -> list[Step]:
     bf16, tp2 = _w1("w1-27b"), _w1("w1-27b-tp2")
     same = "not compared"
     return [
-        Step("a second replica of `generate()`, 4B", one.figure, two.figure, two.verdict,
-             f"{_BENCH} {_4B} --replicas 2"),
-        Step("a second engine replica, one burst shared by both, 4B", engine, engines, same,
-             f"panscan serve {_4B} --replicas 2"),
-        Step("follow-up questions routed to the replica that knows the page, 4B", random, affinity, same,
-             f"panscan serve {_4B} --replicas 2 --routing affinity"),
-        Step("one model on two GPUs, one request at a time, 27B", _alone("w1-27b"), _alone("w1-27b-tp2"),
-             _judged("w1-27b-tp2"), f"panscan serve {_27B} --tensor-parallel-size 2"),
+        Step(
+            "a second replica of `generate()`, 4B", one.figure, two.figure, two.verdict, f"{_BENCH} {_4B} --replicas 2"
+        ),
+        Step(
+            "a second engine replica, one burst shared by both, 4B",
+            engine,
+            engines,
+            same,
+            f"panscan serve {_4B} --replicas 2",
+        ),
+        Step(
+            "follow-up questions routed to the replica that knows the page, 4B",
+            random,
+            affinity,
+            same,
+            f"panscan serve {_4B} --replicas 2 --routing affinity",
+        ),
+        Step(
+            "one model on two GPUs, one request at a time, 27B",
+            _alone("w1-27b"),
+            _alone("w1-27b-tp2"),
+            _judged("w1-27b-tp2"),
+            f"panscan serve {_27B} --tensor-parallel-size 2",
+        ),
         Step("one model on two GPUs, 27B", bf16, tp2, _judged("w1-27b-tp2"), f"{_BATCH} --tensor-parallel-size 2"),
-        Step("fp8 weights, one model on two GPUs, 27B", tp2, _w1("w1-27b-fp8-tp2"), _accuracy("fp8"),
-             f"{_BATCH} --tensor-parallel-size 2 --quantization fp8"),
-    ]  # fmt: skip
+        Step(
+            "fp8 weights, one model on two GPUs, 27B",
+            tp2,
+            _w1("w1-27b-fp8-tp2"),
+            _accuracy("fp8"),
+            f"{_BATCH} --tensor-parallel-size 2 --quantization fp8",
+        ),
+    ]
 
 
 def _cpu_steps() -> list[Step]:
@@ -328,9 +436,14 @@ def _cpu_steps() -> list[Step]:
         Step("the engine instead of `generate()`, one request at a time, tiny", single, engine, "the same tokens", ask),
         Step("the engine instead of `generate()` in batches of 4, tiny", batched, engine, "the same tokens", ask),
         Step("two replicas with a core each, mini", one, two, "not compared", f"{ask} --replicas 2"),
-        Step(f"int8 weights, one product of {product['rows']} row", dense, int8, _accuracy("int8"),
-             f"{ask} --quantization int8"),
-    ]  # fmt: skip
+        Step(
+            f"int8 weights, one product of {product['rows']} row",
+            dense,
+            int8,
+            _accuracy("int8"),
+            f"{ask} --quantization int8",
+        ),
+    ]
 
 
 def _steps(steps: Sequence[Step]) -> str:

@@ -256,10 +256,13 @@ async def _under_load(
         after = time.monotonic()
         retried = max(0, await _retried(server, client) - retried)  # a new ingress counts from 0
     return {
-        **_ends(tally), "retried": retried, "recovered_s": round(recovered - fault, 1),
-        "before": tally.latency(before, fault), "during": tally.latency(fault, recovered),
+        **_ends(tally),
+        "retried": retried,
+        "recovered_s": round(recovered - fault, 1),
+        "before": tally.latency(before, fault),
+        "during": tally.latency(fault, recovered),
         "after": tally.latency(recovered, after),
-    }  # fmt: skip
+    }
 
 
 async def _retried(server: Server, client: httpx.AsyncClient) -> int:
@@ -380,9 +383,13 @@ async def restart_head(server: Server) -> dict[str, Any]:
         await asyncio.gather(*clients)
     ends = {"sent": tally.ends["sent"], "plain_answered": tally.ends["plain_answered"]}
     return {
-        **ends, "answered_before": before, "repeated_by_clients": repeated, "exit_code": code,
-        "processes_left": left, "recovered_s": round(seconds, 1),
-    }  # fmt: skip
+        **ends,
+        "answered_before": before,
+        "repeated_by_clients": repeated,
+        "exit_code": code,
+        "processes_left": left,
+        "recovered_s": round(seconds, 1),
+    }
 
 
 async def sigterm_under_load(server: Server) -> dict[str, Any]:
@@ -411,9 +418,12 @@ async def second_signal(server: Server) -> dict[str, Any]:
         code, left, seconds = await server.end()
         await reading
     return {
-        **_ends(tally), "waited_for_the_first": waited, "exit_code": code, "processes_left": left,
+        **_ends(tally),
+        "waited_for_the_first": waited,
+        "exit_code": code,
+        "processes_left": left,
         "ended_s": round(seconds, 1),
-    }  # fmt: skip
+    }
 
 
 async def deploy_config(server: Server) -> dict[str, Any]:
@@ -449,9 +459,18 @@ async def _is_ready(client: httpx.AsyncClient) -> bool:
 
 
 FAULTS: tuple[Callable[[Server], Awaitable[dict[str, Any]]], ...] = (
-    full_queue, many_clients, slow_readers, kill_replica, hang_replica, kill_ingress,
-    poisonous_request, restart_head, sigterm_under_load, second_signal, deploy_config,
-)  # fmt: skip
+    full_queue,
+    many_clients,
+    slow_readers,
+    kill_replica,
+    hang_replica,
+    kill_ingress,
+    poisonous_request,
+    restart_head,
+    sigterm_under_load,
+    second_signal,
+    deploy_config,
+)
 
 
 async def run(names: list[str]) -> dict[str, Any]:

@@ -53,10 +53,30 @@ _SILENCE = 0.3  # seconds until we assume that the server waits for the rest of 
 _SAMPLES = 20  # memory readings
 _VERSIONS = ("fastapi", "starlette", "uvicorn", "h11", "pydantic", "python-multipart", "schemathesis", "hypothesis")
 _SERVER = [
-    "serve", "--model", "tiny", "--served-model-name", "mini", "--port", "0", "--device", "cpu",
-    "--max-new-tokens", "4", "--max-output-tokens", "16", "--max-choices", "2", "--kv-cache-gb", "0.05",
-    "--vision-cache-gb", "0.02", "--image-memory-gb", "0.5", "--max-pixels", "20000000",
-]  # fmt: skip
+    "serve",
+    "--model",
+    "tiny",
+    "--served-model-name",
+    "mini",
+    "--port",
+    "0",
+    "--device",
+    "cpu",
+    "--max-new-tokens",
+    "4",
+    "--max-output-tokens",
+    "16",
+    "--max-choices",
+    "2",
+    "--kv-cache-gb",
+    "0.05",
+    "--vision-cache-gb",
+    "0.02",
+    "--image-memory-gb",
+    "0.5",
+    "--max-pixels",
+    "20000000",
+]
 
 _PRESSED = [
     "serve",
@@ -78,13 +98,44 @@ _PRESSED = [
 
 _PATHS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/views")
 _NUMBERS: tuple[Any, ...] = (
-    0, -1, 1, 2**31, 2**53, 2**63, 2**64, -(2**63), 10**40, 0.5, -0.0, 1e308, 1e-320, float("nan"), float("inf"),
-)  # fmt: skip
+    0,
+    -1,
+    1,
+    2**31,
+    2**53,
+    2**63,
+    2**64,
+    -(2**63),
+    10**40,
+    0.5,
+    -0.0,
+    1e308,
+    1e-320,
+    float("nan"),
+    float("inf"),
+)
 _TEXTS: tuple[Any, ...] = (
-    "", " ", "\0", "a" * 5000, "<start_of_turn>user", "<start_of_image>", "<image_soft_token>", "<eos>" * 50,
-    "\ud800", "\ue0000\ue001", "e\u0301\u202e\U0001f468\u200d\U0001f469", "\ufffe", "../../etc/passwd", "{{7*7}}",
-    "data:image/png;base64,", "file:///etc/passwd", "http://127.0.0.1:1/", "http://[::1", "attachment:", "NaN",
-)  # fmt: skip
+    "",
+    " ",
+    "\0",
+    "a" * 5000,
+    "<start_of_turn>user",
+    "<start_of_image>",
+    "<image_soft_token>",
+    "<eos>" * 50,
+    "\ud800",
+    "\ue0000\ue001",
+    "e\u0301\u202e\U0001f468\u200d\U0001f469",
+    "\ufffe",
+    "../../etc/passwd",
+    "{{7*7}}",
+    "data:image/png;base64,",
+    "file:///etc/passwd",
+    "http://127.0.0.1:1/",
+    "http://[::1",
+    "attachment:",
+    "NaN",
+)
 _OTHERS: tuple[Any, ...] = (
     None,
     True,
@@ -98,17 +149,39 @@ _OTHERS: tuple[Any, ...] = (
     [{"type": "image_url"}],
 )
 _FULL: dict[str, Any] = {
-    "model": "mini", "stream": False, "max_tokens": 2, "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1,
-    "repetition_penalty": 1.1, "seed": 1, "stop": ["x"], "stop_token_ids": [5], "n": 1, "ignore_eos": False,
-    "user": "a", "metadata": {"a": "b"}, "store": False,
-}  # fmt: skip
+    "model": "mini",
+    "stream": False,
+    "max_tokens": 2,
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "seed": 1,
+    "stop": ["x"],
+    "stop_token_ids": [5],
+    "n": 1,
+    "ignore_eos": False,
+    "user": "a",
+    "metadata": {"a": "b"},
+    "store": False,
+}
 _CHAT: dict[str, Any] = {
-    **_FULL, "logprobs": True, "top_logprobs": 2,
+    **_FULL,
+    "logprobs": True,
+    "top_logprobs": 2,
     "mm_processor_kwargs": {"do_pan_and_scan": True, "pan_and_scan_max_num_crops": 2},
-    "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {
-        "type": "object", "properties": {"a": {"type": "string", "pattern": "^a{1,3}$"}, "b": {"enum": [1, 2.5, None]}},
-    }}},
-}  # fmt: skip
+    "response_format": {
+        "type": "json_schema",
+        "json_schema": {
+            "name": "a",
+            "schema": {
+                "type": "object",
+                "properties": {"a": {"type": "string", "pattern": "^a{1,3}$"}, "b": {"enum": [1, 2.5, None]}},
+            },
+        },
+    },
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,15 +253,16 @@ def _multipart(random: Random, turn: int) -> Attack:
     parts.insert(random.randrange(2), ("page", '; filename="a.png"', content))
     if random.random() < 0.1:
         parts.append(random.choice(parts))
-    body = b"".join(
-        b"--limit\r\n" + head.format(name, file).encode() + data + b"\r\n" for name, file, data in parts
-    ) + b"--limit--\r\n"  # fmt: skip
+    body = (
+        b"".join(b"--limit\r\n" + head.format(name, file).encode() + data + b"\r\n" for name, file, data in parts)
+        + b"--limit--\r\n"
+    )
     if random.random() < 0.5:
         name = random.choice(list(MUTATIONS))
         how, body = f"body: {name}", mutated(body, name, random)
     return Attack(
         "multipart", how, "/v1/chat/completions", body, (("content-type", "multipart/form-data; boundary=limit"),)
-    )  # fmt: skip
+    )
 
 
 def _body_of(path: str) -> dict[str, Any]:
@@ -196,7 +270,7 @@ def _body_of(path: str) -> dict[str, Any]:
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
-    ]  # fmt: skip
+    ]
     match path:
         case "/v1/chat/completions":
             return {**_CHAT, "messages": messages}
@@ -258,15 +332,23 @@ def _json(random: Random, turn: int) -> Attack:
 def _http(random: Random, turn: int) -> Attack:
     """Return a damaged HTTP request; sometimes two on one connection."""
     body = json.dumps({"prompt": "Hi", "max_tokens": 1}).encode()
-    framing = random.choice((
-        b"Content-Length: %d" % len(body), b"Content-Length: %d" % random.choice((0, 1, 10**6, 10**30)),
-        b"Transfer-Encoding: chunked", b"Content-Length: 5\r\nTransfer-Encoding: chunked", b"Transfer-Encoding: gzip",
-    ))  # fmt: skip
+    framing = random.choice(
+        (
+            b"Content-Length: %d" % len(body),
+            b"Content-Length: %d" % random.choice((0, 1, 10**6, 10**30)),
+            b"Transfer-Encoding: chunked",
+            b"Content-Length: 5\r\nTransfer-Encoding: chunked",
+            b"Transfer-Encoding: gzip",
+        )
+    )
     data = body if b"chunked" not in framing else b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
     lines = (
-        b"POST /v1/completions HTTP/1.1", b"Host: 127.0.0.1", b"Content-Type: application/json",
-        b"X-Request-Timeout: 9", framing,
-    )  # fmt: skip
+        b"POST /v1/completions HTTP/1.1",
+        b"Host: 127.0.0.1",
+        b"Content-Type: application/json",
+        b"X-Request-Timeout: 9",
+        framing,
+    )
     request = b"\r\n".join(lines) + b"\r\n\r\n" + data
     name = random.choice(list(MUTATIONS))
     sent = request * random.choice((0, 0, 1)) + (mutated(request, name, random) if turn % 4 else request)
@@ -274,8 +356,12 @@ def _http(random: Random, turn: int) -> Attack:
 
 
 GROUPS: dict[str, Callable[[Random, int], Attack]] = {
-    "image": _image, "multipart": _multipart, "fields": _fields, "json": _json, "http": _http,
-}  # fmt: skip
+    "image": _image,
+    "multipart": _multipart,
+    "fields": _fields,
+    "json": _json,
+    "http": _http,
+}
 """The generator of each group of cases."""
 
 
@@ -377,9 +463,13 @@ def fuzz_openapi(fuzzer: Fuzzer, examples: int, first: int) -> int:
     """
     schemathesis, hypothesis = (importlib.import_module(name) for name in ("schemathesis", "hypothesis"))
     settings = hypothesis.settings(
-        max_examples=examples, database=None, deadline=None, derandomize=True, phases=[hypothesis.Phase.generate],
+        max_examples=examples,
+        database=None,
+        deadline=None,
+        derandomize=True,
+        phases=[hypothesis.Phase.generate],
         suppress_health_check=list(hypothesis.HealthCheck),
-    )  # fmt: skip
+    )
     numbers = iter(range(first, sys.maxsize))
     schema = schemathesis.openapi.from_url(f"{fuzzer.url}/openapi.json")
 
@@ -459,12 +549,17 @@ def _run(options: argparse.Namespace, process: subprocess.Popen[str], fuzzer: Fu
     warm = memory[min(len(memory) - 1, _SAMPLES // 4)]
     growth = {name: memory[-1][name] - warm[name] for name in warm}
     return {
-        "cases": sent, "seconds": round(time.monotonic() - start), "slowest_s": round(fuzzer.slowest, 2),
+        "cases": sent,
+        "seconds": round(time.monotonic() - start),
+        "slowest_s": round(fuzzer.slowest, 2),
         "statuses": {group: dict(sorted(counts.items())) for group, counts in fuzzer.statuses.items()},
-        "failures": fuzzer.failures, "wrong_answers": wrong,
+        "failures": fuzzer.failures,
+        "wrong_answers": wrong,
         "engine_restarted": engines_of(process.pid)[0].pid != engine,
-        "memory_mb": memory, "growth_mb": growth, "most_growth_mb": options.most_growth_mb,
-    }  # fmt: skip
+        "memory_mb": memory,
+        "growth_mb": growth,
+        "most_growth_mb": options.most_growth_mb,
+    }
 
 
 def main() -> int:
@@ -492,9 +587,12 @@ def main() -> int:
                 server.process.kill()
         failed |= any(part["problems"] for part in figures["pressure"].values())
     record = {
-        "command": ["python", "-m", "benchmarks.fuzz_server", *sys.argv[1:]], "server": _SERVER, **figures,
-        "versions": {name: version(name) for name in _VERSIONS}, "environment": environment(),
-    }  # fmt: skip
+        "command": ["python", "-m", "benchmarks.fuzz_server", *sys.argv[1:]],
+        "server": _SERVER,
+        **figures,
+        "versions": {name: version(name) for name in _VERSIONS},
+        "environment": environment(),
+    }
     if options.only is None:
         options.output.write_text(json.dumps(record, indent=1) + "\n")
     else:

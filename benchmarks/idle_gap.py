@@ -43,10 +43,19 @@ _GEMMA3, _GEMMA3N = "gemma3", "gemma3n"
 _GROUPS = (("dynamic", "static"), (ENGINE.name,), ("cuda-graphs",), ("compiled",))
 _MODES = tuple(name for group in _GROUPS for name in group)
 _TINY_3N: dict[str, Any] = {
-    "hidden_size": 64, "hidden_size_per_layer_input": 16, "intermediate_size": 96, "num_hidden_layers": 4,
-    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_kv_shared_layers": 2, "laurel_rank": 8,
-    "layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size": 1024, "vocab_size_per_layer_input": 1024,
-}  # fmt: skip
+    "hidden_size": 64,
+    "hidden_size_per_layer_input": 16,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "num_kv_shared_layers": 2,
+    "laurel_rank": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "vocab_size": 1024,
+    "vocab_size_per_layer_input": 1024,
+}
 Say = Callable[[str], None]
 
 

@@ -13,9 +13,17 @@ __all__ = ["idle_gap"]
 
 RECORD = Path(__file__).parent / "records" / "idle-gap-h200.json"
 _COLUMNS = [
-    "model", "mode", "ms per token", "tokens/s", "profiled: ms per step", "GPU busy", "GPU idle", "launches per step",
-    "idle while the host launches the forward pass", "idle between forward passes",
-]  # fmt: skip
+    "model",
+    "mode",
+    "ms per token",
+    "tokens/s",
+    "profiled: ms per step",
+    "GPU busy",
+    "GPU idle",
+    "launches per step",
+    "idle while the host launches the forward pass",
+    "idle between forward passes",
+]
 _TEXT = (0, 1)
 _FORWARD = "panscan.decode"  # the range around the forward pass
 
@@ -23,9 +31,7 @@ _FORWARD = "panscan.decode"  # the range around the forward pass
 def idle_gap() -> str:
     """Return one row per mode: speed without the profiler; step, busy and idle time with it."""
     record = json.loads(RECORD.read_text("utf-8"))
-    rows = [
-        _row(found) for modes in record["models"].values() for found in modes.values() if "error" not in found
-    ]  # fmt: skip
+    rows = [_row(found) for modes in record["models"].values() for found in modes.values() if "error" not in found]
     facts = record["environment"]
     gpus = ", ".join(gpu["name"] for gpu in facts["gpus"]) or facts["cpu"]
     packages = facts["packages"]
@@ -43,7 +49,14 @@ def _row(found: Mapping[str, Any]) -> list[str]:
     launches = step["kernel_launches"] + step["graph_launches"]
     forward = next(each["total_ms"] for each in step["fillers"] if each["name"] == _FORWARD)
     return [
-        facts["model"], facts["label"], f"{plain['tpot_ms']:.2f}", f"{1e3 / plain['tpot_ms']:.0f}",
-        f"{step['step_ms']:.2f}", f"{step['busy_ms']:.2f}", f"{step['idle_ms']:.2f}", f"{launches:,.0f}",
-        f"{forward:.2f}", f"{step['idle_ms'] - forward:.2f}",
-    ]  # fmt: skip
+        facts["model"],
+        facts["label"],
+        f"{plain['tpot_ms']:.2f}",
+        f"{1e3 / plain['tpot_ms']:.0f}",
+        f"{step['step_ms']:.2f}",
+        f"{step['busy_ms']:.2f}",
+        f"{step['idle_ms']:.2f}",
+        f"{launches:,.0f}",
+        f"{forward:.2f}",
+        f"{step['idle_ms'] - forward:.2f}",
+    ]

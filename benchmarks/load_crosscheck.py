@@ -106,19 +106,39 @@ def panscan_command(url: str, load: Load, dataset: Path, folder: Path) -> list[s
     shape = ["--request-rate", f"{load.rate:g}", "--arrival", "constant"] if load.rate else []
     shape += ["--max-concurrency", str(load.concurrency)] if load.concurrency else []
     return [
-        "load", url, "--dataset", str(dataset), *shape, "--num-prompts", str(load.requests), "--max-tokens",
-        str(TOKENS), "--ignore-eos", "--save-result", "--output-dir", str(folder),
-    ]  # fmt: skip
+        "load",
+        url,
+        "--dataset",
+        str(dataset),
+        *shape,
+        "--num-prompts",
+        str(load.requests),
+        "--max-tokens",
+        str(TOKENS),
+        "--ignore-eos",
+        "--save-result",
+        "--output-dir",
+        str(folder),
+    ]
 
 
 def guidellm_command(url: str, load: Load, requests: Path, output: Path) -> list[str]:
     """Return the arguments of guidellm that measure a load and write the file ``output``."""
     profile = f"kind=constant,rate={load.rate:g}" if load.rate else f"kind=concurrent,streams={load.concurrency}"
     return [
-        "run", "--backend", f"kind=openai_http,target={url}", "--profile", profile, "--data",
-        f"kind=json_file,path={requests}", "--constraint", f"kind=max_requests,count={load.requests}",
-        "--output", f"kind=json,path={output}", "--disable-console",
-    ]  # fmt: skip
+        "run",
+        "--backend",
+        f"kind=openai_http,target={url}",
+        "--profile",
+        profile,
+        "--data",
+        f"kind=json_file,path={requests}",
+        "--constraint",
+        f"kind=max_requests,count={load.requests}",
+        "--output",
+        f"kind=json,path={output}",
+        "--disable-console",
+    ]
 
 
 def run_panscan(url: str, load: Load, dataset: Path, folder: Path) -> dict[str, float]:
@@ -127,9 +147,12 @@ def run_panscan(url: str, load: Load, dataset: Path, folder: Path) -> dict[str, 
     [path] = folder.glob("*/vllm-*.json")
     found = json.loads(path.read_text("utf-8"))
     return {
-        "completed": found["completed"], "requests_per_s": found["request_throughput"],
-        "ttft_ms": found["median_ttft_ms"], "tpot_ms": found["median_tpot_ms"], "e2e_ms": found["median_e2el_ms"],
-    }  # fmt: skip
+        "completed": found["completed"],
+        "requests_per_s": found["request_throughput"],
+        "ttft_ms": found["median_ttft_ms"],
+        "tpot_ms": found["median_tpot_ms"],
+        "e2e_ms": found["median_e2el_ms"],
+    }
 
 
 def run_guidellm(program: str, url: str, load: Load, requests: Path, folder: Path) -> dict[str, float]:
@@ -143,10 +166,12 @@ def run_guidellm(program: str, url: str, load: Load, requests: Path, folder: Pat
         return float(found[name]["successful"][statistic])
 
     return {
-        "completed": found["request_totals"]["successful"], "requests_per_s": figure("requests_per_second", "mean"),
-        "ttft_ms": figure("time_to_first_token_ms", "median"), "tpot_ms": figure("inter_token_latency_ms", "median"),
+        "completed": found["request_totals"]["successful"],
+        "requests_per_s": figure("requests_per_second", "mean"),
+        "ttft_ms": figure("time_to_first_token_ms", "median"),
+        "tpot_ms": figure("inter_token_latency_ms", "median"),
         "e2e_ms": 1e3 * figure("request_latency", "median"),
-    }  # fmt: skip
+    }
 
 
 def _run(command: Sequence[str], **variables: str) -> None:
@@ -184,9 +209,13 @@ def measure(name: str, load: Load, program: str, rounds: int) -> dict[str, Any]:
         "guidellm": shlex.join(["guidellm", *guidellm_command("URL", load, Path("requests.jsonl"), Path("out.json"))]),
     }
     return {
-        "load": asdict(load), "commands": commands, "rounds": found, "medians": medians, "ratios": ratios,
+        "load": asdict(load),
+        "commands": commands,
+        "rounds": found,
+        "medians": medians,
+        "ratios": ratios,
         "agrees": agrees,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -204,10 +233,13 @@ def main() -> None:
         kept[name] = measure(name, LOADS[name], given.guidellm, given.rounds)
         say(f"{name}: ratios {kept[name]['ratios']}, agrees: {kept[name]['agrees']}")
         record = {
-            "guidellm": shown.split()[-1], "python": platform.python_version(), "tokens": TOKENS,
-            "tolerance": TOLERANCE, "loads": {each: kept[each] for each in LOADS if each in kept},
+            "guidellm": shown.split()[-1],
+            "python": platform.python_version(),
+            "tokens": TOKENS,
+            "tolerance": TOLERANCE,
+            "loads": {each: kept[each] for each in LOADS if each in kept},
             "environment": environment(),
-        }  # fmt: skip
+        }
         RECORD.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
 
 

@@ -46,9 +46,11 @@ def measure(url: str, server: psutil.Process, rate: float, seconds: float, proce
     count = int(rate * seconds)
     before, load = server.cpu_times(), os.getloadavg()[0]
     result = run_level(
-        Endpoint(url, "fake", timeout=60.0), build_requests(count), GammaArrivals(rate, seed=seed).times(count),
+        Endpoint(url, "fake", timeout=60.0),
+        build_requests(count),
+        GammaArrivals(rate, seed=seed).times(count),
         processes=processes,
-    )  # fmt: skip
+    )
     after = server.cpu_times()
     answered = [each for each in result.exchanges if each.error is None and each.error_kind is None]
     added = []
@@ -58,14 +60,17 @@ def measure(url: str, server: psutil.Process, rate: float, seconds: float, proce
     last = max(each.accepted for each in result.exchanges)
     duration = result.ended - result.started
     return {
-        "rate": rate, "requests": count, "answered": len(answered),
+        "rate": rate,
+        "requests": count,
+        "answered": len(answered),
         "errors": Counter(each.error for each in result.exchanges if each.error is not None),
-        "sent_per_s": count / (last - result.started), "answered_per_s": len(answered) / duration,
+        "sent_per_s": count / (last - result.started),
+        "answered_per_s": len(answered) / duration,
         "added_ttft_ms": dict(zip(("median", "p90", "p99"), np.percentile(added, (50, 90, 99)).tolist(), strict=True)),
         "client": asdict(result.client),
         "server_cpu_share": (after.user + after.system - before.user - before.system) / duration,
         "load_average_before": load,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -87,19 +92,24 @@ def main() -> None:
                 f" {slow[-1]['added_ttft_ms']['median']:.2f} ms; load average {slow[-1]['load_average_before']:.1f}"
             )
     record = {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"), "command": " ".join(sys.orig_argv),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(sys.orig_argv),
         "seconds": given.seconds,
         "endpoint": {"ttft_ms": TTFT_MS, "itl_ms": ITL_MS, "output_tokens": TOKENS},
         "sustained": {
-            "target_per_s": FAST, "answered_per_s": statistics.median(each["answered_per_s"] for each in fast),
-            "failed": sum(each["requests"] - each["answered"] for each in fast), "rounds": fast,
+            "target_per_s": FAST,
+            "answered_per_s": statistics.median(each["answered_per_s"] for each in fast),
+            "failed": sum(each["requests"] - each["answered"] for each in fast),
+            "rounds": fast,
         },
         "added_latency": {
-            "rate": SLOW, "target_ms": 1.0, "rounds": slow,
+            "rate": SLOW,
+            "target_ms": 1.0,
+            "rounds": slow,
             "median_ms": statistics.median(each["added_ttft_ms"]["median"] for each in slow),
         },
         "environment": environment(),
-    }  # fmt: skip
+    }
     given.output.write_text(json.dumps(record, indent=1) + "\n")
 
 

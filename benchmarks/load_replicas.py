@@ -50,19 +50,44 @@ TIMEOUT = 900.0  # seconds of one load run
 RECOVERY = 180.0
 
 _COLUMNS = (
-    "offered_rate", "sent", "completed", "failed", "request_throughput", "goodput", "attainment", "median_ttft_ms",
-    "p95_ttft_ms", "median_tpot_ms", "p95_tpot_ms", "median_e2el_ms", "p95_e2el_ms", "client_lag_median_ms",
+    "offered_rate",
+    "sent",
+    "completed",
+    "failed",
+    "request_throughput",
+    "goodput",
+    "attainment",
+    "median_ttft_ms",
+    "p95_ttft_ms",
+    "median_tpot_ms",
+    "p95_tpot_ms",
+    "median_e2el_ms",
+    "p95_e2el_ms",
+    "client_lag_median_ms",
     "client_limited",
-)  # fmt: skip
+)
 
 
 def load(url: str, dataset: Path, folder: Path, *options: str) -> Run:
     """Run ``panscan load`` with the questions of the dataset and return its records."""
     limits = [f"{name}:{limit:g}" for name, limit in LIMITS.items()]
     command = [
-        sys.executable, "-m", "panscan", "load", url, "--dataset", str(dataset), "--max-tokens", str(TOKENS),
-        "--ignore-eos", "--output-dir", str(folder), *options, "--goodput", *limits,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "panscan",
+        "load",
+        url,
+        "--dataset",
+        str(dataset),
+        "--max-tokens",
+        str(TOKENS),
+        "--ignore-eos",
+        "--output-dir",
+        str(folder),
+        *options,
+        "--goodput",
+        *limits,
+    ]
     say(" ".join(command[2:]))
     before = set(folder.glob("*"))
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
@@ -97,11 +122,14 @@ def phase(records: Sequence[dict[str, Any]], start: float, end: float) -> dict[s
     ttft = 1e3 * np.array([each for each in times if each is not None])
     errors = Counter(f"{record['error_kind']}: {record['error']}" for record in found if record["error"] is not None)
     return {
-        "seconds": round(end - start, 1), "sent": len(found), "failed": sum(errors.values()), "errors": dict(errors),
+        "seconds": round(end - start, 1),
+        "sent": len(found),
+        "failed": sum(errors.values()),
+        "errors": dict(errors),
         "attainment": goodput.attainment,
         "median_ttft_ms": float(np.median(ttft)) if len(ttft) else None,
         "p95_ttft_ms": float(np.percentile(ttft, 95)) if len(ttft) else None,
-    }  # fmt: skip
+    }
 
 
 class Killer(threading.Thread):
@@ -152,13 +180,16 @@ def with_kill(server: Server, dataset: Path, folder: Path, rate: float, after: f
     recovered = end if killer.recovered is None else min(killer.recovered, end)
     [disturbed] = levels(run)
     return {
-        "rate": rate, "undisturbed": undisturbed, "with_kill": disturbed,
+        "rate": rate,
+        "undisturbed": undisturbed,
+        "with_kill": disturbed,
         "recovered_s": None if killer.recovered is None else round(killer.recovered - killer.killed, 1),
         "phases": {
-            "before": phase(records, start, killer.killed), "during": phase(records, killer.killed, recovered),
+            "before": phase(records, start, killer.killed),
+            "during": phase(records, killer.killed, recovered),
             "after": phase(records, recovered, end),
         },
-    }  # fmt: skip
+    }
 
 
 def measure(*, short: bool) -> dict[str, Any]:
@@ -182,9 +213,15 @@ def measure(*, short: bool) -> dict[str, Any]:
                 run = load(server.url, dataset, folder / "runs", "--request-rate", f"{rate:g}", "--num-prompts", count)
                 curve += levels(run)
             search = load(
-                server.url, dataset, folder / "runs", "--find-max-rate", "--level-seconds", f"{seconds:g}",
-                "--num-prompts", "4" if short else "32",
-            )  # fmt: skip
+                server.url,
+                dataset,
+                folder / "runs",
+                "--find-max-rate",
+                "--level-seconds",
+                f"{seconds:g}",
+                "--num-prompts",
+                "4" if short else "32",
+            )
             assert search.search is not None  # the run ended
             best = search.search["rate"] or min(rates)
             highest = {**{key: search.search[key] for key in ("rate", "attainment", "note")}, "levels": levels(search)}

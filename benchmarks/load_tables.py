@@ -42,17 +42,32 @@ def load_crosscheck() -> str:
         fake = f"fake, TTFT {load['ttft_ms']:g} ms, TPOT {load['itl_ms']:g} ms"
         rows.append(
             [
-                fake if load["server"] == "fake" else "panscan serve, mini", shape, str(load["requests"]),
-                f"{ours['requests_per_s']:.2f}", f"{theirs['requests_per_s']:.2f}",
+                fake if load["server"] == "fake" else "panscan serve, mini",
+                shape,
+                str(load["requests"]),
+                f"{ours['requests_per_s']:.2f}",
+                f"{theirs['requests_per_s']:.2f}",
                 f"{100 * (ratios['requests_per_s'] - 1):+.1f}%",
-                f"{ours['ttft_ms']:.1f}", f"{theirs['ttft_ms']:.1f}", f"{100 * (ratios['ttft_ms'] - 1):+.1f}%",
-                f"{ours['tpot_ms']:.2f}", f"{theirs['tpot_ms']:.2f}",
+                f"{ours['ttft_ms']:.1f}",
+                f"{theirs['ttft_ms']:.1f}",
+                f"{100 * (ratios['ttft_ms'] - 1):+.1f}%",
+                f"{ours['tpot_ms']:.2f}",
+                f"{theirs['tpot_ms']:.2f}",
             ]
-        )  # fmt: skip
+        )
     headings = [
-        "server", "load", "requests", "req/s", "guidellm", "difference", "TTFT ms", "guidellm", "difference", "TPOT ms",
+        "server",
+        "load",
+        "requests",
+        "req/s",
         "guidellm",
-    ]  # fmt: skip
+        "difference",
+        "TTFT ms",
+        "guidellm",
+        "difference",
+        "TPOT ms",
+        "guidellm",
+    ]
     rounds = len(next(iter(record["loads"].values()))["rounds"]["panscan"])
     notes = (
         f"Medians; median of {rounds} rounds in which the clients take turns. guidellm {record['guidellm']},"
@@ -78,12 +93,22 @@ def load_mixed() -> str:
     reports = {name: load_report_of(run) for name, run in runs.items()}
     rows = [
         [f"{settings['request_rate']:g}", name, *_mixed_row(run, cell, reports[name])]
-        for cell, settings in first.cells.items() for name, run in runs.items()
-    ]  # fmt: skip
+        for cell, settings in first.cells.items()
+        for name, run in runs.items()
+    ]
     headings = [
-        "offered req/s", "server", "req/s", "TTFT ms", "TTFT p95", "TPOT ms", "TPOT p95", "TPOT p99", "E2E ms",
-        "E2E p95", "within the limits",
-    ]  # fmt: skip
+        "offered req/s",
+        "server",
+        "req/s",
+        "TTFT ms",
+        "TTFT p95",
+        "TPOT ms",
+        "TPOT p95",
+        "TPOT p99",
+        "E2E ms",
+        "E2E p95",
+        "within the limits",
+    ]
     facts, kept = first.header["environment"], first.header["settings"]["load"]
     packages = facts["packages"]
     notes = (
@@ -108,21 +133,29 @@ def _mixed_row(run: Run, cell: str, report: LoadReport) -> list[str]:
     e2e = [1e3 * (each["stamps"]["end"] - each["stamps"]["accepted"]) for each in run.requests[cell, 0]]
     at = {name: report.percentiles.index(name) for name in ("median", "p95", "p99")}
     return [
-        row.achieved.text, *(row.times["ttft"][at[name]].text for name in ("median", "p95")),
+        row.achieved.text,
+        *(row.times["ttft"][at[name]].text for name in ("median", "p95")),
         *(row.times["tpot"][at[name]].text for name in ("median", "p95", "p99")),
-        *(f"{np.percentile(e2e, q):,.0f}" for q in (50, 95)), f"{row.attainment.text}%",
-    ]  # fmt: skip
+        *(f"{np.percentile(e2e, q):,.0f}" for q in (50, 95)),
+        f"{row.attainment.text}%",
+    ]
 
 
 def load_generator() -> str:
     """Return the table of what the load generator sustains, and what it adds to latencies."""
     record = _record("load-generator")
     rows = [
-        [f"{found['rate']:,.0f}", f"{found['sent_per_s']:,.0f}", f"{found['answered_per_s']:,.0f}",
-         str(found["requests"] - found["answered"]), f"{found['added_ttft_ms']['median']:.2f}",
-         f"{found['added_ttft_ms']['p99']:.2f}"]
-        for name in ("sustained", "added_latency") for found in record[name]["rounds"]
-    ]  # fmt: skip
+        [
+            f"{found['rate']:,.0f}",
+            f"{found['sent_per_s']:,.0f}",
+            f"{found['answered_per_s']:,.0f}",
+            str(found["requests"] - found["answered"]),
+            f"{found['added_ttft_ms']['median']:.2f}",
+            f"{found['added_ttft_ms']['p99']:.2f}",
+        ]
+        for name in ("sustained", "added_latency")
+        for found in record[name]["rounds"]
+    ]
     headings = ["offered req/s", "sent/s", "answered/s", "failed", "added TTFT ms", "added TTFT p99"]
     notes = (
         "Rounds of a short stream each, against a server with a set latency; two client processes at the higher rate. "
@@ -136,10 +169,15 @@ def _level(found: dict[str, Any]) -> list[str]:
         return "-" if found[name] is None else f"{found[name]:.{digits}f}"
 
     return [
-        f"{found['offered_rate']:g}", f"{found['request_throughput'] or 0:.2f}", milliseconds("median_ttft_ms"),
-        milliseconds("p95_ttft_ms"), milliseconds("median_tpot_ms", 1), milliseconds("p95_e2el_ms"),
-        f"{100 * found['attainment']:.0f}%", f"{found['failed']:.0f}",
-    ]  # fmt: skip
+        f"{found['offered_rate']:g}",
+        f"{found['request_throughput'] or 0:.2f}",
+        milliseconds("median_ttft_ms"),
+        milliseconds("p95_ttft_ms"),
+        milliseconds("median_tpot_ms", 1),
+        milliseconds("p95_e2el_ms"),
+        f"{100 * found['attainment']:.0f}%",
+        f"{found['failed']:.0f}",
+    ]
 
 
 _LEVEL = ["offered req/s", "req/s", "TTFT ms", "TTFT p95", "TPOT ms", "E2E p95 ms", "within the limits", "failed"]

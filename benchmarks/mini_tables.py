@@ -120,10 +120,12 @@ def mini_training() -> str:
         ["", "training", "finishing"],
         ["hardware", *(first["device"] for first, _ in ends)],
         ["time", *(f"{last['minutes']:.0f} minutes" for _, last in ends)],
-        *([f"{name} {verb}", *(f"{last[name]:,}" for _, last in ends)]
-          for name, verb in (("documents", "drawn"), ("questions", "asked"), ("batches", "learnt"))),
+        *(
+            [f"{name} {verb}", *(f"{last[name]:,}" for _, last in ends)]
+            for name, verb in (("documents", "drawn"), ("questions", "asked"), ("batches", "learnt"))
+        ),
         *([name, *(first[name] for first, _ in ends)] for name in ("torch", "transformers", "python")),
-    ]  # fmt: skip
+    ]
     return (
         f"{table(rows[0], rows[1:])}\n\nRecord with loss and accuracy over time:"
         f" `benchmarks/records/mini-training.jsonl`. Last commands: "

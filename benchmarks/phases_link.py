@@ -38,9 +38,13 @@ def _rank(rank: int, store: str, hidden: Sequence[int], output: str) -> None:
     if gpu:
         torch.cuda.set_device(device)
     distributed.init_process_group(
-        "nccl" if gpu else "gloo", init_method=f"file://{store}", rank=rank, world_size=_RANKS,
-        timeout=timedelta(seconds=_SECONDS), device_id=device if gpu else None,
-    )  # fmt: skip
+        "nccl" if gpu else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=_RANKS,
+        timeout=timedelta(seconds=_SECONDS),
+        device_id=device if gpu else None,
+    )
     ranks = ProcessRanks(rank, _RANKS, device)
     found: dict[str, Any] = {"ranks": _RANKS, "device": device.type, "microseconds": {}}
     for size in hidden:

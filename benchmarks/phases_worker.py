@@ -176,11 +176,18 @@ def measure(wanted: Configuration, own: argparse.Namespace) -> None:
     quantization = None if wanted.kind == "bf16" else wanted.kind
     settings = settings_from(
         {
-            "runner": "engine", "model_shape": wanted.shape, "random_weights": True, "quantization": quantization,
-            "tensor_parallel_size": wanted.ranks, "device": own.device, "prefix_caching": False, "ignore_eos": True,
-            "max_new_tokens": own.output_tokens, "preprocess": "cpu" if own.device == "cpu" else "device",
+            "runner": "engine",
+            "model_shape": wanted.shape,
+            "random_weights": True,
+            "quantization": quantization,
+            "tensor_parallel_size": wanted.ranks,
+            "device": own.device,
+            "prefix_caching": False,
+            "ignore_eos": True,
+            "max_new_tokens": own.output_tokens,
+            "preprocess": "cpu" if own.device == "cpu" else "device",
         }
-    )  # fmt: skip
+    )
     found: dict[str, Any] = {"settings": settings.changed(), "seconds": {}}
     began = now()
 

@@ -76,13 +76,32 @@ _COLUMNS: dict[str, tuple[str, tuple[int, ...]]] = {
 """Of the table: phase and sizes; no sizes stands for all."""
 
 _PRIOR = Factors(
-    read_bf16=1.05, read_fp8=1.0, read_int8=1.0, read_int4=0.75, read_int4_few=0.3,
-    compute_bf16=1.0, compute_fp8=0.95, compute_int8=0.75, vision=0.7, attention=0.4, kv=1.0, activations=0.8,
-    link=0.6, layer_seconds=35e-6, tail_seconds=80e-6, int4_few_seconds=40e-6, pass_seconds=3e-4, message_seconds=12e-6,
-    launch_seconds=4e-4, launch_ranks_seconds=8e-4, replay_seconds=1e-3, replay_ranks_seconds=2.7e-3,
+    read_bf16=1.05,
+    read_fp8=1.0,
+    read_int8=1.0,
+    read_int4=0.75,
+    read_int4_few=0.3,
+    compute_bf16=1.0,
+    compute_fp8=0.95,
+    compute_int8=0.75,
+    vision=0.7,
+    attention=0.4,
+    kv=1.0,
+    activations=0.8,
+    link=0.6,
+    layer_seconds=35e-6,
+    tail_seconds=80e-6,
+    int4_few_seconds=40e-6,
+    pass_seconds=3e-4,
+    message_seconds=12e-6,
+    launch_seconds=4e-4,
+    launch_ranks_seconds=8e-4,
+    replay_seconds=1e-3,
+    replay_ranks_seconds=2.7e-3,
     sequence_ranks_seconds=3e-5,
-    prepare_seconds=2e-3, prepare_ranks_seconds=4e-3,
-)  # fmt: skip
+    prepare_seconds=2e-3,
+    prepare_ranks_seconds=4e-3,
+)
 """Where the fit starts: the records of single products (products.json), of the tower, and of W1."""
 
 
@@ -167,9 +186,10 @@ def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str
     spreads = ("spread", "spread_ranks")
     numbers = [{**each["factors"], **{name: each[name] for name in spreads}} for each in (first, second)]
     wrong += [
-        name for name in numbers[0].keys() | numbers[1].keys()
+        name
+        for name in numbers[0].keys() | numbers[1].keys()
         if not math.isclose(numbers[0].get(name, 0), numbers[1].get(name, 0), rel_tol=_TOLERANCE)
-    ]  # fmt: skip
+    ]
     return sorted(wrong)
 
 

@@ -120,10 +120,14 @@ def compared(
         each.preprocessed - each.preparing for each in stamps if each.preprocessed and each.preparing
     )
     sizes = EngineSizes(
-        global_blocks=runner.facts.blocks[0], local_blocks=runner.facts.blocks[1], window=runner.facts.window,
-        prefill_chunk_size=OPTIONS.prefill_chunk_size, prefix_caching=False, overlap=False,
+        global_blocks=runner.facts.blocks[0],
+        local_blocks=runner.facts.blocks[1],
+        window=runner.facts.window,
+        prefill_chunk_size=OPTIONS.prefill_chunk_size,
+        prefix_caching=False,
+        overlap=False,
         ahead=ahead_of_need("cpu"),
-    )  # fmt: skip
+    )
     engine = SimulatedEngine(sizes, FittedTimes.of(runner.passes, prepare))
     first = min(each.accepted for each in stamps)
     simulated = route_arrivals([engine], sketches, [each.accepted - first for each in stamps])

@@ -29,9 +29,15 @@ __all__ = ["FITTED", "GPU", "PHASES", "RECORDS", "Point", "points", "points_of_a
 RECORDS = Path(__file__).parent / "records"
 GPU = "h200"
 _OLDER = (
-    "w1-27b.json", "w1-27b-fp8.json", "w1-27b-int8.json", "w1-27b-int4.json", "w1-27b-tp2.json",
-    "w1-27b-tp2-40gb.json", "w1-27b-fp8-tp2.json", "w4-4b.json",
-)  # fmt: skip
+    "w1-27b.json",
+    "w1-27b-fp8.json",
+    "w1-27b-int8.json",
+    "w1-27b-int4.json",
+    "w1-27b-tp2.json",
+    "w1-27b-tp2-40gb.json",
+    "w1-27b-fp8-tp2.json",
+    "w4-4b.json",
+)
 _ANOTHER_GPU = "h100"
 _ON_ANOTHER_GPU = (
     "w1-27b-h100.json",
@@ -42,9 +48,16 @@ _ON_ANOTHER_GPU = (
     "w1-27b-int8-fp8kv-tp2-40gb-h100.json",
 )
 FITTED = (
-    "27b:bf16:1", "27b:fp8:1", "27b:int8:1", "27b:int4:1", "4b:bf16:1", "4b:int4:1", "27b:bf16:2", "27b:fp8:2",
+    "27b:bf16:1",
+    "27b:fp8:1",
+    "27b:int8:1",
+    "27b:int4:1",
+    "4b:bf16:1",
+    "4b:int4:1",
+    "27b:bf16:2",
+    "27b:fp8:2",
     "4b:bf16:2",
-)  # fmt: skip
+)
 """Configurations whose vision, prefill and decode times in :data:`_FITTED_RECORD` the factors are fitted to."""
 _FITTED_RECORD = "phases-h200.json"  # other phase records repeat its configurations on other days: held out
 _GRAPHS = (
@@ -127,9 +140,12 @@ class _W1:
         memory = memory_plan(variant, clock.gpu, options)
         sizes = EngineSizes(
             global_blocks=memory.global_tokens // options.block_size,
-            local_blocks=memory.local_tokens // options.block_size, window=variant.text.window,
-            max_num_seqs=options.max_num_seqs, prefill_chunk_size=options.prefill_chunk_size, prefix_caching=False,
-        )  # fmt: skip
+            local_blocks=memory.local_tokens // options.block_size,
+            window=variant.text.window,
+            max_num_seqs=options.max_num_seqs,
+            prefill_chunk_size=options.prefill_chunk_size,
+            prefix_caching=False,
+        )
         simulated = simulate_burst(sizes, _Times(clock), mix.requests(requests))
         return requests / max(each.tokens[-1] for each in simulated)
 
@@ -217,9 +233,11 @@ class _Source:
     ) -> Point:
         shape, kind, ranks = self.configuration.split(":")
         variant = Variant(
-            SHAPES[shape], None if kind == "bf16" else kind, kv_cache_dtype=self.kv_cache_dtype,
+            SHAPES[shape],
+            None if kind == "bf16" else kind,
+            kv_cache_dtype=self.kv_cache_dtype,
             tensor_parallel_size=int(ranks),
-        )  # fmt: skip
+        )
         return Point(
             self.record, self.configuration, phase, size, measured, self.fitted and fitted, variant, predict, self.gpu
         )

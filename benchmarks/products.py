@@ -70,13 +70,21 @@ def methods(kind: str, copies: Sequence[QuantizedLinear], rows: torch.Tensor) ->
             yield "cuBLAS", [partial(_int_mm, quantized.values, quantized.scale, each) for each in copies]
         return
     yield "chosen", [_fp8(quantized, each, rows.dtype) for each in copies]
-    yield "cuBLAS, scales per row", [
-        partial(
-            torch._scaled_mm, quantized.values, each.weight.T, quantized.scale, each.scale[None], out_dtype=rows.dtype,
-            use_fast_accum=True,
-        )
-        for each in copies
-    ]  # fmt: skip
+    yield (
+        "cuBLAS, scales per row",
+        [
+            partial(
+                torch._scaled_mm,
+                quantized.values,
+                each.weight.T,
+                quantized.scale,
+                each.scale[None],
+                out_dtype=rows.dtype,
+                use_fast_accum=True,
+            )
+            for each in copies
+        ],
+    )
 
 
 def microseconds(calls: Sequence[Call]) -> float:

@@ -72,9 +72,14 @@ def measure(items: list[Item], source: Source, verifier: Verifier, values: dict[
     scores = [round(exact_match(text, item.answers)) for text, item in zip(texts, items, strict=True)]
     kept = {name: verdict[name] for name in ("verdict", "reason", "answer", "image", "top1")}
     return {
-        **facts, "settings": values, "device": device, "seconds": round(seconds, 1), "exact_match": scores,
-        "answers": texts, "verdict": kept,
-    }  # fmt: skip
+        **facts,
+        "settings": values,
+        "device": device,
+        "seconds": round(seconds, 1),
+        "exact_match": scores,
+        "answers": texts,
+        "verdict": kept,
+    }
 
 
 @torch.no_grad()
@@ -118,11 +123,17 @@ def main() -> None:
     record |= {
         "about": "exact match of the mini model with quantised weights, and its divergence from the unquantised model",
         "command": f"python benchmarks/quantization.py --documents {args.documents} --products",
-        "documents": args.documents, "seed": SEED, "environment": environment(),
-    }  # fmt: skip
+        "documents": args.documents,
+        "seed": SEED,
+        "environment": environment(),
+    }
     if args.products:
-        record["products"] = {"inputs": HIDDEN, "outputs": INTERMEDIATE, "threads": torch.get_num_threads(),
-                              "times": products()}  # fmt: skip
+        record["products"] = {
+            "inputs": HIDDEN,
+            "outputs": INTERMEDIATE,
+            "threads": torch.get_num_threads(),
+            "times": products(),
+        }
     with tempfile.TemporaryDirectory() as folder:
         source = Source(dataset=str(write_samples(Path(folder), count=args.documents, seed=SEED)))
         items = build_workload(source, on_problem=refuse)

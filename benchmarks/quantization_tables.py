@@ -31,9 +31,16 @@ def quantization_mini() -> str:
     variants = record["variants"]
     base = variants["unquantised"]
     headings = [
-        "weights", "MB", "accuracy (exact match)", "vs unquantised, points (95%)", "p-value", "other answers",
-        "KL answers", "KL images", "top-1",
-    ]  # fmt: skip
+        "weights",
+        "MB",
+        "accuracy (exact match)",
+        "vs unquantised, points (95%)",
+        "p-value",
+        "other answers",
+        "KL answers",
+        "KL images",
+        "top-1",
+    ]
     names = sorted(variants, key=lambda name: name if name.startswith("int4") else "")  # stable: others stay in order
     rows = [_mini_row(name, variants[name], base) for name in names]
     facts = record["environment"]
@@ -76,10 +83,14 @@ def quantization_products() -> str:
     record = _mini()
     found, facts = record["products"], record["environment"]
     rows = [
-        [f"{each['rows']:,}", f"{each['float32_ms']:.1f}", f"{each['int8_ms']:.1f}",
-         f"{each['float32_ms'] / each['int8_ms']:.1f}x"]
+        [
+            f"{each['rows']:,}",
+            f"{each['float32_ms']:.1f}",
+            f"{each['int8_ms']:.1f}",
+            f"{each['float32_ms'] / each['int8_ms']:.1f}x",
+        ]
         for each in found["times"]
-    ]  # fmt: skip
+    ]
     return (
         f"{table(['rows', 'float32 ms', 'int8 ms', 'int8 speedup'], rows)}\n\nOne product of {found['inputs']:,} x"
         f" {found['outputs']:,} weights (the 4B shape's MLP) including input quantisation; medians of"
@@ -93,9 +104,19 @@ def quantization_27b() -> str:
     records = {path.stem: json.loads(path.read_text()) for path in RECORDS.glob("w1-27b*.json")}
     known = {name: record for name, record in records.items() if _W1.fullmatch(name)}
     headings = [
-        "weights", "KV cache", "GPUs", "GB per GPU", "weights GB", "requests/s", "per GPU", "TTFT ms", "end to end ms",
-        "decode step ms", "concurrent requests", "record",
-    ]  # fmt: skip
+        "weights",
+        "KV cache",
+        "GPUs",
+        "GB per GPU",
+        "weights GB",
+        "requests/s",
+        "per GPU",
+        "TTFT ms",
+        "end to end ms",
+        "decode step ms",
+        "concurrent requests",
+        "record",
+    ]
     rows = [row for name in sorted(known, key=lambda name: _order(known[name])) for row in _w1_rows(name, known[name])]
     gpus = sorted({record["environment"]["gpus"][0]["name"] for record in known.values()})
     return (

@@ -62,19 +62,32 @@ def serving_over_http() -> str:
         ttft = [each["ttft_ms"]["median"] for each in (engine, server)]
         rows.append(
             [
-                record["model"]["name"], str(record["max_concurrency"]), f"{rates[0]:.2f}", f"{rates[1]:.2f}",
-                f"{rates[1] / rates[0]:.3f}x", f"{ttft[0]:.0f}", f"{ttft[1] - ttft[0]:+.1f}",
-                f"{server['health']['p99_ms']:.1f}", "yes" if record["same_texts"] else "no",
+                record["model"]["name"],
+                str(record["max_concurrency"]),
+                f"{rates[0]:.2f}",
+                f"{rates[1]:.2f}",
+                f"{rates[1] / rates[0]:.3f}x",
+                f"{ttft[0]:.0f}",
+                f"{ttft[1] - ttft[0]:+.1f}",
+                f"{server['health']['p99_ms']:.1f}",
+                "yes" if record["same_texts"] else "no",
             ]
-        )  # fmt: skip
+        )
         notes.append(
             f"{record['model']['name']}: {work['requests']} requests of {work['views']} views and"
             f" {work['output_tokens']} output tokens, bodies of {server['body_mb']:.2f} MB, {_where(record, name)}"
         )
     headings = [
-        "model", "in flight", "engine req/s", "server req/s", "ratio", "engine TTFT ms", "added TTFT ms",
-        "/health p99 ms", "same answers",
-    ]  # fmt: skip
+        "model",
+        "in flight",
+        "engine req/s",
+        "server req/s",
+        "ratio",
+        "engine TTFT ms",
+        "added TTFT ms",
+        "/health p99 ms",
+        "same answers",
+    ]
     return table(headings, rows) + "\n\n" + "\n\n".join(notes)
 
 
@@ -87,10 +100,13 @@ def serving_replicas() -> str:
     rows = [[f"{shown[name]}, distinct documents", f"{rate:.1f}", "-"] for name, rate in speed.items()]
     names = {"one engine": "one engine", "affinity": "2 replicas, affinity", "random": "2 replicas, random routing"}
     rows += [
-        [f"{names[name]}, follow-up questions", f"{hits[name]['requests_per_s']:.1f}",
-         f"{100 * hits[name]['cached_share']:.0f}%"]
+        [
+            f"{names[name]}, follow-up questions",
+            f"{hits[name]['requests_per_s']:.1f}",
+            f"{100 * hits[name]['cached_share']:.0f}%",
+        ]
         for name in names
-    ]  # fmt: skip
+    ]
     work = record["work"]
     follow_ups = record["follow_ups"]
     notes = (
@@ -153,16 +169,31 @@ def serving_faults() -> str:
         answered = count("answered") if name != "restart_head" else f"{found['plain_answered']:,}"
         rows.append(
             [
-                shown, f"{found['sent']:,}", answered, str(found.get("retried", "-")), count("refused"),
-                count("failed"), count("lost"), _seconds(found.get("recovered_s")),
-                _seconds(found.get("before", {}).get("p99_s")), _seconds(found.get("after", {}).get("p99_s")),
+                shown,
+                f"{found['sent']:,}",
+                answered,
+                str(found.get("retried", "-")),
+                count("refused"),
+                count("failed"),
+                count("lost"),
+                _seconds(found.get("recovered_s")),
+                _seconds(found.get("before", {}).get("p99_s")),
+                _seconds(found.get("after", {}).get("p99_s")),
             ]
-        )  # fmt: skip
+        )
     server, facts = record["server"], record["environment"]
     headings = [
-        "fault", "sent", "answered", "retried", "refused (429)", "failed (error event)", "lost", "recovery, s",
-        "p99 before, s", "p99 after, s",
-    ]  # fmt: skip
+        "fault",
+        "sent",
+        "answered",
+        "retried",
+        "refused (429)",
+        "failed (error event)",
+        "lost",
+        "recovery, s",
+        "p99 before, s",
+        "p99 after, s",
+    ]
     notes = (
         f"{server['replicas']} replicas of the mini model on a CPU, streaming and non-streaming requests;"
         f" {facts['cpu']}, {facts['cpu_count']} cores that both replicas, Ray and the clients share. Record:"

@@ -33,9 +33,13 @@ def _figures(found: Mapping[str, Any]) -> list[str]:
     evidence = {row["hypothesis"]: row["kl"] for row in found["evidence"]}
     named = found["diagnosis"] or {"hypothesis": "", "strength": ""}
     return [
-        found["verdict"], named["hypothesis"].replace("+", " + "), named["strength"],
-        _nats(evidence["reference"]), _nats(evidence.get(named["hypothesis"])), str(found["requests"]),
-    ]  # fmt: skip
+        found["verdict"],
+        named["hypothesis"].replace("+", " + "),
+        named["strength"],
+        _nats(evidence["reference"]),
+        _nats(evidence.get(named["hypothesis"])),
+        str(found["requests"]),
+    ]
 
 
 def _nats(value: float | None) -> str:

@@ -36,9 +36,14 @@ EXPECTED = {
 _START_SECONDS = 900.0
 _OPTIONS = ("--max-logprobs", "20", "--max-model-len", "4096", "--enforce-eager", "--max-num-seqs", "4")
 _QUIET = {
-    "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
-    "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "VLLM_CPU_KVCACHE_SPACE": "1",
-}  # fmt: skip
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
 
 
 @contextmanager
@@ -50,9 +55,11 @@ def served(vllm: str, dtype: str) -> Iterator[str]:
     words = [vllm, "serve", str(mini_directory()), "--served-model-name", "mini", "--host", "127.0.0.1"]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            [*words, "--port", str(port), "--dtype", dtype, *_OPTIONS], stdout=log, stderr=log,
+            [*words, "--port", str(port), "--dtype", dtype, *_OPTIONS],
+            stdout=log,
+            stderr=log,
             env={**os.environ, **_QUIET, "PYTHONPATH": ""},
-        )  # fmt: skip
+        )
         try:
             _wait(process, f"http://127.0.0.1:{port}/health")
             yield f"http://127.0.0.1:{port}"

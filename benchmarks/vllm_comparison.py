@@ -156,9 +156,12 @@ def run_job(job: Job, folder: Path, vllm_path: str) -> dict[str, Any]:
                 process.wait()
     text = output.with_suffix(".log").read_text("utf-8", "replace")
     run = {
-        "side": job.side, "gpu": job.gpu, "started": wall, "seconds": time.monotonic() - started,
+        "side": job.side,
+        "gpu": job.gpu,
+        "started": wall,
+        "seconds": time.monotonic() - started,
         "backends": sorted(set(re.findall(r"Using (\S+) (?:attention )?backend", text))),
-    }  # fmt: skip
+    }
     if code or not output.exists():
         reason = "out of time" if code is None else f"exit code {code}"
         return run | {"failed": reason, "log": text.splitlines()[-_LOG_LINES:]}
@@ -281,9 +284,12 @@ def _names(known: Mapping[str, object], option: str) -> Any:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run parts, or merge them."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.vllm_comparison", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     epilog="Other options go to the workloads.")  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.vllm_comparison",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Other options go to the workloads.",
+    )
     parser.add_argument("--part", type=_names({**PARTS, **VERDICTS}, "--part"), help="one part, or a comma list")
     parser.add_argument("--sides", type=_names(SIDES, "--sides"), default=list(SIDES), help="comma list; default: all")
     parser.add_argument("--gpus", type=int, help="number of GPUs to use; default: all")
@@ -295,8 +301,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, help="the part's file, or the record")
     args, extra = parser.parse_known_args(argv)
     if args.merge:
-        parts, elsewhere = ([json.loads(path.read_text("utf-8")) for path in paths]
-                            for paths in (args.merge, args.other_machine))  # fmt: skip
+        parts, elsewhere = (
+            [json.loads(path.read_text("utf-8")) for path in paths] for paths in (args.merge, args.other_machine)
+        )
         save(merged(parts, elsewhere), args.output or RECORD)
         return 0
     if args.other_machine:

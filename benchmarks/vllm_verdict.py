@@ -35,9 +35,16 @@ from panscan.records.store import read_run, write_atomically
 from panscan.settings import Settings
 
 _OPTIONS = (
-    "--preprocess", "device", "--vllm-attention", "none,TRITON_ATTN", "--max-new-tokens", "32", "--ignore-eos",
-    "--repeats", "1",
-)  # fmt: skip
+    "--preprocess",
+    "device",
+    "--vllm-attention",
+    "none,TRITON_ATTN",
+    "--max-new-tokens",
+    "32",
+    "--ignore-eos",
+    "--repeats",
+    "1",
+)
 _TEXT_TOKENS = 78
 
 
@@ -99,9 +106,24 @@ def measure(model: str, runners: str, requests: int, options: Sequence[str]) -> 
     """
     with TemporaryDirectory(prefix="panscan-verdict-") as folder:
         questions = write_questions(model, Path(folder), requests)
-        words = [sys.executable, "-m", "panscan", "bench", "--model", model, "--dataset", str(questions),
-                 "--num-samples", str(requests), "--runner", runners, "--output-dir", f"{folder}/runs",
-                 *_OPTIONS, *options]  # fmt: skip
+        words = [
+            sys.executable,
+            "-m",
+            "panscan",
+            "bench",
+            "--model",
+            model,
+            "--dataset",
+            str(questions),
+            "--num-samples",
+            str(requests),
+            "--runner",
+            runners,
+            "--output-dir",
+            f"{folder}/runs",
+            *_OPTIONS,
+            *options,
+        ]
         say(" ".join(words[1:]))
         done = subprocess.run(words, check=False)
         if done.returncode:
@@ -112,8 +134,11 @@ def measure(model: str, runners: str, requests: int, options: Sequence[str]) -> 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write a checkpoint unless one is named, compare, write the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     epilog="Other options go to panscan bench.")  # fmt: skip
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Other options go to panscan bench.",
+    )
     shapes = sorted(name for name, shape in SHAPES.items() if shape.vision is not None)
     parser.add_argument("--model", help="a checkpoint, instead of random weights")
     parser.add_argument("--model-shape", choices=shapes, default="27b", help="of the random weights")

@@ -53,11 +53,16 @@ _ROPES: list[dict[str, Any]] = [
     {"rope_type": "default"},
     {"rope_type": "linear", "factor": 8.0},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
-    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-     "original_max_position_embeddings": 64},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
     {"rope_type": "proportional", "partial_rotary_factor": 0.5},
     {"rope_type": "dynamic", "factor": 4.0},
-]  # fmt: skip
+]
 
 
 def _longrope(head_size: int) -> dict[str, Any]:
@@ -76,27 +81,47 @@ def odd_configs(draw: st.DrawFn, head_sizes: tuple[int, ...] = (16, 18, 32, 48, 
     ropes = st.sampled_from([*_ROPES, _longrope(head_size)])
     kinds = st.sampled_from(["sliding_attention", "full_attention"])
     text = Gemma3TextConfig(
-        vocab_size=1024, hidden_size=heads * draw(st.integers(4, 12)), intermediate_size=draw(st.integers(5, 80)),
-        layer_types=(kinds := draw(st.lists(kinds, min_size=1, max_size=4))), num_hidden_layers=len(kinds),
-        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_size,
-        sliding_window=draw(st.integers(1, 40)), query_pre_attn_scalar=draw(st.sampled_from([16, 168, 256])),
+        vocab_size=1024,
+        hidden_size=heads * draw(st.integers(4, 12)),
+        intermediate_size=draw(st.integers(5, 80)),
+        layer_types=(kinds := draw(st.lists(kinds, min_size=1, max_size=4))),
+        num_hidden_layers=len(kinds),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_size,
+        sliding_window=draw(st.integers(1, 40)),
+        query_pre_attn_scalar=draw(st.sampled_from([16, 168, 256])),
         rope_parameters={
-            "full_attention": draw(ropes) | {"rope_theta": 1e6}, "sliding_attention": draw(ropes) | {"rope_theta": 1e4},
+            "full_attention": draw(ropes) | {"rope_theta": 1e6},
+            "sliding_attention": draw(ropes) | {"rope_theta": 1e4},
         },
-        max_position_embeddings=512, attention_bias=draw(st.booleans()), tie_word_embeddings=draw(st.booleans()),
-        final_logit_softcapping=draw(st.sampled_from([None, 0.5])), rms_norm_eps=draw(st.sampled_from([1e-6, 0.1])),
+        max_position_embeddings=512,
+        attention_bias=draw(st.booleans()),
+        tie_word_embeddings=draw(st.booleans()),
+        final_logit_softcapping=draw(st.sampled_from([None, 0.5])),
+        rms_norm_eps=draw(st.sampled_from([1e-6, 0.1])),
         hidden_activation=draw(st.sampled_from(["gelu_pytorch_tanh", "gelu_pytorch_tanh", "silu"])),
-    )  # fmt: skip
+    )
     if draw(st.booleans()):
         return text
     eyes = SiglipVisionConfig(
-        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=SIDE, patch_size=4,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=SIDE,
+        patch_size=4,
         vision_use_head=False,
-    )  # fmt: skip
+    )
     return Gemma3Config(
-        text_config=text, vision_config=eyes, mm_tokens_per_image=draw(st.sampled_from([4, 9, 16])),
-        image_token_index=SOFT, boi_token_index=7, eoi_token_index=8, tie_word_embeddings=text.tie_word_embeddings,
-    )  # fmt: skip
+        text_config=text,
+        vision_config=eyes,
+        mm_tokens_per_image=draw(st.sampled_from([4, 9, 16])),
+        image_token_index=SOFT,
+        boi_token_index=7,
+        eoi_token_index=8,
+        tie_word_embeddings=text.tie_word_embeddings,
+    )
 
 
 @torch.no_grad()

@@ -147,11 +147,17 @@ def test_sampling_takes_what_is_in_range_and_names_what_is_not(data: st.DataObje
 
 
 ANYTHING = (
-    st.none() | st.booleans() | st.integers() | st.integers(2**63, 2**1100) | st.floats() | st.text(max_size=3)
-    | st.binary(max_size=3) | st.lists(st.integers() | st.text(max_size=1) | st.floats(), max_size=2).flatmap(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(2**63, 2**1100)
+    | st.floats()
+    | st.text(max_size=3)
+    | st.binary(max_size=3)
+    | st.lists(st.integers() | st.text(max_size=1) | st.floats(), max_size=2).flatmap(
         lambda items: st.sampled_from([items, tuple(items), dict.fromkeys(items)])
     )
-)  # fmt: skip
+)
 NUMBERS = {
     **dict.fromkeys(RANGES, (int, float)),
     **dict.fromkeys(("max_new_tokens", "top_k", "seed", "logprobs"), (int,)),
@@ -217,9 +223,13 @@ def test_a_worker_imports_uncollected_and_ignores_modules_of_the_working_directo
     (tmp_path / "lib" / "worker_of_this_test.py").write_text(_WORKER)
     path = os.pathsep.join([str(tmp_path / "lib"), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        worker_command("worker_of_this_test", "3"), cwd=tmp_path, env={**os.environ, "PYTHONPATH": path},
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        worker_command("worker_of_this_test", "3"),
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert (done.stdout, done.returncode) == ('[false, true, true, ["3"]]\n', 0), done.stderr
 
 

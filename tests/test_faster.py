@@ -44,8 +44,14 @@ def test_a_wrong_command_would_be_noticed(line: str) -> None:
 def test_more_requests_and_less_time_are_gains() -> None:
     slow, fast = (Figure(value, "requests/s", f"record-{value}", "H200") for value in (2.0, 5.0))
     assert Step("engine", slow, fast, "exact", "").row() == [
-        "engine", "2.50x throughput", "2.00/s", "5.00/s", "exact", "automatic", "`record-2.0`, `record-5.0`",
-    ]  # fmt: skip
+        "engine",
+        "2.50x throughput",
+        "2.00/s",
+        "5.00/s",
+        "exact",
+        "automatic",
+        "`record-2.0`, `record-5.0`",
+    ]
     long, short = (Figure(value, "ms", "w1", "H200") for value in (1500.0, 50.0))
     assert Step("cache", long, short, "exact", "panscan ask").row()[1:4] == ["30.00x faster", "1,500 ms", "50.0 ms"]
 

@@ -59,9 +59,16 @@ def test_a_killed_job_is_resumed(tmp_path: Path) -> None:
 def test_every_end_of_a_child_is_told_from_the_others(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", CHILDREN, tmp_path], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.splitlines() == [
-        "answered 0 False", "refused 3 False", "refused 2 False", "traceback 1 False", "crash None False",
-        "wrong code 1 False", "silent 3 False", "hang None False", "crash None True",
-    ], done.stderr  # fmt: skip
+        "answered 0 False",
+        "refused 3 False",
+        "refused 2 False",
+        "traceback 1 False",
+        "crash None False",
+        "wrong code 1 False",
+        "silent 3 False",
+        "hang None False",
+        "crash None True",
+    ], done.stderr
 
 
 def test_command_lines_are_the_same_again_and_cover_every_verb() -> None:

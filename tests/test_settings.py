@@ -70,9 +70,14 @@ def test_other_names_of_a_setting_work(other: str, name: str, value: Any) -> Non
 
 @pytest.mark.parametrize(
     ("name", "theirs", "ours"),
-    [("dtype", "bfloat16", "bf16"), ("dtype", "half", "fp16"), ("dtype", "torch.float32", "fp32"),
-     ("dtype", "float", "fp32"), ("kv_cache_dtype", "fp8_e4m3", "fp8")],
-)  # fmt: skip
+    [
+        ("dtype", "bfloat16", "bf16"),
+        ("dtype", "half", "fp16"),
+        ("dtype", "torch.float32", "fp32"),
+        ("dtype", "float", "fp32"),
+        ("kv_cache_dtype", "fp8_e4m3", "fp8"),
+    ],
+)
 def test_other_values_of_a_setting_work(name: str, theirs: str, ours: str) -> None:
     assert getattr(settings_from({name: theirs}), name) == ours
 

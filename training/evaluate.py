@@ -68,9 +68,14 @@ def documents(count: int, seed: int) -> Iterator[Held]:
         )
         faces = held_out_faces() if "fonts" in new else training_faces()
         page = a_page(
-            rng, ratio, faces, columns=rng.uniform(27, 35), kinds=kinds,
-            held_out_layouts="layouts" in new, shorts=(448, 900),
-        )  # fmt: skip
+            rng,
+            ratio,
+            faces,
+            columns=rng.uniform(27, 35),
+            kinds=kinds,
+            held_out_layouts="layouts" in new,
+            shorts=(448, 900),
+        )
         by_type: dict[str, list[Question]] = defaultdict(list)
         for ask in page.document.questions:
             by_type[ask.type].append(ask)
@@ -94,13 +99,21 @@ def evaluate(engine: Engine, held: Iterable[Held]) -> list[dict[str, Any]]:
         by_setting = {name: [next(results) for _ in document.questions] for name in named}
         for place, ask in enumerate(document.questions):
             answers = {name: results[place].text for name, results in by_setting.items()}
-            rows.append({
-                "document": document.number, "shape": document.shape, "new": document.new,
-                "kind": document.page.document.kind, "type": ask.type, "size": list(document.page.image.size),
-                "question": ask.question, "expected": list(ask.answers), "answers": answers,
-                "right": {name: exact_match(text, ask.answers) for name, text in answers.items()},
-                "views": {name: results[place].views for name, results in by_setting.items()},
-            })  # fmt: skip
+            rows.append(
+                {
+                    "document": document.number,
+                    "shape": document.shape,
+                    "new": document.new,
+                    "kind": document.page.document.kind,
+                    "type": ask.type,
+                    "size": list(document.page.image.size),
+                    "question": ask.question,
+                    "expected": list(ask.answers),
+                    "answers": answers,
+                    "right": {name: exact_match(text, ask.answers) for name, text in answers.items()},
+                    "views": {name: results[place].views for name, results in by_setting.items()},
+                }
+            )
     return rows
 
 
@@ -113,8 +126,13 @@ def _share(rows: list[dict[str, Any]], setting: str, seed: int = 0) -> dict[str,
     if high - low < _POINT:
         low, high = wilson_interval(mean, len(set(held)))
     views = sum(row["views"][setting] for row in rows) / len(rows)
-    return {"exact_match": round(mean, 4), "low": round(low, 4), "high": round(high, 4), "questions": len(rows),
-            "views": round(views, 2)}  # fmt: skip
+    return {
+        "exact_match": round(mean, 4),
+        "low": round(low, 4),
+        "high": round(high, 4),
+        "questions": len(rows),
+        "views": round(views, 2),
+    }
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -164,11 +182,17 @@ def main() -> int:
     record = {
         "about": "exact match of the mini model on held-out documents",
         "command": f"python -m training.evaluate --documents {args.documents} --seed {args.seed}",
-        "model": args.model, "dtype": args.dtype, "device": args.device, "documents": args.documents, "seed": args.seed,
+        "model": args.model,
+        "dtype": args.dtype,
+        "device": args.device,
+        "documents": args.documents,
+        "seed": args.seed,
         "seconds": round(time.perf_counter() - began),
-        "torch": torch.__version__, "transformers": transformers.__version__, "machine": platform.machine(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "machine": platform.machine(),
         "summary": found,
-    }  # fmt: skip
+    }
     if args.output:
         args.output.write_text(json.dumps(record, indent=1) + "\n")
     if args.rows:

@@ -83,9 +83,14 @@ def _begin(trained: Path, finished: Path) -> None:
 
 
 def _learn(
-    reader: Reader, parameters: list[nn.Parameter], adam: AdamW, step: int, spent: float, args: argparse.Namespace,
+    reader: Reader,
+    parameters: list[nn.Parameter],
+    adam: AdamW,
+    step: int,
+    spent: float,
+    args: argparse.Namespace,
     log: Log,
-) -> None:  # fmt: skip
+) -> None:
     batch = as_tensors(draw_batch(f"finish-{args.seed}", step, plan_to_finish(args.seed, step)))
     torch.manual_seed(args.seed * 1_000_003 + step)
     now = rate(step, spent / (60 * args.minutes), args)

@@ -16,11 +16,15 @@ _FILES: dict[str, tuple[str, str, str | None]] = {
     "DejaVu Sans": ("matplotlib", "mpl-data/fonts/ttf/DejaVuSans.ttf", "mpl-data/fonts/ttf/DejaVuSans-Bold.ttf"),
     "DejaVu Serif": ("matplotlib", "mpl-data/fonts/ttf/DejaVuSerif.ttf", "mpl-data/fonts/ttf/DejaVuSerif-Bold.ttf"),
     "DejaVu Sans Mono": (
-        "matplotlib", "mpl-data/fonts/ttf/DejaVuSansMono.ttf", "mpl-data/fonts/ttf/DejaVuSansMono-Bold.ttf",
+        "matplotlib",
+        "mpl-data/fonts/ttf/DejaVuSansMono.ttf",
+        "mpl-data/fonts/ttf/DejaVuSansMono-Bold.ttf",
     ),
     "STIX": ("matplotlib", "mpl-data/fonts/ttf/STIXGeneral.ttf", "mpl-data/fonts/ttf/STIXGeneralBol.ttf"),
     "Source Serif": (
-        "font_source_serif_pro", "files/SourceSerifPro-Regular.ttf", "files/SourceSerifPro-Bold.ttf",
+        "font_source_serif_pro",
+        "files/SourceSerifPro-Regular.ttf",
+        "files/SourceSerifPro-Bold.ttf",
     ),
     "Source Serif Italic": ("font_source_serif_pro", "files/SourceSerifPro-It.ttf", "files/SourceSerifPro-BoldIt.ttf"),
     "Manrope": ("font_manrope", "files/Manrope-Regular.ttf", "files/Manrope-Bold.ttf"),
@@ -29,14 +33,18 @@ _FILES: dict[str, tuple[str, str, str | None]] = {
     "EB Garamond": ("rendercv_fonts", "EB Garamond/EBGaramond-Regular.ttf", "EB Garamond/EBGaramond-Bold.ttf"),
     "Fontin": ("rendercv_fonts", "Fontin/Fontin-Regular.otf", "Fontin/Fontin-Bold.otf"),
     "Gentium": (
-        "rendercv_fonts", "Gentium Book Plus/GentiumBookPlus-Regular.ttf", "Gentium Book Plus/GentiumBookPlus-Bold.ttf",
+        "rendercv_fonts",
+        "Gentium Book Plus/GentiumBookPlus-Regular.ttf",
+        "Gentium Book Plus/GentiumBookPlus-Bold.ttf",
     ),
     "Mukta": ("rendercv_fonts", "Mukta/Mukta-Regular.ttf", "Mukta/Mukta-Bold.ttf"),
     "Noto Sans": ("rendercv_fonts", "Noto Sans/NotoSans-Regular.ttf", "Noto Sans/NotoSans-Bold.ttf"),
     "Open Sans": ("rendercv_fonts", "Open Sans/OpenSans-Regular.ttf", "Open Sans/OpenSans-Bold.ttf"),
     "Open Sans Italic": ("rendercv_fonts", "Open Sans/OpenSans-Italic.ttf", "Open Sans/OpenSans-BoldItalic.ttf"),
     "Open Sauce": (
-        "rendercv_fonts", "Open Sauce Sans/OpenSauceSans-Regular.ttf", "Open Sauce Sans/OpenSauceSans-Bold.ttf",
+        "rendercv_fonts",
+        "Open Sauce Sans/OpenSauceSans-Regular.ttf",
+        "Open Sauce Sans/OpenSauceSans-Bold.ttf",
     ),
     "Poppins": ("rendercv_fonts", "Poppins/Poppins-Regular.ttf", "Poppins/Poppins-Bold.ttf"),
     "Raleway": ("rendercv_fonts", "Raleway/Raleway-Regular.ttf", "Raleway/Raleway-Bold.ttf"),
@@ -45,7 +53,7 @@ _FILES: dict[str, tuple[str, str, str | None]] = {
     "Ubuntu": ("rendercv_fonts", "Ubuntu/Ubuntu-Regular.ttf", "Ubuntu/Ubuntu-Bold.ttf"),
     "XCharter": ("rendercv_fonts", "XCharter/XCharter-Regular.otf", "XCharter/XCharter-Bold.otf"),
     "XCharter Italic": ("rendercv_fonts", "XCharter/XCharter-Italic.otf", "XCharter/XCharter-BoldItalic.otf"),
-}  # fmt: skip
+}
 
 _HELD_OUT: dict[str, tuple[str, str, str | None]] = {
     "Lato": ("rendercv_fonts", "Lato/Lato-Regular.ttf", "Lato/Lato-Bold.ttf"),

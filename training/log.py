@@ -23,9 +23,11 @@ __all__ = ["Log", "about", "totals"]
 def about(processes: int, device: str) -> dict[str, str]:
     """What the record says first."""
     return {
-        "device": f"{processes} x {device}", "torch": torch.__version__, "transformers": transformers.__version__,
+        "device": f"{processes} x {device}",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
         "python": platform.python_version(),
-    }  # fmt: skip
+    }
 
 
 def totals(module: str, plans: Sequence[Plan], processes: int, seconds: float) -> dict[str, Any]:

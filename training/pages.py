@@ -23,7 +23,7 @@ from panscan.images.documents.words import (
     a_phone,
     a_word,
     long_date,
-)  # fmt: skip
+)
 from panscan.images.ink import Face
 
 __all__ = ["Page", "a_page", "a_page_of_labels", "a_page_of_signs", "rows_of"]
@@ -160,11 +160,22 @@ def a_page_of_signs(rng: Random, ratio: float, faces: tuple[Face, ...], *, colum
 
 def _a_value(rng: Random) -> str:
     day, number = a_date(rng), rng.randrange(10 ** rng.randint(2, 6))
-    return rng.choice((
-        f"${number / 100:,.2f}", f"{number:,}", f"{number / 10:.1f}", day.isoformat(), long_date(day),
-        f"{rng.randrange(24):02d}:{rng.randrange(60):02d}", a_code(rng), a_name(rng, PEOPLE, 0.5), a_word(rng),
-        f"{rng.randint(1, 99)} {a_name(rng, STREETS, 0.5)}", a_phone(rng), a_name(rng, GOODS, 0.5),
-    ))  # fmt: skip
+    return rng.choice(
+        (
+            f"${number / 100:,.2f}",
+            f"{number:,}",
+            f"{number / 10:.1f}",
+            day.isoformat(),
+            long_date(day),
+            f"{rng.randrange(24):02d}:{rng.randrange(60):02d}",
+            a_code(rng),
+            a_name(rng, PEOPLE, 0.5),
+            a_word(rng),
+            f"{rng.randint(1, 99)} {a_name(rng, STREETS, 0.5)}",
+            a_phone(rng),
+            a_name(rng, GOODS, 0.5),
+        )
+    )
 
 
 def _labelled(rng: Random, flow: Flow, way: int, label: str, value: str) -> None:

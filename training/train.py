@@ -184,9 +184,14 @@ def main() -> None:
 
 
 def _train(
-    reader: Reader, chosen: list[torch.optim.Optimizer], args: argparse.Namespace, place: _Place, first: int,
-    before: float, log: Log,
-) -> int:  # fmt: skip
+    reader: Reader,
+    chosen: list[torch.optim.Optimizer],
+    args: argparse.Namespace,
+    place: _Place,
+    first: int,
+    before: float,
+    log: Log,
+) -> int:
     """Train until the time of this call, or of all, is spent; returns the batches begun."""
     parameters = list(reader.model.parameters())
     good, misses, done = Snapshot(reader.model, chosen), 0, 0
@@ -226,10 +231,13 @@ def _train(
 
 def _loader(args: argparse.Namespace, first: int, place: _Place) -> DataLoader[dict[str, Any]]:
     return DataLoader(
-        Batches(args, first, place.rank), batch_size=None, num_workers=args.workers,
-        pin_memory=place.device.type == "cuda", prefetch_factor=4 if args.workers else None,
+        Batches(args, first, place.rank),
+        batch_size=None,
+        num_workers=args.workers,
+        pin_memory=place.device.type == "cuda",
+        prefetch_factor=4 if args.workers else None,
         worker_init_fn=lambda _: torch.set_num_threads(1),
-    )  # fmt: skip
+    )
 
 
 def _set_rates(chosen: list[torch.optim.Optimizer], share: float, args: argparse.Namespace) -> None:

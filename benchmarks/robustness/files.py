@@ -126,9 +126,14 @@ def _decode(seed: int, index: int, path: Path) -> dict[str, Any]:
     if peak > _MOST_MB:
         outcome, detail = "memory", f"{peak:.0f} MB; {detail}"
     return {
-        "index": index, "group": kind, "how": name, "outcome": outcome, "detail": detail,
-        "seconds": round(seconds, 3), "peak_mb": round(peak),
-    }  # fmt: skip
+        "index": index,
+        "group": kind,
+        "how": name,
+        "outcome": outcome,
+        "detail": detail,
+        "seconds": round(seconds, 3),
+        "peak_mb": round(peak),
+    }
 
 
 def _outcome(path: Path) -> tuple[str, str]:

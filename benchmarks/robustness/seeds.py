@@ -50,11 +50,14 @@ def _text_pdf() -> bytes:
     objects = [
         b"<< /Type /Catalog /Pages 2 0 R >>",
         b"<< /Type /Pages /Kids [3 0 R 4 0 R] /Count 2 >>",
-        *(b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 200 200] /Contents 5 0 R"
-          b" /Resources << /Font << /F1 6 0 R >> >> /Rotate %d >>" % turn for turn in (0, 90)),
+        *(
+            b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 200 200] /Contents 5 0 R"
+            b" /Resources << /Font << /F1 6 0 R >> >> /Rotate %d >>" % turn
+            for turn in (0, 90)
+        ),
         b"<< /Length %d >>\nstream\n%s\nendstream" % (len(stream), stream),
         b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>",
-    ]  # fmt: skip
+    ]
     data, places = b"%PDF-1.4\n", []
     for number, content in enumerate(objects, 1):
         places.append(len(data))

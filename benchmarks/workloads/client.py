@@ -168,8 +168,10 @@ def _drain(lines: Any) -> None:
 
 def _flags(settings: Settings) -> list[str]:
     """Return the command-line options of these settings."""
-    return [f"--{axes()[name].flag}={str(value).lower() if isinstance(value, bool) else value}"
-            for name, value in settings.changed().items()]  # fmt: skip
+    return [
+        f"--{axes()[name].flag}={str(value).lower() if isinstance(value, bool) else value}"
+        for name, value in settings.changed().items()
+    ]
 
 
 def _png(image: Any) -> bytes:

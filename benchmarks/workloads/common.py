@@ -104,9 +104,12 @@ def parse(name: str, about: str, argv: Sequence[str] | None, *, requests: int, *
     Raises:
         SettingError: an unknown setting or value.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.workloads.{name}", description=about,
-                                     epilog="Settings of panscan bench follow as --name value.",
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.workloads.{name}",
+        description=about,
+        epilog="Settings of panscan bench follow as --name value.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--runner", default="engine", help="engine; or engine,generate on one loaded model; or vllm")
     parser.add_argument("--num-requests", type=int, default=requests, help="requests at once; default %(default)s")
     parser.add_argument("--repeats", type=int, default=3, help="turns measured after a warm-up; default %(default)s")
@@ -133,9 +136,18 @@ def parse(name: str, about: str, argv: Sequence[str] | None, *, requests: int, *
     given = {axis_name(spelling): value for spelling, value in _named(rest).items()}
     command = shlex.join(["python", "-m", f"benchmarks.workloads.{name}", *(sys.argv[1:] if argv is None else argv)])
     return Work(
-        name, settings_from(_chosen(runners, defaults, given)), runners, own.num_requests, own.repeats, own.compared,
-        own.output, command, own.brief or "vllm" in runners, vllm_options(defaults, own.vllm_options), own.references,
-    )  # fmt: skip
+        name,
+        settings_from(_chosen(runners, defaults, given)),
+        runners,
+        own.num_requests,
+        own.repeats,
+        own.compared,
+        own.output,
+        command,
+        own.brief or "vllm" in runners,
+        vllm_options(defaults, own.vllm_options),
+        own.references,
+    )
 
 
 def _chosen(runners: Sequence[str], defaults: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, Any]:

@@ -63,9 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     fresh = replace(work.settings, prefix_caching=False)
     halves = [turn[: len(turn) // _REPLICAS] for turn in turns]  # one replica's share of the requests
     speed = {
-        "1": throughput(fresh, turns, 1), str(_REPLICAS): throughput(fresh, turns, _REPLICAS),
+        "1": throughput(fresh, turns, 1),
+        str(_REPLICAS): throughput(fresh, turns, _REPLICAS),
         "1, its share": throughput(fresh, halves, 1),
-    }  # fmt: skip
+    }
     concurrency = max(2, len(rounds) // 8)
     routings = {"one engine": None, "affinity": "affinity", "random": "random"}
     hits = {name: cache_hits(work.settings, rounds, concurrency, routing) for name, routing in routings.items()}
@@ -73,9 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     ratios = {
         "requests_per_s": medians[str(_REPLICAS)] / medians["1"],
         "requests_per_s_same_batch": medians[str(_REPLICAS)] / medians["1, its share"],
-        **{f"cached_share_{name}": hits[name]["cached_share"] / hits["one engine"]["cached_share"]
-           for name in ("affinity", "random")},
-    }  # fmt: skip
+        **{
+            f"cached_share_{name}": hits[name]["cached_share"] / hits["one engine"]["cached_share"]
+            for name in ("affinity", "random")
+        },
+    }
     found = {"replicas": _REPLICAS, "throughput": speed, "cache_hits": hits, "ratios": ratios}
     save(work, record | found | {"follow_ups": {"requests": len(rounds), "max_concurrency": concurrency}})
     say(str(ratios))
@@ -90,8 +93,9 @@ def _requests(work: Work, loaded: Loaded) -> tuple[list[list[Request]], list[Req
         for turn in range(work.repeats + 1)
     ]
     documents = max(2, count // _QUESTIONS)
-    asked = [Asked(page, 1_000_000 + number * documents + page)
-             for number in range(_QUESTIONS) for page in range(documents)]  # fmt: skip
+    asked = [
+        Asked(page, 1_000_000 + number * documents + page) for number in range(_QUESTIONS) for page in range(documents)
+    ]
     rounds = [with_tokens(request, _FOLLOW_UP_TOKENS) for request in as_files(ask(work, loaded, asked, tokens))]
     return turns, rounds
 

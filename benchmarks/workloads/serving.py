@@ -56,9 +56,12 @@ def over_http(work: Work, turns: Sequence[Sequence[Request]], max_concurrency: i
     bodies = [each.body for each in chat_requests(turns[0])]
     megabytes = sum(len(segment) for body in bodies for segment in body) / len(bodies) / 1e6
     return {
-        "requests_per_s": rates, "ttft_ms": spread(ttft), "health": health.summary(), "texts": texts,
+        "requests_per_s": rates,
+        "ttft_ms": spread(ttft),
+        "health": health.summary(),
+        "texts": texts,
         "body_mb": megabytes,
-    }  # fmt: skip
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:

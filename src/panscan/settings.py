@@ -83,9 +83,15 @@ def _axis(
 ) -> Any:
     """Return a field of :class:`Settings`; see :class:`Axis`."""
     metadata = {
-        "group": group, "help": help, "flag": flag, "aliases": aliases, "choices": choices, "level": level,
-        "only": only, "rare": rare,
-    }  # fmt: skip
+        "group": group,
+        "help": help,
+        "flag": flag,
+        "aliases": aliases,
+        "choices": choices,
+        "level": level,
+        "only": only,
+        "rare": rare,
+    }
     return field(default=default, metadata=metadata)
 
 
@@ -116,21 +122,26 @@ class Settings:
     """One point of a sweep. Values are checked on construction; what a machine cannot do is checked by the runner."""
 
     runner: str = _axis(
-        "generate", "Runner", "Runner: engine, generate, pipeline, generate_batch or vllm.",
-        choices=("generate", "pipeline", "generate_batch", "engine", "vllm"), level="load",
-    )  # fmt: skip
-    model: str = _axis(
-        "mini", "Model", "Hub id, directory, 'mini' or 'tiny'.", aliases=("model_id",), level="load"
-    )  # fmt: skip
+        "generate",
+        "Runner",
+        "Runner: engine, generate, pipeline, generate_batch or vllm.",
+        choices=("generate", "pipeline", "generate_batch", "engine", "vllm"),
+        level="load",
+    )
+    model: str = _axis("mini", "Model", "Hub id, directory, 'mini' or 'tiny'.", aliases=("model_id",), level="load")
     revision: str | None = _axis(None, "Model", "Branch, tag or commit of a hub checkpoint.", level="load", rare=True)
     random_weights: bool = _axis(False, "Model", "Use random weights of --model-shape: no download.", level="load")
     model_shape: str | None = _axis(
         None, "Model", "Random shape: mini, tiny, 270m, 1b, 4b, 12b or 27b.", choices=MODEL_SHAPES, level="load"
-    )  # fmt: skip
+    )
     dtype: str = _axis(
-        "auto", "Model", "Precision; auto: bf16 on a GPU, fp32 on a CPU.", aliases=("precision", "torch_dtype"),
-        choices=("auto", "bf16", "fp32", "fp16"), level="load",
-    )  # fmt: skip
+        "auto",
+        "Model",
+        "Precision; auto: bf16 on a GPU, fp32 on a CPU.",
+        aliases=("precision", "torch_dtype"),
+        choices=("auto", "bf16", "fp32", "fp16"),
+        level="load",
+    )
     quantization: str | None = _axis(
         None, "Model", "Quantise weights: fp8, int8, int4, bnb-8bit or bnb-4bit.", choices=QUANTIZATION, level="load"
     )
@@ -139,9 +150,13 @@ class Settings:
     )
     device: str = _axis("auto", "Model", "Device: auto, cpu, cuda, cuda:N or mps.", level="load")
     device_map: str | None = _axis(
-        None, "Model", "Spread layers: auto, balanced, balanced_low_0, sequential.",
-        choices=("auto", "balanced", "balanced_low_0", "sequential"), level="load", rare=True,
-    )  # fmt: skip
+        None,
+        "Model",
+        "Spread layers: auto, balanced, balanced_low_0, sequential.",
+        choices=("auto", "balanced", "balanced_low_0", "sequential"),
+        level="load",
+        rare=True,
+    )
     max_memory: str | None = _axis(
         None, "Model", "Memory per device for --device-map: '0=30GiB;cpu=60GiB'.", level="load", rare=True
     )
@@ -152,9 +167,11 @@ class Settings:
         1, "Engine", "GPUs that share one model.", aliases=("tp",), level="load", only="engine"
     )
     attention: str = _axis(
-        "sdpa", "Runner", "Attention of generate(): sdpa, eager, flex_attention, ...",
+        "sdpa",
+        "Runner",
+        "Attention of generate(): sdpa, eager, flex_attention, ...",
         aliases=("attn_impl", "attn_implementation"),
-    )  # fmt: skip
+    )
     vllm_attention: str | None = _axis(
         None, "Runner", "Attention backend of vLLM; TRITON_ATTN matches Gemma 3.", level="load", only="vllm", rare=True
     )
@@ -162,9 +179,12 @@ class Settings:
         "dynamic", "Runner", "KV cache of generate(); static compiles GPU decoding.", choices=("dynamic", "static")
     )
     compile: str | None = _axis(
-        None, "Runner", "Compile mode: default, reduce-overhead or max-autotune.",
-        choices=("default", "reduce-overhead", "max-autotune"), rare=True,
-    )  # fmt: skip
+        None,
+        "Runner",
+        "Compile mode: default, reduce-overhead or max-autotune.",
+        choices=("default", "reduce-overhead", "max-autotune"),
+        rare=True,
+    )
     tf32: bool = _axis(False, "Runner", "Use TF32 for float32 matrix products.", rare=True)
     batch_size: int = _axis(1, "Runner", "Requests per generate() call; selects --runner generate.")
     max_concurrency: int | None = _axis(None, "Engine", "Maximum requests in flight; none: no limit.", only="engine")
@@ -178,9 +198,12 @@ class Settings:
         "auto", "Engine", "Data type of the KV cache; auto: the model's.", choices=KV_CACHE_DTYPES, only="engine"
     )
     prefix_caching: bool = _axis(
-        True, "Engine", "Reuse the KV cache of equal prompt prefixes.", aliases=("enable_prefix_caching",),
+        True,
+        "Engine",
+        "Reuse the KV cache of equal prompt prefixes.",
+        aliases=("enable_prefix_caching",),
         only="engine",
-    )  # fmt: skip
+    )
     vision_cache_gb: float = _axis(1.0, "Engine", "Cache of encoded views, GB.", only="engine", rare=True)
     image_memory_gb: float = _axis(2.0, "Engine", "Memory for decoded images, GB.", only="engine", rare=True)
     tpot_target_ms: float | None = _axis(
@@ -188,19 +211,21 @@ class Settings:
     )
     vision_batch_size: int = _axis(16, "Engine", "Maximum views encoded at once.", only="engine", rare=True)
     attention_backend: str = _axis(
-        "auto", "Engine", "Paged attention; triton: NVIDIA GPUs only.", choices=ATTENTION_BACKENDS, only="engine",
+        "auto",
+        "Engine",
+        "Paged attention; triton: NVIDIA GPUs only.",
+        choices=ATTENTION_BACKENDS,
+        only="engine",
         rare=True,
-    )  # fmt: skip
+    )
     equal_views: bool = _axis(False, "Runner", "Batch requests with equal view counts together.", rare=True)
     prefill_chunk_size: int | None = _axis(
         None, "Engine", "Prompt tokens per engine step; breaks images in generate()."
-    )  # fmt: skip
-    pad_to_multiple_of: int | None = _axis(
-        None, "Runner", "Pad prompts to a multiple of this many tokens.", rare=True
-    )  # fmt: skip
+    )
+    pad_to_multiple_of: int | None = _axis(None, "Runner", "Pad prompts to a multiple of this many tokens.", rare=True)
     preprocess: str = _axis(
         "cpu", "Runner", "Resize views as Pillow (cpu) or PyTorch (device) does.", choices=("cpu", "device")
-    )  # fmt: skip
+    )
     do_pan_and_scan: bool = _axis(True, "Pan and scan", "Add crops to the whole image.", flag="pan-and-scan")
     pan_and_scan_min_crop_size: int = _axis(
         256, "Pan and scan", "Minimum side of a crop, pixels.", flag="min-crop-size", aliases=("grid_min_crop_size",)
@@ -209,16 +234,17 @@ class Settings:
         4, "Pan and scan", "Maximum crops per image.", flag="max-num-crops", aliases=("grid_max_crops",)
     )
     pan_and_scan_min_ratio_to_activate: float = _axis(
-        1.2, "Pan and scan", "Minimum longer/shorter side for crops.", flag="min-ratio-to-activate",
+        1.2,
+        "Pan and scan",
+        "Minimum longer/shorter side for crops.",
+        flag="min-ratio-to-activate",
         aliases=("grid_min_ratio",),
-    )  # fmt: skip
+    )
     max_new_tokens: int = _axis(128, "Generation", "Maximum output tokens.", aliases=("max_tokens",))
     temperature: float = _axis(0.0, "Generation", "Sampling temperature; 0 is greedy.")
     top_k: int | None = _axis(None, "Generation", "Sample from the k most probable tokens.")
     top_p: float | None = _axis(None, "Generation", "Sample from top tokens with this total probability.")
-    min_p: float | None = _axis(
-        None, "Generation", "Drop tokens below this share of the most probable.", rare=True
-    )  # fmt: skip
+    min_p: float | None = _axis(None, "Generation", "Drop tokens below this share of the most probable.", rare=True)
     repetition_penalty: float | None = _axis(
         None, "Generation", "Penalty on repeated tokens; above 1 repeats less.", rare=True
     )
@@ -323,9 +349,15 @@ class Settings:
     @cached_property
     def sampling(self) -> Sampling:
         return Sampling(
-            self.max_new_tokens, self.temperature, self.top_k, self.top_p, self.min_p,
-            self.repetition_penalty, self.sampling_seed, self.ignore_eos,
-        )  # fmt: skip
+            self.max_new_tokens,
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            self.repetition_penalty,
+            self.sampling_seed,
+            self.ignore_eos,
+        )
 
     @property
     def load_key(self) -> tuple[Any, ...]:

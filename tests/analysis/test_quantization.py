@@ -105,8 +105,10 @@ def test_every_report_has_the_same_table(run: Run) -> None:
 
 def test_a_quantised_checkpoint_costs_accuracy_against_the_exact_cells_of_its_base(run: Run) -> None:
     assert {cell: cost.exact for cell, cost in costs_of_cells(run).items()} == {
-        "int8": "plain", "stored": "plain", "alone": None,
-    }  # fmt: skip
+        "int8": "plain",
+        "stored": "plain",
+        "alone": None,
+    }
 
 
 def test_different_cells_are_recommended_only_without_a_measurable_loss(run: Run) -> None:

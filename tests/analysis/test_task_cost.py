@@ -26,11 +26,17 @@ def cell_records(cell: str, word: str, wrong: int, views: int = 4, answered: int
     """Questions one by one, the first ``wrong`` of them answered wrongly."""
     records = [
         synthetic.request(
-            cell, f"q{number}", float(number), [number + 0.5, number + 1.0], batch=number, views=views,
-            prompt_sha256=str(number), scores={"exact_match": float(number >= wrong)},
+            cell,
+            f"q{number}",
+            float(number),
+            [number + 0.5, number + 1.0],
+            batch=number,
+            views=views,
+            prompt_sha256=str(number),
+            scores={"exact_match": float(number >= wrong)},
         )
         for number in range(answered)
-    ]  # fmt: skip
+    ]
     figure = {"exact": 1.0, "close": 5.0, "different": 90.0, "unverified": None}[word]
     others: dict[str, Any] = {"reason": "not asked", "truth": None} if word == "unverified" else {}
     line = synthetic.repeat(cell, 0, 0.0, float(QUESTIONS))
@@ -62,8 +68,13 @@ def mixed(tmp_path: Path) -> Run:
 def test_each_is_compared_with_the_closest_exact_cell(mixed: Run) -> None:
     costs = costs_of_cells(mixed)
     assert {cell: cost.exact for cell, cost in costs.items()} == {
-        "wrong": "best", "near": "best", "unknown": "best", "fewer": None, "large": None, "long": None,
-    }  # fmt: skip
+        "wrong": "best",
+        "near": "best",
+        "unknown": "best",
+        "fewer": None,
+        "large": None,
+        "long": None,
+    }
     wrong = costs["wrong"].difference
     assert wrong is not None
     # 8 of 40 questions lost, none won. Agresti and Min: half a win, half a loss and a tie more. McNemar: 2 / 2**8.

@@ -46,8 +46,12 @@ def shown_with(*others: NDArray[np.bool_]) -> PromptAttention:
 
 def test_segments_cover_the_prompt_and_name_views() -> None:
     assert [(each.start, each.end, each.label(images=1)) for each in SEGMENTS] == [
-        (0, 4, "text"), (4, 34, "whole"), (34, 37, "text"), (37, 67, "crop 1"), (67, 76, "text"),
-    ]  # fmt: skip
+        (0, 4, "text"),
+        (4, 34, "whole"),
+        (34, 37, "text"),
+        (37, 67, "crop 1"),
+        (67, 76, "text"),
+    ]
     assert segments_of(IMAGE, [0, 0])[3].label(images=2) == "image 2, whole"
     with pytest.raises(ValueError, match="2 views in the prompt, 3 expected"):
         segments_of(IMAGE, [2])
@@ -69,8 +73,9 @@ def test_flash_attention_differs_in_the_later_tokens_of_each_view() -> None:
     [view] = [each for each in shown.segments if each.image is not None]
     lost = view.tokens * (view.tokens - 1) // 2
     assert [(each.kind, each.missing, each.extra) for each in differences(shown, shown.groups[1])] == [
-        ("global", lost, 0), ("local", lost, 0),
-    ]  # fmt: skip
+        ("global", lost, 0),
+        ("local", lost, 0),
+    ]
     assert all("image tokens attend only to earlier positions" in line for line in statements(shown, shown.groups[1]))
     assert any("as Transformers prepares it" in note for note in shown.groups[1].notes)
 

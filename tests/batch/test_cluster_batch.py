@@ -34,9 +34,13 @@ class Program:
         path = os.pathsep.join(path for path in sys.path if path)
         self._log = (folder / "log").open("w+b")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", *command], cwd=folder, env={**os.environ, "PYTHONPATH": path},
-            stdout=subprocess.DEVNULL, stderr=self._log, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-m", *command],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": path},
+            stdout=subprocess.DEVNULL,
+            stderr=self._log,
+            start_new_session=True,
+        )
         self.family: set[psutil.Process] = set()
 
     def wait_for(self, condition: Callable[[], Any]) -> Any:

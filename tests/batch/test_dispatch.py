@@ -152,11 +152,23 @@ def test_a_line_has_what_was_asked_first_and_what_depends_on_the_run_last(file: 
     run_job(file, [row, wrong])
     lines = list(file.records())
     assert list(lines[0].items()) == [
-        ("id", "7"), ("image", ["a.pdf"]), ("question", "Who?"), ("model", "mini"), ("answer", "7"),
+        ("id", "7"),
+        ("image", ["a.pdf"]),
+        ("question", "Who?"),
+        ("model", "mini"),
+        ("answer", "7"),
         ("finish_reason", "stop"),
-        ("views", 3), ("crops", 2), ("image_tokens", 12), ("prompt_tokens", 20), ("output_tokens", 2), ("error", None),
-        ("cached_tokens", 4), ("ttft_ms", 500.0), ("e2el_ms", 1250.0), ("retries", 0),
-    ]  # fmt: skip
+        ("views", 3),
+        ("crops", 2),
+        ("image_tokens", 12),
+        ("prompt_tokens", 20),
+        ("output_tokens", 2),
+        ("error", None),
+        ("cached_tokens", 4),
+        ("ttft_ms", 500.0),
+        ("e2el_ms", 1250.0),
+        ("retries", 0),
+    ]
     assert list(lines[1]) == [name for name in lines[0] if name != "question"]
     assert (lines[1]["finish_reason"], lines[1]["error"], lines[1]["ttft_ms"]) == ("error", "0.png: broken", None)
 

@@ -27,13 +27,32 @@ def test_a_request_has_the_jobs_settings() -> None:
 
 
 OTHER = {
-    "model": "google/gemma-3-4b-it", "revision": "main", "dtype": "bf16", "quantization": "int8",
-    "device": "cpu", "device_map": "auto", "preprocess": "device", "sampling_seed": 1, "top_k": 5, "top_p": 0.5,
-    "min_p": 0.1, "repetition_penalty": 1.5, "temperature": 0.7, "kv_cache_gb": 1.0, "prefill_chunk_size": 64,
-    "max_concurrency": 2, "pan_and_scan_min_ratio_to_activate": 2.0, "vision_cache_gb": 2.0,
-    "attention_backend": "sdpa", "tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "gpu_memory_gb": 8.0,
-    "kv_cache_dtype": "fp8", "quantization_group_size": 32, "tpot_target_ms": 40.0,
-}  # fmt: skip
+    "model": "google/gemma-3-4b-it",
+    "revision": "main",
+    "dtype": "bf16",
+    "quantization": "int8",
+    "device": "cpu",
+    "device_map": "auto",
+    "preprocess": "device",
+    "sampling_seed": 1,
+    "top_k": 5,
+    "top_p": 0.5,
+    "min_p": 0.1,
+    "repetition_penalty": 1.5,
+    "temperature": 0.7,
+    "kv_cache_gb": 1.0,
+    "prefill_chunk_size": 64,
+    "max_concurrency": 2,
+    "pan_and_scan_min_ratio_to_activate": 2.0,
+    "vision_cache_gb": 2.0,
+    "attention_backend": "sdpa",
+    "tensor_parallel_size": 2,
+    "gpu_memory_utilization": 0.5,
+    "gpu_memory_gb": 8.0,
+    "kv_cache_dtype": "fp8",
+    "quantization_group_size": 32,
+    "tpot_target_ms": 40.0,
+}
 
 
 @pytest.mark.parametrize("name", sorted(axes().keys() - {*foreign_settings("engine"), "runner", "max_memory"}))

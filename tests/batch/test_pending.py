@@ -46,8 +46,9 @@ def test_what_is_answered_is_not_asked_again(path: Path) -> None:
         before = path.read_bytes()
         again = AnsweredItems(file, retry_failed=True)
         assert list(again.pending(every)) == [
-            Task(every[1], replaces="1.png"), *(Task(every[number]) for number in (2, 4, 5))
-        ]  # fmt: skip
+            Task(every[1], replaces="1.png"),
+            *(Task(every[number]) for number in (2, 4, 5)),
+        ]
         assert path.read_bytes() == before
     with begun_file(path.with_name("b.jsonl"), items(2, bad=[0, 1])) as file:
         assert not AnsweredItems(file, retry_failed=False).any_succeeded
@@ -159,8 +160,10 @@ def test_a_page_that_failed_in_the_place_of_its_file_keeps_that_place(path: Path
         file.hold({"id": "b.pdf#page=2", "image": ["b.pdf#page=2"], "error": "damaged"}, "b.pdf")
         run_job(file, [*pages(2), *items(1)], retry_failed=True)
     assert [(line["id"], line["error"]) for line in lines_of(path)] == [
-        ("b.pdf#page=1", None), ("b.pdf#page=2", None), ("0.png", None)
-    ]  # fmt: skip
+        ("b.pdf#page=1", None),
+        ("b.pdf#page=2", None),
+        ("0.png", None),
+    ]
 
 
 def test_a_job_of_one_damaged_file_goes_on_with_its_pages(path: Path) -> None:

@@ -20,13 +20,14 @@ LOGITS = st.integers(1, 40).flatmap(
             *(
                 st.lists(
                     st.lists(st.floats(-30, 30, width=32), min_size=columns, max_size=columns),
-                    min_size=rows, max_size=rows,
+                    min_size=rows,
+                    max_size=rows,
                 )
                 for _ in range(2)
             )
         )
     )
-)  # fmt: skip
+)
 
 
 @settings(max_examples=60, deadline=None)

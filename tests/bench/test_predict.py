@@ -37,8 +37,15 @@ def test_views_batches_and_tokens_are_those_measured(tmp_path: Path) -> None:
     for name, size in {"a.png": (260, 800), "b.png": (700, 300), "c.png": (300, 300)}.items():
         noise(*size).save(tmp_path / name)
     source = Source(images=(str(tmp_path),), prompt="What is the total?")
-    axes = {"model": ["tiny"], "do_pan_and_scan": ["true", "false"], "batch_size": ["2"], "equal_views": ["true"],
-            "pan_and_scan_max_num_crops": ["2", "4"], "max_new_tokens": ["1"], "device": ["cpu"]}  # fmt: skip
+    axes = {
+        "model": ["tiny"],
+        "do_pan_and_scan": ["true", "false"],
+        "batch_size": ["2"],
+        "equal_views": ["true"],
+        "pan_and_scan_max_num_crops": ["2", "4"],
+        "max_new_tokens": ["1"],
+        "device": ["cpu"],
+    }
     plan = SweepPlan(cells=build_cells(axes), items=build_workload(source, on_problem=refuse), source=source, warmup=0)
     with SweepProgress(plan, set(), errors()) as progress:
         measured = start(plan, tmp_path / "run", [], progress)

@@ -117,8 +117,9 @@ def test_two_replicas_make_one_run(folder: Path) -> None:
         for each in line["replicas"]:
             assert (each["tokens"]["requests"], each["tokens"]["equal"]) == (3, True), "each compares its own tokens"
         assert (line["started"], line["ended"]) == (
-            max(first["started"], second["started"]), min(first["ended"], second["ended"]),
-        )  # fmt: skip
+            max(first["started"], second["started"]),
+            min(first["ended"], second["ended"]),
+        )
         assert line["started"] < line["ended"]
         assert line["peak_rss_bytes"] == first["peak_rss_bytes"] + second["peak_rss_bytes"]
         cores = len(os.sched_getaffinity(0))
@@ -210,8 +211,12 @@ def test_no_replica_outlives_the_command(folder: Path, sign: signal.Signals) -> 
     ]
     process = subprocess.Popen(
         [sys.executable, "-m", "panscan", "bench", *line],
-        cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
     running: list[psutil.Process] = []
     try:
         while not any(b'"type":"load"' in path.read_bytes() for path in folder.glob("runs/*/records.jsonl")):
@@ -249,9 +254,13 @@ def test_no_replica_outlives_the_command(folder: Path, sign: signal.Signals) -> 
     ],
 )
 def test_what_cannot_be_is_said_before_anything_is_made(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    arguments: list[str], code: int, said: str,
-) -> None:  # fmt: skip
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    said: str,
+) -> None:
     monkeypatch.chdir(folder)
     assert cli(["bench", "doc0.png", *arguments]) == code
     assert said in " ".join(capsys.readouterr().err.split())
@@ -268,9 +277,15 @@ def test_what_cannot_be_is_said_before_anything_is_made(
     ],
 )
 def test_each_replica_needs_the_gpus_of_the_largest_tensor_parallel_size(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    replicas: str, size: str, each: str, code: int, said: str,
-) -> None:  # fmt: skip
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    replicas: str,
+    size: str,
+    each: str,
+    code: int,
+    said: str,
+) -> None:
     monkeypatch.chdir(folder)
     words = ["--replicas", replicas, "--tensor-parallel-size", size, "--gpus-per-replica", each]
     assert cli(["bench", "doc0.png", "--runner", "engine", "--device", "cuda", *words]) == code

@@ -122,9 +122,18 @@ def test_a_finished_run_resumes_to_itself_and_not_with_changed_documents(folder:
 
 def test_what_this_machine_cannot_do_is_a_skipped_cell(folder: Path) -> None:
     done = bench(
-        folder, "doc0.png", *TINY, "--device", "cpu", "--max-new-tokens", "2",
-        "--attn_impl", "sdpa,flash_attention_2", "--runner", "generate,generate_batch",
-    )  # fmt: skip
+        folder,
+        "doc0.png",
+        *TINY,
+        "--device",
+        "cpu",
+        "--max-new-tokens",
+        "2",
+        "--attn_impl",
+        "sdpa,flash_attention_2",
+        "--runner",
+        "generate,generate_batch",
+    )
     assert done.returncode == 4
     run = read_run(only_run(folder))
     found = {

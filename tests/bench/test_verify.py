@@ -192,9 +192,15 @@ def test_a_quantised_checkpoint_is_compared_with_its_base(bench: Bench, tmp_path
 
 def test_a_quantised_pipeline_has_a_reference_for_its_own_pixels(bench: Bench, tmp_path: Path) -> None:
     settings = settings_from(
-        {"model": "tiny", "quantization": "int8", "dtype": "bf16", "device": "cpu", "max_new_tokens": 2,
-         "runner": "pipeline"}
-    )  # fmt: skip
+        {
+            "model": "tiny",
+            "quantization": "int8",
+            "dtype": "bf16",
+            "device": "cpu",
+            "max_new_tokens": 2,
+            "runner": "pipeline",
+        }
+    )
     record = bench.verifier(directory=tmp_path).verdict(open_runner(settings), settings)
     assert record["verdict"] != "unverified", record["reason"]
 

@@ -61,9 +61,10 @@ def run_of(part: str, side: str, gpu: int, rate: float) -> dict[str, Any]:
     if part.startswith("w2"):
         found = {"image_major": turns, "round_robin": turns, "follow_up": latencies}
     environment = {
-        "gpus": [{"name": "NVIDIA H200", "driver": "580"}], "cpu": "Xeon",
+        "gpus": [{"name": "NVIDIA H200", "driver": "580"}],
+        "cpu": "Xeon",
         "packages": {"torch": "2.11.0", "transformers": "5.17.0"} | ({"vllm": "0.24.0"} if "vllm" in side else {}),
-    }  # fmt: skip
+    }
     work = {"views": 4, "prompt_tokens": 1102, "image_tokens": 1024, "output_tokens": 128, "requests": 128}
     record = {"created": f"2026-11-2{3 + part.endswith('4b')}T12:00:00+00:00", "work": work, "environment": environment}
     record |= {"measured": {side.partition("-")[0]: found}}

@@ -100,8 +100,13 @@ def test_the_launchers_line_as_it_stands_skips_every_cell_without_a_gpu(
     for cell in measured.cells.values():
         fixed = ("model", "dtype", "attention", "device_map", "batch_size", "max_new_tokens")
         assert [cell[name] for name in fixed] == [
-            "google/gemma-3-27b-it", "bf16", "flash_attention_2", "auto", 2, 256,
-        ]  # fmt: skip
+            "google/gemma-3-27b-it",
+            "bf16",
+            "flash_attention_2",
+            "auto",
+            2,
+            256,
+        ]
         assert cell["pan_and_scan_min_crop_size"] == 448
     reason = "flash_attention_2 needs an NVIDIA GPU"
     found = [(record["outcome"], record["reason"]) for record in measured.outcomes.values()]
@@ -132,9 +137,14 @@ def pictures(folder: Path) -> Path:
 def test_the_launchers_line_measures_the_tiny_model(pictures: Path, connections: list[Any]) -> None:
     (pictures / "prompts.txt").write_text("What is it?\n")
     line = changed(
-        LAUNCHER, model_id="tiny", precision="fp32", attn_impl="eager,sdpa", images="docs/*", num_samples="6",
+        LAUNCHER,
+        model_id="tiny",
+        precision="fp32",
+        attn_impl="eager,sdpa",
+        images="docs/*",
+        num_samples="6",
         max_new_tokens="2",
-    )  # fmt: skip
+    )
     place = line.index("--device_map")
     line[place : place + 2] = ["--device", "cpu"]
     assert run([*line, "--warmup", "0"]) == 0
@@ -205,8 +215,10 @@ def test_a_glob_that_the_shell_spilt_is_read_whole(folder: Path) -> None:
 
 
 def test_a_dataset_brings_its_questions(folder: Path) -> None:
-    rows = ['{"image": "a.png", "question": "What?", "answers": ["x"], "id": "first"}',
-            '{"image": ["b.png", "c.png"], "question": "And these?"}']  # fmt: skip
+    rows = [
+        '{"image": "a.png", "question": "What?", "answers": ["x"], "id": "first"}',
+        '{"image": ["b.png", "c.png"], "question": "And these?"}',
+    ]
     (folder / "docs" / "q.jsonl").write_text("\n".join(rows))
     line = ["bench", "--dataset", "docs/q.jsonl", "--include-content", "--batch-size", "2", "--no-pan-and-scan", *QUICK]
     assert run(line) == 0
@@ -228,11 +240,23 @@ def test_num_samples_is_the_number_of_requests_in_every_cell(folder: Path, count
 
 
 def test_text_only_checkpoints_answer_prompts_alone(folder: Path, text_checkpoint: Path) -> None:
-    assert run(
-        ["bench", "--no-images", "--prompts", "prompts.txt", "--batch-size", "2",
-         "--runner", "generate,generate_batch", "--include-content",
-         *changed(QUICK, **{"model": str(text_checkpoint), "max-new-tokens": "8"})]
-    ) == 0  # fmt: skip
+    assert (
+        run(
+            [
+                "bench",
+                "--no-images",
+                "--prompts",
+                "prompts.txt",
+                "--batch-size",
+                "2",
+                "--runner",
+                "generate,generate_batch",
+                "--include-content",
+                *changed(QUICK, **{"model": str(text_checkpoint), "max-new-tokens": "8"}),
+            ]
+        )
+        == 0
+    )
     measured = only_run(folder)
     assert [cell["runner"] for cell in measured.cells.values()] == ["generate", "generate_batch"]
     first, second = measured.requests.values()

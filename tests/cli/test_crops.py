@@ -155,8 +155,10 @@ def test_pictures_of_equal_names_do_not_replace_each_other(folder: Path) -> None
         noise(300, 300).save(folder / place)
     assert run(["crops", "one/doc.png", "two/doc.png", "two/doc.jpg", "-o", "made"]) == 0
     assert sorted(path.name for path in (folder / "made").iterdir()) == [
-        "doc-2-views.png", "doc-3-views.png", "doc-views.png",
-    ]  # fmt: skip
+        "doc-2-views.png",
+        "doc-3-views.png",
+        "doc-views.png",
+    ]
 
 
 def test_an_image_is_never_replaced_by_its_picture(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,13 +30,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, size in (("tall", (150, 400)), ("wide", (400, 150)), ("square", (150, 150))):
         noise(*size).save(tmp_path / "DocVQA" / "documents" / f"{name}.png")
     rows = [
-        {"questionId": number, "question": f"What is {number}?", "question_types": types,
-         "image": f"documents/{name}.png", "answers": answers}
+        {
+            "questionId": number,
+            "question": f"What is {number}?",
+            "question_types": types,
+            "image": f"documents/{name}.png",
+            "answers": answers,
+        }
         for number, (name, types, answers) in enumerate(
-            [("tall", ["form"], ["x"]), ("wide", ["form", "layout"], ["y"]), ("square", ["layout"], ["z"]),
-             ("gone", ["form"], ["x"]), ("square", ["form"], [])]
+            [
+                ("tall", ["form"], ["x"]),
+                ("wide", ["form", "layout"], ["y"]),
+                ("square", ["layout"], ["z"]),
+                ("gone", ["form"], ["x"]),
+                ("square", ["form"], []),
+            ]
         )
-    ]  # fmt: skip
+    ]
     (tmp_path / "DocVQA" / "val_v1.0_withQT.json").write_text(json.dumps({"data": rows}))
     return tmp_path
 

@@ -36,8 +36,15 @@ def _without_mask(_module: object, arguments: tuple[object, ...], options: dict[
 
 
 def test_each_live_check_reports_what_this_transformers_does() -> None:
-    checks = (gemma.transformers, gemma.flash_masks, gemma.prefill_chunks, gemma.generate_batch, gemma.padding,
-              gemma.image_processor, gemma.preprocessing)  # fmt: skip
+    checks = (
+        gemma.transformers,
+        gemma.flash_masks,
+        gemma.prefill_chunks,
+        gemma.generate_batch,
+        gemma.padding,
+        gemma.image_processor,
+        gemma.preprocessing,
+    )
     for check in checks:
         found = list(check())
         assert found, check

@@ -15,8 +15,14 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_each_check_has_its_result_whatever_the_others_do() -> None:
-    checks = [odd("fine"), odd("hangs", seconds=0.5), odd("fails"), odd("crashes"), odd("again", function="fine"),
-              odd("elsewhere", function="fine", lane="b")]  # fmt: skip
+    checks = [
+        odd("fine"),
+        odd("hangs", seconds=0.5),
+        odd("fails"),
+        odd("crashes"),
+        odd("again", function="fine"),
+        odd("elsewhere", function="fine", lane="b"),
+    ]
     begun = []
     fine, hung, failed, crashed, again, elsewhere = run_checks(checks, on_progress=lambda _, name: begun.append(name))
     for result in (fine, again, elsewhere):

@@ -111,9 +111,13 @@ class Pages:
         self._free_slots = draw.sample(range(100), 100)
 
     def run(
-        self, chunks: Iterable[Chunk], asked: abc.Sequence[ForcedSequence] = (), *,
-        observed: abc.Sequence[int] | None = None, pending: dict[int, int] | None = None,
-    ) -> PassResult:  # fmt: skip
+        self,
+        chunks: Iterable[Chunk],
+        asked: abc.Sequence[ForcedSequence] = (),
+        *,
+        observed: abc.Sequence[int] | None = None,
+        pending: dict[int, int] | None = None,
+    ) -> PassResult:
         """Run one pass and return its result, with logits of the sampled rows, and what is known of the observed ones.
 
         Args:

@@ -42,10 +42,14 @@ def interval(chunk: Chunk, at: int, window: int, local: bool) -> tuple[int, int]
 
 
 @given(
-    seed=st.integers(0, 2**32), block_size=st.sampled_from([1, 3, 16]), window=st.sampled_from([1, 5, 16, 50]),
-    local=st.booleans(), heads=st.sampled_from([(1, 1), (2, 2), (1, 4), (3, 2)]), size=st.sampled_from([8, 32]),
+    seed=st.integers(0, 2**32),
+    block_size=st.sampled_from([1, 3, 16]),
+    window=st.sampled_from([1, 5, 16, 50]),
+    local=st.booleans(),
+    heads=st.sampled_from([(1, 1), (2, 2), (1, 4), (3, 2)]),
+    size=st.sampled_from([8, 32]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-)  # fmt: skip
+)
 @settings(deadline=None, max_examples=80)
 def test_every_row_attends_to_its_key_interval(
     seed: int, block_size: int, window: int, local: bool, heads: tuple[int, int], size: int, dtype: torch.dtype
@@ -70,9 +74,15 @@ def test_long_text_behind_a_prefix_is_exact_across_parts(local: bool) -> None:
 
 
 def check(
-    chunks: list[Chunk], draw: random.Random, block_size: int, window: int, local: bool, heads: tuple[int, int],
-    size: int, dtype: torch.dtype,
-) -> None:  # fmt: skip
+    chunks: list[Chunk],
+    draw: random.Random,
+    block_size: int,
+    window: int,
+    local: bool,
+    heads: tuple[int, int],
+    size: int,
+    dtype: torch.dtype,
+) -> None:
     """Compare with float64; slots without keys of the rows' intervals are NaN."""
     generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
     kv_heads, group = heads

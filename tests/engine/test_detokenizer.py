@@ -150,9 +150,13 @@ def test_generate_stops_at_the_same_token(tiny: GenerateRunner) -> None:
 
     def answered(**stop: Any) -> list[int]:
         output = tiny.loaded.model.generate(
-            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            max_new_tokens=24, do_sample=False, eos_token_id=VOCABULARY_SIZE, **stop,
-        )  # fmt: skip
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=24,
+            do_sample=False,
+            eos_token_id=VOCABULARY_SIZE,
+            **stop,
+        )
         ids: list[int] = output[0, len(prompt) :].tolist()
         return ids
 

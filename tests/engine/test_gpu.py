@@ -41,9 +41,12 @@ def gpu_reference(on_gpu: GenerateRunner) -> Reference:
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(OPTIONS, arrivals(8, len(requests())), BACKENDS)
 def test_any_history_has_the_tokens_of_generate(
-    on_gpu: GenerateRunner, gpu_reference: Reference, options: dict[str, object], history: list[Arrival],
+    on_gpu: GenerateRunner,
+    gpu_reference: Reference,
+    options: dict[str, object],
+    history: list[Arrival],
     backend: str,
-) -> None:  # fmt: skip
+) -> None:
     check(on_gpu, gpu_reference, options | {"attention_backend": backend}, history)
 
 
@@ -60,16 +63,19 @@ def mini_gpu_reference(mini_on_gpu: GenerateRunner) -> Reference:
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(MINI_OPTIONS, arrivals(8, len(questions())), BACKENDS)
 def test_any_history_has_the_answers_of_the_trained_model(
-    mini_on_gpu: GenerateRunner, mini_gpu_reference: Reference, options: dict[str, object], history: list[Arrival],
+    mini_on_gpu: GenerateRunner,
+    mini_gpu_reference: Reference,
+    options: dict[str, object],
+    history: list[Arrival],
     backend: str,
-) -> None:  # fmt: skip
+) -> None:
     check(mini_on_gpu, mini_gpu_reference, options | {"attention_backend": backend}, history)
 
 
 @pytest.mark.parametrize("backend", ["triton", "sdpa"])
 def test_every_answer_on_the_gpu_as_on_the_cpu(
     mini_on_gpu: GenerateRunner, mini_reference: Reference, backend: str
-) -> None:  # fmt: skip
+) -> None:
     options = EngineOptions(kv_cache_gb=0.2, attention_backend=backend)
     with Engine(mini_on_gpu.loaded, options) as engine:
         results = engine.generate(questions())
@@ -102,9 +108,7 @@ def test_a_replayed_pass_has_the_bits_of_one_that_is_launched(on_gpu: GenerateRu
 
 @pytest.mark.parametrize("backend", ["triton", "sdpa"])
 @pytest.mark.parametrize("chunk", [65, 129, 193])
-def test_one_row_more_than_a_tile(
-    on_gpu: GenerateRunner, gpu_reference: Reference, chunk: int, backend: str
-) -> None:  # fmt: skip
+def test_one_row_more_than_a_tile(on_gpu: GenerateRunner, gpu_reference: Reference, chunk: int, backend: str) -> None:
     """PyTorch's memory-efficient attention is wrong there for keys that heads share without copies."""
     history = [Arrival(place, 40 * place, None) for place in range(len(requests()))]
     options = {"prefill_chunk_size": chunk, "kv_cache_gb": 0.05, "prefix_caching": False}

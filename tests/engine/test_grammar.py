@@ -27,8 +27,11 @@ TOKENS = 40
 def closed(**properties: Any) -> dict[str, Any]:
     """Return the schema of an object with exactly these properties."""
     return {
-        "type": "object", "properties": properties, "required": list(properties), "additionalProperties": False,
-    }  # fmt: skip
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
 
 
 SHORT_TEXT = {"type": "string", "maxLength": 5}
@@ -132,7 +135,7 @@ def test_greedy_tokens_match_generate_under_the_same_grammar(tiny: GenerateRunne
     try:
         output = loaded.model.generate(
             **inputs, max_new_tokens=TOKENS, do_sample=False, prefix_allowed_tokens_fn=allowed
-        )  # fmt: skip
+        )
     finally:
         tiny.configure(before)
     [result] = answers(engine, request)
@@ -167,9 +170,7 @@ def test_the_trained_model_fills_in_what_it_reads(mini: GenerateRunner) -> None:
     asked = Request(ask.question, [document.image], pan_and_scan=crops(4))
     with Engine(mini.loaded, EngineOptions(kv_cache_gb=0.02)) as engine:
         assert mini.loaded.model.config.get_text_config().vocab_size > len(mini.loaded.reader.tokenizer)
-        plain, read, filled = answers(
-            engine, asked, constrained(asked, price), constrained(asked, closed(total=price))
-        )  # fmt: skip
+        plain, read, filled = answers(engine, asked, constrained(asked, price), constrained(asked, closed(total=price)))
     assert json.loads(read.text) == plain.text == ask.answers[0]
     assert satisfies(json.loads(filled.text), closed(total=price), {})
 

@@ -103,10 +103,20 @@ class Compared:
         self.plain, self.layers = Layers(kinds, block_size), Layers(kinds, block_size)
         self.backend, self.block_size = TritonBackend(SIZE, torch.float32), block_size
         self.graphs = Graphs(
-            self.layers.run, self.backend, kinds, hidden_size=HIDDEN, dtype=torch.float32, device=DEVICE, spare=SPARE,
-            window=WINDOW, decode_rows=decode_rows, chunk_rows=chunk_rows, longest=150, block_size=block_size,
+            self.layers.run,
+            self.backend,
+            kinds,
+            hidden_size=HIDDEN,
+            dtype=torch.float32,
+            device=DEVICE,
+            spare=SPARE,
+            window=WINDOW,
+            decode_rows=decode_rows,
+            chunk_rows=chunk_rows,
+            longest=150,
+            block_size=block_size,
             capture=DEVICE.type == "cuda",
-        )  # fmt: skip
+        )
         assert sorted(self.graphs.prepare()) == sorted(graph_sizes(decode_rows, chunk_rows))
 
     def check(self, chunks: list[Chunk], seed: int = 0) -> bool:

@@ -34,11 +34,18 @@ def test_any_number_of_splits_gives_the_same_result(window: int, splits: int) ->
     with new_tensors_full_of_nan():
         output = torch.empty(len(lengths), 2, size, device=DEVICE)
         kernels.decode(
-            query.to(DEVICE), *caches.to(DEVICE), output, tables=tables, window=window, page_size=16, splits=splits,
-            lengths=torch.tensor(lengths, dtype=torch.int32, device=DEVICE), scaling=SCALING,
+            query.to(DEVICE),
+            *caches.to(DEVICE),
+            output,
+            tables=tables,
+            window=window,
+            page_size=16,
+            splits=splits,
+            lengths=torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+            scaling=SCALING,
             groups=torch.tensor([[row, 1, 0] for row in range(len(lengths))], dtype=torch.int32, device=DEVICE),
             members=torch.arange(len(lengths), dtype=torch.int32, device=DEVICE),
-        )  # fmt: skip
+        )
     torch.testing.assert_close(output.cpu().double(), expected, rtol=2e-5, atol=2e-5)
 
 

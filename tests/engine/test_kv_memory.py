@@ -47,10 +47,15 @@ def cache_bytes(blocks: tuple[int, int], block_size: int) -> int:
 
 
 @given(
-    global_bytes=st.integers(0, 1000), local_bytes=st.integers(0, 1000), room=st.integers(0, 10**8),
-    block_size=st.integers(1, 32), seqs=st.integers(1, 50), window=st.integers(1, 1000), chunk=st.integers(1, 1000),
+    global_bytes=st.integers(0, 1000),
+    local_bytes=st.integers(0, 1000),
+    room=st.integers(0, 10**8),
+    block_size=st.integers(1, 32),
+    seqs=st.integers(1, 50),
+    window=st.integers(1, 1000),
+    chunk=st.integers(1, 1000),
     longest=st.integers(1, 3000),
-)  # fmt: skip
+)
 def test_a_split_fits_and_leaves_no_room_that_could_be_used(
     global_bytes: int, local_bytes: int, room: int, block_size: int, seqs: int, window: int, chunk: int, longest: int
 ) -> None:
@@ -116,9 +121,14 @@ def test_without_a_size_a_cpu_takes_little() -> None:
 
 
 @given(
-    total=st.integers(10**10, 10**11), used=st.floats(0, 0.3), reserved=st.floats(0, 0.3), share=st.floats(0.5, 1),
-    gigabytes=st.none() | st.floats(5, 200), working=st.integers(0, 10**9), views=st.booleans(),
-)  # fmt: skip
+    total=st.integers(10**10, 10**11),
+    used=st.floats(0, 0.3),
+    reserved=st.floats(0, 0.3),
+    share=st.floats(0.5, 1),
+    gigabytes=st.none() | st.floats(5, 200),
+    working=st.integers(0, 10**9),
+    views=st.booleans(),
+)
 def test_on_a_gpu_the_cache_takes_what_the_budget_and_others_leave(
     total: int, used: float, reserved: float, share: float, gigabytes: float | None, working: int, views: bool
 ) -> None:
@@ -143,9 +153,9 @@ def test_a_refusal_names_the_available_memory_and_the_limiting_option() -> None:
     laptop = DeviceMemory(4 * 10**9, 2 * 10**9)
     free = "has room for 1.8 GB; lower it, or leave it out to use most of the free memory"
     assert refusal(FACTS, laptop, kv_cache_gb=3) == f"--kv-cache-gb 3: cpu {free}"
-    assert re.match("--kv-cache-gb: 1e-06 GB hold no block of keys and values; one takes", refusal(
-        FACTS, laptop, kv_cache_gb=1e-6
-    ))  # fmt: skip
+    assert re.match(
+        "--kv-cache-gb: 1e-06 GB hold no block of keys and values; one takes", refusal(FACTS, laptop, kv_cache_gb=1e-6)
+    )
     assert refusal(FACTS, DeviceMemory(10**9, 10**9), vision_cache_gb=1.0).endswith(
         "cpu has too little free memory: free some, or lower --vision-cache-gb"
     )
@@ -173,10 +183,16 @@ def test_the_size_that_a_refusal_recommends_is_enough(block_size: int) -> None:
 @pytest.mark.parametrize(
     "given_",
     [
-        {"kv_cache_gb": 0}, {"vision_cache_gb": 0.0}, {"max_num_seqs": 2.5}, {"block_size": 0}, {"kv_cache_gb": "1"},
-        {"gpu_memory_utilization": 1.01}, {"gpu_memory_utilization": 0}, {"gpu_memory_gb": 0},
+        {"kv_cache_gb": 0},
+        {"vision_cache_gb": 0.0},
+        {"max_num_seqs": 2.5},
+        {"block_size": 0},
+        {"kv_cache_gb": "1"},
+        {"gpu_memory_utilization": 1.01},
+        {"gpu_memory_utilization": 0},
+        {"gpu_memory_gb": 0},
     ],
-)  # fmt: skip
+)
 def test_sizes_out_of_range_are_refused_at_once(given_: dict[str, Any]) -> None:
     [name] = given_
     with pytest.raises(SettingError, match=f"^{name} is out of range: it must be a .*number"):

@@ -167,7 +167,7 @@ def test_greedy_tokens_are_those_of_generate(name: str) -> None:
         answer.append(pages.run([chunk], pending={0: 0}).chosen[0].token)
     out = loaded.model.generate(
         **inputs_of(loaded, asked, prompt), max_new_tokens=4, do_sample=False, eos_token_id=None
-    )  # fmt: skip
+    )
     assert out[0, prompt.shape[1] :].tolist() == answer
 
 

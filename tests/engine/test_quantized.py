@@ -58,7 +58,7 @@ def test_quantised_weights_keep_the_answers_on_the_gpu(kind: str, kv: str, mini_
         pytest.skip("float8 needs compute capability 8.9")
     settings = Settings(
         runner="engine", model="mini", dtype="bf16", quantization=kind, kv_cache_gb=0.2, kv_cache_dtype=kv
-    )  # fmt: skip
+    )
     expected = [mini_reference(each).token_ids for each in ANSWERED]
     assert answers(settings) == expected
     assert answers(settings, ANSWERED[:1]) == expected[:1]
@@ -71,5 +71,5 @@ def test_quantised_ranks_keep_the_answers(kind: str, mini_reference: Reference) 
         pytest.skip("needs two GPUs")
     settings = Settings(
         runner="engine", model="mini", dtype="bf16", quantization=kind, kv_cache_gb=0.2, tensor_parallel_size=2
-    )  # fmt: skip
+    )
     assert answers(settings) == [mini_reference(each).token_ids for each in ANSWERED]

@@ -43,10 +43,15 @@ from panscan.settings import settings_from
 SIZE = 2
 SETTINGS = settings_from(
     {
-        "model": "tiny", "runner": "engine", "dtype": "fp32", "device": "cpu", "tensor_parallel_size": SIZE,
-        "kv_cache_gb": 0.05, "max_new_tokens": 10,
+        "model": "tiny",
+        "runner": "engine",
+        "dtype": "fp32",
+        "device": "cpu",
+        "tensor_parallel_size": SIZE,
+        "kv_cache_gb": 0.05,
+        "max_new_tokens": 10,
     }
-)  # fmt: skip
+)
 OPTIONS = EngineOptions.of(SETTINGS)
 ENDLESS = Sampling(max_new_tokens=20_000, ignore_eos=True)
 SOON = 10.0  # seconds in which every wait for a failed rank ends
@@ -112,9 +117,7 @@ def test_tokens_are_those_of_generate(
 
 def test_sampled_tokens_and_logprobs_are_those_of_one_process(opened: Callable[..., Engine], single: Engine) -> None:
     sampling = Sampling(12, temperature=0.9, top_p=0.9, repetition_penalty=1.2, logprobs=3, ignore_eos=True)
-    asked = [
-        replace(request, sampling=replace(sampling, seed=seed)) for seed, request in enumerate(requests()[::2])
-    ]  # fmt: skip
+    asked = [replace(request, sampling=replace(sampling, seed=seed)) for seed, request in enumerate(requests()[::2])]
     found, due = opened().generate(asked), single.generate(asked)
     assert tokens(found) == tokens(due)
     for ours, theirs in zip(found, due, strict=True):

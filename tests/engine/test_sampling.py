@@ -150,11 +150,19 @@ def test_scores_are_those_of_generate(tiny: GenerateRunner, how: Sampling) -> No
     suppressed = loaded.model.generation_config.suppress_tokens
     torch.manual_seed(0)
     output = loaded.model.generate(
-        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_new_tokens=6,
-        do_sample=not how.greedy, temperature=how.temperature or None, top_k=how.top_k or 0, top_p=how.top_p or 1.0,
-        min_p=how.min_p, repetition_penalty=how.repetition_penalty or 1.0,
-        output_scores=True, output_logits=True, return_dict_in_generate=True,
-    )  # fmt: skip
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=6,
+        do_sample=not how.greedy,
+        temperature=how.temperature or None,
+        top_k=how.top_k or 0,
+        top_p=how.top_p or 1.0,
+        min_p=how.min_p,
+        repetition_penalty=how.repetition_penalty or 1.0,
+        output_scores=True,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
     ids = output.sequences[0].tolist()
     assert suppressed
     for step, (logits, expected) in enumerate(zip(output.logits, output.scores, strict=True)):
@@ -223,8 +231,13 @@ def test_draws_of_neighbours_have_nothing_to_do_with_each_other(other: tuple[int
 def test_draws_are_the_same_in_every_version() -> None:
     """A seed is kept in records: what it gave must come again."""
     assert [draw(seed, at) for seed in (0, 1, -1) for at in (0, 1)] == [
-        1401122455, 1505841538, 790680964, 2026288756, 786498899, 1590866757
-    ]  # fmt: skip
+        1401122455,
+        1505841538,
+        790680964,
+        2026288756,
+        786498899,
+        1590866757,
+    ]
     assert all(0 <= draw(seed, 3) < 2**31 for seed in range(1000))
 
 

@@ -44,10 +44,14 @@ def questions(draw: random.Random, pages: list[int], *, block: int, system: int,
 
 
 PASSES = {
-    "seed": st.integers(0, 2**32), "pages": st.lists(st.integers(0, 3), min_size=1, max_size=20),
-    "block": st.sampled_from([2, 16]), "system": st.sampled_from([0, 9, 70]), "page": st.sampled_from([0, 1, 20, 80]),
-    "window": st.sampled_from([40, 130, 200, 4000]), "local": st.booleans(),
-}  # fmt: skip
+    "seed": st.integers(0, 2**32),
+    "pages": st.lists(st.integers(0, 3), min_size=1, max_size=20),
+    "block": st.sampled_from([2, 16]),
+    "system": st.sampled_from([0, 9, 70]),
+    "page": st.sampled_from([0, 1, 20, 80]),
+    "window": st.sampled_from([40, 130, 200, 4000]),
+    "local": st.booleans(),
+}
 
 
 @given(units=st.integers(1, 25), **PASSES)
@@ -94,9 +98,17 @@ def test_questions_about_one_document_are_grouped_whatever_their_order(local: bo
     seed=0, pages=[0, 1] * 9, block=16, system=9, page=20, window=130, local=True, splits=2, units=12, heads=(2, 2)
 )
 def test_attention_is_that_of_single_sequences(
-    seed: int, pages: list[int], block: int, system: int, page: int, window: int, local: bool, splits: int, units: int,
+    seed: int,
+    pages: list[int],
+    block: int,
+    system: int,
+    page: int,
+    window: int,
+    local: bool,
+    splits: int,
+    units: int,
     heads: tuple[int, int],
-) -> None:  # fmt: skip
+) -> None:
     batch = questions(random.Random(seed), pages, block=block, system=system, page=page, window=window)
     kv_heads, group = heads
     generator = torch.Generator().manual_seed(seed)
@@ -106,9 +118,17 @@ def test_attention_is_that_of_single_sequences(
     inputs = KernelInputs(*(torch.from_numpy(array).to(DEVICE) for array in arrays))
     found = torch.full_like(query, torch.nan).contiguous()
     kernels.decode(
-        query, *caches, found, tables=inputs.decode_tables, lengths=inputs.lengths, groups=inputs.groups,
-        members=inputs.members, window=window if local else 0, page_size=block, scaling=0.3,
+        query,
+        *caches,
+        found,
+        tables=inputs.decode_tables,
+        lengths=inputs.lengths,
+        groups=inputs.groups,
+        members=inputs.members,
+        window=window if local else 0,
+        page_size=block,
+        scaling=0.3,
         splits=splits,
-    )  # fmt: skip
+    )
     expected = SegmentsBackend().plan(batch, local=local, device=DEVICE).attend(query, *caches, 0.3)
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)

@@ -114,9 +114,15 @@ def rows_of(
 
 
 def drawn(
-    draw: random.Random, chunks: list[Chunk], block_size: int, window: int, local: bool, heads: tuple[int, int],
-    size: int, dtype: torch.dtype,
-) -> Pass:  # fmt: skip
+    draw: random.Random,
+    chunks: list[Chunk],
+    block_size: int,
+    window: int,
+    local: bool,
+    heads: tuple[int, int],
+    size: int,
+    dtype: torch.dtype,
+) -> Pass:
     """Return a pass of these chunks. The caches hold the earlier keys in some row's interval, and NaN elsewhere."""
     generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
     kv_heads, group = heads
@@ -168,18 +174,26 @@ def check(of: Pass, multiprocessors: int = 1) -> None:
 
 SEEDS = st.integers(0, 2**32)
 SHAPES = {
-    "block_size": st.sampled_from([2, 8, 16, 32]), "window": st.sampled_from([1, 5, 16, 50]), "local": st.booleans(),
+    "block_size": st.sampled_from([2, 8, 16, 32]),
+    "window": st.sampled_from([1, 5, 16, 50]),
+    "local": st.booleans(),
     "heads": st.sampled_from([(1, 1), (2, 2), (1, 4), (3, 2), (2, 3)]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @given(seed=SEEDS, size=st.sampled_from([16, 32, 64]), multiprocessors=st.sampled_from([1, 15, 60]), **SHAPES)
 @settings(deadline=None, max_examples=18)
 def test_every_row_attends_to_its_key_interval(
-    dtype: torch.dtype, seed: int, size: int, multiprocessors: int, block_size: int, window: int, local: bool,
+    dtype: torch.dtype,
+    seed: int,
+    size: int,
+    multiprocessors: int,
+    block_size: int,
+    window: int,
+    local: bool,
     heads: tuple[int, int],
-) -> None:  # fmt: skip
+) -> None:
     draw = random.Random(seed)
     chunks = sequences(draw, block_size, window)
     check(drawn(draw, chunks, block_size, window, local, heads, size, dtype), multiprocessors)

@@ -90,8 +90,10 @@ def test_keys_differ_in_all_that_pixels_depend_on() -> None:
     digests = [bytes([number]) * 32 for number in range(5)]
     keys = {
         view_key(digest, box, preprocess, each)
-        for digest in digests for box in ((0, 0, 4, 3), (0, 0, 3, 4)) for preprocess in ("cpu", "device")
+        for digest in digests
+        for box in ((0, 0, 4, 3), (0, 0, 3, 4))
+        for preprocess in ("cpu", "device")
         for each in (spec, replace(spec, size=96), replace(spec, mean=(0.5, 0.5, 0.4)))
-    }  # fmt: skip
+    }
     assert len(keys) == 5 * 2 * 2 * 3
     assert view_key(digests[0], (0, 0, 4, 3), "cpu", PixelSpec(48)) in keys

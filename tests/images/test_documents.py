@@ -222,9 +222,11 @@ def test_a_table_s_cell_stands_where_its_row_and_column_cross(layout: int, seed:
         (row,) = [t for t in shown.texts if t.text == label and t.box[0] < 80]
         columns = [t for t in shown.texts if t.text == head and t.box[3] < row.box[1]]
         found = [
-            t.text for t in shown.texts for column in columns
+            t.text
+            for t in shown.texts
+            for column in columns
             if abs(t.box[2] - column.box[2]) <= 3 and t.box[1] < row.box[3] and t.box[3] > row.box[1]
-        ]  # fmt: skip
+        ]
         assert found == [ask.answers[0]], ask
 
 
@@ -235,8 +237,9 @@ def test_the_highest_and_lowest_bar_are(layout: int, seed: int) -> None:
     questions = {ask.question: ask.answers[0] for ask in shown.questions}
     values = {
         re.fullmatch(r"What is the value of (.*)\?", question)[1]: int(answer)
-        for question, answer in questions.items() if "value of" in question
-    }  # fmt: skip
+        for question, answer in questions.items()
+        if "value of" in question
+    }
     assert len(set(values.values())) == len(values) >= 2
     assert questions["Which bar is the highest?"] == max(values, key=values.__getitem__)
     assert questions["Which bar is the lowest?"] == min(values, key=values.__getitem__)

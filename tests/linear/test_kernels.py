@@ -100,7 +100,7 @@ def test_int8_products_are_exact_sums(seed: int, rows: int, inputs: int, outputs
 @few
 @given(
     SEEDS, st.integers(1, 2), WIDTHS, st.integers(1, 40), st.sampled_from([32, 64, 128]), st.booleans(), st.booleans()
-)  # fmt: skip
+)
 @example(72, 1, 384, 1, 32, True, False)  # sums that almost cancel, so that errors are large relative to them
 @example(541, 1, 384, 1, 32, True, True)
 def test_int4_products_of_a_few_rows(
@@ -157,9 +157,11 @@ def test_kernels_fit_into_the_shared_memory_of_every_gpu() -> None:
     """In a separate process, because Triton's interpreter is active in this one."""
     script = Path(__file__).parent / "compiled_products.py"
     finished = subprocess.run(
-        [sys.executable, script, json.dumps(SHARED)], env={**os.environ, "TRITON_INTERPRET": "0"}, capture_output=True,
+        [sys.executable, script, json.dumps(SHARED)],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
         text=True,
-    )  # fmt: skip
+    )
     assert finished.returncode == 0, finished.stderr[-2000:]
     needed = json.loads(finished.stdout)
     assert {name.split()[0] for name in needed} == set(map(str, SHARED))

@@ -133,4 +133,4 @@ def test_matrices_that_cannot_be_split_are_refused() -> None:
     eight.quantize(torch.rand(8, 64))
     assert torch.equal(
         torch.cat([shard_linear(eight, rank, 4, "columns").weight for rank in range(4)], 1), eight.weight
-    )  # fmt: skip
+    )

@@ -13,9 +13,12 @@ from panscan.linear.quantized import BLOCK, QuantizedLinear, WeightFormat, pack_
 
 SEEDS = st.integers(0, 99)
 FORMATS = [
-    WeightFormat("int8"), WeightFormat("fp8"), WeightFormat("int4", 32), WeightFormat("int4", 128),
+    WeightFormat("int8"),
+    WeightFormat("fp8"),
+    WeightFormat("int4", 32),
+    WeightFormat("int4", 128),
     WeightFormat("int8", quantizes_inputs=False),
-]  # fmt: skip
+]
 
 
 def drawn(seed: int, *shape: int) -> torch.Tensor:

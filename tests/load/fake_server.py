@@ -29,9 +29,25 @@ IMAGE_TOKENS = 256  # of each view
 CROPS = 2  # of each image, with pan and scan
 
 FAULTS = (
-    "", "html", "early-close", "malformed", "no-usage", "refuse-images", "429", "500", "slow", "silent",
-    "ignore-images", "no-end", "error-event", "not-http", "close", "no-stream", "redirect", "endless-line",
-)  # fmt: skip
+    "",
+    "html",
+    "early-close",
+    "malformed",
+    "no-usage",
+    "refuse-images",
+    "429",
+    "500",
+    "slow",
+    "silent",
+    "ignore-images",
+    "no-end",
+    "error-event",
+    "not-http",
+    "close",
+    "no-stream",
+    "redirect",
+    "endless-line",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +237,9 @@ class Completion:
             return
         text = f"{self.received:.6f} {now:.6f}" if self.sent == 0 else f" {now:.6f}"
         field = "reasoning_content" if self.sent < self.behaviour.reasoning else "content"
-        self.write_event(b'{"choices":[{"index":0,"delta":{"%s":"%s"},"finish_reason":null}]}'
-                         % (field.encode(), text.encode()))  # fmt: skip
+        self.write_event(
+            b'{"choices":[{"index":0,"delta":{"%s":"%s"},"finish_reason":null}]}' % (field.encode(), text.encode())
+        )
 
     def finish(self) -> None:
         """Send the end of the answer."""

@@ -59,13 +59,13 @@ def answer(
         ("https://host/v1?version=2", "/v1/chat/completions?version=2", "/v1/models?version=2", "/tokenize?version=2"),
     ],
 )
-def test_an_endpoint_may_be_given_as_server_prefix_or_full_url(
-    url: str, chat: str, models: str, tokenize: str
-) -> None:  # fmt: skip
+def test_an_endpoint_may_be_given_as_server_prefix_or_full_url(url: str, chat: str, models: str, tokenize: str) -> None:
     endpoint = Endpoint(url, "m")
     assert [endpoint.path(each) for each in ("/v1/chat/completions", "/v1/models", "/tokenize")] == [
-        chat, models, tokenize,
-    ]  # fmt: skip
+        chat,
+        models,
+        tokenize,
+    ]
 
 
 def test_the_address_has_the_scheme_s_port_unless_one_is_given() -> None:
@@ -135,13 +135,22 @@ def test_bodies_share_their_images() -> None:
     assert [sum(segment is image for segment in body) for body in bodies] == [1, 2]
     found = json.loads(b"".join(bodies[1]))
     assert found == {
-        "model": "m", "max_tokens": 8, "stream": True, "stream_options": {"include_usage": True}, "temperature": 0.0,
-        "messages": [{"role": "user", "content": [
-            {"type": "image_url", "image_url": {"url": image.decode()}},
-            {"type": "image_url", "image_url": {"url": image.decode()}},
-            {"type": "text", "text": 'What "total"? é'},
-        ]}],
-    }  # fmt: skip
+        "model": "m",
+        "max_tokens": 8,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0.0,
+        "messages": [
+            {
+                "role": "user",
+                "content": [
+                    {"type": "image_url", "image_url": {"url": image.decode()}},
+                    {"type": "image_url", "image_url": {"url": image.decode()}},
+                    {"type": "text", "text": 'What "total"? é'},
+                ],
+            }
+        ],
+    }
 
 
 def test_optional_fields_are_sent_only_if_given() -> None:
@@ -157,9 +166,14 @@ def test_optional_fields_are_sent_only_if_given() -> None:
         extra={"logprobs": True},
     )
     assert json.loads(b"".join(body)) == {
-        "model": "m", "messages": [], "max_tokens": 1, "stream": False, "ignore_eos": True,
-        "mm_processor_kwargs": kwargs, "logprobs": True,
-    }  # fmt: skip
+        "model": "m",
+        "messages": [],
+        "max_tokens": 1,
+        "stream": False,
+        "ignore_eos": True,
+        "mm_processor_kwargs": kwargs,
+        "logprobs": True,
+    }
 
 
 def test_a_body_refuses_repeated_fields_and_broken_segments() -> None:
@@ -213,9 +227,15 @@ def test_an_event_may_have_several_lines_and_no_final_empty_line() -> None:
     ("last", "expected"),
     [
         (  # panscan
-            {"usage": {"prompt_tokens": 520, "completion_tokens": 3, "views": 2,
-                       "prompt_tokens_details": {"cached_tokens": 16, "image_tokens": 512}},
-             "panscan": {"views": 2, "crops": 1, "image_tokens": 512}},
+            {
+                "usage": {
+                    "prompt_tokens": 520,
+                    "completion_tokens": 3,
+                    "views": 2,
+                    "prompt_tokens_details": {"cached_tokens": 16, "image_tokens": 512},
+                },
+                "panscan": {"views": 2, "crops": 1, "image_tokens": 512},
+            },
             (3, 520, 16, 512, 2),
         ),
         (  # vLLM, SGLang
@@ -232,13 +252,17 @@ def test_an_event_may_have_several_lines_and_no_final_empty_line() -> None:
             (3, None, None, None, None),
         ),
     ],
-)  # fmt: skip
+)
 def test_token_counts_are_read_in_every_dialect(last: dict[str, Any], expected: tuple[int | None, ...]) -> None:
     exchange = answer(stream_of([content("a"), END, {"choices": [], **last}]))
     assert exchange.error_kind is None
     assert (
-        exchange.output_tokens, exchange.prompt_tokens, exchange.cached_tokens, exchange.image_tokens, exchange.views
-    ) == expected  # fmt: skip
+        exchange.output_tokens,
+        exchange.prompt_tokens,
+        exchange.cached_tokens,
+        exchange.image_tokens,
+        exchange.views,
+    ) == expected
 
 
 def test_an_endpoint_that_ignores_max_tokens_is_measured() -> None:
@@ -283,8 +307,11 @@ def test_an_answer_without_end_is_read_no_further(body: bytes, message: str, ste
 def test_an_answer_without_usage_counts_chunks_and_is_no_failure() -> None:
     exchange = answer(stream_of([content("a"), content("b"), END]))
     assert (exchange.error, exchange.error_kind, exchange.output_tokens, exchange.prompt_tokens) == (
-        None, "usage", 2, None,
-    )  # fmt: skip
+        None,
+        "usage",
+        2,
+        None,
+    )
 
 
 @pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
@@ -335,15 +362,19 @@ EVENTS = st.lists(
         st.binary(max_size=40).map(lambda text: b"data: " + text + b"\n\n"),
         st.recursive(
             st.none() | st.integers() | st.text(max_size=5),
-            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
-                st.sampled_from(["choices", "delta", "content", "usage", "error", "finish_reason", "timings"]),
-                inner, max_size=3,
+            lambda inner: (
+                st.lists(inner, max_size=3)
+                | st.dictionaries(
+                    st.sampled_from(["choices", "delta", "content", "usage", "error", "finish_reason", "timings"]),
+                    inner,
+                    max_size=3,
+                )
             ),
         ).map(lambda event: stream_of([event], done="")),
         st.sampled_from([stream_of([content("a")], done=""), stream_of([END], done=""), stream_of([])]),
     ),
     max_size=6,
-)  # fmt: skip
+)
 
 
 @given(EVENTS, st.sampled_from([None, 1, 5]))
@@ -371,7 +402,7 @@ def test_no_stream_raises(events: list[bytes], step: int | None) -> None:
 )
 def test_a_response_that_is_no_stream_is_a_failure(
     status: int, kind: str, body: bytes, expected: tuple[str, str]
-) -> None:  # fmt: skip
+) -> None:
     exchange = answer(body, headers={"content-type": kind}, status=status)
     assert (exchange.error_kind, exchange.error) == expected
     assert exchange.status == status

@@ -148,9 +148,7 @@ def test_a_host_without_an_address_is_an_outcome() -> None:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_large_bodies_arrive_whole(url: str, processes: int) -> None:
     image = data_url("image/png", bytes(3_000_000))
-    result = run_level(
-        Endpoint(url, "fake"), requests(6, image=image), None, max_concurrency=3, processes=processes
-    )  # fmt: skip
+    result = run_level(Endpoint(url, "fake"), requests(6, image=image), None, max_concurrency=3, processes=processes)
     assert [(each.error, each.prompt_tokens, each.image_tokens, each.views) for each in result.exchanges] == [
         (None, 262, 256, 1)
     ] * 6
@@ -166,9 +164,7 @@ def test_the_requests_of_a_killed_process_are_failures() -> None:
 
     killed: list[int] = []
     with fake_server(ttft_ms=20) as url:
-        result = run_level(
-            Endpoint(url, "fake"), requests(40), None, max_concurrency=2, processes=2, on_done=kill_one
-        )  # fmt: skip
+        result = run_level(Endpoint(url, "fake"), requests(40), None, max_concurrency=2, processes=2, on_done=kill_one)
     lost = [exchange for exchange in result.exchanges if exchange.error is not None]
     assert len(result.exchanges) == 40 and 0 < len(lost) <= 20
     assert {(exchange.error_kind, exchange.error) for exchange in lost} == {
@@ -187,9 +183,14 @@ def test_a_cancelled_level_keeps_what_has_ended(url: str, processes: int) -> Non
             cancelled.set()
 
     result = run_level(
-        Endpoint(url, "fake"), requests(10_000), None, max_concurrency=2, processes=processes, on_done=count,
+        Endpoint(url, "fake"),
+        requests(10_000),
+        None,
+        max_concurrency=2,
+        processes=processes,
+        on_done=count,
         cancelled=cancelled,
-    )  # fmt: skip
+    )
     assert sorted(each.id for each in done) == sorted(each.id for each in result.exchanges)
     assert 3 <= len(done) < 10_000 and all(each.error is None for each in done)
 
@@ -209,7 +210,7 @@ def test_a_cancellation_during_the_transfer_of_requests_ends_the_processes(capfd
     canceller.start()
     result = run_level(
         Endpoint("http://127.0.0.1:1", "m"), sent, None, max_concurrency=2, processes=2, cancelled=cancelled
-    )  # fmt: skip
+    )
     canceller.join()
     assert result.exchanges == [] and len(psutil.Process().children()) == before
     assert capfd.readouterr().err == ""
@@ -223,10 +224,25 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("tls")
     certificate, key = folder / "cert.pem", folder / "key.pem"
     command = [
-        "openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-        "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key),
-        "-out", str(certificate),
-    ]  # fmt: skip
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:prime256v1",
+        "-nodes",
+        "-days",
+        "2",
+        "-subj",
+        "/CN=localhost",
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+        "-keyout",
+        str(key),
+        "-out",
+        str(certificate),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     return certificate, key
 

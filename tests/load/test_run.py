@@ -31,9 +31,14 @@ from panscan.records.store import FILE_NAME, Run, read_run
 PROBE = EndpointFacts("fake", None, None, None, None, ())
 DOCUMENT = DocumentFile("page.png", 120, 200, "0" * 64)
 FAULTS = {  # the kind of error that each fault is recorded as; None: answered
-    "html": "protocol", "429": "http", "refuse-images": "http", "malformed": "stream", "early-close": "stream",
-    "silent": "timeout", "no-usage": None,
-}  # fmt: skip
+    "html": "protocol",
+    "429": "http",
+    "refuse-images": "http",
+    "malformed": "stream",
+    "early-close": "stream",
+    "silent": "timeout",
+    "no-usage": None,
+}
 
 
 class Observer:
@@ -147,9 +152,18 @@ def test_a_cancelled_run_keeps_what_it_has(url: str, tmp_path: Path) -> None:
 def test_the_search_finds_the_capacity_of_an_endpoint(tmp_path: Path, limit: int | None) -> None:
     with fake_server(ttft_ms=20, slots=1) as url:  # 50 requests per second
         run = load(
-            url, tmp_path, Observer(), find_max_rate=True, rates=(20.0,), goodput={"ttft": 90.0}, arrival="constant",
-            level_seconds=0.5, num_prompts=8, max_tokens=1, max_concurrencies=(limit,),
-        )  # fmt: skip
+            url,
+            tmp_path,
+            Observer(),
+            find_max_rate=True,
+            rates=(20.0,),
+            goodput={"ttft": 90.0},
+            arrival="constant",
+            level_seconds=0.5,
+            num_prompts=8,
+            max_tokens=1,
+            max_concurrencies=(limit,),
+        )
     search = run.search
     assert search is not None
     rates = [trial["rate"] for trial in search["levels"]]
@@ -163,9 +177,16 @@ def test_the_search_finds_the_capacity_of_an_endpoint(tmp_path: Path, limit: int
 
 def test_a_search_for_an_impossible_goodput_ends_soon(url: str, tmp_path: Path) -> None:
     run = load(
-        url, tmp_path, Observer(), find_max_rate=True, rates=(8.0,), goodput={"ttft": 1.0}, arrival="constant",
-        level_seconds=0.5, num_prompts=8,
-    )  # fmt: skip
+        url,
+        tmp_path,
+        Observer(),
+        find_max_rate=True,
+        rates=(8.0,),
+        goodput={"ttft": 1.0},
+        arrival="constant",
+        level_seconds=0.5,
+        num_prompts=8,
+    )
     assert run.search is not None and run.search["rate"] is None and "out of reach" in run.search["note"]
     assert len(run.search["levels"]) <= 2
 

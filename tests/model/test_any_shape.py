@@ -39,11 +39,19 @@ def shapes(draw: st.DrawFn) -> Shape:
     kv_heads, head_size = draw(st.integers(1, 2)), 2 * draw(st.integers(2, 6))
     heads = kv_heads * draw(st.integers(1, 3))
     text = TextShape(
-        vocabulary=1024 + draw(st.integers(0, 9)), hidden=heads * draw(st.integers(1, 9)),
-        intermediate=draw(st.integers(3, 50)), layers=draw(st.integers(1, 9)), heads=heads, kv_heads=kv_heads,
-        head_size=head_size, window=draw(st.integers(2, 40)), query_scale=head_size, max_positions=512,
-        rope_factor=draw(st.sampled_from([None, 8.0])), pattern=6,
-    )  # fmt: skip
+        vocabulary=1024 + draw(st.integers(0, 9)),
+        hidden=heads * draw(st.integers(1, 9)),
+        intermediate=draw(st.integers(3, 50)),
+        layers=draw(st.integers(1, 9)),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        window=draw(st.integers(2, 40)),
+        query_scale=head_size,
+        max_positions=512,
+        rope_factor=draw(st.sampled_from([None, 8.0])),
+        pattern=6,
+    )
     pattern = draw(st.integers(1, text.layers)) if draw(st.booleans()) else 6
     text = replace(text, pattern=pattern if pattern <= text.layers else max(6, text.layers + 1))
     if draw(st.booleans()):
@@ -126,22 +134,46 @@ def test_a_finetune_with_more_words_is_a_shape_of_its_own() -> None:
     assert shape_of_config(config) == Shape("gemma3", larger)
 
 
-SIGLIP = {"hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "num_attention_heads": 16,
-          "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False}  # fmt: skip
+SIGLIP = {
+    "hidden_size": 1152,
+    "image_size": 896,
+    "intermediate_size": 4304,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 27,
+    "patch_size": 14,
+    "vision_use_head": False,
+}
 
 
 def test_published_files_are_understood_in_the_old_spelling_of_rotations() -> None:
     """What the released checkpoints' config.json say: everything else is left to defaults."""
-    text = {"hidden_size": 5376, "intermediate_size": 21504, "num_attention_heads": 32, "num_hidden_layers": 62,
-            "num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 168, "sliding_window": 1024,
-            "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}  # fmt: skip
+    text = {
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "query_pre_attn_scalar": 168,
+        "sliding_window": 1024,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    }
     config = Gemma3Config(text_config=text, vision_config=SIGLIP, mm_tokens_per_image=256)
     assert shape_of_config(config) == SHAPES["27b"]
     small = Gemma3TextConfig(
-        hidden_size=1152, intermediate_size=6912, num_attention_heads=4, num_hidden_layers=26, num_key_value_heads=1,
-        head_dim=256, sliding_window=512, sliding_window_pattern=6, rope_local_base_freq=10000, rope_theta=1000000,
-        max_position_embeddings=32768, vocab_size=262144,
-    )  # fmt: skip
+        hidden_size=1152,
+        intermediate_size=6912,
+        num_attention_heads=4,
+        num_hidden_layers=26,
+        num_key_value_heads=1,
+        head_dim=256,
+        sliding_window=512,
+        sliding_window_pattern=6,
+        rope_local_base_freq=10000,
+        rope_theta=1000000,
+        max_position_embeddings=32768,
+        vocab_size=262144,
+    )
     assert shape_of_config(small) == SHAPES["1b"]
 
 

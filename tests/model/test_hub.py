@@ -64,8 +64,10 @@ class Hub(BaseHTTPRequestHandler):
         if NAME not in path:  # huggingface_hub asks for other things, too
             self.reply(b"", 404)
         elif path.startswith(f"/api/models/{NAME}/tree/"):
-            listed = [{"type": "file", "path": name, "size": len(data), "oid": sha1(data).hexdigest()}
-                      for name, data in self.files.items()]  # fmt: skip
+            listed = [
+                {"type": "file", "path": name, "size": len(data), "oid": sha1(data).hexdigest()}
+                for name, data in self.files.items()
+            ]
             self.reply(json.dumps(listed).encode())
         elif path.startswith(f"/api/models/{NAME}"):
             siblings = [{"rfilename": name, "size": len(data)} for name, data in self.files.items()]

@@ -97,8 +97,12 @@ def test_sum_and_rms_norms(rows: int, width: int, dtype: torch.dtype, seed: int,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @many
-@given(rows=st.integers(1, 5), width=st.sampled_from([1, 24, 1023, 1024, 1025, 2100]), seed=SEEDS,
-       scale=st.sampled_from([0.1, 1.0, 6.0]))  # fmt: skip
+@given(
+    rows=st.integers(1, 5),
+    width=st.sampled_from([1, 24, 1023, 1024, 1025, 2100]),
+    seed=SEEDS,
+    scale=st.sampled_from([0.1, 1.0, 6.0]),
+)
 def test_gelu_product(rows: int, width: int, dtype: torch.dtype, seed: int, scale: float) -> None:
     gate_up = (scale * drawn(seed, rows, 2 * width)).to(dtype)
     gate, up = gate_up.split(width, -1)
@@ -118,9 +122,13 @@ def test_gelu_of_extreme_values(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @many
 @given(
-    rows=st.integers(1, 5), heads=st.integers(1, 20), kv_heads=st.integers(1, 4), seed=SEEDS,
-    size=st.sampled_from([16, 32, 64, 128, 256]), padding=st.sampled_from([0, 3]),
-)  # fmt: skip
+    rows=st.integers(1, 5),
+    heads=st.integers(1, 20),
+    kv_heads=st.integers(1, 4),
+    seed=SEEDS,
+    size=st.sampled_from([16, 32, 64, 128, 256]),
+    padding=st.sampled_from([0, 3]),
+)
 def test_rotation_and_caches(
     rows: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype, seed: int, padding: int
 ) -> None:
@@ -129,8 +137,10 @@ def test_rotation_and_caches(
     wide = torch.full((rows, columns + padding), torch.nan, device=DEVICE, dtype=dtype)
     wide[:, :columns] = drawn(seed, rows, columns)
     qkv = wide[:, :columns]
-    q_weight, k_weight, cos, sin = (drawn(seed + at, *shape, dtype=dtype) for at, shape in
-                                    enumerate([(size,), (size,), (rows, size), (rows, size)], 1))  # fmt: skip
+    q_weight, k_weight, cos, sin = (
+        drawn(seed + at, *shape, dtype=dtype)
+        for at, shape in enumerate([(size,), (size,), (rows, size), (rows, size)], 1)
+    )
     slots = torch.randperm(9, generator=torch.Generator().manual_seed(seed))[:rows].to(DEVICE)
     caches = torch.full((2, 9, kv_heads, size), torch.nan, device=DEVICE, dtype=dtype).unbind()
     query = rotate_and_store(qkv, q_weight, k_weight, EPS, cos, sin, slots, *caches, heads)
@@ -181,8 +191,9 @@ def test_gelu_takes_products_with_scales_and_quantises_its_result(rows: int, wid
 def test_rotation_takes_products_with_scales(rows: int, heads: int, kv_heads: int, seed: int) -> None:
     size = 16
     qkv = drawn(seed, rows, (heads + 2 * kv_heads) * size)
-    q_weight, k_weight, cos, sin = (drawn(seed + at, *shape) for at, shape in
-                                    enumerate([(size,), (size,), (rows, size), (rows, size)], 1))  # fmt: skip
+    q_weight, k_weight, cos, sin = (
+        drawn(seed + at, *shape) for at, shape in enumerate([(size,), (size,), (rows, size), (rows, size)], 1)
+    )
     slots = torch.arange(rows, device=DEVICE)
     caches = [torch.zeros(2, rows, kv_heads, size, device=DEVICE) for _ in range(2)]
     found = [

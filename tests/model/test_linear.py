@@ -110,9 +110,11 @@ def test_a_second_product_allocates_nothing() -> None:
 
 
 @given(
-    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4), bias=st.booleans(),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]), rows=st.integers(1, 5),
-)  # fmt: skip
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    bias=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    rows=st.integers(1, 5),
+)
 @settings(deadline=None, max_examples=40)
 @torch.no_grad()
 def test_one_product_is_the_modules_products_in_their_order(

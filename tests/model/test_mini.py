@@ -130,8 +130,10 @@ def test_it_is_built_as_gemma_3() -> None:
 def test_its_ids_are_those_of_its_tokenizer() -> None:
     config = AutoConfig.from_pretrained(mini_directory())
     assert (config.boi_token_index, config.eoi_token_index, config.image_token_index) == (
-        TOKENIZER.boi_token_id, TOKENIZER.eoi_token_id, TOKENIZER.image_token_id,
-    )  # fmt: skip
+        TOKENIZER.boi_token_id,
+        TOKENIZER.eoi_token_id,
+        TOKENIZER.image_token_id,
+    )
     stored, due = GenerationConfig.from_pretrained(mini_directory()), generation_config(TOKENIZER)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens", "do_sample"):
         assert getattr(stored, name) == getattr(due, name), name

@@ -64,9 +64,14 @@ def splits(draw: st.DrawFn) -> tuple[Shape, int]:
     size = draw(st.integers(2, 4))
     kv_heads = size * draw(st.integers(1, 2))
     text = replace(
-        TEXT, vocabulary=5000 + draw(st.integers(0, 7)), hidden=48, layers=2, kv_heads=kv_heads,
-        heads=kv_heads * draw(st.integers(1, 2)), intermediate=size * draw(st.integers(1, 40)),
-    )  # fmt: skip
+        TEXT,
+        vocabulary=5000 + draw(st.integers(0, 7)),
+        hidden=48,
+        layers=2,
+        kv_heads=kv_heads,
+        heads=kv_heads * draw(st.integers(1, 2)),
+        intermediate=size * draw(st.integers(1, 40)),
+    )
     return Shape("drawn", text, draw(st.sampled_from([EYES, None])), image_tokens=4), size
 
 

@@ -277,8 +277,9 @@ def test_kernels_are_not_measured_on_a_cpu() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "among"), [(torch.bfloat16, {"cudnn", "flash", "efficient", "hopper"}),
-                                              (torch.float32, {"efficient"})])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "among"), [(torch.bfloat16, {"cudnn", "flash", "efficient", "hopper"}), (torch.float32, {"efficient"})]
+)
 def test_a_kernel_is_chosen_by_time(dtype: torch.dtype, among: set[str]) -> None:
     name, reason = choose_vision_attention(torch.device("cuda"), 72, dtype)
     assert name in among

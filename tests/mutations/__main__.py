@@ -44,9 +44,12 @@ def _row(mutation: Mutation, pages: list[Path], directory: Path) -> dict[str, ob
     missing = " (EXPECTED: " + (", ".join(sorted(mutation.caught_by)) or "nothing") + ")" if surprise else ""
     _line([mutation.name, found.verdict.word, (", ".join(caught) or f"nothing: {mutation.why_invisible}") + missing])
     return {
-        "name": mutation.name, "verdict": found.verdict.word, "caught_by": caught,
-        "why_invisible": mutation.why_invisible, "surprise": surprise,
-    }  # fmt: skip
+        "name": mutation.name,
+        "verdict": found.verdict.word,
+        "caught_by": caught,
+        "why_invisible": mutation.why_invisible,
+        "surprise": surprise,
+    }
 
 
 def _line(cells: list[str]) -> None:

@@ -253,8 +253,12 @@ def _nothing(_patch: pytest.MonkeyPatch) -> None:
 
 
 TOKENS, BEYOND, ANSWER, IMAGE, INPUTS = (
-    "measured tokens", "tokens beyond the reference", "answer distributions", "image distributions", "inputs",
-)  # fmt: skip
+    "measured tokens",
+    "tokens beyond the reference",
+    "answer distributions",
+    "image distributions",
+    "inputs",
+)
 SAMPLED = {"temperature": 1.0, "sampling_seed": 7}
 CHECKED = {"check_invariance": True}
 
@@ -284,9 +288,15 @@ MUTATIONS = [
     _mutation("wrong behind a long cached prefix", _wrong_behind_a_long_prefix, "invariance: cache", plan=CHECKED),
     _mutation("wrong behind a second prefill chunk", _wrong_behind_a_second_chunk, "invariance: chunk", plan=CHECKED),
     _mutation("wrong for a request that is alone", _loses_a_request("alone"), "invariance: batch", plan=CHECKED),
-    _mutation("the window is 64 positions short, mini in bf16", _window(-64),
-              settings={"model": "mini", "dtype": "bf16"},
-              why_invisible="what the mini model reads beyond its window matters less than the rounding of bf16"),
-    _mutation("wrong where more than 200 rows are sampled", _loses_a_request("crowded"),
-              why_invisible="the measured traffic never has so many requests at once: what is not run is not seen"),
-]  # fmt: skip
+    _mutation(
+        "the window is 64 positions short, mini in bf16",
+        _window(-64),
+        settings={"model": "mini", "dtype": "bf16"},
+        why_invisible="what the mini model reads beyond its window matters less than the rounding of bf16",
+    ),
+    _mutation(
+        "wrong where more than 200 rows are sampled",
+        _loses_a_request("crowded"),
+        why_invisible="the measured traffic never has so many requests at once: what is not run is not seen",
+    ),
+]

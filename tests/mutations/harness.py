@@ -19,9 +19,14 @@ from panscan.settings import Settings, settings_from
 __all__ = ["Found", "documents", "verdict_under"]
 
 BASE = {
-    "model": "tiny", "runner": "engine", "dtype": "fp32", "device": "cpu", "max_new_tokens": 40, "kv_cache_gb": 0.05,
+    "model": "tiny",
+    "runner": "engine",
+    "dtype": "fp32",
+    "device": "cpu",
+    "max_new_tokens": 40,
+    "kv_cache_gb": 0.05,
     "ignore_eos": True,
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)

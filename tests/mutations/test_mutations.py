@@ -14,8 +14,13 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return documents(tmp_path_factory.mktemp("pages"))
 
 
-SLOW = {"end marks are ignored", "answers end after three tokens", "wrong where more than 200 rows are sampled",
-        "wrong behind a long cached prefix", "wrong for a request that is alone"}  # fmt: skip
+SLOW = {
+    "end marks are ignored",
+    "answers end after three tokens",
+    "wrong where more than 200 rows are sampled",
+    "wrong behind a long cached prefix",
+    "wrong for a request that is alone",
+}
 QUICK = [mutation for mutation in MUTATIONS if "model" not in mutation.settings and mutation.name not in SLOW]
 """Those of the tiny model that take seconds; ``python -m tests.mutations`` runs all."""
 

@@ -21,8 +21,12 @@ from panscan.model.vision_layers import VisionLayers
 from panscan.plan.cost import Variant, Work, pass_work, vision_work
 
 MODELS = ("tiny", "mini")
-ANY = Shape("any", TextShape(1001, 48, 80, 5, 4, 2, 24, window=9, query_scale=24, max_positions=512, pattern=3),
-            replace(SHAPES["tiny"].vision, hidden=32, intermediate=40, heads=2), 64)  # fmt: skip
+ANY = Shape(
+    "any",
+    TextShape(1001, 48, 80, 5, 4, 2, 24, window=9, query_scale=24, max_positions=512, pattern=3),
+    replace(SHAPES["tiny"].vision, hidden=32, intermediate=40, heads=2),
+    64,
+)
 """A Gemma 3 that is nowhere published: no size divides another."""
 
 
@@ -149,9 +153,12 @@ def test_weights_take_the_bytes_of_a_loaded_model(kind: str | None) -> None:
 
 
 @given(
-    model=st.sampled_from(["4b", "12b", "27b"]), kind=st.sampled_from([None, "fp8", "int8", "int4"]),
-    size=st.sampled_from([2, 4]), contexts=st.lists(st.integers(1, 9000), max_size=9), chunk=st.integers(1, 3000),
-)  # fmt: skip
+    model=st.sampled_from(["4b", "12b", "27b"]),
+    kind=st.sampled_from([None, "fp8", "int8", "int4"]),
+    size=st.sampled_from([2, 4]),
+    contexts=st.lists(st.integers(1, 9000), max_size=9),
+    chunk=st.integers(1, 3000),
+)
 def test_shares_of_a_group_add_up(model: str, kind: str | None, size: int, contexts: list[int], chunk: int) -> None:
     alone, share = Variant(SHAPES[model], kind), Variant(SHAPES[model], kind, tensor_parallel_size=size)
     whole, part = (pass_work(each, decode_contexts=contexts, prefill=[(7, 7 + chunk)]) for each in (alone, share))

@@ -17,9 +17,11 @@ from panscan.plan.gpus import gpu_named
 
 H200 = gpu_named("h200")
 VARIANTS = st.builds(
-    Variant, st.sampled_from([SHAPES["4b"], SHAPES["27b"]]), st.sampled_from([None, "fp8", "int8", "int4"]),
+    Variant,
+    st.sampled_from([SHAPES["4b"], SHAPES["27b"]]),
+    st.sampled_from([None, "fp8", "int8", "int4"]),
     tensor_parallel_size=st.sampled_from([1, 2]),
-)  # fmt: skip
+)
 CONTEXTS = st.lists(st.integers(1, 4000), max_size=128)
 CHUNKS = st.lists(st.integers(2, 2048).map(lambda tokens: (0, tokens)), max_size=4)
 

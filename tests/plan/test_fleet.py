@@ -101,16 +101,18 @@ def test_an_early_end_of_an_answer_costs_its_extra_row() -> None:
 
 def traffic(rate: float) -> Traffic:
     return Traffic(
-        rate=rate, limits={"ttft": 1500.0}, attainment=0.95,
+        rate=rate,
+        limits={"ttft": 1500.0},
+        attainment=0.95,
         arrivals=lambda each, count: ConstantArrivals(each).times(count),
-    )  # fmt: skip
+    )
 
 
 def test_a_fleet_meets_its_limits_and_one_replica_less_does_not() -> None:
     mix = mix_of_views("4", SHAPES["27b"], text_tokens=42, output_tokens=(16, 16))
     inputs = PlanInputs(
         shape=SHAPES["27b"], gpu=gpu_named("h200"), count=1, mix=mix, options=EngineOptions(prefill_chunk_size=2048)
-    )  # fmt: skip
+    )
     layout = layout_of(inputs, None, 1)
     assert layout is not None and layout.speed is not None
     steps: list[str] = []
@@ -131,9 +133,11 @@ def test_no_number_of_replicas_helps_if_one_request_alone_is_too_slow() -> None:
     layout = layout_of(inputs, None, 1)
     assert layout is not None
     hasty = Traffic(
-        rate=1.0, limits={"ttft": 1.0}, attainment=0.95,
+        rate=1.0,
+        limits={"ttft": 1.0},
+        attainment=0.95,
         arrivals=lambda each, count: ConstantArrivals(each).times(count),
-    )  # fmt: skip
+    )
     [fleet] = size_fleets(inputs, [layout], hasty, lambda _: None)
     assert (fleet.replicas, fleet.gpus, fleet.rate_of_one) == (None, None, 0.0)
     assert fleet.level.percentiles_ms["ttft"][50] > 1

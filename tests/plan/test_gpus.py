@@ -22,8 +22,10 @@ def test_the_data_file_has_the_promised_gpus() -> None:
 @pytest.mark.parametrize("gpu", NVIDIA)
 def test_figures_are_plausible(gpu: Gpu) -> None:
     assert gpu.sources
-    assert all(urlsplit(source).hostname in ("www.nvidia.com", "images.nvidia.com", "resources.nvidia.com")
-               for source in gpu.sources)  # fmt: skip
+    assert all(
+        urlsplit(source).hostname in ("www.nvidia.com", "images.nvidia.com", "resources.nvidia.com")
+        for source in gpu.sources
+    )
     nominal = float(gpu.label.split(" GB")[0].split()[-1]) * 2**30
     assert 0.9 * nominal < gpu.memory_bytes < 1.01 * nominal
     assert 200e9 < gpu.bytes_per_s < 10e12
@@ -47,10 +49,15 @@ def test_rates_and_memory_grow_from_generation_to_generation() -> None:
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("a100-40gb", "a100-40gb"), ("A100", "a100-40gb"), ("NVIDIA A100 80 GB (SXM)", "a100-80gb"), ("H100", "h100"),
-        ("RTX 4090", "rtx-4090"), ("5060ti", "rtx-5060-ti"), (" CPU ", "cpu"),
+        ("a100-40gb", "a100-40gb"),
+        ("A100", "a100-40gb"),
+        ("NVIDIA A100 80 GB (SXM)", "a100-80gb"),
+        ("H100", "h100"),
+        ("RTX 4090", "rtx-4090"),
+        ("5060ti", "rtx-5060-ti"),
+        (" CPU ", "cpu"),
     ],
-)  # fmt: skip
+)
 def test_names_and_aliases_in_any_spelling(text: str, name: str) -> None:
     assert gpu_named(text).name == name
 

@@ -30,14 +30,24 @@ PUBLISHED_4B = {
     "model_type": "gemma3",
     "mm_tokens_per_image": 256,
     "text_config": {
-        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
     },
     "vision_config": {
-        "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304, "model_type": "siglip_vision_model",
-        "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14, "vision_use_head": False,
+        "hidden_size": 1152,
+        "image_size": 896,
+        "intermediate_size": 4304,
+        "model_type": "siglip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "patch_size": 14,
+        "vision_use_head": False,
     },
-}  # fmt: skip
+}
 """What matters here in google/gemma-3-4b-it's config.json, which leaves defaults out."""
 
 
@@ -172,7 +182,7 @@ def test_mixes() -> None:
     assert [each.ids for each in again] == [each.ids for each in requests]
     pages = mix_of_sizes(
         [(896, 2688), (800, 800)], SHAPES["4b"], Settings().pan_and_scan, text_tokens=20, output_tokens=(1, 1)
-    )  # fmt: skip
+    )
     assert [each.views for each in pages.pages] == [1, 4]
     assert parse_output_tokens("16-256") == (16, 256)
 

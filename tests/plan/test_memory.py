@@ -119,10 +119,13 @@ def test_a_cpu_holds_what_the_engine_allocates(
 
 @given(
     gpu=st.sampled_from([*all_gpus().values()]),
-    model=st.sampled_from([*SHAPES]), weights=st.sampled_from([None, "fp8", "int8", "int4"]),
-    kv_cache_dtype=st.sampled_from(["auto", "fp8"]), limit=st.none() | st.floats(0.1, 200),
-    seqs=st.integers(1, 300), chunk=st.integers(1, 9000),
-)  # fmt: skip
+    model=st.sampled_from([*SHAPES]),
+    weights=st.sampled_from([None, "fp8", "int8", "int4"]),
+    kv_cache_dtype=st.sampled_from(["auto", "fp8"]),
+    limit=st.none() | st.floats(0.1, 200),
+    seqs=st.integers(1, 300),
+    chunk=st.integers(1, 9000),
+)
 def test_a_plan_stays_within_the_memory_or_says_why_not(
     gpu: Gpu, model: str, weights: str | None, kv_cache_dtype: str, limit: float | None, seqs: int, chunk: int
 ) -> None:

@@ -100,13 +100,19 @@ def test_passes_are_those_of_the_real_engine(tiny: GenerateRunner, sizes: dict[s
     ]
     engine = SimulatedEngine(
         EngineSizes(
-            global_blocks=runner.facts.blocks[0], local_blocks=runner.facts.blocks[1], window=runner.facts.window,
-            block_size=options.block_size, max_num_seqs=options.max_num_seqs,
-            prefill_chunk_size=options.prefill_chunk_size, vision_slots=loop.vision.count,
-            prefix_caching=options.prefix_caching, overlap=bool(sizes["overlap"]), ahead=None,
+            global_blocks=runner.facts.blocks[0],
+            local_blocks=runner.facts.blocks[1],
+            window=runner.facts.window,
+            block_size=options.block_size,
+            max_num_seqs=options.max_num_seqs,
+            prefill_chunk_size=options.prefill_chunk_size,
+            vision_slots=loop.vision.count,
+            prefix_caching=options.prefix_caching,
+            overlap=bool(sizes["overlap"]),
+            ahead=None,
         ),
         Steady(),
-    )  # fmt: skip
+    )
     for sketch in answers:
         engine.submit(SimulatedRequest(sketch, 0.0))
     engine.run()
@@ -129,9 +135,13 @@ def test_requests_about_the_same_page_read_it_together(prefix_caching: bool, sha
             return super().pass_seconds(decode_contexts, prefill, views, graph=graph)
 
     sizes = EngineSizes(
-        global_blocks=9_000, local_blocks=9_000, window=None, prefix_caching=prefix_caching, shared_from=shared_from,
+        global_blocks=9_000,
+        local_blocks=9_000,
+        window=None,
+        prefix_caching=prefix_caching,
+        shared_from=shared_from,
         ahead=None,
-    )  # fmt: skip
+    )
     engine = SimulatedEngine(sizes, Recording())
     mix = WorkloadMix((PageShare(2, 1.0),), 1, (20, 20))
     asked = [mix.sketch(0, number, 2, 20) for number in range(10)] + [mix.sketch(1, 10, 2, 20)]

@@ -27,10 +27,19 @@ TOKENS = 3
 def gemma3n(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random Gemma 3n with shared keys and values, as a checkpoint directory."""
     config = gemma3n_config(
-        hidden_size=32, hidden_size_per_layer_input=8, intermediate_size=48, num_hidden_layers=4,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_kv_shared_layers=2, laurel_rank=4,
-        layer_types=["sliding_attention", "full_attention"] * 2, vocab_size=1024, vocab_size_per_layer_input=1024,
-    )  # fmt: skip
+        hidden_size=32,
+        hidden_size_per_layer_input=8,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_kv_shared_layers=2,
+        laurel_rank=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        vocab_size=1024,
+        vocab_size_per_layer_input=1024,
+    )
     loaded = random_gemma3n("small", config, torch.float32, torch.device("cpu"))
     folder = tmp_path_factory.mktemp("gemma3n")
     loaded.model.save_pretrained(folder)
@@ -62,15 +71,19 @@ def test_generate_and_the_engine_have_all_phases_and_agree_with_panscan_trace(
     noise(100, 100).save(tmp_path / "doc.png")
     folder = profile(tmp_path, str(tmp_path / "doc.png"), "-p", "What?", "--model", "mini")
     assert {path.name for path in folder.iterdir()} == {
-        "dynamic.json.gz", "engine.json.gz", "summary.html", "summary.json",
-    }  # fmt: skip
+        "dynamic.json.gz",
+        "engine.json.gz",
+        "summary.html",
+        "summary.json",
+    }
     written = json.loads((folder / "summary.json").read_text())
     for mode in ("dynamic", "engine"):
         trace = folder / f"{mode}.json.gz"
         found = ranges_of(trace)
         once = dict.fromkeys(("request", "load", "preprocess", "vision", "prefill"), 1)
-        assert {name.removeprefix("panscan."): count for name, count in found.items() if name.startswith("panscan.")} \
-            == {**once, "decode": TOKENS - 1}  # fmt: skip
+        assert {
+            name.removeprefix("panscan."): count for name, count in found.items() if name.startswith("panscan.")
+        } == {**once, "decode": TOKENS - 1}
         assert written[mode]["facts"]["output_tokens"] == TOKENS
         assert written[mode]["facts"]["views"] == 1
         capsys.readouterr()
@@ -84,9 +97,17 @@ def test_generate_and_the_engine_have_all_phases_and_agree_with_panscan_trace(
 def test_a_batch_on_the_engine_with_shapes_and_stacks(tmp_path: Path) -> None:
     noise(60, 60).save(tmp_path / "doc.png")
     folder = profile(
-        tmp_path, str(tmp_path / "doc.png"), "--model", "tiny", "--runner", "engine", "--batch-size", "2",
-        "--record-shapes", "--stacks",
-    )  # fmt: skip
+        tmp_path,
+        str(tmp_path / "doc.png"),
+        "--model",
+        "tiny",
+        "--runner",
+        "engine",
+        "--batch-size",
+        "2",
+        "--record-shapes",
+        "--stacks",
+    )
     events = events_of(folder / "engine.json.gz")
     found = ranges_of(folder / "engine.json.gz")
     assert found["panscan.load"] == found["panscan.preprocess"] == 2
@@ -117,9 +138,13 @@ def test_gemma3n_takes_the_same_command(gemma3n: Path, tmp_path: Path, capsys: p
     ],
 )
 def test_what_gemma3n_lacks_is_refused(
-    gemma3n: Path, arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    gemma3n: Path,
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(tmp_path)
     noise(40, 40).save("doc.png")
     assert run(["profile", "--model", str(gemma3n), *arguments]) in (2, 3, 4)
@@ -148,9 +173,13 @@ def test_what_gemma3n_lacks_is_refused(
     ],
 )
 def test_refused_before_anything_is_loaded_or_written(
-    arguments: list[str], code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.chdir(tmp_path)
     noise(40, 40).save("doc.png")
     assert run(["profile", *arguments]) == code
@@ -160,8 +189,10 @@ def test_refused_before_anything_is_loaded_or_written(
 
 def test_modes_come_once_in_their_order_and_the_engine_last() -> None:
     assert chosen_modes(["engine", "generate"], ["static", "dynamic", "static"]) == [
-        GENERATE_MODES["static"], GENERATE_MODES["dynamic"], ENGINE,
-    ]  # fmt: skip
+        GENERATE_MODES["static"],
+        GENERATE_MODES["dynamic"],
+        ENGINE,
+    ]
     assert chosen_modes(["generate"], ["all"]) == list(GENERATE_MODES.values())
     with pytest.raises(SettingError, match="pipeline"):
         chosen_modes(["pipeline"], [])
@@ -172,8 +203,12 @@ def test_each_runner_gets_only_the_settings_that_it_has() -> None:
     engine = mode_settings(base, ENGINE, on_gpu=True)
     generate = mode_settings(base, GENERATE_MODES["static"], on_gpu=True)
     assert (engine.runner, engine.max_num_seqs, engine.kv_cache_gb, engine.attention) == ("engine", 3, 1.0, "sdpa")
-    assert (generate.runner, generate.cache, generate.kv_cache_gb, generate.attention) \
-        == ("generate", "static", None, "eager")  # fmt: skip
+    assert (generate.runner, generate.cache, generate.kv_cache_gb, generate.attention) == (
+        "generate",
+        "static",
+        None,
+        "eager",
+    )
     with pytest.raises(UnsupportedError, match="cuda-graphs needs an NVIDIA GPU"):
         mode_settings(base, GENERATE_MODES["cuda-graphs"], on_gpu=False)
     everything = [mode.name for mode in without_graphs(chosen_modes(["generate", "engine"], ["all"]))]

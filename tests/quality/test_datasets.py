@@ -73,8 +73,15 @@ def docvqa(folder: Path) -> Path:
         picture(folder / "documents" / f"{name}.png")
     (folder / "documents" / "cut.png").write_bytes((folder / "documents/ffbf0023_4.png").read_bytes()[:300])
     rows: list[dict[str, Any]] = [
-        {"questionId": 337, "question": "What is the date?", "question_types": ["handwritten", "form"],
-         "image": "documents/xnbl0037_1.png", "docId": 279, "answers": ["1/8/93", "1/8/1993"], "data_split": "val"},
+        {
+            "questionId": 337,
+            "question": "What is the date?",
+            "question_types": ["handwritten", "form"],
+            "image": "documents/xnbl0037_1.png",
+            "docId": 279,
+            "answers": ["1/8/93", "1/8/1993"],
+            "data_split": "val",
+        },
         {"questionId": 338, "question": "Who?", "image": "documents/ffbf0023_4.png", "answers": ["P. Carter"]},
         {"questionId": 338, "question": "Who else?", "image": "documents/ffbf0023_4.png", "answers": ["nobody"]},
         {"questionId": 339, "question": "Gone?", "image": "documents/gone.png", "answers": ["x"]},
@@ -85,7 +92,7 @@ def docvqa(folder: Path) -> Path:
         {"questionId": 344, "question": "How many?", "image": "documents/ffbf0023_4.png", "answers": [12.25, ["13"]]},
         {"questionId": 345, "question": None, "image": "documents/ffbf0023_4.png", "answers": ["x"]},
         {"questionId": 346, "question": 7, "image": 3, "answers": {"right": "x"}},
-    ]  # fmt: skip
+    ]
     write(folder / "val_v1.0_withQT.json", {"dataset_name": "docvqa", "data": rows})
     write(folder / "val_v1.0.json", {"data": []})  # the one with question types is taken
     test = [{"questionId": 1, "question": "Which?", "image": "documents/xnbl0037_1.png", "data_split": "test"}]
@@ -107,9 +114,17 @@ def test_docvqa_with_every_kind_of_bad_row(tmp_path: Path) -> None:
     assert len(problems) == 1
     assert "cut.png" in problems[0]
     assert facts(found) == DatasetFacts(
-        "docvqa", "validation", questions=11, used=6, without_image=4, without_question=1, repeated_ids=1,
-        converted_answers=1, unscored=2, other_splits="test",
-    )  # fmt: skip
+        "docvqa",
+        "validation",
+        questions=11,
+        used=6,
+        without_image=4,
+        without_question=1,
+        repeated_ids=1,
+        converted_answers=1,
+        unscored=2,
+        other_splits="test",
+    )
     assert facts(found).text == (
         "docvqa, validation, 11 questions: 6 used, 4 without a readable image, 1 without a question,"
         " 2 without answers (unscored), 1 with an id seen before (renamed),"
@@ -139,9 +154,15 @@ def test_a_file_of_docvqa_is_enough_and_pictures_may_lie_elsewhere(tmp_path: Pat
 def test_infographicvqa(tmp_path: Path) -> None:
     picture(tmp_path / "infographicsvqa_images" / "30039.jpeg", 40, 200)
     row = {
-        "questionId": 98313, "question": "How many?", "image_local_name": "30039.jpeg", "answers": ["2"],
-        "answer_type": ["single span"], "evidence": ["text"], "operation/reasoning": [], "ocr": "30039.json",
-    }  # fmt: skip
+        "questionId": 98313,
+        "question": "How many?",
+        "image_local_name": "30039.jpeg",
+        "answers": ["2"],
+        "answer_type": ["single span"],
+        "evidence": ["text"],
+        "operation/reasoning": [],
+        "ocr": "30039.json",
+    }
     write(tmp_path / "infographicsVQA_val_v1.0_withQT.json", {"data": [row, {**row, "image_local_name": "x.jpeg"}]})
     write(tmp_path / "infographicsVQA_test_v1.0.json", {"data": [row]})
     found = workload(tmp_path)
@@ -206,11 +227,15 @@ LIKE_DOCVQA = {
     "questionId": ["1", "2", "3", "3"],
     "question": ["What?", "Which?", "Gone?", "Broken?"],
     "question_types": [["form"], ["table/list", "layout"], None, []],
-    "image": [{"bytes": PNG, "path": "a.png"}, {"bytes": JPEG, "path": None}, {"bytes": None, "path": None},
-              {"bytes": b"no picture", "path": None}],
+    "image": [
+        {"bytes": PNG, "path": "a.png"},
+        {"bytes": JPEG, "path": None},
+        {"bytes": None, "path": None},
+        {"bytes": b"no picture", "path": None},
+    ],
     "docId": [1, 2, 3, 4],
     "answers": [["x"], ["y", "z"], ["x"], None],
-}  # fmt: skip
+}
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
 
@@ -329,11 +354,14 @@ def test_a_bad_picture_that_was_drawn_is_replaced(tmp_path: Path) -> None:
         ({"query": ["?"], "label": [["14"]], "human_or_machine": [1]}, "relaxed_accuracy", ["machine"]),
         ({"question": ["?"], "answer": ["14"], "type": ["human_test"]}, "relaxed_accuracy", ["human_test"]),
         ({"question": ["?"], "answers": [["14"]], "image_id": ["a"], "flickr_300k_url": ["u"]}, "vqa_accuracy", []),
-        ({"question": ["?"], "answers": [["14"]], "answer_type": [["list"]], "operation/reasoning": [[]]}, "anls",
-         ["list"]),
+        (
+            {"question": ["?"], "answers": [["14"]], "answer_type": [["list"]], "operation/reasoning": [[]]},
+            "anls",
+            ["list"],
+        ),
         ({"question": ["?"], "answer": [14]}, "exact_match", []),
     ],
-)  # fmt: skip
+)
 def test_the_columns_tell_which_dataset_it_is(
     tmp_path: Path, columns: dict[str, list[Any]], metric: str, types: list[str]
 ) -> None:
@@ -517,14 +545,17 @@ def test_other_encodings_are_refused_and_never_guessed(tmp_path: Path, data: byt
         (float("nan"), (), False),
         (True, ("true",), False),
         (Decimal("12.50"), ("12.50",), False),
-        ([date(2024, 1, 2), datetime(2024, 1, 2, 3, 4), time(3, 4)],
-         ("2024-01-02", "2024-01-02 03:04:00", "03:04:00"), False),
+        (
+            [date(2024, 1, 2), datetime(2024, 1, 2, 3, 4), time(3, 4)],
+            ("2024-01-02", "2024-01-02 03:04:00", "03:04:00"),
+            False,
+        ),
         ([1, ["a", [2.5]]], ("1", "a", "2.5"), False),
         ({"text": ["a"], "answer_start": [3]}, ("a",), False),
         ([{"answer": "a", "answer_id": 1}, {"answer": "b"}], ("a", "b"), False),
         ({"right": "a"}, (), False),
     ],
-)  # fmt: skip
+)
 def test_answers_of_any_kind(value: Any, texts: tuple[str, ...], flat: bool) -> None:
     assert answer_texts(value) == (texts, flat)
 

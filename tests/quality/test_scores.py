@@ -23,9 +23,15 @@ from panscan.quality.scores import (
 from panscan.records.schema import METRICS
 
 PIX2STRUCT = [
-    ("abc", "abc"), ("abc", "Abc"), ("Abc", "abc"), ("100%", "96%"), ("100%", "94%"), ("100%", "0.96"),
-    ("100%", "0.94"), ("Don't", "Won't"),
-]  # fmt: skip
+    ("abc", "abc"),
+    ("abc", "Abc"),
+    ("Abc", "abc"),
+    ("100%", "96%"),
+    ("100%", "94%"),
+    ("100%", "0.96"),
+    ("100%", "0.94"),
+    ("Don't", "Won't"),
+]
 """(answer, accepted) of pix2struct's metrics_test.py, which expects ANLS 47.5 and relaxed accuracy 62.5."""
 
 
@@ -58,14 +64,32 @@ def test_anls(answer: str, accepted: list[str], score: float) -> None:
 @pytest.mark.parametrize(
     ("answer", "accepted", "right"),
     [
-        ("105", "100", True), ("95", "100", True), ("105.01", "100", False), ("94.9", "100", False),
-        ("-105", "-100", True), ("105", "-100", False), ("12%", "0.12", True), ("0.12", "12%", True),
-        ("12", "12%", False), ("1e3", "1000", True), ("Yes", "yes", True), ("yes.", "yes", False),
-        ("0", "0", True), ("0.0", "0", False), ("0.001", "0", False),  # against 0 texts are compared
-        ("1,000", "1000", False), ("$5", "5", False), (" 5 ", "5", True), ("2016", "2010", True),
-        ("nan", "nan", True), ("inf", "inf", True), ("inf", "5", False), ("%", "%", True), ("", "5", False),
+        ("105", "100", True),
+        ("95", "100", True),
+        ("105.01", "100", False),
+        ("94.9", "100", False),
+        ("-105", "-100", True),
+        ("105", "-100", False),
+        ("12%", "0.12", True),
+        ("0.12", "12%", True),
+        ("12", "12%", False),
+        ("1e3", "1000", True),
+        ("Yes", "yes", True),
+        ("yes.", "yes", False),
+        ("0", "0", True),
+        ("0.0", "0", False),
+        ("0.001", "0", False),  # against 0 texts are compared
+        ("1,000", "1000", False),
+        ("$5", "5", False),
+        (" 5 ", "5", True),
+        ("2016", "2010", True),
+        ("nan", "nan", True),
+        ("inf", "inf", True),
+        ("inf", "5", False),
+        ("%", "%", True),
+        ("", "5", False),
     ],
-)  # fmt: skip
+)
 def test_relaxed_accuracy(answer: str, accepted: str, right: bool) -> None:
     assert relaxed_accuracy(answer, [accepted]) == float(right)
     assert relaxed_accuracy(answer, ["something else", accepted]) == float(right)

@@ -62,13 +62,28 @@ def figures(kl: float) -> dict[str, float]:
 
 def test_a_recorded_verdict_is_read_back(tmp_path: Path) -> None:
     record = {
-        "type": "verdict", "cell": "c", "verdict": "close", "reason": None, "truth": "t", "answer": figures(3e-3),
-        "image": figures(4e-3), "top1": {"clear": 8, "agree": 8}, "equal_tokens": True, "seconds": 1.0,
-    }  # fmt: skip
+        "type": "verdict",
+        "cell": "c",
+        "verdict": "close",
+        "reason": None,
+        "truth": "t",
+        "answer": figures(3e-3),
+        "image": figures(4e-3),
+        "top1": {"clear": 8, "agree": 8},
+        "equal_tokens": True,
+        "seconds": 1.0,
+    }
     truth = {
-        "type": "truth", "truth": "t", "source": "computed", "file": "f", "model": "tiny", "requests": 1, "tokens": 1,
-        "image_positions": 1, "seconds": 2.5,
-    }  # fmt: skip
+        "type": "truth",
+        "truth": "t",
+        "source": "computed",
+        "file": "f",
+        "model": "tiny",
+        "requests": 1,
+        "tokens": 1,
+        "image_positions": 1,
+        "seconds": 2.5,
+    }
     run = write_run(tmp_path, [header({"c": {}, "d": {}}), *batches_of("c", [1.0]), truth, record])
     found = verdict_of(run, "c")
     assert (found.word, found.ratio, found.truth) == ("close", pytest.approx(4.0), "t")
@@ -98,23 +113,49 @@ def test_why_there_is_no_verdict(tmp_path: Path, changes: dict, outcomes: list, 
 
 def token_check(first: dict | None = None, **fields: object) -> dict[str, object]:
     return {
-        "requests": 1, "tokens": 4, "departed": int(first is not None), "equal": first is None, "first": first,
-        "note": "", **fields,
-    }  # fmt: skip
+        "requests": 1,
+        "tokens": 4,
+        "departed": int(first is not None),
+        "equal": first is None,
+        "first": first,
+        "note": "",
+        **fields,
+    }
 
 
 DEPARTURE = {
-    "request": "7", "position": 2, "token": 5, "expected": 6, "found": "'a'", "wanted": "'b'",
-    "margin": 3.25, "clear": True,
-}  # fmt: skip
+    "request": "7",
+    "position": 2,
+    "token": 5,
+    "expected": 6,
+    "found": "'a'",
+    "wanted": "'b'",
+    "margin": 3.25,
+    "clear": True,
+}
 EXACT = {
-    "type": "verdict", "cell": "c", "verdict": "exact", "reason": None, "truth": "t", "answer": figures(1e-3),
-    "image": None, "top1": {"clear": 8, "agree": 8}, "equal_tokens": True, "seconds": 1.0,
-}  # fmt: skip
+    "type": "verdict",
+    "cell": "c",
+    "verdict": "exact",
+    "reason": None,
+    "truth": "t",
+    "answer": figures(1e-3),
+    "image": None,
+    "top1": {"clear": 8, "agree": 8},
+    "equal_tokens": True,
+    "seconds": 1.0,
+}
 TRUTH = {
-    "type": "truth", "truth": "t", "source": "computed", "file": "f", "model": "tiny", "requests": 1, "tokens": 1,
-    "image_positions": 1, "seconds": 2.5,
-}  # fmt: skip
+    "type": "truth",
+    "truth": "t",
+    "source": "computed",
+    "file": "f",
+    "model": "tiny",
+    "requests": 1,
+    "tokens": 1,
+    "image_positions": 1,
+    "seconds": 2.5,
+}
 AXIS = {"axis": "order", "requests": 3, "differ": 1, "first": DEPARTURE, "own": True, "note": "reversed"}
 
 
@@ -130,22 +171,31 @@ def judged(tmp_path: Path, *, verdict: dict | None = None, truth: dict | None = 
         ({}, "exact"),
         ({"repeat": {"tokens": token_check()}}, "exact"),
         ({"repeat": {"tokens": token_check(DEPARTURE)}}, "different"),
-        ({"repeat": {"replicas": [
-            {"replica": each, "started": 0.0, "ended": 1.0, "device": "cpu", "tokens": token_check(first)}
-            for each, first in enumerate((None, DEPARTURE))
-        ]}}, "different"),
+        (
+            {
+                "repeat": {
+                    "replicas": [
+                        {"replica": each, "started": 0.0, "ended": 1.0, "device": "cpu", "tokens": token_check(first)}
+                        for each, first in enumerate((None, DEPARTURE))
+                    ]
+                }
+            },
+            "different",
+        ),
         ({"verdict": {"beyond": token_check(DEPARTURE)}}, "different"),
         ({"verdict": {"invariance": [AXIS]}}, "different"),
         ({"verdict": {"invariance": [AXIS | {"own": False}]}}, "exact"),  # the other cell is wrong
         ({"verdict": {"invariance": [AXIS | {"first": DEPARTURE | {"clear": False}}]}}, "exact"),
-        ({"verdict": {"verdict": "unverified", "reason": "no place"}, "repeat": {"tokens": token_check(DEPARTURE)}},
-         "different"),
+        (
+            {"verdict": {"verdict": "unverified", "reason": "no place"}, "repeat": {"tokens": token_check(DEPARTURE)}},
+            "different",
+        ),
         ({"truth": {"inputs": {"requests": 1, "views": 2, "difference": "boxes", "note": ""}}}, "different"),
         ({"truth": {"inputs": {"requests": 1, "views": 2, "difference": None, "note": ""}}}, "exact"),
         ({"repeat": {"dtype": "float32", "tokens": token_check(equal=False)}}, "close"),
         ({"repeat": {"dtype": "bfloat16", "tokens": token_check(equal=False)}}, "exact"),
     ],
-)  # fmt: skip
+)
 def test_measured_tokens_and_inputs_can_only_make_a_verdict_worse(tmp_path: Path, fields: dict, word: str) -> None:
     found, said = judged(tmp_path, **fields)
     assert found.word == word

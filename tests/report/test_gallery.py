@@ -57,10 +57,19 @@ def asked(cell: str, name: str, image: Path, expected: list[str], answer: str | 
     content = {"prompt": f"What is {name}?", "answers": expected, "answer": answer or ""}
     error = "no memory" if answer is None else None
     scores = {} if answer is None else scores_of(answer, expected)
-    return found | {
-        "image": [str(image)], "image_sha256": [digest], "image_size": [[40, 30]], "content": content, "error": error,
-        "scores": scores, "views": 1 if cell == "off" else 3,
-    } | others  # fmt: skip
+    return (
+        found
+        | {
+            "image": [str(image)],
+            "image_sha256": [digest],
+            "image_size": [[40, 30]],
+            "content": content,
+            "error": error,
+            "scores": scores,
+            "views": 1 if cell == "off" else 3,
+        }
+        | others
+    )
 
 
 @pytest.fixture

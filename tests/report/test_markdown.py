@@ -46,9 +46,15 @@ def test_the_table_is_the_page_s(tmp_path: Path) -> None:
         assert row["verdict"].text == wanted["verdict"].of_class("badge")[0].text[2:]
         assert row["distance from the reference"].text == (UNKNOWN if figures == "-" else figures.replace(", ", "; "))
     assert list(rows_of(table)[0]) == [
-        "setting", "accuracy (exact match), 95%", "accuracy vs exact", "requests/s (95%)", "TTFT ms", "TPOT ms",
-        "p95 E2E ms", "verdict",
-    ]  # fmt: skip
+        "setting",
+        "accuracy (exact match), 95%",
+        "accuracy vs exact",
+        "requests/s (95%)",
+        "TTFT ms",
+        "TPOT ms",
+        "p95 E2E ms",
+        "verdict",
+    ]
 
 
 def test_the_rest_is_there_too(tmp_path: Path) -> None:

@@ -103,9 +103,14 @@ def test_a_sweep_of_both_runners(tmp_path: Path, model: str) -> None:
         page.save(tmp_path / f"doc{seed}.png")
     flags = {
         "model": [model],
-        "runner": ["generate", "engine"], "batch_size": ["1", "3"], "max_num_seqs": ["2"], "dtype": ["fp32"],
-        "device": ["cpu"], "max_new_tokens": ["6"], "kv_cache_gb": ["0.02"],
-    }  # fmt: skip
+        "runner": ["generate", "engine"],
+        "batch_size": ["1", "3"],
+        "max_num_seqs": ["2"],
+        "dtype": ["fp32"],
+        "device": ["cpu"],
+        "max_new_tokens": ["6"],
+        "kv_cache_gb": ["0.02"],
+    }
     cells = build_cells(flags)
     assert [(cell.settings.runner, cell.settings.batch_size, cell.settings.max_num_seqs) for cell in cells] == [
         ("generate", 1, Settings().max_num_seqs),

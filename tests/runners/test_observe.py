@@ -89,9 +89,13 @@ def test_without_a_script_the_tokens_are_generates(runner: GenerateRunner) -> No
     own = observed(runner, None)
     sampling = Sampling(max_new_tokens=STEPS)
     for request, seen in zip(BATCH, own, strict=True):
-        [result] = runner.generate([Request(
-            prompt=request.prompt, images=request.images, pan_and_scan=request.pan_and_scan, sampling=sampling
-        )])  # fmt: skip
+        [result] = runner.generate(
+            [
+                Request(
+                    prompt=request.prompt, images=request.images, pan_and_scan=request.pan_and_scan, sampling=sampling
+                )
+            ]
+        )
         assert seen.tokens == result.token_ids
         assert seen.answer_hidden is not None
         assert seen.answer_hidden.shape == (len(seen.tokens), runner.loaded.model.config.text_config.hidden_size)

@@ -48,9 +48,14 @@ def test_a_stop_text_ends_at_the_token_of_generates_stop_strings(runner: Generat
     stop = whole.text[start : start + 3]
     prompt = loaded.reader.prompts.write(runner.request(PROMPTS[0]), []).ids
     output = loaded.model.generate(
-        torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_new_tokens=TOKENS,
-        do_sample=False, eos_token_id=1024, stop_strings=[stop], tokenizer=loaded.reader.tokenizer,
-    )  # fmt: skip
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=TOKENS,
+        do_sample=False,
+        eos_token_id=1024,
+        stop_strings=[stop],
+        tokenizer=loaded.reader.tokenizer,
+    )
     passes: list[int] = []
     hook = loaded.model.register_forward_hook(lambda *_: passes.append(1))
     [found] = runner.run([runner.request(PROMPTS[0], sampling=Sampling(TOKENS, ignore_eos=True, stop=(stop,)))])

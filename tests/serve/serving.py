@@ -112,9 +112,13 @@ def launch(*options: str, environment: dict[str, str] | None = None) -> Server:
         RuntimeError: the server exits before it is ready.
     """
     process = subprocess.Popen(
-        command(*options), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, errors="replace",
+        command(*options),
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        errors="replace",
         env={**os.environ, **(environment or {})},
-    )  # fmt: skip
+    )
     server, known = Server(process), threading.Event()
 
     def read() -> None:

@@ -14,8 +14,19 @@ from panscan.cli.serve import command
 
 ROOT = Path(__file__).parent.parent.parent
 KNOWN = {
-    "ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "EXPOSE", "FROM", "HEALTHCHECK", "RUN", "USER", "VOLUME", "WORKDIR",
-}  # fmt: skip
+    "ARG",
+    "CMD",
+    "COPY",
+    "ENTRYPOINT",
+    "ENV",
+    "EXPOSE",
+    "FROM",
+    "HEALTHCHECK",
+    "RUN",
+    "USER",
+    "VOLUME",
+    "WORKDIR",
+}
 
 
 def instructions() -> list[tuple[str, str]]:

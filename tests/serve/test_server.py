@@ -92,7 +92,7 @@ class Case:
                     each
                     for part in content
                     for each in ([part] if part["type"] == "text" else [{"type": "image"}] * next(counts))
-                ]  # fmt: skip
+                ]
             turns.append({**turn, "content": content})
         return Request(messages=turns, images=pages, sampling=self.sampling, pan_and_scan=self.pan_and_scan)
 
@@ -118,24 +118,30 @@ CASES = {
         ((PDF, 3), (TIFF, 2)),
     ),
     "no crops": Case(
-        user(image_part(data_url(PNG)), QUESTION), ((PNG, 1),),
-        {"mm_processor_kwargs": {"do_pan_and_scan": False}}, pan_and_scan=PanAndScan(enabled=False),
+        user(image_part(data_url(PNG)), QUESTION),
+        ((PNG, 1),),
+        {"mm_processor_kwargs": {"do_pan_and_scan": False}},
+        pan_and_scan=PanAndScan(enabled=False),
     ),
     "more crops": Case(
-        user(image_part(data_url(PNG)), QUESTION), ((PNG, 1),),
+        user(image_part(data_url(PNG)), QUESTION),
+        ((PNG, 1),),
         {"mm_processor_kwargs": {"pan_and_scan_min_crop_size": 50, "pan_and_scan_max_num_crops": 6}},
         pan_and_scan=PanAndScan(min_crop_size=50, max_num_crops=6),
     ),
     "sampled": Case(user("Say it"), fields=SAMPLED, sampling=Sampling(TOKENS, **SAMPLED)),
     "stop": Case(
-        user(image_part(data_url(PNG)), QUESTION), ((PNG, 1),), {"stop": ["0", "5"]},
+        user(image_part(data_url(PNG)), QUESTION),
+        ((PNG, 1),),
+        {"stop": ["0", "5"]},
         Sampling(TOKENS, stop=("0", "5")),
     ),
     "penalty": Case(
-        user("Hi"), fields={"repetition_penalty": 1.5, "min_p": 0.1, "temperature": 0.5, "seed": -3},
+        user("Hi"),
+        fields={"repetition_penalty": 1.5, "min_p": 0.1, "temperature": 0.5, "seed": -3},
         sampling=Sampling(TOKENS, repetition_penalty=1.5, min_p=0.1, temperature=0.5, seed=-3),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +230,7 @@ def test_log_probabilities_match_the_engine(client: openai.OpenAI, engine: Engin
     [result] = engine.generate([request])
     answer = client.chat.completions.create(
         model="mini", messages=[{"role": "user", "content": "Hi"}], max_tokens=TOKENS, logprobs=True, top_logprobs=3
-    )  # fmt: skip
+    )
     logprobs = answer.choices[0].logprobs
     assert logprobs is not None and logprobs.content is not None and result.logprobs is not None
     # Which tokens are cached depends on earlier tests. It changes the order of sums, and float32 results by up to 6e-6.
@@ -240,11 +246,11 @@ def test_choices_use_consecutive_seeds_and_completions_are_raw(client: openai.Op
     seeds = (2**64 - 2, 2**64 - 1, 0)
     requests = [
         Request(prompt, raw=True, sampling=replace(sampling, seed=seed)) for prompt in ("One", "Two") for seed in seeds
-    ]  # fmt: skip
+    ]
     expected = engine.generate(requests)
     answer = client.completions.create(
         model="mini", prompt=["One", "Two"], n=3, max_tokens=TOKENS, temperature=1, seed=2**64 - 2
-    )  # fmt: skip
+    )
     assert [choice.text for choice in answer.choices] == [result.text for result in expected]
     assert [choice.index for choice in answer.choices] == list(range(6))
     assert answer.usage is not None
@@ -270,9 +276,11 @@ def test_completions_have_log_probabilities_at_their_place_in_the_text(client: o
 
 def test_answers_satisfy_a_json_schema(client: openai.OpenAI) -> None:
     schema = {
-        "type": "object", "required": ["total", "paid"], "additionalProperties": False,
+        "type": "object",
+        "required": ["total", "paid"],
+        "additionalProperties": False,
         "properties": {"total": {"type": "string", "maxLength": 8}, "paid": {"type": "boolean"}},
-    }  # fmt: skip
+    }
     messages: Any = user(image_part(data_url(PNG)), QUESTION)
     formats: Any = {"type": "json_schema", "json_schema": {"name": "receipt", "schema": schema, "strict": True}}
     answer = client.chat.completions.create(model="mini", messages=messages, max_tokens=60, response_format=formats)
@@ -295,9 +303,12 @@ def test_tokenize_matches_the_engine(server: Server, engine: Engine, tmp_path: P
     ids, image_tokens, views = engine.count(CASES["conversation"].request(tmp_path))
     found = post(server, "/tokenize", {"messages": TURNS}).json()
     assert found == {
-        "count": len(ids), "tokens": ids, "image_tokens": image_tokens, "views": views,
+        "count": len(ids),
+        "tokens": ids,
+        "image_tokens": image_tokens,
+        "views": views,
         "max_model_len": engine.loaded.reader.prompts.context,
-    }  # fmt: skip
+    }
     raw, *_ = engine.count(Request("Hi", raw=True))
     assert post(server, "/tokenize", {"prompt": "Hi"}).json()["tokens"] == raw
 
@@ -361,17 +372,25 @@ def test_unknown_fields_are_refused_by_name(server: Server, path: str, name: str
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"temperature": -1}, "temperature"), ({"top_p": 0}, "top_p"), ({"n": 17}, "n"),
-        ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": 10**300}, "max_tokens"),
-        ({"stop": ["a"] * 17}, "stop"), ({"top_logprobs": 2}, "top_logprobs"),
-        ({"tools": [{}]}, "tools"), ({"stop_token_ids": [-1]}, "stop_token_ids"), ({"seed": 2**64}, "seed"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"n": 17}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 10**300}, "max_tokens"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tools": [{}]}, "tools"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"seed": 2**64}, "seed"),
         ({"mm_processor_kwargs": {"size": 1}}, "mm_processor_kwargs.size"),
         ({"mm_processor_kwargs": {"pan_and_scan_max_num_crops": 0}}, "mm_processor_kwargs"),
         ({"messages": [{"role": "system", "content": "a"}]}, "messages"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}},
-         "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}},
+            "response_format",
+        ),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("stream", [False, True])
 def test_errors_name_the_field_before_a_stream_begins(
     server: Server, fields: dict[str, Any], param: str, stream: bool
@@ -383,15 +402,16 @@ def test_the_openai_client_raises_its_own_errors(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(
             model="mini", messages=[{"role": "user", "content": "Hi"}], frequency_penalty=1.0
-        )  # fmt: skip
+        )
     assert caught.value.param == "frequency_penalty"
 
 
 def test_metrics_add_up(server: Server) -> None:
     counted = {
-        "vllm:prompt_tokens_total": "prompt_tokens", "vllm:generation_tokens_total": "completion_tokens",
+        "vllm:prompt_tokens_total": "prompt_tokens",
+        "vllm:generation_tokens_total": "completion_tokens",
         "panscan:views_total": "views",
-    }  # fmt: skip
+    }
     wait_for(server.idle)
     before = {name: server.metric(name) for name in counted}
     answered = server.metric("vllm:request_success_total", finished_reason="length")

@@ -62,9 +62,17 @@ class KinetoTrace:
             more = {"bytes": 4096} if category != "kernel" else {"grid": [1, 1, 1]}
             arguments = {"External id": external, "device": device, "stream": stream, "correlation": correlation}
             self.events.append(
-                {"ph": "X", "cat": category, "name": name, "pid": device, "tid": stream, "ts": start, "dur": duration,
-                 "args": {**arguments, **more}}
-            )  # fmt: skip
+                {
+                    "ph": "X",
+                    "cat": category,
+                    "name": name,
+                    "pid": device,
+                    "tid": stream,
+                    "ts": start,
+                    "dur": duration,
+                    "args": {**arguments, **more},
+                }
+            )
             self._flow("f", correlation, device, stream, start)
 
     def _flow(self, phase: str, identity: int, pid: int, tid: int, at: float) -> None:
@@ -97,10 +105,15 @@ def decode_trace(*, steps: int = 4, prepare: float = 8000, graph: bool = False, 
         trace.cpu("user_annotation", "panscan.request", 0, 30_000 + steps * period)
         trace.cpu("user_annotation", "panscan.prefill", 0, 30_000)
     product = trace.cpu(
-        "cpu_op", "aten::mm", 100, 100, **{
-            "Input Dims": [[1000, 2000], [2000, 4000]], "Input type": ["c10::BFloat16", "c10::BFloat16"],
+        "cpu_op",
+        "aten::mm",
+        100,
+        100,
+        **{
+            "Input Dims": [[1000, 2000], [2000, 4000]],
+            "Input type": ["c10::BFloat16", "c10::BFloat16"],
         },
-    )  # fmt: skip
+    )
     trace.launch(110, [("nvjet_tst_128x64", 1000, 20_000)], external=product)
     for step in range(steps):
         begin = 30_000 + step * period
@@ -121,8 +134,14 @@ def decode_trace(*, steps: int = 4, prepare: float = 8000, graph: bool = False, 
 def busy_trace(seed: int = 0, *, kernels: int = 600) -> KinetoTrace:
     """Return overlapping kernels, collectives, copies and fills on three streams, launched early or late."""
     random, trace = Random(seed), KinetoTrace()
-    names = ["gemm", "void at::native::add<float>(float*)", "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(...)",
-             "Memcpy HtoD (Pinned -> Device)", "Memset (Device)", "softmax"]  # fmt: skip
+    names = [
+        "gemm",
+        "void at::native::add<float>(float*)",
+        "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(...)",
+        "Memcpy HtoD (Pinned -> Device)",
+        "Memset (Device)",
+        "softmax",
+    ]
     free = dict.fromkeys((7, 20, 24), 1000)
     for _ in range(kernels):
         stream = random.choice(list(free))

@@ -138,12 +138,17 @@ def test_names_are_short_and_differ() -> None:
 @pytest.mark.parametrize(
     ("name", "gib", "expected"),
     [
-        ("NVIDIA H200", 139.8, "h200"), ("NVIDIA A100-SXM4-80GB", 79.15, "a100-80gb"),
-        ("NVIDIA A100 80GB PCIe", 79.15, "a100-pcie-80gb"), ("NVIDIA A100-PG509-200", 39.4, "a100-40gb"),
-        ("NVIDIA H100 80GB HBM3", 79.1, "h100"), ("NVIDIA H100 NVL", 93.0, None),
-        ("NVIDIA GeForce RTX 4090", 23.5, "rtx-4090"), ("Tesla T4", 14.6, "t4"), ("Tesla V100-SXM2-32GB", 31.7, None),
+        ("NVIDIA H200", 139.8, "h200"),
+        ("NVIDIA A100-SXM4-80GB", 79.15, "a100-80gb"),
+        ("NVIDIA A100 80GB PCIe", 79.15, "a100-pcie-80gb"),
+        ("NVIDIA A100-PG509-200", 39.4, "a100-40gb"),
+        ("NVIDIA H100 80GB HBM3", 79.1, "h100"),
+        ("NVIDIA H100 NVL", 93.0, None),
+        ("NVIDIA GeForce RTX 4090", 23.5, "rtx-4090"),
+        ("Tesla T4", 14.6, "t4"),
+        ("Tesla V100-SXM2-32GB", 31.7, None),
     ],
-)  # fmt: skip
+)
 def test_limits_are_those_of_the_gpu_in_the_trace(name: str, gib: float, expected: str | None) -> None:
     found = gpu_of({"deviceProperties": [{"name": name, "totalGlobalMem": int(gib * GIB)}]})[1]
     assert (found.name if found else None) == expected

@@ -116,9 +116,12 @@ def test_kernels_and_products_against_the_limits_of_the_gpu(decode: Summary) -> 
 def test_the_work_of_an_operator_with_two_kernels_belongs_to_the_operator() -> None:
     trace = KinetoTrace()
     product = trace.cpu(
-        "cpu_op", "aten::addmm", 0, 50,
+        "cpu_op",
+        "aten::addmm",
+        0,
+        50,
         **{"Input Dims": [[8], [4, 16], [16, 8]], "Input type": ["float", "float", "float"]},
-    )  # fmt: skip
+    )
     trace.launch(5, [("split_k", 10, 30)], external=product)
     trace.launch(6, [("reduce", 40, 10)], external=product)
     summary = summarize(trace.events, gpu=gpu_named("h100"))
@@ -172,10 +175,14 @@ def test_begin_and_end_events_are_ranges() -> None:
     """Chrome's older pairs; an end without a begin, and a begin without an end, are counted."""
     where = {"pid": 1, "tid": HOST, "cat": "cpu_op"}
     events = [
-        {"ph": "B", "name": "outer", "ts": 0, **where}, {"ph": "B", "name": "inner", "ts": 10, **where},
-        {"ph": "E", "ts": 30, **where}, {"ph": "E", "ts": 100, **where}, {"ph": "E", "ts": 110, **where},
-        {"ph": "B", "name": "open", "ts": 120, **where}, {"ph": "X", "name": "odd", "ts": "later", "dur": 1, **where},
-    ]  # fmt: skip
+        {"ph": "B", "name": "outer", "ts": 0, **where},
+        {"ph": "B", "name": "inner", "ts": 10, **where},
+        {"ph": "E", "ts": 30, **where},
+        {"ph": "E", "ts": 100, **where},
+        {"ph": "E", "ts": 110, **where},
+        {"ph": "B", "name": "open", "ts": 120, **where},
+        {"ph": "X", "name": "odd", "ts": "later", "dur": 1, **where},
+    ]
     summary = summarize(events)
     own = {each.name: (each.self_ms, each.total_ms) for each in summary.operators}
     assert own == {"outer": (pytest.approx(0.08), pytest.approx(0.1)), "inner": (pytest.approx(0.02),) * 2}
@@ -187,13 +194,26 @@ def test_odd_values_neither_stop_nor_mislead() -> None:
     trace = decode_trace(steps=2)
     expected = summarize(trace.events)
     odd = [
-        {"ph": "X", "ts": float("nan"), "dur": 1}, {"ph": "X", "ts": 10**400, "dur": 1}, {"ph": "X"}, {"ph": ["X"]},
-        {"ph": "X", "ts": 1, "dur": -1}, {"ph": "X", "ts": 1, "dur": None}, {"ph": "E", "pid": {}, "ts": 5},
+        {"ph": "X", "ts": float("nan"), "dur": 1},
+        {"ph": "X", "ts": 10**400, "dur": 1},
+        {"ph": "X"},
+        {"ph": ["X"]},
+        {"ph": "X", "ts": 1, "dur": -1},
+        {"ph": "X", "ts": 1, "dur": None},
+        {"ph": "E", "pid": {}, "ts": 5},
         {"ph": "X", "ts": 1, "dur": 0, "name": None, "cat": ["cpu_op"], "pid": [], "tid": {}, "args": []},
-        {"ph": "X", "ts": 1, "dur": 0, "name": "aten::mm", "cat": "cpu_op", "pid": HOST, "tid": HOST,
-         "args": {"Input Dims": [[-1, 2], [2, 10**400]], "Input type": [["float"], {}], "External id": -5}},
+        {
+            "ph": "X",
+            "ts": 1,
+            "dur": 0,
+            "name": "aten::mm",
+            "cat": "cpu_op",
+            "pid": HOST,
+            "tid": HOST,
+            "args": {"Input Dims": [[-1, 2], [2, 10**400]], "Input type": [["float"], {}], "External id": -5},
+        },
         {"ph": "X", "ts": 1000, "dur": 0, "name": "k", "cat": "kernel", "args": {"bytes": 10**400, "correlation": "x"}},
-    ]  # fmt: skip
+    ]
     summary = summarize([*odd, *trace.events])
     assert summary.steps is not None and expected.steps is not None
     assert summary.steps.idle_ms == pytest.approx(expected.steps.idle_ms)

@@ -80,15 +80,35 @@ def test_the_reference_is_the_distribution_of_generate(local: LocalModel, mini: 
 
 
 CASES = {
-    "causal-image-tokens": SQUARE, "joined-image-blocks": TWO, "no-pan-and-scan": CROPPED, "pan-and-scan": PLAIN,
-    "images-ignored": SQUARE, "zero-image-features": SQUARE, "first-image-only": TWO,
-    "last-image-only": TWO, "resize-letterbox": PLAIN, "resize-no-antialias": SQUARE, "resize-bicubic": SQUARE,
-    "resize-lanczos": SQUARE, "resize-nearest": SQUARE, "clip-normalisation": SQUARE, "bgr-channels": SQUARE,
-    "int4-weights": SQUARE, "fp8-weights": SQUARE, "split-line-breaks": SQUARE, "no-image-line-breaks": SQUARE,
-    "double-bos": TEXT, "no-bos": TEXT, "image-after-text": SQUARE, "no-template": TEXT, "chatml-template": TEXT,
-    "no-model-turn": TEXT, "system-prompt": TEXT, "causal-image-tokens+no-pan-and-scan": CROPPED,
+    "causal-image-tokens": SQUARE,
+    "joined-image-blocks": TWO,
+    "no-pan-and-scan": CROPPED,
+    "pan-and-scan": PLAIN,
+    "images-ignored": SQUARE,
+    "zero-image-features": SQUARE,
+    "first-image-only": TWO,
+    "last-image-only": TWO,
+    "resize-letterbox": PLAIN,
+    "resize-no-antialias": SQUARE,
+    "resize-bicubic": SQUARE,
+    "resize-lanczos": SQUARE,
+    "resize-nearest": SQUARE,
+    "clip-normalisation": SQUARE,
+    "bgr-channels": SQUARE,
+    "int4-weights": SQUARE,
+    "fp8-weights": SQUARE,
+    "split-line-breaks": SQUARE,
+    "no-image-line-breaks": SQUARE,
+    "double-bos": TEXT,
+    "no-bos": TEXT,
+    "image-after-text": SQUARE,
+    "no-template": TEXT,
+    "chatml-template": TEXT,
+    "no-model-turn": TEXT,
+    "system-prompt": TEXT,
+    "causal-image-tokens+no-pan-and-scan": CROPPED,
     "no-pan-and-scan+int4-weights": CROPPED,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -162,10 +162,13 @@ def test_an_endpoint_that_samples_its_tokens_is_different(mini: GenerateRunner) 
             tokens.append(int(rows[-1].argsort()[-2]))
         best = [row.argsort()[::-1][:5] for row in rows]
     content = [
-        {"token": f"token_id:{token}", "logprob": float(row[token]), "top_logprobs": [
-            {"token": f"token_id:{id}", "logprob": float(row[id])} for id in ids]}
+        {
+            "token": f"token_id:{token}",
+            "logprob": float(row[token]),
+            "top_logprobs": [{"token": f"token_id:{id}", "logprob": float(row[id])} for id in ids],
+        }
         for token, row, ids in zip(tokens, rows, best, strict=True)
-    ]  # fmt: skip
+    ]
     choice = {"message": {"content": "sampled"}, "finish_reason": "length", "logprobs": {"content": content}}
     with answering({str(probe.prompt): {"choices": [choice]}}, "samples") as url:
         found = verified(url, CHART)

@@ -115,9 +115,17 @@ def tradeoff_table(run: Run, rows: Sequence[MeasuredCell]) -> TradeoffTable | No
         name for name in distinguishing_names([each.row.display_settings for each in tradeoffs]) if name not in _WEIGHTS
     ]
     headings = [
-        "weights", "weights GiB", f"peak {whose} GiB", "req/s", "TTFT ms", "TPOT ms", "verdict",
-        "KL answers", "KL images", "top-1",
-    ]  # fmt: skip
+        "weights",
+        "weights GiB",
+        f"peak {whose} GiB",
+        "req/s",
+        "TTFT ms",
+        "TPOT ms",
+        "verdict",
+        "KL answers",
+        "KL images",
+        "top-1",
+    ]
     headings += [metric_title(run), "vs unquantised"] if scored else []
     texts = tuple(_texts(tradeoff, others, memory, scored=scored) for tradeoff in tradeoffs)
     return TradeoffTable(tuple(headings), tuple(tradeoff.row.cell for tradeoff in tradeoffs), texts)

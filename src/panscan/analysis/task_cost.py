@@ -18,9 +18,18 @@ TITLE = "accuracy vs exact"
 NO_EXACT_CELL = "no exact cell"
 COLUMNS = ("exact_cell", *(f"accuracy_vs_exact{part}" for part in ("", "_low", "_high", "_p_value")))
 _SAME = (
-    "revision", "random_weights", "model_shape", "max_new_tokens", "temperature", "top_k", "top_p", "min_p",
-    "repetition_penalty", "sampling_seed", "ignore_eos",
-)  # fmt: skip
+    "revision",
+    "random_weights",
+    "model_shape",
+    "max_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "sampling_seed",
+    "ignore_eos",
+)
 """Settings besides the model that change the answers: a difference would not be the verdict's."""
 
 

@@ -124,8 +124,9 @@ def measure(request: Request, settings: Settings, names: Sequence[str]) -> Promp
     image = image_positions(ids, reader.prompts.soft_id)
     kinds = list(text.layer_types)
     layers: dict[LayerKind, int] = {
-        "global": kinds.count("full_attention"), "local": kinds.count("sliding_attention"),
-    }  # fmt: skip
+        "global": kinds.count("full_attention"),
+        "local": kinds.count("sliding_attention"),
+    }
     found = _measured(ids, image, reader.prompts.soft_id, config, settings, [REFERENCE, *names])
     return PromptAttention(
         model=settings.model_name,
@@ -160,9 +161,13 @@ def _check_length(tokens: int, views: int) -> None:
 
 
 def _measured(
-    ids: Sequence[int], image: NDArray[np.bool_], soft_id: int | None, config: Any, settings: Settings,
+    ids: Sequence[int],
+    image: NDArray[np.bool_],
+    soft_id: int | None,
+    config: Any,
+    settings: Settings,
     names: Sequence[str],
-) -> Iterator[Masks]:  # fmt: skip
+) -> Iterator[Masks]:
     """Yield the masks of each implementation, each name once."""
     for name in dict.fromkeys(names):
         if name == ENGINE:

@@ -127,9 +127,7 @@ def _draw_row(
         left += scale.side + _BAND + _GAP
 
 
-def _draw_query_labels(
-    draw: ImageDraw.ImageDraw, shown: PromptAttention, scale: _Scale, right: int, top: int
-) -> None:  # fmt: skip
+def _draw_query_labels(draw: ImageDraw.ImageDraw, shown: PromptAttention, scale: _Scale, right: int, top: int) -> None:
     """Write the labels of tokens, or else of segments, left of a row's first panel; those with room for a line."""
     write(draw, (right, top - _BAND - 6), "queries", _SMALL_SIZE, fill=_GREY, anchor="rs")
     labels = [(segment.start, segment.end, segment.label(images=shown.images)) for segment in shown.segments]

@@ -67,9 +67,11 @@ class AnsweredItems:
             self._note(record)
         if repeated:
             _LOG.warning(
-                "%s: several answers to one document, using the last: %s%s", file.path,
-                ", ".join(map(repr, repeated[:5])), f" and {len(repeated) - 5} more" if len(repeated) > 5 else "",
-            )  # fmt: skip
+                "%s: several answers to one document, using the last: %s%s",
+                file.path,
+                ", ".join(map(repr, repeated[:5])),
+                f" and {len(repeated) - 5} more" if len(repeated) > 5 else "",
+            )
         for record, replaces in list(file.held()):
             if replaces is not None:
                 self._replaces[record["id"]] = replaces

@@ -23,12 +23,23 @@ _TEXT_ROWS = 250
 _BUFFER_BYTES = 8 * 2**20
 _TEXTS = ("string", "large_string", "string_view", "null", "dictionary<values=string", "dictionary<values=large_string")
 _ANSWERS = {
-    "id": "string", "image": "list", "question": "string", "model": "string", "answer": "string",
+    "id": "string",
+    "image": "list",
+    "question": "string",
+    "model": "string",
+    "answer": "string",
     "finish_reason": "string",
-    "views": "int32", "crops": "int32", "image_tokens": "int32", "prompt_tokens": "int32", "output_tokens": "int32",
-    "error": "string", "cached_tokens": "int32", "ttft_ms": "float64", "e2el_ms": "float64",
+    "views": "int32",
+    "crops": "int32",
+    "image_tokens": "int32",
+    "prompt_tokens": "int32",
+    "output_tokens": "int32",
+    "error": "string",
+    "cached_tokens": "int32",
+    "ttft_ms": "float64",
+    "e2el_ms": "float64",
     "retries": "int32",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +194,7 @@ class ParquetTable:
 
     def _column(
         self, schema: Any, option: str, given: str | None, usual: Sequence[str], *, required: bool = True
-    ) -> str:  # fmt: skip
+    ) -> str:
         names: list[str] = schema.names
         found = given if given in names else next((name for name in usual if name in names), None)
         if (given is not None and given not in names) or (required and found is None):

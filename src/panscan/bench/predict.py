@@ -102,9 +102,13 @@ def _variant_of(settings: Settings, shape: Shape) -> Variant | None:
     weights = _STORED_LIKE.get(settings.quantization or "", settings.quantization)
     try:
         return Variant(
-            shape, weights, settings.quantization_group_size, settings.kv_cache_dtype, settings.tensor_parallel_size,
+            shape,
+            weights,
+            settings.quantization_group_size,
+            settings.kv_cache_dtype,
+            settings.tensor_parallel_size,
             dtype="fp32" if settings.dtype == "fp32" else "bf16",
-        )  # fmt: skip
+        )
     except SettingError:
         return None
 

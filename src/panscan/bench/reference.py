@@ -111,9 +111,17 @@ def eager_settings(settings: Settings, pixels: str, steps: int = TOKENS) -> Sett
         steps: maximum number of output tokens of the reference.
     """
     return replace(
-        settings, runner="generate", attention="eager", cache="dynamic", compile=None, tf32=False,
-        prefill_chunk_size=None, pad_to_multiple_of=None, preprocess=pixels, max_new_tokens=steps,
-    )  # fmt: skip
+        settings,
+        runner="generate",
+        attention="eager",
+        cache="dynamic",
+        compile=None,
+        tf32=False,
+        prefill_chunk_size=None,
+        pad_to_multiple_of=None,
+        preprocess=pixels,
+        max_new_tokens=steps,
+    )
 
 
 def compute_reference(

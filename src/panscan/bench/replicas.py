@@ -184,8 +184,11 @@ class _Replica:
             environment["CUDA_VISIBLE_DEVICES"] = slot.visible
         self._process = subprocess.Popen(
             worker_command("panscan.bench.replica_worker"),
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, env=environment,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=environment,
+        )
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:

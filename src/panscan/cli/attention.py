@@ -64,10 +64,16 @@ Examples
 @option("Input", "--system", help="System message.")
 @option("Input", "--raw-prompt", is_flag=True, help=RAW_PROMPT)
 @option(
-    "Runner", "--attention", "--attn-impl", "--attn-implementation", "implementations", default="sdpa,engine",
-    show_default=True, shown="--attention NAMES",
+    "Runner",
+    "--attention",
+    "--attn-impl",
+    "--attn-implementation",
+    "implementations",
+    default="sdpa,engine",
+    show_default=True,
+    shown="--attention NAMES",
     help="Implementations to compare with eager.",
-)  # fmt: skip
+)
 @option("Output", "-o", "--output", metavar="FILE", help=f"Picture to write.  [default: {_PICTURE}]")
 @preset_option
 @option("Output", "--json", "as_json", is_flag=True, help="Print JSON; draws only with --output.")

@@ -87,13 +87,22 @@ Examples
 @option("Input", "--id-column", metavar="NAME", rare=True, help="Id column of Parquet.  [default: id]")
 @option("Input", "--prompt-column", metavar="NAME", help="Prompt column of Parquet.  [default: question]")
 @option(
-    "Output", "-o", "--output", default="answers.jsonl", show_default=True, metavar="PATH",
+    "Output",
+    "-o",
+    "--output",
+    default="answers.jsonl",
+    show_default=True,
+    metavar="PATH",
     help="Answers: JSON Lines, or .parquet.",
-)  # fmt: skip
+)
 @option(
-    "Output", "--order", type=click.Choice(["input", "finished"]), default="input", show_default=True,
+    "Output",
+    "--order",
+    type=click.Choice(["input", "finished"]),
+    default="input",
+    show_default=True,
     help="Order of the answers.",
-)  # fmt: skip
+)
 @option("Output", "--resume", is_flag=True, help="Continue the output: skip answered documents.")
 @option("Output", "--retry-failed", is_flag=True, help="Retry failed documents, with --resume.")
 @option("Output", "--force", is_flag=True, help="Replace an existing output.")

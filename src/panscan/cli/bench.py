@@ -76,37 +76,75 @@ Examples
 @option("Measurement", "--preset", metavar="NAMES", help="Presets (baseline, balanced, ...) or YAML files.")
 @option("Measurement", "--grid", "grid_file", metavar="FILE", help="YAML file of 'setting: [values]'.")
 @option(
-    "Measurement", "--repeats", type=_REPEATS, metavar="INT", default=1, show_default=True,
+    "Measurement",
+    "--repeats",
+    type=_REPEATS,
+    metavar="INT",
+    default=1,
+    show_default=True,
     help="Measurements per cell.",
-)  # fmt: skip
+)
 @option(
-    "Measurement", "--warmup", type=_WARMUP, metavar="INT", default=1, show_default=True,
+    "Measurement",
+    "--warmup",
+    type=_WARMUP,
+    metavar="INT",
+    default=1,
+    show_default=True,
     help="Warm-up batches to discard.",
-)  # fmt: skip
+)
 @option(
-    "Measurement", "--seed", type=SEED, metavar="INT", default=0, show_default=True,
+    "Measurement",
+    "--seed",
+    type=SEED,
+    metavar="INT",
+    default=0,
+    show_default=True,
     help="Seed of the cell order and the sample.",
-)  # fmt: skip
+)
 @option("Measurement", "--no-verify", is_flag=True, help="Skip the comparison with the reference.")
 @option(
-    "Measurement", "--verify-requests", type=_REFERENCE_SIZE, metavar="INT", default=16, show_default=True, rare=True,
+    "Measurement",
+    "--verify-requests",
+    type=_REFERENCE_SIZE,
+    metavar="INT",
+    default=16,
+    show_default=True,
+    rare=True,
     help="Requests to verify per cell.",
-)  # fmt: skip
+)
 @option(
-    "Measurement", "--verify-tokens", type=_REFERENCE_SIZE, metavar="INT", default=32, show_default=True, rare=True,
+    "Measurement",
+    "--verify-tokens",
+    type=_REFERENCE_SIZE,
+    metavar="INT",
+    default=32,
+    show_default=True,
+    rare=True,
     help="Reference output tokens per request.",
-)  # fmt: skip
+)
 @option("Measurement", "--check-invariance", is_flag=True, rare=True, help="Repeat requests alone, reordered, chunked.")
 @option("Measurement", "--reference", metavar="PATH", rare=True, help="Run or file with a reference to reuse.")
 @option("Measurement", "--quality-metric", metavar="NAME", rare=True, help="Quality metric; the dataset's by default.")
 @option(
-    "Measurement", "--replicas", type=_PROCESSES, metavar="INT", default=1, show_default=True,
+    "Measurement",
+    "--replicas",
+    type=_PROCESSES,
+    metavar="INT",
+    default=1,
+    show_default=True,
     help="Model replicas that run in parallel, without Ray.",
-)  # fmt: skip
+)
 @option(
-    "Measurement", "--gpus-per-replica", type=_PROCESSES, metavar="INT", default=1, show_default=True, rare=True,
+    "Measurement",
+    "--gpus-per-replica",
+    type=_PROCESSES,
+    metavar="INT",
+    default=1,
+    show_default=True,
+    rare=True,
     help="GPUs per replica.",
-)  # fmt: skip
+)
 @option("Output", "--output-dir", metavar="DIR", default="runs", show_default=True, help="Parent of run directories.")
 @option("Output", "--resume", metavar="RUN", help="Continue this run directory with its own settings.")
 @option("Output", "--dry-run", is_flag=True, help="Show cells, views, tokens and a rough time only.")

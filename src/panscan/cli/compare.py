@@ -37,9 +37,14 @@ _MOST = 26  # one letter each
 @option("Measurement", "--fail-on", multiple=True, metavar="CONDITION", help="Exit with 5 if it holds; repeatable.")
 @option("Measurement", "--strict", is_flag=True, help="Exit with 5 for undecided conditions, too.")
 @option(
-    "Output", "--format", "form", type=click.Choice(["text", "md", "json"]), default="text", show_default=True,
+    "Output",
+    "--format",
+    "form",
+    type=click.Choice(["text", "md", "json"]),
+    default="text",
+    show_default=True,
     help="Format of the output.",
-)  # fmt: skip
+)
 @common_options
 def command(runs: tuple[str, ...], fail_on: tuple[str, ...], strict: bool, form: str) -> int:
     """Compare each run with the baseline A. Runs are run directories of panscan bench or panscan load.

@@ -41,9 +41,14 @@ Examples
 @option("Measurement", "--only", metavar="NAMES", help=f"Groups ({_GROUP_NAMES}) or checks.")
 @option("Measurement", "--symbols", is_flag=True, help="Check each Transformers name that panscan uses.")
 @option(
-    "Measurement", "--timeout", type=InRange(Range(le=3600, ge=1)), metavar="SECONDS", default=TIMEOUT,
-    show_default=True, help="Timeout of all checks, seconds.",
-)  # fmt: skip
+    "Measurement",
+    "--timeout",
+    type=InRange(Range(le=3600, ge=1)),
+    metavar="SECONDS",
+    default=TIMEOUT,
+    show_default=True,
+    help="Timeout of all checks, seconds.",
+)
 @option("Output", "--json", "json_output", is_flag=True, help="Print the findings as JSON.")
 @common_options
 def command(**options: Any) -> int:

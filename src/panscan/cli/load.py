@@ -45,8 +45,11 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _PAN_AND_SCAN = (
-    "do_pan_and_scan", "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate",
-)  # fmt: skip
+    "do_pan_and_scan",
+    "pan_and_scan_min_crop_size",
+    "pan_and_scan_max_num_crops",
+    "pan_and_scan_min_ratio_to_activate",
+)
 _TIMEOUT = Range(gt=0, le=86_400)
 _INTERRUPTED = 130
 _EVERY_S = 10.0  # between two progress lines of a log
@@ -82,17 +85,28 @@ def _number(group: Group, name: str, text: str, **extra: Any) -> Callable[[_Comm
 @option("Traffic", "--arrival", type=click.Choice(["poisson", "constant"]), help="Arrival process.  [default: poisson]")
 @_number("Traffic", "burstiness", "Gamma shape; below 1 is burstier.  [default: 1]")
 @option(
-    "Traffic", "--ramp-up-strategy", type=click.Choice(["linear", "exponential"]), rare=True,
+    "Traffic",
+    "--ramp-up-strategy",
+    type=click.Choice(["linear", "exponential"]),
+    rare=True,
     help="Ramp of the rate per level.",
-)  # fmt: skip
+)
 @option(
-    "Traffic", "--ramp-up-start-rps", type=InRange(RATE), metavar="RATE", rare=True,
+    "Traffic",
+    "--ramp-up-start-rps",
+    type=InRange(RATE),
+    metavar="RATE",
+    rare=True,
     help="First rate of the ramp, requests/s.",
-)  # fmt: skip
+)
 @option(
-    "Traffic", "--ramp-up-end-rps", type=InRange(RATE), metavar="RATE", rare=True,
+    "Traffic",
+    "--ramp-up-end-rps",
+    type=InRange(RATE),
+    metavar="RATE",
+    rare=True,
     help="Last rate of the ramp, requests/s.",
-)  # fmt: skip
+)
 @option("Traffic", "--trace", metavar="FILE", help="Arrivals to replay: JSON Lines with timestamp in ms.")
 @_number("Traffic", "trace_speedup", "Speed-up of the replayed trace.", default=1.0, show_default=True, rare=True)
 @_number("Traffic", "num_prompts", "Requests per level.  [default: 64]")
@@ -104,13 +118,19 @@ def _number(group: Group, name: str, text: str, **extra: Any) -> Callable[[_Comm
     "Measurement", "goodput_attainment", "Share of requests that must meet the limits.", default=0.95, show_default=True
 )
 @option(
-    "Measurement", "--percentile-metrics", metavar="NAMES", rare=True,
+    "Measurement",
+    "--percentile-metrics",
+    metavar="NAMES",
+    rare=True,
     help="Times to report.  [default: ttft,tpot,itl,e2el]",
-)  # fmt: skip
+)
 @option(
-    "Measurement", "--metric-percentiles", metavar="INTS", rare=True,
+    "Measurement",
+    "--metric-percentiles",
+    metavar="INTS",
+    rare=True,
     help="Percentiles to report.  [default: 50,90,95,99]",
-)  # fmt: skip
+)
 @_number("Generation", "max_tokens", "Maximum output tokens.  [default: 128]")
 @_number("Generation", "min_tokens", "Minimum of output lengths drawn up to --max-tokens.")
 @option("Generation", "--ignore-eos", is_flag=True, help="Ignore end tokens: always generate the full length.")
@@ -125,18 +145,32 @@ def _number(group: Group, name: str, text: str, **extra: Any) -> Callable[[_Comm
 )
 @option("Model", "--model", metavar="NAME", help="Model name to send.  [default: the server's only model]")
 @option(
-    "Server", "--api-key", envvar=["PANSCAN_API_KEY", "OPENAI_API_KEY"], metavar="KEY",
+    "Server",
+    "--api-key",
+    envvar=["PANSCAN_API_KEY", "OPENAI_API_KEY"],
+    metavar="KEY",
     help="Bearer token; or set PANSCAN_API_KEY.",
-)  # fmt: skip
+)
 @option("Server", "--header", "headers", multiple=True, metavar="NAME:VALUE", help="Request header; repeatable.")
 @option(
-    "Server", "--timeout", type=InRange(_TIMEOUT), metavar="SECONDS", default=600.0, show_default=True,
+    "Server",
+    "--timeout",
+    type=InRange(_TIMEOUT),
+    metavar="SECONDS",
+    default=600.0,
+    show_default=True,
     help="Timeout of a request, seconds.",
-)  # fmt: skip
+)
 @option(
-    "Server", "--ready-check-timeout-sec", type=InRange(Range(ge=0, le=86_400)), metavar="SECONDS", default=60.0,
-    show_default=True, rare=True, help="Time for the server to start, seconds.",
-)  # fmt: skip
+    "Server",
+    "--ready-check-timeout-sec",
+    type=InRange(Range(ge=0, le=86_400)),
+    metavar="SECONDS",
+    default=60.0,
+    show_default=True,
+    rare=True,
+    help="Time for the server to start, seconds.",
+)
 @_number("Traffic", "processes", "Client processes.  [default: by the rate]", rare=True)
 @option("Output", "--save-result", is_flag=True, help="Write each level as vLLM's result JSON, too.")
 @option("Output", "--include-content", is_flag=True, help="Keep prompts and answers in the records.")
@@ -209,11 +243,12 @@ def _load_options(options: Mapping[str, Any], limits: Mapping[str, float], scena
 
     trace = read_trace(Path(options["trace"])) if options["trace"] else None
     given: dict[str, Any] = {
-        **_arrivals(options, scenario, trace, _ramp_up(options)), **_lengths(options, scenario),
+        **_arrivals(options, scenario, trace, _ramp_up(options)),
+        **_lengths(options, scenario),
         "num_prompts": options["num_prompts"] or _num_prompts(scenario, trace),
         "goodput": limits or (scenario.goodput if scenario else {}),
         "mm_processor_kwargs": _pan_and_scan(options),
-    }  # fmt: skip
+    }
     if options["percentile_metrics"] is not None:
         given["percentile_metrics"] = parse_latency_metrics(options["percentile_metrics"])
     if options["metric_percentiles"] is not None:
@@ -335,9 +370,12 @@ def _request_mix(options: Mapping[str, Any], scenario: Scenario | None) -> tuple
             mix = mix_of_scenario(scenario, options["seed"], questions)
         return mix, {"scenario": asdict(scenario)}
     source = source_or_samples(
-        **given, external_images=options["allow_external_images"], max_pages=options["max_pages"],
-        seed=options["seed"], on_default=lambda remark: errors().print(remark, soft_wrap=True),
-    )  # fmt: skip
+        **given,
+        external_images=options["allow_external_images"],
+        max_pages=options["max_pages"],
+        seed=options["seed"],
+        on_default=lambda remark: errors().print(remark, soft_wrap=True),
+    )
     with activity("reading documents") as step:
         workload = load_workload(source, on_problem=_report_problem, on_document=step.update)
     return mix_of_items(workload.items), asdict(source)
@@ -360,9 +398,15 @@ def _plan(
     from panscan.load.run import LoadPlan, new_salt
 
     return LoadPlan(
-        endpoint=replace(endpoint, model=probe.model), options=chosen, mix=mix, probe=probe, source=source,
-        save_result=options["save_result"], include_content=options["include_content"], salt=new_salt(),
-    )  # fmt: skip
+        endpoint=replace(endpoint, model=probe.model),
+        options=chosen,
+        mix=mix,
+        probe=probe,
+        source=source,
+        save_result=options["save_result"],
+        include_content=options["include_content"],
+        salt=new_salt(),
+    )
 
 
 def _host(url: str) -> str:

@@ -62,5 +62,6 @@ class DemonstrationWarning:
         errors().print(
             f"warning: {self._model} is a demonstration model; its answers about real documents are usually wrong:"
             " choose another with --model, such as google/gemma-3-4b-it",
-            style="yellow", soft_wrap=True,
-        )  # fmt: skip
+            style="yellow",
+            soft_wrap=True,
+        )

@@ -78,9 +78,13 @@ def url_options(command: Command) -> Command:
         return value
 
     return option(
-        "Input", "--allow-private-urls", is_flag=True, callback=allow, rare=True,
+        "Input",
+        "--allow-private-urls",
+        is_flag=True,
+        callback=allow,
+        rare=True,
         help="Fetch URLs of local and private addresses, too.",
-    )(command)  # fmt: skip
+    )(command)
 
 
 def storage_option(command: Command) -> Command:
@@ -95,17 +99,28 @@ def storage_option(command: Command) -> Command:
         return value
 
     return option(
-        "Input", "--storage-timeout", type=float, callback=keep, metavar="SECONDS", rare=True,
+        "Input",
+        "--storage-timeout",
+        type=float,
+        callback=keep,
+        metavar="SECONDS",
+        rare=True,
         help="Deadline per stored object, seconds.  [default: 60]",
-    )(command)  # fmt: skip
+    )(command)
 
 
 def max_pages_option(command: Command) -> Command:
     """Add ``--max-pages`` to a command."""
     return option(
-        "Input", "--max-pages", type=InRange(Range(integer=True, ge=1, le=1_000_000)), default=MAX_PAGES,
-        show_default=True, metavar="INT", rare=True, help="Maximum pages per PDF or TIFF.",
-    )(command)  # fmt: skip
+        "Input",
+        "--max-pages",
+        type=InRange(Range(integer=True, ge=1, le=1_000_000)),
+        default=MAX_PAGES,
+        show_default=True,
+        metavar="INT",
+        rare=True,
+        help="Maximum pages per PDF or TIFF.",
+    )(command)
 
 
 def json_schema_option(command: Command) -> Command:
@@ -147,9 +162,12 @@ def read_json_schema(path: str | None, *, ignore_eos: bool = False) -> str | Non
 def external_images_option(command: Command) -> Command:
     """Add ``--allow-external-images`` to a command."""
     return option(
-        "Input", "--allow-external-images", is_flag=True, rare=True,
+        "Input",
+        "--allow-external-images",
+        is_flag=True,
+        rare=True,
         help="Allow dataset images from URLs and other folders.",
-    )(command)  # fmt: skip
+    )(command)
 
 
 class InRange(click.ParamType):  # type: ignore[type-arg]  # not generic in older versions of click

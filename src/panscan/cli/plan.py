@@ -29,12 +29,21 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 _SIZES = (
-    "max_num_seqs", "prefill_chunk_size", "gpu_memory_utilization", "gpu_memory_gb", "kv_cache_gb", "kv_cache_dtype",
-    "vision_cache_gb", "vision_batch_size",
-)  # fmt: skip
+    "max_num_seqs",
+    "prefill_chunk_size",
+    "gpu_memory_utilization",
+    "gpu_memory_gb",
+    "kv_cache_gb",
+    "kv_cache_dtype",
+    "vision_cache_gb",
+    "vision_batch_size",
+)
 _PAN_AND_SCAN = (
-    "do_pan_and_scan", "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate",
-)  # fmt: skip
+    "do_pan_and_scan",
+    "pan_and_scan_min_crop_size",
+    "pan_and_scan_max_num_crops",
+    "pan_and_scan_min_ratio_to_activate",
+)
 _COUNT = Range(integer=True, ge=1, le=4096)
 _TEXT_TOKENS = Range(integer=True, ge=1, le=1_000_000)
 _DEFAULT_VIEWS = "4"
@@ -68,16 +77,25 @@ def _load_option(name: str, text: str, **extra: Any) -> Callable[[_Command], _Co
 @option("Model", "--count", type=InRange(_COUNT), metavar="INT", help="GPUs.  [default: 1; with --request-rate: any]")
 @option("Model", "--measure", is_flag=True, help="Measure this machine's GPU or CPU (needs PyTorch).")
 @option(
-    "Measurement", "--goal", type=click.Choice(["throughput", "latency"]), default="throughput", show_default=True,
+    "Measurement",
+    "--goal",
+    type=click.Choice(["throughput", "latency"]),
+    default="throughput",
+    show_default=True,
     help="Goal to optimise.",
-)  # fmt: skip
+)
 @option("Model", "--quantization", metavar="KINDS", help="Weights: none, fp8, int8, int4.  [default: all]")
 @option("Input", "--images", multiple=True, metavar="PATH", help="Glob, directory, file (PDF too) or URL; repeatable.")
 @option("Input", "--view-mix", metavar="MIX", help="Views per page, with relative shares: 1:20,3:50.  [default: 4]")
 @option(
-    "Input", "--text-tokens", type=InRange(_TEXT_TOKENS), metavar="INT", default=42, show_default=True,
+    "Input",
+    "--text-tokens",
+    type=InRange(_TEXT_TOKENS),
+    metavar="INT",
+    default=42,
+    show_default=True,
     help="Tokens of the question and the chat template.",
-)  # fmt: skip
+)
 @option(
     "Generation", "--output-tokens", default="256", show_default=True, metavar="N|A-B", help="Answer length, tokens."
 )
@@ -89,9 +107,14 @@ def _load_option(name: str, text: str, **extra: Any) -> Callable[[_Command], _Co
 @_load_option("burstiness", "Gamma shape of arrivals; below 1 is burstier.", default=1.0, show_default=True)
 @_load_option("image_reuse", "Share of requests that repeat an image.", default=0.0, show_default=True)
 @option(
-    "Traffic", "--seed", type=SEED, metavar="INT", default=0, show_default=True,
+    "Traffic",
+    "--seed",
+    type=SEED,
+    metavar="INT",
+    default=0,
+    show_default=True,
     help="Seed of arrivals, pages and lengths.",
-)  # fmt: skip
+)
 @option("Output", "--json", "as_json", is_flag=True, help="Print one JSON object.")
 @url_options
 @max_pages_option
@@ -163,10 +186,15 @@ def _inputs(model: PlannedModel, options: Mapping[str, Any]) -> PlanInputs:
     if gpu.capability is None and (options["count"] or 1) > 1:
         raise SettingError(f"--count {options['count']}: a plan for a CPU is for one machine: remove --count")
     return PlanInputs(
-        shape=model.shape, gpu=gpu, mix=_mix(model, options, given), options=EngineOptions(**sizes),
-        kinds=_kinds(options["quantization"]), goal=options["goal"], ceilings=ceilings,
+        shape=model.shape,
+        gpu=gpu,
+        mix=_mix(model, options, given),
+        options=EngineOptions(**sizes),
+        kinds=_kinds(options["quantization"]),
+        goal=options["goal"],
+        ceilings=ceilings,
         count=count or (1 if options["request_rate"] is None else GPUS_PER_HOST),
-    )  # fmt: skip
+    )
 
 
 def _mix(model: PlannedModel, options: Mapping[str, Any], given: Mapping[str, Any]) -> WorkloadMix:
@@ -182,9 +210,12 @@ def _mix(model: PlannedModel, options: Mapping[str, Any], given: Mapping[str, An
     lengths = parse_output_tokens(options["output_tokens"])
     if options["images"]:
         found = mix_of_sizes(
-            _page_sizes(options), model.shape, crops.pan_and_scan, text_tokens=options["text_tokens"],
+            _page_sizes(options),
+            model.shape,
+            crops.pan_and_scan,
+            text_tokens=options["text_tokens"],
             output_tokens=lengths,
-        )  # fmt: skip
+        )
     else:
         default = _DEFAULT_VIEWS if model.shape.vision is not None else "0"
         views = default if options["view_mix"] is None else options["view_mix"]
@@ -269,9 +300,12 @@ def _traffic(options: Mapping[str, Any], limits: Mapping[str, float]) -> Traffic
         return GammaArrivals(rate, options["burstiness"], seed).times(count)
 
     return Traffic(
-        rate=options["request_rate"], limits=limits, attainment=options["goodput_attainment"], arrivals=arrivals,
+        rate=options["request_rate"],
+        limits=limits,
+        attainment=options["goodput_attainment"],
+        arrivals=arrivals,
         seed=options["seed"],
-    )  # fmt: skip
+    )
 
 
 def _with_fleets(found: PlanAnswer, traffic: Traffic) -> PlanAnswer:

@@ -175,13 +175,29 @@ def _requests_lines(found: PlanAnswer) -> list[str]:
 
 
 _HEADINGS = (
-    "replicas\nx GPUs", "weights", "weights\nGB/GPU", "KV cache\nGB/GPU", "requests\nat once", "TTFT ms\nalone",
-    "TPOT ms\nalone", "TPOT ms\nfull", "requests/s\nfull", "limits of\nprefill / decode",
-)  # fmt: skip
+    "replicas\nx GPUs",
+    "weights",
+    "weights\nGB/GPU",
+    "KV cache\nGB/GPU",
+    "requests\nat once",
+    "TTFT ms\nalone",
+    "TPOT ms\nalone",
+    "TPOT ms\nfull",
+    "requests/s\nfull",
+    "limits of\nprefill / decode",
+)
 _FLEET_HEADINGS = (
-    "GPUs per\nreplica", "weights", "replicas", "GPUs", "one replica\nreq/s", "holds\nreq/s", "TTFT p95\nms",
-    "TPOT p95\nms", "E2E p95\nms", "within\nlimits",
-)  # fmt: skip
+    "GPUs per\nreplica",
+    "weights",
+    "replicas",
+    "GPUs",
+    "one replica\nreq/s",
+    "holds\nreq/s",
+    "TTFT p95\nms",
+    "TPOT p95\nms",
+    "E2E p95\nms",
+    "within\nlimits",
+)
 
 
 def _layout_row(layout: Layout) -> tuple[str, ...]:

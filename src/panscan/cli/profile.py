@@ -26,12 +26,34 @@ __all__ = ["command"]
 
 _TOKENS = 16
 _AXES = (
-    "model", "revision", "random_weights", "model_shape", "dtype", "quantization", "quantization_group_size", "device",
-    "attention", "tf32", "batch_size", "max_new_tokens", "ignore_eos", "preprocess", "do_pan_and_scan",
-    "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate",
-    "tensor_parallel_size", "attention_backend", "gpu_memory_utilization", "gpu_memory_gb", "kv_cache_gb",
-    "kv_cache_dtype", "prefix_caching", "prefill_chunk_size", "vision_batch_size",
-)  # fmt: skip
+    "model",
+    "revision",
+    "random_weights",
+    "model_shape",
+    "dtype",
+    "quantization",
+    "quantization_group_size",
+    "device",
+    "attention",
+    "tf32",
+    "batch_size",
+    "max_new_tokens",
+    "ignore_eos",
+    "preprocess",
+    "do_pan_and_scan",
+    "pan_and_scan_min_crop_size",
+    "pan_and_scan_max_num_crops",
+    "pan_and_scan_min_ratio_to_activate",
+    "tensor_parallel_size",
+    "attention_backend",
+    "gpu_memory_utilization",
+    "gpu_memory_gb",
+    "kv_cache_gb",
+    "kv_cache_dtype",
+    "prefix_caching",
+    "prefill_chunk_size",
+    "vision_batch_size",
+)
 _DEFAULTS = {"max_new_tokens": str(_TOKENS), "ignore_eos": "on"}
 _VIEWS = tuple(name for name in _AXES if "pan_and_scan" in name)
 _GEMMA3N = "Gemma 3n has no pan and scan and no panscan engine"
@@ -99,9 +121,7 @@ def command(**options: Any) -> None:
         errors().print("--mode all: skipping cuda-graphs, which needs an NVIDIA GPU", soft_wrap=True)
         modes = without_graphs(modes)
     with tempfile.TemporaryDirectory() as drawn:
-        requests = profiled_requests(
-            prompt, options["images"], settings, Path(drawn), max_pages=options["max_pages"]
-        )  # fmt: skip
+        requests = profiled_requests(prompt, options["images"], settings, Path(drawn), max_pages=options["max_pages"])
         if repeats_documents(len(options["images"]), settings):
             errors().print("requests share images: the engine encodes each view once", style="dim", soft_wrap=True)
             if "prefix_caching" not in given:

@@ -92,9 +92,12 @@ class ProgressLine:
 
             # Results go to standard output, which may be a pipe: they must not be redirected to this console.
             self._live = Live(
-                get_renderable=self._line, console=self._console, transient=True, redirect_stdout=False,
+                get_renderable=self._line,
+                console=self._console,
+                transient=True,
+                redirect_stdout=False,
                 refresh_per_second=8,
-            )  # fmt: skip
+            )
             self._live.start()
 
     def _line(self) -> RenderableType:

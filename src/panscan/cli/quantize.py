@@ -38,9 +38,14 @@ _COUNT = InRange(Range(integer=True, ge=1, le=100_000))
 _GROUP = InRange(Range(integer=True, ge=1, le=65_536))
 _EVERY_S = 10.0  # between two lines of a log
 _AXES = (
-    "revision", "device", "do_pan_and_scan", "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops",
-    "pan_and_scan_min_ratio_to_activate", "max_new_tokens",
-)  # fmt: skip
+    "revision",
+    "device",
+    "do_pan_and_scan",
+    "pan_and_scan_min_crop_size",
+    "pan_and_scan_max_num_crops",
+    "pan_and_scan_min_ratio_to_activate",
+    "max_new_tokens",
+)
 
 EPILOG = """\
 Checkpoints have the compressed-tensors layout, for Transformers, vLLM and panscan. With
@@ -62,17 +67,25 @@ Examples
 @click.argument("output", required=False, metavar="OUT", type=click.Path(path_type=Path))
 @option("Model", "--quantization", metavar="int4|int8|fp8", help="Format of the decoder's weights.")
 @option(
-    "Model", "--quantization-group-size", type=_GROUP, metavar="INT",
+    "Model",
+    "--quantization-group-size",
+    type=_GROUP,
+    metavar="INT",
     help="Input channels per int4 scale; none: 128 if it fits.",
-)  # fmt: skip
+)
 @option("Model", "--audit", metavar="CHECKPOINT", help="Quantised checkpoint to describe and judge.")
 @option("Model", "--model", "reference", metavar="BASE", help="Dense checkpoint to compare with, for --audit.")
 @option("Input", "--calibration", multiple=True, metavar="PATH", help="Documents to calibrate int4 on; repeatable.")
 @option("Input", "-p", "--prompt", "prompts", multiple=True, help="Prompt for calibration documents; repeatable.")
 @option(
-    "Input", "--num-samples", type=_COUNT, metavar="INT", default=128, show_default=True,
+    "Input",
+    "--num-samples",
+    type=_COUNT,
+    metavar="INT",
+    default=128,
+    show_default=True,
     help="Maximum prompts and questions.",
-)  # fmt: skip
+)
 @option("Input", "--seed", type=SEED, metavar="INT", default=0, show_default=True, help="Seed of the samples.")
 @option("Measurement", "--dataset", metavar="PATH", help="Labelled questions to measure accuracy on.")
 @option(
@@ -102,9 +115,15 @@ def _quantize(options: dict[str, Any]) -> int:
         options["calibration"], options["prompts"], options["num_samples"], options["seed"], options["max_pages"]
     )
     chosen = QuantizeOptions(
-        settings, options["output"], options["quantization"], options["quantization_group_size"], calibration,
-        options["dataset"], options["verify"], options["overwrite"],
-    )  # fmt: skip
+        settings,
+        options["output"],
+        options["quantization"],
+        options["quantization_group_size"],
+        calibration,
+        options["dataset"],
+        options["verify"],
+        options["overwrite"],
+    )
     if calibration.sources and chosen.kind != "int4":
         errors().print(
             f"--calibration: {chosen.kind} needs no calibration; the documents are only used to measure the result",

@@ -44,13 +44,22 @@ Examples
 @option("Measurement", "--min-quality", type=_SHARE, metavar="SHARE", help="Minimum quality, 0 to 1.")
 @option("Measurement", "--quality-metric", metavar="NAME", help="Quality metric.  [default: the run's]")
 @option(
-    "Measurement", "--allow-different", multiple=True, metavar="CELL",
+    "Measurement",
+    "--allow-different",
+    multiple=True,
+    metavar="CELL",
     help="Id of a cell to allow whatever its verdict; repeatable.",
-)  # fmt: skip
+)
 @option(
-    "Output", "-o", "--output", default="preset.yaml", show_default=True, type=click.Path(path_type=Path),
-    metavar="FILE", help="Preset to write.",
-)  # fmt: skip
+    "Output",
+    "-o",
+    "--output",
+    default="preset.yaml",
+    show_default=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Preset to write.",
+)
 @option("Output", "--force", is_flag=True, help="Replace a file that panscan did not write.")
 @option("Output", "--json", "as_json", is_flag=True, help="Print one JSON object.")
 @common_options

@@ -29,9 +29,14 @@ Examples
 @verb("report", EPILOG)
 @click.argument("run", type=click.Path(path_type=Path))
 @option(
-    "Output", "--format", "form", type=click.Choice(["html", "md", "png", "gallery"]), default="html",
-    show_default=True, help="Format of the report.",
-)  # fmt: skip
+    "Output",
+    "--format",
+    "form",
+    type=click.Choice(["html", "md", "png", "gallery"]),
+    default="html",
+    show_default=True,
+    help="Format of the report.",
+)
 @option("Output", "-o", "--output", type=click.Path(path_type=Path), metavar="PATH", help="File; for png, directory.")
 @option("Measurement", "--quality-metric", metavar="NAME", help="Quality metric.  [default: the run's]")
 @common_options

@@ -38,16 +38,26 @@ Examples
 @verb("samples", EPILOG)
 @click.argument("directory", type=click.Path(path_type=Path))
 @option(
-    "Input", "--count", type=InRange(SAMPLE_RANGES["count"]), metavar="INT", default=12, show_default=True,
+    "Input",
+    "--count",
+    type=InRange(SAMPLE_RANGES["count"]),
+    metavar="INT",
+    default=12,
+    show_default=True,
     help="Documents to generate.",
-)  # fmt: skip
+)
 @option(
     "Input", "--seed", type=SEED, metavar="INT", default=0, show_default=True, help="Seed of the generated documents."
 )
 @option(
-    "Input", "--columns", type=InRange(SAMPLE_RANGES["columns"]), metavar="INT", default=30, show_default=True,
+    "Input",
+    "--columns",
+    type=InRange(SAMPLE_RANGES["columns"]),
+    metavar="INT",
+    default=30,
+    show_default=True,
     help="Characters per short side; 110 suits Google's models.",
-)  # fmt: skip
+)
 @option("Output", "--format", type=click.Choice(FORMATS), help="Load generator to write a request set for.")
 @option("Output", "--overwrite", is_flag=True, help="Replace documents of another count or seed.")
 @common_options

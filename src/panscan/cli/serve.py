@@ -59,9 +59,15 @@ def _number(name: str, text: str, *, rare: bool = False) -> Callable[[_Command],
     """Return an option with the range and default that :class:`ServeOptions` defines."""
     flag = f"--{name.replace('_', '-')}"
     return option(
-        "Server", flag, type=InRange(SERVE_RANGES[name]), default=_PLAIN[name], show_default=True, metavar="NUMBER",
-        rare=rare, help=text,
-    )  # fmt: skip
+        "Server",
+        flag,
+        type=InRange(SERVE_RANGES[name]),
+        default=_PLAIN[name],
+        show_default=True,
+        metavar="NUMBER",
+        rare=rare,
+        help=text,
+    )
 
 
 @verb("serve", EPILOG)
@@ -74,13 +80,21 @@ def _number(name: str, text: str, *, rare: bool = False) -> Callable[[_Command],
 )
 @option("Server", "--allowed-hosts", multiple=True, metavar="NAME", rare=True, help="Host name to accept; repeatable.")
 @option(
-    "Server", "--allowed-media-domains", multiple=True, metavar="DOMAIN", rare=True,
+    "Server",
+    "--allowed-media-domains",
+    multiple=True,
+    metavar="DOMAIN",
+    rare=True,
     help="Domain to fetch images from; repeatable.",
-)  # fmt: skip
+)
 @option(
-    "Server", "--allowed-local-media-path", type=click.Path(path_type=Path), metavar="DIR", rare=True,
+    "Server",
+    "--allowed-local-media-path",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    rare=True,
     help="Directory that file: URLs may read.",
-)  # fmt: skip
+)
 @_number("max_queued_requests", "Maximum queued requests; more get status 429.")
 @_number("request_timeout", "Seconds until a request fails with status 504.")
 @_number("drain_timeout", "Time to finish requests after SIGTERM, seconds.", rare=True)
@@ -94,9 +108,14 @@ def _number(name: str, text: str, *, rare: bool = False) -> Callable[[_Command],
 @option("Server", "--replicas", type=_REPLICAS, metavar="INT", help="Replicas on Ray Serve; none: this process.")
 @option("Server", "--max-replicas", type=_REPLICAS, metavar="INT", rare=True, help="Maximum replicas under load.")
 @option(
-    "Server", "--routing", default="affinity", show_default=True, metavar="NAME", rare=True,
+    "Server",
+    "--routing",
+    default="affinity",
+    show_default=True,
+    metavar="NAME",
+    rare=True,
     help="Routing policy: affinity, work or random.",
-)  # fmt: skip
+)
 @option("Server", "--ray-address", metavar="URL", rare=True, help="Ray cluster to join instead of starting one.")
 @option("Output", "--print-config", is_flag=True, rare=True, help="Print a Ray Serve config file and exit.")
 @preset_option
@@ -113,9 +132,11 @@ def command(**options: Any) -> int:
 
         _require("ray", "cluster")
         config = print_config(
-            chosen, replicas=options["replicas"] or 1, max_replicas=options["max_replicas"],
+            chosen,
+            replicas=options["replicas"] or 1,
+            max_replicas=options["max_replicas"],
             api_key_file=options["api_key_file"],
-        )  # fmt: skip
+        )
         echo(config, nl=False)
         return 0
     _require("fastapi", "serve")
@@ -135,9 +156,12 @@ def command(**options: Any) -> int:
         from panscan.serve.cluster import run_cluster
 
         return run_cluster(
-            chosen, on_ready, replicas=options["replicas"] or 1, max_replicas=options["max_replicas"],
+            chosen,
+            on_ready,
+            replicas=options["replicas"] or 1,
+            max_replicas=options["max_replicas"],
             ray_address=options["ray_address"],
-        )  # fmt: skip
+        )
     from panscan.serve.server import run_server
 
     code = run_server(chosen, on_ready)

@@ -94,9 +94,14 @@ class Verb(cloup.Command):
 
 def _help_all() -> Option:
     return Option(
-        ["--help-all"], group="Output", is_flag=True, is_eager=True, expose_value=False, callback=_show_all,
+        ["--help-all"],
+        group="Output",
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_show_all,
         help="Show all options and exit.",
-    )  # fmt: skip
+    )
 
 
 def _show_all(ctx: click.Context, _parameter: click.Parameter, value: bool) -> None:

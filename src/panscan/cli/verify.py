@@ -29,9 +29,15 @@ _DIFFERENT, _UNKNOWN = 5, 6
 _ROWS = 6  # of the evidence table
 _PLAIN = {item.name: item.default for item in fields(VerifyOptions)}
 _AXES = (
-    "model", "revision", "dtype", "device", "do_pan_and_scan", "pan_and_scan_min_crop_size",
-    "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate",
-)  # fmt: skip
+    "model",
+    "revision",
+    "dtype",
+    "device",
+    "do_pan_and_scan",
+    "pan_and_scan_min_crop_size",
+    "pan_and_scan_max_num_crops",
+    "pan_and_scan_min_ratio_to_activate",
+)
 
 EPILOG = """\
 The checkpoint is loaded on this machine and computes what a correct server would answer.
@@ -54,9 +60,14 @@ def _number(group: Group, name: str, text: str) -> Callable[[_Command], _Command
     """Return an option with the range and default that :class:`VerifyOptions` defines."""
     flag = f"--{name.replace('_', '-')}"
     return option(
-        group, flag, type=InRange(VERIFY_RANGES[name]), metavar="NUMBER", default=_PLAIN[name], show_default=True,
+        group,
+        flag,
+        type=InRange(VERIFY_RANGES[name]),
+        metavar="NUMBER",
+        default=_PLAIN[name],
+        show_default=True,
         help=text,
-    )  # fmt: skip
+    )
 
 
 @verb("verify", EPILOG)

@@ -136,9 +136,17 @@ class Result:
         """Return the result of a request that ends without an answer: cancelled, or failed with an error."""
         reason: FinishReason = "cancelled" if error is None else "error"
         return cls(
-            id=id, text="", token_ids=[], finish_reason=reason, views=0, crops=0, image_tokens=0, prompt_tokens=0,
-            stamps=Stamps(accepted=accepted, end=now()), error=error,
-        )  # fmt: skip
+            id=id,
+            text="",
+            token_ids=[],
+            finish_reason=reason,
+            views=0,
+            crops=0,
+            image_tokens=0,
+            prompt_tokens=0,
+            stamps=Stamps(accepted=accepted, end=now()),
+            error=error,
+        )
 
     @property
     def output_tokens(self) -> int:

@@ -58,9 +58,15 @@ def _described(label: str, free: int, capability: tuple[int, int] | None) -> Gpu
     if capability is not None and capability >= _FP8:
         kinds.append("fp8")
     return Gpu(
-        name=label, label=label, memory_bytes=free, bytes_per_s=1.0, link="", link_bytes_per_s=1.0,
-        flops_per_s=MappingProxyType(dict.fromkeys(kinds, 1.0)), capability=capability,
-    )  # fmt: skip
+        name=label,
+        label=label,
+        memory_bytes=free,
+        bytes_per_s=1.0,
+        link="",
+        link_bytes_per_s=1.0,
+        flops_per_s=MappingProxyType(dict.fromkeys(kinds, 1.0)),
+        capability=capability,
+    )
 
 
 def fit_finding(size: str, devices: Sequence[Gpu]) -> CheckFinding:

@@ -22,25 +22,46 @@ _MODEL = f"{_LIBRARY}.Gemma3ForConditionalGeneration"
 METHODS: dict[str, tuple[str, ...]] = {
     _MODEL: (),
     f"{_MODEL}.forward": (
-        "input_ids", "pixel_values", "attention_mask", "token_type_ids", "inputs_embeds", "use_cache",
+        "input_ids",
+        "pixel_values",
+        "attention_mask",
+        "token_type_ids",
+        "inputs_embeds",
+        "use_cache",
     ),
     f"{_MODEL}.generate": ("generation_config", "stopping_criteria", "logits_processor"),
     f"{_MODEL}.generate_batch": (
-        "inputs", "generation_config", "continuous_batching_config", "record_timestamps", "progress_bar",
+        "inputs",
+        "generation_config",
+        "continuous_batching_config",
+        "record_timestamps",
+        "progress_bar",
     ),
     f"{_MODEL}.get_image_features": ("pixel_values",),
     f"{_MODEL}.set_attn_implementation": ("attn_implementation",),
     f"{_MODEL}.from_pretrained": ("revision",),
     f"{_LIBRARY}.GenerationConfig": (
-        "max_new_tokens", "do_sample", "pad_token_id", "eos_token_id", "suppress_tokens", "prefill_chunk_size",
-        "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "cache_implementation",
+        "max_new_tokens",
+        "do_sample",
+        "pad_token_id",
+        "eos_token_id",
+        "suppress_tokens",
+        "prefill_chunk_size",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "cache_implementation",
     ),
     f"{_LIBRARY}.PreTrainedTokenizerBase.get_chat_template": (),
     f"{_LIBRARY}.Gemma3ImageProcessor": (),
     f"{_LIBRARY}.Gemma3ImageProcessorPil.pan_and_scan": (
-        "pan_and_scan_min_crop_size", "pan_and_scan_max_num_crops", "pan_and_scan_min_ratio_to_activate",
+        "pan_and_scan_min_crop_size",
+        "pan_and_scan_max_num_crops",
+        "pan_and_scan_min_ratio_to_activate",
     ),
-}  # fmt: skip
+}
 """Methods of objects, and names used through a variable only, with the keyword arguments that panscan gives."""
 PARTS = (
     "config._attn_implementation",

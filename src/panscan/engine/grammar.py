@@ -20,9 +20,12 @@ __all__ = ["Constraint", "Grammars", "check_schema"]
 
 _CACHED = 64  # compiled schemas; a batch job uses one
 _OPTIONS: Any = {  # no optional whitespace: a model could write it without end
-    "item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False, "lenient": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "whitespace_flexible": False,
+    "lenient": False,
     "coerce_one_of": False,
-}  # fmt: skip
+}
 _LIMITS = LLParserLimits(
     max_items_in_row=2_000,
     initial_lexer_fuel=1_000_000,  # 20 ms

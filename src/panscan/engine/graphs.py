@@ -96,10 +96,22 @@ class Graphs:
     """
 
     def __init__(
-        self, run: RunLayers, backend: TritonBackend, kinds: Collection[bool], *,
-        hidden_size: int, dtype: torch.dtype, device: torch.device, spare: tuple[int, int], window: int,
-        decode_rows: int, chunk_rows: int, longest: int, block_size: int, capture: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        run: RunLayers,
+        backend: TritonBackend,
+        kinds: Collection[bool],
+        *,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        spare: tuple[int, int],
+        window: int,
+        decode_rows: int,
+        chunk_rows: int,
+        longest: int,
+        block_size: int,
+        capture: bool = True,
+    ) -> None:
         self._run, self._backend = run, backend
         self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
         self._spare, self._window, self._block_size = spare, window, block_size
@@ -149,9 +161,10 @@ class Graphs:
     def _fitting(self, singles: int, others: int) -> Size | None:
         """Return the smallest size with enough rows. A pass without rows of one sort gets a graph without them."""
         fitting = (
-            (first, second) for first, second in self.sizes
+            (first, second)
+            for first, second in self.sizes
             if first >= singles and second >= others and bool(first) == bool(singles) and bool(second) == bool(others)
-        )  # fmt: skip
+        )
         return min(fitting, key=lambda size: (size[1], size[0]), default=None)
 
     def _may_share(self, size: Size) -> bool:

@@ -122,10 +122,20 @@ _EVERYTHING = 1 << 30  # a window longer than any sequence
 
 
 def prefill(
-    query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, output: torch.Tensor, *,
-    start: int, tiles: torch.Tensor, tile_rows: int, ends: torch.Tensor, tables: torch.Tensor,
-    window: int, page_size: int, scaling: float,
-) -> None:  # fmt: skip
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    output: torch.Tensor,
+    *,
+    start: int,
+    tiles: torch.Tensor,
+    tile_rows: int,
+    ends: torch.Tensor,
+    tables: torch.Tensor,
+    window: int,
+    page_size: int,
+    scaling: float,
+) -> None:
     """Compute attention for the rows of the tiles. Every row from ``start`` on is in one tile.
 
     Where few rows have many keys, which would leave most of a GPU idle, the keys are split between programs.
@@ -156,20 +166,53 @@ def prefill(
     parts, sums = _partial(splits, count, heads, size, output[start:])
     # The first index varies fastest: programs for all heads of the longest tile start before any of the next tile.
     _prefill[(heads // together, len(tiles), splits)](
-        query, k_cache, v_cache, parts, sums, tiles, ends, tables, scaling * _LOG2E,
-        query.stride(0), query.stride(1), tables.stride(0), start, count, window or _EVERYTHING,
-        page_size=page_size, heads=heads, kv_heads=kv_heads, head_size=size, rows=tile_rows, together=together,
-        keys=sizes.keys, splits=splits, precision=_precision(query), num_warps=sizes.warps, num_stages=sizes.stages,
+        query,
+        k_cache,
+        v_cache,
+        parts,
+        sums,
+        tiles,
+        ends,
+        tables,
+        scaling * _LOG2E,
+        query.stride(0),
+        query.stride(1),
+        tables.stride(0),
+        start,
+        count,
+        window or _EVERYTHING,
+        page_size=page_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=size,
+        rows=tile_rows,
+        together=together,
+        keys=sizes.keys,
+        splits=splits,
+        precision=_precision(query),
+        num_warps=sizes.warps,
+        num_stages=sizes.stages,
         **early_launch(query.device),
-    )  # fmt: skip
+    )
     _merged(parts, sums, output[start:], splits, count * heads)
 
 
 def decode(
-    query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, output: torch.Tensor, *,
-    tables: torch.Tensor, lengths: torch.Tensor, groups: torch.Tensor, members: torch.Tensor,
-    window: int, page_size: int, scaling: float, shared: bool = False, splits: int | None = None,
-) -> None:  # fmt: skip
+    query: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    output: torch.Tensor,
+    *,
+    tables: torch.Tensor,
+    lengths: torch.Tensor,
+    groups: torch.Tensor,
+    members: torch.Tensor,
+    window: int,
+    page_size: int,
+    scaling: float,
+    shared: bool = False,
+    splits: int | None = None,
+) -> None:
     """Compute attention for rows ``[0, B)``, each the last of its sequence. Other arguments: see :func:`prefill`.
 
     Sequences of one group share the pages of a common prefix. Its keys and values are read once per group, which
@@ -199,18 +242,36 @@ def decode(
     sizes = decode_sizes(size, query.element_size(), heads // kv_heads, shared=shared)
     parts, sums = _partial(splits, sequences, heads, size, output)
     _decode[(sequences, kv_heads, splits)](
-        query, k_cache, v_cache, parts, sums, tables, lengths, groups, members, scaling * _LOG2E,
-        query.stride(0), query.stride(1), tables.stride(0), window or _EVERYTHING,
-        page_size=page_size, heads=heads, kv_heads=kv_heads, head_size=size, rows=sizes.rows, keys=sizes.keys,
-        splits=splits, precision=_precision(query), num_warps=sizes.warps, num_stages=sizes.stages,
+        query,
+        k_cache,
+        v_cache,
+        parts,
+        sums,
+        tables,
+        lengths,
+        groups,
+        members,
+        scaling * _LOG2E,
+        query.stride(0),
+        query.stride(1),
+        tables.stride(0),
+        window or _EVERYTHING,
+        page_size=page_size,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=size,
+        rows=sizes.rows,
+        keys=sizes.keys,
+        splits=splits,
+        precision=_precision(query),
+        num_warps=sizes.warps,
+        num_stages=sizes.stages,
         **early_launch(query.device),
-    )  # fmt: skip
+    )
     _merged(parts, sums, output, splits, sequences * heads)
 
 
-def _partial(
-    splits: int, rows: int, heads: int, size: int, output: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def _partial(splits: int, rows: int, heads: int, size: int, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return buffers for the programs' weighted sums of values, float32 ``[splits, rows, heads, D]``, and for their
     highest scores and sums of weights, float32 ``[2, splits, rows, heads]``. A single split writes to the output."""
     if splits == 1:
@@ -222,9 +283,15 @@ def _partial(
 def _merged(parts: torch.Tensor, sums: torch.Tensor, output: torch.Tensor, splits: int, programs: int) -> None:
     if splits > 1:
         _merge[(programs,)](
-            parts, sums, output, splits=splits, splits_padded=triton.next_power_of_2(splits),
-            head_size=output.shape[-1], num_warps=1, **early_launch(output.device),
-        )  # fmt: skip
+            parts,
+            sums,
+            output,
+            splits=splits,
+            splits_padded=triton.next_power_of_2(splits),
+            head_size=output.shape[-1],
+            num_warps=1,
+            **early_launch(output.device),
+        )
 
 
 @cache
@@ -253,9 +320,25 @@ def _precision(query: torch.Tensor) -> str:
 
 @kernel()
 def _absorb(
-    top, total, sums, query, k_cache, v_cache, page, at_key, valid, low, high, whole, kv_head, scale,
-    page_size: tl.constexpr, kv_heads: tl.constexpr, head_size: tl.constexpr, precision: tl.constexpr,
-):  # fmt: skip
+    top,
+    total,
+    sums,
+    query,
+    k_cache,
+    v_cache,
+    page,
+    at_key,
+    valid,
+    low,
+    high,
+    whole,
+    kv_head,
+    scale,
+    page_size: tl.constexpr,
+    kv_heads: tl.constexpr,
+    head_size: tl.constexpr,
+    precision: tl.constexpr,
+):
     """Update the running softmax of rows (highest score, sum of weights, weighted sum of values) with more keys.
 
     ``page`` and ``at_key``: page and position of each key. ``valid``: keys that may be read. ``low`` and ``high``: each
@@ -280,11 +363,32 @@ def _absorb(
 
 @kernel(any_value=["table_row", "start", "row_count"])
 def _prefill(
-    q, k_cache, v_cache, parts, part_sums, tiles, ends, tables, scale, q_row, q_head, table_row, start, row_count,
-    window, page_size: tl.constexpr, heads: tl.constexpr, kv_heads: tl.constexpr, head_size: tl.constexpr,
-    rows: tl.constexpr, together: tl.constexpr, keys: tl.constexpr, splits: tl.constexpr, precision: tl.constexpr,
+    q,
+    k_cache,
+    v_cache,
+    parts,
+    part_sums,
+    tiles,
+    ends,
+    tables,
+    scale,
+    q_row,
+    q_head,
+    table_row,
+    start,
+    row_count,
+    window,
+    page_size: tl.constexpr,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    head_size: tl.constexpr,
+    rows: tl.constexpr,
+    together: tl.constexpr,
+    keys: tl.constexpr,
+    splits: tl.constexpr,
+    precision: tl.constexpr,
     early: tl.constexpr,
-):  # fmt: skip
+):
     """One program: one tile, ``together`` query heads of one kv head, one split of the keys."""
     wait_for_inputs(early)
     tile = tiles + tl.program_id(1) * 4
@@ -325,9 +429,25 @@ def _prefill(
         whole = (begin >= whole_from) & (begin + keys <= whole_to)
         ahead = tl.load(table + (at_key + keys) // page_size, mask=at_key + keys < last, other=0)
         top, total, sums = _absorb(
-            top, total, sums, query, k_cache, v_cache, page, at_key, valid, low, high, whole, kv_head, scale,
-            page_size, kv_heads, head_size, precision,
-        )  # fmt: skip
+            top,
+            total,
+            sums,
+            query,
+            k_cache,
+            v_cache,
+            page,
+            at_key,
+            valid,
+            low,
+            high,
+            whole,
+            kv_head,
+            scale,
+            page_size,
+            kv_heads,
+            head_size,
+            precision,
+        )
         page = ahead
     to = (row - start) * heads + head
     if splits > 1:
@@ -343,10 +463,30 @@ def _prefill(
 
 @kernel(any_value=["table_row"])
 def _decode(
-    q, k_cache, v_cache, parts, part_sums, tables, lengths, groups, members, scale, q_row, q_head, table_row, window,
-    page_size: tl.constexpr, heads: tl.constexpr, kv_heads: tl.constexpr, head_size: tl.constexpr,
-    rows: tl.constexpr, keys: tl.constexpr, splits: tl.constexpr, precision: tl.constexpr, early: tl.constexpr,
-):  # fmt: skip
+    q,
+    k_cache,
+    v_cache,
+    parts,
+    part_sums,
+    tables,
+    lengths,
+    groups,
+    members,
+    scale,
+    q_row,
+    q_head,
+    table_row,
+    window,
+    page_size: tl.constexpr,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    head_size: tl.constexpr,
+    rows: tl.constexpr,
+    keys: tl.constexpr,
+    splits: tl.constexpr,
+    precision: tl.constexpr,
+    early: tl.constexpr,
+):
     """One program: one group of sequences, one kv head, one split of the keys.
 
     The rows are the query heads of the kv head, sequence after sequence. The keys of the common prefix come first,
@@ -388,9 +528,25 @@ def _decode(
             valid = at_key < last
             page = tl.load(table + at_key // page_size, mask=valid, other=0)
             top, total, sums = _absorb(
-                top, total, sums, query, k_cache, v_cache, page, at_key, valid, low, high, False, kv_head, scale,
-                page_size, kv_heads, head_size, precision,
-            )  # fmt: skip
+                top,
+                total,
+                sums,
+                query,
+                k_cache,
+                v_cache,
+                page,
+                at_key,
+                valid,
+                low,
+                high,
+                False,
+                kv_head,
+                scale,
+                page_size,
+                kv_heads,
+                head_size,
+                precision,
+            )
     to = sequence * heads + head
     if splits > 1:
         # A split without keys stores -1e30 and zeros, which have no weight in _merge.
@@ -405,9 +561,14 @@ def _decode(
 
 @kernel()
 def _merge(
-    parts, part_sums, output, splits: tl.constexpr, splits_padded: tl.constexpr, head_size: tl.constexpr,
+    parts,
+    part_sums,
+    output,
+    splits: tl.constexpr,
+    splits_padded: tl.constexpr,
+    head_size: tl.constexpr,
     early: tl.constexpr,
-):  # fmt: skip
+):
     """One program: one query head of one sequence."""
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     split = tl.arange(0, splits_padded)

@@ -301,10 +301,15 @@ class Loop:
             observed_rows = self._observed_rows(step, flat)
             pending, sources = self._pending(sampled)
             batch = replace(
-                flat, encode=tuple(encode.values()), sampled=rows, sampling=samplings,
-                pending_rows=rows[pending], pending_sources=sources,
-                observed_rows=np.array(list(observed_rows), np.int64), observed_samples=np.array(observed, np.int64),
-            )  # fmt: skip
+                flat,
+                encode=tuple(encode.values()),
+                sampled=rows,
+                sampling=samplings,
+                pending_rows=rows[pending],
+                pending_sources=sources,
+                observed_rows=np.array(list(observed_rows), np.int64),
+                observed_samples=np.array(observed, np.int64),
+            )
             with phase("decode" if all(chunk.sequence.decodes for chunk in step.chunks) else "prefill"):
                 launched = self.runner.execute(batch)
         except BaseException:
@@ -319,9 +324,7 @@ class Loop:
             step, sampled, list(observed_rows.values()), observers, requests if encode else [], size, launched
         )
 
-    def _place_views(
-        self, step: Step
-    ) -> tuple[dict[bytes, int], dict[bytes, ViewToEncode], list[RequestState]]:  # fmt: skip
+    def _place_views(self, step: Step) -> tuple[dict[bytes, int], dict[bytes, ViewToEncode], list[RequestState]]:
         """Assign a vision cache slot to every view whose image span the step computes.
 
         Returns:

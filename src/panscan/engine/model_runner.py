@@ -189,7 +189,7 @@ class ModelRunner:
 
     def __init__(
         self, loaded: Loaded, options: EngineOptions, ranks: Ranks = SINGLE_RANK, vocab_size: int | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._loaded, self._options, self._ranks = loaded, options, ranks
         self._decisions: list[str] = []
         self._undo: list[Callable[[], None]] = []
@@ -310,10 +310,16 @@ class ModelRunner:
         working, on_gpu = self._working_bytes(), self._device.type == "cuda"
         release_memory()  # the cache is sized by free memory
         facts = MemoryFacts(
-            shape=KVShape.of(text.layers), device=str(self._device), on_gpu=on_gpu, working_bytes=working,
-            view_bytes=self._view_bytes, window=text.window, image_tokens=self._image_tokens,
-            max_positions=text.max_positions, processes=1 if on_gpu else self._ranks.size,
-        )  # fmt: skip
+            shape=KVShape.of(text.layers),
+            device=str(self._device),
+            on_gpu=on_gpu,
+            working_bytes=working,
+            view_bytes=self._view_bytes,
+            window=text.window,
+            image_tokens=self._image_tokens,
+            max_positions=text.max_positions,
+            processes=1 if on_gpu else self._ranks.size,
+        )
         first, second = self._ranks.all_reduce_min(choose_blocks(facts, options, measure_memory(self._device)))
         self._blocks = first, second
         self.cache = KVCache(text.layers, self._blocks, options.block_size)
@@ -366,12 +372,20 @@ class ModelRunner:
         if not isinstance(self._backend, TritonBackend):
             return
         self.graphs = Graphs(
-            self._run_layers, self._backend, {layer.local for layer in text.layers},
-            hidden_size=text.hidden_size, dtype=text.dtype, device=self._device, spare=self.cache.spare,
-            window=text.window, decode_rows=options.max_num_seqs, chunk_rows=options.prefill_chunk_size,
-            longest=min(text.max_positions, options.block_size * max(self._blocks)), block_size=options.block_size,
+            self._run_layers,
+            self._backend,
+            {layer.local for layer in text.layers},
+            hidden_size=text.hidden_size,
+            dtype=text.dtype,
+            device=self._device,
+            spare=self.cache.spare,
+            window=text.window,
+            decode_rows=options.max_num_seqs,
+            chunk_rows=options.prefill_chunk_size,
+            longest=min(text.max_positions, options.block_size * max(self._blocks)),
+            block_size=options.block_size,
             capture=self._device.type == "cuda",
-        )  # fmt: skip
+        )
         decode, short = (max(rows) for rows in zip(*self.graphs.sizes, strict=True))
         with self._stage(f"{len(self.graphs.sizes)} CUDA graphs: up to {decode} decode + {short} prefill rows"):
             for size in self.graphs.prepare():
@@ -380,12 +394,16 @@ class ModelRunner:
     def _facts(self, *, overlaps: bool) -> RunnerFacts:
         local = any(layer.local for layer in self._text.layers)
         return RunnerFacts(
-            device=self._device.type, overlaps=overlaps, window=self._text.window if local else None,
-            max_positions=self._text.max_positions, blocks=self._blocks, image_tokens=self._image_tokens,
+            device=self._device.type,
+            overlaps=overlaps,
+            window=self._text.window if local else None,
+            max_positions=self._text.max_positions,
+            blocks=self._blocks,
+            image_tokens=self._image_tokens,
             view_bytes=self._view_bytes,
             pixel_bytes=None if self._pixel_bytes is None else self._pixel_bytes * self._ranks.size,
             decisions=tuple(self._decisions),
-        )  # fmt: skip
+        )
 
     @property
     def _image_tokens(self) -> int:
@@ -411,9 +429,7 @@ class ModelRunner:
         if not batch.encode:
             return None
         start = _Timestamp.record(self._device)
-        like = torch.empty(
-            0, self._image_tokens, self._text.hidden_size, dtype=self._text.dtype, device=self._device
-        )  # fmt: skip
+        like = torch.empty(0, self._image_tokens, self._text.hidden_size, dtype=self._text.dtype, device=self._device)
         with phase("vision"):
             self._features.encode(batch.encode, like)
         if self._device.type != "cuda":
@@ -443,7 +459,7 @@ class ModelRunner:
 
     def _eager(
         self, batch: FlatBatch, hidden: torch.Tensor, cache: KVCache, output: OutputRows | None = None
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         kinds = {layer.local for layer in self._text.layers}
         plans = {local: self._backend.plan(batch, local=local, device=self._device) for local in kinds}
         return self._text.run(hidden, upload(batch.positions, self._device), cache.k, cache.v, plans, output)

@@ -80,9 +80,13 @@ class Preparer:
     """
 
     def __init__(
-        self, loaded: Loaded, options: EngineOptions, known: Callable[[bytes], bool], intake: PixelIntake,
+        self,
+        loaded: Loaded,
+        options: EngineOptions,
+        known: Callable[[bytes], bool],
+        intake: PixelIntake,
         pixel_bytes: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._reader, self._pixel_bytes = loaded.reader, loaded.dtype.itemsize
         self._preprocess = options.preprocess
         self._hashed_blocks = options.block_size if options.prefix_caching else 0

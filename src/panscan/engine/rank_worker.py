@@ -115,10 +115,13 @@ class _Worker:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         distributed.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{load.store}",
-            rank=load.rank, world_size=load.size, timeout=timedelta(minutes=10),
+            "nccl" if device.type == "cuda" else "gloo",
+            init_method=f"file://{load.store}",
+            rank=load.rank,
+            world_size=load.size,
+            timeout=timedelta(minutes=10),
             device_id=device if device.type == "cuda" else None,
-        )  # fmt: skip
+        )
         apply_tf32(load.settings.tf32)
         self._ranks = ProcessRanks(load.rank, load.size, device)
         self._ranks.all_reduce(torch.zeros(1, device=device))  # opens the connections

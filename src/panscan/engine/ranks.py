@@ -478,8 +478,11 @@ class _Rank:
         try:
             self.process = subprocess.Popen(
                 worker_command("panscan.engine.rank_worker", str(control), str(pixels)),
-                stdin=subprocess.DEVNULL, stdout=self._errors, stderr=self._errors, pass_fds=(control, pixels),
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=self._errors,
+                stderr=self._errors,
+                pass_fds=(control, pixels),
+            )
         finally:
             for theirs in (control, pixels):
                 os.close(theirs)

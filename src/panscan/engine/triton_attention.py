@@ -116,15 +116,33 @@ class TritonPlan:
         output, inputs = query.new_empty(query.shape), self.inputs
         with torch.cuda.device(query.get_device()):  # Triton launches on the current device; no effect on a CPU
             kernels.decode(
-                query, k_cache, v_cache, output, tables=inputs.decode_tables, lengths=inputs.lengths,
-                groups=inputs.groups, members=inputs.members, window=self.window, page_size=self.block_size,
-                scaling=scaling, shared=self.shared,
-            )  # fmt: skip
+                query,
+                k_cache,
+                v_cache,
+                output,
+                tables=inputs.decode_tables,
+                lengths=inputs.lengths,
+                groups=inputs.groups,
+                members=inputs.members,
+                window=self.window,
+                page_size=self.block_size,
+                scaling=scaling,
+                shared=self.shared,
+            )
             kernels.prefill(
-                query, k_cache, v_cache, output, start=len(inputs.lengths), tiles=inputs.tiles,
-                tile_rows=self.tile_rows, ends=inputs.ends, tables=inputs.prefill_tables,
-                window=self.window, page_size=self.block_size, scaling=scaling,
-            )  # fmt: skip
+                query,
+                k_cache,
+                v_cache,
+                output,
+                start=len(inputs.lengths),
+                tiles=inputs.tiles,
+                tile_rows=self.tile_rows,
+                ends=inputs.ends,
+                tables=inputs.prefill_tables,
+                window=self.window,
+                page_size=self.block_size,
+                scaling=scaling,
+            )
         return output
 
 
@@ -153,7 +171,7 @@ class TritonBackend:
 
     def bind(
         self, inputs: KernelInputs[torch.Tensor], block_size: int, window: int, *, shared: bool = False
-    ) -> TritonPlan:  # fmt: skip
+    ) -> TritonPlan:
         """Return a plan that reads these tensors whenever it attends. ``shared``: see :class:`TritonPlan`."""
         return TritonPlan(inputs, self.tile_rows, block_size, window, shared)
 
@@ -162,9 +180,15 @@ class TritonBackend:
         single, tables = batch.decode_rows, batch.tables[local]
         groups, members = prefix_groups(batch, local=local, most=self._members, units=self.units)
         return KernelInputs(
-            batch.slots(local=local), batch.ends[:single], groups, members, batch.ends[single:],
-            self._tiles(batch, local), tables[:single], tables[single:],
-        )  # fmt: skip
+            batch.slots(local=local),
+            batch.ends[:single],
+            groups,
+            members,
+            batch.ends[single:],
+            self._tiles(batch, local),
+            tables[:single],
+            tables[single:],
+        )
 
     def _tiles(self, batch: FlatBatch, local: bool) -> NDArray[np.int32]:
         """Return the tiles, those with most keys first: programs start in this order, and the last should be short."""

@@ -52,9 +52,13 @@ class PixelStore:
     """
 
     def __init__(
-        self, device: torch.device, dtype: torch.dtype, spec: PixelSpec, limit: int | None = None,
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        spec: PixelSpec,
+        limit: int | None = None,
         resize: Resize = by_pillow,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._device, self._dtype, self._spec, self._limit = device, dtype, spec, limit
         self._resize = resize
         self._bytes = 0  # on the device

@@ -136,7 +136,7 @@ def fetch(url: str) -> bytes:
 
 def fetch_from(
     url: str, domains: Collection[str], *, max_bytes: int | None = None, deadline: float = math.inf
-) -> bytes:  # fmt: skip
+) -> bytes:
     """Return the content of a URL if it and every redirect lead to one of ``domains``; bypass the cache.
 
     Args:
@@ -170,9 +170,14 @@ class _Download:
     """
 
     def __init__(
-        self, name: str, *, private: bool, domains: Collection[str] | None = None, max_bytes: int | None = None,
+        self,
+        name: str,
+        *,
+        private: bool,
+        domains: Collection[str] | None = None,
+        max_bytes: int | None = None,
         deadline: float = math.inf,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name, self.private = name, private
         self._domains, self._max_bytes = domains, MAX_BYTES if max_bytes is None else max_bytes
         self._end = min(now() + TRANSFER_S, deadline)

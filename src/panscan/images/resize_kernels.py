@@ -46,17 +46,35 @@ def _filter_along(axis: int, part: torch.Tensor, out: torch.Tensor) -> torch.Ten
     # The whole page and an offset: a pointer into it may not be aligned, and another kernel would be compiled for it.
     whole = part.as_strided((1,), (1,), 0)
     _filter[(triton.cdiv(rows, _ROWS), triton.cdiv(columns, _COLUMNS))](
-        whole, weights, out, part.storage_offset(), part.stride(0), rows, columns, weights.shape[1] - 1,
-        axis=axis, block_rows=_ROWS, block_columns=_COLUMNS,
-    )  # fmt: skip
+        whole,
+        weights,
+        out,
+        part.storage_offset(),
+        part.stride(0),
+        rows,
+        columns,
+        weights.shape[1] - 1,
+        axis=axis,
+        block_rows=_ROWS,
+        block_columns=_COLUMNS,
+    )
     return out
 
 
 @kernel(any_value=["at", "stride", "rows", "columns", "taps"])
 def _filter(
-    source, weights, out, at, stride, rows, columns, taps,
-    axis: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr,
-):  # fmt: skip
+    source,
+    weights,
+    out,
+    at,
+    stride,
+    rows,
+    columns,
+    taps,
+    axis: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
+):
     """Write a tile of ``out [rows, columns]``, whose columns are pixels of three levels."""
     row = (tl.program_id(0) * block_rows + tl.arange(0, block_rows))[:, None]
     column = (tl.program_id(1) * block_columns + tl.arange(0, block_columns))[None, :]

@@ -157,10 +157,16 @@ def _group_of(name: str, group: Any, overall: str) -> _Group:
     if strategy == "group" and size is None:
         strategy = "channel"
     found = _Group(
-        tuple(map(str, field_of(group, "targets", list, []))), layout == _PACKED, bits, kind == "float", strategy, size,
+        tuple(map(str, field_of(group, "targets", list, []))),
+        layout == _PACKED,
+        bits,
+        kind == "float",
+        strategy,
+        size,
         field_of(weights, "symmetric", bool, True),
-        weights.get("actorder") in (True, "group", "dynamic"), _quantizes_inputs(group, kind, layout),
-    )  # fmt: skip
+        weights.get("actorder") in (True, "group", "dynamic"),
+        _quantizes_inputs(group, kind, layout),
+    )
     _refuse_combinations(found, layout)
     return found
 

@@ -198,9 +198,10 @@ def _overridden(packing: _Packing, rule: str, changes: Any) -> _Packing:
     if unknown := sorted(set(changes) - set(_OVERRIDES)):
         raise unsupported_format(f"GPTQ with dynamic rules for {', '.join(unknown)}")
     changed = replace(
-        packing, bits=field_of(changes, "bits", int, packing.bits),
+        packing,
+        bits=field_of(changes, "bits", int, packing.bits),
         group_size=field_of(changes, "group_size", int, packing.group_size),
-    )  # fmt: skip
+    )
     if changed.bits not in (4, 8):
         raise unsupported_format(f"GPTQ with {changed.bits} bits")
     return changed

@@ -71,9 +71,15 @@ def quantize(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
     scales = values.new_empty(rows, 1, dtype=torch.float32)
     with torch.cuda.device(values.get_device()):  # Triton launches on the current device; no effect for a CPU tensor
         _quantize[(rows,)](
-            values, quantized, scales, LARGEST[dtype], width=width, padded=padded, whole=dtype == torch.int8,
+            values,
+            quantized,
+            scales,
+            LARGEST[dtype],
+            width=width,
+            padded=padded,
+            whole=dtype == torch.int8,
             num_warps=min(16, max(4, padded // 512)),
-        )  # fmt: skip
+        )
     return quantized, scales
 
 
@@ -91,15 +97,23 @@ def quantize_chunks(values: torch.Tensor, largest: torch.Tensor, dtype: torch.dt
     scales = values.new_empty(rows, 1, dtype=torch.float32)
     with torch.cuda.device(values.get_device()):
         _quantize_chunk[(rows, chunks)](
-            values, largest, quantized, scales, LARGEST[dtype], chunks, width=width, columns=_COLUMNS,
-            padded=triton.next_power_of_2(chunks), whole=dtype == torch.int8,
-        )  # fmt: skip
+            values,
+            largest,
+            quantized,
+            scales,
+            LARGEST[dtype],
+            chunks,
+            width=width,
+            columns=_COLUMNS,
+            padded=triton.next_power_of_2(chunks),
+            whole=dtype == torch.int8,
+        )
     return QuantizedRows(quantized, scales)
 
 
 def scale_sums(
     sums: torch.Tensor, row_scale: torch.Tensor, column_scale: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Return ``sums * row_scale * column_scale``, rounded once to ``dtype``.
 
     Args:
@@ -113,7 +127,7 @@ def scale_sums(
     with torch.cuda.device(sums.get_device()):
         _scale_sums[(rows, triton.cdiv(outputs, _COLUMNS))](
             sums, row_scale, column_scale, scaled, outputs, columns=_COLUMNS
-        )  # fmt: skip
+        )
     return scaled
 
 
@@ -139,9 +153,13 @@ def int8_tiles(rows: int, shared_bytes: int, *, tma: bool) -> Tiles:
 
 
 def product_int8(
-    rows: torch.Tensor, row_scale: torch.Tensor, weight: torch.Tensor, column_scale: torch.Tensor, dtype: torch.dtype,
+    rows: torch.Tensor,
+    row_scale: torch.Tensor,
+    weight: torch.Tensor,
+    column_scale: torch.Tensor,
+    dtype: torch.dtype,
     tiles: Tiles,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Return ``(rows @ weight.T) * row_scale * column_scale`` ``[T, outputs]``: exact sums, rounded once to ``dtype``.
 
     Args:
@@ -164,10 +182,22 @@ def product_int8(
     grid = (triton.cdiv(count, tiles.rows) * triton.cdiv(outputs, tiles.columns),)
     with torch.cuda.device(rows.get_device()):
         _product_int8[grid](
-            left, row_scale, right, column_scale, product, count, outputs, inputs, block_m=tiles.rows,
-            block_n=tiles.columns, block_k=tiles.inputs, group=8, tma=tiles.tma, num_warps=tiles.warps,
+            left,
+            row_scale,
+            right,
+            column_scale,
+            product,
+            count,
+            outputs,
+            inputs,
+            block_m=tiles.rows,
+            block_n=tiles.columns,
+            block_k=tiles.inputs,
+            group=8,
+            tma=tiles.tma,
+            num_warps=tiles.warps,
             num_stages=tiles.stages,
-        )  # fmt: skip
+        )
     return product
 
 
@@ -183,9 +213,17 @@ def fixed_point(values: torch.Tensor, group_size: int) -> FixedPoint:
     padded = triton.next_power_of_2(groups)
     with torch.cuda.device(values.get_device()):
         _fixed_point[(rows,)](
-            values, high, low, scale, total, width, groups, padded=padded, group=group_size,
+            values,
+            high,
+            low,
+            scale,
+            total,
+            width,
+            groups,
+            padded=padded,
+            group=group_size,
             num_warps=min(16, max(4, padded * group_size // 512)),
-        )  # fmt: skip
+        )
     return FixedPoint(high, low, scale, total)
 
 
@@ -208,18 +246,37 @@ def vector_int4(
     block_n = 16
     with torch.cuda.device(weight.get_device()):
         _vector_int4[(triton.cdiv(outputs, block_n), count)](
-            rows.high.view(torch.int32), rows.low.view(torch.int32), rows.scale, rows.sum, weight.view(torch.int32),
-            scale, scale if zero is None else zero, product, outputs, groups, blocks, weight.stride(0) // 4,
-            scale.stride(0), block_n=block_n, side=4, group=group_size, has_zero=zero is not None,
-            interpreted=INTERPRETED, num_warps=1,
-        )  # fmt: skip
+            rows.high.view(torch.int32),
+            rows.low.view(torch.int32),
+            rows.scale,
+            rows.sum,
+            weight.view(torch.int32),
+            scale,
+            scale if zero is None else zero,
+            product,
+            outputs,
+            groups,
+            blocks,
+            weight.stride(0) // 4,
+            scale.stride(0),
+            block_n=block_n,
+            side=4,
+            group=group_size,
+            has_zero=zero is not None,
+            interpreted=INTERPRETED,
+            num_warps=1,
+        )
     return product
 
 
 def product_int4(
-    rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group_size: int,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    group_size: int,
     shared_bytes: int,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Multiply a few rows (up to about 64); return ``[T, outputs]`` in the type of the rows.
 
     Args:
@@ -236,11 +293,25 @@ def product_int4(
     block_m = 16 if count <= 16 else 64
     with torch.cuda.device(weight.get_device()):
         _product_int4[(triton.cdiv(outputs, 64), triton.cdiv(count, block_m))](
-            rows, weight, scale, scale if zero is None else zero, product, count, outputs, inputs, weight.stride(0),
-            scale.stride(0), block_m=block_m, block_n=64, slice_k=min(group_size, 128), group=group_size,
-            has_zero=zero is not None, precision="ieee" if rows.dtype == torch.float32 else "tf32", num_warps=4,
+            rows,
+            weight,
+            scale,
+            scale if zero is None else zero,
+            product,
+            count,
+            outputs,
+            inputs,
+            weight.stride(0),
+            scale.stride(0),
+            block_m=block_m,
+            block_n=64,
+            slice_k=min(group_size, 128),
+            group=group_size,
+            has_zero=zero is not None,
+            precision="ieee" if rows.dtype == torch.float32 else "tf32",
+            num_warps=4,
             num_stages=int4_stages(block_m, shared_bytes),
-        )  # fmt: skip
+        )
     return product
 
 
@@ -250,9 +321,13 @@ def int4_stages(block_m: int, shared_bytes: int) -> int:
 
 
 def dequantize_int4(
-    weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group_size: int, inputs: int,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    group_size: int,
+    inputs: int,
     dtype: torch.dtype,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Dequantise packed 4-bit weights to dense values ``[outputs, inputs]``.
 
     Args:
@@ -267,9 +342,20 @@ def dequantize_int4(
     dense = weight.new_empty(outputs, inputs, dtype=dtype)
     with torch.cuda.device(weight.get_device()):
         _dequantize_int4[(blocks, triton.cdiv(outputs, 16))](
-            weight, scale, scale if zero is None else zero, dense, outputs, inputs, weight.stride(0), scale.stride(0),
-            block_n=16, slice_k=min(group_size, 128), group=group_size, has_zero=zero is not None, num_warps=4,
-        )  # fmt: skip
+            weight,
+            scale,
+            scale if zero is None else zero,
+            dense,
+            outputs,
+            inputs,
+            weight.stride(0),
+            scale.stride(0),
+            block_n=16,
+            slice_k=min(group_size, 128),
+            group=group_size,
+            has_zero=zero is not None,
+            num_warps=4,
+        )
     return dense
 
 
@@ -287,9 +373,17 @@ def _quantize(values, quantized, scales, most, width: tl.constexpr, padded: tl.c
 
 @kernel()
 def _quantize_chunk(
-    values, largest, quantized, scales, most, chunks, width: tl.constexpr, columns: tl.constexpr, padded: tl.constexpr,
+    values,
+    largest,
+    quantized,
+    scales,
+    most,
+    chunks,
+    width: tl.constexpr,
+    columns: tl.constexpr,
+    padded: tl.constexpr,
     whole: tl.constexpr,
-):  # fmt: skip
+):
     """Quantise ``columns`` columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, padded)
@@ -313,9 +407,20 @@ def rounded(x, whole: tl.constexpr):
 
 @kernel()
 def _product_int8(
-    x, x_scale, w, w_scale, out, rows, outputs, inputs,
-    block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr, group: tl.constexpr, tma: tl.constexpr,
-):  # fmt: skip
+    x,
+    x_scale,
+    w,
+    w_scale,
+    out,
+    rows,
+    outputs,
+    inputs,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_k: tl.constexpr,
+    group: tl.constexpr,
+    tma: tl.constexpr,
+):
     """Compute one tile of the output. ``group`` row blocks run consecutively, to share their weights in the L2 cache.
 
     With ``tma``, ``x`` and ``w`` are tensor descriptors, else pointers.
@@ -388,10 +493,25 @@ def dot_bytes(a, b, total, interpreted: tl.constexpr):
 
 @kernel()
 def _vector_int4(
-    high, low, x_scale, x_sum, w, scale, zero, out, outputs, groups, blocks, w_block, scale_row,
-    block_n: tl.constexpr, side: tl.constexpr, group: tl.constexpr, has_zero: tl.constexpr,
+    high,
+    low,
+    x_scale,
+    x_sum,
+    w,
+    scale,
+    zero,
+    out,
+    outputs,
+    groups,
+    blocks,
+    w_block,
+    scale_row,
+    block_n: tl.constexpr,
+    side: tl.constexpr,
+    group: tl.constexpr,
+    has_zero: tl.constexpr,
     interpreted: tl.constexpr,
-):  # fmt: skip
+):
     """Compute ``block_n`` outputs of one row, ``side`` packed blocks at a time, with exact sums of integers."""
     row = tl.program_id(1)
     per_group: tl.constexpr = group // 4  # int32 words
@@ -437,10 +557,23 @@ def _vector_int4(
 
 @kernel()
 def _product_int4(
-    x, w, scale, zero, out, rows, outputs, inputs, w_block, scale_row,
-    block_m: tl.constexpr, block_n: tl.constexpr, slice_k: tl.constexpr, group: tl.constexpr, has_zero: tl.constexpr,
+    x,
+    w,
+    scale,
+    zero,
+    out,
+    rows,
+    outputs,
+    inputs,
+    w_block,
+    scale_row,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    slice_k: tl.constexpr,
+    group: tl.constexpr,
+    has_zero: tl.constexpr,
     precision: tl.constexpr,
-):  # fmt: skip
+):
     """Compute one tile of the output, transposed: the weights are the left operand, which may stay in registers."""
     m = tl.program_id(1) * block_m + tl.arange(0, block_m)
     n = tl.program_id(0) * block_n + tl.arange(0, block_n)
@@ -478,9 +611,19 @@ def _product_int4(
 
 @kernel()
 def _dequantize_int4(
-    w, scale, zero, out, outputs, inputs, w_block, scale_row,
-    block_n: tl.constexpr, slice_k: tl.constexpr, group: tl.constexpr, has_zero: tl.constexpr,
-):  # fmt: skip
+    w,
+    scale,
+    zero,
+    out,
+    outputs,
+    inputs,
+    w_block,
+    scale_row,
+    block_n: tl.constexpr,
+    slice_k: tl.constexpr,
+    group: tl.constexpr,
+    has_zero: tl.constexpr,
+):
     """Dequantise ``block_n`` output channels of one block of inputs."""
     n = tl.program_id(1) * block_n + tl.arange(0, block_n)
     block = tl.program_id(0)

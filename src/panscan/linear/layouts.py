@@ -114,9 +114,12 @@ class Int4Values:
     """
 
     def __init__(
-        self, levels: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None,
+        self,
+        levels: torch.Tensor,
+        scale: torch.Tensor,
+        zero: torch.Tensor | None = None,
         order: torch.Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.levels, self.scale, self.order = levels, scale, order
         self.zero = None if zero is None or (zero == _ZERO).all() else zero
 

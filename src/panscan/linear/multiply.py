@@ -76,7 +76,7 @@ def quantize_rows(values: torch.Tensor, dtype: torch.dtype) -> QuantizedRows:
 
 def multiply_int8(
     rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, most: int | None = None
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Return the product ``[T, outputs]``: exact sums of integers, scaled and rounded once.
 
     Args:
@@ -125,9 +125,13 @@ def multiply_fp8(rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor,
 
 
 def multiply_int4(
-    rows: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group_size: int,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    group_size: int,
     most: int | None = None,
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Return the product ``[T, outputs]`` in the type of the rows.
 
     Args:
@@ -173,7 +177,7 @@ def multiply_weight_only(rows: torch.Tensor, weight: torch.Tensor, scale: torch.
 
 def _in_parts(
     rows: torch.Tensor, outputs: int, dense: Callable[[slice], torch.Tensor], weight_bytes: int
-) -> torch.Tensor:  # fmt: skip
+) -> torch.Tensor:
     """Multiply rows with weights that ``dense`` returns for slices of the outputs, in slices of limited memory.
 
     Args:

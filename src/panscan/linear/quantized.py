@@ -97,9 +97,15 @@ class QuantizedLinear(nn.Module):
     order: torch.Tensor | None
 
     def __init__(
-        self, in_features: int, out_features: int, weight_format: WeightFormat, *, bias: nn.Parameter | None = None,
-        scale_type: torch.dtype = torch.bfloat16, device: torch.device | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        in_features: int,
+        out_features: int,
+        weight_format: WeightFormat,
+        *,
+        bias: nn.Parameter | None = None,
+        scale_type: torch.dtype = torch.bfloat16,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.weight_format = in_features, out_features, weight_format
         self.bias = bias

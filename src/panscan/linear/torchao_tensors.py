@@ -58,9 +58,8 @@ class TorchAoScheme:
         self.name = f"torchao {name}"
         static = "StaticActivation" in str(name)
         self.notes: tuple[str, ...] = (
-            ("inputs are quantised per token; the checkpoint's static scales are ignored",)
-            if static else ()
-        )  # fmt: skip
+            ("inputs are quantised per token; the checkpoint's static scales are ignored",) if static else ()
+        )
 
     def quantizes(self, names: Sequence[str]) -> bool:
         """See :class:`StoredScheme`."""

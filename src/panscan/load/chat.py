@@ -115,11 +115,14 @@ class Endpoint:
         """Return a request's head up to the value of its last header, ``content-length``."""
         parts = _split(self.url)
         lines = [
-            f"{method} {self.path(path)} HTTP/1.1", f"host: {parts.netloc}",
-            f"user-agent: panscan/{panscan.__version__}", f"accept: {accept}", "accept-encoding: identity",
+            f"{method} {self.path(path)} HTTP/1.1",
+            f"host: {parts.netloc}",
+            f"user-agent: panscan/{panscan.__version__}",
+            f"accept: {accept}",
+            "accept-encoding: identity",
             "content-type: application/json",
             *(f"{name}: {value}" for name, value in self.headers),
-        ]  # fmt: skip
+        ]
         if self.api_key is not None:
             lines.append(f"authorization: Bearer {self.api_key}")
         return "\r\n".join([*lines, "content-length: "]).encode("latin-1")
@@ -296,9 +299,20 @@ class ChatStream:
     """
 
     __slots__ = (
-        "_body", "_characters", "_empty", "_event", "_event_bytes", "_line", "_max_tokens", "_on_end", "_streams",
-        "_texts", "_usage", "complete", "exchange",
-    )  # fmt: skip
+        "_body",
+        "_characters",
+        "_empty",
+        "_event",
+        "_event_bytes",
+        "_line",
+        "_max_tokens",
+        "_on_end",
+        "_streams",
+        "_texts",
+        "_usage",
+        "complete",
+        "exchange",
+    )
 
     def __init__(
         self, exchange: RequestOutcome, max_tokens: int, on_end: Callable[[RequestOutcome, float], None]

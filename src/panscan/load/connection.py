@@ -157,9 +157,12 @@ class ConnectionPool:
         for address in await self._resolve():
             try:
                 _, connection = await loop.create_connection(
-                    lambda: _Connection(self), address, self._server.port, ssl=self._tls,
+                    lambda: _Connection(self),
+                    address,
+                    self._server.port,
+                    ssl=self._tls,
                     server_hostname=self._server.host if self._tls else None,
-                )  # fmt: skip
+                )
             except OSError as error:
                 failure = error
             else:

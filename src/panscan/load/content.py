@@ -190,9 +190,12 @@ class Content:
         parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
         content = [*parts, {"type": "text", "text": item.prompt}]
         body = chat_body(
-            self._model, [{"role": "user", "content": content}], tokens,
-            ignore_eos=self._options.ignore_eos, mm_processor_kwargs=self._options.mm_processor_kwargs,
-        )  # fmt: skip
+            self._model,
+            [{"role": "user", "content": content}],
+            tokens,
+            ignore_eos=self._options.ignore_eos,
+            mm_processor_kwargs=self._options.mm_processor_kwargs,
+        )
         pieces = b"".join(body).split(_MARK.encode(), len(urls))
         segments = [pieces[0]]
         for file, piece in zip(item.documents, pieces[1:], strict=True):

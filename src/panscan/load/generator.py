@@ -115,11 +115,13 @@ def run_level(
     processes = min(processes, len(requests) or 1, max_concurrency or processes)
     shares = [
         LevelShare(
-            endpoint, requests[each::processes], None if arrivals is None else arrivals[each::processes],
+            endpoint,
+            requests[each::processes],
+            None if arrivals is None else arrivals[each::processes],
             None if max_concurrency is None else len(range(each, max_concurrency, processes)),
         )
         for each in range(processes)
-    ]  # fmt: skip
+    ]
     if processes == 1:
         with prepared_process(max_concurrency or len(requests)):
             asyncio.run(level.run_here(shares[0]))
@@ -254,8 +256,11 @@ class _Worker:
             self._process = subprocess.Popen(
                 # A new session: Ctrl-C in a terminal must reach the parent only.
                 worker_command("panscan.load.workers", str(theirs.fileno())),
-                stdin=subprocess.DEVNULL, stdout=sys.stderr, pass_fds=(theirs.fileno(),), start_new_session=True,
-            )  # fmt: skip
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
 
     async def open(self) -> None:
         """Transfer the share, and wait until the subprocess is ready."""

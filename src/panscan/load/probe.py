@@ -59,10 +59,14 @@ class EndpointFacts:
     def record(self) -> dict[str, Any]:
         """The ``probe`` record."""
         return {
-            "type": "probe", "model": self.model, "text_prompt_tokens": self.text_prompt_tokens,
-            "image_prompt_tokens": self.image_prompt_tokens, "expected_image_tokens": self.expected_image_tokens,
-            "warnings": list(self.warnings), "notes": list(self.notes),
-        }  # fmt: skip
+            "type": "probe",
+            "model": self.model,
+            "text_prompt_tokens": self.text_prompt_tokens,
+            "image_prompt_tokens": self.image_prompt_tokens,
+            "expected_image_tokens": self.expected_image_tokens,
+            "warnings": list(self.warnings),
+            "notes": list(self.notes),
+        }
 
 
 def address(url: str) -> str:

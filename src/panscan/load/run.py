@@ -201,9 +201,14 @@ class _LoadRun:
         self._observer.measuring(level, count)
         processes = options.processes or min(more * _processes(arrivals), os.cpu_count() or 1)
         result = run_level(
-            self._plan.endpoint, [each.chat for each in requests], arrivals, max_concurrency=level.max_concurrency,
-            processes=processes, on_done=self._observer.done, cancelled=self._cancelled,
-        )  # fmt: skip
+            self._plan.endpoint,
+            [each.chat for each in requests],
+            arrivals,
+            max_concurrency=level.max_concurrency,
+            processes=processes,
+            on_done=self._observer.done,
+            cancelled=self._cancelled,
+        )
         records = self._request_records(level, requests, result)
         seconds, has_rate = result.ended - result.started, level.rate is not None
         goodput = goodput_of(records, options.goodput, seconds, has_rate=has_rate)
@@ -246,24 +251,41 @@ def _processes(arrivals: Sequence[float] | None) -> int:
 def _header(plan: LoadPlan, command: Sequence[str]) -> Record:
     options = plan.options
     load = {
-        "endpoint": address(plan.endpoint.url), "server": plan.probe.server, "model": plan.endpoint.model,
-        "goodput": dict(options.goodput), "attainment": options.goodput_attainment,
-        "arrival": options.arrival_name, "scenario": options.scenario, "image_reuse": options.image_reuse,
-        "num_prompts": options.num_prompts, "num_warmups": options.num_warmups, "seed": options.seed,
+        "endpoint": address(plan.endpoint.url),
+        "server": plan.probe.server,
+        "model": plan.endpoint.model,
+        "goodput": dict(options.goodput),
+        "attainment": options.goodput_attainment,
+        "arrival": options.arrival_name,
+        "scenario": options.scenario,
+        "image_reuse": options.image_reuse,
+        "num_prompts": options.num_prompts,
+        "num_warmups": options.num_warmups,
+        "seed": options.seed,
         "metric_percentiles": list(options.metric_percentiles),
-        "percentile_metrics": list(options.percentile_metrics), "ignore_eos": options.ignore_eos,
-        "min_tokens": options.min_tokens, "max_tokens": options.max_tokens, "image_salt": plan.salt,
+        "percentile_metrics": list(options.percentile_metrics),
+        "ignore_eos": options.ignore_eos,
+        "min_tokens": options.min_tokens,
+        "max_tokens": options.max_tokens,
+        "image_salt": plan.salt,
         "mm_processor_kwargs": None if options.mm_processor_kwargs is None else dict(options.mm_processor_kwargs),
-    }  # fmt: skip
+    }
     return {
-        "type": "run", "schema": SCHEMA, "run_id": uuid.uuid4().hex,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"), "command": list(command),
+        "type": "run",
+        "schema": SCHEMA,
+        "run_id": uuid.uuid4().hex,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": list(command),
         "settings": {
-            "verify": False, "load": load, "source": dict(plan.source),
-            "workload_sha256": content_digest(plan.mix.items), "include_content": plan.include_content,
+            "verify": False,
+            "load": load,
+            "source": dict(plan.source),
+            "workload_sha256": content_digest(plan.mix.items),
+            "include_content": plan.include_content,
         },
-        "environment": environment(), "cells": [_cell(level) for level in options.levels],
-    }  # fmt: skip
+        "environment": environment(),
+        "cells": [_cell(level) for level in options.levels],
+    }
 
 
 def _cell(level: LoadLevel) -> Record:
@@ -273,25 +295,45 @@ def _cell(level: LoadLevel) -> Record:
 def _request(level: LoadLevel, number: int, request: LoadRequest, exchange: RequestOutcome) -> Record:
     files, views = request.item.documents, exchange.views
     return {
-        "type": "request", "cell": level.cell, "repeat": 0, "batch": number, "request": exchange.id,
-        "image": [file.name for file in files], "image_sha256": [file.sha256 for file in files],
-        "image_size": [[file.width, file.height] for file in files], "prompt_sha256": request.item.prompt_sha256,
-        "views": views, "crops": None if views is None else max(views - len(files), 0),
-        "image_tokens": exchange.image_tokens, "prompt_tokens": exchange.prompt_tokens,
-        "cached_tokens": exchange.cached_tokens, "output_tokens": exchange.output_tokens,
+        "type": "request",
+        "cell": level.cell,
+        "repeat": 0,
+        "batch": number,
+        "request": exchange.id,
+        "image": [file.name for file in files],
+        "image_sha256": [file.sha256 for file in files],
+        "image_size": [[file.width, file.height] for file in files],
+        "prompt_sha256": request.item.prompt_sha256,
+        "views": views,
+        "crops": None if views is None else max(views - len(files), 0),
+        "image_tokens": exchange.image_tokens,
+        "prompt_tokens": exchange.prompt_tokens,
+        "cached_tokens": exchange.cached_tokens,
+        "output_tokens": exchange.output_tokens,
         "finish_reason": exchange.finish_reason,
         "stamps": {"accepted": exchange.accepted, "tokens": exchange.tokens, "end": exchange.end},
-        "error": exchange.error, "error_kind": exchange.error_kind, "status": exchange.status,
-        "due": exchange.due, "queued": exchange.queued, "chunks": len(exchange.tokens),
-    }  # fmt: skip
+        "error": exchange.error,
+        "error_kind": exchange.error_kind,
+        "status": exchange.status,
+        "due": exchange.due,
+        "queued": exchange.queued,
+        "chunks": len(exchange.tokens),
+    }
 
 
 def _repeat(level: LoadLevel, result: LevelResult) -> Record:
     return {
-        "type": "repeat", "cell": level.cell, "repeat": 0, "started": result.started, "ended": result.ended,
-        "warmup_s": 0.0, "peak_allocated_bytes": None, "peak_reserved_bytes": None, "peak_rss_bytes": None,
+        "type": "repeat",
+        "cell": level.cell,
+        "repeat": 0,
+        "started": result.started,
+        "ended": result.ended,
+        "warmup_s": 0.0,
+        "peak_allocated_bytes": None,
+        "peak_reserved_bytes": None,
+        "peak_rss_bytes": None,
         "load": {"client": asdict(result.client)},
-    }  # fmt: skip
+    }
 
 
 def _outcome(level: LoadLevel, count: int, result: LevelResult) -> Record:

@@ -270,6 +270,11 @@ def _documents(where: str, value: Any) -> tuple[DocumentShare, ...]:
 
 
 _PARSERS: dict[str, Callable[[str, Any], Any]] = {
-    "description": _text, "documents": _documents, "prompts": _prompts, "ignore_eos": _flag, "request_rate": _rates,
-    "max_concurrency": _limits, "goodput": _goodput,
-}  # fmt: skip
+    "description": _text,
+    "documents": _documents,
+    "prompts": _prompts,
+    "ignore_eos": _flag,
+    "request_rate": _rates,
+    "max_concurrency": _limits,
+    "goodput": _goodput,
+}

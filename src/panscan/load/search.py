@@ -37,9 +37,11 @@ class Trial:
     def record(self) -> dict[str, Any]:
         """The trial in the ``search`` record."""
         return {
-            "rate": self.rate, "attainment": self.goodput.attainment, "overloaded": self.goodput.overloaded,
+            "rate": self.rate,
+            "attainment": self.goodput.attainment,
+            "overloaded": self.goodput.overloaded,
             "limited": self.limited,
-        }  # fmt: skip
+        }
 
     @property
     def summary(self) -> str:

@@ -36,16 +36,27 @@ def vllm_result(
     prompt_tokens = sum(each.prompt_tokens or 0 for each in done)
     output_tokens = sum(each.output_tokens for each in done)
     found: dict[str, Any] = {
-        "date": datetime.fromtimestamp(result.started).strftime("%Y%m%d-%H%M%S"), "endpoint_type": "openai-chat",
-        "backend": "openai-chat", "label": None, "model_id": endpoint.model, "tokenizer_id": endpoint.model,
-        "num_prompts": len(result.exchanges), "request_rate": "inf" if level.rate is None else level.rate,
-        "burstiness": level.burstiness or 1.0, "max_concurrency": level.max_concurrency, "duration": seconds,
-        "completed": len(done), "failed": len(result.exchanges) - len(done), "total_input_tokens": prompt_tokens,
-        "total_output_tokens": output_tokens, "request_throughput": len(done) / seconds,
-        "request_goodput": goodput if options.goodput else None, "output_throughput": output_tokens / seconds,
+        "date": datetime.fromtimestamp(result.started).strftime("%Y%m%d-%H%M%S"),
+        "endpoint_type": "openai-chat",
+        "backend": "openai-chat",
+        "label": None,
+        "model_id": endpoint.model,
+        "tokenizer_id": endpoint.model,
+        "num_prompts": len(result.exchanges),
+        "request_rate": "inf" if level.rate is None else level.rate,
+        "burstiness": level.burstiness or 1.0,
+        "max_concurrency": level.max_concurrency,
+        "duration": seconds,
+        "completed": len(done),
+        "failed": len(result.exchanges) - len(done),
+        "total_input_tokens": prompt_tokens,
+        "total_output_tokens": output_tokens,
+        "request_throughput": len(done) / seconds,
+        "request_goodput": goodput if options.goodput else None,
+        "output_throughput": output_tokens / seconds,
         "total_token_throughput": (prompt_tokens + output_tokens) / seconds,
         "max_concurrent_requests": _most_at_once(result.exchanges),
-    }  # fmt: skip
+    }
     for name in options.percentile_metrics:
         values = [value for each in done for value in _times(each)[name]]
         found |= _statistics(name, values, options.metric_percentiles)
@@ -61,18 +72,20 @@ def _times(exchange: RequestOutcome) -> dict[str, list[float]]:
         return {"ttft": [], "tpot": [], "itl": [], "e2el": []}
     tpot = [1e3 * (stamps[-1] - stamps[0]) / (count - 1)] if count > 1 else []
     return {
-        "ttft": [1e3 * (stamps[0] - exchange.accepted)], "tpot": tpot,
+        "ttft": [1e3 * (stamps[0] - exchange.accepted)],
+        "tpot": tpot,
         "itl": [1e3 * (later - earlier) for earlier, later in pairwise(stamps)],
         "e2el": [1e3 * (stamps[-1] - exchange.accepted)],
-    }  # fmt: skip
+    }
 
 
 def _statistics(name: str, values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
     sample = np.array(values or [0.0])
     found = {
-        f"mean_{name}_ms": float(sample.mean()), f"median_{name}_ms": float(np.median(sample)),
+        f"mean_{name}_ms": float(sample.mean()),
+        f"median_{name}_ms": float(np.median(sample)),
         f"std_{name}_ms": float(sample.std()),
-    }  # fmt: skip
+    }
     for percentile in percentiles:
         found[f"p{percentile:g}_{name}_ms"] = float(np.percentile(sample, percentile))
     return found

@@ -112,9 +112,7 @@ def measured_mask(attend: Attend, image: NDArray[np.bool_], window: int) -> dict
     return masks
 
 
-def _expected_intervals(
-    image: NDArray[np.bool_], window: int
-) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:  # fmt: skip
+def _expected_intervals(image: NDArray[np.bool_], window: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
     """Yield ``(first, end)`` of each query's keys, int64 ``[tokens]``: as Gemma 3 defines them, then causal ones."""
     at = np.arange(len(image))
     first = np.maximum(at - window + 1, 0)

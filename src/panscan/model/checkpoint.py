@@ -67,10 +67,17 @@ IMAGE_MODEL, TEXT_MODEL = "gemma3", "gemma3_text"
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _NO_CODE = {"trust_remote_code": False}  # the default None lets Transformers ask on the terminal
 COMPANIONS = (
-    "added_tokens.json", "chat_template.jinja", "chat_template.json", "generation_config.json",
-    "preprocessor_config.json", "processor_config.json", "special_tokens_map.json", "tokenizer.json",
-    "tokenizer.model", "tokenizer_config.json",
-)  # fmt: skip
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _MIN_VOCABULARY = 260  # all bytes and the turn tokens
@@ -244,9 +251,14 @@ def load_reader(name: str, revision: str | None = None) -> Reader:
 
 
 def load_random(
-    name: str, shape: str | Shape, dtype: torch.dtype, device: torch.device, *, drawn_on: torch.device | None = None,
+    name: str,
+    shape: str | Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    drawn_on: torch.device | None = None,
     weight_format: WeightFormat | None = None,
-) -> Loaded:  # fmt: skip
+) -> Loaded:
     """Build a model with random weights, to measure speed without a download.
 
     Args:
@@ -265,9 +277,14 @@ def load_random(
 
 
 def load_random_shard(
-    name: str, shape: str, rank: int, size: int, dtype: torch.dtype, device: torch.device,
+    name: str,
+    shape: str,
+    rank: int,
+    size: int,
+    dtype: torch.dtype,
+    device: torch.device,
     weight_format: WeightFormat | None = None,
-) -> tuple[Loaded, int]:  # fmt: skip
+) -> tuple[Loaded, int]:
     """Load one rank's part of :func:`load_random`; return it with the size of the full vocabulary.
 
     Raises:
@@ -289,9 +306,15 @@ def load_random_meta_model(name: str, shape: str, dtype: torch.dtype, device: to
 
 
 def load_shard_of(
-    name: str, rank: int, size: int, dtype: torch.dtype, device: torch.device, *, revision: str | None = None,
+    name: str,
+    rank: int,
+    size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    revision: str | None = None,
     weight_format: WeightFormat | None = None,
-) -> tuple[Loaded, int]:  # fmt: skip
+) -> tuple[Loaded, int]:
     """Load one rank's part of a checkpoint; return it with the size of the full vocabulary.
 
     The whole model is loaded into host memory (memory-mapped if the dtype does not change), and only the rank's part is
@@ -457,9 +480,14 @@ def _check_placement(name: str, scheme: StoredScheme, placement: Placement) -> N
 
 
 def _load_stored(
-    name: str, scheme: StoredScheme, dtype: torch.dtype, device: torch.device, revision: str | None,
-    rank: int = 0, size: int = 1,
-) -> tuple[Loaded, int]:  # fmt: skip
+    name: str,
+    scheme: StoredScheme,
+    dtype: torch.dtype,
+    device: torch.device,
+    revision: str | None,
+    rank: int = 0,
+    size: int = 1,
+) -> tuple[Loaded, int]:
     """Load a quantised checkpoint, or one rank's part of it; return it with the size of the full vocabulary."""
     source = str(checkpoint_source(name, revision))
     reader = load_reader(name, revision)

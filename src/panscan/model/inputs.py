@@ -114,9 +114,7 @@ def plan_request(read: DecodedRequest, reader: Reader) -> tuple[list[ViewPlan], 
     return plan_sizes(read.request, [image.size for image in read.images], reader)
 
 
-def plan_sizes(
-    request: Request, sizes: Sequence[tuple[int, int]], reader: Reader
-) -> tuple[list[ViewPlan], Prompt]:  # fmt: skip
+def plan_sizes(request: Request, sizes: Sequence[tuple[int, int]], reader: Reader) -> tuple[list[ViewPlan], Prompt]:
     """The views of images of these sizes, as many as the request has, and the prompt with their places."""
     plans = [plan_views(*size, request.pan_and_scan) for size in sizes]
     return plans, reader.prompts.write(request, [plan.crops for plan in plans])

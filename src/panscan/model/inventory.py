@@ -16,9 +16,12 @@ __all__ = ["Inventory", "Part", "TensorFacts", "inventory"]
 
 Part = Literal["decoder", "vision", "projector", "embedding", "head", "other"]
 _PARTS: tuple[tuple[str, Part], ...] = (
-    ("layers.", "decoder"), ("vision_tower.", "vision"), ("multi_modal_projector.", "projector"),
-    ("embed_tokens.", "embedding"), ("lm_head.", "head"),
-)  # fmt: skip
+    ("layers.", "decoder"),
+    ("vision_tower.", "vision"),
+    ("multi_modal_projector.", "projector"),
+    ("embed_tokens.", "embedding"),
+    ("lm_head.", "head"),
+)
 
 
 @dataclass(frozen=True, slots=True)

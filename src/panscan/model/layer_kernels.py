@@ -25,7 +25,7 @@ _MOST_HEADS = 16  # per program of the rotary embedding
 
 def add_layer_norm(
     hidden: torch.Tensor, part: torch.Tensor | None, norm: nn.LayerNorm
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``hidden + part`` and its layer norm over the last dimension, both in the type of ``hidden``.
 
     Args:
@@ -39,9 +39,19 @@ def add_layer_norm(
     normed = torch.empty_like(hidden)
     with torch.cuda.device(hidden.get_device()):  # Triton launches on the current device; no effect for a CPU tensor
         _add_layer_norm[(hidden.numel() // width,)](
-            hidden, hidden if part is None else part, norm.weight, norm.bias, total, normed, norm.eps,
-            width=width, padded=padded, adds=part is not None, num_warps=_warps(padded), **early_launch(hidden.device),
-        )  # fmt: skip
+            hidden,
+            hidden if part is None else part,
+            norm.weight,
+            norm.bias,
+            total,
+            normed,
+            norm.eps,
+            width=width,
+            padded=padded,
+            adds=part is not None,
+            num_warps=_warps(padded),
+            **early_launch(hidden.device),
+        )
     return total, normed
 
 
@@ -58,9 +68,13 @@ def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float, input_dtype
 
 
 def add_rms_norms(
-    hidden: torch.Tensor, part: Product, part_weight: torch.Tensor, next_weight: torch.Tensor, eps: float,
+    hidden: torch.Tensor,
+    part: Product,
+    part_weight: torch.Tensor,
+    next_weight: torch.Tensor,
+    eps: float,
     input_dtype: torch.dtype | None = None,
-) -> tuple[torch.Tensor, Rows]:  # fmt: skip
+) -> tuple[torch.Tensor, Rows]:
     """Return ``total = hidden + rms_norm(part, part_weight)`` and ``rms_norm(total, next_weight)`` as new tensors.
 
     The norm of the part, the sum and the norm of the sum are each rounded to the type of ``hidden``.
@@ -92,16 +106,32 @@ def gelu_product(gate_up: Product, dtype: torch.dtype | None = None, input_dtype
     largest = values.new_empty(count, chunks, dtype=torch.float32)
     with torch.cuda.device(values.get_device()):
         _gelu_product[(count, chunks)](
-            values, row_scale, column_scale, product, largest, width=width, columns=_GELU_COLUMNS, scaled=scaled,
-            measures=input_dtype is not None, **early_launch(values.device),
-        )  # fmt: skip
+            values,
+            row_scale,
+            column_scale,
+            product,
+            largest,
+            width=width,
+            columns=_GELU_COLUMNS,
+            scaled=scaled,
+            measures=input_dtype is not None,
+            **early_launch(values.device),
+        )
     return product if input_dtype is None else quantize_chunks(product, largest, input_dtype)
 
 
 def rotate_and_store(
-    qkv: Product, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, cos: torch.Tensor,
-    sin: torch.Tensor, slots: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, heads: int,
-) -> torch.Tensor:  # fmt: skip
+    qkv: Product,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    eps: float,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    slots: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    heads: int,
+) -> torch.Tensor:
     """Norm and rotate queries and keys, store keys and values, and return the queries ``[T, heads, D]``.
 
     The norm is rounded to the type of ``qkv``; the rotation is computed in float32 and rounded once.
@@ -128,17 +158,38 @@ def rotate_and_store(
     query = values.new_empty(rows, heads, size, dtype=cos.dtype)
     with torch.cuda.device(values.get_device()):
         _rotate_and_store[(rows, triton.cdiv(every, group))](
-            values, row_scale, column_scale, q_weight, k_weight, cos, sin, slots, query, k_cache, v_cache,
-            values.stride(0), eps, heads=heads, kv_heads=kv_heads, size=size, group=group, scaled=scaled,
-            num_warps=8 if group * size >= 4096 else 4, **early_launch(values.device),
-        )  # fmt: skip
+            values,
+            row_scale,
+            column_scale,
+            q_weight,
+            k_weight,
+            cos,
+            sin,
+            slots,
+            query,
+            k_cache,
+            v_cache,
+            values.stride(0),
+            eps,
+            heads=heads,
+            kv_heads=kv_heads,
+            size=size,
+            group=group,
+            scaled=scaled,
+            num_warps=8 if group * size >= 4096 else 4,
+            **early_launch(values.device),
+        )
     return query
 
 
 def _rms_norms(
-    hidden: torch.Tensor, part: Product | None, part_weight: torch.Tensor, next_weight: torch.Tensor, eps: float,
+    hidden: torch.Tensor,
+    part: Product | None,
+    part_weight: torch.Tensor,
+    next_weight: torch.Tensor,
+    eps: float,
     input_dtype: torch.dtype | None,
-) -> tuple[torch.Tensor, Rows]:  # fmt: skip
+) -> tuple[torch.Tensor, Rows]:
     width = hidden.shape[-1]
     padded = triton.next_power_of_2(width)
     values, row_scale, column_scale, scaled = _split_scales(hidden if part is None else part)
@@ -147,10 +198,24 @@ def _rms_norms(
     scale = hidden.new_empty(len(hidden), 1, dtype=torch.float32)
     with torch.cuda.device(hidden.get_device()):
         _add_rms_norms[(len(hidden),)](
-            hidden, values, row_scale, column_scale, part_weight, next_weight, total, normed, scale, eps,
-            most=_max_value(input_dtype), width=width, padded=padded, adds=part is not None, scaled=scaled,
-            num_warps=_warps(padded), **early_launch(hidden.device),
-        )  # fmt: skip
+            hidden,
+            values,
+            row_scale,
+            column_scale,
+            part_weight,
+            next_weight,
+            total,
+            normed,
+            scale,
+            eps,
+            most=_max_value(input_dtype),
+            width=width,
+            padded=padded,
+            adds=part is not None,
+            scaled=scaled,
+            num_warps=_warps(padded),
+            **early_launch(hidden.device),
+        )
     return total, normed if input_dtype is None else QuantizedRows(normed, scale)
 
 
@@ -173,9 +238,18 @@ def _warps(padded: int) -> int:
 
 @kernel()
 def _add_layer_norm(
-    hidden, part, weight, bias, total, normed, epsilon,
-    width: tl.constexpr, padded: tl.constexpr, adds: tl.constexpr, early: tl.constexpr,
-):  # fmt: skip
+    hidden,
+    part,
+    weight,
+    bias,
+    total,
+    normed,
+    epsilon,
+    width: tl.constexpr,
+    padded: tl.constexpr,
+    adds: tl.constexpr,
+    early: tl.constexpr,
+):
     """Process one row. The variance is computed from differences to the mean: a large mean would cancel it."""
     column = tl.arange(0, padded)
     valid = column < width
@@ -215,10 +289,23 @@ def _store_rows(to, values, scale, row, valid, most: tl.constexpr):
 
 @kernel()
 def _add_rms_norms(
-    hidden, part, row_scale, column_scale, part_weight, next_weight, total, normed, scale, epsilon,
-    most: tl.constexpr, width: tl.constexpr, padded: tl.constexpr, adds: tl.constexpr, scaled: tl.constexpr,
+    hidden,
+    part,
+    row_scale,
+    column_scale,
+    part_weight,
+    next_weight,
+    total,
+    normed,
+    scale,
+    epsilon,
+    most: tl.constexpr,
+    width: tl.constexpr,
+    padded: tl.constexpr,
+    adds: tl.constexpr,
+    scaled: tl.constexpr,
     early: tl.constexpr,
-):  # fmt: skip
+):
     """Process one row."""
     column = tl.arange(0, padded)
     valid = column < width
@@ -247,9 +334,17 @@ def _row_rms_norm(values, weight, epsilon, width: tl.constexpr):
 
 @kernel()
 def _gelu_product(
-    gate_up, row_scale, column_scale, product, largest, width: tl.constexpr, columns: tl.constexpr,
-    scaled: tl.constexpr, measures: tl.constexpr, early: tl.constexpr,
-):  # fmt: skip
+    gate_up,
+    row_scale,
+    column_scale,
+    product,
+    largest,
+    width: tl.constexpr,
+    columns: tl.constexpr,
+    scaled: tl.constexpr,
+    measures: tl.constexpr,
+    early: tl.constexpr,
+):
     """Process ``columns`` columns of one row; ``measures``: store their largest absolute value.
 
     With u = sqrt(2 / pi) (x + 0.044715 x³), ``0.5 x (1 + tanh(u))`` is ``x sigmoid(2 u)``, which neither overflows nor
@@ -275,10 +370,26 @@ def _gelu_product(
 
 @kernel()
 def _rotate_and_store(
-    qkv, row_scale, column_scale, q_weight, k_weight, cos, sin, slots, query, k_cache, v_cache, row_stride, epsilon,
-    heads: tl.constexpr, kv_heads: tl.constexpr, size: tl.constexpr, group: tl.constexpr, scaled: tl.constexpr,
+    qkv,
+    row_scale,
+    column_scale,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    slots,
+    query,
+    k_cache,
+    v_cache,
+    row_stride,
+    epsilon,
+    heads: tl.constexpr,
+    kv_heads: tl.constexpr,
+    size: tl.constexpr,
+    group: tl.constexpr,
+    scaled: tl.constexpr,
     early: tl.constexpr,
-):  # fmt: skip
+):
     """Process ``group`` heads of one row, in two halves of each head; query, key and value heads may share a group."""
     half: tl.constexpr = size // 2
     row = tl.program_id(0).to(tl.int64)

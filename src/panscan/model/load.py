@@ -111,9 +111,13 @@ def _load(settings: Settings, device: torch.device, dtype: torch.dtype, drawn_on
             settings.model, 0, 1, dtype, device, revision=settings.revision, weight_format=weight_format
         )[0]
     placement = Placement(
-        device, dtype, settings.device_map, settings.max_memory, settings.tp_plan,
+        device,
+        dtype,
+        settings.device_map,
+        settings.max_memory,
+        settings.tp_plan,
         quantization_config(settings.quantization, dtype),
-    )  # fmt: skip
+    )
     return load_model(settings.model, placement, revision=settings.revision)
 
 

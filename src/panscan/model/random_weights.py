@@ -28,9 +28,14 @@ _DEVIATION = 0.02
 
 @torch.no_grad()
 def random_model(
-    shape: str | Shape, *, dtype: torch.dtype, device: str | torch.device, seed: int = 0,
-    drawn_on: torch.device | None = None, weight_format: WeightFormat | None = None,
-) -> tuple[PreTrainedModel, Gemma3Processor | GemmaTokenizer]:  # fmt: skip
+    shape: str | Shape,
+    *,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    seed: int = 0,
+    drawn_on: torch.device | None = None,
+    weight_format: WeightFormat | None = None,
+) -> tuple[PreTrainedModel, Gemma3Processor | GemmaTokenizer]:
     """Build ``shape`` (a name of ``SHAPES``, or a shape) in place on ``device``, its weights drawn there in ``dtype``.
 
     It is returned with a processor, or for a text-only shape with a tokenizer; the tokenizer is a bundled model's.
@@ -65,9 +70,15 @@ def random_model(
 
 
 def random_shard(
-    shape: str | Shape, rank: int, size: int, *, dtype: torch.dtype, device: str | torch.device, seed: int = 0,
+    shape: str | Shape,
+    rank: int,
+    size: int,
+    *,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    seed: int = 0,
     weight_format: WeightFormat | None = None,
-) -> tuple[PreTrainedModel, Gemma3Processor | GemmaTokenizer, int]:  # fmt: skip
+) -> tuple[PreTrainedModel, Gemma3Processor | GemmaTokenizer, int]:
     """Build one rank's shard of :func:`random_model` without ever holding more than one whole parameter.
 
     Returns:
@@ -89,7 +100,7 @@ def random_shard(
 
 def random_meta_model(
     shape: str | Shape, dtype: torch.dtype
-) -> tuple[PreTrainedModel, Gemma3Processor | GemmaTokenizer]:  # fmt: skip
+) -> tuple[PreTrainedModel, Gemma3Processor | GemmaTokenizer]:
     """Build ``shape`` on the meta device, without weights, with its processor or tokenizer.
 
     Raises:
@@ -114,7 +125,7 @@ def _undrawn(
 
 def _with_reader(
     model: PreTrainedModel, shape: Shape, tokenizer: GemmaTokenizer
-) -> tuple[PreTrainedModel, Gemma3Processor | GemmaTokenizer]:  # fmt: skip
+) -> tuple[PreTrainedModel, Gemma3Processor | GemmaTokenizer]:
     model.generation_config = generation_config(tokenizer)
     if shape.vision is None:
         return model, tokenizer
@@ -149,7 +160,7 @@ def _named(shape: str | Shape) -> Shape:
 
 def _drawn(
     model: PreTrainedModel, generator: torch.Generator, dtype: torch.dtype, device: torch.device
-) -> Iterator[tuple[str, torch.Tensor]]:  # fmt: skip
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and drawn values of each parameter, in the order of the model: drawn in place, or for a model on the
     meta device into a new tensor.
 

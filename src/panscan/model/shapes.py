@@ -33,7 +33,7 @@ PATTERN = 6
 
 def decoder_working_bytes(
     *, hidden: int, intermediate: int, vocabulary: int, tokens: int, rows: int, width: int
-) -> int:  # fmt: skip
+) -> int:
     """Return a generous bound on the bytes that a pass of the decoder needs beside weights and caches.
 
     Per token four hidden states and three of the MLP's width; per row the logits as computed and three float32 copies;
@@ -290,29 +290,63 @@ _VOCABULARY = _TEXT_VOCABULARY + 64
 def _small(hidden: int, intermediate: int, layers: int) -> TextShape:
     """What the two text-only models have in common."""
     return TextShape(
-        _TEXT_VOCABULARY, hidden, intermediate, layers, heads=4, kv_heads=1, head_size=256, window=512,
-        query_scale=256, max_positions=32_768,
-    )  # fmt: skip
+        _TEXT_VOCABULARY,
+        hidden,
+        intermediate,
+        layers,
+        heads=4,
+        kv_heads=1,
+        head_size=256,
+        window=512,
+        query_scale=256,
+        max_positions=32_768,
+    )
 
 
 def _large(hidden: int, layers: int, heads: int, head_size: int, query_scale: int) -> TextShape:
     """What the models that see have in common."""
     return TextShape(
-        _VOCABULARY, hidden, 4 * hidden, layers, heads, heads // 2, head_size, window=1024,
-        query_scale=query_scale, max_positions=131_072, rope_factor=8.0,
-    )  # fmt: skip
+        _VOCABULARY,
+        hidden,
+        4 * hidden,
+        layers,
+        heads,
+        heads // 2,
+        head_size,
+        window=1024,
+        query_scale=query_scale,
+        max_positions=131_072,
+        rope_factor=8.0,
+    )
 
 
 _MINI_TEXT = TextShape(
-    vocabulary=512, hidden=256, intermediate=576, layers=7, heads=4, kv_heads=2, head_size=64, window=768,
-    query_scale=64, max_positions=32_768,
-)  # fmt: skip
+    vocabulary=512,
+    hidden=256,
+    intermediate=576,
+    layers=7,
+    heads=4,
+    kv_heads=2,
+    head_size=64,
+    window=768,
+    query_scale=64,
+    max_positions=32_768,
+)
 _MINI_VISION = VisionShape(hidden=192, intermediate=512, layers=6, heads=6, image_size=192, patch_size=8)
 
 _TINY_TEXT = TextShape(
-    vocabulary=1024, hidden=128, intermediate=384, layers=7, heads=4, kv_heads=2, head_size=32, window=128,
-    query_scale=32, max_positions=32_768, rope_factor=8.0,
-)  # fmt: skip
+    vocabulary=1024,
+    hidden=128,
+    intermediate=384,
+    layers=7,
+    heads=4,
+    kv_heads=2,
+    head_size=32,
+    window=128,
+    query_scale=32,
+    max_positions=32_768,
+    rope_factor=8.0,
+)
 _TINY_VISION = VisionShape(hidden=144, intermediate=288, layers=2, heads=2, image_size=224)
 
 SHAPES: dict[str, Shape] = {

@@ -130,9 +130,11 @@ def check_divides(config: Any, size: int) -> None:
         raise UnsupportedError(f"--tensor-parallel-size {size}: the checkpoint's quantised weights cannot be split")
     text = config.get_text_config()
     reason = split_reason(
-        heads=text.num_attention_heads, kv_heads=text.num_key_value_heads, intermediate=text.intermediate_size,
+        heads=text.num_attention_heads,
+        kv_heads=text.num_key_value_heads,
+        intermediate=text.intermediate_size,
         size=size,
-    )  # fmt: skip
+    )
     if reason is not None:
         raise UnsupportedError(reason)
 

@@ -41,8 +41,14 @@ _SCHEMES: dict[str, type[CompressedTensorsScheme | GptqScheme | AwqScheme | Torc
 }
 _BY_TRANSFORMERS = ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit")
 _UNUSED = (  # leaves of tensors that the model computes, or that belong to quantised caches
-    "inv_freq", "original_inv_freq", "position_ids", "k_scale", "v_scale", "q_scale", "prob_scale",
-)  # fmt: skip
+    "inv_freq",
+    "original_inv_freq",
+    "position_ids",
+    "k_scale",
+    "v_scale",
+    "q_scale",
+    "prob_scale",
+)
 _BY_COLUMNS = ("o_proj", "down_proj")
 
 
@@ -79,9 +85,15 @@ def stored_scheme(config: Mapping[str, Any] | Any, name: str) -> StoredScheme | 
 
 @torch.no_grad()
 def load_stored(
-    name: str, config: Any, scheme: StoredScheme, tensors: StoredTensors, dtype: torch.dtype, device: torch.device,
-    rank: int = 0, size: int = 1,
-) -> Any:  # fmt: skip
+    name: str,
+    config: Any,
+    scheme: StoredScheme,
+    tensors: StoredTensors,
+    dtype: torch.dtype,
+    device: torch.device,
+    rank: int = 0,
+    size: int = 1,
+) -> Any:
     """Load a model, or one rank's part of it, from the tensors of a checkpoint.
 
     Args:
@@ -114,9 +126,15 @@ class _Loading:
     """State of one call of :func:`load_stored`: which tensors are still unused, and what was dequantised."""
 
     def __init__(
-        self, config: Any, scheme: StoredScheme, tensors: StoredTensors, dtype: torch.dtype, device: torch.device,
-        rank: int, size: int,
-    ) -> None:  # fmt: skip
+        self,
+        config: Any,
+        scheme: StoredScheme,
+        tensors: StoredTensors,
+        dtype: torch.dtype,
+        device: torch.device,
+        rank: int,
+        size: int,
+    ) -> None:
         self._config, self._scheme, self._tensors = config, scheme, tensors
         self._dtype, self._device, self._rank, self._size = dtype, device, rank, size
         self._whole = build_model(config, dtype, torch.device("meta"))

@@ -115,9 +115,13 @@ class TextLayers:
     """
 
     def __init__(
-        self, loaded_model: Any, ranks: Ranks = SINGLE_RANK, *, vocab_size: int | None = None,
+        self,
+        loaded_model: Any,
+        ranks: Ranks = SINGLE_RANK,
+        *,
+        vocab_size: int | None = None,
         kv_dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         _refuse_spread(loaded_model)
         self._model, self._ranks = loaded_model, ranks
         self._text = getattr(loaded_model.model, "language_model", loaded_model.model)
@@ -170,9 +174,14 @@ class TextLayers:
 
     @torch.no_grad()
     def run(
-        self, hidden: torch.Tensor, positions: torch.Tensor, k_caches: Sequence[torch.Tensor],
-        v_caches: Sequence[torch.Tensor], plans: Mapping[bool, AttentionPlan], output: OutputRows | None = None,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        k_caches: Sequence[torch.Tensor],
+        v_caches: Sequence[torch.Tensor],
+        plans: Mapping[bool, AttentionPlan],
+        output: OutputRows | None = None,
+    ) -> torch.Tensor:
         """Return final hidden states ``[n, hidden]``, normed, of embeddings ``[T, hidden]``.
 
         Args:
@@ -227,9 +236,13 @@ class TextLayers:
         """
         config = self._text.config
         return decoder_working_bytes(
-            hidden=config.hidden_size, intermediate=config.intermediate_size, vocabulary=self.vocab_size,
-            tokens=tokens, rows=rows, width=self.dtype.itemsize,
-        )  # fmt: skip
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            vocabulary=self.vocab_size,
+            tokens=tokens,
+            rows=rows,
+            width=self.dtype.itemsize,
+        )
 
     def _all_plain(self) -> bool:
         """Whether kernels may read the norms' weights, and compute the activation."""
@@ -289,11 +302,13 @@ def _layer_of(module: Any, kind: str, config: Any, ranks: Ranks) -> _Layer:
         q_norm=attention.q_norm,
         k_norm=attention.k_norm,
         norms=(
-            module.input_layernorm, module.post_attention_layernorm,
-            module.pre_feedforward_layernorm, module.post_feedforward_layernorm,
+            module.input_layernorm,
+            module.post_attention_layernorm,
+            module.pre_feedforward_layernorm,
+            module.post_feedforward_layernorm,
         ),
         activation=mlp.act_fn,
-    )  # fmt: skip
+    )
 
 
 class _Ops(Protocol):
@@ -315,9 +330,14 @@ class _Ops(Protocol):
         ...
 
     def rotate_and_store(
-        self, layer: _Layer, qkv: Product, rotary: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor,
-        k_cache: torch.Tensor, v_cache: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        layer: _Layer,
+        qkv: Product,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> torch.Tensor:
         """Norm and rotate queries and keys, write keys and values to their slots; return queries ``[T, heads, D]``."""
         ...
 
@@ -346,9 +366,14 @@ class _TorchOps:
         return layer.activation(gate) * up
 
     def rotate_and_store(
-        self, layer: _Layer, qkv: Product, rotary: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor,
-        k_cache: torch.Tensor, v_cache: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        layer: _Layer,
+        qkv: Product,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> torch.Tensor:
         heads = self._dense(qkv).view(len(slots), -1, layer.head_size)
         query, key, value = torch.split(heads, [layer.heads, layer.kv_heads, layer.kv_heads], 1)
         query, key = apply_rotary_pos_emb(layer.q_norm(query), layer.k_norm(key), *rotary)
@@ -391,9 +416,14 @@ class _KernelOps:
         return self._kernels.gelu_product(gate_up, self._dtype, layer.down.input_dtype)
 
     def rotate_and_store(
-        self, layer: _Layer, qkv: Product, rotary: tuple[torch.Tensor, torch.Tensor], slots: torch.Tensor,
-        k_cache: torch.Tensor, v_cache: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
+        self,
+        layer: _Layer,
+        qkv: Product,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> torch.Tensor:
         q_norm: Any = layer.q_norm
         k_norm: Any = layer.k_norm
         return self._kernels.rotate_and_store(

@@ -114,9 +114,7 @@ def _split(size: int) -> _Split:
     return _Split(main, max(more, 16) if more else 0, max(more, 8) if more else 0)
 
 
-def _launch(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, factor: float
-) -> None:  # fmt: skip
+def _launch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, factor: float) -> None:
     views, heads, patches, size = query.shape
     split = _split(size)
     groups = 3 if split.main + split.tail <= 72 else 2  # three have 160 registers per thread, two 240
@@ -125,13 +123,28 @@ def _launch(
     row_tiles = triton.cdiv(patches, _ROWS * groups)
     tiles = row_tiles * heads * views
     _attend[(min(tiles, _multiprocessors(query.device)),)](
-        *_descriptors(query, _ROWS, split), *_descriptors(key, _KEYS, split), *_descriptors(value, _KEYS, split),
-        output, factor, patches, heads, row_tiles, tiles,
-        size=size, main=split.main, rest=split.rest, tail=split.tail, rows=_ROWS, keys=_KEYS, stages=stages,
-        groups=groups, ragged=patches % _KEYS != 0, registers=160 if groups == 3 else 240,
+        *_descriptors(query, _ROWS, split),
+        *_descriptors(key, _KEYS, split),
+        *_descriptors(value, _KEYS, split),
+        output,
+        factor,
+        patches,
+        heads,
+        row_tiles,
+        tiles,
+        size=size,
+        main=split.main,
+        rest=split.rest,
+        tail=split.tail,
+        rows=_ROWS,
+        keys=_KEYS,
+        stages=stages,
+        groups=groups,
+        ragged=patches % _KEYS != 0,
+        registers=160 if groups == 3 else 240,
         settled=query.dtype == torch.bfloat16,  # float16 has too few exponents
         num_warps=4,
-    )  # fmt: skip
+    )
 
 
 def _descriptors(part: torch.Tensor, rows: int, split: _Split) -> tuple[HopperDescriptor, HopperDescriptor]:
@@ -155,8 +168,19 @@ def _position(tile, row_tiles, heads):
 
 
 @_gluon
-def _load(main_desc, rest_desc, main_shared, rest_shared, barrier, view, head, row,
-          rows: gl.constexpr, main: gl.constexpr, rest: gl.constexpr):  # fmt: skip
+def _load(
+    main_desc,
+    rest_desc,
+    main_shared,
+    rest_shared,
+    barrier,
+    view,
+    head,
+    row,
+    rows: gl.constexpr,
+    main: gl.constexpr,
+    rest: gl.constexpr,
+):
     mbarrier.expect(barrier, rows * (main + rest) * 2)
     tma.async_copy_global_to_shared(main_desc, [view, head, row, 0], barrier, main_shared)
     if rest > 0:
@@ -165,11 +189,38 @@ def _load(main_desc, rest_desc, main_shared, rest_shared, barrier, view, head, r
 
 @_gluon
 def _producer(
-    q_main, q_rest, k_main, k_rest, v_main, v_rest,
-    sq_main, sq_rest, sk_main, sk_rest, sv_main, sv_rest, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    overflows, finished, patches, heads, row_tiles, tiles, main: gl.constexpr, rest: gl.constexpr, rows: gl.constexpr,
-    keys: gl.constexpr, stages: gl.constexpr, groups: gl.constexpr, settled: gl.constexpr,
-):  # fmt: skip
+    q_main,
+    q_rest,
+    k_main,
+    k_rest,
+    v_main,
+    v_rest,
+    sq_main,
+    sq_rest,
+    sk_main,
+    sk_rest,
+    sv_main,
+    sv_rest,
+    q_full,
+    q_empty,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    overflows,
+    finished,
+    patches,
+    heads,
+    row_tiles,
+    tiles,
+    main: gl.constexpr,
+    rest: gl.constexpr,
+    rows: gl.constexpr,
+    keys: gl.constexpr,
+    stages: gl.constexpr,
+    groups: gl.constexpr,
+    settled: gl.constexpr,
+):
     """Load tiles in the order in which the warpgroups need them, into buffers that all of them have released."""
     loaded, done, first = 0, 0, gl.program_id(0)
     for attempt in gl.static_range(2 if settled else 1):
@@ -180,22 +231,49 @@ def _producer(
             for group in gl.static_range(groups):
                 mbarrier.wait(q_empty.index(group), (done & 1) ^ 1)
                 _load(
-                    q_main, q_rest, sq_main.index(group), sq_rest.index(group), q_full.index(group), view, head,
-                    (row_tile * groups + group) * rows, rows, main, rest,
-                )  # fmt: skip
+                    q_main,
+                    q_rest,
+                    sq_main.index(group),
+                    sq_rest.index(group),
+                    q_full.index(group),
+                    view,
+                    head,
+                    (row_tile * groups + group) * rows,
+                    rows,
+                    main,
+                    rest,
+                )
             for begin in range(0, patches, keys):
                 stage = loaded % stages
                 phase = (loaded // stages & 1) ^ 1
                 mbarrier.wait(k_empty.index(stage), phase)
                 _load(
-                    k_main, k_rest, sk_main.index(stage), sk_rest.index(stage), k_full.index(stage), view, head, begin,
-                    keys, main, rest,
-                )  # fmt: skip
+                    k_main,
+                    k_rest,
+                    sk_main.index(stage),
+                    sk_rest.index(stage),
+                    k_full.index(stage),
+                    view,
+                    head,
+                    begin,
+                    keys,
+                    main,
+                    rest,
+                )
                 mbarrier.wait(v_empty.index(stage), phase)
                 _load(
-                    v_main, v_rest, sv_main.index(stage), sv_rest.index(stage), v_full.index(stage), view, head, begin,
-                    keys, main, rest,
-                )  # fmt: skip
+                    v_main,
+                    v_rest,
+                    sv_main.index(stage),
+                    sv_rest.index(stage),
+                    v_full.index(stage),
+                    view,
+                    head,
+                    begin,
+                    keys,
+                    main,
+                    rest,
+                )
                 loaded += 1
             done += 1  # Gluon has no enumerate
 
@@ -212,8 +290,20 @@ def _first_again(overflows, finished, tiles, groups: gl.constexpr, warps: gl.con
 
 
 @_gluon
-def _scores(q_main, q_rest, sk_main, sk_rest, k_full, used, main: gl.constexpr, rest: gl.constexpr,
-            rows: gl.constexpr, keys: gl.constexpr, stages: gl.constexpr, layout: gl.constexpr):  # fmt: skip
+def _scores(
+    q_main,
+    q_rest,
+    sk_main,
+    sk_rest,
+    k_full,
+    used,
+    main: gl.constexpr,
+    rest: gl.constexpr,
+    rows: gl.constexpr,
+    keys: gl.constexpr,
+    stages: gl.constexpr,
+    layout: gl.constexpr,
+):
     """Issue query · keyᵀ for the next tile of keys."""
     stage = used % stages
     mbarrier.wait(k_full.index(stage), used // stages & 1)
@@ -251,11 +341,38 @@ def _narrow(shared, columns: gl.constexpr):
 
 @_gluon
 def _consumer(
-    group: gl.constexpr, output, sq_main, sq_rest, sk_main, sk_rest, sv_main, sv_rest,
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, overflows, finished, scale, patches, heads, row_tiles, tiles,
-    size: gl.constexpr, main: gl.constexpr, rest: gl.constexpr, tail: gl.constexpr, rows: gl.constexpr,
-    keys: gl.constexpr, stages: gl.constexpr, groups: gl.constexpr, ragged: gl.constexpr, settled: gl.constexpr,
-):  # fmt: skip
+    group: gl.constexpr,
+    output,
+    sq_main,
+    sq_rest,
+    sk_main,
+    sk_rest,
+    sv_main,
+    sv_rest,
+    q_full,
+    q_empty,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    overflows,
+    finished,
+    scale,
+    patches,
+    heads,
+    row_tiles,
+    tiles,
+    size: gl.constexpr,
+    main: gl.constexpr,
+    rest: gl.constexpr,
+    tail: gl.constexpr,
+    rows: gl.constexpr,
+    keys: gl.constexpr,
+    stages: gl.constexpr,
+    groups: gl.constexpr,
+    ragged: gl.constexpr,
+    settled: gl.constexpr,
+):
     """Compute 64 query rows per tile with one warpgroup, a second time if sums of weights overflowed."""
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, keys, 16])
     used, done, first = 0, 0, gl.program_id(0)
@@ -267,21 +384,80 @@ def _consumer(
             mbarrier.arrive(finished)
             first = _first_again(overflows, finished, tiles, groups, 4)
         used, done, overflowed = _consume(
-            group, output, sq_main, sq_rest, sk_main, sk_rest, sv_main, sv_rest,
-            q_full, q_empty, k_full, k_empty, v_full, v_empty, scale, patches, heads, row_tiles, tiles,
-            first, used, done, overflowed, size, main, rest, tail, rows, keys, stages, groups, ragged,
-            settled and attempt == 0, s_layout,
-        )  # fmt: skip
+            group,
+            output,
+            sq_main,
+            sq_rest,
+            sk_main,
+            sk_rest,
+            sv_main,
+            sv_rest,
+            q_full,
+            q_empty,
+            k_full,
+            k_empty,
+            v_full,
+            v_empty,
+            scale,
+            patches,
+            heads,
+            row_tiles,
+            tiles,
+            first,
+            used,
+            done,
+            overflowed,
+            size,
+            main,
+            rest,
+            tail,
+            rows,
+            keys,
+            stages,
+            groups,
+            ragged,
+            settled and attempt == 0,
+            s_layout,
+        )
 
 
 @_gluon
 def _consume(
-    group: gl.constexpr, output, sq_main, sq_rest, sk_main, sk_rest, sv_main, sv_rest,
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, scale, patches, heads, row_tiles, tiles,
-    first, used, done, overflowed, size: gl.constexpr, main: gl.constexpr, rest: gl.constexpr, tail: gl.constexpr,
-    rows: gl.constexpr, keys: gl.constexpr, stages: gl.constexpr, groups: gl.constexpr, ragged: gl.constexpr,
-    settled: gl.constexpr, s_layout: gl.constexpr,
-):  # fmt: skip
+    group: gl.constexpr,
+    output,
+    sq_main,
+    sq_rest,
+    sk_main,
+    sk_rest,
+    sv_main,
+    sv_rest,
+    q_full,
+    q_empty,
+    k_full,
+    k_empty,
+    v_full,
+    v_empty,
+    scale,
+    patches,
+    heads,
+    row_tiles,
+    tiles,
+    first,
+    used,
+    done,
+    overflowed,
+    size: gl.constexpr,
+    main: gl.constexpr,
+    rest: gl.constexpr,
+    tail: gl.constexpr,
+    rows: gl.constexpr,
+    keys: gl.constexpr,
+    stages: gl.constexpr,
+    groups: gl.constexpr,
+    ragged: gl.constexpr,
+    settled: gl.constexpr,
+    s_layout: gl.constexpr,
+):
     """Compute the tiles from ``first`` on. Return how many tiles of keys and of rows were used so far, and whether the
     weights of any row overflowed.
 
@@ -315,9 +491,7 @@ def _consume(
         else:
             top = gl.full([rows], -1e30, gl.float32, gl.SliceLayout(1, s_layout))
         for _ in range(key_tiles - 1):
-            weights, top, total, sums, rest_sums = _weigh(
-                scores, top, total, sums, rest_sums, scale, dtype, settled
-            )  # fmt: skip
+            weights, top, total, sums, rest_sums = _weigh(scores, top, total, sums, rest_sums, scale, dtype, settled)
             stage = used % stages
             mbarrier.wait(v_full.index(stage), used // stages & 1)
             v = sv_main.index(stage).reshape([keys, main])
@@ -369,8 +543,18 @@ def _masked(scores, first, patches, s_layout: gl.constexpr):
 
 
 @_gluon
-def _store(at, row, sums, total, first: gl.constexpr, patches, heads, size: gl.constexpr, rows: gl.constexpr,
-           columns: gl.constexpr):  # fmt: skip
+def _store(
+    at,
+    row,
+    sums,
+    total,
+    first: gl.constexpr,
+    patches,
+    heads,
+    size: gl.constexpr,
+    rows: gl.constexpr,
+    columns: gl.constexpr,
+):
     layout: gl.constexpr = sums.type.layout
     inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, layout))[:, None]
     row += gl.arange(0, rows, gl.SliceLayout(1, layout))
@@ -382,11 +566,30 @@ def _store(at, row, sums, total, first: gl.constexpr, patches, heads, size: gl.c
 
 @_gluon
 def _attend(
-    q_main, q_rest, k_main, k_rest, v_main, v_rest, output, scale, patches, heads, row_tiles, tiles,
-    size: gl.constexpr, main: gl.constexpr, rest: gl.constexpr, tail: gl.constexpr, rows: gl.constexpr,
-    keys: gl.constexpr, stages: gl.constexpr, groups: gl.constexpr, ragged: gl.constexpr,
-    registers: gl.constexpr, settled: gl.constexpr,
-):  # fmt: skip
+    q_main,
+    q_rest,
+    k_main,
+    k_rest,
+    v_main,
+    v_rest,
+    output,
+    scale,
+    patches,
+    heads,
+    row_tiles,
+    tiles,
+    size: gl.constexpr,
+    main: gl.constexpr,
+    rest: gl.constexpr,
+    tail: gl.constexpr,
+    rows: gl.constexpr,
+    keys: gl.constexpr,
+    stages: gl.constexpr,
+    groups: gl.constexpr,
+    ragged: gl.constexpr,
+    registers: gl.constexpr,
+    settled: gl.constexpr,
+):
     """One program per multiprocessor: every ``num_programs``-th tile of ``groups`` times 64 rows of one head."""
     dtype: gl.constexpr = output.dtype.element_ty
     sq_main = gl.allocate_shared_memory(dtype, [groups, 1, 1, rows, main], q_main.layout)
@@ -418,29 +621,268 @@ def _attend(
     fence_async_shared()
     # Gluon takes the partitions as a literal list, and constants only as literal elements of their tuples.
     if groups == 2:
-        gl.warp_specialize([
-            (_consumer, (0, output, sq_main, sq_rest, sk_main, sk_rest, sv_main, sv_rest, q_full, q_empty, k_full,
-                         k_empty, v_full, v_empty, overflows, finished, scale, patches, heads, row_tiles, tiles, size,
-                         main, rest, tail, rows, keys, stages, groups, ragged, settled)),
-            (_consumer, (1, output, sq_main, sq_rest, sk_main, sk_rest, sv_main, sv_rest, q_full, q_empty, k_full,
-                         k_empty, v_full, v_empty, overflows, finished, scale, patches, heads, row_tiles, tiles, size,
-                         main, rest, tail, rows, keys, stages, groups, ragged, settled)),
-            (_producer, (q_main, q_rest, k_main, k_rest, v_main, v_rest, sq_main, sq_rest, sk_main, sk_rest, sv_main,
-                         sv_rest, q_full, q_empty, k_full, k_empty, v_full, v_empty, overflows, finished, patches,
-                         heads, row_tiles, tiles, main, rest, rows, keys, stages, groups, settled)),
-        ], [4, 1], [registers, 24])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (
+                    _consumer,
+                    (
+                        0,
+                        output,
+                        sq_main,
+                        sq_rest,
+                        sk_main,
+                        sk_rest,
+                        sv_main,
+                        sv_rest,
+                        q_full,
+                        q_empty,
+                        k_full,
+                        k_empty,
+                        v_full,
+                        v_empty,
+                        overflows,
+                        finished,
+                        scale,
+                        patches,
+                        heads,
+                        row_tiles,
+                        tiles,
+                        size,
+                        main,
+                        rest,
+                        tail,
+                        rows,
+                        keys,
+                        stages,
+                        groups,
+                        ragged,
+                        settled,
+                    ),
+                ),
+                (
+                    _consumer,
+                    (
+                        1,
+                        output,
+                        sq_main,
+                        sq_rest,
+                        sk_main,
+                        sk_rest,
+                        sv_main,
+                        sv_rest,
+                        q_full,
+                        q_empty,
+                        k_full,
+                        k_empty,
+                        v_full,
+                        v_empty,
+                        overflows,
+                        finished,
+                        scale,
+                        patches,
+                        heads,
+                        row_tiles,
+                        tiles,
+                        size,
+                        main,
+                        rest,
+                        tail,
+                        rows,
+                        keys,
+                        stages,
+                        groups,
+                        ragged,
+                        settled,
+                    ),
+                ),
+                (
+                    _producer,
+                    (
+                        q_main,
+                        q_rest,
+                        k_main,
+                        k_rest,
+                        v_main,
+                        v_rest,
+                        sq_main,
+                        sq_rest,
+                        sk_main,
+                        sk_rest,
+                        sv_main,
+                        sv_rest,
+                        q_full,
+                        q_empty,
+                        k_full,
+                        k_empty,
+                        v_full,
+                        v_empty,
+                        overflows,
+                        finished,
+                        patches,
+                        heads,
+                        row_tiles,
+                        tiles,
+                        main,
+                        rest,
+                        rows,
+                        keys,
+                        stages,
+                        groups,
+                        settled,
+                    ),
+                ),
+            ],
+            [4, 1],
+            [registers, 24],
+        )
     else:
-        gl.warp_specialize([
-            (_consumer, (0, output, sq_main, sq_rest, sk_main, sk_rest, sv_main, sv_rest, q_full, q_empty, k_full,
-                         k_empty, v_full, v_empty, overflows, finished, scale, patches, heads, row_tiles, tiles, size,
-                         main, rest, tail, rows, keys, stages, groups, ragged, settled)),
-            (_consumer, (1, output, sq_main, sq_rest, sk_main, sk_rest, sv_main, sv_rest, q_full, q_empty, k_full,
-                         k_empty, v_full, v_empty, overflows, finished, scale, patches, heads, row_tiles, tiles, size,
-                         main, rest, tail, rows, keys, stages, groups, ragged, settled)),
-            (_consumer, (2, output, sq_main, sq_rest, sk_main, sk_rest, sv_main, sv_rest, q_full, q_empty, k_full,
-                         k_empty, v_full, v_empty, overflows, finished, scale, patches, heads, row_tiles, tiles, size,
-                         main, rest, tail, rows, keys, stages, groups, ragged, settled)),
-            (_producer, (q_main, q_rest, k_main, k_rest, v_main, v_rest, sq_main, sq_rest, sk_main, sk_rest, sv_main,
-                         sv_rest, q_full, q_empty, k_full, k_empty, v_full, v_empty, overflows, finished, patches,
-                         heads, row_tiles, tiles, main, rest, rows, keys, stages, groups, settled)),
-        ], [4, 4, 1], [registers, registers, 24])  # fmt: skip
+        gl.warp_specialize(
+            [
+                (
+                    _consumer,
+                    (
+                        0,
+                        output,
+                        sq_main,
+                        sq_rest,
+                        sk_main,
+                        sk_rest,
+                        sv_main,
+                        sv_rest,
+                        q_full,
+                        q_empty,
+                        k_full,
+                        k_empty,
+                        v_full,
+                        v_empty,
+                        overflows,
+                        finished,
+                        scale,
+                        patches,
+                        heads,
+                        row_tiles,
+                        tiles,
+                        size,
+                        main,
+                        rest,
+                        tail,
+                        rows,
+                        keys,
+                        stages,
+                        groups,
+                        ragged,
+                        settled,
+                    ),
+                ),
+                (
+                    _consumer,
+                    (
+                        1,
+                        output,
+                        sq_main,
+                        sq_rest,
+                        sk_main,
+                        sk_rest,
+                        sv_main,
+                        sv_rest,
+                        q_full,
+                        q_empty,
+                        k_full,
+                        k_empty,
+                        v_full,
+                        v_empty,
+                        overflows,
+                        finished,
+                        scale,
+                        patches,
+                        heads,
+                        row_tiles,
+                        tiles,
+                        size,
+                        main,
+                        rest,
+                        tail,
+                        rows,
+                        keys,
+                        stages,
+                        groups,
+                        ragged,
+                        settled,
+                    ),
+                ),
+                (
+                    _consumer,
+                    (
+                        2,
+                        output,
+                        sq_main,
+                        sq_rest,
+                        sk_main,
+                        sk_rest,
+                        sv_main,
+                        sv_rest,
+                        q_full,
+                        q_empty,
+                        k_full,
+                        k_empty,
+                        v_full,
+                        v_empty,
+                        overflows,
+                        finished,
+                        scale,
+                        patches,
+                        heads,
+                        row_tiles,
+                        tiles,
+                        size,
+                        main,
+                        rest,
+                        tail,
+                        rows,
+                        keys,
+                        stages,
+                        groups,
+                        ragged,
+                        settled,
+                    ),
+                ),
+                (
+                    _producer,
+                    (
+                        q_main,
+                        q_rest,
+                        k_main,
+                        k_rest,
+                        v_main,
+                        v_rest,
+                        sq_main,
+                        sq_rest,
+                        sk_main,
+                        sk_rest,
+                        sv_main,
+                        sv_rest,
+                        q_full,
+                        q_empty,
+                        k_full,
+                        k_empty,
+                        v_full,
+                        v_empty,
+                        overflows,
+                        finished,
+                        patches,
+                        heads,
+                        row_tiles,
+                        tiles,
+                        main,
+                        rest,
+                        rows,
+                        keys,
+                        stages,
+                        groups,
+                        settled,
+                    ),
+                ),
+            ],
+            [4, 4, 1],
+            [registers, registers, 24],
+        )

@@ -120,9 +120,12 @@ class VisionLayers:
         """Return a generous bound on the bytes that encoding needs (see :func:`vision_working_bytes`)."""
         config = self._config
         return vision_working_bytes(
-            patches=(config.image_size // config.patch_size) ** 2, hidden=config.hidden_size,
-            intermediate=config.intermediate_size, views=views, width=self._dtype.itemsize,
-        )  # fmt: skip
+            patches=(config.image_size // config.patch_size) ** 2,
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            views=views,
+            width=self._dtype.itemsize,
+        )
 
 
 def choose_vision_attention(device: torch.device, head_size: int, dtype: torch.dtype) -> tuple[str, str]:
@@ -275,9 +278,11 @@ class _Layer:
     def of(cls, layer: Any, attend: Attend) -> _Layer:
         """Return a layer on the weights of a ``SiglipEncoderLayer``."""
         return cls(
-            _SumNorm(layer.layer_norm1), _Attention(layer.self_attn, attend),
-            _SumNorm(layer.layer_norm2), _Mlp(layer.mlp),
-        )  # fmt: skip
+            _SumNorm(layer.layer_norm1),
+            _Attention(layer.self_attn, attend),
+            _SumNorm(layer.layer_norm2),
+            _Mlp(layer.mlp),
+        )
 
 
 class _SumNorm:

@@ -179,11 +179,7 @@ def warnings_for(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[Caution]
 
 def what_would_fit(inputs: PlanInputs) -> list[str]:
     """Return changes, each of which makes the model fit: other weights, more GPUs, or a larger GPU."""
-    return [
-        each
-        for each in (_other_weights(inputs), _more_gpus(inputs), _larger_gpu(inputs))
-        if each is not None
-    ]  # fmt: skip
+    return [each for each in (_other_weights(inputs), _more_gpus(inputs), _larger_gpu(inputs)) if each is not None]
 
 
 def _figure(layout: Layout, goal: Goal) -> float:

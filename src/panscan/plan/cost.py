@@ -187,9 +187,13 @@ def vision_work(variant: Variant, views: int) -> Work:
 
 
 def pass_work(
-    variant: Variant, *, decode_contexts: Sequence[int] = (), prefill: Sequence[tuple[int, int]] = (),
-    sampled: int | None = None, views: int = 0,
-) -> Work:  # fmt: skip
+    variant: Variant,
+    *,
+    decode_contexts: Sequence[int] = (),
+    prefill: Sequence[tuple[int, int]] = (),
+    sampled: int | None = None,
+    views: int = 0,
+) -> Work:
     """Return the work of one pass of the decoder, without vision.
 
     Activations: per row and layer, 12 hidden states, 6 of the MLP's width, 6 of all queries and 4 of all keys.

@@ -212,9 +212,14 @@ class Clock:
     """
 
     def __init__(
-        self, gpu: Gpu, variant: Variant, *, ceilings: tuple[float, float] | None = None,
-        efficiency: Efficiency | None = None, graphs: tuple[Size, ...] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        gpu: Gpu,
+        variant: Variant,
+        *,
+        ceilings: tuple[float, float] | None = None,
+        efficiency: Efficiency | None = None,
+        graphs: tuple[Size, ...] | None = None,
+    ) -> None:
         found = efficiency or committed_efficiency()
         self.gpu, self.variant = gpu, variant
         self.measured = gpu.name == found.gpu
@@ -426,9 +431,10 @@ def padded_rows(singles: int, others: int, graphs: tuple[Size, ...] | None = Non
     """
     decode_rows = max(_OPTIONS.max_num_seqs, singles)
     fitting = [
-        (rows, decode) for decode, rows in graphs or graph_sizes(decode_rows, _OPTIONS.prefill_chunk_size)
+        (rows, decode)
+        for decode, rows in graphs or graph_sizes(decode_rows, _OPTIONS.prefill_chunk_size)
         if decode >= singles and rows >= others and bool(decode) == bool(singles) and bool(rows) == bool(others)
-    ]  # fmt: skip
+    ]
     return sum(min(fitting)) if fitting else None
 
 

@@ -188,10 +188,15 @@ def level_of(
         "e2el": [each.e2e for each in done],
     }
     return FleetLevel(
-        rate, len(engines), len(requests), len(done) / seconds if seconds > 0 else 0.0, goodput,
+        rate,
+        len(engines),
+        len(requests),
+        len(done) / seconds if seconds > 0 else 0.0,
+        goodput,
         {name: _percentiles(values) for name, values in times.items()},
-        sum(engine.preemptions for engine in engines), len(requests) - len(done),
-    )  # fmt: skip
+        sum(engine.preemptions for engine in engines),
+        len(requests) - len(done),
+    )
 
 
 OnDone = Callable[[SimulatedRequest], bool] | None
@@ -202,9 +207,12 @@ def _engine_maker(inputs: PlanInputs, layout: Layout, level: Level) -> Callable[
     # Larger blocks than the engine's are simulated faster, and round each request's memory up by a few tokens only.
     factor = _BLOCK // sizes.block_size if sizes.block_size < _BLOCK else 1
     sizes = replace(
-        sizes, block_size=sizes.block_size * factor, global_blocks=sizes.global_blocks // factor,
-        local_blocks=sizes.local_blocks // factor, tpot_target=SERVED_TPOT_MS / 1e3,
-    )  # fmt: skip
+        sizes,
+        block_size=sizes.block_size * factor,
+        global_blocks=sizes.global_blocks // factor,
+        local_blocks=sizes.local_blocks // factor,
+        tpot_target=SERVED_TPOT_MS / 1e3,
+    )
     times = ClockTimes(inputs.clock(layout.variant), level)
     return lambda on_done: SimulatedEngine(sizes, times, on_done)
 
@@ -299,9 +307,12 @@ def _holds(
 
 
 def _simulated(
-    maker: Callable[[OnDone], SimulatedEngine], inputs: PlanInputs, traffic: Traffic, rate: float,
+    maker: Callable[[OnDone], SimulatedEngine],
+    inputs: PlanInputs,
+    traffic: Traffic,
+    rate: float,
     on_done: Sequence[OnDone],
-) -> tuple[list[SimulatedEngine], list[SimulatedRequest]]:  # fmt: skip
+) -> tuple[list[SimulatedEngine], list[SimulatedRequest]]:
     """Return engines, one for each callback, and the requests after they have answered them."""
     engines, count = [maker(each) for each in on_done], _requests(rate, traffic)
     sketches = inputs.mix.requests(count, traffic.seed)

@@ -148,11 +148,16 @@ class Layout:
         return EngineSizes(
             global_blocks=self.memory.global_tokens // options.block_size,
             local_blocks=self.memory.local_tokens // options.block_size,
-            window=shape.text.window, block_size=options.block_size, max_num_seqs=options.max_num_seqs,
+            window=shape.text.window,
+            block_size=options.block_size,
+            max_num_seqs=options.max_num_seqs,
             prefill_chunk_size=options.prefill_chunk_size,
-            vision_slots=max(1, round(options.vision_cache_gb * 1e9) // view_bytes), prefix_caching=prefix_caching,
-            overlap=on_gpu, graphs=on_gpu, shared_from=ceil(_BUSY_PROGRAMS / kv_heads) if on_gpu else None,
-        )  # fmt: skip
+            vision_slots=max(1, round(options.vision_cache_gb * 1e9) // view_bytes),
+            prefix_caching=prefix_caching,
+            overlap=on_gpu,
+            graphs=on_gpu,
+            shared_from=ceil(_BUSY_PROGRAMS / kv_heads) if on_gpu else None,
+        )
 
 
 class ClockTimes:

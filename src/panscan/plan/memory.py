@@ -142,23 +142,36 @@ def _facts(variant: Variant, gpu: Gpu, options: EngineOptions) -> tuple[MemoryFa
         working = _bound(variant, rows, options.max_num_seqs)
         if vision is not None:
             working += vision_working_bytes(
-                patches=vision.patches, hidden=vision.hidden, intermediate=vision.intermediate,
-                views=options.vision_batch_size, width=variant.width,
-            )  # fmt: skip
+                patches=vision.patches,
+                hidden=vision.hidden,
+                intermediate=vision.intermediate,
+                views=options.vision_batch_size,
+                width=variant.width,
+            )
     facts = MemoryFacts(
-        shape=variant.kv_shape(), device=gpu.label, on_gpu=on_gpu, working_bytes=working,
-        view_bytes=image_tokens * text.hidden * variant.width, window=text.window, image_tokens=image_tokens,
-        max_positions=text.max_positions, processes=1 if on_gpu else variant.tensor_parallel_size,
-    )  # fmt: skip
+        shape=variant.kv_shape(),
+        device=gpu.label,
+        on_gpu=on_gpu,
+        working_bytes=working,
+        view_bytes=image_tokens * text.hidden * variant.width,
+        window=text.window,
+        image_tokens=image_tokens,
+        max_positions=text.max_positions,
+        processes=1 if on_gpu else variant.tensor_parallel_size,
+    )
     return facts, graphs
 
 
 def _bound(variant: Variant, tokens: int, rows: int) -> int:
     text = variant.text
     return decoder_working_bytes(
-        hidden=text.hidden, intermediate=text.intermediate // variant.tensor_parallel_size,
-        vocabulary=text.vocabulary, tokens=tokens, rows=rows, width=variant.width,
-    )  # fmt: skip
+        hidden=text.hidden,
+        intermediate=text.intermediate // variant.tensor_parallel_size,
+        vocabulary=text.vocabulary,
+        tokens=tokens,
+        rows=rows,
+        width=variant.width,
+    )
 
 
 def _decoder_bytes(variant: Variant, rows: int) -> int:

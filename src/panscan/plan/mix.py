@@ -159,9 +159,13 @@ def mix_of_views(text: str, shape: Shape, *, text_tokens: int, output_tokens: tu
 
 
 def mix_of_sizes(
-    sizes: Iterable[tuple[int, int]], shape: Shape, settings: PanAndScan, *,
-    text_tokens: int, output_tokens: tuple[int, int],
-) -> WorkloadMix:  # fmt: skip
+    sizes: Iterable[tuple[int, int]],
+    shape: Shape,
+    settings: PanAndScan,
+    *,
+    text_tokens: int,
+    output_tokens: tuple[int, int],
+) -> WorkloadMix:
     """Return the mix of pages of these sizes, in pixels (width, height), one page per request.
 
     Raises:

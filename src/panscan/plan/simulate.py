@@ -189,13 +189,18 @@ class SimulatedEngine:
         self._sizes, self._times, self._on_done = sizes, times, on_done
         self.stopped = False
         self._blocks = KVBlocks(
-            block_size=sizes.block_size, global_blocks=sizes.global_blocks, local_blocks=sizes.local_blocks,
-            window=sizes.window, prefix_caching=sizes.prefix_caching,
-        )  # fmt: skip
+            block_size=sizes.block_size,
+            global_blocks=sizes.global_blocks,
+            local_blocks=sizes.local_blocks,
+            window=sizes.window,
+            prefix_caching=sizes.prefix_caching,
+        )
         self._scheduler = Scheduler(
-            self._blocks, max_num_seqs=sizes.max_num_seqs, prefill_chunk_size=sizes.prefill_chunk_size,
+            self._blocks,
+            max_num_seqs=sizes.max_num_seqs,
+            prefill_chunk_size=sizes.prefill_chunk_size,
             max_views=max(1, sizes.vision_slots),
-        )  # fmt: skip
+        )
         self._pacer = None if sizes.tpot_target is None else Pacer(sizes.tpot_target)
         self._vision = VisionCache(sizes.vision_slots)
         self.now = 0.0

@@ -24,8 +24,15 @@ PAGE_NAME, SUMMARY_NAME = "summary.html", "summary.json"
 _TOP = 12  # rows of each table
 _COMPARED = 1_000  # names to match between traces
 _HEADINGS = (
-    "", "TTFT ms", "TPOT ms", "tokens/s", "profiled TPOT ms", "busy/step ms", "idle/step ms", "launches/step",
-)  # fmt: skip
+    "",
+    "TTFT ms",
+    "TPOT ms",
+    "tokens/s",
+    "profiled TPOT ms",
+    "busy/step ms",
+    "idle/step ms",
+    "launches/step",
+)
 
 
 def summary_of(profiled: Profiled, *, compared: bool) -> Summary:

@@ -125,9 +125,12 @@ def audit(options: AuditOptions, on_step: Steps, on_problem: Callable[[InputErro
 
 
 def _measure(
-    options: AuditOptions, base: DenseCheckpoint | None, found: Audit, on_step: Steps,
+    options: AuditOptions,
+    base: DenseCheckpoint | None,
+    found: Audit,
+    on_step: Steps,
     on_problem: Callable[[InputError], None],
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """Run the checkpoint and its base, and add what was measured; return the norms whose scales were moved wrongly."""
     settings, name = options.settings, options.settings.model
     reads_images = "vision_config" in checkpoint_files(name, settings.revision).config

@@ -59,9 +59,10 @@ def model_card(facts: CardFacts, sizes: tuple[int, int], found: Measurement | No
         found: measured values; None if nothing was measured.
     """
     calibration = (
-        f"GPTQ on {facts.prompts} prompts with images, prepared with pan and scan" if facts.prompts else
-        "round to nearest, without calibration"
-    )  # fmt: skip
+        f"GPTQ on {facts.prompts} prompts with images, prepared with pan and scan"
+        if facts.prompts
+        else "round to nearest, without calibration"
+    )
     dense, quantized = (f"{size / 1e9:.2f} GB" for size in sizes)
     libraries = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "safetensors"))
     lines = [

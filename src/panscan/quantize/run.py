@@ -139,9 +139,13 @@ def quantize_checkpoint(
 
 
 def _write(
-    writer: CheckpointWriter, options: QuantizeOptions, documents: _Documents, device: torch.device,
-    *, calibrated: bool,
-) -> None:  # fmt: skip
+    writer: CheckpointWriter,
+    options: QuantizeOptions,
+    documents: _Documents,
+    device: torch.device,
+    *,
+    calibrated: bool,
+) -> None:
     """Write all files that loading needs."""
     writer.write_dense()
     if calibrated:
@@ -204,9 +208,14 @@ def _job(
 
 
 def _measured(
-    options: QuantizeOptions, weight_format: WeightFormat, path: Path, documents: _Documents, on_step: Steps,
-    *, calibrated: bool,
-) -> Measurement:  # fmt: skip
+    options: QuantizeOptions,
+    weight_format: WeightFormat,
+    path: Path,
+    documents: _Documents,
+    on_step: Steps,
+    *,
+    calibrated: bool,
+) -> Measurement:
     """Measure the checkpoint against the dense one, and beside round-to-nearest if it is calibrated."""
     settings = options.settings
     device = resolve_device(settings.device)

@@ -22,8 +22,21 @@ __all__ = [
     "has_random_weights",
 ]
 
-_PACKAGES = ("torch", "transformers", "tokenizers", "accelerate", "triton", "flash-attn", "kernels", "bitsandbytes",
-             "torchao", "torchvision", "numpy", "pillow", "vllm")  # fmt: skip
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "accelerate",
+    "triton",
+    "flash-attn",
+    "kernels",
+    "bitsandbytes",
+    "torchao",
+    "torchvision",
+    "numpy",
+    "pillow",
+    "vllm",
+)
 
 
 def environment() -> dict[str, Any]:

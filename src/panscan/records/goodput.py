@@ -53,9 +53,12 @@ class Goodput:
         names = dict.fromkeys((*self.missed, *other.missed))
         missed = {name: self.missed.get(name, 0) + other.missed.get(name, 0) for name in names}
         return Goodput(
-            self.sent + other.sent, self.met + other.met, self.seconds + other.seconds, missed,
+            self.sent + other.sent,
+            self.met + other.met,
+            self.seconds + other.seconds,
+            missed,
             self.overloaded or other.overloaded,
-        )  # fmt: skip
+        )
 
     @property
     def attainment(self) -> float:

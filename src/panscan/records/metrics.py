@@ -338,9 +338,7 @@ _Sample = Sequence[tuple[float, tuple[int, int]]]
 """Seconds, and the (repeat, batch) they come from."""
 
 
-def _samples(
-    answered: Sequence[tuple[int, Mapping[str, Any]]], single: Sequence[RequestMetrics]
-) -> dict[str, _Sample]:  # fmt: skip
+def _samples(answered: Sequence[tuple[int, Mapping[str, Any]]], single: Sequence[RequestMetrics]) -> dict[str, _Sample]:
     found: dict[str, list[tuple[float, tuple[int, int]]]] = {time: [] for time in _TIMES}
     for (repeat, record), one in zip(answered, single, strict=True):
         batch = repeat, record["batch"]

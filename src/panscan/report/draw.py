@@ -313,9 +313,13 @@ def _dots_figure(panel: Panel, colours: Colours) -> Figure:
     chosen = {point.at for series in panel.series for point in series.points if point.chosen}
     for at, (top, each) in enumerate(zip(tops, lines, strict=True)):
         axes.annotate(
-            "\n".join(each) + (" ★" if at in chosen else ""), (0, top), xycoords=("axes fraction", "data"), va="top",
-            linespacing=1.1, fontweight="bold" if at in chosen else "normal",
-        )  # fmt: skip
+            "\n".join(each) + (" ★" if at in chosen else ""),
+            (0, top),
+            xycoords=("axes fraction", "data"),
+            va="top",
+            linespacing=1.1,
+            fontweight="bold" if at in chosen else "normal",
+        )
     for index, series in enumerate(panel.series):
         below = [top + 1.3 * _FONT * len(each) + 8 + 16 * index for top, each in zip(tops, lines, strict=True)]
         _draw_dots(axes, panel, index, series.points, below, colours)
@@ -337,13 +341,22 @@ def _draw_dots(
             axes.plot((point.value.low, point.value.high), (y, y), color=marker["color"], linewidth=2)
             end = max(end, point.value.high)
         axes.plot(
-            value, y, markerfacecolor=colours["page"] if point.hollow else marker["color"], clip_on=False, zorder=3,
-            gid=f"{panel.name}-{index}-{number}", **marker,
-        )  # fmt: skip
+            value,
+            y,
+            markerfacecolor=colours["page"] if point.hollow else marker["color"],
+            clip_on=False,
+            zorder=3,
+            gid=f"{panel.name}-{index}-{number}",
+            **marker,
+        )
         axes.annotate(
-            point.value.text + ("%" if panel.unit == "%" else ""), (end, y), xytext=(8, 0), textcoords="offset points",
-            va="center", fontweight="bold" if point.chosen else "normal",
-        )  # fmt: skip
+            point.value.text + ("%" if panel.unit == "%" else ""),
+            (end, y),
+            xytext=(8, 0),
+            textcoords="offset points",
+            va="center",
+            fontweight="bold" if point.chosen else "normal",
+        )
 
 
 def _axes(height: float) -> tuple[Figure, Axes]:
@@ -377,9 +390,14 @@ def _draw_series(axes: Axes, panel: Panel, index: int, points: Sequence[Point], 
         if point.value.low is not None and point.value.high is not None:
             axes.plot((position, position), (point.value.low, point.value.high), color=look["color"], linewidth=1.2)
         axes.plot(
-            position, point.value.value or 0.0, markerfacecolor=colours["page"] if point.hollow else look["color"],
-            clip_on=False, zorder=3, gid=f"{panel.name}-{index}-{number}", **_marker(index, colours),
-        )  # fmt: skip
+            position,
+            point.value.value or 0.0,
+            markerfacecolor=colours["page"] if point.hollow else look["color"],
+            clip_on=False,
+            zorder=3,
+            gid=f"{panel.name}-{index}-{number}",
+            **_marker(index, colours),
+        )
 
 
 def _set_heights(axes: Axes, panel: Panel, colours: Colours) -> None:
@@ -425,9 +443,12 @@ def front_figure(front: Front, colours: Colours) -> Figure:
     figure, axes = _axes(1.25 * _HEIGHT)
     best = sorted((point for point in front.points if point.on_front), key=_speed)
     axes.plot(
-        [_speed(point) for point in best], [point.value.value or 0.0 for point in best],
-        color=colours["rule"], linewidth=1.2, drawstyle="steps-pre",
-    )  # fmt: skip
+        [_speed(point) for point in best],
+        [point.value.value or 0.0 for point in best],
+        color=colours["rule"],
+        linewidth=1.2,
+        drawstyle="steps-pre",
+    )
     for number, point in enumerate(front.points):
         _draw_front_point(axes, point, f"front-{number}", colours)
     bounds = [point.speed.high for point in front.points if point.speed.high is not None]
@@ -480,10 +501,14 @@ def _name_points(axes: Axes, front: Front) -> None:
                 continue
             taken.append(box)
             axes.annotate(
-                text, _position_of(point), xytext=(7 if right else -7, 5 if up else -5), textcoords="offset points",
-                ha="left" if right else "right", va="bottom" if up else "top",
+                text,
+                _position_of(point),
+                xytext=(7 if right else -7, 5 if up else -5),
+                textcoords="offset points",
+                ha="left" if right else "right",
+                va="bottom" if up else "top",
                 fontweight="bold" if point.recommended else "normal",
-            )  # fmt: skip
+            )
             break
 
 
@@ -505,9 +530,14 @@ def _limits(axes: Axes, ratios: Sequence[float], colours: Colours) -> None:
     for limit, word in ((EXACT_RATIO, "exact"), (CLOSE_RATIO, "close")):
         axes.axhline(limit, color=colours["muted"], linestyle="--", linewidth=1)
         axes.annotate(
-            f"{word} up to {limit:g}x", (1, limit), xycoords=("axes fraction", "data"), xytext=(0, 3),
-            textcoords="offset points", ha="right", color=colours["muted"],
-        )  # fmt: skip
+            f"{word} up to {limit:g}x",
+            (1, limit),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="right",
+            color=colours["muted"],
+        )
 
 
 def tips(drawing: Drawing) -> dict[str, str]:

@@ -29,9 +29,15 @@ from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings, axes
 
 __all__ = [
-    "E2B", "Gemma3nRunner", "gemma3n_config", "gemma3n_reads_images", "is_gemma3n", "load_gemma3n", "random_gemma3n",
+    "E2B",
+    "Gemma3nRunner",
+    "gemma3n_config",
+    "gemma3n_reads_images",
+    "is_gemma3n",
+    "load_gemma3n",
+    "random_gemma3n",
     "require_gemma3n_settings",
-]  # fmt: skip
+]
 
 _IMAGE_MODEL, _TEXT_MODEL = "gemma3n", "gemma3n_text"
 _DEVIATION = 0.02

@@ -56,12 +56,14 @@ class GenerateBatchRunner(GenerateRunner):
         ordered = sorted(outputs.values(), key=lambda output: int(output.request_id.rsplit("_", 1)[-1]))
         return [
             finished(
-                Prepared(request, [], prompt, None), output.generated_tokens,
+                Prepared(request, [], prompt, None),
+                output.generated_tokens,
                 replace(stamps, scheduled=from_perf_counter(output.lifespan[0])),
-                [from_perf_counter(time) for time in output.timestamps], self.loaded,
+                [from_perf_counter(time) for time in output.timestamps],
+                self.loaded,
             )
             for request, prompt, output in zip(batch, prompts, ordered, strict=True)
-        ]  # fmt: skip
+        ]
 
     def observe(self, batch: Sequence[Request], forced: Sequence[ForcedTokens]) -> list[Observation]:
         """Raise an error, because ``generate_batch()`` does not expose its logits.

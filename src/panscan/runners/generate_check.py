@@ -120,9 +120,13 @@ def _config(loaded: Loaded, tokens: int, **extra: Any) -> GenerationConfig:
     own = loaded.model.generation_config
     outside = loaded.model.config.get_text_config().vocab_size  # an end token that is never generated
     return GenerationConfig(
-        max_new_tokens=tokens, do_sample=False, pad_token_id=own.pad_token_id, eos_token_id=outside,
-        suppress_tokens=own.suppress_tokens, **extra,
-    )  # fmt: skip
+        max_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=own.pad_token_id,
+        eos_token_id=outside,
+        suppress_tokens=own.suppress_tokens,
+        **extra,
+    )
 
 
 def _difference(left: torch.Tensor, right: torch.Tensor) -> float:

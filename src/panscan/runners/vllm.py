@@ -81,9 +81,13 @@ class VllmRunner:
         self.settings = settings
         positions = self.loaded.model.config.get_text_config().max_position_embeddings
         arguments = llm_arguments(
-            settings, _source_of(self._source), self.loaded.dtype, positions,
-            images=self.loaded.reader.reads_images, device=self.loaded.device.type,
-        )  # fmt: skip
+            settings,
+            _source_of(self._source),
+            self.loaded.dtype,
+            positions,
+            images=self.loaded.reader.reads_images,
+            device=self.loaded.device.type,
+        )
         arguments |= self._options
         if self._llm is None or arguments != self.arguments:
             self._shut()

@@ -187,9 +187,11 @@ class _Api:
         if name not in self._pages:
             raise HTTPException(404)
         headers = {
-            "content-security-policy": _POLICY, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
+            "content-security-policy": _POLICY,
+            "x-content-type-options": "nosniff",
+            "referrer-policy": "no-referrer",
             "cache-control": "no-cache",
-        }  # fmt: skip
+        }
         return Response(self._pages[name], headers=headers, media_type=_TYPES[name.rpartition(".")[2]])
 
     async def _generate(
@@ -209,15 +211,22 @@ class _Api:
                 prepared = await self._read(request, slot, work, (), uploads)
             usage, per_prompt, stream = body.stream_options, body.n, body.stream
             reply = Reply(
-                "chat" if isinstance(body, ChatCompletionRequest) else "text", self._options.model_name, self._names,
+                "chat" if isinstance(body, ChatCompletionRequest) else "text",
+                self._options.model_name,
+                self._names,
                 logprobs=body.logprobs is not None and body.logprobs is not False,
                 continuous_usage=usage is not None and usage.continuous_usage_stats,
-            )  # fmt: skip
+            )
             del body, uploads, work  # documents as text, which the answer does not need
             response = await self._generation.answer(
-                request, slot, prepared, reply, stream=stream,
-                include_usage=usage is not None and usage.include_usage, per_prompt=per_prompt,
-            )  # fmt: skip
+                request,
+                slot,
+                prepared,
+                reply,
+                stream=stream,
+                include_usage=usage is not None and usage.include_usage,
+                per_prompt=per_prompt,
+            )
             streams = stream
             return response
         finally:
@@ -252,9 +261,11 @@ class _Api:
             return ModelRequest(prompt=body.prompt, raw=True)
         messages, documents = self._builder.conversation(body.messages, uploads, slot.deadline)
         return ModelRequest(
-            messages=messages, images=[page for document in documents for page in document.pages],
-            pan_and_scan=self._builder.pan_and_scan(body.mm_processor_kwargs), max_pages=self._options.max_pages,
-        )  # fmt: skip
+            messages=messages,
+            images=[page for document in documents for page in document.pages],
+            pan_and_scan=self._builder.pan_and_scan(body.mm_processor_kwargs),
+            max_pages=self._options.max_pages,
+        )
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self._options.model_name):
@@ -274,28 +285,37 @@ class _Api:
             own |= {"runner": info.runner, "dtype": info.dtype, "reads_images": reads}
             own |= {"image_tokens": info.cost.image_tokens if info.cost is not None else 0}
         return {
-            "id": options.model_name, "object": "model", "created": self._created, "owned_by": "panscan",
-            "root": options.settings.model_name, "max_model_len": self._max_model_len, "panscan": own,
-        }  # fmt: skip
+            "id": options.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "panscan",
+            "root": options.settings.model_name,
+            "max_model_len": self._max_model_len,
+            "panscan": own,
+        }
 
 
 def _add_routes(app: FastAPI, api: _Api) -> None:
     """Register all endpoints; FastAPI documents them."""
     get: list[tuple[str, Callable[[Request], Awaitable[Response]]]] = [
-        ("/health", api.health), ("/ready", api.ready), ("/metrics", api.metrics), ("/v1/models", api.models),
+        ("/health", api.health),
+        ("/ready", api.ready),
+        ("/metrics", api.metrics),
+        ("/v1/models", api.models),
         ("/v1/models/{name:path}", api.model),
-    ]  # fmt: skip
+    ]
     post: list[tuple[str, Callable[[Request], Awaitable[Response]], type[BaseModel]]] = [
         ("/v1/chat/completions", api.chat, ChatCompletionRequest),
         ("/v1/completions", api.completions, CompletionRequest),
-        ("/tokenize", api.tokenize, TokenizeRequest), ("/v1/views", api.views, ViewsRequest),
-    ]  # fmt: skip
+        ("/tokenize", api.tokenize, TokenizeRequest),
+        ("/v1/views", api.views, ViewsRequest),
+    ]
     for path, handler in get:
         app.add_api_route(path, handler, methods=["GET"], response_class=Response)
     for path, handler, body in post:
         app.add_api_route(
             path, handler, methods=["POST"], response_class=Response, openapi_extra={"requestBody": _body_of(body)}
-        )  # fmt: skip
+        )
     app.add_api_route("/", api.page, methods=["GET"], include_in_schema=False)
     app.add_api_route("/playground/{name}", api.page, methods=["GET"], include_in_schema=False)
 
@@ -344,9 +364,15 @@ def _add_error_handlers(app: FastAPI, metrics: ServerMetrics) -> None:
         return reply(500, error_body(f"internal error: {type(error).__name__}", 500))
 
     handlers = {
-        PanscanError: panscan_error, RefusedError: refused, HTTPException: http, BodyTooLargeError: too_large,
-        TimeoutError: late, ClientDisconnect: gone, MemoryError: full, Exception: bug,
-    }  # fmt: skip
+        PanscanError: panscan_error,
+        RefusedError: refused,
+        HTTPException: http,
+        BodyTooLargeError: too_large,
+        TimeoutError: late,
+        ClientDisconnect: gone,
+        MemoryError: full,
+        Exception: bug,
+    }
     for kind, handler in handlers.items():
         app.add_exception_handler(kind, handler)
 
@@ -355,9 +381,10 @@ def _body_of(model: type[BaseModel]) -> dict[str, Any]:
     """Return an endpoint's request body for the OpenAPI document."""
     reference = {"$ref": f"#/components/schemas/{model.__name__}"}
     form = {
-        "type": "object", "properties": {"request": {"type": "string", "contentMediaType": "application/json"}},
+        "type": "object",
+        "properties": {"request": {"type": "string", "contentMediaType": "application/json"}},
         "required": ["request"],
-    }  # fmt: skip
+    }
     return {
         "required": True,
         "content": {"application/json": {"schema": reference}, "multipart/form-data": {"schema": form}},

@@ -354,9 +354,12 @@ class _Child:
             self.process = subprocess.Popen(
                 # A new session: Ctrl-C in a terminal must reach the server only, which lets the engine finish.
                 worker_command("panscan.serve.engine_worker", str(theirs.fileno())),
-                stdin=subprocess.DEVNULL, stdout=sys.stderr, pass_fds=(theirs.fileno(),), start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
                 env={name: value for name, value in os.environ.items() if name != "PANSCAN_API_KEYS"},
-            )  # fmt: skip
+            )
         self._threads = [
             threading.Thread(target=target, name=name, daemon=True)
             for target, name in ((self._receive, "panscan-receive"), (self._transmit, "panscan-transmit"))

@@ -40,9 +40,16 @@ class Generation:
         self._admission, self._tracer = admission, tracer
 
     async def answer(
-        self, request: Request, slot: AdmissionSlot, prepared: PreparedRequest, reply: Reply, *,
-        stream: bool, include_usage: bool, per_prompt: int,
-    ) -> Response:  # fmt: skip
+        self,
+        request: Request,
+        slot: AdmissionSlot,
+        prepared: PreparedRequest,
+        reply: Reply,
+        *,
+        stream: bool,
+        include_usage: bool,
+        per_prompt: int,
+    ) -> Response:
         """Submit the requests of one HTTP request and return its response.
 
         A streaming response starts with the first event, so that an earlier failure gets an HTTP error status.
@@ -106,10 +113,16 @@ class _StreamingAnswer:
     """A streaming answer."""
 
     def __init__(
-        self, generation: Generation, slot: AdmissionSlot, request: Request, streams: Sequence[Stream],
-        reply: Reply, *,
-        include_usage: bool, per_prompt: int,
-    ) -> None:  # fmt: skip
+        self,
+        generation: Generation,
+        slot: AdmissionSlot,
+        request: Request,
+        streams: Sequence[Stream],
+        reply: Reply,
+        *,
+        include_usage: bool,
+        per_prompt: int,
+    ) -> None:
         self._generation, self._slot, self._request = generation, slot, request
         self._streams, self._reply = streams, reply
         self._include_usage, self._per_prompt = include_usage, per_prompt
@@ -164,9 +177,7 @@ class _EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, chunks: AsyncIterator[bytes], close: Callable[[], None], receive: Receive, limit: float
-    ) -> None:  # fmt: skip
+    def __init__(self, chunks: AsyncIterator[bytes], close: Callable[[], None], receive: Receive, limit: float) -> None:
         self.status_code, self.background = 200, None
         self._chunks, self._close, self._receive, self._limit = chunks, close, receive, limit
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})

@@ -162,10 +162,20 @@ class _RunnerModel:
     def stats(self) -> Stats:
         """See :class:`LoadedModel`."""
         return Stats(
-            running=self._running, waiting=len(self._queue), steps=0, prompt_tokens=self._prompt_tokens,
-            cached_tokens=0, output_tokens=self._output_tokens, preemptions=0, views_encoded=0, views_reused=0,
-            vision_cache_bytes=0, kv_blocks_used=(0, 0), kv_blocks=(0, 0), block_size=1,
-        )  # fmt: skip
+            running=self._running,
+            waiting=len(self._queue),
+            steps=0,
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=0,
+            output_tokens=self._output_tokens,
+            preemptions=0,
+            views_encoded=0,
+            views_reused=0,
+            vision_cache_bytes=0,
+            kv_blocks_used=(0, 0),
+            kv_blocks=(0, 0),
+            block_size=1,
+        )
 
     def close(self) -> None:
         """See :class:`LoadedModel`. Waits for the current batch: ``generate()`` cannot be interrupted."""

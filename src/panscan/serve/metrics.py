@@ -12,9 +12,30 @@ from panscan.core import Result, Stats
 __all__ = ["ServerMetrics"]
 
 _SECONDS = (
-    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
-    40.0, 80.0, 160.0, 320.0, 640.0,
-)  # fmt: skip
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    320.0,
+    640.0,
+)
 _TOKENS = tuple(float(2**power) for power in range(18))
 _VIEWS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 7.0, 9.0, 13.0, 17.0, 25.0, 33.0, 65.0)
 
@@ -80,10 +101,13 @@ class ServerMetrics:
         if result.finish_reason == "error":
             return
         for counter, amount in (
-            (self._prompt, result.prompt_tokens), (self._output, result.output_tokens),
-            (self._queries, result.prompt_tokens), (self._hits, result.cached_tokens),
-            (self._views, result.views), (self._image_tokens, result.image_tokens),
-        ):  # fmt: skip
+            (self._prompt, result.prompt_tokens),
+            (self._output, result.output_tokens),
+            (self._queries, result.prompt_tokens),
+            (self._hits, result.cached_tokens),
+            (self._views, result.views),
+            (self._image_tokens, result.image_tokens),
+        ):
             counter.labels(self._model).inc(amount)
         stamps, stages = result.stamps, result.stamps.stages()
         tpot = None
@@ -92,11 +116,18 @@ class ServerMetrics:
         if stamps.e2e is not None:
             self._recent += 0.1 * (stamps.e2e - self._recent)
         for histogram, value in (
-            (self._ttft, stamps.ttft), (self._tpot, tpot), (self._e2e, stamps.e2e), (self._queue, stages["queue"]),
-            (self._prefill, stages["prefill"]), (self._decode, stages["decode"]), (self._vision, stages["vision"]),
-            (self._preprocess, stages["preprocess"]), (self._prompts, result.prompt_tokens),
-            (self._outputs, result.output_tokens), (self._view_counts, result.views),
-        ):  # fmt: skip
+            (self._ttft, stamps.ttft),
+            (self._tpot, tpot),
+            (self._e2e, stamps.e2e),
+            (self._queue, stages["queue"]),
+            (self._prefill, stages["prefill"]),
+            (self._decode, stages["decode"]),
+            (self._vision, stages["vision"]),
+            (self._preprocess, stages["preprocess"]),
+            (self._prompts, result.prompt_tokens),
+            (self._outputs, result.output_tokens),
+            (self._view_counts, result.views),
+        ):
             if value is not None:
                 histogram.labels(self._model).observe(value)
 

@@ -158,8 +158,13 @@ class ChatMessage(_Body):
     """One turn of a conversation."""
 
     NEUTRAL: ClassVar = {
-        "tool_calls": ([],), "refusal": (), "audio": (), "function_call": (), "annotations": ([],), "name": (),
-    }  # fmt: skip
+        "tool_calls": ([],),
+        "refusal": (),
+        "audio": (),
+        "function_call": (),
+        "annotations": ([],),
+        "name": (),
+    }
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
@@ -226,9 +231,15 @@ class SamplingFields(_Body):
     """The fields that chat and text completions share."""
 
     NEUTRAL: ClassVar = {
-        "frequency_penalty": (0, 0.0), "presence_penalty": (0, 0.0), "logit_bias": ({},), "best_of": (1,),
-        "store": (False,), "service_tier": ("auto", "default"), "echo": (False,), "suffix": (),
-    }  # fmt: skip
+        "frequency_penalty": (0, 0.0),
+        "presence_penalty": (0, 0.0),
+        "logit_bias": ({},),
+        "best_of": (1,),
+        "store": (False,),
+        "service_tier": ("auto", "default"),
+        "echo": (False,),
+        "suffix": (),
+    }
 
     model: str | None = Field(default=None, max_length=1024)
     stream: bool = False
@@ -273,10 +284,18 @@ class ChatCompletionRequest(SamplingFields):
 
     NEUTRAL: ClassVar = {
         **SamplingFields.NEUTRAL,
-        "tools": ([],), "tool_choice": ("none",), "functions": ([],), "function_call": ("none",),
-        "parallel_tool_calls": (True, False), "modalities": (["text"],), "audio": (), "prediction": (),
-        "reasoning_effort": ("none",), "web_search_options": (), "verbosity": (),
-    }  # fmt: skip
+        "tools": ([],),
+        "tool_choice": ("none",),
+        "functions": ([],),
+        "function_call": ("none",),
+        "parallel_tool_calls": (True, False),
+        "modalities": (["text"],),
+        "audio": (),
+        "prediction": (),
+        "reasoning_effort": ("none",),
+        "web_search_options": (),
+        "verbosity": (),
+    }
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=_MOST_MESSAGES)]
     mm_processor_kwargs: MmProcessorKwargs | None = None

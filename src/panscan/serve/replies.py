@@ -57,9 +57,14 @@ def error_status(error: PanscanError) -> int:
 
 
 _TYPES = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error",
-    500: "server_error", 503: "server_error", 504: "timeout_error",
-}  # fmt: skip
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+    504: "timeout_error",
+}
 
 
 _PARAMS = {"json_schema": "response_format", "messages": "messages"}  # fields by the prefix of the engine's errors
@@ -180,9 +185,12 @@ class Reply:
         object_name = "chat.completion" if self._kind == "chat" else "text_completion"
         choices = [self._choice(index, result) for index, result in enumerate(results)]
         return {
-            **self._head, "object": object_name, "choices": choices, "usage": usage(results, per_prompt),
+            **self._head,
+            "object": object_name,
+            "choices": choices,
+            "usage": usage(results, per_prompt),
             "panscan": figures(results),
-        }  # fmt: skip
+        }
 
     def first(self, count: int) -> list[dict[str, Any]]:
         """Return the first chunks of a stream: for a chat, the role of each choice."""
@@ -233,9 +241,7 @@ class Reply:
             return {**choice, "message": {"role": "assistant", "content": result.text, "refusal": None}}
         return {**choice, "text": result.text}
 
-    def _logprobs_of(
-        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int = 0
-    ) -> dict[str, Any]:  # fmt: skip
+    def _logprobs_of(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int = 0) -> dict[str, Any]:
         pairs = list(zip(tokens, logprobs, strict=False))
         if self._kind == "chat":
             return {"content": [self._names.entry(token, each) for token, each in pairs], "refusal": None}
@@ -261,10 +267,12 @@ def usage(results: Sequence[Result], per_prompt: int) -> dict[str, Any]:
         "image_tokens": sum(result.image_tokens for result in prompts),
     }
     return {
-        "prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens, "prompt_tokens_details": details,
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": details,
         "views": sum(result.views for result in prompts),
-    }  # fmt: skip
+    }
 
 
 def figures(results: Sequence[Result]) -> dict[str, Any]:
@@ -274,7 +282,9 @@ def figures(results: Sequence[Result]) -> dict[str, Any]:
     tpot = (e2e - ttft) / (count - 1) if ttft is not None and e2e is not None and count > 1 else None
     times = {"ttft_ms": ttft, "tpot_ms": tpot, "e2e_ms": e2e}
     return {
-        "views": result.views, "crops": result.crops, "image_tokens": result.image_tokens,
+        "views": result.views,
+        "crops": result.crops,
+        "image_tokens": result.image_tokens,
         **{name: None if value is None else round(1e3 * value, 3) for name, value in times.items()},
         "stages_ms": {name: round(value, 3) for name, value in result.stages_ms.items()},
-    }  # fmt: skip
+    }

@@ -83,9 +83,12 @@ class RequestBuilder:
         pan_and_scan = self.pan_and_scan(body.mm_processor_kwargs)
         pages = [page for document in documents for page in document.pages]
         request = Request(
-            messages=messages, images=pages, pan_and_scan=pan_and_scan, sampling=sampling,
+            messages=messages,
+            images=pages,
+            pan_and_scan=pan_and_scan,
+            sampling=sampling,
             max_pages=self._options.max_pages,
-        )  # fmt: skip
+        )
         text = sum(len(part.get("text", "")) for turn in messages for part in turn["content"])
         work = self._work(documents, pan_and_scan, text, sampling.max_new_tokens)
         return PreparedRequest(self._choices(request, body.n), work)
@@ -188,12 +191,15 @@ class RequestBuilder:
             return _sampling(
                 own,
                 {
-                    **given, "max_new_tokens": tokens, "logprobs": logprobs, "ignore_eos": body.ignore_eos,
+                    **given,
+                    "max_new_tokens": tokens,
+                    "logprobs": logprobs,
+                    "ignore_eos": body.ignore_eos,
                     "stop": (stop,) if isinstance(stop, str) else tuple(stop),
                     "stop_token_ids": tuple(body.stop_token_ids or ()),
                     **_schema(body.response_format),
                 },
-            )  # fmt: skip
+            )
         except SettingError as error:
             name = str(error).split(" ", 1)[0].rstrip(":")
             known = {"max_new_tokens": "max_tokens", "json_schema": "response_format"}
@@ -221,9 +227,7 @@ class RequestBuilder:
             FieldError: the pan-and-scan settings do not fit a document (see :func:`panscan.images.views.split`).
         """
         try:
-            plans = [
-                plan_views(*size, pan_and_scan, self._cost) for document in documents for size in document.sizes
-            ]  # fmt: skip
+            plans = [plan_views(*size, pan_and_scan, self._cost) for document in documents for size in document.sizes]
         except SettingError as error:
             raise FieldError(str(error), "mm_processor_kwargs") from error
         tokens = sum(plan.prompt_tokens for plan in plans) + characters // _CHARACTERS_PER_TOKEN

@@ -79,9 +79,13 @@ class Router:
     """
 
     def __init__(
-        self, cost: CostModel | None = None, *, keys_per_replica: int = 2048, patience: float = 8.0,
+        self,
+        cost: CostModel | None = None,
+        *,
+        keys_per_replica: int = 2048,
+        patience: float = 8.0,
         policy: str = "affinity",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._cost = CostModel() if cost is None else cost
         self._keys, self._patience, self._policy = keys_per_replica, patience, policy
         self._random = Random(0)

@@ -281,9 +281,15 @@ class _Server:
             backend = EngineProcess(self._options.settings, max_queued_requests=self._options.max_queued_requests)
             app = create_app(self._options, backend)
             config = uvicorn.Config(
-                app, http="h11", ws="none", lifespan="off", log_config=None, access_log=False,
-                timeout_keep_alive=_KEEP_ALIVE, server_header=False,
-            )  # fmt: skip
+                app,
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                timeout_keep_alive=_KEEP_ALIVE,
+                server_header=False,
+            )
             server = _HttpServer(config, listener, connections)
             self._handle_signals()
             serving = asyncio.ensure_future(server.serve())

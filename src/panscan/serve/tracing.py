@@ -46,15 +46,21 @@ def record(tracer: Tracer, result: Result, headers: dict[str, str]) -> None:
     stamps = result.stamps
     end = stamps.end or (stamps.tokens[-1] if stamps.tokens else stamps.accepted)
     attributes: dict[str, Any] = {
-        "gen_ai.request.id": result.id, "gen_ai.usage.input_tokens": result.prompt_tokens,
-        "gen_ai.usage.output_tokens": result.output_tokens, "gen_ai.response.finish_reasons": [result.finish_reason],
-        "panscan.views": result.views, "panscan.image_tokens": result.image_tokens,
+        "gen_ai.request.id": result.id,
+        "gen_ai.usage.input_tokens": result.prompt_tokens,
+        "gen_ai.usage.output_tokens": result.output_tokens,
+        "gen_ai.response.finish_reasons": [result.finish_reason],
+        "panscan.views": result.views,
+        "panscan.image_tokens": result.image_tokens,
         "panscan.cached_tokens": result.cached_tokens,
-    }  # fmt: skip
+    }
     span = tracer.start_span(
-        "llm_request", TraceContextTextMapPropagator().extract(headers), SpanKind.SERVER,
-        attributes=attributes, start_time=_nanoseconds(stamps.accepted),
-    )  # fmt: skip
+        "llm_request",
+        TraceContextTextMapPropagator().extract(headers),
+        SpanKind.SERVER,
+        attributes=attributes,
+        start_time=_nanoseconds(stamps.accepted),
+    )
     context = set_span_in_context(span)
     for name, start, until in _stages(result):
         stage = tracer.start_span(name, context, start_time=_nanoseconds(start))
@@ -67,10 +73,14 @@ def _stages(result: Result) -> list[tuple[str, float, float]]:
     stamps = result.stamps
     first = stamps.tokens[0] if stamps.tokens else None
     boundaries = [
-        ("queue", stamps.preparing), ("load", stamps.loaded), ("preprocess", stamps.preprocessed),
-        ("schedule", stamps.scheduled), ("vision", stamps.vision), ("prefill", first),
+        ("queue", stamps.preparing),
+        ("load", stamps.loaded),
+        ("preprocess", stamps.preprocessed),
+        ("schedule", stamps.scheduled),
+        ("vision", stamps.vision),
+        ("prefill", first),
         ("decode", stamps.tokens[-1] if len(stamps.tokens) > 1 else None),
-    ]  # fmt: skip
+    ]
     found, at = [], stamps.accepted
     for name, until in boundaries:
         if until is not None:

@@ -29,9 +29,12 @@ def size_views(width: int, height: int, settings: PanAndScan, cost: PromptCost |
     plan = plan_views(width, height, settings, cost or GEMMA3_COST)
     views = [{"kind": view.kind, "box": view.box} for view in plan.views]
     return {
-        "width": width, "height": height, "views": views, "image_tokens": plan.image_tokens,
+        "width": width,
+        "height": height,
+        "views": views,
+        "image_tokens": plan.image_tokens,
         "prompt_tokens": plan.prompt_tokens,
-    }  # fmt: skip
+    }
 
 
 def page_views(

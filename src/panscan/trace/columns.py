@@ -16,9 +16,17 @@ from panscan.trace.intervals import Floats, Ints
 from panscan.trace.products import Product, product_of
 
 __all__ = [
-    "ANNOTATION", "COPY", "KERNEL", "OPERATOR", "PYTHON", "RUNTIME", "Columns", "CpuColumns", "GpuColumns",
+    "ANNOTATION",
+    "COPY",
+    "KERNEL",
+    "OPERATOR",
+    "PYTHON",
+    "RUNTIME",
+    "Columns",
+    "CpuColumns",
+    "GpuColumns",
     "collect",
-]  # fmt: skip
+]
 
 OPERATOR, RUNTIME, ANNOTATION, PYTHON = range(4)
 """Kinds of CPU ranges."""
@@ -236,9 +244,11 @@ class _Collector:
         device, stream = arguments.get("device", event.get("pid")), arguments.get("stream", event.get("tid"))
         size = arguments.get("bytes", 0)
         rest = (
-            self._lanes[str(device), str(stream)], _id(arguments, "correlation"), _id(arguments, "External id"),
+            self._lanes[str(device), str(stream)],
+            _id(arguments, "correlation"),
+            _id(arguments, "External id"),
             float(size) if isinstance(size, int | float) and 0 <= size < _LATEST else 0.0,
-        )  # fmt: skip
+        )
         for column, value in zip(self._gpu, (*values, *rest), strict=True):
             column.append(value)
 

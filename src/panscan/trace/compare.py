@@ -59,9 +59,13 @@ class TraceComparison:
 def compare(summaries: Sequence[Summary]) -> TraceComparison:
     """Return the figures of two or more traces side by side."""
     figures = [
-        *_steps(summaries), *_phases(summaries), *_gpus(summaries), *_fillers(summaries), *_kernels(summaries),
+        *_steps(summaries),
+        *_phases(summaries),
+        *_gpus(summaries),
+        *_fillers(summaries),
+        *_kernels(summaries),
         *_operators(summaries),
-    ]  # fmt: skip
+    ]
     return TraceComparison(_names(summaries), _headline(summaries), tuple(figures))
 
 
@@ -125,11 +129,15 @@ def _steps(summaries: Sequence[Summary]) -> Iterator[ComparedFigure]:
     name = names.pop()
     group = f"Mean {name}: ms, and counts" if name != "trace" else "First to last activity: ms, and counts"
     readers: tuple[tuple[str, Callable[[StepTime], float]], ...] = (
-        ("wall time", lambda each: each.step_ms), ("busy", lambda each: each.busy_ms),
-        ("idle", lambda each: each.idle_ms), ("longest idle stretch", lambda each: each.gap_ms),
-        ("kernel launches", lambda each: each.kernel_launches), ("graph launches", lambda each: each.graph_launches),
-        ("kernels", lambda each: each.kernels), ("copies and fills", lambda each: each.copies),
-    )  # fmt: skip
+        ("wall time", lambda each: each.step_ms),
+        ("busy", lambda each: each.busy_ms),
+        ("idle", lambda each: each.idle_ms),
+        ("longest idle stretch", lambda each: each.gap_ms),
+        ("kernel launches", lambda each: each.kernel_launches),
+        ("graph launches", lambda each: each.graph_launches),
+        ("kernels", lambda each: each.kernels),
+        ("copies and fills", lambda each: each.copies),
+    )
     for label, read in readers:
         values = tuple(None if each is None else read(each) for each in steps)
         if any(values):

@@ -75,11 +75,15 @@ def idle_fillers(columns: Columns, thread: int, idle: Spans, windows: Spans) -> 
     kind[stack.name] = stack.kind
     found = [
         Filler(
-            columns.names[name], _KIND_NAMES[int(kind[name])], float(self_us[name]) / 1e3, float(total_us[name]) / 1e3,
-            float(stack_us[name]) / 1e3, float(depth[name]),
+            columns.names[name],
+            _KIND_NAMES[int(kind[name])],
+            float(self_us[name]) / 1e3,
+            float(total_us[name]) / 1e3,
+            float(stack_us[name]) / 1e3,
+            float(depth[name]),
         )
         for name in np.flatnonzero(total_us > 0).tolist()
-    ]  # fmt: skip
+    ]
     rest = idle.total / 1e3 - sum(each.self_ms for each in found)
     if rest > 1e-6:
         found.append(Filler(NOTHING, "", rest, rest, rest, 0.0))

@@ -5,9 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 __all__ = [
-    "NOTHING", "CpuTime", "Filler", "GpuTime", "IdleSplit", "KernelTime", "OperatorTime", "PhaseTime", "ProductTime",
-    "StepTime", "Summary",
-]  # fmt: skip
+    "NOTHING",
+    "CpuTime",
+    "Filler",
+    "GpuTime",
+    "IdleSplit",
+    "KernelTime",
+    "OperatorTime",
+    "PhaseTime",
+    "ProductTime",
+    "StepTime",
+    "Summary",
+]
 
 NOTHING = ""
 """Name of the filler for idle time without any CPU event."""

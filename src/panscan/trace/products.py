@@ -9,9 +9,14 @@ __all__ = ["Product", "product_of"]
 
 # Types as the profiler writes them: bytes per element, and the name of the product rate in panscan.plan.gpus.
 _TYPES = {
-    "float": (4, "fp32"), "double": (8, "fp64"), "c10::BFloat16": (2, "bf16"), "c10::Half": (2, "fp16"),
-    "c10::Float8_e4m3fn": (1, "fp8"), "c10::Float8_e5m2": (1, "fp8"), "signed char": (1, "int8"),
-}  # fmt: skip
+    "float": (4, "fp32"),
+    "double": (8, "fp64"),
+    "c10::BFloat16": (2, "bf16"),
+    "c10::Half": (2, "fp16"),
+    "c10::Float8_e4m3fn": (1, "fp8"),
+    "c10::Float8_e5m2": (1, "fp8"),
+    "signed char": (1, "int8"),
+}
 _OUTPUT_BYTES = {"aten::_int_mm": 4, "aten::_scaled_mm": 2}  # wider than the inputs
 _LEFT = {"aten::addmm": 1, "aten::baddbmm": 1, "aten::addmv": 1}  # position of the left factor, 0 elsewhere
 _OPERATORS = ("aten::mm", "aten::bmm", "aten::mv", "aten::_int_mm", "aten::_scaled_mm", *_LEFT)

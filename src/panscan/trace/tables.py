@@ -56,9 +56,15 @@ def tables_of(summary: Summary, *, top: int | None = None) -> Iterator[FigureTab
         top: number of rows of kernels, matrix multiplications and operators; None: all rows of the summary.
     """
     for table in (
-        _phases(summary), _steps(summary), _gpus(summary.gpus), _fillers(summary), _callers(summary),
-        _kernels(summary, top), _products(summary, top), _operators(summary, top),
-    ):  # fmt: skip
+        _phases(summary),
+        _steps(summary),
+        _gpus(summary.gpus),
+        _fillers(summary),
+        _callers(summary),
+        _kernels(summary, top),
+        _products(summary, top),
+        _operators(summary, top),
+    ):
         if table.rows:
             yield table
 
@@ -80,11 +86,16 @@ def _phases(summary: Summary) -> FigureTable:
     on = "GPU" if summary.gpus else "CPU"
     rows = tuple(
         (
-            TableCell(phase.name), _count(phase.count), _ms(phase.total_ms), _ms(phase.busy_ms),
-            _ms(phase.idle_ms), _share(phase.idle_ms, phase.total_ms), _count(phase.launches),
+            TableCell(phase.name),
+            _count(phase.count),
+            _ms(phase.total_ms),
+            _ms(phase.busy_ms),
+            _ms(phase.idle_ms),
+            _share(phase.idle_ms, phase.total_ms),
+            _count(phase.launches),
         )
         for phase in summary.phases
-    )  # fmt: skip
+    )
     headings = ("phase", "ranges", "ms", f"{on} busy ms", f"{on} idle ms", "idle", "launches")
     return FigureTable("Time by phase", headings, rows)
 
@@ -113,15 +124,31 @@ def _steps(summary: Summary) -> FigureTable:
 def _gpus(gpus: Sequence[GpuTime]) -> FigureTable:
     rows = tuple(
         (
-            TableCell(f"GPU {gpu.device}"), _ms(gpu.span_ms), _ms(gpu.compute_ms), _ms(gpu.communication_ms),
-            _ms(gpu.memory_ms), _ms(gpu.idle_ms), _share(gpu.idle_ms, gpu.span_ms), _ms(gpu.idle.host_wait_ms),
-            _ms(gpu.idle.kernel_wait_ms), _ms(gpu.idle.other_ms),
+            TableCell(f"GPU {gpu.device}"),
+            _ms(gpu.span_ms),
+            _ms(gpu.compute_ms),
+            _ms(gpu.communication_ms),
+            _ms(gpu.memory_ms),
+            _ms(gpu.idle_ms),
+            _share(gpu.idle_ms, gpu.span_ms),
+            _ms(gpu.idle.host_wait_ms),
+            _ms(gpu.idle.kernel_wait_ms),
+            _ms(gpu.idle.other_ms),
         )
         for gpu in gpus
-    )  # fmt: skip
+    )
     headings = (
-        "ms", "span", "compute", "communication", "memory", "idle", "idle", "host wait", "kernel wait", "other",
-    )  # fmt: skip
+        "ms",
+        "span",
+        "compute",
+        "communication",
+        "memory",
+        "idle",
+        "idle",
+        "host wait",
+        "kernel wait",
+        "other",
+    )
     note = "Host wait, kernel wait and other are the parts of the idle time."
     return FigureTable("GPU time from the first to the last activity", headings, rows, note)
 
@@ -146,10 +173,13 @@ def _callers(summary: Summary) -> FigureTable:
     large = [each for each in large if each.total_ms >= _SMALLEST_SHARE * steps.idle_ms > 0]
     large = sorted(large, key=lambda each: (-each.total_ms, each.depth))[: 2 * _FILLERS]
     rows = tuple(
-        (TableCell(filler_name(each).removesuffix(" (outside operators)"), full=each.name), _ms(each.total_ms),
-         _share(each.total_ms, steps.idle_ms))
+        (
+            TableCell(filler_name(each).removesuffix(" (outside operators)"), full=each.name),
+            _ms(each.total_ms),
+            _share(each.total_ms, steps.idle_ms),
+        )
         for each in large
-    )  # fmt: skip
+    )
     title = f"{_idle_title(summary, steps)}: functions with what they call"
     return FigureTable(title, ("function", "ms", "of the idle"), rows)
 
@@ -172,9 +202,13 @@ def _kernels(summary: Summary, top: int | None) -> FigureTable:
 
 def _kernel(each: KernelTime, label: str, known: bool) -> tuple[TableCell, ...]:
     cells = (
-        TableCell(label, full=each.name), TableCell(each.kind), _count(each.count),
-        _ms(each.total_ms), _ms(each.mean_us), TableCell(percent(each.share), value=each.share),
-    )  # fmt: skip
+        TableCell(label, full=each.name),
+        TableCell(each.kind),
+        _count(each.count),
+        _ms(each.total_ms),
+        _ms(each.mean_us),
+        TableCell(percent(each.share), value=each.share),
+    )
     if not known:
         return cells
     figures = (bandwidth(each.bytes_per_s), rate(each.flops_per_s), ceiling(each.ceiling_share))
@@ -184,12 +218,16 @@ def _kernel(each: KernelTime, label: str, known: bool) -> tuple[TableCell, ...]:
 def _products(summary: Summary, top: int | None) -> FigureTable:
     rows = tuple(
         (
-            TableCell(each.label), _count(each.count), _ms(each.total_ms),
-            _ms(each.bytes_per_s / 1e9), _ms(each.flops_per_s / 1e12), TableCell(each.bound or ""),
+            TableCell(each.label),
+            _count(each.count),
+            _ms(each.total_ms),
+            _ms(each.bytes_per_s / 1e9),
+            _ms(each.flops_per_s / 1e12),
+            TableCell(each.bound or ""),
             TableCell(ceiling(each.ceiling_share)),
         )
         for each in summary.products[:top]
-    )  # fmt: skip
+    )
     headings = ("product", "count", "ms", "GB/s", "TFLOP/s", "bound", "of the limit")
     note = f"Limits: data sheet of {summary.limits}." if any(each.bound for each in summary.products) else ""
     return FigureTable("Matrix products, from recorded shapes", headings, rows, note)
@@ -197,10 +235,9 @@ def _products(summary: Summary, top: int | None) -> FigureTable:
 
 def _operators(summary: Summary, top: int | None) -> FigureTable:
     rows = tuple(
-        (TableCell(short_name(each.name), full=each.name), _count(each.count), _ms(each.self_ms),
-         _ms(each.total_ms))
+        (TableCell(short_name(each.name), full=each.name), _count(each.count), _ms(each.self_ms), _ms(each.total_ms))
         for each in summary.operators[:top]
-    )  # fmt: skip
+    )
     cpu = summary.cpu
     note = ""
     if cpu is not None:

@@ -264,9 +264,12 @@ def _answer(reply: Any, max_tokens: int) -> EndpointAnswer:
     usage = reply.get("usage")
     usage = usage if isinstance(usage, Mapping) else {}
     return EndpointAnswer(
-        text if isinstance(text, str) else "", _steps(choice.get("logprobs")),
-        finish if isinstance(finish, str) else None, _count(usage, "prompt_tokens"), _count(usage, "completion_tokens"),
-    )  # fmt: skip
+        text if isinstance(text, str) else "",
+        _steps(choice.get("logprobs")),
+        finish if isinstance(finish, str) else None,
+        _count(usage, "prompt_tokens"),
+        _count(usage, "completion_tokens"),
+    )
 
 
 def _count(usage: Mapping[str, Any], name: str) -> int | None:

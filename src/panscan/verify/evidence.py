@@ -294,12 +294,16 @@ def merged_fit(
     regret = [value for _, value in known]
     clear = [value for margin, value in known if margin > clear_margin]
     return Fit(
-        kl=fmean(kl) if kl else None, kl_max=max(kl) if kl else None,
-        positions=sum(len(answer.margin) for answer in answers), regret=fmean(regret) if regret else 0.0,
-        clear=len(clear), agree=sum(value == 0 for value in clear),
+        kl=fmean(kl) if kl else None,
+        kl_max=max(kl) if kl else None,
+        positions=sum(len(answer.margin) for answer in answers),
+        regret=fmean(regret) if regret else 0.0,
+        clear=len(clear),
+        agree=sum(value == 0 for value in clear),
         deviation=fmean(deviations) if deviations else None,
-        prompts=len(prompts), prompts_agree=sum(prompts),
-    )  # fmt: skip
+        prompts=len(prompts),
+        prompts_agree=sum(prompts),
+    )
 
 
 def local_reports(answer: MappedAnswer, local: Distributions) -> list[dict[int, float]]:

@@ -100,9 +100,7 @@ def _changed_turns(turns: list[dict[str, Any]], changes: Collection[str]) -> lis
     return turns
 
 
-def _templated(
-    request: Request, turns: Sequence[dict[str, Any]], changes: Collection[str], reader: Reader
-) -> Request:  # fmt: skip
+def _templated(request: Request, turns: Sequence[dict[str, Any]], changes: Collection[str], reader: Reader) -> Request:
     """Return the request, raw if the server does not use the checkpoint's template."""
     marks = (reader.prompts.boi, getattr(reader.tokenizer, "image_token", None))
 
@@ -167,7 +165,7 @@ _Resize = Callable[[Image.Image, Sequence[View], PixelSpec], NDArray[np.uint8]]
 
 def _by_filter(
     resample: Image.Resampling, image: Image.Image, views: Sequence[View], spec: PixelSpec
-) -> NDArray[np.uint8]:  # fmt: skip
+) -> NDArray[np.uint8]:
     square = (spec.size, spec.size)
     return np.stack([np.asarray(image.crop(view.box).resize(square, resample)) for view in views])
 

@@ -235,16 +235,33 @@ def _mapped(steps: Sequence[ReportedStep], request: Request, local: LocalModel) 
 
 
 def _conclude(
-    options: VerifyOptions, session: EndpointClient, local: LocalModel, probes: Sequence[ProbeAnswer], notes: list[str],
-    failed: Sequence[_ProbeAttempt], on_progress: OnProgress,
-) -> Verification:  # fmt: skip
+    options: VerifyOptions,
+    session: EndpointClient,
+    local: LocalModel,
+    probes: Sequence[ProbeAnswer],
+    notes: list[str],
+    failed: Sequence[_ProbeAttempt],
+    on_progress: OnProgress,
+) -> Verification:
     evaluator = Evaluator(local, [probe for probe in probes if len(probe.mapped)], on_progress)
     rows = [_answer_row(probe, local) for probe in probes]
     rows += [{"id": each.request.id, "error": each.error} for each in failed]
     result = Verification(
-        options.url, options.settings.model_name, session.endpoint.model, session.server, "unknown", "",
-        Explanation(None, "none"), evaluator.noise, None, [], 0, rows, [], session.requests,
-    )  # fmt: skip
+        options.url,
+        options.settings.model_name,
+        session.endpoint.model,
+        session.server,
+        "unknown",
+        "",
+        Explanation(None, "none"),
+        evaluator.noise,
+        None,
+        [],
+        0,
+        rows,
+        [],
+        session.requests,
+    )
     reason = next((str(each.error) for each in failed), "the endpoint's answers are empty")
     if evaluator.probes:
         result.reference = evaluator.candidate(REFERENCE)
@@ -327,9 +344,13 @@ def _no_verdict(evaluator: Evaluator, failed: Sequence[_ProbeAttempt]) -> str:
 def _answer_row(probe: ProbeAnswer, local: LocalModel) -> dict[str, Any]:
     text = b"".join(local.token_text(token) for token in probe.tokens).decode(errors="replace")
     return {
-        "id": probe.request.id, "tokens": list(probe.tokens), "text": text, "images": len(probe.request.images),
-        "prompt_tokens": probe.prompt_tokens, "expected_prompt_tokens": local.prompt_tokens(probe.request, REFERENCE),
-    }  # fmt: skip
+        "id": probe.request.id,
+        "tokens": list(probe.tokens),
+        "text": text,
+        "images": len(probe.request.images),
+        "prompt_tokens": probe.prompt_tokens,
+        "expected_prompt_tokens": local.prompt_tokens(probe.request, REFERENCE),
+    }
 
 
 def _not_visible(session: EndpointClient, probes: Sequence[ProbeAnswer], failed: Sequence[_ProbeAttempt]) -> list[str]:
@@ -358,17 +379,29 @@ def as_json(found: Verification) -> dict[str, Any]:
     explanation, noise = found.explanation, found.noise
     best = explanation.candidate
     return {
-        "schema": 1, "url": found.url, "model": found.model, "served_model": found.served_model,
-        "server": found.server, "verdict": found.word, "message": found.message,
-        "diagnosis": None if best is None else {
-            "hypothesis": best.hypothesis.name, "title": best.hypothesis.title, "cause": best.hypothesis.cause,
-            "strength": explanation.strength, "rivals": [each.name for each in explanation.rivals],
+        "schema": 1,
+        "url": found.url,
+        "model": found.model,
+        "served_model": found.served_model,
+        "server": found.server,
+        "verdict": found.word,
+        "message": found.message,
+        "diagnosis": None
+        if best is None
+        else {
+            "hypothesis": best.hypothesis.name,
+            "title": best.hypothesis.title,
+            "cause": best.hypothesis.cause,
+            "strength": explanation.strength,
+            "rivals": [each.name for each in explanation.rivals],
         },
         "noise": asdict(noise),
         "evidence": [
             {"hypothesis": each.hypothesis.name, "ratio": noise.ratio(each.fit), **asdict(each.fit)}
             for each in ([] if found.reference is None else [found.reference, *found.candidates])
         ],
-        "hypotheses_compared": found.tested, "answers": found.answers, "not_visible": found.not_visible,
+        "hypotheses_compared": found.tested,
+        "answers": found.answers,
+        "not_visible": found.not_visible,
         "requests": found.requests,
-    }  # fmt: skip
+    }

@@ -79,10 +79,12 @@ class Evaluator:
         pictured = [probe for probe in chosen if probe.request.images]
         base = _without_approximate(tried)
         return HypothesisFit(
-            tried, self._fit(tried, chosen), self._fit(tried, text) if text else None,
+            tried,
+            self._fit(tried, chosen),
+            self._fit(tried, text) if text else None,
             self._fit(base, chosen).kl if base != tried else None,
             self._fit(tried, pictured) if pictured else None,
-        )  # fmt: skip
+        )
 
     def counts_fit(self, tried: Hypothesis) -> bool:
         """Return whether all reported prompt token counts are those of a hypothesis."""
@@ -95,9 +97,11 @@ class Evaluator:
     def _fit(self, tried: Hypothesis, probes: Sequence[ProbeAnswer]) -> Fit:
         compared = [self._compared(tried, probe) for probe in probes]
         return merged_fit(
-            [each for each, _ in compared], self.noise.clear_margin, prompts=self._counts(tried, probes),
+            [each for each, _ in compared],
+            self.noise.clear_margin,
+            prompts=self._counts(tried, probes),
             deviations=[value for _, values in compared for value in values],
-        )  # fmt: skip
+        )
 
     def _counts(self, tried: Hypothesis, probes: Iterable[ProbeAnswer]) -> list[bool]:
         counted = [probe for probe in probes if probe.prompt_tokens is not None]

@@ -78,11 +78,11 @@ def test_weights_and_logits_are_those_of_the_formats_library(name: str, tmp_path
 def test_both_layouts_of_tensor_names_load(name: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint.read(name)
     swapped = {
-        key.replace(STORED, LAYER) if STORED in key else key.replace(LAYER, STORED).replace(
-            "model.vision_tower.", "vision_tower.vision_model."
-        ): value
+        key.replace(STORED, LAYER)
+        if STORED in key
+        else key.replace(LAYER, STORED).replace("model.vision_tower.", "vision_tower.vision_model."): value
         for key, value in {**checkpoint.tensors, **checkpoint.metadata}.items()
-    }  # fmt: skip
+    }
     checkpoint.tensors = {key: value for key, value in swapped.items() if isinstance(value, torch.Tensor)}
     checkpoint.metadata = {key: value for key, value in swapped.items() if isinstance(value, str)}
     model = load(checkpoint.write(tmp_path)).model
@@ -248,28 +248,36 @@ DAMAGES: dict[str, tuple[str, Callable[[Checkpoint], Any], str]] = {
     "no group indices": ("gptq-v2-act-order", _drop("g_idx"), "q_proj.g_idx is missing"),
     "not quantised": ("gptq", _dense, "config.json: .*q_proj.weight is quantised, but the tensor"),
     "quantised though ignored": (
-        "w4a16", lambda checkpoint: checkpoint.config["ignore"].append("re:.*q_proj"),
+        "w4a16",
+        lambda checkpoint: checkpoint.config["ignore"].append("re:.*q_proj"),
         "q_proj.weight is quantised, but config.json",
     ),
     "extra tensor": (
-        "w4a16", lambda checkpoint: checkpoint.tensors.update({f"{STORED}mlp.gate.qweight": torch.zeros(2)}),
+        "w4a16",
+        lambda checkpoint: checkpoint.tensors.update({f"{STORED}mlp.gate.qweight": torch.zeros(2)}),
         "unexpected tensor .*mlp.gate.qweight",
     ),
     "a bias": (
-        "gptq", lambda checkpoint: checkpoint.tensors.update({f"{Q}bias": torch.ones(64)}), "q_proj.bias is not zero",
+        "gptq",
+        lambda checkpoint: checkpoint.tensors.update({f"{Q}bias": torch.ones(64)}),
+        "q_proj.bias is not zero",
     ),
     "the same tensor twice": (
-        "w4a16", lambda checkpoint: checkpoint.tensors.update({f"{LAYER}mlp.up_proj.weight_scale": torch.zeros(2)}),
+        "w4a16",
+        lambda checkpoint: checkpoint.tensors.update({f"{LAYER}mlp.up_proj.weight_scale": torch.zeros(2)}),
         "refer to the same parameter",
     ),
     "other class": (
-        "torchao-int8-dynamic", _configure(quant_type={"default": {"_type": "Float8WeightOnlyConfig"}}),
+        "torchao-int8-dynamic",
+        _configure(quant_type={"default": {"_type": "Float8WeightOnlyConfig"}}),
         "has the class Int8Tensor; config.json implies Float8Tensor",
     ),
     "no metadata": (
-        "torchao-int8-dynamic", lambda checkpoint: checkpoint.metadata.clear(), "metadata does not describe",
+        "torchao-int8-dynamic",
+        lambda checkpoint: checkpoint.metadata.clear(),
+        "metadata does not describe",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -328,11 +336,17 @@ def test_unquantised_and_bitsandbytes_checkpoints_go_through_transformers() -> N
 @pytest.mark.parametrize(
     "value",
     [
-        "x", 1, [], {"config_groups": 3}, {"config_groups": {"a": {"format": "pack-quantized"}}},
-        _compressed({}) | {"ignore": ["re:("]}, _compressed({"num_bits": "4"}),
-        {"quant_method": "gptq", "bits": 4, "dynamic": {"+:(": {}}}, {"quant_method": "awq", "group_size": True},
+        "x",
+        1,
+        [],
+        {"config_groups": 3},
+        {"config_groups": {"a": {"format": "pack-quantized"}}},
+        _compressed({}) | {"ignore": ["re:("]},
+        _compressed({"num_bits": "4"}),
+        {"quant_method": "gptq", "bits": 4, "dynamic": {"+:(": {}}},
+        {"quant_method": "awq", "group_size": True},
     ],
-)  # fmt: skip
+)
 def test_a_damaged_configuration_is_one_line(value: Any) -> None:
     config = {"quant_method": "compressed-tensors", **value} if isinstance(value, dict) else value
     with pytest.raises(PanscanError) as caught:

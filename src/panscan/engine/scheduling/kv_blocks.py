@@ -171,7 +171,7 @@ def extend_hashes(sequence: Sequence, block_size: int) -> None:
         if inside is None or start + block_size > inside.end:
             images = [
                 (span.start - start, _image_key(span)) for span in sequence.layout.within(start, start + block_size)
-            ]  # fmt: skip
+            ]
             hashes.append(block_hash(parent, ids[start : start + block_size], images))
             continue
         stem, first = parent[:_HASH_BYTES], int.from_bytes(parent[_HASH_BYTES:], "little") + 1
@@ -237,9 +237,15 @@ class KVBlocks:
     """
 
     def __init__(
-        self, *, block_size: int, global_blocks: int, local_blocks: int, window: int | None, prefix_caching: bool,
+        self,
+        *,
+        block_size: int,
+        global_blocks: int,
+        local_blocks: int,
+        window: int | None,
+        prefix_caching: bool,
         worth_waiting: int = _WORTH_WAITING,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.block_size, self._worth = block_size, worth_waiting
         self.prefix_caching = prefix_caching
         self.pools = (BlockPool(global_blocks), BlockPool(0 if window is None else local_blocks))
@@ -337,7 +343,7 @@ class KVBlocks:
         return any(
             other.computed < blocks * self.block_size and other.hashes[blocks - 1 : blocks] == [content_hash]
             for other in others
-        )  # fmt: skip
+        )
 
     def begin(self, sequence: Sequence, hit: int) -> None:
         """Put the cached blocks of a prefix into the block tables of a sequence that holds none.

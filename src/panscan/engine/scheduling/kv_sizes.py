@@ -156,10 +156,14 @@ def choose_blocks(facts: MemoryFacts, options: EngineOptions, memory: DeviceMemo
         raise UnsupportedError(_too_large(facts, options, room, limit))
     try:
         return split_blocks(
-            facts.shape, bytes=wanted, block_size=options.block_size, max_num_seqs=options.max_num_seqs,
-            window=facts.window, chunk=options.prefill_chunk_size + facts.image_tokens,
+            facts.shape,
+            bytes=wanted,
+            block_size=options.block_size,
+            max_num_seqs=options.max_num_seqs,
+            window=facts.window,
+            chunk=options.prefill_chunk_size + facts.image_tokens,
             max_tokens=facts.max_positions,
-        )  # fmt: skip
+        )
     except UnsupportedError as error:
         raise UnsupportedError(f"{error}; {_advice(facts, options, limit)}") from None
 

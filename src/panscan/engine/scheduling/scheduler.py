@@ -261,9 +261,7 @@ class Scheduler:
                 claimed = claimed or self._claims([*self._running, oldest])
                 claimed = self._begin(sequence, hit, plan, claimed) or claimed
 
-    def _begin(
-        self, sequence: Sequence, hit: int, plan: _StepPlan, claimed: tuple[int, int]
-    ) -> tuple[int, int] | None:  # fmt: skip
+    def _begin(self, sequence: Sequence, hit: int, plan: _StepPlan, claimed: tuple[int, int]) -> tuple[int, int] | None:
         """Admit a waiting sequence and add its first chunk.
 
         Args:

@@ -198,9 +198,15 @@ def flatten(
             ends[row : row + span.end - span.start] = span.end
             images.append(ImageRows(row, span.end - span.start, 0 if slots is None else slots[span.key]))
     return FlatBatch(
-        np.maximum(np.array(ids, np.int64), 0), positions, ends, offsets,
-        (_table(chunks, 0, block_size, None), _table(chunks, 1, block_size, window)), block_size, window, tuple(images),
-    )  # fmt: skip
+        np.maximum(np.array(ids, np.int64), 0),
+        positions,
+        ends,
+        offsets,
+        (_table(chunks, 0, block_size, None), _table(chunks, 1, block_size, window)),
+        block_size,
+        window,
+        tuple(images),
+    )
 
 
 def _table(chunks: abc.Sequence[Chunk], kind: int, block_size: int, window: int | None) -> NDArray[np.int32]:

@@ -17,7 +17,7 @@ from panscan.images.documents.words import (
     a_phone,
     a_word,
     long_date,
-)  # fmt: skip
+)
 
 __all__ = ["LAYOUTS", "form"]
 

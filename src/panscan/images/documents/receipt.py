@@ -18,7 +18,7 @@ from panscan.images.documents.words import (
     a_date,
     a_name,
     a_phone,
-)  # fmt: skip
+)
 from panscan.images.ink import rounded
 
 __all__ = ["LAYOUTS", "receipt"]

@@ -95,8 +95,13 @@ def data_rows(path: Path, called: str) -> list[dict[str, Any]]:
 
 
 _TEXTVQA_FOLDERS = (
-    "train_images", "test_images", "train_val_images/train_images", "train_val_images", "val_images", "images",
-)  # fmt: skip
+    "train_images",
+    "test_images",
+    "train_val_images/train_images",
+    "train_val_images",
+    "val_images",
+    "images",
+)
 
 
 def read_textvqa(files: Sequence[Path], called: str, loaded: LoadedDataset) -> None:
@@ -238,14 +243,16 @@ FORMATS: Mapping[str, DatasetFormat] = {
         "anls", r"infographics?VQA_(?P<split>train|val|test)_v\d.*\.json", read_infographicvqa, beside=True
     ),
     "chartqa": DatasetFormat(
-        "relaxed_accuracy", r"(?P<split>train|val|test)_(human|augmented)\.json", read_chartqa,
+        "relaxed_accuracy",
+        r"(?P<split>train|val|test)_(human|augmented)\.json",
+        read_chartqa,
         ("test", "validation", "train"),
     ),
     "textvqa": DatasetFormat(
         "vqa_accuracy", r"TextVQA_\d.*_(?P<split>train|val|test)\.json", read_textvqa, beside=True
     ),
     "table": DatasetFormat(EXACT_MATCH, r"(?!cache-).*\.(parquet|arrow)", tables.read),
-}  # fmt: skip
+}
 """By name, as in ``--dataset-format``. The last is of Hugging Face ``datasets``: parquet, its cache, save_to_disk."""
 
 

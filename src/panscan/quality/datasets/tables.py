@@ -45,13 +45,30 @@ _METRICS = (
 _CHARTQA_TYPES = {"human_test", "augmented_test"}
 _MACHINE = ("human", "machine")
 _SUFFIXES = (
-    (b"\x89PNG", ".png"), (b"\xff\xd8\xff", ".jpg"), (b"GIF8", ".gif"), (b"BM", ".bmp"), (b"II*\0", ".tif"),
-    (b"MM\0*", ".tif"), (b"%PDF", ".pdf"), (b"RIFF", ".webp"),
-)  # fmt: skip
+    (b"\x89PNG", ".png"),
+    (b"\xff\xd8\xff", ".jpg"),
+    (b"GIF8", ".gif"),
+    (b"BM", ".bmp"),
+    (b"II*\0", ".tif"),
+    (b"MM\0*", ".tif"),
+    (b"%PDF", ".pdf"),
+    (b"RIFF", ".webp"),
+)
 _ANSWER_TYPES = (
-    "string", "large_string", "string_view", "null", "bool", "int", "uint", "halffloat", "float", "double", "decimal",
-    "date", "time",
-)  # fmt: skip
+    "string",
+    "large_string",
+    "string_view",
+    "null",
+    "bool",
+    "int",
+    "uint",
+    "halffloat",
+    "float",
+    "double",
+    "decimal",
+    "date",
+    "time",
+)
 _LARGEST_VALUE = 128 * 2**20  # bytes, as of an image
 _BATCH = 64  # rows held at once: their pictures are megabytes
 
@@ -89,9 +106,14 @@ def read(files: Sequence[Path], called: str, loaded: LoadedDataset) -> None:
             types.add(str(tag))
             places = Embedded(str(path), number) if paths is None else paths[number]
             loaded.add(
-                row.get(row_id or ""), places, row[question] or None, row.get(answers or ""), [("type", tag)],
-                plain=not isinstance(row.get(answers or ""), list), people=metric == "vqa_accuracy",
-            )  # fmt: skip
+                row.get(row_id or ""),
+                places,
+                row[question] or None,
+                row.get(answers or ""),
+                [("type", tag)],
+                plain=not isinstance(row.get(answers or ""), list),
+                people=metric == "vqa_accuracy",
+            )
     if types & _CHARTQA_TYPES:
         loaded.metric = "relaxed_accuracy"
 

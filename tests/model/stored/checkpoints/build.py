@@ -40,9 +40,14 @@ def linears(owner: Any) -> dict[str, nn.Linear]:
 
 
 def write(
-    name: str, config: dict[str, Any], tensors: dict[str, torch.Tensor], expected: dict[str, torch.Tensor],
-    metadata: dict[str, str] | None = None, *, published: bool = True,
-) -> None:  # fmt: skip
+    name: str,
+    config: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    expected: dict[str, torch.Tensor],
+    metadata: dict[str, str] | None = None,
+    *,
+    published: bool = True,
+) -> None:
     """Write one file, with the names of most published checkpoints or of Transformers 5."""
 
     def named(key: str) -> str:
@@ -129,7 +134,7 @@ def gptq(name: str, *, bits: int, size: int, symmetric: bool, act_order: bool, v
         scale, zero = ranges(linear.weight.detach(), groups, bits, symmetric=symmetric)
         packed = TorchLinear(
             bits=bits, group_size=width, sym=symmetric, desc_act=act_order, in_features=inputs, out_features=outputs
-        ).eval()  # fmt: skip
+        ).eval()
         packed.pack_original(linear.float(), scale, zero, groups.int())
         packed.post_init()
         expected[f"{path}.weight"] = packed.dequantize_weight().T
@@ -137,9 +142,14 @@ def gptq(name: str, *, bits: int, size: int, symmetric: bool, act_order: bool, v
             convert_gptq_v2_to_v1_format_module(packed, type("Config", (), {"bits": bits, "pack_dtype": torch.int32})())
         tensors |= {f"{path}.{leaf}": getattr(packed, leaf) for leaf in ("qweight", "qzeros", "scales", "g_idx")}
     config = {
-        "quant_method": "gptq", "bits": bits, "group_size": size, "sym": symmetric, "desc_act": act_order,
-        "checkpoint_format": version, "lm_head": False,
-    }  # fmt: skip
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": size,
+        "sym": symmetric,
+        "desc_act": act_order,
+        "checkpoint_format": version,
+        "lm_head": False,
+    }
     write(name, config, tensors, expected)
 
 
@@ -154,7 +164,7 @@ def awq() -> None:
         scale, zero = ranges(linear.weight.detach(), torch.arange(inputs) // 32, 4, symmetric=False)
         packed = AwqTorchLinear(
             bits=4, group_size=32, sym=False, desc_act=False, in_features=inputs, out_features=outputs
-        )  # fmt: skip
+        )
         clipped = nn.Linear(inputs, outputs, bias=False)
         wide = scale.repeat_interleave(32, 1), zero.repeat_interleave(32, 1)
         levels = (linear.weight.detach().float() / wide[0] + wide[1]).round().clamp(0, 15)
@@ -181,9 +191,10 @@ def torchao(name: str, kind: Any, class_name: str, keep: Callable[[str], bool], 
     tensors, metadata = flatten_tensor_state_dict(state)
     expected = {key: value.dequantize() for key, value in state.items()}
     config = {
-        "quant_method": "torchao", "quant_type": {"default": {"_type": class_name, "_version": 1, "_data": {}}},
+        "quant_method": "torchao",
+        "quant_type": {"default": {"_type": class_name, "_version": 1, "_data": {}}},
         "modules_to_not_convert": skipped,
-    }  # fmt: skip
+    }
     write(name, config, tensors, expected, metadata, published=False)
 
 
@@ -202,14 +213,15 @@ def torchao_int4() -> None:
         octets = (levels[:, ::2] & 0xF) | (levels[:, 1::2] << 4)
         state[f"{path}.weight"] = Int4Tensor(
             octets, scale[..., 0].T.contiguous(), middle[..., 0].T.contiguous(), [1, 32], linear.weight.shape
-        )  # fmt: skip
+        )
         dense = levels.float().unflatten(1, (-1, 32)) * scale.float() + middle.float()
         expected[f"{path}.weight"] = dense.flatten(1)
     tensors, metadata = flatten_tensor_state_dict(state)
     config = {
-        "quant_method": "torchao", "modules_to_not_convert": ["lm_head", "model.vision_tower"],
+        "quant_method": "torchao",
+        "modules_to_not_convert": ["lm_head", "model.vision_tower"],
         "quant_type": {"default": {"_type": "Int4WeightOnlyConfig", "_version": 2, "_data": {"group_size": 32}}},
-    }  # fmt: skip
+    }
     write("torchao-int4", config, tensors, expected, metadata, published=False)
 
 
@@ -235,31 +247,36 @@ def main() -> None:
     # Two groups by name, one matrix left out, zero points, and the layout of Transformers 5.
     mixed = {
         "group_0": {
-            "targets": ["re:.*self_attn.*"], "format": "pack-quantized",
+            "targets": ["re:.*self_attn.*"],
+            "format": "pack-quantized",
             "weights": weights(4, "int", "channel") | {"symmetric": False},
         },
         "group_1": {
-            "targets": ["re:.*mlp.*"], "format": "int-quantized", "weights": weights(8, "int", "channel"),
+            "targets": ["re:.*mlp.*"],
+            "format": "int-quantized",
+            "weights": weights(8, "int", "channel"),
             "input_activations": per_token,
         },
-    }  # fmt: skip
+    }
     ignored = [*dense, "model.language_model.layers.0.self_attn.o_proj"]
     compressed("w4a16-asym-w8a8", mixed, ignored, "mixed-precision", published=False)
     w8a16 = {"group_0": {"targets": linear, "weights": weights(8, "int", "channel")}}
     compressed("w8a16", w8a16, dense, "pack-quantized")
     fp8 = {
         "group_0": {
-            "targets": linear, "weights": weights(8, "float", "channel"),
+            "targets": linear,
+            "weights": weights(8, "float", "channel"),
             "input_activations": weights(8, "float", "token", dynamic=True),
         }
-    }  # fmt: skip
+    }
     compressed("fp8-dynamic", fp8, dense, "float-quantized")
     static = {
         "group_0": {
-            "targets": linear, "weights": weights(8, "float", "tensor"),
+            "targets": linear,
+            "weights": weights(8, "float", "tensor"),
             "input_activations": weights(8, "float", "tensor"),
         }
-    }  # fmt: skip
+    }
     compressed("fp8-static-all", static, ["lm_head"], "float-quantized")  # vision tower included
     gptq("gptq", bits=4, size=32, symmetric=True, act_order=False, version="gptq")
     gptq("gptq-v2-act-order", bits=4, size=32, symmetric=False, act_order=True, version="gptq_v2")
@@ -269,17 +286,26 @@ def main() -> None:
     torchao("torchao-int8", Int8WeightOnlyConfig(), "Int8WeightOnlyConfig", lambda path: path != "lm_head", None)
     skipped = ["lm_head", "model.vision_tower"]
     torchao(
-        "torchao-int8-dynamic", Int8DynamicActivationInt8WeightConfig(), "Int8DynamicActivationInt8WeightConfig",
-        lambda path: path.startswith(LAYER), skipped,
-    )  # fmt: skip
+        "torchao-int8-dynamic",
+        Int8DynamicActivationInt8WeightConfig(),
+        "Int8DynamicActivationInt8WeightConfig",
+        lambda path: path.startswith(LAYER),
+        skipped,
+    )
     torchao(
-        "torchao-float8", Float8WeightOnlyConfig(), "Float8WeightOnlyConfig",
-        lambda path: path.startswith(LAYER), skipped,
-    )  # fmt: skip
+        "torchao-float8",
+        Float8WeightOnlyConfig(),
+        "Float8WeightOnlyConfig",
+        lambda path: path.startswith(LAYER),
+        skipped,
+    )
     torchao(
-        "torchao-intx", IntxWeightOnlyConfig(torch.int4, PerGroup(32)), "IntxWeightOnlyConfig",
-        lambda path: path.startswith(LAYER), skipped,
-    )  # fmt: skip
+        "torchao-intx",
+        IntxWeightOnlyConfig(torch.int4, PerGroup(32)),
+        "IntxWeightOnlyConfig",
+        lambda path: path.startswith(LAYER),
+        skipped,
+    )
     torchao_int4()
 
 
