@@ -1,33 +1,44 @@
-"""The command class of every verb: grouped help, ``--x/--no-x`` switches, and other tools' option names."""
+"""The command class of every verb: options from the table, grouped help, switches, other tools' option names."""
 
 from __future__ import annotations
 
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from functools import cache, wraps
+from pathlib import Path
+from typing import Any
 
 import click
 import cloup
 
 from panscan.core import SettingError
-from panscan.core.ranges import shorten
-from panscan.settings import BOOLEANS, GROUPS, Group, axes, foreign_option
-from panscan.spellings import SWITCHES
+from panscan.core.ranges import Range, shorten
+from panscan.settings import (
+    BOOLEANS,
+    GENERATE_AXES,
+    GROUPS,
+    NEEDS_GENERATE,
+    Group,
+    Option,
+    Options,
+    axes,
+    options_of,
+)
+from panscan.settings.spellings import FOREIGN_OPTIONS, SWITCHES
 
-__all__ = ["Option", "Verb", "option", "verb"]
-
-Command = TypeVar("Command", bound=Callable[..., Any])
+__all__ = ["ClickOption", "Verb", "verb"]
 
 _HELP_ALL = "panscan.help_all"
 _FORMATTER = cloup.HelpFormatter.settings(col1_max_width=30, col2_min_width=30)
+_WIDEST_CHOICES = 34  # characters of a flag and its choices
 
 
-class Option(click.Option):
+class ClickOption(click.Option):
     """An option with its place in ``--help``.
 
     Args:
-        group: heading.
+        section: heading.
         rare: whether only ``--help-all`` lists it.
         shown: first column of ``--help``; None: every spelling and the metavar.
         switch: whether it is on or off: ``--x``, ``--no-x``, ``--x=false``, or a comma list of values.
@@ -36,18 +47,14 @@ class Option(click.Option):
     def __init__(
         self,
         *args: Any,
-        group: Group,
+        section: Group = "Output",
         rare: bool = False,
         shown: str | None = None,
         switch: bool = False,
         **kwargs: Any,
     ) -> None:
-        if kwargs.get("show_default") is True and isinstance(kwargs["default"], float):
-            # Click would print a float as 600.0, and a text in brackets.
-            kwargs["help"] += f"  [default: {kwargs['default']:g}]"
-            kwargs["show_default"] = False
         super().__init__(*args, **kwargs)
-        self.section = group  # Cloup has a meaning for "group"
+        self.section = section
         self.rare = rare
         self.shown = shown
         self.switch = switch
@@ -57,45 +64,149 @@ class Option(click.Option):
         return record if record is None or self.shown is None else (self.shown, record[1])
 
 
-def option(group: Group, *flags: str, **attributes: Any) -> Callable[[Command], Command]:
-    """Return a decorator that adds an :class:`Option`; see :func:`click.option`."""
-    return click.option(*flags, cls=Option, group=group, **attributes)
+class InRange(click.ParamType):  # type: ignore[type-arg]  # not generic in older versions of click
+    """A number in a range, with the error messages of the settings."""
+
+    def __init__(self, allowed: Range) -> None:
+        self.allowed = allowed
+        self.name = "integer" if allowed.integer else "float"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number of a text; defaults are numbers already."""
+        flag = param.opts[0] if param is not None else self.name
+        return self.allowed.parse(flag, value) if isinstance(value, str) else value
 
 
 def verb(name: str, epilog: str) -> Callable[[Callable[..., Any]], Verb]:
-    """Return a decorator that makes a function the command of a verb.
+    """Return a decorator that makes a function the command of a verb, with the options that the table gives it.
+
+    The function takes :class:`panscan.settings.Options`, then its positional arguments by name.
 
     Args:
         name: word after ``panscan``.
         epilog: end of its help: notes, then examples.
     """
-    return click.command(name, cls=Verb, epilog=epilog, formatter_settings=_FORMATTER)
+
+    def decorate(function: Callable[..., Any]) -> Verb:
+        @wraps(function)
+        def call(**values: Any) -> Any:
+            context = click.get_current_context()
+            commandline = click.core.ParameterSource.COMMANDLINE
+            given = frozenset(name for name in values if context.get_parameter_source(name) is commandline)
+            positional = {
+                parameter.name: values.pop(parameter.name)
+                for parameter in context.command.params
+                if isinstance(parameter, click.Argument) and parameter.name is not None
+            }
+            settings = {name: values.pop(name) for name in axes() if name in values}
+            texts = {name: text for name, text in settings.items() if text is not None}
+            return function(Options.parsed(values, texts, given), **positional)
+
+        return click.command(name, cls=Verb, epilog=epilog, formatter_settings=_FORMATTER)(call)
+
+    return decorate
 
 
 class Verb(cloup.Command):
     """A command whose help lists its options by group, the rare ones under ``--help-all`` only."""
 
-    def __init__(self, *args: Any, params: list[click.Parameter] | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, params=[*(params or ()), _help_all()], **kwargs)
+    def __init__(self, name: str, *args: Any, params: Sequence[click.Parameter], **kwargs: Any) -> None:
+        table = map(_click_option, options_of(name).values())
+        super().__init__(name, *args, params=[*params, *table, _debug(), _help_all()], **kwargs)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, list(_respelled(self, ctx, args)))
 
     def format_params(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         rows: dict[str, list[tuple[str, str]]] = {group: [] for group in GROUPS}
-        for each in self.get_params(ctx):
-            if isinstance(each, click.Argument) or (getattr(each, "rare", False) and not ctx.meta.get(_HELP_ALL)):
+        for parameter in self.get_params(ctx):
+            if isinstance(parameter, click.Argument) or (
+                getattr(parameter, "rare", False) and not ctx.meta.get(_HELP_ALL)
+            ):
                 continue
-            if (record := each.get_help_record(ctx)) is not None:
-                rows[getattr(each, "section", GROUPS[-1])].append(record)  # --help, Click's own, has none
+            if (record := parameter.get_help_record(ctx)) is not None:
+                rows[getattr(parameter, "section", "Output")].append(record)  # --help, Click's own, has none
         assert isinstance(formatter, cloup.HelpFormatter)  # the class of Cloup's contexts
-        formatter.write_many_sections([cloup.HelpSection(group, found) for group, found in rows.items() if found])
+        sections = [cloup.HelpSection(group, records) for group, records in rows.items() if records]
+        formatter.write_many_sections(sections)
 
 
-def _help_all() -> Option:
-    return Option(
+def _click_option(declared: Option) -> ClickOption:
+    """Return Click's form of an option. The values of settings stay text: they may be comma lists."""
+    setting = declared.name in axes()
+    spellings = declared.spellings if setting else declared.aliases
+    flags = list(dict.fromkeys(f"--{name.replace('_', '-')}" for name in (declared.flag, *spellings)))
+    switched_off = declared.kind is bool and (setting or declared.default)
+    shown = f"--{declared.flag} / --no-{declared.flag}" if switched_off else f"--{declared.flag}"
+    facts: dict[str, Any] = {"help": declared.help + _shown_default(declared)}
+    if declared.kind is bool and not setting:
+        facts["is_flag"] = True
+        facts["default"] = declared.default
+        if declared.default:
+            flags[0] = f"{flags[0]}/--no-{declared.flag}"
+    elif declared.kind is not bool:
+        facts["metavar"] = _metavar(declared, setting=setting)
+        shown += f" {facts['metavar']}"
+        if not setting:
+            facts |= {"type": _click_type(declared), "multiple": declared.many, "envvar": declared.environment or None}
+            facts |= {"required": True} if declared.required else {"default": declared.default}
+    if declared.short:
+        flags.insert(0, f"-{declared.short}")
+        shown = f"-{declared.short}, {shown}"
+    return ClickOption(
+        [*flags, declared.name],
+        section=declared.group,
+        rare=declared.rare,
+        hidden=declared.hidden,
+        shown=shown,
+        switch=setting and declared.kind is bool,
+        **facts,
+    )
+
+
+def _click_type(declared: Option) -> click.ParamType | None:
+    if declared.choices:
+        return click.Choice(declared.choices)
+    if declared.kind is Path:
+        return click.Path(path_type=Path)
+    return InRange(declared.range) if declared.range is not None and declared.kind is not str else None
+
+
+def _metavar(declared: Option, *, setting: bool) -> str:
+    choices = "|".join(declared.choices)
+    if declared.metavar or not choices:
+        return declared.metavar or {int: "INT", float: "FLOAT", str: "TEXT"}[declared.kind]
+    if not setting:
+        return f"[{choices}]"
+    return choices if len(declared.flag + choices) < _WIDEST_CHOICES else "NAME"
+
+
+def _shown_default(declared: Option) -> str:
+    """Return the end of an option's help line: its default, or that it has none."""
+    default = declared.default
+    text = declared.shown_default
+    if text is None and isinstance(default, bool):
+        text = "on" if default else ""
+    elif text is None:
+        text = "" if default in (None, ()) else f"{default:g}" if isinstance(default, float) else str(default)
+    if declared.required:
+        return "  [required]"
+    return f"  [default: {text}]" if text else ""
+
+
+def _debug() -> ClickOption:
+    def remember(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
+        if value and context.obj is not None:
+            context.obj["debug"] = True
+
+    return ClickOption(
+        ["--debug"], is_flag=True, expose_value=False, callback=remember, help="Show tracebacks of errors."
+    )
+
+
+def _help_all() -> ClickOption:
+    return ClickOption(
         ["--help-all"],
-        group="Output",
         is_flag=True,
         is_eager=True,
         expose_value=False,
@@ -119,8 +230,8 @@ def _respelled(command: click.Command, ctx: click.Context, words: Sequence[str])
     Raises:
         SettingError: another tool's option, with what to use instead.
     """
-    options = {flag: each for each in command.get_params(ctx) for flag in (*each.opts, *each.secondary_opts)}
-    negative = {f"--no-{flag[2:]}": flag for flag, each in options.items() if getattr(each, "switch", False)}
+    options = {flag: item for item in command.get_params(ctx) for flag in (*item.opts, *item.secondary_opts)}
+    negative = {f"--no-{flag[2:]}": flag for flag, item in options.items() if getattr(item, "switch", False)}
     left = deque(words)
     while left:
         word = left.popleft()
@@ -138,7 +249,7 @@ def _respelled(command: click.Command, ctx: click.Context, words: Sequence[str])
             if equals:
                 raise SettingError(f"{name} takes no value; use {negative[name]}={value}")
             yield f"{negative[name]}=false"
-        elif isinstance(known, Option) and known.switch:
+        elif isinstance(known, ClickOption) and known.switch:
             yield f"{name}={value if equals else _boolean(left)}"
         elif isinstance(known, click.Option):
             yield f"{name}{equals}{value}"
@@ -146,7 +257,7 @@ def _respelled(command: click.Command, ctx: click.Context, words: Sequence[str])
                 yield left.popleft()
         else:
             takes = name.lstrip("-").replace("-", "_") in SWITCHES
-            yield from _foreign(word, name, value if equals else _boolean(left, take=takes), options)
+            yield from _foreign(command, word, name, value if equals else _boolean(left, take=takes), options)
 
 
 def _boolean(left: deque[str], *, take: bool = True) -> str:
@@ -156,12 +267,16 @@ def _boolean(left: deque[str], *, take: bool = True) -> str:
     return left.popleft() if take else left[0]
 
 
-def _foreign(word: str, name: str, value: str, options: dict[str, click.Parameter]) -> Iterator[str]:
+def _foreign(
+    command: click.Command, word: str, name: str, value: str, options: dict[str, click.Parameter]
+) -> Iterator[str]:
     """Yield the replacement of an option that the command lacks, or the word itself.
 
     Raises:
         SettingError: see :func:`_respelled`.
     """
+    if "--max-num-seqs" in options and name in _generate_flags():
+        raise SettingError(f"{name}: {NEEDS_GENERATE.format(verb=command.name)}")
     setting, implied = SWITCHES.get(name.lstrip("-").replace("-", "_"), ("", ""))
     if setting and f"--{axes()[setting].flag}" in options:
         if value.lower() not in BOOLEANS:
@@ -169,8 +284,14 @@ def _foreign(word: str, name: str, value: str, options: dict[str, click.Paramete
         if BOOLEANS[value.lower()]:
             yield f"--{axes()[setting].flag}={implied}"
         return
-    reason = foreign_option(name) if name.startswith("--") else None
+    reason = FOREIGN_OPTIONS.get(name[2:].replace("-", "_")) if name.startswith("--") else None
     named = re.findall(r"--[a-z-]+", reason or "")
-    if reason is not None and (not named or any(each in options for each in named)):
+    if reason is not None and (not named or any(flag in options for flag in named)):
         raise SettingError(f"{name}: {reason}")
     yield word
+
+
+@cache
+def _generate_flags() -> frozenset[str]:
+    spellings = [spelling for name in GENERATE_AXES for spelling in axes()[name].spellings]
+    return frozenset(f"--{spelling.replace('_', '-')}" for spelling in spellings)

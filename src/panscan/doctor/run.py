@@ -19,10 +19,8 @@ from panscan.core.process import worker_command
 from panscan.doctor.findings import Check, CheckFinding, CheckResult, not_checked, warning
 from panscan.doctor.worker import Message
 
-__all__ = ["LANE_ENVIRONMENT", "TIMEOUT", "run_checks"]
+__all__ = ["LANE_ENVIRONMENT", "run_checks"]
 
-TIMEOUT = 120.0
-"""Seconds that all checks together may take by default."""
 LANE_ENVIRONMENT: dict[str, dict[str, str]] = {
     "gpu": {"HF_HUB_OFFLINE": "1"},
     "gemma": {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
@@ -36,7 +34,7 @@ _TAIL_BYTES = 2000
 
 
 def run_checks(
-    checks: Sequence[Check], timeout: float = TIMEOUT, on_progress: Callable[[int, str], None] | None = None
+    checks: Sequence[Check], timeout: float, on_progress: Callable[[int, str], None] | None = None
 ) -> list[CheckResult]:
     """Run checks and return their results in the same order.
 

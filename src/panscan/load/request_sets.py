@@ -19,7 +19,7 @@ from panscan.core import InputError, PanAndScan, SettingError, create_file
 from panscan.images.documents import COLUMNS, draw_document
 from panscan.images.samples import document_name, encode_document
 from panscan.images.views import plan_views
-from panscan.settings import SAMPLE_RANGES, nearest
+from panscan.settings import nearest, range_of
 
 __all__ = [
     "FORMATS",
@@ -180,7 +180,7 @@ def write_request_set(
     if format not in FORMATS:
         raise SettingError(f"format: expected one of {', '.join(FORMATS)}, got {format!r}{nearest(format, FORMATS)}")
     for name, value in (("count", count), ("columns", columns)):
-        SAMPLE_RANGES[name].check(name, value)
+        range_of(name, "samples").check(name, value)
     path = directory / f"{format}.jsonl"
     partial = directory / f".{path.name}.{os.getpid()}"
     try:
