@@ -1,7 +1,7 @@
 """Python child processes: start one, exchange messages with it, say how it ended, and end it.
 
 :class:`Child` and :class:`Parent` exchange pickled objects. A child that reads untrusted input is a :class:`JsonChild`,
-and its side a :class:`JsonParent`: their messages are JSON objects with open files, which cannot run code in the parent.
+and its side a :class:`JsonParent`: they exchange JSON objects and open files, which cannot run code in the parent.
 
 Every child ends with its parent, uses its time line, and ignores Ctrl-C, which is for the parent to handle.
 """
@@ -346,8 +346,8 @@ def _send_object(connection: socket.socket, message: object) -> None:
     pickle.Pickler(SimpleNamespace(write=connection.sendall), pickle.HIGHEST_PROTOCOL).dump(message)
 
 
-def _next_object(stream: IO[bytes]) -> Any:
-    """Return the next object of a stream; None at its end, wherever it was cut off."""
+def _next_object(stream: Any) -> Any:
+    """Return the next object of a binary stream; None at its end, wherever it was cut off."""
     try:
         return pickle.load(stream)
     except (EOFError, OSError, pickle.UnpicklingError):
