@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from panscan.core import PanscanError, Request, now
+from panscan.core.files import write_file
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.model.runtime import quiet_libraries
 from panscan.profile.capture import CaptureOptions, start_profiler_once
@@ -33,7 +34,6 @@ from panscan.profile.results import summary_of
 from panscan.profile.run import Profiled, checked_modes, profile_modes, profile_runner
 from panscan.profile.workload import profiled_requests
 from panscan.records.environment import environment
-from panscan.records.store import write_atomically
 from panscan.runners.gemma3n import E2B, Gemma3nRunner, gemma3n_config, random_gemma3n
 from panscan.settings import Settings
 
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 for name, found in _measured(family, modes, given, Path(folder)):
                     record["models"][family][name] = found
-                    write_atomically(given.output, f"{json.dumps(record, indent=1)}\n".encode())
+                    write_file(given.output, f"{json.dumps(record, indent=1)}\n".encode())
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
