@@ -92,8 +92,8 @@ def test_the_commands_are_listed_by_task_also_without_arguments(capsys: pytest.C
 @pytest.mark.parametrize(
     ("verb", "expected"),
     [
-        ("serve", ["Runner: engine or generate."]),
-        ("batch", ["Runner: engine or generate.", "--prompt-column"]),
+        ("serve", ["Runner: engine; ask and bench have others."]),
+        ("batch", ["Runner: engine; ask and bench have others.", "--prompt-column"]),
         ("verify", ["'tiny'. [required]"]),
         ("profile", ["Requests at once."]),
         ("bench", ["selects --runner generate.", "breaks images in generate(). [default: 2048]"]),
