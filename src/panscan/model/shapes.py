@@ -1,4 +1,6 @@
-"""Gemma 3's published shapes and what they cost: parameters, FLOPs and bytes, as short formulas. No tensor library.
+"""Gemma 3's published shapes: parameters, attention pairs and cached bytes, as short formulas. No tensor library.
+
+What passes over them cost is counted by :mod:`panscan.plan.cost`.
 
 The numbers are those of ``_VARIANTS`` and ``_VISION_CONFIG`` in Transformers' conversion script
 (``src/transformers/models/gemma3/convert_gemma3_weights.py``), which also adds 64 rows to the vocabulary of the
@@ -223,38 +225,6 @@ class Shape:
         return float(
             views * (linear + self.vision.attention_flops() + 2 * self.image_tokens * hidden * self.text.hidden)
         )
-
-    def prefill_flops(self, tokens: int) -> float:
-        """The decoder over one prompt of ``tokens``, with the logits of its last position only.
-
-        2 x tokens x layers x layer matrices + 2 x vocabulary x hidden + 4 x heads x head size x attention pairs.
-        """
-        text = self.text
-        linear = 2 * tokens * text.layers * text.layer_matrices() + 2 * text.vocabulary * text.hidden
-        return float(linear + 4 * text.heads * text.head_size * text.attention_pairs(tokens))
-
-    def decode_flops(self, context: int) -> float:
-        """The decoder over one token that is the last of ``context``, with its logits.
-
-        2 x layers x layer matrices + 2 x vocabulary x hidden + 4 x heads x head size x positions seen.
-        """
-        text = self.text
-        linear = 2 * text.layers * text.layer_matrices() + 2 * text.vocabulary * text.hidden
-        return float(linear + 4 * text.heads * text.head_size * text.positions_seen(context))
-
-    def decode_bytes(self, context: int, batch: int, bytes_per_weight: float, bytes_per_value: float = 2) -> float:
-        """Bytes read by one decode step of ``batch`` requests that hold ``context`` tokens each.
-
-        Decoder parameters x bytes per weight, once for the batch (the output matrix is the embedding), and each
-        request's keys and values as in :meth:`kv_bytes`.
-
-        Args:
-            context: tokens of each request.
-            batch: number of requests.
-            bytes_per_weight: bytes per weight.
-            bytes_per_value: bytes per element of a key or value.
-        """
-        return self.text.parameters() * bytes_per_weight + batch * self.kv_bytes(context, bytes_per_value)
 
     def kv_bytes(self, tokens: int, bytes_per_value: float) -> int:
         """Bytes of the keys and values that a request of ``tokens`` needs, rounded up; local layers keep their window.
