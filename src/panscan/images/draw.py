@@ -80,7 +80,7 @@ def view_label(plan: ViewPlan, index: int) -> tuple[str, str]:
     return f"crop {index}" if index else "whole", f"{width}x{height} px · {tokens} tokens"
 
 
-def _facts(plan: ViewPlan, *, estimated: bool) -> str:
+def _summary_line(plan: ViewPlan, *, estimated: bool) -> str:
     views = f"{plan.crops + 1} views (whole and {plan.crops} crops)" if plan.crops else "1 view (whole)"
     about = "about " if estimated else ""
     tokens = f"{plan.image_tokens:,} image tokens", f"{about}{plan.prompt_tokens:,} prompt tokens"
@@ -160,7 +160,7 @@ def lay_out(plan: ViewPlan, *, caption: bool, estimated: bool, max_side: int) ->
     block = (inset[0] + width + RIM, inset[1] + height + RIM)
     content = max(block[0] + _GAP + strip.width if beside else max(block[0], strip.width), _LEAST_WIDTH)
 
-    facts = tuple(wrap(_facts(plan, estimated=estimated), FACTS_SIZE, content, separator=" · "))
+    facts = tuple(wrap(_summary_line(plan, estimated=estimated), FACTS_SIZE, content, separator=" · "))
     facts_y = MARGIN + (2 * CAPTION_SIZE if caption else FACTS_SIZE)
     top = facts_y + _FACTS_PITCH * (len(facts) - 1) + _GAP
     left = MARGIN + inset[0]
@@ -221,7 +221,7 @@ def _header(picture: Image.Image, layout: PictureLayout, caption: str | None) ->
         write(draw, (MARGIN, layout.facts_y + _FACTS_PITCH * row), line, FACTS_SIZE, fill=_GREY)
 
 
-def _whole(picture: Image.Image, image: Image.Image, layout: PictureLayout) -> None:
+def _draw_image(picture: Image.Image, image: Image.Image, layout: PictureLayout) -> None:
     """The scaled image in a thin frame."""
     left, top, right, bottom = layout.image
     method = Image.Resampling.NEAREST if right - left > image.width else Image.Resampling.LANCZOS
@@ -331,7 +331,7 @@ def draw_views(
     upright = image.convert("RGB")
     picture = Image.new("RGB", layout.size, _PAPER)
     _header(picture, layout, caption)
-    _whole(picture, upright, layout)
+    _draw_image(picture, upright, layout)
     for index in range(1, len(plan.views)):
         _outline(picture, layout, index)
     if plan.crops:

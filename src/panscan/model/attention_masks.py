@@ -73,7 +73,9 @@ def effective_mask(
     types = torch.from_numpy(image.astype(np.int64))[None].to(where)
     with torch.inference_mode(), _switched(model, implementation, kernel):
         try:
-            return measured_mask(lambda values: _means(model, types, values), image, _text(model).config.sliding_window)
+            return measured_mask(
+                lambda values: _means(model, types, values), image, _text_decoder(model).config.sliding_window
+            )
         except torch.OutOfMemoryError:
             raise
         except (ImportError, ValueError, RuntimeError) as error:  # kernels are loaded and compiled in their first run
@@ -167,19 +169,21 @@ def _probe_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
         vision.hidden_size, vision.intermediate_size = _HIDDEN, _HIDDEN
     small._attn_implementation = "eager"
     model = build_model(small, dtype, device).eval()
-    for layer in _text(model).layers:
+    for layer in _text_decoder(model).layers:
         torch.nn.init.zeros_(layer.self_attn.q_proj.weight)
     return model
 
 
-def _text(model: Any) -> Any:
+def _text_decoder(model: Any) -> Any:
     return getattr(model.model, "language_model", model.model)
 
 
 def _kinds(model: Any) -> dict[LayerKind, Any]:
     """Return the attention module of each layer kind."""
-    types = list(_text(model).config.layer_types)
-    return {kind: _text(model).layers[types.index(name)].self_attn for kind, name in _KINDS.items() if name in types}
+    types = list(_text_decoder(model).config.layer_types)
+    return {
+        kind: _text_decoder(model).layers[types.index(name)].self_attn for kind, name in _KINDS.items() if name in types
+    }
 
 
 def _means(model: Any, types: torch.Tensor, values: torch.Tensor) -> dict[LayerKind, torch.Tensor]:

@@ -85,7 +85,7 @@ def fitting_group_size(asked: int | None, *widths: int) -> int:
     if wide := [width for width in widths if width % size]:
         raise UnsupportedError(
             f"--quantization-group-size {size}: groups of {size} do not divide {wide[0]} input channels;"
-            f" {_advice(widths)}"
+            f" {_width_advice(widths)}"
         )
     return size
 
@@ -100,10 +100,10 @@ def _fitting(model: Any) -> str:
     """Return the group sizes that divide every matrix, as advice."""
     widths = {linear.in_features for _, linear in decoder_linears(model)}
     widths |= {module.in_features for module in model.modules() if isinstance(module, QuantizedLinear)}
-    return _advice(widths)
+    return _width_advice(widths)
 
 
-def _advice(widths: Collection[int]) -> str:
+def _width_advice(widths: Collection[int]) -> str:
     sizes = [str(size) for size in GROUP_SIZES if all(width % size == 0 for width in widths)]
     return f"use {' or '.join(sizes)}" if sizes else "use --quantization int8 or fp8"
 

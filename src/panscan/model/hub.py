@@ -215,7 +215,7 @@ def _repo_info(name: str, revision: str | None) -> Any:
     seconds = float(constants.HF_HUB_ETAG_TIMEOUT) if own else _DEADLINE_S
     with activity(f"contacting {constants.ENDPOINT}"):
         try:
-            return _within(
+            return _run_within(
                 seconds, lambda: HfApi().model_info(name, revision=revision, files_metadata=True, timeout=seconds)
             )
         except (HfHubHTTPError, HFValidationError):
@@ -228,7 +228,7 @@ def _repo_info(name: str, revision: str | None) -> Any:
             ) from error
 
 
-def _within(seconds: float, function: Callable[[], _T]) -> _T:
+def _run_within(seconds: float, function: Callable[[], _T]) -> _T:
     """Return a function's result, or raise TimeoutError after a deadline.
 
     HTTP timeouts alone are not enough: they apply to each address of the host, and exclude name resolution.

@@ -75,7 +75,7 @@ def tiny_directory() -> Path:
         ModelError: if there is nowhere to write it.
     """
     root = cache_directory()
-    target = root / f"tiny-{_digest()}"
+    target = root / f"tiny-{_tiny_digest()}"
     if _complete(target):
         return target
     try:
@@ -157,7 +157,7 @@ def _no_progress_bar() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _digest() -> str:
+def _tiny_digest() -> str:
     """Changes with the source that makes the checkpoint and with the libraries that serialise it."""
     digest = sha256(f"{transformers.__version__} {tokenizers.__version__}".encode())
     for name in _RECIPE:

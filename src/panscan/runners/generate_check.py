@@ -50,7 +50,7 @@ def chunked_prefill(loaded: Loaded, chunk: int = _CHUNK) -> Literal["images drop
     chunked, changed = _next_logits(loaded, inputs, chunk), _next_logits(loaded, other, chunk)
     if torch.equal(chunked, changed):
         return "images dropped"
-    return "right" if _difference(chunked, whole) < _SAME else "image blocks cut"
+    return "right" if _relative_difference(chunked, whole) < _SAME else "image blocks cut"
 
 
 @torch.no_grad()
@@ -79,7 +79,7 @@ def padding_error(loaded: Loaded) -> float:
     short, long = "Total?", "What is the total of this receipt, and in which currency is it?"
     alone = _next_logits(loaded, sample_inputs(loaded, short), None)[0]
     padded = _next_logits(loaded, sample_inputs(loaded, short, long), None)[0]
-    return _difference(padded, alone)
+    return _relative_difference(padded, alone)
 
 
 @torch.no_grad()
@@ -129,5 +129,5 @@ def _config(loaded: Loaded, tokens: int, **extra: Any) -> GenerationConfig:
     )
 
 
-def _difference(left: torch.Tensor, right: torch.Tensor) -> float:
+def _relative_difference(left: torch.Tensor, right: torch.Tensor) -> float:
     return float((left - right).abs().max() / right.abs().max())

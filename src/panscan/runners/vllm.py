@@ -133,7 +133,7 @@ class VllmRunner:
             PanscanError: vLLM created a different prompt.
         """
         read = [read_images(request, copy=False) for request in batch]
-        answers = [_answer(forced_tokens) for forced_tokens in forced]
+        answers = [_forced_answer(forced_tokens) for forced_tokens in forced]
         prompts = [self._prompt(item, answer) for item, answer in zip(read, answers, strict=True)]
         wanted = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": TOP_LOGPROBS}
         found = []
@@ -203,7 +203,7 @@ class VllmRunner:
             release_memory()
 
 
-def _answer(forced_tokens: ForcedTokens) -> list[int]:
+def _forced_answer(forced_tokens: ForcedTokens) -> list[int]:
     if forced_tokens.tokens is None:
         raise UnsupportedError("runner vllm: its own tokens cannot be observed")
     return forced_tokens.tokens[: forced_tokens.steps]
