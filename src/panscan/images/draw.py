@@ -7,7 +7,7 @@ from math import ceil
 
 from PIL import Image, ImageDraw
 
-from panscan.core import ImageError, SettingError, View
+from panscan.core import ImageError, SettingError
 from panscan.images.ink import Box, printable, rounded, shorten, text_width, wrap, write
 from panscan.images.views import ViewPlan
 
@@ -134,14 +134,6 @@ class _Strip:
         return tuple(boxes)
 
 
-def _strip_layout(plan: ViewPlan, room: int, *, beside: bool) -> _Strip:
-    """Thumbnails for ``room`` pixels of height (``beside``) or width, no label of them wider than its place."""
-    count = min(len(plan.views), _MOST_TILES)
-    label = ceil(max(text_width(view_label(plan, index)[1], SMALL_SIZE) for index in range(count)))
-    columns, side = _grid(count, room, label, beside=beside)
-    return _Strip(count, columns, side, (max(side, label) + _GAP, side + _LABEL_HEIGHT + _GAP))
-
-
 def lay_out(plan: ViewPlan, *, caption: bool, estimated: bool, max_side: int) -> PictureLayout:
     """Lay out the picture: facts on top, the image, and the thumbnails beside a tall image or below a wide one.
 
@@ -152,7 +144,11 @@ def lay_out(plan: ViewPlan, *, caption: bool, estimated: bool, max_side: int) ->
         raise SettingError(f"max_side must be at least {LEAST_SIDE}, got {max_side}")
     width, height = _display(plan, max_side)
     beside = height >= width
-    strip = _strip_layout(plan, height if beside else width, beside=beside)
+    room = height if beside else width
+    count = min(len(plan.views), _MOST_TILES)
+    label = ceil(max(text_width(view_label(plan, index)[1], SMALL_SIZE) for index in range(count)))
+    columns, side = _grid(count, room, label, beside=beside)
+    strip = _Strip(count, columns, side, (max(side, label) + _GAP, side + _LABEL_HEIGHT + _GAP))
 
     # The gutter is for the badges of the crops, which lie left of a tall image and above any other.
     gutter = RIM + (_GUTTER if plan.crops else 0)
@@ -185,10 +181,6 @@ _BADGE = 22  # height of a badge
 
 def _colour(index: int) -> str:
     return COLOURS[(index - 1) % len(COLOURS)]
-
-
-def _grown(box: Box, by: int) -> Box:
-    return box[0] - by, box[1] - by, box[2] + by, box[3] + by
 
 
 def _frame(draw: ImageDraw.ImageDraw, box: Box, colour: str, weight: int) -> None:
@@ -226,7 +218,7 @@ def _draw_image(picture: Image.Image, image: Image.Image, layout: PictureLayout)
     left, top, right, bottom = layout.image
     method = Image.Resampling.NEAREST if right - left > image.width else Image.Resampling.LANCZOS
     picture.paste(image.resize((right - left, bottom - top), method, reducing_gap=3.0), (left, top))
-    _frame(ImageDraw.Draw(picture), _grown(layout.image, RIM), _LINE, 1)
+    _frame(ImageDraw.Draw(picture), (left - RIM, top - RIM, right + RIM, bottom + RIM), _LINE, 1)
 
 
 def _outline(picture: Image.Image, layout: PictureLayout, index: int) -> None:
@@ -266,11 +258,6 @@ def _badges(picture: Image.Image, layout: PictureLayout) -> None:
         _badge(picture, index, middle)
 
 
-def _thumbnail(image: Image.Image, view: View, side: int) -> Image.Image:
-    """A view squashed to a square, as Gemma 3 reads it."""
-    return image.resize((side, side), Image.Resampling.BICUBIC, box=view.box, reducing_gap=3.0)
-
-
 def _strip(picture: Image.Image, image: Image.Image, layout: PictureLayout) -> None:
     """The thumbnails with their labels."""
     draw, plan = ImageDraw.Draw(picture), layout.plan
@@ -284,7 +271,10 @@ def _strip(picture: Image.Image, image: Image.Image, layout: PictureLayout) -> N
             middle = ((left + right) / 2, (top + bottom) / 2)
             write(draw, middle, f"+{layout.more} more", FACTS_SIZE, fill=_INK, anchor="mm", bold=True)
             continue
-        picture.paste(_thumbnail(image, plan.views[index], right - left), box)
+        side = right - left
+        picture.paste(
+            image.resize((side, side), Image.Resampling.BICUBIC, box=plan.views[index].box, reducing_gap=3.0), box
+        )
         title, detail = view_label(plan, index)
         indent = 0
         if index:

@@ -208,7 +208,7 @@ def _rms_norms(
             normed,
             scale,
             eps,
-            most=_max_value(input_dtype),
+            most=0.0 if input_dtype is None else LARGEST[input_dtype],
             width=width,
             padded=padded,
             adds=part is not None,
@@ -224,11 +224,6 @@ def _split_scales(product: Product) -> tuple[torch.Tensor, torch.Tensor, torch.T
     if isinstance(product, UnscaledProduct):
         return *product, True
     return product, product, product, False
-
-
-def _max_value(input_dtype: torch.dtype | None) -> float:
-    """Return the largest quantised value; 0 for dense rows."""
-    return 0.0 if input_dtype is None else LARGEST[input_dtype]
 
 
 def _warps(padded: int) -> int:

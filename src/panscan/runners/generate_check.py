@@ -13,6 +13,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from panscan.model.checkpoint import Loaded, load_random
 from panscan.model.shapes import SHAPES, Shape
 from panscan.runners.attention_check import sample_inputs
+from panscan.runners.observe import greedy_config
 
 __all__ = ["Recompilations", "batch_answers", "chunked_prefill", "padding_error", "recompilations"]
 
@@ -117,16 +118,7 @@ def _next_logits(loaded: Loaded, inputs: dict[str, Any], chunk: int | None) -> t
 
 
 def _config(loaded: Loaded, tokens: int, **extra: Any) -> GenerationConfig:
-    own = loaded.model.generation_config
-    outside = loaded.model.config.get_text_config().vocab_size  # an end token that is never generated
-    return GenerationConfig(
-        max_new_tokens=tokens,
-        do_sample=False,
-        pad_token_id=own.pad_token_id,
-        eos_token_id=outside,
-        suppress_tokens=own.suppress_tokens,
-        **extra,
-    )
+    return greedy_config(loaded, tokens, suppress_tokens=loaded.model.generation_config.suppress_tokens, **extra)
 
 
 def _relative_difference(left: torch.Tensor, right: torch.Tensor) -> float:

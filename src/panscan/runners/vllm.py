@@ -82,7 +82,7 @@ class VllmRunner:
         positions = self.loaded.model.config.get_text_config().max_position_embeddings
         arguments = llm_arguments(
             settings,
-            _source_of(self._source),
+            str(bundled_directory(self._source) or Path(self._source).expanduser()),
             self.loaded.dtype,
             positions,
             images=self.loaded.reader.reads_images,
@@ -207,11 +207,6 @@ def _forced_answer(forced_tokens: ForcedTokens) -> list[int]:
     if forced_tokens.tokens is None:
         raise UnsupportedError("runner vllm: its own tokens cannot be observed")
     return forced_tokens.tokens[: forced_tokens.steps]
-
-
-def _source_of(name: str) -> str:
-    """Return the directory or hub id that vLLM loads a checkpoint from."""
-    return str(bundled_directory(name) or Path(name).expanduser())
 
 
 def _start(arguments: dict[str, Any]) -> Any:

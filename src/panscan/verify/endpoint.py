@@ -141,7 +141,7 @@ class EndpointClient:
                 reply = fetch_json(self.endpoint, "POST", "/v1/chat/completions", self._body(request))
             except EndpointError as error:
                 first = first or str(error)
-                named = self._named_field(request, error)
+                named = next((name for name in self._optional_fields(request) if name in str(error)), None)
                 passing = error.kind == "http" and (error.status or 0) >= _SERVER_ERROR and named is None
                 if passing and not repeated and self.left > 0:
                     repeated = True
@@ -192,10 +192,6 @@ class EndpointClient:
         crops = bool(request.images) and can.mm_processor_kwargs
         return ["mm_processor_kwargs"] * crops + ["logprobs"] * (can.top_logprobs is not None)
 
-    def _named_field(self, request: Request, error: EndpointError) -> str | None:
-        """Return the field that an error message names; None if it names none."""
-        return next((name for name in self._optional_fields(request) if name in str(error)), None)
-
     def _narrow(self, request: Request, error: EndpointError, named: str | None) -> bool:
         """Omit a field that the endpoint may have refused; return whether a request without it may succeed.
 
@@ -211,13 +207,9 @@ class EndpointClient:
         if refused == "mm_processor_kwargs":
             can.mm_processor_kwargs = False
         else:
-            can.top_logprobs = _fewer(can.top_logprobs or 0)
+            count = can.top_logprobs or 0
+            can.top_logprobs = next((each for each in (*_LADDER, 0) if each < count), None)
         return True
-
-
-def _fewer(count: int) -> int | None:
-    """Return the next smaller number of top log-probabilities to ask for; None: none at all."""
-    return next((each for each in (*_LADDER, 0) if each < count), None)
 
 
 def _refusal_text(error: EndpointError) -> str:
