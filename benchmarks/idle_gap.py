@@ -26,6 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma3nTextConfig
 
 from panscan.core import PanscanError, Request, now
+from panscan.core.files import write_file
 from panscan.model.checkpoint import Loaded, ready_model
 from panscan.model.config import generation_config
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
@@ -37,7 +38,6 @@ from panscan.profile.results import summary_of
 from panscan.profile.run import Profiled, checked_modes, profile_modes, profile_runner
 from panscan.profile.workload import profiled_requests
 from panscan.records.environment import environment
-from panscan.records.store import write_atomically
 from panscan.runners.gemma3n import Gemma3nRunner, gemma3n_reader
 from panscan.settings import Settings
 
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 for name, found in _measured(family, modes, given, Path(folder)):
                     record["models"][family][name] = found
-                    write_atomically(given.output, f"{json.dumps(record, indent=1)}\n".encode())
+                    write_file(given.output, f"{json.dumps(record, indent=1)}\n".encode())
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:

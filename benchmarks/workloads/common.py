@@ -20,6 +20,7 @@ from panscan.bench.reference import TOKENS, load_reference
 from panscan.bench.verify import Verifier
 from panscan.bench.workload import Source, build_workload
 from panscan.core import InputError, Request, Result, SettingError
+from panscan.core.files import write_file
 from panscan.images.views import plan_views
 from panscan.model.ceilings import measure_ceilings
 from panscan.model.checkpoint import Loaded
@@ -27,7 +28,6 @@ from panscan.model.config import shape_of_config
 from panscan.model.machine import resolve_device
 from panscan.model.support import require_supported
 from panscan.records.environment import environment
-from panscan.records.store import write_atomically
 from panscan.runners.base import Runner
 from panscan.runners.engine import EngineRunner
 from panscan.runners.factory import ready_runner
@@ -348,7 +348,7 @@ def save(work: Work, record: Mapping[str, Any]) -> None:
         RecordsError: the disk does not take it.
     """
     work.output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(work.output, json.dumps(record, indent=1, allow_nan=False).encode() + b"\n")
+    write_file(work.output, json.dumps(record, indent=1, allow_nan=False).encode() + b"\n")
     say(f"wrote {work.output}")
 
 

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from panscan.core import ImageError, StorageError, UnsupportedError, create_file, now
+from panscan.core import ImageError, StorageError, UnsupportedError, now
 from panscan.core.errors import one_line
+from panscan.core.files import replace_file
 from panscan.core.ranges import Range, shorten
 from panscan.images.fetch import MAX_BYTES
 
@@ -250,16 +251,9 @@ def download(url: str, path: Path) -> None:
         StorageError: the object could not be read before the deadline.
         OSError: the disk does not take it.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open_object(url) as source, create_file(partial) as file:
-            while block := source.read(_BLOCK_BYTES):
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with open_object(url) as source, replace_file(path) as file:
+        while block := source.read(_BLOCK_BYTES):
+            file.write(block)
 
 
 def upload(url: str, path: Path) -> None:

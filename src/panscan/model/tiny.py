@@ -21,13 +21,13 @@ import numpy as np
 import tokenizers
 import torch
 import transformers
-from filelock import FileLock
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 from transformers.utils import logging
 
-from panscan.core import ModelError, cache_directory
+from panscan.core import ModelError
+from panscan.core.files import WriteLock, cache_directory
 from panscan.model.config import gemma3_config, generation_config, processor_for
 from panscan.model.shapes import SHAPES
 from panscan.model.tokenizer import END_MARKS, MARKS, build_tokenizer
@@ -80,7 +80,7 @@ def tiny_directory() -> Path:
         return target
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with FileLock(root / f"{target.name}.lock"):
+        with WriteLock(root / f"{target.name}.lock"):
             if not _complete(target):
                 # Built under another name and moved, so that the target is never seen half-written.
                 building = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
