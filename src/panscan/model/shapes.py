@@ -196,10 +196,10 @@ class Shape:
         """
         text, vision = values.get("text"), values.get("vision")
         parts = {
-            "text": TextShape(**_checked(TextShape, text)),
-            "vision": None if vision is None else VisionShape(**_checked(VisionShape, vision)),
+            "text": TextShape(**_checked_fields(TextShape, text)),
+            "vision": None if vision is None else VisionShape(**_checked_fields(VisionShape, vision)),
         }
-        return cls(**{**_checked(cls, values), **parts})
+        return cls(**{**_checked_fields(cls, values), **parts})
 
     def parameters(self) -> int:
         """Decoder + tower + projector (vision hidden x text hidden, and a norm of vision hidden); tied weights once."""
@@ -235,7 +235,7 @@ class Shape:
         return ceil(2 * text.kv_heads * text.head_size * text.positions_seen(tokens) * bytes_per_value)
 
 
-def _checked(kind: type[Shape | TextShape | VisionShape], values: Any) -> dict[str, Any]:
+def _checked_fields(kind: type[Shape | TextShape | VisionShape], values: Any) -> dict[str, Any]:
     """Values of a shape's fields, if they are all there and nothing else is."""
     known = {field.name: field for field in fields(kind)}
     if not isinstance(values, Mapping):
