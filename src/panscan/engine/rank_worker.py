@@ -24,12 +24,12 @@ from panscan.engine.model_runner import Launched, ModelRunner, RunnerFacts
 from panscan.engine.ranks import (
     HEARTBEAT_SECONDS,
     PIXELS,
+    CommandReply,
     ForgetPixels,
     LoadShard,
     PassEnded,
     PutPixels,
     RankSignal,
-    Reply,
     StartRunner,
     pass_seconds,
 )
@@ -72,7 +72,7 @@ class _Worker:
             if isinstance(message, FlatBatch):
                 self._execute(message)
             else:
-                self._parent.send(Reply(self._result_of(message)))
+                self._parent.send(CommandReply(self._result_of(message)))
 
     def _result_of(self, command: Any) -> RunnerFacts | dict[str, int | None] | PanscanError | None:
         """Carry out a command and return its result, or its error."""

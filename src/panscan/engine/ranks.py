@@ -38,13 +38,13 @@ from panscan.settings import Settings
 __all__ = [
     "HEARTBEAT_SECONDS",
     "PIXELS",
+    "CommandReply",
     "ForgetPixels",
     "LoadShard",
     "PassEnded",
     "PutPixels",
     "RankGroup",
     "RankSignal",
-    "Reply",
     "StartRunner",
     "pass_seconds",
 ]
@@ -67,7 +67,7 @@ def pass_seconds(device: str) -> float:
 
 
 class RankSignal(Enum):
-    """Messages without data. A rank answers all but its own with a :class:`Reply`."""
+    """Messages without data. A rank answers all but its own with a :class:`CommandReply`."""
 
     STOP_RUNNER = "to a rank: drop the model runner, keep the weights"
     REPORT_PEAKS = "to a rank: report peak memory since the last reset"
@@ -118,7 +118,7 @@ class ForgetPixels(Struct, frozen=True):
     handles: list[int]
 
 
-class Reply(Struct, frozen=True):
+class CommandReply(Struct, frozen=True):
     """From a rank: the last command is done, or failed with this error.
 
     Args:
@@ -160,7 +160,7 @@ class RankGroup:
         self._reason: str | None = None  # why the group was ended
         self._broken: str | None = None  # the first pass that failed
         self._closed = threading.Event()
-        self._replies: queue.SimpleQueue[tuple[int, Reply | None]] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[tuple[int, CommandReply | None]] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[PassEnded | None] = queue.SimpleQueue()
         self._launched = self._finished = 0  # passes
         self._finished_before = 0  # of the watchdog's last look
@@ -326,7 +326,7 @@ class RankGroup:
                 seconds = _FAILED_SECONDS  # the others may wait for the failed one in a collective
         return values
 
-    def _receive(self, rank: int, message: RankSignal | PassEnded | Reply | None) -> None:
+    def _receive(self, rank: int, message: RankSignal | PassEnded | CommandReply | None) -> None:
         """Handle a message of a rank; None: its connection is closed."""
         match message:
             case RankSignal.HEARTBEAT:
@@ -337,7 +337,7 @@ class RankGroup:
                 self._finished = message.number + 1
                 if self._broken is None:  # otherwise the result may combine different passes
                     self._results.put(message)
-            case Reply() | None:
+            case CommandReply() | None:
                 self._replies.put((rank, message))
 
     def _raise_if_closed(self) -> None:
