@@ -16,7 +16,7 @@ from benchmarks.robustness.jobs import SMALL
 from benchmarks.robustness.mutate import mutated
 from benchmarks.robustness.seeds import SEEDS
 from panscan.cli.main import VERBS, cli
-from panscan.cli.options import InRange
+from panscan.cli.verb import InRange
 from panscan.images.samples import write_samples
 from panscan.settings import axes
 

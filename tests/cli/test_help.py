@@ -9,7 +9,7 @@ import click
 import pytest
 
 from panscan.cli.main import VERBS, cli, run
-from panscan.cli.verb import Option, Verb
+from panscan.cli.verb import ClickOption, Verb
 from panscan.settings import axes
 
 TEXTS = Path(__file__).parent / "help"
@@ -53,7 +53,7 @@ def test_help_lines_are_short_sentences_with_one_default(verb: str, capsys: pyte
     context = click.Context(command_of(verb), info_name=verb)
     shown = {word.rstrip(",") for line in help_of(capsys, verb, "--help-all").splitlines() for word in line.split()[:3]}
     for parameter in context.command.params:
-        if not isinstance(parameter, click.Option):
+        if not isinstance(parameter, click.Option) or parameter.hidden:
             continue
         record = parameter.get_help_record(context)
         assert record is not None, parameter.opts
@@ -71,7 +71,7 @@ def test_short_help_leaves_the_rare_options_out_and_ends_with_examples(
     verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = help_of(capsys, verb, "--help")
-    rare = [each for each in command_of(verb).params if isinstance(each, Option) and each.rare]
+    rare = [each for each in command_of(verb).params if isinstance(each, ClickOption) and each.rare]
     assert [each.opts[0] for each in rare if f"  {each.opts[0]} " in text] == []
     examples = text.partition("Examples\n")[2]
     assert "panscan" in examples

@@ -51,7 +51,7 @@ def load(*words: str, code: int = 0) -> Run:
 
 
 def test_figures_are_those_of_the_server(url: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--request-rate", "20,40", "--arrival", "constant", "--num-prompts", "12", "--max-tokens", str(TOKENS)]
+    words = ["--request-rate", "20,40", "--arrival", "constant", "--num-prompts", "12", "--max-new-tokens", str(TOKENS)]
     words += ["--goodput", "ttft:5000", "tpot:500", "--save-result", "--include-content", "--api-key", "secret-key"]
     words += ["--images", "https://someone:hush-login@127.0.0.1:9/x.png?token=hush-token"]
     found = load(*words, f"{url}?key=hush-query", "--header", "X-Team: hidden-team")

@@ -90,7 +90,7 @@ def _picture_path(output: str | None, images: Sequence[str], *, as_json: bool) -
 
 def _save_picture(shown: PromptAttention, path: Path) -> None:
     from panscan.attention_map.picture import draw_attention
-    from panscan.records.store import write_atomically
+    from panscan.core.files import write_file
 
     data = io.BytesIO()
     draw_attention(shown).save(data, "PNG", optimize=True)
@@ -98,7 +98,7 @@ def _save_picture(shown: PromptAttention, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SettingError(f"--output {path}: {error.strerror or error}") from error
-    write_atomically(path, data.getvalue())
+    write_file(path, data.getvalue())
 
 
 def _print_attention(shown: PromptAttention, path: Path | None, *, as_json: bool) -> None:

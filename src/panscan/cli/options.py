@@ -220,7 +220,8 @@ def command_words(context: click.Context, *, without: Collection[str] = (), extr
         extra: words to add after the options.
     """
     parameters = {parameter.name: parameter for parameter in context.command.params}
-    positional, options = [], []
+    positional: list[str] = []
+    options: list[str] = []
     for name, value in context.params.items():
         typed = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
         if not typed or name in without:

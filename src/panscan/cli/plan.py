@@ -37,7 +37,7 @@ GPU figures are GB (10^9 bytes), GB/s, TFLOP/s and TOP/s. See docs/plan.md.
 \b
 Examples
   panscan plan --model 27b --gpu a100-40gb --count 10
-  panscan plan --model 27b --gpu a100-40gb --count 10 --images "scans/*.png" --output-tokens 64
+  panscan plan --model 27b --gpu a100-40gb --count 10 --images "scans/*.png" --max-new-tokens 64
   panscan plan --model 12b --gpu l4 --goal latency --quantization none,int8
   panscan plan --model 27b --gpu h200 --request-rate 20 --goodput ttft:2000,tpot:50 --view-mix 1:10,3:50,5:25
   panscan plan --model 4b --gpu memory=24,bandwidth=936,bf16=71,int8=142,link=32
@@ -63,7 +63,7 @@ def command(options: Options, words: tuple[str, ...]) -> int:
     inputs = _plan_inputs(model, options)
     answer = PlanAnswer(model, inputs, find_layouts(inputs), options.gpu_count)
     if options.request_rate is not None and answer.fitting:
-        answer = _with_fleets(answer, _traffic(options, limits))
+        answer = _with_fleets(answer, _traffic(options, options.request_rate, limits))
     if options.json:
         echo(json.dumps(answer_data(answer), indent=2))
     else:
@@ -191,27 +191,24 @@ def _this_machine(named: str | None) -> tuple[Gpu, tuple[float, float], int]:
 
     from panscan.model.ceilings import measure_ceilings
     from panscan.model.machine import gpu_facts, resolve_device, resolve_dtype
-    from panscan.plan.gpus import gpu_named
+    from panscan.plan.gpus import gpu_named, reported_gpu
 
     if named is not None and "=" not in named:
         raise SettingError(f"--measure takes this machine's GPU: remove --gpu {shorten(named)}")
     facts = gpu_facts()
     name = facts[0]["name"] if facts else "cpu"
-    try:
-        gpu = gpu_named(named or name)
-    except SettingError as error:
-        if named is not None:
-            raise
-        raise SettingError(f"--measure: {name} is not a known GPU; add --gpu with a specification") from error
+    memory = facts[0]["memory_bytes"] if facts else psutil.virtual_memory().total
+    gpu = reported_gpu(name, memory) if facts and named is None else gpu_named(named or "cpu")
+    if gpu is None:
+        raise SettingError(f"--measure: {name} is not a known GPU; add --gpu with a specification")
     with activity("measuring this machine"):
         device = resolve_device("auto")
         found = measure_ceilings(device, resolve_dtype("auto", device))
-    memory = facts[0]["memory_bytes"] if facts else psutil.virtual_memory().total
     gpu = replace(gpu, memory_bytes=memory, label=name if facts else "this machine's CPU", note="")
     return gpu, (found.flops_per_s, found.bytes_per_s), max(1, len(facts))
 
 
-def _traffic(options: Options, limits: Mapping[str, float]) -> Traffic:
+def _traffic(options: Options, rate: float, limits: Mapping[str, float]) -> Traffic:
     from panscan.load.arrivals import GammaArrivals
     from panscan.plan.fleet import Traffic
 
@@ -221,7 +218,7 @@ def _traffic(options: Options, limits: Mapping[str, float]) -> Traffic:
         return GammaArrivals(rate, options.burstiness, seed).times(count)
 
     return Traffic(
-        rate=options.request_rate,
+        rate=rate,
         limits=limits,
         attainment=options.goodput_attainment,
         arrivals=arrivals,

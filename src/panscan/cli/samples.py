@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -34,7 +35,12 @@ Examples
 @click.argument("directory", type=click.Path(path_type=Path))
 def command(options: Options, directory: Path) -> None:
     """Generate receipts, tables, pages and pictures in DIRECTORY, with questions.jsonl for --dataset."""
-    facts = {"count": options.count, "seed": options.seed, "columns": options.columns, "overwrite": options.force}
+    facts: dict[str, Any] = {
+        "count": options.count,
+        "seed": options.seed,
+        "columns": options.columns,
+        "overwrite": options.force,
+    }
     if options.request_set is None:
         from panscan.images.samples import write_samples
 

@@ -42,8 +42,8 @@ def command(options: Options, files: tuple[str, ...]) -> None:
 
     Several files are compared, the first with the last. Files of any size are read in pieces.
     """
+    from panscan.core.files import write_file
     from panscan.plan.gpus import gpu_named
-    from panscan.records.store import write_atomically
     from panscan.trace.read import open_trace
     from panscan.trace.summary import summarize
 
@@ -63,7 +63,7 @@ def command(options: Options, files: tuple[str, ...]) -> None:
     if html is not None:
         from panscan.trace.html import page
 
-        write_atomically(html, page(summaries, top=top).encode())
+        write_file(html, page(summaries, top=top))
     if options.json:
         echo(json.dumps(_document(summaries), indent=2, allow_nan=False))
     else:

@@ -27,11 +27,10 @@ from panscan.settings import (
 )
 from panscan.settings.spellings import FOREIGN_OPTIONS, SWITCHES
 
-__all__ = ["ClickOption", "Verb", "verb"]
+__all__ = ["ClickOption", "InRange", "Verb", "verb"]
 
 _HELP_ALL = "panscan.help_all"
 _FORMATTER = cloup.HelpFormatter.settings(col1_max_width=30, col2_min_width=30)
-_WIDEST_CHOICES = 34  # characters of a flag and its choices
 
 
 class ClickOption(click.Option):
@@ -138,14 +137,19 @@ def _click_option(declared: Option) -> ClickOption:
     flags = list(dict.fromkeys(f"--{name.replace('_', '-')}" for name in (declared.flag, *spellings)))
     switched_off = declared.kind is bool and (setting or declared.default)
     shown = f"--{declared.flag} / --no-{declared.flag}" if switched_off else f"--{declared.flag}"
-    facts: dict[str, Any] = {"help": declared.help + _shown_default(declared)}
+    end = (
+        "[required]"
+        if setting and declared.required
+        else declared.default_text and f"[default: {declared.default_text}]"
+    )
+    facts: dict[str, Any] = {"help": f"{declared.help}  {end}".rstrip()}
     if declared.kind is bool and not setting:
         facts["is_flag"] = True
         facts["default"] = declared.default
         if declared.default:
             flags[0] = f"{flags[0]}/--no-{declared.flag}"
     elif declared.kind is not bool:
-        facts["metavar"] = _metavar(declared, setting=setting)
+        facts["metavar"] = declared.shown_metavar
         shown += f" {facts['metavar']}"
         if not setting:
             facts |= {"type": _click_type(declared), "multiple": declared.many, "envvar": declared.environment or None}
@@ -164,34 +168,12 @@ def _click_option(declared: Option) -> ClickOption:
     )
 
 
-def _click_type(declared: Option) -> click.ParamType | None:
+def _click_type(declared: Option) -> Any:
     if declared.choices:
         return click.Choice(declared.choices)
     if declared.kind is Path:
         return click.Path(path_type=Path)
     return InRange(declared.range) if declared.range is not None and declared.kind is not str else None
-
-
-def _metavar(declared: Option, *, setting: bool) -> str:
-    choices = "|".join(declared.choices)
-    if declared.metavar or not choices:
-        return declared.metavar or {int: "INT", float: "FLOAT", str: "TEXT"}[declared.kind]
-    if not setting:
-        return f"[{choices}]"
-    return choices if len(declared.flag + choices) < _WIDEST_CHOICES else "NAME"
-
-
-def _shown_default(declared: Option) -> str:
-    """Return the end of an option's help line: its default, or that it has none."""
-    default = declared.default
-    text = declared.shown_default
-    if text is None and isinstance(default, bool):
-        text = "on" if default else ""
-    elif text is None:
-        text = "" if default in (None, ()) else f"{default:g}" if isinstance(default, float) else str(default)
-    if declared.required:
-        return "  [required]"
-    return f"  [default: {text}]" if text else ""
 
 
 def _debug() -> ClickOption:

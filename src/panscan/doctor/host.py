@@ -12,7 +12,7 @@ import psutil
 
 from panscan.checkpoints.files import DamagedFileError
 from panscan.checkpoints.headers import index_files
-from panscan.core.process import cache_directory
+from panscan.core.files import cache_directory
 from panscan.doctor.findings import CheckFinding, not_checked, ok, warning
 
 try:
@@ -40,7 +40,6 @@ _FEW_CORES = 2
 _LEAST_MEMORY = 4 * _GIB
 _LEAST_SHARED = 1 * _GIB
 _LEAST_DISK = 60 * _GIB  # Gemma 3 27B in bf16 takes 55 GB
-_FILES_PER_REQUEST = 2
 _LEAST_FILES = 4096
 _HUB_CACHE = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
 _TRUE = {"1", "ON", "YES", "TRUE"}

@@ -66,13 +66,15 @@ class Constraint:
             SettingError: no token can follow, the schema is too complex, or the token was not allowed.
         """
         if not self._matcher.consume_token(token):
-            raise SettingError(f"json_schema: the answer cannot continue with token {token}: {_reason(self._matcher)}")
+            raise SettingError(
+                f"json_schema: the answer cannot continue with token {token}: {_rejection(self._matcher)}"
+            )
         self.allowed = self._mask()
 
     def _mask(self) -> NDArray[np.uint8]:
         words = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            raise SettingError(f"json_schema: {_reason(self._matcher)}")
+            raise SettingError(f"json_schema: {_rejection(self._matcher)}")
         mask: NDArray[np.uint8] = np.frombuffer(words, np.uint32).astype("<u4", copy=False).view(np.uint8)
         if not mask.any():
             raise SettingError("json_schema: no token of the model can continue the answer: loosen the schema")
@@ -121,7 +123,7 @@ class Grammars:
             self._tokenizer = self._converted()
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
-            raise SettingError(f"json_schema: {_reason(matcher)}")
+            raise SettingError(f"json_schema: {_rejection(matcher)}")
         return matcher
 
     def _converted(self) -> LLTokenizer:
@@ -175,7 +177,7 @@ def _check_remainders(schema: Any) -> None:
     Raises:
         SettingError: the values need too many states, or have too many digits.
     """
-    divisors = [Decimal(value) for value in _numbers_under(schema, "multipleOf")]
+    divisors = [Decimal(value) for value in _divisors(schema)]
     if not divisors:
         return
     fits = all(value.is_finite() and abs(value.adjusted()) <= _MOST_DIGITS for value in divisors)
@@ -190,13 +192,13 @@ def _check_remainders(schema: Any) -> None:
         )
 
 
-def _numbers_under(schema: Any, key: str) -> Iterator[int | Decimal]:
-    """Yield each number stored under a key, at any depth."""
+def _divisors(schema: Any) -> Iterator[int | Decimal]:
+    """Yield each value of ``multipleOf``, at any depth."""
     waiting = [schema]
     while waiting:
         part = waiting.pop()
         if isinstance(part, dict):
-            found = part.get(key)
+            found = part.get("multipleOf")
             if isinstance(found, int | Decimal) and not isinstance(found, bool):
                 yield found
             waiting += part.values()
@@ -204,7 +206,7 @@ def _numbers_under(schema: Any, key: str) -> Iterator[int | Decimal]:
             waiting += part
 
 
-def _reason(matcher: LLMatcher) -> str:
+def _rejection(matcher: LLMatcher) -> str:
     text = _one_line(matcher.get_error())
     return _UNSATISFIABLE if text.startswith("NoExtension") else text or "the schema does not allow it"
 

@@ -7,7 +7,7 @@ from math import ceil
 
 from PIL import Image, ImageDraw
 
-from panscan.core import ImageError, SettingError, View
+from panscan.core import ImageError, SettingError
 from panscan.images.ink import Box, printable, rounded, shorten, text_width, wrap, write
 from panscan.images.views import ViewPlan
 
@@ -39,7 +39,7 @@ class PictureLayout:
         plan: the views.
         size: of the picture, (width, height).
         facts: lines about the whole image; the first has its baseline at ``facts_y``, the others follow every
-            ``facts_pitch`` pixels.
+            26 pixels.
         image: where the scaled image lies.
         note: lines above the thumbnails, bottom left at ``note_at``.
         tiles: thumbnails of the first views; the last one stands for ``more`` views, if there are any.
@@ -53,7 +53,6 @@ class PictureLayout:
     note: tuple[str, ...]
     note_at: tuple[int, int]
     tiles: tuple[Box, ...]
-    facts_pitch: int = _FACTS_PITCH
 
     @property
     def vertical(self) -> bool:
@@ -81,7 +80,7 @@ def view_label(plan: ViewPlan, index: int) -> tuple[str, str]:
     return f"crop {index}" if index else "whole", f"{width}x{height} px · {tokens} tokens"
 
 
-def _facts(plan: ViewPlan, *, estimated: bool) -> str:
+def _summary_line(plan: ViewPlan, *, estimated: bool) -> str:
     views = f"{plan.crops + 1} views (whole and {plan.crops} crops)" if plan.crops else "1 view (whole)"
     about = "about " if estimated else ""
     tokens = f"{plan.image_tokens:,} image tokens", f"{about}{plan.prompt_tokens:,} prompt tokens"
@@ -135,14 +134,6 @@ class _Strip:
         return tuple(boxes)
 
 
-def _strip_layout(plan: ViewPlan, room: int, *, beside: bool) -> _Strip:
-    """Thumbnails for ``room`` pixels of height (``beside``) or width, no label of them wider than its place."""
-    count = min(len(plan.views), _MOST_TILES)
-    label = ceil(max(text_width(view_label(plan, index)[1], SMALL_SIZE) for index in range(count)))
-    columns, side = _grid(count, room, label, beside=beside)
-    return _Strip(count, columns, side, (max(side, label) + _GAP, side + _LABEL_HEIGHT + _GAP))
-
-
 def lay_out(plan: ViewPlan, *, caption: bool, estimated: bool, max_side: int) -> PictureLayout:
     """Lay out the picture: facts on top, the image, and the thumbnails beside a tall image or below a wide one.
 
@@ -153,7 +144,11 @@ def lay_out(plan: ViewPlan, *, caption: bool, estimated: bool, max_side: int) ->
         raise SettingError(f"max_side must be at least {LEAST_SIDE}, got {max_side}")
     width, height = _display(plan, max_side)
     beside = height >= width
-    strip = _strip_layout(plan, height if beside else width, beside=beside)
+    room = height if beside else width
+    count = min(len(plan.views), _MOST_TILES)
+    label = ceil(max(text_width(view_label(plan, index)[1], SMALL_SIZE) for index in range(count)))
+    columns, side = _grid(count, room, label, beside=beside)
+    strip = _Strip(count, columns, side, (max(side, label) + _GAP, side + _LABEL_HEIGHT + _GAP))
 
     # The gutter is for the badges of the crops, which lie left of a tall image and above any other.
     gutter = RIM + (_GUTTER if plan.crops else 0)
@@ -161,7 +156,7 @@ def lay_out(plan: ViewPlan, *, caption: bool, estimated: bool, max_side: int) ->
     block = (inset[0] + width + RIM, inset[1] + height + RIM)
     content = max(block[0] + _GAP + strip.width if beside else max(block[0], strip.width), _LEAST_WIDTH)
 
-    facts = tuple(wrap(_facts(plan, estimated=estimated), FACTS_SIZE, content, separator=" · "))
+    facts = tuple(wrap(_summary_line(plan, estimated=estimated), FACTS_SIZE, content, separator=" · "))
     facts_y = MARGIN + (2 * CAPTION_SIZE if caption else FACTS_SIZE)
     top = facts_y + _FACTS_PITCH * (len(facts) - 1) + _GAP
     left = MARGIN + inset[0]
@@ -186,10 +181,6 @@ _BADGE = 22  # height of a badge
 
 def _colour(index: int) -> str:
     return COLOURS[(index - 1) % len(COLOURS)]
-
-
-def _grown(box: Box, by: int) -> Box:
-    return box[0] - by, box[1] - by, box[2] + by, box[3] + by
 
 
 def _frame(draw: ImageDraw.ImageDraw, box: Box, colour: str, weight: int) -> None:
@@ -219,15 +210,15 @@ def _header(picture: Image.Image, layout: PictureLayout, caption: str | None) ->
         title = shorten(printable(caption), CAPTION_SIZE, layout.size[0] - 2 * MARGIN, bold=True)
         write(draw, (MARGIN, MARGIN + CAPTION_SIZE - 6), title, CAPTION_SIZE, fill=_INK, bold=True)
     for row, line in enumerate(layout.facts):
-        write(draw, (MARGIN, layout.facts_y + layout.facts_pitch * row), line, FACTS_SIZE, fill=_GREY)
+        write(draw, (MARGIN, layout.facts_y + _FACTS_PITCH * row), line, FACTS_SIZE, fill=_GREY)
 
 
-def _whole(picture: Image.Image, image: Image.Image, layout: PictureLayout) -> None:
+def _draw_image(picture: Image.Image, image: Image.Image, layout: PictureLayout) -> None:
     """The scaled image in a thin frame."""
     left, top, right, bottom = layout.image
     method = Image.Resampling.NEAREST if right - left > image.width else Image.Resampling.LANCZOS
     picture.paste(image.resize((right - left, bottom - top), method, reducing_gap=3.0), (left, top))
-    _frame(ImageDraw.Draw(picture), _grown(layout.image, RIM), _LINE, 1)
+    _frame(ImageDraw.Draw(picture), (left - RIM, top - RIM, right + RIM, bottom + RIM), _LINE, 1)
 
 
 def _outline(picture: Image.Image, layout: PictureLayout, index: int) -> None:
@@ -267,11 +258,6 @@ def _badges(picture: Image.Image, layout: PictureLayout) -> None:
         _badge(picture, index, middle)
 
 
-def _thumbnail(image: Image.Image, view: View, side: int) -> Image.Image:
-    """A view squashed to a square, as Gemma 3 reads it."""
-    return image.resize((side, side), Image.Resampling.BICUBIC, box=view.box, reducing_gap=3.0)
-
-
 def _strip(picture: Image.Image, image: Image.Image, layout: PictureLayout) -> None:
     """The thumbnails with their labels."""
     draw, plan = ImageDraw.Draw(picture), layout.plan
@@ -285,7 +271,10 @@ def _strip(picture: Image.Image, image: Image.Image, layout: PictureLayout) -> N
             middle = ((left + right) / 2, (top + bottom) / 2)
             write(draw, middle, f"+{layout.more} more", FACTS_SIZE, fill=_INK, anchor="mm", bold=True)
             continue
-        picture.paste(_thumbnail(image, plan.views[index], right - left), box)
+        side = right - left
+        picture.paste(
+            image.resize((side, side), Image.Resampling.BICUBIC, box=plan.views[index].box, reducing_gap=3.0), box
+        )
         title, detail = view_label(plan, index)
         indent = 0
         if index:
@@ -332,7 +321,7 @@ def draw_views(
     upright = image.convert("RGB")
     picture = Image.new("RGB", layout.size, _PAPER)
     _header(picture, layout, caption)
-    _whole(picture, upright, layout)
+    _draw_image(picture, upright, layout)
     for index in range(1, len(plan.views)):
         _outline(picture, layout, index)
     if plan.crops:

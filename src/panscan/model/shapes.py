@@ -1,4 +1,6 @@
-"""Gemma 3's published shapes and what they cost: parameters, FLOPs and bytes, as short formulas. No tensor library.
+"""Gemma 3's published shapes: parameters, attention pairs and cached bytes, as short formulas. No tensor library.
+
+What passes over them cost is counted by :mod:`panscan.plan.cost`.
 
 The numbers are those of ``_VARIANTS`` and ``_VISION_CONFIG`` in Transformers' conversion script
 (``src/transformers/models/gemma3/convert_gemma3_weights.py``), which also adds 64 rows to the vocabulary of the
@@ -194,10 +196,10 @@ class Shape:
         """
         text, vision = values.get("text"), values.get("vision")
         parts = {
-            "text": TextShape(**_checked(TextShape, text)),
-            "vision": None if vision is None else VisionShape(**_checked(VisionShape, vision)),
+            "text": TextShape(**_checked_fields(TextShape, text)),
+            "vision": None if vision is None else VisionShape(**_checked_fields(VisionShape, vision)),
         }
-        return cls(**{**_checked(cls, values), **parts})
+        return cls(**{**_checked_fields(cls, values), **parts})
 
     def parameters(self) -> int:
         """Decoder + tower + projector (vision hidden x text hidden, and a norm of vision hidden); tied weights once."""
@@ -224,38 +226,6 @@ class Shape:
             views * (linear + self.vision.attention_flops() + 2 * self.image_tokens * hidden * self.text.hidden)
         )
 
-    def prefill_flops(self, tokens: int) -> float:
-        """The decoder over one prompt of ``tokens``, with the logits of its last position only.
-
-        2 x tokens x layers x layer matrices + 2 x vocabulary x hidden + 4 x heads x head size x attention pairs.
-        """
-        text = self.text
-        linear = 2 * tokens * text.layers * text.layer_matrices() + 2 * text.vocabulary * text.hidden
-        return float(linear + 4 * text.heads * text.head_size * text.attention_pairs(tokens))
-
-    def decode_flops(self, context: int) -> float:
-        """The decoder over one token that is the last of ``context``, with its logits.
-
-        2 x layers x layer matrices + 2 x vocabulary x hidden + 4 x heads x head size x positions seen.
-        """
-        text = self.text
-        linear = 2 * text.layers * text.layer_matrices() + 2 * text.vocabulary * text.hidden
-        return float(linear + 4 * text.heads * text.head_size * text.positions_seen(context))
-
-    def decode_bytes(self, context: int, batch: int, bytes_per_weight: float, bytes_per_value: float = 2) -> float:
-        """Bytes read by one decode step of ``batch`` requests that hold ``context`` tokens each.
-
-        Decoder parameters x bytes per weight, once for the batch (the output matrix is the embedding), and each
-        request's keys and values as in :meth:`kv_bytes`.
-
-        Args:
-            context: tokens of each request.
-            batch: number of requests.
-            bytes_per_weight: bytes per weight.
-            bytes_per_value: bytes per element of a key or value.
-        """
-        return self.text.parameters() * bytes_per_weight + batch * self.kv_bytes(context, bytes_per_value)
-
     def kv_bytes(self, tokens: int, bytes_per_value: float) -> int:
         """Bytes of the keys and values that a request of ``tokens`` needs, rounded up; local layers keep their window.
 
@@ -265,7 +235,7 @@ class Shape:
         return ceil(2 * text.kv_heads * text.head_size * text.positions_seen(tokens) * bytes_per_value)
 
 
-def _checked(kind: type[Shape | TextShape | VisionShape], values: Any) -> dict[str, Any]:
+def _checked_fields(kind: type[Shape | TextShape | VisionShape], values: Any) -> dict[str, Any]:
     """Values of a shape's fields, if they are all there and nothing else is."""
     known = {field.name: field for field in fields(kind)}
     if not isinstance(values, Mapping):

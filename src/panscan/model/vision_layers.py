@@ -89,7 +89,16 @@ class VisionLayers:
         self._projector = model.model.multi_modal_projector
         self._encode: Callable[[torch.Tensor], torch.Tensor]
         self.image_tokens: int = model.config.mm_tokens_per_image
-        if _is_unmodified(tower):
+        if (
+            runs_own_forward(tower, SiglipVisionModel)
+            and runs_own_forward(tower.encoder, SiglipEncoder)
+            and all(
+                runs_own_forward(layer, SiglipEncoderLayer)
+                and runs_own_forward(layer.self_attn, SiglipAttention)
+                and runs_own_forward(layer.mlp, SiglipMLP)
+                for layer in tower.encoder.layers
+            )
+        ):
             self.attention, self.reason = _attention_for(tower) if attention is None else (attention, "as requested")
             self._encode = _Encoder(tower, _attention_kernel(self.attention))
         else:
@@ -258,7 +267,15 @@ class _Embedding:
         convolution = embeddings.patch_embedding
         pixels = pixels.to(convolution.weight.dtype)
         if self._is_product:
-            patches = _patch_product(pixels, convolution)
+            views, channels, height, width = pixels.shape
+            high, wide = convolution.kernel_size
+            tiles = pixels.reshape(views, channels, height // high, high, width // wide, wide)
+            patches = tiles.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+            weight = convolution.weight.flatten(1)
+            padding = (0, -weight.shape[1] % 8)  # rows of a multiple of 16 bytes: SigLIP's have 588 values
+            patches = functional.linear(
+                functional.pad(patches, padding), functional.pad(weight, padding), convolution.bias
+            )
         else:
             patches = convolution(pixels).flatten(2).transpose(1, 2).contiguous()
         embedded: torch.Tensor = patches + embeddings.position_embedding(embeddings.position_ids)
@@ -362,28 +379,3 @@ def _fused_gelu(linear: Linear, activation: nn.Module) -> Linear | None:
     short = weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)
     own = runs_own_forward(activation, type(ACT2FN["gelu_pytorch_tanh"]))
     return _GeluLinear(weight, linear.bias) if short and own else None
-
-
-def _patch_product(pixels: torch.Tensor, convolution: nn.Conv2d) -> torch.Tensor:
-    """Return ``[views, patches, width]`` of a convolution whose kernel is its stride, as a product of its patches."""
-    views, channels, height, width = pixels.shape
-    high, wide = convolution.kernel_size
-    tiles = pixels.reshape(views, channels, height // high, high, width // wide, wide)
-    patches = tiles.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-    weight = convolution.weight.flatten(1)
-    padding = (0, -weight.shape[1] % 8)  # rows of a multiple of 16 bytes: SigLIP's have 588 values
-    return functional.linear(functional.pad(patches, padding), functional.pad(weight, padding), convolution.bias)
-
-
-def _is_unmodified(tower: Any) -> bool:
-    """Return whether the modules that :class:`_Encoder` does not call are SigLIP's own, without hooks."""
-    return (
-        runs_own_forward(tower, SiglipVisionModel)
-        and runs_own_forward(tower.encoder, SiglipEncoder)
-        and all(
-            runs_own_forward(layer, SiglipEncoderLayer)
-            and runs_own_forward(layer.self_attn, SiglipAttention)
-            and runs_own_forward(layer.mlp, SiglipMLP)
-            for layer in tower.encoder.layers
-        )
-    )

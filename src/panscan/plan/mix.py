@@ -17,7 +17,6 @@ from panscan.model.shapes import Shape
 __all__ = ["PageShare", "RequestSketch", "WorkloadMix", "mix_of_sizes", "mix_of_views", "parse_output_tokens"]
 
 VIEWS = Range(integer=True, ge=0, le=1_000)
-TEXT_TOKENS = Range(integer=True, ge=1, le=1_000_000)
 _SHARE = Range(gt=0, le=1_000_000)
 _MOST_ENTRIES = 100
 _TEMPLATE_TOKENS = 14  # of the chat template and the words before the first image: the same in every request
@@ -182,12 +181,12 @@ def mix_of_sizes(
 
 
 def parse_output_tokens(text: str) -> tuple[int, int]:
-    """Return the shortest and the longest answer of an ``--output-tokens`` value: ``256``, or a range ``16-256``.
+    """Return the shortest and the longest answer of an ``--max-new-tokens`` value: ``256``, or a range ``16-256``.
 
     Raises:
         SettingError: neither a number nor an ascending range.
     """
-    option, allowed = "--output-tokens", SAMPLING_RANGES["max_new_tokens"]
+    option, allowed = "--max-new-tokens", SAMPLING_RANGES["max_new_tokens"]
     least, dash, most = text.partition("-")
     if dash and not (least and most):
         raise SettingError(f"{option}: expected a number such as 256 or a range such as 16-256, got {shorten(text)}")

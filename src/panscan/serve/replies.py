@@ -32,7 +32,7 @@ _LONGEST_MESSAGE = 1000  # characters: some errors quote what a client sent
 _LOWEST = -9999.0  # JSON has no minus infinity
 _LEVELS = 5  # depth of the part of a response that grows: choices, choice, logprobs, content, token
 _ITEMS = 64  # items that are encoded at a time
-TIMED_OUT = "the request timed out (--request-timeout, or its header X-Request-Timeout)"
+TIMED_OUT = "the request timed out (--timeout, or its header X-Request-Timeout)"
 
 Kind = Literal["chat", "text"]
 

@@ -201,7 +201,7 @@ class TrafficTable:
         None, "Generation", "Minimum of output lengths drawn up to --max-new-tokens.", "load", range=_TOKENS
     )
     image_reuse: float = option(
-        0.0, "Input", "Share of requests that repeat an image.", "load plan", range=Range(ge=0, le=1)
+        0.0, "Traffic", "Share of requests that repeat an image.", "load plan", range=Range(ge=0, le=1)
     )
 
 
@@ -834,7 +834,7 @@ def range_of(name: str, verb: str) -> Range:
 def check_options(values: object, verb: str) -> None:
     """Raise a SettingError unless the fields of an object that are options of a command have accepted values."""
     for name, item in options_of(verb).items():
-        if item.range is not None or item.choices:
+        if item.choices or (item.range is not None and item.kind is not str):  # a text holds several numbers
             item.check(getattr(values, name, item.default))
 
 

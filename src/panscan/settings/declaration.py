@@ -22,6 +22,7 @@ GROUPS: tuple[Group, ...] = get_args(Group)
 """Headings of ``--help``, in their order."""
 BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 """Words for the values of a setting that is on or off."""
+_WIDEST_CHOICES = 34  # characters of a flag and its choices in help
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +81,27 @@ class Option:
     def spellings(self) -> tuple[str, ...]:
         """Every accepted name, as an identifier."""
         return tuple(dict.fromkeys((self.name, self.flag.replace("-", "_"), *self.aliases)))
+
+    @property
+    def default_text(self) -> str:
+        """The default in words; empty where there is none, or a switch is off."""
+        if self.shown_default is not None:
+            return self.shown_default
+        if isinstance(self.default, bool):
+            return "on" if self.default else ""
+        if self.default in (None, ()):
+            return ""
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+
+    @property
+    def shown_metavar(self) -> str:
+        """The placeholder of the value in ``--help``; empty for a switch."""
+        if self.metavar or self.kind is bool:
+            return self.metavar
+        choices = "|".join(self.choices)
+        if choices:
+            return choices if len(self.flag + choices) < _WIDEST_CHOICES else "NAME"
+        return {int: "INT", float: "FLOAT", str: "TEXT"}[self.kind]
 
     def of_verb(self, verb: str) -> Option:
         """Return the option as one command has it."""
