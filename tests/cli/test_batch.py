@@ -132,7 +132,16 @@ def test_a_killed_job_resumes_to_the_lines_of_an_undisturbed_one(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_samples(folder / "samples", count=8)
-    shared = ["batch", "samples/questions.jsonl", "--max-num-seqs", "2", "--num-prompts", "16", "--max-new-tokens", "16"]
+    shared = [
+        "batch",
+        "samples/questions.jsonl",
+        "--max-num-seqs",
+        "2",
+        "--num-prompts",
+        "16",
+        "--max-new-tokens",
+        "16",
+    ]
     shared += ["--model", "tiny", "--device", "cpu", "-o"]
     assert run([*shared, "whole.jsonl"]) == 0
     killed = folder / "killed.jsonl"

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from panscan.cli import samples
 from panscan.cli.main import run
 from panscan.core import SettingError
 from panscan.load.request_sets import FORMATS, write_request_set
+from panscan.settings import options_of
 
 
 @pytest.fixture
@@ -134,4 +134,4 @@ def test_an_unknown_format_is_refused(folder: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(SettingError, match="did you mean 'vllm'"):
         write_request_set(folder / "sets", "vlm")
     assert not (folder / "sets").exists()
-    assert set(samples.FORMATS) == set(FORMATS)
+    assert set(options_of("samples")["request_set"].choices) == set(FORMATS)

@@ -11,6 +11,7 @@ import click
 
 from panscan.cli.console import errors
 from panscan.cli.models import check_model_names
+from panscan.cli.verb import ClickOption
 from panscan.core import InputError, Sampling, SettingError
 from panscan.core.request import MAX_SCHEMA_BYTES
 from panscan.settings import (
@@ -231,8 +232,6 @@ def command_words(context: click.Context, *, without: Collection[str] = (), extr
             positional += map(str, value if isinstance(value, tuple) else (value,))
         else:
             options += _option_words(parameter, value)
-    if (context.obj or {}).get("debug"):
-        options.append("--debug")
     before = ["--"] if any(word.startswith("-") for word in positional) else []
     options += extra
     return [*options, *before, *positional] if before else [*positional, *options]
@@ -240,12 +239,11 @@ def command_words(context: click.Context, *, without: Collection[str] = (), extr
 
 def _option_words(parameter: click.Parameter, value: Any) -> list[str]:
     """Return an option as words; a value that looks like an option is attached to its flag."""
-    flag = parameter.opts[0]
-    if isinstance(parameter, click.Option) and parameter.is_flag:
-        return [flag if value else parameter.secondary_opts[0]]
+    short, long = parameter.opts[0], next(name for name in parameter.opts if name.startswith("--"))
+    if isinstance(value, bool):
+        return [short if value else f"--no-{long[2:]}"]
     words = []
-    alone = getattr(parameter, "switch", False)  # it may stand without a value
-    long = next((name for name in parameter.opts if name.startswith("--")), flag)
+    alone = isinstance(parameter, ClickOption) and parameter.declared.kind is bool  # it may stand without a value
     for text in map(str, value if isinstance(value, tuple) else (value,)):
-        words += [f"{long}={text}"] if alone or text.startswith("-") else [flag, text]
+        words += [f"{long}={text}"] if alone or text.startswith("-") else [short, text]
     return words

@@ -810,13 +810,15 @@ class Options(ServerTable, TrafficTable, _RateTable, VerifyTable):
         "ask attention crops doctor plan recommend trace",
         by_verb={"attention crops": {"help": "Print JSON; draws only with --output."}},
     )
+    debug: bool = option(False, "Output", "Show tracebacks of errors.", "")
+    help_all: bool = option(False, "Output", "Show all options and exit.", "")
 
 
 @cache
 def options_of(verb: str) -> dict[str, Option]:
     """Return the options of a command by name, in the order of ``--help`` within a group."""
     tables = {**declared_options(Options), **declared_options(Settings)}
-    return {name: item.of_verb(verb) for name, item in tables.items() if verb in item.verbs.split()}
+    return {name: item.of_verb(verb) for name, item in tables.items() if not item.verbs or verb in item.verbs.split()}
 
 
 def default_of(name: str, verb: str) -> Any:

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
+from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -37,7 +38,7 @@ class Option:
         default: value without an option.
         group: heading in ``--help``; one of :data:`GROUPS`.
         help: line in ``--help``.
-        verbs: commands that have it, separated by spaces.
+        verbs: commands that have it, separated by spaces; empty: all of them.
         flag: option in ``--help`` and in errors, without dashes in front.
         short: one-letter option.
         aliases: other accepted names.
@@ -94,14 +95,14 @@ class Option:
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
     @property
-    def shown_metavar(self) -> str:
+    def metavar_text(self) -> str:
         """The placeholder of the value in ``--help``; empty for a switch."""
         if self.metavar or self.kind is bool:
             return self.metavar
         choices = "|".join(self.choices)
         if choices:
             return choices if len(self.flag + choices) < _WIDEST_CHOICES else "NAME"
-        return {int: "INT", float: "FLOAT", str: "TEXT"}[self.kind]
+        return {int: "INT", float: "FLOAT"}.get(self.kind, "TEXT")
 
     def of_verb(self, verb: str) -> Option:
         """Return the option as one command has it."""
@@ -120,6 +121,20 @@ class Option:
         elif not isinstance(value, self.kind):
             kind = "true or false" if self.kind is bool else "text"
             raise SettingError(f"--{self.flag} takes {kind}; got {shorten(value)}")
+
+    def convert(self, text: str) -> Any:
+        """Return the value that a word of a command line stands for, if one word is one value.
+
+        Raises:
+            SettingError: it is none of the choices, not a number, or out of range.
+        """
+        if self.kind is Path:
+            return Path(text)
+        if self.kind is str:
+            if self.choices:
+                self.check(text)
+            return text
+        return self.parse(text)
 
     def parse(self, value: Any) -> Any:
         """Return one typed value, from text or from a typed YAML value.

@@ -10,6 +10,7 @@ from panscan.settings.sweep_settings import axes
 __all__ = [
     "ALL_AT_ONCE",
     "ENGINE_AXES",
+    "ENGINE_COMMANDS",
     "ENGINE_LIMITS",
     "GENERATE_AXES",
     "NEEDS_GENERATE",
@@ -50,6 +51,8 @@ RUNNER_LIMITS: dict[str, dict[str, Any]] = {
     },
 }
 """What each runner does not offer: the only value that a setting may have with it."""
+ENGINE_COMMANDS = ("batch", "serve")
+"""Commands that run on the engine only."""
 GENERATE_AXES = (*ENGINE_LIMITS, "device_map", "max_memory")
 """Settings of ``generate()`` that commands on the engine do not have."""
 NEEDS_GENERATE = "not supported by panscan {verb}, which runs on the engine; use panscan ask or panscan bench"

@@ -27,6 +27,7 @@ __all__ = [
     "Settings",
     "axes",
     "axis_name",
+    "axis_names",
     "check_weight_kind",
     "missing_package",
     "recorded_settings",
@@ -539,7 +540,8 @@ def axes() -> dict[str, Option]:
 
 
 @cache
-def _names_by_spelling() -> dict[str, str]:
+def axis_names() -> dict[str, str]:
+    """Return the canonical name of every spelling of a setting."""
     return {spelling: axis.name for axis in axes().values() for spelling in axis.spellings}
 
 
@@ -592,11 +594,11 @@ def axis_name(spelling: str) -> str:
         SettingError: an unknown name, or another tool's without an equivalent; the message has the fix.
     """
     key = spelling.lstrip("-").replace("-", "_")
-    if key in _names_by_spelling():
-        return _names_by_spelling()[key]
+    if key in axis_names():
+        return axis_names()[key]
     if key in SWITCHES:
         name, value = SWITCHES[key]
         raise SettingError(f"{spelling}: unknown setting; use {name}: {value}")
     if (reason := FOREIGN_OPTIONS.get(key)) is not None:
         raise SettingError(f"{spelling}: {reason}")
-    raise SettingError(f"unknown setting {spelling!r}{nearest(key, _names_by_spelling())}")
+    raise SettingError(f"unknown setting {spelling!r}{nearest(key, axis_names())}")
