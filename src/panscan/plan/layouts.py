@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from typing import Literal
 
 from panscan.core import SettingError
@@ -120,7 +120,7 @@ class Layout:
         variant: what each GPU runs.
         memory: memory of one GPU.
         running: requests that one replica computes at once.
-        speed: predicted times; None if the layout does not fit.
+        predicted: predicted times; None if the layout does not fit.
         reason: why it does not fit; None if it does.
     """
 
@@ -128,8 +128,19 @@ class Layout:
     variant: Variant
     memory: MemoryPlan
     running: int
-    speed: LayoutSpeed | None
+    predicted: LayoutSpeed | None
     reason: str | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether it can run."""
+        return self.predicted is not None
+
+    @property
+    def speed(self) -> LayoutSpeed:
+        """Predicted times of a layout that fits."""
+        assert self.predicted is not None
+        return self.predicted
 
     @property
     def gpus(self) -> int:
@@ -210,9 +221,8 @@ def find_layouts(inputs: PlanInputs) -> list[Layout]:
     most = 1 if inputs.gpu.capability is None else min(inputs.count, GPUS_PER_HOST)
     sizes = [size for size in (1, 2, 4, 8) if size <= most]
     found = [layout_of(inputs, kind, size) for kind in inputs.kinds for size in sizes]
-    fitting = [each for each in found if each is not None and each.speed is not None]
-    others = [each for each in found if each is not None and each.speed is None]
-    return sorted(fitting, key=lambda layout: _rank(layout, inputs.goal)) + others
+    layouts = [layout for layout in found if layout is not None]
+    return sorted(layouts, key=lambda layout: _rank(layout, inputs.goal))
 
 
 def layout_of(inputs: PlanInputs, kind: str | None, size: int) -> Layout | None:
@@ -265,8 +275,9 @@ def _memory_reason(
 
 
 def _rank(layout: Layout, goal: Goal) -> tuple[float, int]:
-    """Return the key that orders layouts that fit, best first; of equal ones that with the fewest GPUs."""
-    assert layout.speed is not None  # it fits
+    """Return the key that orders layouts: those that fit, best first, of equal ones that with the fewest GPUs."""
+    if not layout.fits:
+        return inf, 0
     figure = layout.speed.e2e.value if goal == "latency" else -layout.speed.requests_per_s.value
     return figure, layout.gpus
 
