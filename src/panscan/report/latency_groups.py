@@ -13,7 +13,8 @@ from panscan.records.intervals import cluster_intervals
 from panscan.records.requests import RequestMetrics
 from panscan.records.store import Record, Run
 from panscan.report.charts import MOST_SERIES, ChartGroup, Panel, Point, Series
-from panscan.report.formatting import FEW, Measured
+from panscan.report.formatting import FEW
+from panscan.report.table import Measured
 
 __all__ = ["ASPECTS", "aspect_of", "by_request"]
 
