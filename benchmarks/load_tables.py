@@ -11,6 +11,7 @@ import numpy as np
 from benchmarks.markdown import days, table
 from panscan.analysis.levels import level_names
 from panscan.records.store import Run, read_run
+from panscan.report.charts import attainment
 from panscan.report.load import LoadReport
 
 __all__ = ["load_crosscheck", "load_generator", "load_kills", "load_mixed", "load_replicas"]
@@ -136,7 +137,7 @@ def _mixed_row(run: Run, cell: str, report: LoadReport) -> list[str]:
     return [
         *(report.figure(level, metric).text for metric in metrics),
         *(f"{np.percentile(e2e, q):,.0f}" for q in (50, 95)),
-        f"{report.attainment(level).text}%",
+        f"{attainment(level).text}%",
     ]
 
 

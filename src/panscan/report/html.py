@@ -5,7 +5,7 @@ from __future__ import annotations
 from panscan.analysis.levels import VERIFY_HINT
 from panscan.records.requests import STAGES
 from panscan.report import draw
-from panscan.report.charts import ChartGroup, Panel
+from panscan.report.charts import ChartGroup, Panel, attainment
 from panscan.report.formatting import templates
 from panscan.report.load import LoadReport
 from panscan.report.sweep import ReportCell, SweepReport
@@ -20,7 +20,11 @@ def render_html(facts: SweepReport | LoadReport) -> str:
     """Return the page of a run. The same facts give the same text."""
     pictures = {"light": draw.LIGHT, "dark": draw.DARK, "chart": draw.chart_markup, "key": draw.key_markup}
     if isinstance(facts, LoadReport):
-        return templates().get_template("load.html.j2").render(facts=facts, verify_hint=VERIFY_HINT, **pictures)
+        return (
+            templates()
+            .get_template("load.html.j2")
+            .render(facts=facts, verify_hint=VERIFY_HINT, attainment=attainment, **pictures)
+        )
     return (
         templates()
         .get_template("report.html.j2")

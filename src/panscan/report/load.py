@@ -24,7 +24,7 @@ from panscan.records.load_runs import load_settings
 from panscan.records.metrics import percentile_name
 from panscan.records.store import Run
 from panscan.report import definitions
-from panscan.report.charts import Panel, latency_curves, throughput_curves
+from panscan.report.charts import Panel, attainment, latency_curves, throughput_curves
 from panscan.report.formatting import clean, percent
 from panscan.report.table import Column, Measured, Medium, Table, TableCell, measured, plain_text, with_interval
 
@@ -88,17 +88,12 @@ class LoadReport:
         """Return a metric of a level."""
         return measured(level.metrics, metric)
 
-    def attainment(self, level: MeasuredLevel) -> Measured:
-        """Return the share of a level's requests that meet the limits, in percent."""
-        low, high = level.goodput.interval
-        return Measured(100 * level.goodput.attainment, 100 * low, 100 * high)
-
     @property
     def columns(self) -> list[Column[MeasuredLevel]]:
         """The columns of the levels: a new one is a line here."""
         goodput: list[Column[MeasuredLevel]] = [
             Column("goodput req/s", lambda level: level.goodput.throughput),
-            Column("within limits, %", self._attainment, terminal="within\nlimits"),
+            Column("within limits, %", _attainment_cell, terminal="within\nlimits"),
         ]
         return [
             Column("level", self._name, text=Medium.ALL),
@@ -127,10 +122,6 @@ class LoadReport:
         terminal = f"{level.name}{' *' if level is self.best else ''}{' !' if level.client_limited else ''}"
         limited = " (generator-limited)" if level.client_limited else ""
         return TableCell(level.name, terminal=terminal, markdown=plain_text(level.name) + limited)
-
-    def _attainment(self, level: MeasuredLevel) -> TableCell:
-        figure = self.attainment(level)
-        return replace(with_interval(figure), terminal=f"{figure.text}%")
 
     @property
     def latencies(self) -> Table[MeasuredLevel]:
@@ -223,6 +214,11 @@ class LoadReport:
         stopped = any(isinstance(each, dict) and each.get("limited") for each in search["levels"])
         said = not stopped and highest is not None and highest.short is not None and highest.rate == search["rate"]
         return "" if said else clean(search["note"])
+
+
+def _attainment_cell(level: MeasuredLevel) -> TableCell:
+    share = attainment(level)
+    return replace(with_interval(share), terminal=f"{share.text}%")
 
 
 def _failures(level: MeasuredLevel) -> TableCell:

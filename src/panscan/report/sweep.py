@@ -41,9 +41,8 @@ from panscan.records.summary import replica_shares
 from panscan.records.verdict import Verdict, token_lines
 from panscan.report import definitions
 from panscan.report.answers import Answers, answers_of
-from panscan.report.charts import ChartGroup, Front, comparisons, decision_charts, front_of
+from panscan.report.charts import ChartGroup, Front, by_request, comparisons, decision_charts, front_of
 from panscan.report.formatting import clean, nats, times, verdict_figures
-from panscan.report.latency_groups import by_request
 from panscan.report.table import (
     Column,
     Measured,

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Column",
+    "Content",
     "Measured",
     "Medium",
     "Table",
