@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from panscan.core.hardware import refusal
 from panscan.engine.scheduling.batch import FlatBatch
 from panscan.images.transfer import upload
 
@@ -33,7 +34,6 @@ __all__ = [
 
 HEAD_SIZES = (16, 32, 64, 128, 256)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_CAPABILITY = (8, 0)  # the first with bfloat16
 _MIN_SHARED = 128  # keys: sequences with a shorter common prefix are not grouped
 _ALIGNMENT = 16  # bytes: Triton compiles a kernel again for pointers that are not multiples of this
 
@@ -50,10 +50,7 @@ def unsupported_reason(head_size: int, dtype: torch.dtype, device: torch.device)
         from panscan.linear.jit import INTERPRETED
 
         return None if device.type == "cpu" and INTERPRETED else f"the Triton kernels need an NVIDIA GPU, not {device}"
-    found = torch.cuda.get_device_capability(device)
-    if found < _CAPABILITY:
-        return "the Triton kernels need compute capability {}.{}; {} has {}.{}".format(*_CAPABILITY, device, *found)
-    return None
+    return refusal("the Triton kernels need", "triton", torch.cuda.get_device_capability(device), str(device))
 
 
 Array = TypeVar("Array")
@@ -179,19 +176,6 @@ class TritonBackend:
         """Return the kernels' inputs for one pass. Its leading single rows decode."""
         single, tables = batch.decode_rows, batch.tables[local]
         groups, members = prefix_groups(batch, local=local, most=self._members, units=self.units)
-        return KernelInputs(
-            batch.slots(local=local),
-            batch.ends[:single],
-            groups,
-            members,
-            batch.ends[single:],
-            self._tiles(batch, local),
-            tables[:single],
-            tables[single:],
-        )
-
-    def _tiles(self, batch: FlatBatch, local: bool) -> NDArray[np.int32]:
-        """Return the tiles, those with most keys first: programs start in this order, and the last should be short."""
         offsets = batch.offsets[batch.decode_rows :]
         counts = offsets[1:] - offsets[:-1]
         tiles = -(-counts // self.tile_rows)
@@ -200,8 +184,19 @@ class TritonBackend:
         rows = np.minimum(counts[chunks] - earlier, self.tile_rows)
         first_rows = offsets[chunks] + earlier
         keys = batch.ends[first_rows + rows - 1] - batch.first_keys(local=local)[first_rows]
-        order = np.argsort(-keys, kind="stable")
-        return np.stack([first_rows, rows, batch.positions[first_rows], chunks], axis=1)[order].astype(np.int32)
+        order = np.argsort(
+            -keys, kind="stable"
+        )  # most keys first: programs start in this order; the last should be short
+        return KernelInputs(
+            batch.slots(local=local),
+            batch.ends[:single],
+            groups,
+            members,
+            batch.ends[single:],
+            np.stack([first_rows, rows, batch.positions[first_rows], chunks], axis=1)[order].astype(np.int32),
+            tables[:single],
+            tables[single:],
+        )
 
 
 def shares_prefix(inputs: KernelInputs[NDArray[Any]]) -> bool:

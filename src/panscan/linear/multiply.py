@@ -18,6 +18,7 @@ from importlib.util import find_spec
 import torch
 from torch.nn import functional
 
+from panscan.core.hardware import Capability, refusal, supports
 from panscan.linear.rows import LARGEST, LEAST_SCALE, QuantizedRows, UnscaledProduct
 
 __all__ = [
@@ -91,16 +92,12 @@ def multiply_int8(
     from panscan.linear import kernels
 
     count = len(rows.values)
-    if count > (kernel_rows("int8", weight.device) if most is None else most) and _library_int8(count, weight):
+    library = count >= _LIBRARY_INT8_ROWS and all(size % _LIBRARY_INT8_STEP == 0 for size in weight.shape)  # cuBLAS
+    if library and count > (kernel_rows("int8", weight.device) if most is None else most):
         return kernels.scale_sums(torch._int_mm(rows.values, weight.T), rows.scale, scale, dtype)
     shared, tma = _gpu(weight.device)
     tiles = kernels.int8_tiles(count, shared, tma=tma)
     return kernels.product_int8(rows.values, rows.scale, weight, scale, dtype, tiles)
-
-
-def _library_int8(rows: int, weight: torch.Tensor) -> bool:
-    """Return whether cuBLAS can multiply this number of rows by these weights ``[outputs, inputs]``."""
-    return rows >= _LIBRARY_INT8_ROWS and all(size % _LIBRARY_INT8_STEP == 0 for size in weight.shape)
 
 
 def multiply_fp8(rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> UnscaledProduct:
@@ -218,6 +215,11 @@ def describe(kind: str, device: torch.device) -> str:
     return name if rows == ANY_ROWS else f"{name} up to {rows} rows, cuBLAS above"
 
 
+def capability_of(device: torch.device) -> Capability | None:
+    """Return the compute capability of an NVIDIA GPU; None for a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
 def device_reason(kind: str, device: torch.device) -> str | None:
     """Return why a device does not support a kind of weights, and what to use instead; None if it does.
 
@@ -227,12 +229,8 @@ def device_reason(kind: str, device: torch.device) -> str | None:
         return None
     if device.type != "cuda":
         return f"{kind} weights need an NVIDIA GPU or a CPU; use --device cpu, or the unquantised model"
-    found = torch.cuda.get_device_capability(device)
-    has = f"this GPU has {found[0]}.{found[1]}"
-    if found < (8, 0):
-        return f"{kind} weights need compute capability 8.0 or later; {has}: use bnb-8bit or bnb-4bit"
-    if kind == "fp8" and found < (8, 9):
-        return f"fp8 weights need compute capability 8.9 or later; {has}: use int8 or int4"
+    if (reason := refusal(f"{kind} weights need", kind, capability_of(device))) is not None:
+        return reason
     return None if find_spec("triton") else f"{kind} weights need Triton, which PyTorch includes on Linux"
 
 
@@ -246,7 +244,8 @@ def has_kernels(device: torch.device) -> bool:
 def _gpu(device: torch.device) -> tuple[int, bool]:
     """Return the shared memory per program in bytes, and whether the GPU has a Tensor Memory Accelerator."""
     facts = torch.cuda.get_device_properties(device)
-    return int(facts.shared_memory_per_block_optin), facts.major >= 9  # type: ignore[attr-defined]  # missing in the stubs
+    tma = supports("tensor_memory_accelerator", (facts.major, facts.minor))
+    return int(facts.shared_memory_per_block_optin), tma  # type: ignore[attr-defined]  # missing in the stubs
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -13,16 +14,16 @@ from typing import Any
 import yaml
 
 from panscan.core import SettingError
+from panscan.core.hardware import FEATURES, Capability, refusal
 from panscan.core.ranges import shorten
 from panscan.settings import nearest
 
-__all__ = ["Gpu", "all_gpus", "gpu_named"]
+__all__ = ["Gpu", "all_gpus", "gpu_named", "reported_gpu"]
 
 _RATES = ("bf16", "fp16", "fp32", "fp8", "int8")
 _NEEDED = ("memory", "bandwidth", "bf16")
 _CUSTOM = (*_NEEDED, "fp16", "fp32", "fp8", "int8", "link", "capability")
 _EXAMPLE = "memory=24,bandwidth=936,bf16=71,int8=142,link=32 (GB, GB/s, TFLOP/s, TOP/s, GB/s)"
-_KERNELS, _FP8 = (8, 0), (8, 9)  # compute capabilities that quantised weights and float8 need (linear.multiply)
 _LINK = 32.0  # GB/s of PCIe 4.0 x16
 
 
@@ -52,11 +53,16 @@ class Gpu:
     flops_per_s: Mapping[str, float]
     link: str
     link_bytes_per_s: float
-    capability: tuple[int, int] | None
+    capability: Capability | None
     sources: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     note: str = ""
     assumed: bool = False
+
+    @property
+    def half_rate(self) -> float:
+        """FLOP/s of products in the 16-bit type that the model multiplies in: bf16, or fp16 where that is missing."""
+        return self.flops_per_s.get("bf16") or self.flops_per_s["fp16"]
 
     def refusal(self, weights: str | None, kv_cache_dtype: str = "auto", dtype: str = "bf16") -> str | None:
         """Return why the engine cannot run these types here, and what to use; None if it can.
@@ -66,20 +72,14 @@ class Gpu:
             kv_cache_dtype: type of keys and values.
             dtype: type of everything else.
         """
-        if self.capability is None:
-            return "--quantization fp8 needs an NVIDIA GPU: use int8 or int4" if weights == "fp8" else None
-        has = "{} has {}.{}".format(self.name, *self.capability)
-        if self.assumed:
-            has += " (assumed; give capability=8.9)"
-        if dtype == "bf16" and "bf16" not in self.flops_per_s:
+        if dtype == "bf16" and self.capability is not None and "bf16" not in self.flops_per_s:
             return f"--dtype bf16: {self.name} has no bf16 products: use fp32"
-        if weights is not None and self.capability < _KERNELS:
-            return f"--quantization {weights} needs compute capability 8.0 or later; {has}"
-        if weights == "fp8" and self.capability < _FP8:
-            return f"--quantization fp8 needs compute capability 8.9 or later; {has}: use int8 or int4"
-        if kv_cache_dtype == "fp8" and self.capability < _FP8:
-            return f"--kv-cache-dtype fp8 needs compute capability 8.9 or later; {has}: use auto"
-        return None
+        asked = {f"--quantization {weights}": weights} if weights else {}
+        if kv_cache_dtype == "fp8":
+            asked["--kv-cache-dtype fp8"] = "fp8_cache"
+        note = " (assumed; give capability=8.9)" if self.assumed else ""
+        reasons = (refusal(f"{option} needs", name, self.capability, self.name, note) for option, name in asked.items())
+        return next(filter(None, reasons), None)
 
 
 @cache
@@ -108,6 +108,30 @@ def gpu_named(text: str) -> Gpu:
         return names[wanted]
     hint = nearest(text.strip().lower(), known)
     raise SettingError(f"--gpu: unknown GPU {shorten(text)}{hint}; known: {', '.join(known)}; or type {_EXAMPLE}")
+
+
+def reported_gpu(name: str, memory_bytes: object = None) -> Gpu | None:
+    """Return the GPU that the driver reports; None if it is not known.
+
+    Args:
+        name: the driver's name, such as ``NVIDIA A100-SXM4-40GB``.
+        memory_bytes: device memory, which tells variants apart; not a positive integer: unknown.
+    """
+    words = [word for word in name.replace("-", " ").split() if word.upper() not in ("NVIDIA", "GEFORCE", "TESLA")]
+    for count in range(len(words), 0, -1):
+        with suppress(SettingError):
+            return _variant(gpu_named(" ".join(words[:count])), name, memory_bytes)
+    return None
+
+
+def _variant(gpu: Gpu, name: str, memory: object) -> Gpu | None:
+    """Return the variant of a GPU model with the form and memory that the driver reports; None: there is none."""
+    model = gpu.name.split("-pcie")[0].removesuffix("-40gb").removesuffix("-80gb")
+    variants = [gpu, *(other for other in all_gpus().values() if other.name.startswith(f"{model}-"))]
+    form = [variant for variant in variants if ("pcie" in variant.name) == ("pcie" in name.lower())] or variants
+    if not isinstance(memory, int) or memory <= 0:
+        return form[0]
+    return next((variant for variant in form if abs(variant.memory_bytes / memory - 1) < 0.1), None)
 
 
 def _plain(name: str) -> str:
@@ -150,7 +174,7 @@ def _custom(text: str) -> Gpu:
     numbers = {key: _number(key, value) for key, value in given.items()}
     rates = {kind: numbers[kind] * 1e12 for kind in _RATES if kind in numbers}
     if capability is None:
-        capability = _FP8 if "fp8" in rates else _KERNELS
+        capability = FEATURES["fp8" if "fp8" in rates else "int8"].first
     return Gpu(
         name="custom",
         label=f"custom GPU ({numbers['memory']:g} GB)",
@@ -174,7 +198,7 @@ def _number(key: str, value: str) -> float:
     return number
 
 
-def _capability(value: str) -> tuple[int, int]:
+def _capability(value: str) -> Capability:
     major, _, minor = value.partition(".")
     if not (major.isdecimal() and minor.isdecimal() and len(value) < 6):
         raise SettingError(f"--gpu: capability takes a version such as 8.9; got {shorten(value)}")

@@ -22,7 +22,8 @@ from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
-from panscan.core import RecordsError, create_file, sync_directory
+from panscan.core import RecordsError
+from panscan.core.files import sync_directory, write_file
 from panscan.core.foreign import parse_json
 from panscan.core.ranges import shorten
 from panscan.records.schema import SCHEMA, SCHEMAS_READ, Record, problem_of
@@ -35,7 +36,6 @@ __all__ = [
     "Run",
     "outcome_of",
     "read_run",
-    "write_atomically",
 ]
 
 FILE_NAME = "records.jsonl"
@@ -143,7 +143,7 @@ class RecordWriter:
         if not data:
             return
         if self._file is None:
-            write_atomically(self.path, data)
+            write_file(self.path, data, RecordsError)
             self._open()
             return
         before = os.fstat(self._file).st_size
@@ -269,25 +269,6 @@ def _lines(path: Path, data: bytes, end: int) -> Iterator[bytes]:
             )
         yield data[start:stop]
         start = stop + 1
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path`` atomically and durably: readers see the old file or the new one, never a part.
-
-    Raises:
-        RecordsError: the disk does not take it.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with create_file(temporary) as file:
-            _write_all(file.fileno(), data)
-        temporary.replace(path)
-        sync_directory(path.parent)
-    except OSError as error:
-        raise _unwritable(path, error) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def _write_all(file: int, data: bytes) -> None:

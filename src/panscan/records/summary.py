@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from panscan.core import RecordsError
+from panscan.core.files import write_file
 from panscan.records.load_runs import (
     client_figures,
     in_blocks,
@@ -38,7 +39,7 @@ from panscan.records.metrics import (
 from panscan.records.quality import empty_answers, metric_of, metrics_in, quality_of
 from panscan.records.requests import STAGES
 from panscan.records.schema import EXACT_MATCH, TIMES
-from panscan.records.store import Run, outcome_of, write_atomically
+from panscan.records.store import Run, outcome_of
 from panscan.records.verdict import verdict_of
 
 __all__ = ["cell_metrics", "replica_shares", "summary_columns", "write_summary"]
@@ -146,7 +147,7 @@ def write_summary(run: Run, path: Path, more: Mapping[str, Mapping[str, Any]] | 
         else:
             row |= {"cell": cell, "aliases": _aliases(run, cell)}
             writer.writerow(row | _answers(run, cell) | _measured(cell_metrics(run, cell)))
-    write_atomically(path, text.getvalue().encode(errors="backslashreplace"))
+    write_file(path, text.getvalue(), RecordsError)
 
 
 def _level(run: Run, cell: str) -> dict[str, str]:
