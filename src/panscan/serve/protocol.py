@@ -14,7 +14,6 @@ from msgspec import Meta
 
 from panscan.core import Sampling, SettingError
 from panscan.core.ranges import shorten
-from panscan.serve.options import ServeOptions
 from panscan.settings import nearest
 
 __all__ = [
@@ -224,20 +223,21 @@ class SamplingFields(Body):
         """Number of log-probabilities per token besides its own; None: no log-probabilities."""
         raise NotImplementedError
 
-    def sampling(self, options: ServeOptions) -> Sampling:
-        """Return the sampling parameters; those that the request lacks are the server's.
+    def sampling(self, defaults: Sampling, *, most_tokens: int) -> Sampling:
+        """Return the sampling parameters.
 
         With temperature 0 the filters cannot change the token, so they are checked and dropped.
+
+        Args:
+            defaults: parameters that the request lacks.
+            most_tokens: maximum number of output tokens.
 
         Raises:
             FieldError: a value is out of its range.
         """
-        if self.n > options.max_choices:
-            raise FieldError(f"n: at most {options.max_choices}, got {shorten(self.n)}", "n")
-        defaults, most, tokens = options.settings.sampling, options.max_output_tokens, self.output_tokens
-        tokens = min(defaults.max_new_tokens, most) if tokens is None else tokens
-        if tokens > most:
-            raise FieldError(f"max_tokens: at most {most}, got {shorten(tokens)}", "max_tokens")
+        tokens = min(defaults.max_new_tokens, most_tokens) if self.output_tokens is None else self.output_tokens
+        if tokens > most_tokens:
+            raise FieldError(f"max_tokens: at most {most_tokens}, got {shorten(tokens)}", "max_tokens")
         values = {item.name: getattr(self, item.name, None) for item in fields(Sampling)}
         chosen = {name: value for name, value in values.items() if value is not None}
         chosen |= {name: None for name, off in _OFF.items() if chosen.get(name) in off}

@@ -25,6 +25,7 @@ from panscan.serve.protocol import (
     CompletionRequest,
     FieldError,
     MmProcessorKwargs,
+    SamplingFields,
     TextPart,
     TokenizeRequest,
 )
@@ -75,7 +76,7 @@ class RequestBuilder:
             ImageError: an image cannot be read, or exceeds a limit.
             TimeoutError: the deadline has passed.
         """
-        sampling = body.sampling(self._options)
+        sampling = self._sampling(body)
         _check_logprobs(body.n, sampling, "top_logprobs", "n, max_tokens or top_logprobs")
         request, documents = self._conversation_request(body.messages, body.mm_processor_kwargs, uploads, deadline)
         text = sum(len(part.text) for turn in body.messages for part in turn.parts if isinstance(part, TextPart))
@@ -89,7 +90,7 @@ class RequestBuilder:
             FieldError: a value is out of range, or the body has files, which a prompt cannot reference.
         """
         check_used(uploads, ())
-        sampling = body.sampling(self._options)
+        sampling = self._sampling(body)
         prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         count = len(prompts) * body.n
         if count > self._options.max_choices:
@@ -191,6 +192,12 @@ class RequestBuilder:
             max_pages=self._options.max_pages,
         )
         return request, documents
+
+    def _sampling(self, body: SamplingFields) -> Sampling:
+        options = self._options
+        if body.n > options.max_choices:
+            raise FieldError(f"n: at most {options.max_choices}, got {shorten(body.n)}", "n")
+        return body.sampling(options.settings.sampling, most_tokens=options.max_output_tokens)
 
     def _work(
         self, documents: Sequence[MediaFile], pan_and_scan: PanAndScan, characters: int, max_new_tokens: int
