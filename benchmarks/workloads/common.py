@@ -27,6 +27,7 @@ from panscan.model.checkpoint import Loaded
 from panscan.model.config import shape_of_config
 from panscan.model.machine import resolve_device
 from panscan.model.support import require_supported
+from panscan.plan.cost import RequestCounts, Roofline, Variant
 from panscan.records.environment import environment
 from panscan.runners.base import Runner
 from panscan.runners.engine import EngineRunner
@@ -262,7 +263,9 @@ def floors_of(loaded: Loaded, settings: Settings, result: Result) -> Floors:
     rates = measure_ceilings(loaded.device, loaded.dtype)
     shape = shape_of_config(loaded.model.config)
     counts, gpus = (result.views, result.prompt_tokens, settings.max_new_tokens), settings.tensor_parallel_size
-    return Floors(shape, gpus * rates.flops_per_s, gpus * rates.bytes_per_s, loaded.dtype.itemsize, *counts)
+    variant = Variant(shape, dtype="fp32" if loaded.dtype.itemsize == 4 else "bf16")
+    roofline = Roofline(variant, gpus * rates.flops_per_s, gpus * rates.bytes_per_s, variant.weight_bytes())
+    return Floors(roofline, RequestCounts(*counts))
 
 
 def verdicts(work: Work, runners: Mapping[str, Runner], requests: Sequence[Request]) -> dict[str, Any]:
