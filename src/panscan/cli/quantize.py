@@ -174,20 +174,15 @@ def _audit(options: dict[str, Any]) -> int:
         _refuse(("num_samples", "seed"), "requires --dataset")
     settings = Settings(model=options["audit"], **_axes_of(options))
     import_libraries()
-    from panscan.quantize.audit import AuditOptions, audit
+    from panscan.quantize.audit import audit
 
     with _progress() as step:
         found = audit(
-            AuditOptions(
-                settings,
-                options["reference"],
-                options["dataset"],
-                options["verify"],
-                options["num_samples"],
-                options["seed"],
-            ),
+            settings,
             step,
             _report_problem,
+            base=options["reference"],
+            **{name: options[name] for name in ("dataset", "verify", "num_samples", "seed")},
         )
     _show_audit(found)
     if found.garbage is not None:

@@ -137,7 +137,7 @@ def command(**options: Any) -> int:
         )
         echo(config, nl=False)
         return 0
-    _require("fastapi", "serve")
+    _require("uvicorn", "serve")
     if clustered:
         _require("ray", "cluster")
 
