@@ -21,8 +21,8 @@ OPTIONS_PAGE = """\
 # Options
 
 Every option of every command, with the numbers or words that it accepts. `panscan COMMAND --help-all` shows those of
-one command. In Python, in presets and in grid files, settings have the same names with underscores; the crop settings have
-Transformers' names, such as `pan_and_scan_max_num_crops`."""
+one command. In Python, in presets and in grid files, settings have the same names with underscores; the crop settings
+have Transformers' names, such as `pan_and_scan_max_num_crops`."""
 
 
 def test_tables_are_what_their_records_say() -> None:

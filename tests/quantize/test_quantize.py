@@ -20,9 +20,9 @@ from panscan.model.build import decoder_linears
 from panscan.model.checkpoint import Placement, load_model
 from panscan.model.tiny import tiny_directory
 from panscan.quantize.calibration import check_prompt_memory
-from panscan.quantize.compressed import rounded
 from panscan.quantize.partial import JOB_FILE, PartialCheckpoint
-from panscan.quantize.source import DenseCheckpoint
+from panscan.quantize.source import DenseCheckpoint, choose_format
+from panscan.quantize.write import rounded
 
 _CPU = Placement(torch.device("cpu"), torch.float32)
 
@@ -202,7 +202,5 @@ def test_prompts_that_memory_cannot_hold_are_refused() -> None:
 
 
 def test_group_size_is_the_largest_that_fits() -> None:
-    from panscan.quantize.source import choose_format
-
     assert choose_format(DenseCheckpoint("tiny"), "int4", None).group_size == 128
     assert choose_format(DenseCheckpoint("mini"), "int4", None).group_size == 64

@@ -127,13 +127,19 @@ def _audit(options: Options, checkpoint: str) -> int:
         _refuse(options, ("num_questions", "seed"), "requires --dataset")
     settings = Settings(model=checkpoint, **given_values(options))
     import_libraries()
-    from panscan.quantize.audit import AuditOptions, audit
+    from panscan.quantize.audit import audit
 
-    chosen = AuditOptions(
-        settings, options.reference_model, options.dataset, options.verify, options.num_questions, options.seed
-    )
     with _progress() as step:
-        report = audit(chosen, step, print_skipped)
+        report = audit(
+            settings,
+            step,
+            print_skipped,
+            base=options.reference_model,
+            dataset=options.dataset,
+            verify=options.verify,
+            num_samples=options.num_questions,
+            seed=options.seed,
+        )
     _print_audit(report)
     if report.garbage is not None:
         return _GARBAGE

@@ -48,7 +48,7 @@ def command(options: Options) -> int:
         )
         echo(config, nl=False)
         return 0
-    _require("fastapi", "serve")
+    _require("uvicorn", "serve")
     if clustered:
         _require("ray", "cluster")
 

@@ -61,7 +61,7 @@ def command(options: Options, files: tuple[str, ...]) -> None:
         with activity(f"reading {trace.path.name}"):
             summaries.append(summarize(trace, gpu=limits, step=options.step, top=top if len(files) == 1 else _COMPARED))
     if html is not None:
-        from panscan.trace.html import page
+        from panscan.trace.output import page
 
         write_file(html, page(summaries, top=top))
     if options.json:
@@ -80,7 +80,7 @@ def _document(summaries: list[Summary]) -> dict[str, object]:
 
 
 def _print(summaries: list[Summary]) -> None:
-    from panscan.trace.text import comparison_lines, lines
+    from panscan.trace.output import comparison_lines, lines
 
     width = out().width if out().is_terminal else 120
     found = lines(summaries[0], width=width) if len(summaries) == 1 else comparison_lines(summaries, width=width)

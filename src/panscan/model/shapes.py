@@ -15,11 +15,13 @@ from math import ceil
 from typing import Any
 
 from panscan.core import BUNDLED, RecordsError
+from panscan.core.model_names import IMAGE_TOKENS, VIEW_SIDE
 
 __all__ = [
     "BUNDLED",
     "PATTERN",
     "SHAPES",
+    "SIGLIP",
     "Shape",
     "TextShape",
     "VisionShape",
@@ -185,7 +187,7 @@ class Shape:
     name: str
     text: TextShape
     vision: VisionShape | None = None
-    image_tokens: int = 256
+    image_tokens: int = IMAGE_TOKENS
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Shape:
@@ -251,7 +253,8 @@ def _checked_fields(kind: type[Shape | TextShape | VisionShape], values: Any) ->
     return dict(values)
 
 
-_SIGLIP = VisionShape(hidden=1152, intermediate=4304, layers=27, heads=16, image_size=896)
+SIGLIP = VisionShape(hidden=1152, intermediate=4304, layers=27, heads=16, image_size=VIEW_SIDE)
+"""The tower of every published model with vision."""
 
 _TEXT_VOCABULARY = 262_144
 _VOCABULARY = _TEXT_VOCABULARY + 64
@@ -322,9 +325,9 @@ _TINY_VISION = VisionShape(hidden=144, intermediate=288, layers=2, heads=2, imag
 SHAPES: dict[str, Shape] = {
     "270m": Shape("270m", _small(hidden=640, intermediate=2048, layers=18)),
     "1b": Shape("1b", _small(hidden=1152, intermediate=6912, layers=26)),
-    "4b": Shape("4b", _large(hidden=2560, layers=34, heads=8, head_size=256, query_scale=256), _SIGLIP),
-    "12b": Shape("12b", _large(hidden=3840, layers=48, heads=16, head_size=256, query_scale=256), _SIGLIP),
-    "27b": Shape("27b", _large(hidden=5376, layers=62, heads=32, head_size=128, query_scale=168), _SIGLIP),
+    "4b": Shape("4b", _large(hidden=2560, layers=34, heads=8, head_size=256, query_scale=256), SIGLIP),
+    "12b": Shape("12b", _large(hidden=3840, layers=48, heads=16, head_size=256, query_scale=256), SIGLIP),
+    "27b": Shape("27b", _large(hidden=5376, layers=62, heads=32, head_size=128, query_scale=168), SIGLIP),
     "mini": Shape("mini", _MINI_TEXT, _MINI_VISION, image_tokens=144),
     "tiny": Shape("tiny", _TINY_TEXT, _TINY_VISION, image_tokens=64),
 }

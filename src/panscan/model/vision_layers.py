@@ -34,7 +34,7 @@ from transformers.models.siglip.modeling_siglip import (
 from panscan.core import UnsupportedError
 from panscan.linear.products import DenseLinear, Linear, PlainLinear, is_plain, linear_of, runs_own_forward
 from panscan.linear.tuning import gpu_seconds
-from panscan.model.shapes import vision_working_bytes
+from panscan.model.shapes import SIGLIP, vision_working_bytes
 
 __all__ = ["ATTENTION_KERNELS", "VisionLayers", "choose_vision_attention", "fastest"]
 
@@ -47,7 +47,6 @@ _LIBRARY_KERNELS = {
 }
 ATTENTION_KERNELS = (*_LIBRARY_KERNELS, "hopper", "math", "default")
 """Names of the attention kernels that :func:`choose_vision_attention` chooses from."""
-_HEADS, _PATCHES = 16, 4096  # of one view, in every published model with vision
 _ROUNDS, _CALLS = 5, 4  # timed rounds, after one that is not, of several calls each
 _AHEAD_CYCLES = 6_000_000  # about 3 ms; the host needs up to 0.3 ms per launch of our kernel, which runs for 0.2
 
@@ -152,7 +151,7 @@ def choose_vision_attention(device: torch.device, head_size: int, dtype: torch.d
     if device.type != "cuda":
         return "default", "the weights are not on an NVIDIA GPU"
     generator = torch.Generator(device).manual_seed(0)
-    drawn = torch.randn(1, _PATCHES, 3, _HEADS, head_size, device=device, dtype=dtype, generator=generator)
+    drawn = torch.randn(1, SIGLIP.patches, 3, SIGLIP.heads, head_size, device=device, dtype=dtype, generator=generator)
     query, key, value = (part.transpose(1, 2) for part in drawn.unbind(2))
     candidates = {name: _by_library([kernel]) for name, kernel in _LIBRARY_KERNELS.items()}
     if (hopper := _hopper(device, dtype)) is not None:
@@ -208,7 +207,7 @@ def fastest(times: Mapping[str, float | None]) -> tuple[str, str]:
     measured = {name: time for name, time in times.items() if time is not None}
     listed = ", ".join(f"{name} refused" if time is None else f"{name} {time:.2f} ms" for name, time in times.items())
     name = min(measured, key=measured.__getitem__) if measured else "math"
-    return name, f"one view of {_PATCHES} patches: {listed}"
+    return name, f"one view of {SIGLIP.patches} patches: {listed}"
 
 
 def _milliseconds(attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> float | None:

@@ -23,10 +23,23 @@ from panscan.engine.scheduling.kv_sizes import KVShape
 from panscan.model.shapes import Shape, TextShape, split_reason
 from panscan.settings import GROUP_SIZES, KV_CACHE_DTYPES, WEIGHT_KINDS, nearest, range_of
 
-__all__ = ["DTYPE_BYTES", "RequestCounts", "Roofline", "Variant", "Work", "pass_work", "vision_work"]
+__all__ = [
+    "DTYPE_BYTES",
+    "OUTPUT_COST",
+    "VIEW_COST",
+    "RequestCounts",
+    "Roofline",
+    "Variant",
+    "Work",
+    "pass_work",
+    "vision_work",
+]
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of an unquantised weight or an activation."""
+VIEW_COST, OUTPUT_COST = 440.0, 4.0
+"""Cost of a view and of an output token in prompt tokens, to compare requests: the 4B model's tower takes 3.5 TFLOP per
+view, its prefill 7.8 GFLOP per token. A decode step is limited by memory bandwidth and shared by a batch."""
 _INT4_BLOCK = 256  # input channels that int4 weights are padded to (panscan.linear.quantized.BLOCK)
 _SCALE_BYTES = 4  # float32 scale of each output channel of 8-bit weights
 
@@ -75,7 +88,13 @@ class Variant:
         return DTYPE_BYTES[self.dtype]
 
     @property
+    def weights_name(self) -> str:
+        """Type of the weights: the quantisation, or the type of everything else."""
+        return self.weights or self.dtype
+
+    @property
     def text(self) -> TextShape:
+        """The decoder's shape."""
         return self.shape.text
 
     def matrices(self) -> list[tuple[int, int]]:

@@ -1,7 +1,8 @@
 """A discrete-event simulation of engines: the real scheduler, block tables and vision cache, with predicted pass times.
 
 What :mod:`panscan.engine.loop` does in threads and on a device happens here on a simulated clock: a few requests are
-prepared in advance, one pass is launched while the previous one computes, and tokens arrive when their pass ends.
+prepared in advance, from their arrival on, one pass is launched while the previous one computes, and tokens arrive when
+their pass ends.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from math import inf
 from typing import Protocol
 
 from panscan.core import SettingError
+from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS, MOST_CHUNKS
 from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.pacing import Pacer, PassSize, PrefillLimit
 from panscan.engine.scheduling.scheduler import Scheduler
 from panscan.engine.scheduling.sequence import Chunk, Sequence, Step
 from panscan.engine.vision import VisionCache
+from panscan.plan.cost import OUTPUT_COST, VIEW_COST
 from panscan.plan.mix import RequestSketch
 
 __all__ = [
@@ -32,8 +35,6 @@ __all__ = [
     "simulate_burst",
 ]
 
-_GRAPH_CHUNK_ROWS = 512  # rows of longer chunks in a recorded pass; see panscan.engine.graphs
-_GRAPH_CHUNKS = 16
 _AHEAD = 32  # requests that are prepared while others compute; see panscan.engine.loop
 _THREADS = 4  # that prepare requests; see panscan.engine.loop
 _CONTENTION = 0.3
@@ -41,7 +42,6 @@ _CONTENTION = 0.3
 all at once (9.7 ms) over alone (5.1 ms), with four threads. They wait for the interpreter's lock, and only a request
 alone has its page copied by several threads."""
 _READ_TOGETHER = 8  # decoding requests that read a common prefix once; see panscan.engine.kernels
-_VIEW_COST, _OUTPUT_COST = 440.0, 4.0  # in prompt tokens; see panscan.serve.routing
 
 
 class PassTimes(Protocol):
@@ -147,7 +147,7 @@ class SimulatedRequest:
     @property
     def cost(self) -> float:
         """Its work in prompt tokens, as the router of ``panscan serve --replicas`` predicts it."""
-        return self.sketch.views * _VIEW_COST + len(self.sketch.ids) + self.sketch.output_tokens * _OUTPUT_COST
+        return self.sketch.views * VIEW_COST + len(self.sketch.ids) + self.sketch.output_tokens * OUTPUT_COST
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,6 @@ class SimulatedEngine:
         """Compute until the host's clock reaches ``until``, or nothing is left to do."""
         while self.now < until and not self.stopped:
             self._receive()
-            self._prepare_ahead()
             if self.step():
                 continue
             message = min(
@@ -252,21 +251,28 @@ class SimulatedEngine:
         return True
 
     def _receive(self) -> None:
-        """Handle the messages that have arrived by now: new requests and prepared ones."""
+        """Handle what has happened by now: start preparations, and queue the requests that are prepared.
+
+        A request is prepared from its arrival on, or, if too many are ready, when the loop finds that they are fewer.
+        """
+        self._prepare_ahead(self.now)
         while self._arriving and self._arriving[0].arrived <= self.now:
-            self._accepted.append((next(self._numbers), self._arriving.popleft()))
+            request = self._arriving.popleft()
+            self._accepted.append((next(self._numbers), request))
+            self._prepare_ahead(request.arrived)
         while self._preparing and self._preparing[0][0] <= self.now:
             _, number, request = heappop(self._preparing)
             self._add(number, request)
 
-    def _prepare_ahead(self) -> None:
+    def _prepare_ahead(self, earliest: float) -> None:
         most = inf if self._sizes.ahead is None else self._sizes.ahead
         while self._accepted and len(self._preparing) + len(self._scheduler.waiting) < most:
             number, request = self._accepted.popleft()
-            others = sum(free > self.now for free in self._threads[1:])
+            start = max(earliest, self._threads[0])
+            others = sum(free > start for free in self._threads[1:])
             known = sum(self._vision.holds(span.key) for span in request.sketch.layout.spans)
             seconds = self._times.prepare_seconds(request.sketch.views, known) * (1 + _CONTENTION * others)
-            ready = max(self.now, self._threads[0]) + seconds
+            ready = start + seconds
             heapreplace(self._threads, ready)
             heappush(self._preparing, (ready, number, request))
 
@@ -298,7 +304,7 @@ class SimulatedEngine:
                 prefill.append((chunk.start, chunk.end))
                 keys += [span.key for span in chunk.sequence.layout.within(chunk.start, chunk.end)]
         views, rows = self._encode(keys), sum(end - start for start, end in prefill)
-        graph = self._sizes.graphs and rows <= _GRAPH_CHUNK_ROWS and len(prefill) < _GRAPH_CHUNKS
+        graph = self._sizes.graphs and rows <= MOST_CHUNK_ROWS and len(prefill) < MOST_CHUNKS
         seconds = self._times.pass_seconds(contexts, prefill, views, graph=graph)
         self._device_free = max(self.now, self._device_free) + seconds
         self.passes.append(SimulatedPass(self._device_free, len(contexts), rows, views))
