@@ -70,7 +70,7 @@ def command(
         with activity(f"reading {trace.path.name}"):
             summaries.append(summarize(trace, gpu=limits, step=step, top=top if len(files) == 1 else _COMPARED))
     if html is not None:
-        from panscan.trace.html import page
+        from panscan.trace.output import page
 
         write_file(html, page(summaries, top=top))
     if as_json:
@@ -89,7 +89,7 @@ def _document(summaries: list[Summary]) -> dict[str, object]:
 
 
 def _print(summaries: list[Summary]) -> None:
-    from panscan.trace.text import comparison_lines, lines
+    from panscan.trace.output import comparison_lines, lines
 
     width = out().width if out().is_terminal else 120
     found = lines(summaries[0], width=width) if len(summaries) == 1 else comparison_lines(summaries, width=width)

@@ -14,7 +14,7 @@ from panscan.doctor.findings import CheckFinding, not_checked, ok, problem, warn
 
 if TYPE_CHECKING:
     from panscan.model.checkpoint import Loaded
-    from panscan.runners.attention_check import AttentionResponse
+    from panscan.runners.generate_check import AttentionResponse
 
 __all__ = [
     "attention",
@@ -44,7 +44,7 @@ def _tiny(dtype: str = "fp32") -> Loaded:
     """Return the tiny model in a precision, on the device that panscan chooses by default."""
     from panscan.model.machine import resolve_device, resolve_dtype
     from panscan.model.runtime import quiet_libraries
-    from panscan.runners.attention_check import tiny_model
+    from panscan.runners.generate_check import tiny_model
 
     quiet_libraries()
     device = resolve_device("auto")
@@ -53,7 +53,7 @@ def _tiny(dtype: str = "fp32") -> Loaded:
 
 @cache
 def _response(implementation: str, dtype: str = "fp32") -> AttentionResponse:
-    from panscan.runners.attention_check import attention_response
+    from panscan.runners.generate_check import attention_response
 
     try:
         return attention_response(_tiny(dtype), implementation)
@@ -168,7 +168,7 @@ def flash_masks() -> Iterator[CheckFinding]:
     from importlib.metadata import version
     from importlib.util import find_spec
 
-    from panscan.runners.attention_check import FLASH_MASK
+    from panscan.runners.generate_check import FLASH_MASK
 
     installed = [name for name in ("flash_attn", "flash_attn_interface", "kernels") if find_spec(name) is not None]
     label = f"attn_implementation='flash_attention_2' (3, 4) in Transformers {version('transformers')}"

@@ -212,9 +212,10 @@ def _repo_info(name: str, revision: str | None) -> Any:
     seconds = float(constants.HF_HUB_ETAG_TIMEOUT) if own else _DEADLINE_S
     with activity(f"contacting {constants.ENDPOINT}"):
         try:
-            return _run_within(
-                seconds, lambda: HfApi().model_info(name, revision=revision, files_metadata=True, timeout=seconds)
-            )
+            # HTTP timeouts alone are not enough: they apply to each address of the host, and exclude name resolution.
+            return _started(
+                lambda: HfApi().model_info(name, revision=revision, files_metadata=True, timeout=seconds)
+            ).result(seconds)
         except (HfHubHTTPError, HFValidationError):
             raise
         except Exception as error:  # of httpx or httpx2, by the version of huggingface_hub, or a proxy's page, not JSON
@@ -223,14 +224,6 @@ def _repo_info(name: str, revision: str | None) -> Any:
                 f"--model {name}: not downloaded, and {constants.ENDPOINT} cannot be reached"
                 f" ({' '.join(reason.split())[:150]}): check the network, or give a local directory"
             ) from error
-
-
-def _run_within(seconds: float, function: Callable[[], _T]) -> _T:
-    """Return a function's result, or raise TimeoutError after a deadline.
-
-    HTTP timeouts alone are not enough: they apply to each address of the host, and exclude name resolution.
-    """
-    return _started(function).result(seconds)
 
 
 def _started(function: Callable[[], _T]) -> Future[_T]:
