@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from panscan.core import PanscanError, Request, Result, SettingError, Stamps, UnsupportedError, now
+from panscan.core.errors import brief
 from panscan.model.bundled import bundled_directory
 from panscan.model.checkpoint import load_meta_model
 from panscan.model.inputs import DecodedRequest, plan_request, read_images
@@ -228,4 +229,4 @@ def _one_line_errors() -> Iterator[None]:
     try:
         yield
     except ValueError as error:  # from pydantic
-        raise UnsupportedError(f"vLLM: {' '.join(str(error).split())[:300]}") from error
+        raise UnsupportedError(f"vLLM: {brief(error, 300)}") from error
