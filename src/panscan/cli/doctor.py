@@ -12,8 +12,7 @@ from panscan.cli.verb import option, verb
 from panscan.core import SettingError, UnsupportedError
 from panscan.core.activity import activity
 from panscan.core.ranges import Range
-from panscan.doctor.checks import CHECKS, GROUPS, SYMBOLS
-from panscan.doctor.findings import Check
+from panscan.doctor.checks import CHECKS, GROUPS, SYMBOLS, Check
 from panscan.doctor.run import TIMEOUT, run_checks
 from panscan.doctor.text import as_json, lines, summary
 from panscan.settings import nearest
