@@ -45,6 +45,7 @@ from panscan.core import (
     now,
     same_model,
 )
+from panscan.core.errors import brief
 from panscan.model.checkpoint import Loaded, stored_format
 from panscan.model.machine import is_out_of_memory, release_memory, resolve_device, resolve_dtype
 from panscan.model.quantization import unquantized_settings
@@ -567,7 +568,7 @@ def _one_per_views(cells: Sequence[Cell], views: Callable[[Cell], str]) -> list[
 
 
 def _reason(error: Exception, doing: str) -> str:
-    text = " ".join(str(error).split())[:200]
+    text = brief(error)
     if is_out_of_memory(error):
         hint = "" if doing == "comparing answers" else ": load a reference with --reference"
         return f"out of memory while {doing}{hint}"

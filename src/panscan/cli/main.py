@@ -17,7 +17,7 @@ from panscan import __version__
 from panscan.cli.console import echo, errors, show_log
 from panscan.cli.progress import progress_line
 from panscan.core import InputError, PanscanError, UnsupportedError
-from panscan.core.errors import one_line
+from panscan.core.errors import brief, one_line
 from panscan.core.ranges import shorten
 from panscan.settings import nearest
 
@@ -187,7 +187,7 @@ def run(arguments: list[str]) -> int:
     except Exception as error:  # the last line of defence: a bug is one line too, unless --debug
         if state["debug"]:
             echo(traceback.format_exc(), err=True)
-        text = " ".join(str(error).split())[:300]
+        text = brief(error, 300)
         if type(error).__module__.startswith(_COMPILERS):
             advice = "choose another --attention, or leave --compile out"
             return _fail(f"PyTorch cannot compile for this machine: {text} ({advice})", UnsupportedError.exit_code)

@@ -19,7 +19,7 @@ from panscan.load.options import GOODPUT_METRICS, LOAD_RANGES, RATE, parse_goodp
 from panscan.settings import WEIGHT_KINDS, nearest
 
 if TYPE_CHECKING:
-    from panscan.plan.answer import PlanAnswer
+    from panscan.plan.advice import PlanAnswer
     from panscan.plan.fleet import Traffic
     from panscan.plan.gpus import Gpu
     from panscan.plan.layouts import PlanInputs
@@ -127,7 +127,7 @@ def command(**options: Any) -> int:
     --request-rate, a simulation of the engine's scheduler finds the number of replicas that meet --goodput.
     """
     from panscan.cli.plan_tables import no_fit_message, no_fleet_message, print_answer
-    from panscan.plan.answer import PlanAnswer, answer_data
+    from panscan.plan.advice import PlanAnswer, answer_data
     from panscan.plan.layouts import find_layouts
     from panscan.plan.models import model_named
 

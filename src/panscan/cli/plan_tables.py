@@ -9,8 +9,7 @@ from rich.table import Table
 
 from panscan.analysis.cells import number_text
 from panscan.cli.console import out
-from panscan.plan.advice import what_would_fit
-from panscan.plan.answer import PlanAnswer, weights_name
+from panscan.plan.advice import PlanAnswer, rejections, warnings_for, what_would_fit
 from panscan.plan.fleet import with_replicas
 from panscan.report.formatting import percent
 
@@ -57,9 +56,9 @@ def print_answer(found: PlanAnswer) -> None:
             out().print(f"not simulated: {missing} of {len(found.simulated)} layouts, which need as many GPUs or more")
     if found.fitting and not found.fleets:
         _table_of(_HEADINGS, [_layout_row(each) for each in found.fitting])
-    for each in found.rejections:
+    for each in rejections(found.layouts):
         out().print(f"not possible: {_where(each)}: {each.reason}", soft_wrap=True)
-    for caution in found.cautions:
+    for caution in warnings_for(found.inputs, found.layouts):
         out().print(f"note: {caution.text}", style="yellow", soft_wrap=True)
     if found.fitting:
         out().print(f"basis: {_basis(found)}", style="dim", soft_wrap=True)
@@ -111,12 +110,11 @@ def _named(found: PlanAnswer, layout: Layout) -> str:
     idle = found.inputs.count - layout.gpus
     rest = f"; {idle} GPU{'s stay' if idle > 1 else ' stays'} idle" if idle > 0 and not found.fleets else ""
     size, label = layout.variant.tensor_parallel_size, found.inputs.gpu.label
-    return f"{copies} on {size} x {label}, {weights_name(layout)} weights ({exact}{rest})"
+    return f"{copies} on {size} x {label}, {layout.variant.weights_name} weights ({exact}{rest})"
 
 
 def _promise(found: PlanAnswer, layout: Layout) -> str:
     """Return the figure that the goal is about."""
-    assert layout.speed is not None  # it fits
     if found.inputs.goal == "latency":
         return f"about {_seconds(layout.speed.e2e)} for one request alone"
     return f"about {_rate(layout.speed.requests_per_s)} requests/s"
@@ -202,10 +200,9 @@ _FLEET_HEADINGS = (
 
 def _layout_row(layout: Layout) -> tuple[str, ...]:
     speed, memory = layout.speed, layout.memory
-    assert speed is not None  # it fits
     return (
         f"{layout.replicas} x {layout.variant.tensor_parallel_size}",
-        weights_name(layout) if layout.exact else f"{weights_name(layout)} *",
+        layout.variant.weights_name if layout.exact else f"{layout.variant.weights_name} *",
         f"{memory.weights / 1e9:.1f}",
         f"{memory.kv_bytes / 1e9:.1f}",
         f"{layout.replicas * layout.running}",
@@ -222,7 +219,7 @@ def _fleet_row(fleet: Fleet) -> tuple[str, ...]:
     times = [f"{level.percentiles_ms[key][95]:,.0f}" if level.percentiles_ms[key] else "-" for key in _TIMES]
     return (
         str(fleet.layout.variant.tensor_parallel_size),
-        weights_name(fleet.layout) if fleet.layout.exact else f"{weights_name(fleet.layout)} *",
+        fleet.layout.variant.weights_name if fleet.layout.exact else f"{fleet.layout.variant.weights_name} *",
         "none" if fleet.replicas is None else str(fleet.replicas),
         "-" if fleet.gpus is None else str(fleet.gpus),
         number_text(fleet.rate_of_one),
@@ -248,7 +245,7 @@ def _table_of(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
 
 def _basis(found: PlanAnswer) -> str:
     """Return what the predictions rest on, in one sentence; layouts of one GPU and of several differ in a figure."""
-    sentences = {each.speed.basis: each.speed.basis.split(" ") for each in found.fitting if each.speed is not None}
+    sentences = {each.speed.basis: each.speed.basis.split(" ") for each in found.fitting}
     return " ".join(" or ".join(dict.fromkeys(words)) for words in zip(*sentences.values(), strict=True))
 
 

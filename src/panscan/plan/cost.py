@@ -88,7 +88,13 @@ class Variant:
         return DTYPE_BYTES[self.dtype]
 
     @property
+    def weights_name(self) -> str:
+        """Type of the weights: the quantisation, or the type of everything else."""
+        return self.weights or self.dtype
+
+    @property
     def text(self) -> TextShape:
+        """The decoder's shape."""
         return self.shape.text
 
     def matrices(self) -> list[tuple[int, int]]:

@@ -148,7 +148,6 @@ def size_fleets(
 
 def _rate_per_gpu(layout: Layout) -> float:
     """Return the requests per second and GPU with all places taken."""
-    assert layout.speed is not None  # it fits
     return layout.speed.requests_per_s.value / layout.gpus
 
 
@@ -219,7 +218,6 @@ def _engine_maker(inputs: PlanInputs, layout: Layout, level: Level) -> Callable[
 
 def _one_layout(inputs: PlanInputs, layout: Layout, traffic: Traffic) -> Fleet:
     """Return the fleet of one layout, without the range of its replicas."""
-    assert layout.speed is not None  # it fits
     rate_of_one = _highest_rate(inputs, layout, traffic, layout.speed.requests_per_s.value / layout.replicas)
     needed = _replicas(traffic.rate, rate_of_one)
     if needed is None:
@@ -358,7 +356,6 @@ def _percentiles(seconds: Sequence[float]) -> dict[int, float]:
 def with_replicas(fleet: Fleet) -> Layout:
     """Return the layout of a fleet with the number of replicas that it needs, and their requests per second."""
     layout, replicas = fleet.layout, fleet.replicas or fleet.layout.replicas
-    assert layout.speed is not None  # it fits
     share, rate = replicas / layout.replicas, layout.speed.requests_per_s
     scaled = Interval(share * rate.low, share * rate.value, share * rate.high)
-    return replace(layout, replicas=replicas, speed=replace(layout.speed, requests_per_s=scaled))
+    return replace(layout, replicas=replicas, predicted=replace(layout.speed, requests_per_s=scaled))

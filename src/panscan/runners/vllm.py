@@ -34,6 +34,7 @@ from panscan.core import (
     UnsupportedError,
     now,
 )
+from panscan.core.errors import brief
 from panscan.images.views import ViewPlan
 from panscan.model.bundled import bundled_directory
 from panscan.model.checkpoint import Reader, load_meta_model
@@ -251,7 +252,7 @@ def _one_line_errors() -> Iterator[None]:
     try:
         yield
     except ValueError as error:  # from pydantic
-        raise UnsupportedError(f"vLLM: {' '.join(str(error).split())[:300]}") from error
+        raise UnsupportedError(f"vLLM: {brief(error, 300)}") from error
 
 
 def llm_arguments(
