@@ -125,7 +125,7 @@ class Verifier:
         if not known & needed:
             raise RecordsError(
                 f"--reference {self.reference_files[0][0]} was computed for other views: use the same documents,"
-                " prompts, pan-and-scan settings, --preprocess, --num-samples, --verify-requests and --seed"
+                " prompts, pan-and-scan settings, --preprocess, --num-prompts, --verify-requests and --seed"
             )
 
     def prepare(self, runner: Runner, cells: Sequence[Cell]) -> None:
