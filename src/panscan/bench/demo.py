@@ -91,9 +91,9 @@ def run_demo(directory: Path, *, count: int, seed: int, again: bool, observer: D
         raise SettingError(f"{runs} is in the way of the demo's runs: name another folder")
     if runs.exists() and not again:
         raise SettingError(
-            f"{directory} already holds a demo: choose another folder, or add --again (earlier runs are kept)"
+            f"{directory} already holds a demo: choose another folder, or add --force (earlier runs are kept)"
         )
-    observer.step(_line("samples", documents, "--count", count, "--seed", seed, "--overwrite"))
+    observer.step(_line("samples", documents, "--count", count, "--seed", seed, "--force"))
     questions = write_samples(documents, count=count, seed=seed, overwrite=True)
     observer.documents_drawn(questions)
     run, run_directory = _measure(questions, runs, observer)

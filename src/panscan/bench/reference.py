@@ -22,6 +22,7 @@ from safetensors.torch import save
 from panscan.bench.divergence import Noise
 from panscan.bench.workload import Item, Source, plans_of
 from panscan.core import RecordsError, Request
+from panscan.core.errors import brief
 from panscan.core.files import write_file
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import plan_request, read_images
@@ -311,5 +312,5 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        text = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+        text = getattr(error, "strerror", None) or brief(error)
         raise RecordsError(f"{path}: cannot read a reference: {text}") from error

@@ -15,6 +15,7 @@ __all__ = [
     "SettingError",
     "StorageError",
     "UnsupportedError",
+    "brief",
     "error_line",
     "one_line",
 ]
@@ -28,6 +29,11 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
 
+def brief(text: object, most: int = 200) -> str:
+    """Return the start of a text, or of an error's, on one line without repeated spaces."""
+    return " ".join(str(text).split())[:most]
+
+
 class PanscanError(Exception):
     """Root of everything panscan raises on purpose. The message is one line that names the knob."""
 
@@ -36,7 +42,7 @@ class PanscanError(Exception):
 
 def error_line(error: BaseException, most: int = 200) -> str:
     """Return an error's text on one line, at most so many characters, with the type if panscan did not raise it."""
-    text = " ".join(str(error).split())[:most]
+    text = brief(error, most)
     return text if isinstance(error, PanscanError) else f"{type(error).__name__}: {text}"
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
+from panscan.core.errors import brief
 from panscan.doctor.findings import CheckFinding, not_checked, ok, problem, warning
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def transformers() -> Iterator[CheckFinding]:
     try:
         loaded = _tiny()
     except Exception as error:  # imports of broken packages raise anything
-        text = " ".join(str(error).split())[:200]
+        text = brief(error)
         yield problem(
             f"the tiny model cannot be loaded: {type(error).__name__}: {text}", "Reinstall torch and transformers."
         )
@@ -131,7 +132,7 @@ def _response_or_failure(name: str, dtype: str) -> AttentionResponse | CheckFind
     try:
         return _response(name, dtype)
     except Exception as error:  # kernels and their compilers raise anything; the other checks continue
-        text = " ".join(f"{type(error).__name__}: {error}".split())[:150]
+        text = brief(f"{type(error).__name__}: {error}", 150)
     if name in ("eager", "sdpa"):
         return problem(f"{name} attention fails: {text}", "Install another version of Transformers or PyTorch.")
     return not_checked(f"{name}: Transformers or the kernel refuses it: {text}")
@@ -225,7 +226,7 @@ def _attempt(test: Callable[[], str]) -> str | CheckFinding:
     try:
         return test()
     except Exception as error:  # a refusal of the installed version, whatever its type, is the result
-        return not_checked(f"Transformers raises {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        return not_checked(f"Transformers raises {type(error).__name__}: {brief(error)}")
 
 
 @_on_tiny

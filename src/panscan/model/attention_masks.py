@@ -20,6 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from panscan.core import UnsupportedError
+from panscan.core.errors import brief
 from panscan.model.build import build_model, one_layer_config
 from panscan.model.machine import resolve_device
 from panscan.model.support import attention_reason
@@ -245,7 +246,7 @@ def _switched(model: Any, implementation: str, kernel: bool) -> Iterator[None]:
 
 
 def _refused(implementation: str, error: Exception) -> UnsupportedError:
-    return UnsupportedError(f"--attention {implementation}: {' '.join(str(error).split())[:200]}")
+    return UnsupportedError(f"--attention {implementation}: {brief(error)}")
 
 
 def flash_reference(

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from panscan.checkpoints.headers import index_files
 from panscan.core import ModelError, PanscanWarning
 from panscan.core.activity import activity
+from panscan.core.errors import brief
 from panscan.model.hub_errors import friendly_errors
 from panscan.settings import MODEL_SHAPES
 
@@ -104,7 +105,7 @@ def _snapshot(name: str, revision: str | None, *, weights: bool) -> Path:
         except (ModelError, OSError) as error:  # HfHubHTTPError is an OSError
             if cached is None:
                 raise
-            reason = " ".join(str(error).removeprefix(f"--model {name}: ").split())[:150]
+            reason = brief(str(error).removeprefix(f"--model {name}: "), 150)
             message = f"--model {name}: using the cached copy, because the latest commit was not downloaded: {reason}"
             warnings.warn(message, PanscanWarning, stacklevel=2)
             directory = cached
@@ -180,7 +181,7 @@ def _download(name: str, revision: str | None, commit: str, files: dict[str, int
             except HfHubHTTPError:
                 raise
             except (_TransportError, XetDownloadError, RuntimeError) as error:  # hf_xet raises RuntimeError, too
-                reason = " ".join(str(error).split())[:150]
+                reason = brief(error, 150)
                 raise ModelError(f"--model {name}: the download broke off ({reason}): run the command again") from error
 
 
@@ -222,7 +223,7 @@ def _repo_info(name: str, revision: str | None) -> Any:
             reason = f"no answer within {seconds:g} s" if "Timeout" in type(error).__name__ else str(error)
             raise ModelError(
                 f"--model {name}: not downloaded, and {constants.ENDPOINT} cannot be reached"
-                f" ({' '.join(reason.split())[:150]}): check the network, or give a local directory"
+                f" ({brief(reason, 150)}): check the network, or give a local directory"
             ) from error
 
 
