@@ -88,7 +88,7 @@ def run_demo(directory: Path, *, count: int, seed: int, again: bool, observer: D
     """
     documents, runs, preset = directory / "documents", directory / "runs", directory / "preset.yaml"
     _check(directory, runs, again=again)
-    observer.step(_line("samples", documents, "--count", count, "--seed", seed, "--overwrite"))
+    observer.step(_line("samples", documents, "--count", count, "--seed", seed, "--force"))
     questions = write_samples(documents, count=count, seed=seed, overwrite=True)
     observer.documents_drawn(questions)
     run, run_directory = _measure(questions, runs, observer)
@@ -107,7 +107,7 @@ def _check(directory: Path, runs: Path, *, again: bool) -> None:
         raise SettingError(f"{runs} is in the way of the demo's runs: name another folder")
     if runs.exists() and not again:
         raise SettingError(
-            f"{directory} already holds a demo: choose another folder, or add --again (earlier runs are kept)"
+            f"{directory} already holds a demo: choose another folder, or add --force (earlier runs are kept)"
         )
 
 

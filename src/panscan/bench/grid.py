@@ -11,8 +11,8 @@ from math import prod
 from typing import Any
 
 from panscan.core import SettingError
-from panscan.presets.parse import MAX_VALUES, Axes, load_preset, parse_axes
 from panscan.settings import ALL_AT_ONCE, RunnerChoice, Settings, axes, choose_runner, foreign_settings
+from panscan.settings.preset_files import MAX_VALUES, Axes, load_preset, parse_axes
 
 __all__ = ["MAX_CELLS", "Cell", "build_cells", "merge_equal_work", "sweep_runners"]
 

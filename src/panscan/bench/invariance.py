@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from panscan.bench.tokens import Judge, ReferenceRows, Tokens, first_difference
 from panscan.core import PanscanError, Request, Result
+from panscan.core.errors import brief
 from panscan.engine.options import EngineOptions
 from panscan.model.machine import release_memory
 from panscan.records.verdict import AxisCheck, Departure
@@ -110,7 +111,7 @@ def _variant(axis: str, note: str, run: Callable[[], Answers]) -> RunAnswers:
     except Exception as error:  # out of memory, too: the measurement and its verdict stand
         reason = f"{type(error).__name__}: {error}" if not isinstance(error, PanscanError) else str(error)
     release_memory()
-    return RunAnswers(axis, f"failed: {' '.join(reason.split())[:200]}", {})
+    return RunAnswers(axis, f"failed: {brief(reason)}", {})
 
 
 def _spread(count: int) -> list[int]:

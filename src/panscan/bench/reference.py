@@ -22,12 +22,13 @@ from safetensors.torch import save
 from panscan.bench.divergence import Noise
 from panscan.bench.workload import Item, Source, plans_of
 from panscan.core import RecordsError, Request
+from panscan.core.errors import brief
 from panscan.core.files import write_file
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import plan_request, read_images
 from panscan.model.machine import is_out_of_memory, release_memory
 from panscan.model.observation import ForcedTokens, Observation
-from panscan.model.reference import float32_model, one_view_at_a_time
+from panscan.model.reference import converted_model, one_view_at_a_time
 from panscan.runners.observe import observe
 from panscan.settings import Settings
 
@@ -145,7 +146,7 @@ def compute_reference(
     Raises:
         UnsupportedError: the weights cannot be upcast.
     """
-    with float32_model(loaded.model):
+    with converted_model(loaded.model):
         seen = _in_groups(
             loaded,
             requests,
@@ -193,7 +194,7 @@ def reference_states(loaded: Loaded, settings: Settings, request: Request, token
     Raises:
         UnsupportedError: the weights cannot be upcast.
     """
-    with float32_model(loaded.model), one_view_at_a_time(loaded.model):
+    with converted_model(loaded.model), one_view_at_a_time(loaded.model):
         start = len(plan_request(read_images(request), loaded.reader)[1].ids) - 1
         forced_tokens = ForcedTokens([tokens[-1]], list(range(start, start + len(tokens))), 1)
         [seen] = observe(loaded, settings, [request], [forced_tokens], dtype=torch.float32, suffixes=[tokens[:-1]])
@@ -314,5 +315,5 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        text = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+        text = getattr(error, "strerror", None) or brief(error)
         raise RecordsError(f"{path}: cannot read a reference: {text}") from error

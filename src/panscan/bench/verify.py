@@ -45,6 +45,7 @@ from panscan.core import (
     now,
     same_model,
 )
+from panscan.core.errors import brief
 from panscan.model.checkpoint import Loaded, stored_format
 from panscan.model.machine import is_out_of_memory, release_memory, resolve_device, resolve_dtype
 from panscan.model.quantization import unquantized_settings
@@ -124,7 +125,7 @@ class Verifier:
         if not known & needed:
             raise RecordsError(
                 f"--reference {self.reference_files[0][0]} was computed for other views: use the same documents,"
-                " prompts, pan-and-scan settings, --preprocess, --num-samples, --verify-requests and --seed"
+                " prompts, pan-and-scan settings, --preprocess, --num-prompts, --verify-requests and --seed"
             )
 
     def prepare(self, runner: Runner, cells: Sequence[Cell]) -> None:
@@ -567,7 +568,7 @@ def _one_per_views(cells: Sequence[Cell], views: Callable[[Cell], str]) -> list[
 
 
 def _reason(error: Exception, doing: str) -> str:
-    text = " ".join(str(error).split())[:200]
+    text = brief(error)
     if is_out_of_memory(error):
         hint = "" if doing == "comparing answers" else ": load a reference with --reference"
         return f"out of memory while {doing}{hint}"

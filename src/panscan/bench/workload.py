@@ -145,9 +145,9 @@ class Source:
         if self.no_images and not (self.prompts or self.prompt):
             raise SettingError("--no-images needs --prompts or --prompt")
         if self.num_samples is not None and self.num_samples < 1:
-            raise SettingError(f"--num-samples must be at least 1, got {self.num_samples}")
+            raise SettingError(f"--num-prompts must be at least 1, got {self.num_samples}")
         if self.num_samples is not None and self.num_samples > MAX_REQUESTS:
-            raise SettingError(f"--num-samples must be at most {MAX_REQUESTS:,}, got {self.num_samples:,}")
+            raise SettingError(f"--num-prompts must be at most {MAX_REQUESTS:,}, got {self.num_samples:,}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from panscan.analysis.cells import number_text
 from panscan.cli.console import out
-from panscan.plan.advice import what_would_fit
-from panscan.plan.answer import PlanAnswer, weights_name
+from panscan.plan.advice import PlanAnswer, rejections, warnings_for, what_would_fit
 from panscan.plan.fleet import with_replicas
 from panscan.report.formatting import percent
 from panscan.report.table import Column, Medium, Table, print_table
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from panscan.plan.advice import Rejection
     from panscan.plan.efficiency import Interval
     from panscan.plan.fleet import Fleet, FleetLevel
-    from panscan.plan.layouts import Layout, LayoutSpeed
+    from panscan.plan.layouts import Layout
 
 __all__ = ["no_fit_message", "no_fleet_message", "print_answer"]
 
@@ -56,9 +55,9 @@ def print_answer(found: PlanAnswer) -> None:
             out().print(f"not simulated: {missing} of {len(found.simulated)} layouts, which need as many GPUs or more")
     if found.fitting and not found.fleets:
         _print_rows(Table(_LAYOUTS, found.fitting), found.fitting)
-    for each in found.rejections:
+    for each in rejections(found.layouts):
         out().print(f"not possible: {_where(each)}: {each.reason}", soft_wrap=True)
-    for caution in found.cautions:
+    for caution in warnings_for(found.inputs, found.layouts):
         out().print(f"note: {caution.text}", style="yellow", soft_wrap=True)
     if found.fitting:
         out().print(f"basis: {_basis(found)}", style="dim", soft_wrap=True)
@@ -110,12 +109,11 @@ def _named(found: PlanAnswer, layout: Layout) -> str:
     idle = found.inputs.count - layout.gpus
     rest = f"; {idle} GPU{'s stay' if idle > 1 else ' stays'} idle" if idle > 0 and not found.fleets else ""
     size, label = layout.variant.tensor_parallel_size, found.inputs.gpu.label
-    return f"{copies} on {size} x {label}, {weights_name(layout)} weights ({exact}{rest})"
+    return f"{copies} on {size} x {label}, {layout.variant.weights_name} weights ({exact}{rest})"
 
 
 def _promise(found: PlanAnswer, layout: Layout) -> str:
     """Return the figure that the goal is about."""
-    assert layout.speed is not None  # it fits
     if found.inputs.goal == "latency":
         return f"about {_seconds(layout.speed.e2e)} for one request alone"
     return f"about {_rate(layout.speed.requests_per_s)} requests/s"
@@ -174,7 +172,7 @@ def _requests_lines(found: PlanAnswer) -> list[str]:
 
 
 def _marked_weights(layout: Layout) -> str:
-    return weights_name(layout) if layout.exact else f"{weights_name(layout)} *"
+    return layout.variant.weights_name if layout.exact else f"{layout.variant.weights_name} *"
 
 
 _LAYOUTS: tuple[Column[Layout], ...] = (
@@ -185,13 +183,13 @@ _LAYOUTS: tuple[Column[Layout], ...] = (
     Column("weights\nGB/GPU", lambda layout: f"{layout.memory.weights / 1e9:.1f}"),
     Column("KV cache\nGB/GPU", lambda layout: f"{layout.memory.kv_bytes / 1e9:.1f}"),
     Column("requests\nat once", lambda layout: layout.replicas * layout.running),
-    Column("TTFT ms\nalone", lambda layout: _milliseconds(_speed(layout).ttft)),
-    Column("TPOT ms\nalone", lambda layout: f"{1e3 * _speed(layout).tpot_alone.value:.1f}"),
-    Column("TPOT ms\nfull", lambda layout: f"{1e3 * _speed(layout).tpot_full.value:.0f}"),
-    Column("requests/s\nfull", lambda layout: _rate(_speed(layout).requests_per_s)),
+    Column("TTFT ms\nalone", lambda layout: _milliseconds(layout.speed.ttft)),
+    Column("TPOT ms\nalone", lambda layout: f"{1e3 * layout.speed.tpot_alone.value:.1f}"),
+    Column("TPOT ms\nfull", lambda layout: f"{1e3 * layout.speed.tpot_full.value:.0f}"),
+    Column("requests/s\nfull", lambda layout: _rate(layout.speed.requests_per_s)),
     Column(
         "limits of\nprefill / decode",
-        lambda layout: f"{_speed(layout).prefill_bound} / {_speed(layout).decode_bound}",
+        lambda layout: f"{layout.speed.prefill_bound} / {layout.speed.decode_bound}",
         fold=True,
     ),
 )
@@ -207,11 +205,6 @@ _FLEETS: tuple[Column[Fleet], ...] = (
     Column("E2E p95\nms", lambda fleet: _p95(fleet.level, "e2el")),
     Column("within\nlimits", lambda fleet: percent(fleet.level.goodput.attainment), fold=True),
 )
-
-
-def _speed(layout: Layout) -> LayoutSpeed:
-    assert layout.speed is not None  # it fits
-    return layout.speed
 
 
 def _p95(level: FleetLevel, time: str) -> str:
@@ -230,7 +223,7 @@ def _print_rows(table: Table[Any], layouts: Iterable[Layout]) -> None:
 
 def _basis(found: PlanAnswer) -> str:
     """Return what the predictions rest on, in one sentence; layouts of one GPU and of several differ in a figure."""
-    sentences = {each.speed.basis: each.speed.basis.split(" ") for each in found.fitting if each.speed is not None}
+    sentences = {each.speed.basis: each.speed.basis.split(" ") for each in found.fitting}
     return " ".join(" or ".join(dict.fromkeys(words)) for words in zip(*sentences.values(), strict=True))
 
 

@@ -15,6 +15,7 @@ __all__ = [
     "SettingError",
     "StorageError",
     "UnsupportedError",
+    "brief",
     "one_line",
 ]
 
@@ -25,6 +26,11 @@ def one_line(text: str) -> str:
     """Return a message on one printable line: control characters escaped, a very long one shortened in the middle."""
     line = text if len(text) <= _LONGEST else f"{text[:700]} ... {text[-200:]}"
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+
+
+def brief(text: object, most: int = 200) -> str:
+    """Return the start of a text, or of an error's, on one line without repeated spaces."""
+    return " ".join(str(text).split())[:most]
 
 
 class PanscanError(Exception):

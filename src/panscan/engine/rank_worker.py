@@ -20,6 +20,7 @@ from torch import distributed
 
 from panscan.core import PanscanError
 from panscan.core.child import Parent
+from panscan.core.errors import brief
 from panscan.engine.model_runner import Launched, ModelRunner, RunnerFacts
 from panscan.engine.ranks import (
     HEARTBEAT_SECONDS,
@@ -215,7 +216,7 @@ class _Worker:
 
 
 def _error_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return f"{type(error).__name__}: {brief(error, 300)}"
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from panscan.core.files import replace_file
 from panscan.images.documents import COLUMNS, draw_document
 from panscan.images.samples import document_name, encode_document
 from panscan.images.views import plan_views
-from panscan.settings import SAMPLE_RANGES, nearest
+from panscan.settings import nearest, range_of
 
 __all__ = [
     "FORMATS",
@@ -180,14 +180,14 @@ def write_request_set(
     if format not in FORMATS:
         raise SettingError(f"format: expected one of {', '.join(FORMATS)}, got {format!r}{nearest(format, FORMATS)}")
     for name, value in (("count", count), ("columns", columns)):
-        SAMPLE_RANGES[name].check(name, value)
+        range_of(name, "samples").check(name, value)
     path = directory / f"{format}.jsonl"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with replace_file(path, durable=False) as file:
             views = _write_rows(file, FORMATS[format], document_requests(count, seed, columns=columns))
             if path.exists() and not overwrite and not filecmp.cmp(file.name, path, shallow=False):
-                raise SettingError(f"{path} exists with other contents; --overwrite (overwrite=True) replaces it")
+                raise SettingError(f"{path} exists with other contents; --force (overwrite=True) replaces it")
     except OSError as error:
         raise InputError(f"the request set cannot be written to {directory}: {error.strerror}") from error
     return RequestSet(path, views, FORMATS[format].command.format(path=shlex.quote(str(path)), count=count))

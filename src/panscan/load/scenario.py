@@ -14,12 +14,11 @@ import yaml
 
 from panscan.core import SettingError
 from panscan.core.ranges import Range, shorten
-from panscan.core.request import SAMPLING_RANGES
 from panscan.images.documents import KINDS, Document, Print, Sheet
 from panscan.images.ink import AILERON
-from panscan.load.options import GOODPUT_METRICS, MAX_PROMPTS
-from panscan.presets.yaml_text import read_yaml_text
-from panscan.settings import nearest
+from panscan.load.options import GOODPUT_METRICS
+from panscan.settings import nearest, range_of
+from panscan.settings.preset_files import read_yaml_text
 
 __all__ = ["DocumentShare", "Scenario", "load_scenario", "scenario_names"]
 
@@ -29,14 +28,12 @@ _SIDE = Range(integer=True, ge=64, le=8_192)
 _POSITIVE = Range(gt=0, le=1_000_000)
 _NUMBERS = {
     "variety": Range(integer=True, ge=1, le=64),
-    "columns": Range(integer=True, ge=12, le=200),
-    "max_tokens": SAMPLING_RANGES["max_new_tokens"],
+    "columns": range_of("columns", "samples"),
+    "max_tokens": range_of("max_new_tokens", "load"),
     "min_tokens_share": Range(gt=0, le=1),
-    "burstiness": _POSITIVE,
-    "image_reuse": Range(ge=0, le=1),
-    "num_prompts": Range(integer=True, ge=1, le=MAX_PROMPTS),
+    **{name: range_of(name, "load") for name in ("burstiness", "image_reuse", "num_prompts")},
 }
-_CONCURRENCY = Range(integer=True, ge=1, le=100_000)
+_CONCURRENCY = range_of("max_concurrencies", "load")
 
 _DEEPEST = 20  # levels of a scenario, which has 4
 
