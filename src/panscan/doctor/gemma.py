@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
-from panscan.core.errors import brief
+from panscan.core.errors import error_line
 from panscan.doctor.checks import CheckFinding, Findings, not_checked, ok, problem, warning
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def transformers() -> Findings:
     try:
         loaded = _tiny()
     except Exception as error:  # imports of broken packages raise anything
-        reason = f"{type(error).__name__}: {brief(error)}"
+        reason = error_line(error)
         yield problem(f"the tiny model cannot be loaded: {reason}", "Reinstall torch and transformers.")
         return
     yield ok(f"Transformers {version('transformers')} loads the tiny model on {loaded.device.type}")
@@ -130,7 +130,7 @@ def _response_or_failure(name: str, dtype: str) -> AttentionResponse | CheckFind
     try:
         return _response(name, dtype)
     except Exception as error:  # kernels and their compilers raise anything; the other checks continue
-        text = brief(f"{type(error).__name__}: {error}", 150)
+        text = error_line(error, 150)
     if name in ("eager", "sdpa"):
         return problem(f"{name} attention fails: {text}", "Install another version of Transformers or PyTorch.")
     return not_checked(f"{name}: Transformers or the kernel refuses it: {text}")
@@ -224,7 +224,7 @@ def _outcome(
     try:
         return findings.get(test(_tiny()), otherwise)
     except Exception as error:  # a refusal of the installed version, whatever its type, is the result
-        return not_checked(f"Transformers raises {type(error).__name__}: {brief(error)}")
+        return not_checked(f"Transformers raises {error_line(error)}")
 
 
 @_on_tiny

@@ -11,7 +11,7 @@ from typing import Any
 
 import pynvml
 
-from panscan.core.errors import brief
+from panscan.core.errors import brief, error_line
 from panscan.core.hardware import FEATURES, runs_on, supports
 from panscan.doctor.checks import NO_GPU, CheckFinding, Findings, not_checked, ok, on_gpus, problem, warning
 from panscan.doctor.nvml import Driver, driver, gpu_reader, pci_gpus
@@ -250,9 +250,8 @@ def triton_kernels() -> Findings:
     try:
         found = rms_norm(hidden, weight, 1e-6)
     except Exception as error:  # Triton raises what its compilers raise: CalledProcessError, RuntimeError, ...
-        text = brief(error)
         yield problem(
-            f"a Triton kernel does not compile or run: {type(error).__name__}: {text}",
+            f"a Triton kernel does not compile or run: {error_line(error)}",
             "Install a C compiler (gcc) and the triton that torch requires.",
         )
         return

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
 
-from panscan.core.errors import brief
+from panscan.core.errors import error_line
 from panscan.doctor.checks import Findings, not_checked, ok, problem, warning
 
 __all__ = ["attention_packages", "optional_packages", "requirements", "torchvision"]
@@ -109,5 +109,5 @@ def _import_error(module: str) -> str | None:
     try:
         import_module(module)
     except Exception as error:  # extension modules raise anything: OSError, RuntimeError for operators, AttributeError
-        return f"{type(error).__name__}: {brief(error)}"
+        return error_line(error)
     return None

@@ -13,10 +13,8 @@ from contextlib import suppress
 from panscan.core.child import Child, ChildEndedError, Inbox
 from panscan.doctor.checks import Check, CheckFinding, CheckResult, not_checked, warning
 
-__all__ = ["LANE_ENVIRONMENT", "TIMEOUT", "Message", "run_checks"]
+__all__ = ["LANE_ENVIRONMENT", "Message", "run_checks"]
 
-TIMEOUT = 120.0
-"""Seconds that all checks together may take by default."""
 LANE_ENVIRONMENT: dict[str, dict[str, str]] = {
     "gpu": {"HF_HUB_OFFLINE": "1"},
     "gemma": {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
@@ -33,7 +31,7 @@ ends."""
 
 
 def run_checks(
-    checks: Sequence[Check], timeout: float = TIMEOUT, on_progress: Callable[[int, str], None] | None = None
+    checks: Sequence[Check], timeout: float, on_progress: Callable[[int, str], None] | None = None
 ) -> list[CheckResult]:
     """Run checks and return their results in the same order.
 

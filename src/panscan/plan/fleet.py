@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from panscan.core.ranges import Range
-from panscan.engine.options import SERVED_TPOT_MS
 from panscan.plan.efficiency import Interval
 from panscan.plan.layouts import ClockTimes, Layout, Level, PlanInputs
 from panscan.plan.simulate import SimulatedEngine, SimulatedRequest, route_arrivals
 from panscan.records.goodput import Goodput, Limits, goodput_of, missed_limits
+from panscan.settings import default_of
 
 __all__ = [
     "ArrivalTimes",
@@ -210,7 +210,7 @@ def _engine_maker(inputs: PlanInputs, layout: Layout, level: Level) -> Callable[
         block_size=sizes.block_size * factor,
         global_blocks=sizes.global_blocks // factor,
         local_blocks=sizes.local_blocks // factor,
-        tpot_target=SERVED_TPOT_MS / 1e3,
+        tpot_target=default_of("tpot_target_ms", "serve") / 1e3,
     )
     times = ClockTimes(inputs.clock(layout.variant), level)
     return lambda on_done: SimulatedEngine(sizes, times, on_done)
