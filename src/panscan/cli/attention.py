@@ -158,20 +158,16 @@ def _show(shown: PromptAttention, place: Path | None, *, as_json: bool) -> None:
 
 
 def _facts(shown: PromptAttention, place: Path | None) -> dict[str, Any]:
-    from panscan.attention_map.differences import cause, differences
+    from panscan.attention_map.measure import differences
 
-    implementations = []
-    for group in shown.groups:
-        found = []
-        for each in differences(shown, group):
-            masks = shown.reference.by_kind[each.kind], group.by_kind[each.kind]
-            why = cause(shown.segments, *masks) if each.missing or each.extra else None
-            found.append(asdict(each) | {"cause": why})
-        implementations.append({"names": group.names, "differences": found, "notes": group.notes})
+    implementations = [
+        {"names": group.names, "differences": list(map(asdict, differences(shown, group))), "notes": group.notes}
+        for group in shown.groups
+    ]
     return {
         "model": shown.model,
         "tokens": len(shown.tokens),
-        "segments": [{"label": each.label(images=shown.images), **asdict(each)} for each in shown.segments],
+        "segments": [{"label": segment.label(images=shown.images), **asdict(segment)} for segment in shown.segments],
         "layers": shown.layers,
         "window": shown.window,
         "implementations": implementations,
