@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -161,9 +162,9 @@ def measure(request: Request, settings: Settings, names: Sequence[str]) -> Promp
         UnsupportedError: an implementation cannot run here.
     """
     check_names(names)
-    device = resolve_device(settings.device)
     if settings.random_weights:
         assert settings.model_shape is not None  # Settings holds this
+        device = resolve_device(settings.device)
         meta_model = load_random_meta_model(settings.model_name, settings.model_shape, torch.float32, device)
         reader, config = meta_model.reader, meta_model.model.config
     else:
@@ -178,30 +179,34 @@ def measure(request: Request, settings: Settings, names: Sequence[str]) -> Promp
         )
     images = images_of(request)
     crops = [plan_views(*image_size(image), request.pan_and_scan).crops for image in images]
-    image_tokens = image_positions(ids, soft_id)
-
-    def measured() -> Iterator[Masks]:
-        for name in dict.fromkeys([REFERENCE, *names]):
-            if name == ENGINE:
-                masks, backend = engine_mask(ids, soft_id, text.sliding_window, EngineOptions.of(settings), device)
-                yield Masks((name,), masks, (f"{name}: attention backend {backend}",))
-                continue
-            reason = kernel_reason(name, settings.device) if name in _CAUSAL_KERNELS else None
-            masks = effective_mask(image_tokens, name, config, device=settings.device, kernel=reason is None)
-            note = f"{name}: as Transformers prepares it; the kernel itself cannot run here ({reason})"
-            yield Masks((name,), masks, (note,) if reason else ())
-
     kinds: dict[LayerKind, str] = {"global": "full_attention", "local": "sliding_attention"}
     return PromptAttention(
         model=settings.model_name,
         prompt=request.prompt or "",
         tokens=tuple(reader.tokenizer.convert_ids_to_tokens(ids)),
         images=len(images),
-        segments=segments_of(image_tokens, crops),
+        segments=segments_of(image_positions(ids, soft_id), crops),
         layers={kind: text.layer_types.count(name) for kind, name in kinds.items() if name in text.layer_types},
         window=int(text.sliding_window),
-        groups=_grouped(measured()),
+        groups=_grouped(_measured_masks(names, ids, soft_id, config, settings)),
     )
+
+
+def _measured_masks(
+    names: Sequence[str], ids: Sequence[int], soft_id: int | None, config: Any, settings: Settings
+) -> Iterator[Masks]:
+    """Yield the masks of the reference and of each implementation, each name once."""
+    for name in dict.fromkeys([REFERENCE, *names]):
+        if name == ENGINE:
+            window, device = config.get_text_config().sliding_window, resolve_device(settings.device)
+            masks, backend = engine_mask(ids, soft_id, window, EngineOptions.of(settings), device)
+            yield Masks((name,), masks, (f"{name}: attention backend {backend}",))
+            continue
+        reason = kernel_reason(name, settings.device) if name in _CAUSAL_KERNELS else None
+        image = image_positions(ids, soft_id)
+        masks = effective_mask(image, name, config, device=settings.device, kernel=reason is None)
+        note = f"{name}: as Transformers prepares it; the kernel itself cannot run here ({reason})"
+        yield Masks((name,), masks, (note,) if reason else ())
 
 
 def segments_of(image: Mask, crops: Sequence[int]) -> tuple[Segment, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from math import ceil
 
 import numpy as np
@@ -245,8 +246,8 @@ def _legend(entries: Sequence[_Entry], width: int) -> Image.Image:
         left += size
     strip, draw = _strip(width, top + _PITCH + 4 + _MARGIN)
     for left, top, colours, label in places:
-        for colour in colours:
-            draw.rectangle((left, top, left + 15, top + 15), fill=colour, outline=_LINE)
-            left += 20
-        write(draw, (left + 6 * bool(colours), top + 12), label, _SMALL_SIZE, fill=_GREY)
+        for start, colour in zip(count(left, 20), colours, strict=False):
+            draw.rectangle((start, top, start + 15, top + 15), fill=colour, outline=_LINE)
+        text_left = left + 20 * len(colours) + 6 * bool(colours)
+        write(draw, (text_left, top + 12), label, _SMALL_SIZE, fill=_GREY)
     return strip

@@ -12,6 +12,7 @@ from typing import Any
 
 from panscan.batch.jsonl import ANSWER_FIELDS, Record
 from panscan.core import DatasetError, RecordsError
+from panscan.core.errors import brief
 from panscan.core.files import replace_file, write_errors
 from panscan.images.storage import MAX_OBJECTS, is_stored, open_object
 from panscan.quality.datasets import Boundary
@@ -174,8 +175,7 @@ class ParquetTable:
         try:
             yield
         except (self._pa.ArrowException, OSError) as error:
-            text = " ".join(str(error).split())[:200]
-            raise DatasetError(f"{self.source}: not a readable Parquet file: {text}") from error
+            raise DatasetError(f"{self.source}: not a readable Parquet file: {brief(error)}") from error
 
     def _column(
         self, schema: Any, option: str, given: str | None, usual: Sequence[str], *, required: bool = True
