@@ -14,21 +14,7 @@ from tests.records.synthetic import outcome, repeat, request
 
 from panscan.bench.grid import Cell
 from panscan.bench.plan import SweepPlan
-from panscan.bench.replica_sync import (
-    Abort,
-    Answer,
-    BatchDone,
-    Failed,
-    Loading,
-    Message,
-    Proceed,
-    Ready,
-    RecordsWritten,
-    ReplicaSync,
-    Stage,
-    Warned,
-    merged,
-)
+from panscan.bench.replicas import Message, Progress, Ready, ReplicaSignal, ReplicaSync, merged_repeat
 from panscan.bench.workload import Source
 from panscan.core import PanscanWarning, RecordsError
 from panscan.settings import Settings
@@ -38,7 +24,7 @@ GROUPS = (("a0", "a1"), ("b0",))
 REPEATS = 2
 Faults = Mapping[tuple[str, int | None], str]
 """Where a replica fails: at (cell, repeat) "before" it is ready or "measuring"; at (first cell of a load, None)."""
-Script = Generator[Message, Answer | None, None]
+Script = Generator[Message, ReplicaSignal | None, None]
 
 
 def plan() -> SweepPlan:
@@ -51,7 +37,7 @@ def replica(number: int, faults: Faults) -> Script:
     for group in GROUPS:
         if (group[0], None) in faults:
             for cell in group:
-                yield RecordsWritten([outcome(cell, "failed", "load")])
+                yield ([outcome(cell, "failed", "load")])
             continue
         broken = set()
         for turn in range(REPEATS):
@@ -59,13 +45,13 @@ def replica(number: int, faults: Faults) -> Script:
                 if cell in broken:
                     continue
                 fault = faults.get((cell, turn))
-                go = fault != "before" and (yield Ready(cell, turn)) == Proceed()
+                go = fault != "before" and (yield Ready(cell, turn)) == ReplicaSignal.PROCEED
                 if go and fault is None:
                     done = [outcome(cell, "done")] if turn == REPEATS - 1 else []
-                    yield RecordsWritten([request(cell, "q", 0.0, [1.0], repeat=turn), line(cell, turn, number), *done])
+                    yield ([request(cell, "q", 0.0, [1.0], repeat=turn), line(cell, turn, number), *done])
                 else:
                     broken.add(cell)
-                    yield RecordsWritten([outcome(cell, "failed", fault or "told to give up")])
+                    yield ([outcome(cell, "failed", fault or "told to give up")])
 
 
 def line(cell: str, turn: int, number: int, **fields: Any) -> dict[str, Any]:
@@ -108,11 +94,11 @@ def play(faults: Sequence[Faults], data: st.DataObject) -> RecordingWriter:
     saying: dict[int, Message | None] = {number: next(script, None) for number, script in enumerate(scripts)}
     waiting: dict[int, Ready] = {}
 
-    def answer(number: int, answer: Answer) -> None:
-        if answer == Proceed():
+    def answer(number: int, answer: ReplicaSignal) -> None:
+        if answer == ReplicaSignal.PROCEED:
             assert len({*waiting.values()}) <= 1, "some started another visit than the others"
         visit = waiting.pop(number)
-        assert answer == Abort() or (visit.cell, visit.repeat) == desk.started[-1]
+        assert answer == ReplicaSignal.ABORT or (visit.cell, visit.repeat) == desk.started[-1]
         saying[number] = send(scripts[number], pickled(answer))
 
     step = ReplicaSync(plan(), set(), [""] * len(faults), writer=desk, observer=desk, answer=answer)
@@ -134,10 +120,10 @@ def pickled(message: Any) -> Any:
     return pickle.loads(pickle.dumps(message))
 
 
-def ignore(number: int, answer: Answer) -> None: ...
+def ignore(number: int, answer: ReplicaSignal) -> None: ...
 
 
-def send(script: Script, answer: Answer | None) -> Message | None:
+def send(script: Script, answer: ReplicaSignal | None) -> Message | None:
     try:
         return script.send(answer)
     except StopIteration:
@@ -188,9 +174,9 @@ def test_the_first_replica_alone_speaks_of_loads_and_answers() -> None:
     desk = RecordingWriter()
     step = ReplicaSync(plan(), {("a0", 0), ("a0", 1)}, ["", ""], writer=desk, observer=desk, answer=ignore)
     for number in (0, 1):
-        step.take(number, RecordsWritten([{"type": "load", "cells": ["a0"]}]))
-    step.take(0, RecordsWritten([{"type": "verdict", "cell": "a0"}]))
-    step.take(0, RecordsWritten([outcome("a0", "failed", "while answers were compared")]))
+        step.take(number, ([{"type": "load", "cells": ["a0"]}]))
+    step.take(0, ([{"type": "verdict", "cell": "a0"}]))
+    step.take(0, ([outcome("a0", "failed", "while answers were compared")]))
     assert [record["type"] for record in desk.records] == ["load", "verdict", "cell"]
 
 
@@ -198,9 +184,9 @@ def test_a_failure_after_the_last_repeat_takes_no_measurement_away() -> None:
     desk = RecordingWriter()
     step = ReplicaSync(plan(), {("a0", 0)}, ["", ""], writer=desk, observer=desk, answer=ignore)
     last = [[*asked, whole | {"repeat": 1}, done] for *asked, whole, done in (part(0), part(1))]
-    step.take(0, RecordsWritten(last[0]))
-    step.take(0, RecordsWritten([outcome("a0", "failed", "while answers were compared")]))
-    step.take(1, RecordsWritten(last[1]))
+    step.take(0, (last[0]))
+    step.take(0, ([outcome("a0", "failed", "while answers were compared")]))
+    step.take(1, (last[1]))
     assert [record["repeat"] for record in desk.records if record["type"] == "repeat"] == [1]
     assert [record["outcome"] for record in desk.records if record["type"] == "cell"] == ["failed", "done"]
 
@@ -208,14 +194,14 @@ def test_a_failure_after_the_last_repeat_takes_no_measurement_away() -> None:
 def test_what_else_a_replica_says() -> None:
     desk = RecordingWriter()
     step = ReplicaSync(plan(), set(), ["", ""], writer=desk, observer=desk, answer=ignore)
-    step.take(0, Loading(Settings()))
-    step.take(0, Stage("computing the reference"))
-    step.take(0, BatchDone())
+    step.take(0, Progress("loading", (Settings(),)))
+    step.take(0, Progress("stage", ("computing the reference",)))
+    step.take(0, Progress("batch_done"))
     assert (desk.progress, desk.batches) == (["loading mini", "computing the reference"], 1)
     with pytest.warns(PanscanWarning, match="overflow"):
-        step.take(1, Warned("overflow"))
+        step.take(1, "overflow")
     with pytest.raises(RecordsError, match=r"^replica 1: --reference"):
-        step.take(1, Failed(RecordsError("--reference x")))
+        step.take(1, RecordsError("--reference x"))
 
 
 def part(number: int, **fields: Any) -> list[dict[str, Any]]:
@@ -224,7 +210,7 @@ def part(number: int, **fields: Any) -> list[dict[str, Any]]:
 
 
 def test_merged_records_are_those_of_one_run() -> None:
-    *asked, whole, last = merged(
+    *asked, whole, last = merged_repeat(
         [
             part(0, warmup_s=1.0, peak_allocated_bytes=5, peak_rss_bytes=None),
             part(1, warmup_s=2.0, peak_allocated_bytes=6),
@@ -245,7 +231,7 @@ def test_merged_records_are_those_of_one_run() -> None:
 
 
 def test_gpus_have_the_names_that_they_have_outside_of_their_process() -> None:
-    *_, whole, _ = merged(
+    *_, whole, _ = merged_repeat(
         [part(0), [r | {"device": "cuda:0"} if r["type"] == "repeat" else r for r in part(1)]], ["cuda:0,1", "cuda:2,3"]
     )
     assert [each["device"] for each in whole["replicas"]] == ["cpu", "cuda:2,3"]

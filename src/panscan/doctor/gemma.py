@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from PIL import Image
 
+from panscan.core.errors import brief
 from panscan.doctor.findings import CheckFinding, not_checked, ok, problem, warning
 
 if TYPE_CHECKING:
     from panscan.model.checkpoint import Loaded
-    from panscan.runners.attention_check import AttentionResponse
+    from panscan.runners.generate_check import AttentionResponse
 
 __all__ = [
     "attention",
@@ -44,7 +45,7 @@ def _tiny(dtype: str = "fp32") -> Loaded:
     """Return the tiny model in a precision, on the device that panscan chooses by default."""
     from panscan.model.machine import resolve_device, resolve_dtype
     from panscan.model.runtime import quiet_libraries
-    from panscan.runners.attention_check import tiny_model
+    from panscan.runners.generate_check import tiny_model
 
     quiet_libraries()
     device = resolve_device("auto")
@@ -53,7 +54,7 @@ def _tiny(dtype: str = "fp32") -> Loaded:
 
 @cache
 def _response(implementation: str, dtype: str = "fp32") -> AttentionResponse:
-    from panscan.runners.attention_check import attention_response
+    from panscan.runners.generate_check import attention_response
 
     try:
         return attention_response(_tiny(dtype), implementation)
@@ -83,7 +84,7 @@ def transformers() -> Iterator[CheckFinding]:
     try:
         loaded = _tiny()
     except Exception as error:  # imports of broken packages raise anything
-        text = " ".join(str(error).split())[:200]
+        text = brief(error)
         yield problem(
             f"the tiny model cannot be loaded: {type(error).__name__}: {text}", "Reinstall torch and transformers."
         )
@@ -131,7 +132,7 @@ def _response_or_failure(name: str, dtype: str) -> AttentionResponse | CheckFind
     try:
         return _response(name, dtype)
     except Exception as error:  # kernels and their compilers raise anything; the other checks continue
-        text = " ".join(f"{type(error).__name__}: {error}".split())[:150]
+        text = brief(f"{type(error).__name__}: {error}", 150)
     if name in ("eager", "sdpa"):
         return problem(f"{name} attention fails: {text}", "Install another version of Transformers or PyTorch.")
     return not_checked(f"{name}: Transformers or the kernel refuses it: {text}")
@@ -168,7 +169,7 @@ def flash_masks() -> Iterator[CheckFinding]:
     from importlib.metadata import version
     from importlib.util import find_spec
 
-    from panscan.runners.attention_check import FLASH_MASK
+    from panscan.runners.generate_check import FLASH_MASK
 
     installed = [name for name in ("flash_attn", "flash_attn_interface", "kernels") if find_spec(name) is not None]
     label = f"attn_implementation='flash_attention_2' (3, 4) in Transformers {version('transformers')}"
@@ -225,7 +226,7 @@ def _attempt(test: Callable[[], str]) -> str | CheckFinding:
     try:
         return test()
     except Exception as error:  # a refusal of the installed version, whatever its type, is the result
-        return not_checked(f"Transformers raises {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        return not_checked(f"Transformers raises {type(error).__name__}: {brief(error)}")
 
 
 @_on_tiny

@@ -11,6 +11,7 @@ from typing import Any
 
 import pynvml
 
+from panscan.core.errors import brief
 from panscan.core.hardware import FEATURES, runs_on, supports
 from panscan.doctor.findings import CheckFinding, not_checked, ok, problem, warning
 from panscan.doctor.nvml import Driver, driver, handle_of, pci_gpus, read
@@ -55,7 +56,7 @@ def pytorch() -> Iterator[CheckFinding]:
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a shared library is missing or of another version
-        text = " ".join(str(error).split())[:200]
+        text = brief(error)
         yield problem(f"PyTorch cannot be imported: {text}", f"Reinstall torch; {_INSTALL}.")
         return
     if torch.version.hip is not None:
@@ -75,7 +76,7 @@ def _cuda_error(torch: Any) -> str | None:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        return " ".join(str(error).split())[:200]
+        return brief(error)
     return None
 
 
@@ -257,7 +258,7 @@ def triton_kernels() -> Iterator[CheckFinding]:
     try:
         found = rms_norm(hidden, weight, 1e-6)
     except Exception as error:  # Triton raises what its compilers raise: CalledProcessError, RuntimeError, ...
-        text = " ".join(str(error).split())[:200]
+        text = brief(error)
         yield problem(
             f"a Triton kernel does not compile or run: {type(error).__name__}: {text}",
             "Install a C compiler (gcc) and the triton that torch requires.",

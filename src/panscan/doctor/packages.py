@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
 
+from panscan.core.errors import brief
 from panscan.doctor.findings import CheckFinding, not_checked, ok, problem, warning
 
 __all__ = ["attention_packages", "optional_packages", "requirements", "torchvision"]
@@ -109,5 +110,5 @@ def _import_error(module: str) -> str | None:
     try:
         import_module(module)
     except Exception as error:  # extension modules raise anything: OSError, RuntimeError for operators, AttributeError
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return f"{type(error).__name__}: {brief(error)}"
     return None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import panscan
+from panscan.core.errors import brief
 from panscan.doctor.findings import CheckFinding, not_checked, ok, problem
 
 __all__ = ["METHODS", "PARTS", "SymbolUse", "findings", "symbols", "used_symbols"]
@@ -97,7 +98,7 @@ def symbols() -> Iterator[CheckFinding]:
     try:
         from panscan.model.runtime import quiet_libraries
     except Exception as error:  # imports of broken packages raise anything
-        text = " ".join(str(error).split())[:200]
+        text = brief(error)
         yield problem(f"Transformers cannot be imported: {type(error).__name__}: {text}", "Reinstall transformers.")
         return
     quiet_libraries()

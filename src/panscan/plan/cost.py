@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from panscan.core import SettingError
 from panscan.engine.scheduling.kv_sizes import KVShape
 from panscan.model.shapes import Shape, TextShape, split_reason
-from panscan.settings import GROUP_SIZES, KV_CACHE_DTYPES, RANGES, WEIGHT_KINDS, nearest
+from panscan.settings import GROUP_SIZES, KV_CACHE_DTYPES, WEIGHT_KINDS, nearest, range_of
 
 __all__ = [
     "DTYPE_BYTES",
@@ -88,7 +88,13 @@ class Variant:
         return DTYPE_BYTES[self.dtype]
 
     @property
+    def weights_name(self) -> str:
+        """Type of the weights: the quantisation, or the type of everything else."""
+        return self.weights or self.dtype
+
+    @property
     def text(self) -> TextShape:
+        """The decoder's shape."""
         return self.shape.text
 
     def matrices(self) -> list[tuple[int, int]]:
@@ -148,7 +154,7 @@ class Variant:
 
     def _check_split(self) -> None:
         text, size = self.text, self.tensor_parallel_size
-        RANGES["tensor_parallel_size"].check("--tensor-parallel-size", size)
+        range_of("tensor_parallel_size", "bench").check("--tensor-parallel-size", size)
         reason = split_reason(heads=text.heads, kv_heads=text.kv_heads, intermediate=text.intermediate, size=size)
         if reason is not None:
             raise SettingError(reason)

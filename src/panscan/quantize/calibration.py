@@ -47,7 +47,7 @@ def check_prompt_memory(tokens: Sequence[int], config: Mapping[str, Any], dtype:
     if needed > (available := psutil.virtual_memory().available):
         raise SettingError(
             f"--calibration: {len(tokens)} prompts need {needed / 1e9:.1f} GB of host memory, {available / 1e9:.1f} GB"
-            " are available: lower --num-samples or --max-pages"
+            " are available: lower --num-prompts or --max-pages"
         )
 
 

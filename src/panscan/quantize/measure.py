@@ -14,6 +14,7 @@ from panscan.bench.divergence import DivergenceTally, Noise
 from panscan.bench.reference import Reference, compute_reference, eager_settings, observe_eager
 from panscan.bench.workload import Item, Source, Workload, request_of
 from panscan.core import ModelError, PanscanError, UnsupportedError
+from panscan.core.errors import brief
 from panscan.model.checkpoint import Loaded, drop_weights
 from panscan.model.machine import is_out_of_memory, release_memory
 from panscan.model.runtime import reference_computation
@@ -239,5 +240,5 @@ def _is_repetitive(tokens: Sequence[int]) -> bool:
 def _measurement_problem(error: Exception) -> str:
     if is_out_of_memory(error):
         return "out of memory"
-    text = " ".join(str(error).split())[:200]
+    text = brief(error)
     return text if isinstance(error, PanscanError) else f"{type(error).__name__}: {text}"

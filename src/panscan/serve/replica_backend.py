@@ -123,7 +123,7 @@ class ReplicaBackend:
         except asyncio.CancelledError:  # raised by Stream.cancel or close; nothing else holds this task
             error = None
         except TimeoutError:
-            error = EngineError(f"no answer within --request-timeout ({self._options.request_timeout:g} s)")
+            error = EngineError(f"no answer within --timeout ({self._options.request_timeout:g} s)")
         except PanscanError as known:
             error = known
         except Exception as bug:  # it must not leave the client waiting

@@ -41,7 +41,7 @@ __all__ = [
 DONE = b"data: [DONE]\n\n"
 _LONGEST_MESSAGE = 1000  # characters: some errors quote what a client sent
 _LOWEST = -9999.0  # JSON has no minus infinity
-TIMED_OUT = "the request timed out (--request-timeout, or its header X-Request-Timeout)"
+TIMED_OUT = "the request timed out (--timeout, or its header X-Request-Timeout)"
 
 
 def server_sent(body: Mapping[str, Any]) -> bytes:
