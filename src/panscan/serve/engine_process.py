@@ -26,7 +26,7 @@ from panscan.core import (
     TokenEvent,
     now,
 )
-from panscan.core.child import Child, ChildEndedError
+from panscan.core.child import Child
 from panscan.core.daemons import DaemonThreads
 from panscan.serve.backend import ModelInfo, RequestWork, TokenCounts
 from panscan.settings import Settings
@@ -215,7 +215,7 @@ class EngineProcess:
     def _transmit(self, message: object) -> None:
         """Send a message in another thread. If the process has died, the listening thread reports it."""
         if self._child is not None:
-            self._transmitter.submit(partial(_send_if_alive, self._child, message))
+            self._transmitter.submit(partial(self._child.send_if_alive, message))
 
     def _take(self, child: Child, messages: list[Any] | str, opened: asyncio.Future[ModelInfo]) -> None:
         """Handle messages from a process, or the reason for its exit."""
@@ -365,11 +365,6 @@ class _PendingRequest:
         if self.streams:
             self.stream.on_event(TokenEvent(None, "", now(), finish_reason=result.finish_reason))
         self.stream.on_end(result)
-
-
-def _send_if_alive(child: Child, message: object) -> None:
-    with contextlib.suppress(ChildEndedError):
-        child.send(message)
 
 
 def _resolve(future: asyncio.Future[Any] | None, value: Any) -> None:
