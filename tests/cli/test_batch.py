@@ -173,6 +173,7 @@ def test_an_interrupted_job_says_how_to_go_on(folder: Path) -> None:
 
 
 def test_a_full_disk_ends_the_job_and_it_can_go_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("docs/b.pdf").unlink()  # the limit holds for the processes that decode it, too
     first = asked("docs", "-p", QUESTION, "--num-prompts", "1")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     size = Path("answers.jsonl").stat().st_size
@@ -184,7 +185,7 @@ def test_a_full_disk_ends_the_job_and_it_can_go_on(folder: Path, capsys: pytest.
     said = capsys.readouterr().err
     assert "answers.jsonl could not be written: File too large" in said
     assert "resume with: panscan batch docs --model tiny --device cpu --max-new-tokens 6" in said
-    assert len(asked("docs", "-p", QUESTION, "--resume")) == 4
+    assert len(asked("docs", "-p", QUESTION, "--resume")) == 2
 
 
 def test_failed_documents_are_lines_too_and_can_be_asked_again(

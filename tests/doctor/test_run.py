@@ -24,7 +24,7 @@ def test_each_check_has_its_result_whatever_the_others_do() -> None:
         odd("elsewhere", function="fine", lane="b"),
     ]
     begun = []
-    fine, hung, failed, crashed, again, elsewhere = run_checks(checks, 120.0, on_progress=lambda _, name: begun.append(name))
+    fine, hung, failed, crashed, again, elsewhere = run_checks(checks, 120.0, lambda _, name: begun.append(name))
     for result in (fine, again, elsewhere):
         assert [finding.fact for finding in result.findings] == ["one", "two"]
         assert result.seconds is not None

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 
 from panscan.batch.tables import ParquetTable, RowImages, TableColumns, is_table
@@ -130,15 +130,13 @@ def find_work(
             raise SettingError(f"a dataset needs a separate job: do not combine {' '.join(sources)}")
         if whole_files:
             raise SettingError("--whole-files: not supported for datasets, where each row is one request")
-        items = _dataset(Path(sources[0]), external=external_images)
+        items = _dataset_items(Path(sources[0]), external=external_images)
         files = [sources[0], *(image for item in items if isinstance(item.images, tuple) for image in item.images)]
         return BatchWork(([item] for item in items), len(items), limit, files, has_questions=True)
-    found = [file for source in sources for file in _files(source, on_problem)]
-    if all(is_stored(file) for file in found):  # object names may look like globs
-        files = list(dict.fromkeys(found))
-    else:
-        files = find_files(found, on_problem=on_problem)  # removes duplicates
-    groups = _opened(files, lambda file: _document(file, max_pages, whole=whole_files))
+    files = list(dict.fromkeys(file for source in sources for file in _source_files(source, on_problem)))
+    if not all(map(is_stored, files)):  # object names may look like globs
+        files = find_files(files, on_problem=on_problem)  # removes other names of a file
+    groups = _opened_ahead(files, lambda file: _document_items(file, max_pages, whole=whole_files))
     return BatchWork(groups, len(files), limit, files, has_questions=False)
 
 
@@ -146,7 +144,7 @@ def _is_dataset(source: str) -> bool:
     return "://" not in source and source.lower().endswith(".jsonl")
 
 
-def _files(source: str, on_problem: Callable[[ImageError], None]) -> list[str]:
+def _source_files(source: str, on_problem: Callable[[ImageError], None]) -> list[str]:
     """Return the files of one source, checked before the model is loaded.
 
     Raises:
@@ -194,7 +192,7 @@ def _table_work(
 
 def _table_files(source: str, on_problem: Callable[[ImageError], None]) -> list[str]:
     glob = "*" in source or "?" in source
-    return _files(source, on_problem) if glob or not is_stored(source) else [source]
+    return _source_files(source, on_problem) if glob or not is_stored(source) else [source]
 
 
 def _refuse_repeated_ids(tables: Iterable[ParquetTable]) -> None:
@@ -204,11 +202,10 @@ def _refuse_repeated_ids(tables: Iterable[ParquetTable]) -> None:
         DatasetError: two rows have the same id.
     """
     known: set[str] = set()
-    for table in tables:
-        for row in table:
-            if row.id in known:
-                raise DatasetError(f"{row.name}: another row has the id {row.id!r}: choose another --id-column")
-            known.add(row.id)
+    for row in chain.from_iterable(tables):
+        if row.id in known:
+            raise DatasetError(f"{row.name}: another row has the id {row.id!r}: choose another --id-column")
+        known.add(row.id)
 
 
 def _table_items(tables: Iterable[ParquetTable]) -> Iterator[list[BatchItem]]:
@@ -220,7 +217,7 @@ def _table_items(tables: Iterable[ParquetTable]) -> Iterator[list[BatchItem]]:
         table.close()
 
 
-def _opened(files: Iterable[str], document: Callable[[str], list[BatchItem]]) -> Iterator[list[BatchItem]]:
+def _opened_ahead(files: Iterable[str], document: Callable[[str], list[BatchItem]]) -> Iterator[list[BatchItem]]:
     """Yield the items of each file in order. Stored multi-page documents are downloaded a few in advance."""
     threads = DaemonThreads(_AHEAD, "panscan-storage")
     waiting: deque[tuple[str, Future[list[BatchItem]] | None]] = deque()
@@ -228,8 +225,7 @@ def _opened(files: Iterable[str], document: Callable[[str], list[BatchItem]]) ->
     try:
         while True:
             for file in islice(rest, _AHEAD - len(waiting)):
-                ahead = _has_pages(file)
-                waiting.append((file, _submitted(threads, document, file) if ahead else None))
+                waiting.append((file, _submitted(threads, document, file) if _has_pages(file) else None))
             if not waiting:
                 return
             file, future = waiting.popleft()
@@ -258,7 +254,7 @@ def _has_pages(file: str) -> bool:
     return is_stored(file) and PurePosixPath(file).suffix.lower() not in _ONE_PAGE
 
 
-def _document(file: str, max_pages: int, *, whole: bool) -> list[BatchItem]:
+def _document_items(file: str, max_pages: int, *, whole: bool) -> list[BatchItem]:
     if is_stored(file) and not _has_pages(file):
         return [BatchItem(file, (file,), (file,), document=file)]
     try:
@@ -270,7 +266,7 @@ def _document(file: str, max_pages: int, *, whole: bool) -> list[BatchItem]:
     return [BatchItem(name, (name,), (name,), document=file) for name in names]
 
 
-def _dataset(path: Path, *, external: bool) -> list[BatchItem]:
+def _dataset_items(path: Path, *, external: bool) -> list[BatchItem]:
     boundary = Boundary([path.parent], external=external)
     items: dict[str, BatchItem] = {}
     for number, row in enumerate(dataset_rows(path, str(path))):

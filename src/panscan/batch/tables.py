@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
-from panscan.batch.jsonl import Record
+from panscan.batch.jsonl import ANSWER_FIELDS, Record
 from panscan.core import DatasetError, RecordsError
 from panscan.core.errors import brief
 from panscan.core.files import replace_file, write_errors
@@ -23,24 +24,6 @@ _IMAGE_ROWS = 16  # rows whose images are read at once
 _TEXT_ROWS = 250
 _BUFFER_BYTES = 8 * 2**20
 _TEXTS = ("string", "large_string", "string_view", "null", "dictionary<values=string", "dictionary<values=large_string")
-_ANSWERS = {
-    "id": "string",
-    "image": "list",
-    "question": "string",
-    "model": "string",
-    "answer": "string",
-    "finish_reason": "string",
-    "views": "int32",
-    "crops": "int32",
-    "image_tokens": "int32",
-    "prompt_tokens": "int32",
-    "output_tokens": "int32",
-    "error": "string",
-    "cached_tokens": "int32",
-    "ttft_ms": "float64",
-    "e2el_ms": "float64",
-    "retries": "int32",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +98,9 @@ class ParquetTable:
         self._group_starts = [0, *accumulate(groups)]
         self._image = self._column(schema, "--image-column", columns.image, IMAGES)
         self._id = self._column(schema, "--id-column", columns.id, IDS, required=False)
-        wanted = (*QUESTIONS, "prompt")
-        self._prompt: str | None = self._column(
-            schema, "--prompt-column", columns.prompt, wanted, required=prompts is True
-        )
-        if prompts is False:
-            self._prompt = None
+        usual = (*QUESTIONS, "prompt")
+        prompt = self._column(schema, "--prompt-column", columns.prompt, usual, required=prompts is True)
+        self._prompt: str | None = None if prompts is False else prompt
         self.has_prompts = self._prompt is not None
         self._check_types(schema)
         names = [name for name in (self._image, self._id, self._prompt) if name is not None]
@@ -153,10 +133,9 @@ class ParquetTable:
         name = f"{self.source}#row={row + 1}"
         with self._reading():
             value = self._image_value(row)
-        found = [self._resolved(each, name) for each in (value if isinstance(value, list) else [value])]
-        if not found:
+        if value == []:
             raise DatasetError(f"{name}: column {self._image!r} has no image")
-        return tuple(found)
+        return tuple(self._resolved(image, name) for image in (value if isinstance(value, list) else [value]))
 
     def close(self) -> None:
         """Release images that were read in advance. A closed table reopens on the next read."""
@@ -166,7 +145,7 @@ class ParquetTable:
         group = bisect_right(self._group_starts, row) - 1
         if self._images is None or not self._group_starts[group] <= self._next <= row:
             self._next = self._group_starts[group]
-            self._images = (each[self._image] for each in self._records([self._image], group))
+            self._images = (row[self._image] for row in self._records([self._image], group))
         skipped = row - self._next
         self._next = row + 1
         try:
@@ -190,20 +169,28 @@ class ParquetTable:
         source = open_object(self.source) if is_stored(self.source) else self.source
         return parquet.ParquetFile(source, buffer_size=_BUFFER_BYTES)
 
-    def _reading(self) -> _Reading:
-        return _Reading(self.source, self._pa)
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Convert errors of reading Parquet to one line with the file's name."""
+        try:
+            yield
+        except (self._pa.ArrowException, OSError) as error:
+            raise DatasetError(f"{self.source}: not a readable Parquet file: {brief(error)}") from error
 
     def _column(
         self, schema: Any, option: str, given: str | None, usual: Sequence[str], *, required: bool = True
     ) -> str:
         names: list[str] = schema.names
-        found = given if given in names else next((name for name in usual if name in names), None)
-        if (given is not None and given not in names) or (required and found is None):
-            missing = f"no column {given!r}" if given is not None else f"no column {' or '.join(map(repr, usual))}"
-            raise DatasetError(f"{self.source}: {missing}; it has {', '.join(names)}: choose one with {option}")
-        if found is not None and names.count(found) > 1:
-            raise DatasetError(f"{self.source}: several columns are named {found!r}: rename all but one")
-        return found  # type: ignore[return-value]  # None only where it is not required
+        wanted = usual if given is None else (given,)
+        column = next((name for name in wanted if name in names), None)
+        if column is None and (required or given is not None):
+            missing = " or ".join(map(repr, wanted))
+            raise DatasetError(
+                f"{self.source}: no column {missing}; it has {', '.join(names)}: choose one with {option}"
+            )
+        if column is not None and names.count(column) > 1:
+            raise DatasetError(f"{self.source}: several columns are named {column!r}: rename all but one")
+        return column  # type: ignore[return-value]  # None only where it is not required
 
     def _check_types(self, schema: Any) -> None:
         kind = str(schema.field(self._image).type)
@@ -230,23 +217,9 @@ class ParquetTable:
             return path
         if self._boundary is None:
             return f"{self.source.rpartition('/')[0]}/{path}"
-        beside = str(Path(self.source).parent / path)
-        self._boundary.check(beside, name)
-        return beside
-
-
-class _Reading:
-    """A context that converts errors of reading Parquet to one line with the file's name."""
-
-    def __init__(self, source: str, pa: Any) -> None:
-        self._source, self._expected = source, (pa.ArrowException, OSError)
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, self._expected):
-            text = brief(error)
-            raise DatasetError(f"{self._source}: not a readable Parquet file: {text}") from error
+        path = str(Path(self.source).parent / path)
+        self._boundary.check(path, name)
+        return path
 
 
 def write_answers(path: Path, records: Iterable[Record]) -> None:
@@ -260,7 +233,7 @@ def write_answers(path: Path, records: Iterable[Record]) -> None:
     from pyarrow import parquet
 
     kinds = {"list": pa.list_(pa.string()), "string": pa.string(), "int32": pa.int32(), "float64": pa.float64()}
-    schema = pa.schema([(name, kinds[kind]) for name, kind in _ANSWERS.items()])
+    schema = pa.schema([(name, kinds[kind]) for name, kind in ANSWER_FIELDS.items()])
     with write_errors(path, RecordsError), replace_file(path) as file, parquet.ParquetWriter(file, schema) as writer:
         rows = iter(records)
         while batch := [_unicode(row) for row in islice(rows, _TEXT_ROWS)]:
@@ -272,5 +245,5 @@ def _unicode(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, list):
-        return [_unicode(each) for each in value]
-    return {key: _unicode(each) for key, each in value.items()} if isinstance(value, dict) else value
+        return [_unicode(item) for item in value]
+    return {key: _unicode(item) for key, item in value.items()} if isinstance(value, dict) else value

@@ -11,7 +11,7 @@ from panscan.core import SettingError
 from panscan.images.views import GEMMA3_COST
 from panscan.model.shapes import SHAPES, Shape, shape_named
 from panscan.plan.cost import Variant, pass_work, vision_work
-from panscan.settings import ALL_AT_ONCE, Settings
+from panscan.settings import ALL_AT_ONCE, WEIGHT_KINDS, Settings
 
 __all__ = ["Prediction", "predict"]
 
@@ -82,6 +82,8 @@ def shape_of(settings: Settings) -> Shape | None:
 def _variant_of(settings: Settings, shape: Shape) -> Variant | None:
     """Return what runs; None if the settings do not fit the shape, which loading will refuse."""
     weights = _STORED_LIKE.get(settings.quantization or "", settings.quantization)
+    if weights not in (None, *WEIGHT_KINDS):
+        return None
     try:
         return Variant(
             shape,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from panscan.core.child import Child, Inbox
-from panscan.doctor.findings import Check, CheckFinding, CheckResult, not_checked, warning
+from panscan.doctor.checks import Check, CheckFinding, CheckResult, not_checked, warning
 
 __all__ = ["LANE_ENVIRONMENT", "Message", "run_checks"]
 

@@ -10,7 +10,7 @@ from importlib import import_module
 
 from panscan.core.child import Parent
 from panscan.core.errors import error_line, one_line
-from panscan.doctor.findings import Check, not_checked
+from panscan.doctor.checks import Check, not_checked
 
 __all__ = ["main"]
 
