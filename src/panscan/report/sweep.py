@@ -167,7 +167,6 @@ class SweepReport:
         self.quality_title = metric_title(run)
         self.queueing = queueing_note(self.rows)
         self.speedups = speedup_lines(self.rows)
-        self.definitions = definitions.definitions()
         facts = facts_of_header(run.header)
         self.dataset = "" if facts is None else clean(f"Dataset {facts.text}.")
         self.aliases = [clean(line) for line in alias_lines(run, self.names)]
