@@ -83,14 +83,14 @@ def step_windows(columns: Columns, step: str | None) -> Windows | None:
         None if no range has the name.
     """
     for name, title in _AUTOMATIC if step is None else ((step, "step"),):
-        indices = [index for index, each in enumerate(columns.names) if _named(each, name)]
+        indices = [index for index, each in enumerate(columns.names) if _has_name(each, name)]
         rows = np.flatnonzero(np.isin(columns.cpu.name, indices)) if indices else np.empty(0, dtype=np.int64)
         if len(rows):
             return _windows(columns, rows, title)
     return None
 
 
-def _named(name: str, ending: str) -> bool:
+def _has_name(name: str, ending: str) -> bool:
     """Return whether a range has this name, or is a Python function ``file(line): name`` with it."""
     return name == ending or name.endswith(f": {ending}")
 

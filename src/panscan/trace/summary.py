@@ -65,7 +65,7 @@ def _summary(columns: Columns, gpu: Gpu | None, step: str | None, top: int) -> S
     kinds, launches = activity_kinds(columns), launches_of(columns)
     thread = main_thread(columns, launches)
     busy = _busy(columns, thread)
-    windows = step_windows(columns, step) or _whole(columns, busy)
+    windows = step_windows(columns, step) or _one_window(columns, busy)
     kernels, others = kernel_times(columns, kinds, gpu, top)
     return Summary(
         name="",
@@ -94,7 +94,7 @@ def _busy(columns: Columns, thread: int | None) -> Spans:
     return operator_spans(columns, thread)
 
 
-def _whole(columns: Columns, busy: Spans) -> Windows:
+def _one_window(columns: Columns, busy: Spans) -> Windows:
     """Return one window: from the first to the last activity, or the whole trace if there is none."""
     first, last = (busy.start[:1], busy.end[-1:]) if len(busy.start) else (np.zeros(1), np.array([_end(columns)]))
     return Windows("trace", first, last)
