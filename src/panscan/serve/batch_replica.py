@@ -7,16 +7,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from panscan.core import EngineError, Request, Result
+from panscan.core import Request, Result
 from panscan.images.files import split_page
 from panscan.serve.backend import ModelInfo, RequestWork
 from panscan.settings import Settings
 
-__all__ = ["BatchReplica", "InvisibleFiles", "ReplicaLostError"]
-
-
-class ReplicaLostError(EngineError):
-    """A replica died or cannot be reached."""
+__all__ = ["BatchReplica", "InvisibleFiles"]
 
 
 class InvisibleFiles:

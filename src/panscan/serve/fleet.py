@@ -23,7 +23,8 @@ from ray.exceptions import RayTaskError, TaskCancelledError
 from panscan.core import EngineError, PanscanError
 from panscan.images.fetch import ALLOW_PRIVATE
 from panscan.images.storage import STORAGE_TIMEOUT
-from panscan.serve.batch_replica import BatchReplica, ReplicaLostError
+from panscan.serve.backend import ReplicaLostError
+from panscan.serve.batch_replica import BatchReplica
 from panscan.serve.routing import Router
 from panscan.settings import Settings
 

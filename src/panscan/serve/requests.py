@@ -164,11 +164,11 @@ class RequestBuilder:
         Raises:
             FieldError: a value is out of its range.
         """
-        own = self._options.settings.pan_and_scan
+        defaults = self._options.settings.pan_and_scan
         if given is None:
-            return own
+            return defaults
         values = {
-            **own.processor_kwargs(),
+            **defaults.processor_kwargs(),
             **{name: value for name, value in asdict(given).items() if value is not None},
         }
         enabled = values.pop("do_pan_and_scan")
