@@ -35,7 +35,7 @@ SEQUENCES, QUEUED = 4, 6  # per replica; in front of all replicas
 CAPACITY = 2 * SEQUENCES + QUEUED
 
 
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = float(os.environ.get("WAIT", "90"))) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, seconds: float = 90.0) -> Any:
     """Return the condition's first true value."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

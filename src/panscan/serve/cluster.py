@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -278,25 +278,24 @@ def run_cluster(
     return 0
 
 
-class _Stop:
-    """The shutdown signals received so far."""
+class _StopSignals(NamedTuple):
+    """Set by the first and by the second signal to stop."""
 
-    def __init__(self) -> None:
-        self.first, self.second = threading.Event(), threading.Event()
-
-    def handle(self, *_signal: object) -> None:
-        """Handle a signal."""
-        (self.second if self.first.is_set() else self.first).set()
+    first: threading.Event
+    second: threading.Event
 
 
 @contextmanager
-def _signals() -> Iterator[_Stop]:
+def _signals() -> Iterator[_StopSignals]:
     """Collect signals. Call it after starting Ray, which installs handlers that exit the process."""
-    stop = _Stop()
-    numbers = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
-        numbers.append(signal.SIGHUP)
-    before = {number: signal.signal(number, stop.handle) for number in numbers}
+    stop = _StopSignals(threading.Event(), threading.Event())
+
+    def handle(*_signal: object) -> None:
+        (stop.second if stop.first.is_set() else stop.first).set()
+
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+    numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield stop
     finally:
@@ -317,7 +316,7 @@ def _deploy(options: ServeOptions, scale: Scale, gpus: int, *, local: bool) -> A
     return handle
 
 
-def _wait_until_ready(url: str, stop: _Stop) -> bool:
+def _wait_until_ready(url: str, stop: _StopSignals) -> bool:
     """Wait until the server is ready; return False if a signal arrives first.
 
     Raises:
@@ -334,7 +333,7 @@ def _wait_until_ready(url: str, stop: _Stop) -> bool:
     return False
 
 
-def _watch(stop: _Stop) -> None:
+def _watch(stop: _StopSignals) -> None:
     """Wait for a signal, and log status changes of the deployment.
 
     Raises:
@@ -371,7 +370,7 @@ def _is_ready(url: str) -> bool:
     return False
 
 
-def _drain(ingress: Any, seconds: float, stop: _Stop) -> None:
+def _drain(ingress: Any, seconds: float, stop: _StopSignals) -> None:
     """Refuse new requests, and wait until none is in flight, the timeout expires, or a second signal arrives.
 
     What is in flight then ends with an error, which its client receives.
