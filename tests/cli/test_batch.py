@@ -70,7 +70,7 @@ def test_every_page_gets_the_answer_of_generate(folder: Path, tiny: GenerateRunn
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["batch", "docs", "-p", QUESTION, "--attention", "eager"], "--attention eager"),
+        (["batch", "docs", "-p", QUESTION, "--attention", "eager"], "--attention"),
         (["batch", "docs", "-p", QUESTION, "--runner", "pipeline"], "--runner pipeline"),
         (["serve", "--preset", "other.yaml"], "--preset other.yaml: runner generate"),
         (["serve", "--print-config", "--runner", "generate"], "--runner generate"),
@@ -273,7 +273,7 @@ def test_the_prompt_may_come_from_stdin(folder: Path, monkeypatch: pytest.Monkey
         (["docs", "--resume", "--force"], "use only one"),
         (["docs", "--retry-failed"], "--retry-failed needs --resume"),
         (["docs", "--num-prompts", "0"], "--num-prompts"),
-        (["docs", "--equal-views"], "No such option"),
+        (["docs", "--no-images"], "No such option"),
         (["docs", "--temperature", "-1"], "temperature is out of range"),
         (["docs", "-p", " "], "the prompt is empty"),
         ([], "Missing argument"),
