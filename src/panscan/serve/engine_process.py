@@ -23,7 +23,7 @@ from panscan.core import (
     Stream,
     TokenEvent,
 )
-from panscan.core.child import Child, ChildEndedError
+from panscan.core.child import Child
 from panscan.core.daemons import DaemonThreads
 from panscan.serve.backend import ModelInfo, PendingRequest, RequestWork, TokenCounts
 from panscan.settings import Settings
@@ -208,7 +208,7 @@ class EngineProcess:
     def _transmit(self, message: object) -> None:
         """Send a message in another thread. If the process has died, the listening thread reports it."""
         if self._child is not None:
-            self._transmitter.submit(partial(_send_if_alive, self._child, message))
+            self._transmitter.submit(partial(self._child.send_if_alive, message))
 
     def _take(self, child: Child, messages: list[Any] | str, opened: asyncio.Future[ModelInfo]) -> None:
         """Handle messages from a process, or the reason for its exit."""
@@ -332,11 +332,6 @@ class EngineProcess:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _send_if_alive(child: Child, message: object) -> None:
-    with contextlib.suppress(ChildEndedError):
-        child.send(message)
 
 
 def _resolve(future: asyncio.Future[Any] | None, value: Any) -> None:
