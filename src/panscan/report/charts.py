@@ -254,7 +254,7 @@ def _comparison(sweep: Sweep, names: Mapping[str, str]) -> ChartGroup:
             Series(clean(name), _points([(sweep.at(row), row) for row in rows], metric, names))
             for name, rows in chosen.items()
         )
-        if any(each.points for each in series):
+        if any(sery.points for sery in series):
             kind: Literal["steps", "dots"] = "steps" if sweep.numeric else "dots"
             name = clean(setting_title(sweep.name))
             panels.append(Panel(_slug(f"{title} {sweep.name}"), kind, title, unit, name, series, ticks))

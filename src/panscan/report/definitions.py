@@ -155,7 +155,7 @@ def references(run: Run, names: Mapping[str, str]) -> list[ReferenceSummary]:
     """
     found = []
     for name, record in run.truths.items():
-        compared = [each for each in run.verdicts.values() if each["truth"] == name]
+        compared = [verdict for verdict in run.verdicts.values() if verdict["truth"] == name]
         computed = record["source"] == "computed"
         origin = "computed" if computed else f"loaded from {clean(record['file'])} (--reference)"
         found.append(

@@ -121,7 +121,7 @@ def entries_of(run: Run) -> tuple[dict[str, str], list[GalleryEntry]]:
         if "content" in record:
             by_document.setdefault(tuple(record["image"]), []).append(record)
     found = [_entry(run, names, group, cells, short) for names, group in by_document.items()]
-    found.sort(key=lambda one: not any(each.differs for each in one.questions))
+    found.sort(key=lambda one: not any(question.differs for question in one.questions))
     return cells, found
 
 
@@ -296,7 +296,7 @@ def _totals(cells: dict[str, str], found: Sequence[GalleryEntry]) -> list[tuple[
     """Return the id, mean score, number of scored questions and mean view count of each cell."""
     totals: list[tuple[str, float | None, int, float]] = []
     for cell in cells:
-        answers = [a for one in found for each in one.questions for a in each.answers if a.cell == cell]
+        answers = [a for one in found for question in one.questions for a in question.answers if a.cell == cell]
         scores = [answer.score for answer in answers if answer.score is not None]
         mean = sum(scores) / len(scores) if scores else None
         totals.append((cell, mean, len(scores), sum(answer.views for answer in answers) / max(1, len(answers))))

@@ -63,7 +63,7 @@ class LoadReport(definitions.RunFacts):
         self.limits = limits_text(self.settings.goodput)
         self.warnings = [f"{clean(warning).rstrip('.')}." for warning in load_warnings(run, self.rows)]
         self.times = [(time, TIME_NAMES[time]) for time in self.settings.percentile_metrics]
-        self.percentiles = [percentile_name(each) for each in sorted(self.settings.metric_percentiles)]
+        self.percentiles = [percentile_name(percent) for percent in sorted(self.settings.metric_percentiles)]
 
     @property
     def headline(self) -> str:

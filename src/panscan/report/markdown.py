@@ -45,7 +45,8 @@ def _sweep_parts(facts: SweepReport) -> list[str]:
         parts += [_breakdown(title, found, table.markdown()) for title, found, table in facts.answers.grouped]
     parts.append(_bullets("Not measured:", map(unmeasured_text, facts.unmeasured)))
     origins = [
-        f"Reference: {each.model}, {count(each.requests, 'request')}, {each.origin}." for each in facts.references
+        f"Reference: {reference.model}, {count(reference.requests, 'request')}, {reference.origin}."
+        for reference in facts.references
     ]
     return [*parts, _origin(facts, " ".join([*origins, facts.created]))]
 

@@ -48,7 +48,7 @@ def gpu_times(columns: Columns, kinds: Ints) -> tuple[GpuTime, ...]:
     launched[calls >= 0] = columns.cpu.start[calls[calls >= 0]]
     found = []
     for device in sorted({device for device, _ in lanes}, key=lambda text: (len(text), text)):
-        own = [index for index, (each, _) in enumerate(lanes) if each == device]
+        own = [index for index, (lane, _) in enumerate(lanes) if lane == device]
         rows = np.flatnonzero(np.isin(columns.gpu.lane, own))
         found.append(_gpu_time(columns, device, rows, kinds[rows], launched[rows]))
     return tuple(found)
@@ -89,4 +89,4 @@ def _idle_of_stream(start: Floats, end: Floats, launched: Floats) -> IdleSplit:
 def _idle_split(gaps: Floats, host_wait: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> IdleSplit:
     kernel_wait = ~host_wait & (gaps < _KERNEL_WAIT_US)
     other = ~host_wait & ~kernel_wait
-    return IdleSplit(*(float(gaps[each].sum()) / 1e3 for each in (host_wait, kernel_wait, other)))
+    return IdleSplit(*(float(gaps[cause].sum()) / 1e3 for cause in (host_wait, kernel_wait, other)))

@@ -61,7 +61,7 @@ def tables_of(summary: Summary, *, top: int | None = None) -> Iterator[Table[Any
         summary: summary of one trace.
         top: number of rows of kernels, matrix multiplications and operators; None: all rows of the summary.
     """
-    limits = f"Limits: data sheet of {summary.limits}." if any(each.bound for each in summary.products) else ""
+    limits = f"Limits: data sheet of {summary.limits}." if any(product.bound for product in summary.products) else ""
     waits = "Host wait, kernel wait and other are the parts of the idle time."
     products = "Matrix products, from recorded shapes"
     operators = "CPU operators by self time"
