@@ -79,8 +79,8 @@ def _rows_of(comparison: ChartGroup, panel: Panel) -> list[tuple[str, ...]]:
 
 def _front_cells(facts: SweepReport) -> list[ReportCell]:
     """Return the cells on the front, the fastest first."""
-    points = () if facts.front is None else facts.front.points
-    best = sorted((point for point in points if point.on_front), key=lambda point: -(point.speed.value or 0.0))
+    points = [] if facts.front is None else facts.front.points
+    best = sorted((point for point in points if not point.hollow), key=lambda point: -point.at)
     return [facts.cells[point.cell - 1] for point in best]
 
 
