@@ -307,7 +307,7 @@ def _ranged(inputs: PlanInputs, fleet: Fleet, traffic: Traffic) -> Fleet:
         return fleet
     ends: tuple[Level, Level] = ("low", "high")
     simulations = [FleetSimulation(inputs, fleet.layout, traffic, end) for end in ends]
-    low, high = (_replicas(traffic.rate, each.highest_rate(fleet.rate_of_one)) for each in simulations)
+    low, high = (_replicas(traffic.rate, simulation.highest_rate(fleet.rate_of_one)) for simulation in simulations)
     low = fleet.replicas if low is None else min(low, fleet.replicas)
     return replace(fleet, replicas_range=(low, None if high is None else max(high, fleet.replicas)))
 

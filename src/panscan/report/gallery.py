@@ -113,19 +113,16 @@ def entries_of(run: Run) -> tuple[dict[str, str], list[GalleryEntry]]:
         raise RecordsError(f"{run.path.parent}: no request is finished yet")
     if not any("content" in record for record in records):
         raise RecordsError(f"{run.path.parent}: its records hold no answers: measure with --include-content")
-    cells = _names(run, {record["cell"] for record in records})
+    used = {record["cell"] for record in records}
+    cells = {cell: clean(name) for cell, name in cell_names(run).items() if cell in used}
     short = _short_names({name for record in records for name in record["image"]})
     by_document: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
         if "content" in record:
             by_document.setdefault(tuple(record["image"]), []).append(record)
     found = [_entry(run, names, group, cells, short) for names, group in by_document.items()]
-    found.sort(key=lambda one: not any(each.differs for each in one.questions))
+    found.sort(key=lambda one: not any(question.differs for question in one.questions))
     return cells, found
-
-
-def _names(run: Run, used: set[str]) -> dict[str, str]:
-    return {cell: clean(name) for cell, name in cell_names(run).items() if cell in used}
 
 
 def _short_names(names: Collection[str]) -> dict[str, str]:
@@ -144,7 +141,7 @@ def _entry(
     by_question: dict[tuple[str, tuple[str, ...]], dict[str, Answer]] = {}
     for record in group:  # a dataset may repeat a question with different answers
         question = (record["content"]["prompt"], tuple(record["content"]["answers"]))
-        by_question.setdefault(question, {}).setdefault(record["cell"], _answer(record, metric_of(run)))
+        by_question.setdefault(question, {}).setdefault(record["cell"], _cell_answer(record, metric_of(run)))
     questions = [
         QuestionAnswers(question, expected, tuple(answers[cell] for cell in cells if cell in answers))
         for (question, expected), answers in by_question.items()
@@ -156,19 +153,19 @@ def _entry(
         for name, size in zip(names, sizes, strict=False)
     ]
     digests = group[0]["image_sha256"]
-    images = [_opened(name, digest) for name, digest in zip(names, digests, strict=True)]
+    images = [_unchanged_image(name, digest) for name, digest in zip(names, digests, strict=True)]
     views = {record["cell"]: record["views"] for record in group if record["error"] is None}
     pictures = _pictures(run, images, views, cells)
     return GalleryEntry(", ".join(called) or "without an image", pictures, tuple(questions))
 
 
-def _answer(record: Record, metric: str) -> Answer:
+def _cell_answer(record: Record, metric: str) -> Answer:
     text = None if record["error"] is not None else record["content"]["answer"]
     score = None if text is None else record.get("scores", {}).get(metric)
     return Answer(record["cell"], text, score, record["views"])
 
 
-def _opened(name: str, digest: str) -> Image.Image | None:
+def _unchanged_image(name: str, digest: str) -> Image.Image | None:
     """Return an image, or None if its file has moved or changed since the run. URLs are not fetched."""
     if "://" in name:
         return None
@@ -299,7 +296,7 @@ def _totals(cells: dict[str, str], found: Sequence[GalleryEntry]) -> list[tuple[
     """Return the id, mean score, number of scored questions and mean view count of each cell."""
     totals: list[tuple[str, float | None, int, float]] = []
     for cell in cells:
-        answers = [a for one in found for each in one.questions for a in each.answers if a.cell == cell]
+        answers = [a for one in found for question in one.questions for a in question.answers if a.cell == cell]
         scores = [answer.score for answer in answers if answer.score is not None]
         mean = sum(scores) / len(scores) if scores else None
         totals.append((cell, mean, len(scores), sum(answer.views for answer in answers) / max(1, len(answers))))
