@@ -26,7 +26,7 @@ class FragileReplica(BatchReplica):
     """A replica without a model, whose machine lacks one file. The prompt ``crash`` kills its process."""
 
     async def load(self) -> ModelInfo:
-        return ModelInfo("engine", 1024, None, 1, "float32", 4)
+        return ModelInfo(1024, None, 1, "float32", 4)
 
     async def check_health(self) -> None:
         pass

@@ -67,36 +67,24 @@ def test_every_page_gets_the_answer_of_generate(folder: Path, tiny: GenerateRunn
     assert json.loads(Path("answers.jsonl.run.json").read_text())["prompt"] == QUESTION
 
 
-def test_options_that_the_engine_lacks_are_answered_by_generate(
-    folder: Path, tiny: GenerateRunner, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In batches; a document that cannot be read fails alone."""
-    Path("docs/d.png").write_bytes(Path("docs/a.png").read_bytes()[:900])
-    lines = asked("docs", "-p", QUESTION, "--attention", "eager", "--batch-size", "3", code=3)
-    assert "runner: generate (the engine does not support --attention eager)\n" in capsys.readouterr().err
-    assert [line["error"] is not None for line in lines] == [False, False, False, False, True]
-    for line in lines[:-1]:
-        [result] = tiny.generate([tiny.request(QUESTION, line["image"], sampling=Sampling(6))])
-        assert line["answer"] == result.text
-    settings = json.loads(Path("answers.jsonl.run.json").read_text())["settings"]
-    assert (settings["runner"], settings["batch_size"]) == ("generate", 3)
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("words", "named"),
     [
-        (
-            ["--attention", "eager", "--replicas", "2"],
-            "--replicas: requires the engine; use --runner engine without --att",
-        ),
-        (["--runner", "pipeline"], "--runner pipeline: not supported by panscan batch; use engine or generate"),
+        (["batch", "docs", "-p", QUESTION, "--attention", "eager"], "--attention eager"),
+        (["batch", "docs", "-p", QUESTION, "--runner", "pipeline"], "--runner pipeline"),
+        (["serve", "--preset", "other.yaml"], "--preset other.yaml: runner generate"),
+        (["serve", "--print-config", "--runner", "generate"], "--runner generate"),
     ],
 )
-def test_jobs_that_no_runner_supports_are_refused(
-    folder: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+def test_jobs_and_servers_run_on_the_engine_only(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], named: str
 ) -> None:
-    assert run(["batch", *QUICK, "docs", "-p", QUESTION, *options]) == 2
-    assert message in capsys.readouterr().err
+    Path("other.yaml").write_text("runner: generate\n")
+    assert run(words) == 2
+    expected = (
+        f"{named}: not supported by panscan {words[0]}, which runs on the engine; use panscan ask or panscan bench"
+    )
+    assert expected in capsys.readouterr().err
 
 
 def test_a_file_can_be_one_request(folder: Path, tiny: GenerateRunner) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from panscan.doctor.findings import CheckFinding
 from panscan.doctor.fit import fit_finding
-from panscan.doctor.gpu import GpuLoad, build_finding, ceilings_finding, load_finding, runs_on
+from panscan.doctor.gpu import GpuLoad, build_finding, ceilings_finding, load_finding
 from panscan.doctor.host import Limits, checkpoints, cores_finding, hub_access, memory_finding, read_limits
 from panscan.doctor.links import layout_finding
 from panscan.doctor.nvml import Driver, pci_gpus
@@ -21,26 +21,6 @@ from panscan.plan.gpus import Gpu, gpu_named
 
 _GIB = 2**30
 _DRIVER = Driver("570.86", (12, 8), 2)
-
-
-@pytest.mark.parametrize(
-    ("architectures", "capability", "how"),
-    [
-        (["sm_80", "sm_90"], (9, 0), "binary"),
-        (["sm_80"], (8, 9), "binary"),
-        (["sm_90"], (8, 0), None),
-        (["sm_80"], (9, 0), None),
-        (["sm_90a"], (9, 0), "binary"),
-        (["sm_100a"], (10, 3), None),
-        (["sm_100"], (10, 3), "binary"),
-        (["sm_90", "compute_90"], (12, 0), "PTX"),
-        (["compute_90a"], (12, 0), None),
-    ],
-)
-def test_a_wheel_runs_on_its_architectures(
-    architectures: list[str], capability: tuple[int, int], how: str | None
-) -> None:
-    assert runs_on(architectures, capability) == how
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from tests import triton_here  # noqa: F401 - skips this module where there is no Triton
 
-SHARED = {86: 101_376, 90: 232_448, 100: 232_448}
-"""Bytes that one program may use, by compute capability (CUDA C++ Programming Guide, "Technical Specifications")."""
+from panscan.core.hardware import SHARED_BYTES
+
+SHARED = {10 * major + minor: SHARED_BYTES[major, minor] for major, minor in ((8, 6), (9, 0), (10, 0))}
 
 
 def test_the_kernels_fit_into_the_shared_memory_of_every_gpu() -> None:

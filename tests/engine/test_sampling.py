@@ -29,6 +29,10 @@ VOCABULARY = 24
 SUPPRESSED = [0, 5, VOCABULARY + 3]
 
 
+def choose(sampler: Sampler, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+    return sampler.launch(logits, rows).wait()
+
+
 def by_transformers(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
     """One row's scores, by Transformers' own classes."""
     chain, how = LogitsProcessorList(), row.sampling
@@ -111,7 +115,7 @@ def test_scores_are_those_of_transformers_classes(batch: list[tuple[list[float],
         if each.sampling.top_p is not None:  # which of several equal ones it leaves is up to the machine's sort
             found, expected = found.sort().values, expected.sort().values
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    chosen = Sampler(SUPPRESSED, "cpu").choose(logits, rows)
+    chosen = choose(Sampler(SUPPRESSED, "cpu"), logits, rows)
     for index, (token, each) in enumerate(zip((item.token for item in chosen), rows, strict=True)):
         assert scores[index, token] > float("-inf")
         if each.sampling.greedy:
@@ -171,20 +175,20 @@ def test_scores_are_those_of_generate(tiny: GenerateRunner, how: Sampling) -> No
         scores = scores if how.greedy else filter_scores(scores, [how])
         torch.testing.assert_close(scores, expected, rtol=0, atol=0)
         if how.greedy:
-            assert Sampler(suppressed, "cpu").choose(logits.float(), [each])[0].token == ids[len(prompt) + step]
+            assert choose(Sampler(suppressed, "cpu"), logits.float(), [each])[0].token == ids[len(prompt) + step]
 
 
 def test_of_equal_scores_greedy_takes_the_first() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [9.0, 9.0, 1.0, 9.0]])
     sampler = Sampler([1], "cpu")
-    assert [found.token for found in sampler.choose(logits, [SamplingRow(Sampling(), 0, 0)] * 2)] == [2, 0]
-    assert sampler.choose(torch.empty(0, 4), []) == []
+    assert [found.token for found in choose(sampler, logits, [SamplingRow(Sampling(), 0, 0)] * 2)] == [2, 0]
+    assert choose(sampler, torch.empty(0, 4), []) == []
 
 
 def tokens(logits: torch.Tensor, how: Sampling, places: Sequence[tuple[int, int]], suppressed: Any = ()) -> list[int]:
     """One token per (seed, position), all from the same logits ``[vocabulary]``."""
     rows = [SamplingRow(how, seed, position, [1, 2]) for seed, position in places]
-    return [found.token for found in Sampler(suppressed, "cpu").choose(logits.expand(len(rows), -1), rows)]
+    return [found.token for found in choose(Sampler(suppressed, "cpu"), logits.expand(len(rows), -1), rows)]
 
 
 @pytest.mark.parametrize(
@@ -267,9 +271,9 @@ def test_a_larger_draw_gives_no_lower_id() -> None:
 def test_a_row_does_not_depend_on_its_batch(batch: list[tuple[list[float], SamplingRow]], data: st.DataObject) -> None:
     sampler = Sampler(SUPPRESSED, "cpu")
     logits, rows = split(batch)
-    alone = [sampler.choose(logits[index : index + 1], [each])[0] for index, each in enumerate(rows)]
+    alone = [choose(sampler, logits[index : index + 1], [each])[0] for index, each in enumerate(rows)]
     order = data.draw(st.permutations(range(len(rows))))
-    together = sampler.choose(logits[list(order)], [rows[index] for index in order])
+    together = choose(sampler, logits[list(order)], [rows[index] for index in order])
     assert together == [alone[index] for index in order]
 
 
@@ -278,7 +282,7 @@ def test_ids_beyond_a_mask_are_forbidden_and_bits_beyond_the_vocabulary_ignored(
     mask = np.array([0b10000110], np.uint8)
     logits = torch.arange(float(width)).expand(2, -1)
     rows = [SamplingRow(Sampling(), 0, 0, allowed=mask), SamplingRow(Sampling(), 0, 0)]
-    assert [found.token for found in Sampler([], "cpu").choose(logits, rows)] == [7 if width > 7 else 2, width - 1]
+    assert [found.token for found in choose(Sampler([], "cpu"), logits, rows)] == [7 if width > 7 else 2, width - 1]
 
 
 def test_many_rows_are_filtered_in_parts() -> None:
@@ -290,8 +294,8 @@ def test_many_rows_are_filtered_in_parts() -> None:
         for index, mask in enumerate(masks)
     ]
     sampler = Sampler([], "cpu")
-    assert sampler.choose(logits, rows) == [
-        sampler.choose(logits[index : index + 1], [each])[0] for index, each in enumerate(rows)
+    assert choose(sampler, logits, rows) == [
+        choose(sampler, logits[index : index + 1], [each])[0] for index, each in enumerate(rows)
     ]
 
 
@@ -300,7 +304,7 @@ def test_many_rows_are_filtered_in_parts() -> None:
 def test_logprobs_are_those_of_the_raw_logits(values: list[float], each: SamplingRow, count: int) -> None:
     each = replace(each, sampling=replace(each.sampling, logprobs=count))
     logits = torch.tensor([values])
-    [found] = Sampler(SUPPRESSED, "cpu").choose(logits, [each])
+    [found] = choose(Sampler(SUPPRESSED, "cpu"), logits, [each])
     expected = logits.log_softmax(-1)[0].tolist()
     assert found.logprobs is not None
     assert found.logprobs.logprob == expected[found.token]
@@ -314,7 +318,7 @@ def test_logprobs_come_only_where_asked_for() -> None:
         SamplingRow(Sampling(logprobs=0), 0, 0),
         SamplingRow(Sampling(logprobs=20), 0, 0),
     ]
-    plain, own, all_three = Sampler([], "cpu").choose(torch.tensor([[0.0, 1.0, 2.0]] * 3), rows)
+    plain, own, all_three = choose(Sampler([], "cpu"), torch.tensor([[0.0, 1.0, 2.0]] * 3), rows)
     assert plain == SampledToken(2, None)
     assert own.logprobs is not None
     assert own.logprobs.top == ()
@@ -337,7 +341,7 @@ def test_logits_that_are_no_numbers_give_an_id_of_the_vocabulary(count: int) -> 
 
 def test_a_penalty_needs_what_was_seen() -> None:
     with pytest.raises(ValueError, match="ids seen so far"):
-        Sampler([], "cpu").choose(torch.zeros(1, 4), [SamplingRow(Sampling(repetition_penalty=1.2), 0, 0)])
+        choose(Sampler([], "cpu"), torch.zeros(1, 4), [SamplingRow(Sampling(repetition_penalty=1.2), 0, 0)])
 
 
 @pytest.mark.gpu
@@ -346,8 +350,8 @@ def test_a_gpu_chooses_the_same_tokens() -> None:
     logits = torch.randn(150, 262_208, generator=generator) * 4
     kinds = [*CASES, Sampling(logprobs=5), Sampling(temperature=1.0, logprobs=20)]
     rows = [SamplingRow(kinds[index % len(kinds)], index, index, list(range(0, 9000, 7))) for index in range(150)]
-    expected = Sampler([0, 262_144], "cpu").choose(logits, rows)
-    found = Sampler([0, 262_144], "cuda").choose(logits.cuda(), rows)
+    expected = choose(Sampler([0, 262_144], "cpu"), logits, rows)
+    found = choose(Sampler([0, 262_144], "cuda"), logits.cuda(), rows)
     assert [each.token for each in found] == [each.token for each in expected]
     for one, other in zip(found, expected, strict=True):
         assert (one.logprobs is None) == (other.logprobs is None)

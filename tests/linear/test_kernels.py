@@ -14,14 +14,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.triton_here import DEVICE
 
+from panscan.core.hardware import SHARED_BYTES
 from panscan.linear import kernels
 from panscan.linear.kernels import Tiles
 from panscan.linear.multiply import multiply_fp8, multiply_int4, multiply_int8, quantize_rows
 from panscan.linear.quantized import QuantizedLinear, WeightFormat, unpack_int4
 from panscan.linear.rows import LARGEST, QuantizedRows
 
-SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}
-"""Bytes that one program may use, by compute capability (CUDA C++ Programming Guide, "Technical Specifications")."""
+SHARED = {10 * major + minor: shared for (major, minor), shared in SHARED_BYTES.items() if major < 12}
 SEEDS = st.integers(0, 99)
 WIDTHS = st.sampled_from([128, 256, 384, 640])
 ROWS = [torch.int8, pytest.param(torch.float8_e4m3fn, marks=pytest.mark.gpu)]  # the interpreter truncates float8

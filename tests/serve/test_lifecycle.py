@@ -183,30 +183,7 @@ def test_sigterm_finishes_what_runs_and_refuses_the_rest(small: Server, pool: Th
     idle.close()
 
 
-def test_the_generate_runner_answers_the_same_and_a_second_signal_ends_at_once(
-    server: Server, start: Callable[..., Server], pool: ThreadPoolExecutor
-) -> None:
-    other = start("--runner", "generate")
-    body = {"messages": user("Hi"), "max_tokens": 8, "ignore_eos": True}
-    whole, wanted = (post(each, PATH, body).json() for each in (other, server))
-    for field in ("prompt_tokens", "completion_tokens"):
-        assert whole["usage"][field] == wanted["usage"][field] == (8 if field[0] == "c" else whole["usage"][field])
-    assert whole["choices"][0]["message"] == wanted["choices"][0]["message"]
-    text = Reader(other, body).events()
-    deltas = [choice["delta"] for event in text[:-1] for choice in json.loads(event)["choices"]]
-    assert "".join(delta.get("content", "") for delta in deltas) == whole["choices"][0]["message"]["content"]
-    refused(post(other, PATH, {**body, "response_format": {"type": "json_object"}, "ignore_eos": False}), 400)
-    cut = pool.submit(httpx.post, f"{other}{PATH}", json=long(16_000), timeout=DEADLINE)
-    wait_for(lambda: other.metric("vllm:num_requests_running") == 1)
-    other.process.send_signal(signal.SIGINT)
-    wait_for(lambda: httpx.get(f"{other}/ready").status_code == 503)
-    other.process.send_signal(signal.SIGINT)
-    assert other.process.wait(DEADLINE) == 0
-    assert "shutting down" in refused(cut.result(), 503)
-    assert not any("Traceback" in line for line in other.log)
-
-
-def test_a_killed_rank_restarts_the_engine_and_a_second_signal_ends_streams(
+def test_a_killed_rank_restarts_the_engine_and_a_second_signal_ends_requests(
     start: Callable[..., Server], pool: ThreadPoolExecutor
 ) -> None:
     server = start("--model", "tiny", "--tensor-parallel-size", "2", "--kv-cache-gb", "0.05")
@@ -220,10 +197,13 @@ def test_a_killed_rank_restarts_the_engine_and_a_second_signal_ends_streams(
     assert server.metric("panscan:requests_retried") == 1
     reader = Reader(server, long(16_000))
     assert reader.begun.wait(DEADLINE)
+    cut = sent(pool, server, long(16_000))
+    wait_for(lambda: server.metric("panscan:http_requests_active") == 2)
     server.process.send_signal(signal.SIGHUP)
     wait_for(lambda: httpx.get(f"{server}/ready").status_code == 503)
     server.process.send_signal(signal.SIGTERM)
     assert "shutting down" in json.loads(reader.events()[-1])["error"]["message"]
+    assert "shutting down" in refused(cut.result(), 503)
     assert server.process.wait(DEADLINE) == 0
     assert not any("Traceback" in line for line in server.log)
 

@@ -416,12 +416,12 @@ class QualityDifference:
     p_value: float
 
 
-def quality_difference(run: Run, cell: str, baseline: str, *, metric: str | None = None) -> QualityDifference | None:
+def quality_difference(run: Run, cell: str, baseline: str) -> QualityDifference | None:
     """A metric of a cell less the baseline's, over requests that both have a score of; None without a common request.
 
     Paired by request and repeat, averaged within a question; see :func:`paired_difference`.
     """
-    name = metric or metric_of(run)
+    name = metric_of(run)
     ours = {(question, key): score for question, key, score in scores_of_cell(run, cell, name)}
     theirs = {(question, key): score for question, key, score in scores_of_cell(run, baseline, name)}
     by_question: dict[object, list[float]] = defaultdict(list)

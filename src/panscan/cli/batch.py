@@ -15,20 +15,18 @@ import click
 from panscan.cli.console import errors, first_process, import_libraries, out, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_checkpoint
 from panscan.cli.options import (
-    ANSWERING_RUNNERS,
+    ENGINE_ONLY,
     RAW_PROMPT,
-    RUNNER_DEFAULT,
     InRange,
     axis_options,
-    chosen_settings,
     command_words,
     common_options,
+    engine_settings,
     external_images_option,
     given_values,
     json_schema_option,
     max_pages_option,
     preset_option,
-    print_runner,
     read_json_schema,
     read_prompt,
     storage_option,
@@ -115,7 +113,7 @@ Examples
 @external_images_option
 @url_options
 @max_pages_option
-@axis_options(leave_out=_NOT_HERE, defaults=RUNNER_DEFAULT, texts=ANSWERING_RUNNERS)
+@axis_options(leave_out=_NOT_HERE, defaults={"runner": "engine"}, texts=ENGINE_ONLY)
 @common_options
 def command(**options: Any) -> int:
     """Answer one prompt over many documents, or the questions of a dataset.
@@ -285,16 +283,11 @@ def _checked(tasks: Iterable[Any], warning: DemonstrationWarning) -> Iterator[An
 
 
 def _engine(settings: Settings, replicas: int | None, ray_address: str | None) -> Any:
-    """Load the model in its runner: the engine, in this process or in replicas, or generate().
+    """Load the engine, in this process or in replicas.
 
     Raises:
         PanscanError: the model cannot be loaded.
     """
-    if settings.runner != "engine":
-        from panscan.runners.factory import ready_runner
-        from panscan.runners.stream import RunnerStream
-
-        return RunnerStream(ready_runner(settings))
     if replicas is None and ray_address is None:
         from panscan.engine.engine import Engine
 
@@ -310,7 +303,7 @@ def _job(options: dict[str, Any], *, dataset: bool) -> Any:
     if dataset and options["prompt"] is not None:
         raise SettingError("a dataset has its own questions: remove -p")
     prompt = None if dataset else read_prompt(options["prompt"])
-    settings = _settings(options)
+    settings = Settings(**engine_settings(options, "batch", _NOT_HERE))
     if settings.model == "mini" and not settings.random_weights and options["model"] is None:
         warn_mini()
     if options["ray_address"] is None and not options["resume"]:  # a finished job needs no checkpoint
@@ -327,24 +320,6 @@ def _job(options: dict[str, Any], *, dataset: bool) -> Any:
         json_schema=read_json_schema(options["json_schema"], ignore_eos=settings.ignore_eos),
         image_column=options["image_column"],
     )
-
-
-def _settings(options: dict[str, Any]) -> Settings:
-    """Return the settings.
-
-    Raises:
-        SettingError: a runner that cannot run jobs, or options that only the engine supports.
-    """
-    chosen, choice = chosen_settings(options, "batch", _NOT_HERE)
-    settings = Settings(**chosen)
-    if settings.runner not in ("engine", "generate"):
-        raise SettingError(f"--runner {settings.runner}: not supported by panscan batch; use engine or generate")
-    for name in ("replicas", "ray_address", "json_schema"):
-        if settings.runner != "engine" and options[name] is not None:
-            reason = f" without {choice.option}" if choice.option else ""
-            raise SettingError(f"--{name.replace('_', '-')}: requires the engine; use --runner engine{reason}")
-    print_runner(choice)
-    return settings
 
 
 def _precision_is_known(settings: Settings, ray_address: str | None) -> bool:

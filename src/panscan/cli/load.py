@@ -53,7 +53,6 @@ _PAN_AND_SCAN = (
 _TIMEOUT = Range(gt=0, le=86_400)
 _INTERRUPTED = 130
 _EVERY_S = 10.0  # between two progress lines of a log
-_LONGEST_KEY = 4_096
 
 EPILOG = f"""\
 Scenarios: {", ".join(scenario_names())}. Options follow vLLM's "bench serve":

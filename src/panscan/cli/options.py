@@ -20,7 +20,7 @@ from panscan.engine.options import EngineOptions
 from panscan.settings import Axis, RunnerChoice, axes, choose_runner, foreign_settings, parse_value
 
 __all__ = [
-    "ANSWERING_RUNNERS",
+    "ENGINE_ONLY",
     "RAW_PROMPT",
     "RUNNER_DEFAULT",
     "SEED",
@@ -29,6 +29,7 @@ __all__ = [
     "chosen_settings",
     "command_words",
     "common_options",
+    "engine_settings",
     "external_images_option",
     "given_axes",
     "given_values",
@@ -186,8 +187,8 @@ class InRange(click.ParamType):  # type: ignore[type-arg]  # not generic in olde
 SEED = InRange(SAMPLING_RANGES["seed"])
 RUNNER_DEFAULT = {"runner": "engine; generate with options of generate()"}
 """The default of ``--runner`` for ``--help``; see :func:`panscan.settings.choose_runner`."""
-ANSWERING_RUNNERS = {"runner": "Runner: engine or generate."}
-"""The help line of ``--runner`` where only these two are supported."""
+ENGINE_ONLY = {"runner": "Runner: engine; ask and bench have others."}
+"""The help line of ``--runner`` where only the engine is supported."""
 RAW_PROMPT = "Send -p as is, with one <start_of_image> per image."
 """The help line of ``--raw-prompt``."""
 _ENGINE_DEFAULTS = {"prefill_chunk_size": EngineOptions().prefill_chunk_size}
@@ -334,6 +335,24 @@ def chosen_settings(
         print_ignored(options["preset"], f"runner {choice.runner}", idle)
     used = {name: value for name, value in preset.items() if name not in idle}
     return used | given | {"runner": choice.runner}, choice
+
+
+def engine_settings(options: Mapping[str, Any], verb: str, leave_out: Collection[str]) -> dict[str, Any]:
+    """Return the settings of a command that computes on the engine only; arguments as :func:`chosen_settings`.
+
+    Raises:
+        SettingError: another runner, or an option that the engine does not support; and as :func:`chosen_settings`.
+        ModelError: as :func:`chosen_settings`.
+    """
+    chosen, choice = chosen_settings(options, verb, leave_out)
+    if choice.runner != "engine":
+        from_preset = options["runner"] is None and not choice.option
+        named = f"--preset {options['preset']}: runner {choice.runner}" if from_preset else f"--runner {choice.runner}"
+        raise SettingError(
+            f"{choice.option or named}: not supported by panscan {verb}, which runs on the engine; "
+            "use panscan ask or panscan bench"
+        )
+    return chosen
 
 
 def print_ignored(preset: str, who: str, settings: Iterable[str]) -> None:

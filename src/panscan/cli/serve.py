@@ -14,14 +14,12 @@ import click
 from panscan.cli.console import echo, errors, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_checkpoint
 from panscan.cli.options import (
-    ANSWERING_RUNNERS,
-    RUNNER_DEFAULT,
+    ENGINE_ONLY,
     InRange,
     axis_options,
-    chosen_settings,
     common_options,
+    engine_settings,
     preset_option,
-    print_runner,
 )
 from panscan.cli.verb import option, verb
 from panscan.core import SettingError, UnsupportedError
@@ -34,8 +32,8 @@ from panscan.settings import VLLM_AXES, Settings
 __all__ = ["command"]
 
 _NOT_HERE = (*VLLM_AXES, "equal_views", "max_concurrency")
-_TEXTS = {**ANSWERING_RUNNERS, "max_new_tokens": "Output tokens of a request without max_tokens."}
-_DEFAULTS = {"tpot_target_ms": f"{SERVED_TPOT_MS:g}"}
+_TEXTS = {**ENGINE_ONLY, "max_new_tokens": "Output tokens of a request without max_tokens."}
+_DEFAULTS = {"runner": "engine", "tpot_target_ms": f"{SERVED_TPOT_MS:g}"}
 _REPLICAS = InRange(Range(integer=True, ge=1, le=10_000))
 _PLAIN = {item.name: item.default for item in fields(ServeOptions)}
 
@@ -119,7 +117,7 @@ def _number(name: str, text: str, *, rare: bool = False) -> Callable[[_Command],
 @option("Server", "--ray-address", metavar="URL", rare=True, help="Ray cluster to join instead of starting one.")
 @option("Output", "--print-config", is_flag=True, rare=True, help="Print a Ray Serve config file and exit.")
 @preset_option
-@axis_options(leave_out=_NOT_HERE, defaults={**RUNNER_DEFAULT, **_DEFAULTS}, texts=_TEXTS)
+@axis_options(leave_out=_NOT_HERE, defaults=_DEFAULTS, texts=_TEXTS)
 @common_options
 def command(**options: Any) -> int:
     """Serve Gemma 3 with pan and scan over HTTP."""
@@ -195,16 +193,9 @@ def _settings(options: dict[str, Any]) -> Settings:
     """Return the settings.
 
     Raises:
-        SettingError: a runner that cannot serve.
+        SettingError: as :func:`panscan.cli.options.engine_settings`.
     """
-    chosen, choice = chosen_settings(options, "serve", _NOT_HERE)
-    if chosen["runner"] not in ("engine", "generate"):
-        raise SettingError(f"--runner {chosen['runner']} is not supported by panscan serve; use engine or generate")
-    if chosen["runner"] == "engine":
-        chosen.setdefault("tpot_target_ms", SERVED_TPOT_MS)
-    settings = Settings(**chosen)
-    print_runner(choice)
-    return settings
+    return Settings(**{"tpot_target_ms": SERVED_TPOT_MS, **engine_settings(options, "serve", _NOT_HERE)})
 
 
 def _warn_open(options: ServeOptions) -> None:

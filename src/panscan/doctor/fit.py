@@ -8,6 +8,7 @@ from types import MappingProxyType
 import psutil
 
 from panscan.core import SettingError
+from panscan.core.hardware import Capability, supports
 from panscan.doctor.findings import CheckFinding, ok, warning
 from panscan.doctor.host import read_limits
 from panscan.model.shapes import SHAPES, Shape
@@ -20,7 +21,6 @@ __all__ = ["fit_finding", "fits"]
 
 _SIZES = ("270m", "1b", "4b", "12b", "27b")
 _GB = 1e9
-_BF16, _FP8 = (8, 0), (8, 9)
 
 
 def fits() -> Iterator[CheckFinding]:
@@ -50,13 +50,9 @@ def _host() -> Gpu:
     return _described("this host", available if limited is None else min(available, limited), None)
 
 
-def _described(label: str, free: int, capability: tuple[int, int] | None) -> Gpu:
+def _described(label: str, free: int, capability: Capability | None) -> Gpu:
     """Return a GPU, or the CPU, with the product types that it has. Rates are not used here."""
-    kinds = ["fp32", "int8"]
-    if capability is None or capability >= _BF16:
-        kinds.append("bf16")
-    if capability is not None and capability >= _FP8:
-        kinds.append("fp8")
+    kinds = ["fp32", *(kind for kind in ("bf16", "fp8", "int8") if supports(kind, capability))]
     return Gpu(
         name=label,
         label=label,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 import pynvml
 
 from panscan.core import SettingError
+from panscan.core.hardware import FEATURES, runs_on, supports
 from panscan.doctor.findings import CheckFinding, not_checked, ok, problem, warning
 from panscan.doctor.nvml import Driver, driver, handle_of, pci_gpus, read
 from panscan.plan.gpus import gpu_named
@@ -29,7 +29,6 @@ __all__ = [
     "load",
     "load_finding",
     "pytorch",
-    "runs_on",
     "tf32",
     "triton_kernels",
 ]
@@ -42,7 +41,6 @@ _LOAD_SECONDS = 1.0
 _SAMPLE_SECONDS = 0.1  # of products on each GPU, while the driver is asked
 _SLOW_SHARE = 0.7  # of the fastest GPU of its kind in this machine
 _TF32_ERROR = 1e-4  # float32 products err by about 1e-6 here, TF32's by about 1e-3
-_NO_BF16, _FP8 = (8, 0), (8, 9)
 _OVERRIDES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
 _SLOWDOWNS = {
     pynvml.nvmlClocksThrottleReasonHwSlowdown: "hardware slowdown",
@@ -152,13 +150,14 @@ def gpus() -> Iterator[CheckFinding]:
         capability = facts.major, facts.minor
         size = f"{facts.total_memory / _GIB:.1f} GiB"
         label = f"GPU {index}: {facts.name}, {size}, compute capability {facts.major}.{facts.minor}"
-        if capability < _NO_BF16:
+        if not supports("bf16", capability):
+            first = "{}.{}".format(*FEATURES["bf16"].first)
             yield warning(
                 f"{label}, which has no bfloat16 in hardware; Gemma 3 overflows in float16",
-                "Use --dtype fp32, or a GPU of compute capability 8.0 or later.",
+                f"Use --dtype fp32, or a GPU of compute capability {first} or later.",
             )
         else:
-            yield ok(f"{label}, bfloat16" + (" and float8" if capability >= _FP8 else ", no float8 products"))
+            yield ok(f"{label}, bfloat16" + (" and float8" if supports("fp8", capability) else ", no float8 products"))
         yield from _used_memory(index, handle_of(str(facts.uuid)))
 
 
@@ -182,28 +181,6 @@ def _used_memory(index: int, handle: Any | None) -> Iterator[CheckFinding]:
             f"GPU {index}: {errors} uncorrected memory errors since the driver was loaded",
             "Reset or replace the GPU; its results may be wrong.",
         )
-
-
-def runs_on(architectures: Sequence[str], capability: tuple[int, int]) -> str | None:
-    """Return how a build runs on a GPU: ``binary``, ``PTX`` (compiled by the driver), or None if it does not.
-
-    Args:
-        architectures: as ``torch.cuda.get_arch_list()`` reports them: ``sm_90``, ``sm_90a``, ``compute_90``.
-        capability: of the GPU.
-    """
-    found = None
-    for each in architectures:
-        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", each)
-        if match is None:
-            continue
-        kind, version, exact = match[1], (int(match[2]), int(match[3])), match[4] == "a"
-        if kind == "sm" and (
-            version == capability or (version[0] == capability[0] and version <= capability and not exact)
-        ):
-            return "binary"
-        if kind == "compute" and version <= capability and not exact:
-            found = "PTX"
-    return found
 
 
 def kernels() -> Iterator[CheckFinding]:
@@ -297,6 +274,11 @@ def triton_kernels() -> Iterator[CheckFinding]:
         yield ok("a Triton kernel compiles and computes the correct result")
 
 
+def _half(torch: Any) -> Any:
+    """Return the 16-bit type that the first GPU multiplies in."""
+    return torch.bfloat16 if supports("bf16", torch.cuda.get_device_capability(0)) else torch.float16
+
+
 def ceilings() -> Iterator[CheckFinding]:
     """Measure each GPU's product rate and bandwidth, and compare the GPUs with each other."""
     import torch
@@ -306,7 +288,7 @@ def ceilings() -> Iterator[CheckFinding]:
     if not torch.cuda.is_available():
         yield not_checked(_NO_GPU)
         return
-    dtype = torch.bfloat16 if torch.cuda.get_device_capability(0) >= _NO_BF16 else torch.float16
+    dtype = _half(torch)
     names, rates = [], []
     for index in range(torch.cuda.device_count()):
         found = measure_ceilings(torch.device("cuda", index), dtype)
@@ -372,7 +354,7 @@ def load() -> Iterator[CheckFinding]:
         return
     indices = range(torch.cuda.device_count())
     handles = [handle_of(str(torch.cuda.get_device_properties(index).uuid)) for index in indices]
-    dtype = torch.bfloat16 if torch.cuda.get_device_capability(0) >= _NO_BF16 else torch.float16
+    dtype = _half(torch)
     squares = [torch.randn(4096, 4096, device=f"cuda:{index}", dtype=dtype) for index in indices]
     products, loads = _products_per_sample(squares[0]), [GpuLoad() for _ in indices]
     until = time.perf_counter() + _LOAD_SECONDS

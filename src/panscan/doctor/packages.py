@@ -12,7 +12,6 @@ from panscan.doctor.findings import CheckFinding, not_checked, ok, problem, warn
 
 __all__ = ["attention_packages", "optional_packages", "requirements", "torchvision"]
 
-_KERNELS = {"flash-attn": "flash_attn", "flash-attn-3": "flash_attn_interface", "flash-attn-4": "flash_attn.cute"}
 _OPTIONAL = {"bitsandbytes": "--quantization bnb-8bit and bnb-4bit", "ray": "--replicas"}
 
 
@@ -63,16 +62,19 @@ def torchvision() -> Iterator[CheckFinding]:
 
 def attention_packages() -> Iterator[CheckFinding]:
     """Report attention kernel packages, and whether they work with the installed PyTorch."""
-    found = {name: installed for name in _KERNELS if (installed := _version(name)) is not None}
-    for name, installed in found.items():
-        if (error := _import_error(_KERNELS[name])) is None:
+    from panscan.model.support import FLASH_PACKAGES
+
+    missing = []
+    for module, name in FLASH_PACKAGES.values():
+        if (installed := _version(name)) is None:
+            missing.append(name)
+        elif (error := _import_error(module)) is None:
             yield ok(f"{name} {installed} imports; see the attention checks before you use it")
         else:
             yield warning(
                 f"{name} {installed} does not import: {error}",
                 f"pip uninstall {name}, or install a build for this PyTorch and CUDA; panscan does not need it.",
             )
-    missing = [name for name in _KERNELS if name not in found]
     if missing:
         yield ok(f"{', '.join(missing)}: not installed, and not needed")
     if (installed := _version("kernels")) is not None:

@@ -175,7 +175,7 @@ def _check_remainders(schema: Any) -> None:
     Raises:
         SettingError: the values need too many states, or have too many digits.
     """
-    divisors = [Decimal(value) for value in _numbers_under(schema, "multipleOf")]
+    divisors = [Decimal(value) for value in _divisors(schema)]
     if not divisors:
         return
     fits = all(value.is_finite() and abs(value.adjusted()) <= _MOST_DIGITS for value in divisors)
@@ -190,13 +190,13 @@ def _check_remainders(schema: Any) -> None:
         )
 
 
-def _numbers_under(schema: Any, key: str) -> Iterator[int | Decimal]:
-    """Yield each number stored under a key, at any depth."""
+def _divisors(schema: Any) -> Iterator[int | Decimal]:
+    """Yield each value of ``multipleOf``, at any depth."""
     waiting = [schema]
     while waiting:
         part = waiting.pop()
         if isinstance(part, dict):
-            found = part.get(key)
+            found = part.get("multipleOf")
             if isinstance(found, int | Decimal) and not isinstance(found, bool):
                 yield found
             waiting += part.values()

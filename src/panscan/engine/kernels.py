@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.compiler.compiler import max_shared_mem
 
+from panscan.core.hardware import SHARED_BYTES
 from panscan.linear.jit import early_launch, kernel, wait_for_inputs
 
 __all__ = [
@@ -34,8 +35,7 @@ DECODE_MEMBERS = 8
 published models, their rows fill the smallest tile of a tensor core, so a group costs no more than one sequence."""
 _FEWEST_ROWS = 16  # minimum rows of a tensor core product
 _MOST_SPLITS = 16
-_THREE_STAGES = 160_000  # bytes of shared memory: sm80 has 166,912, sm90 232,448
-_LARGE_TILES = 200_000  # bytes of shared memory
+_THREE_STAGES, _LARGE_TILES = SHARED_BYTES[8, 0], SHARED_BYTES[9, 0]  # least shared memory
 
 
 @dataclass(frozen=True, slots=True)

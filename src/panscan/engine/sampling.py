@@ -72,10 +72,6 @@ class Sampler:
         self._ids = torch.tensor(sorted(set(suppressed)), dtype=torch.long, device=device)
         self._mask: torch.Tensor | None = None
 
-    def choose(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-        """Return one token per row, chosen as by :meth:`launch`."""
-        return self.launch(logits, rows).wait()
-
     @torch.no_grad()
     def launch(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> PendingTokens:
         """Choose one token per row on the device, without waiting for it.

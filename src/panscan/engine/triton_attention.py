@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from panscan.core.hardware import refusal
 from panscan.engine.scheduling.batch import FlatBatch
 from panscan.images.transfer import upload
 
@@ -33,7 +34,6 @@ __all__ = [
 
 HEAD_SIZES = (16, 32, 64, 128, 256)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_CAPABILITY = (8, 0)  # the first with bfloat16
 _MIN_SHARED = 128  # keys: sequences with a shorter common prefix are not grouped
 _ALIGNMENT = 16  # bytes: Triton compiles a kernel again for pointers that are not multiples of this
 
@@ -50,10 +50,7 @@ def unsupported_reason(head_size: int, dtype: torch.dtype, device: torch.device)
         from panscan.linear.jit import INTERPRETED
 
         return None if device.type == "cpu" and INTERPRETED else f"the Triton kernels need an NVIDIA GPU, not {device}"
-    found = torch.cuda.get_device_capability(device)
-    if found < _CAPABILITY:
-        return "the Triton kernels need compute capability {}.{}; {} has {}.{}".format(*_CAPABILITY, device, *found)
-    return None
+    return refusal("the Triton kernels need", "triton", torch.cuda.get_device_capability(device), str(device))
 
 
 Array = TypeVar("Array")

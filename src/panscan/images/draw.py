@@ -39,7 +39,7 @@ class PictureLayout:
         plan: the views.
         size: of the picture, (width, height).
         facts: lines about the whole image; the first has its baseline at ``facts_y``, the others follow every
-            ``facts_pitch`` pixels.
+            26 pixels.
         image: where the scaled image lies.
         note: lines above the thumbnails, bottom left at ``note_at``.
         tiles: thumbnails of the first views; the last one stands for ``more`` views, if there are any.
@@ -53,7 +53,6 @@ class PictureLayout:
     note: tuple[str, ...]
     note_at: tuple[int, int]
     tiles: tuple[Box, ...]
-    facts_pitch: int = _FACTS_PITCH
 
     @property
     def vertical(self) -> bool:
@@ -219,7 +218,7 @@ def _header(picture: Image.Image, layout: PictureLayout, caption: str | None) ->
         title = shorten(printable(caption), CAPTION_SIZE, layout.size[0] - 2 * MARGIN, bold=True)
         write(draw, (MARGIN, MARGIN + CAPTION_SIZE - 6), title, CAPTION_SIZE, fill=_INK, bold=True)
     for row, line in enumerate(layout.facts):
-        write(draw, (MARGIN, layout.facts_y + layout.facts_pitch * row), line, FACTS_SIZE, fill=_GREY)
+        write(draw, (MARGIN, layout.facts_y + _FACTS_PITCH * row), line, FACTS_SIZE, fill=_GREY)
 
 
 def _whole(picture: Image.Image, image: Image.Image, layout: PictureLayout) -> None:

@@ -11,7 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["INTERPRETED", "early_launch", "is_hopper", "kernel", "wait_for_inputs"]
+from panscan.core.hardware import supports
+
+__all__ = ["INTERPRETED", "early_launch", "gpu_has", "kernel", "wait_for_inputs"]
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether Triton's interpreter runs the kernels, on CPU tensors; decided when they are decorated."""
@@ -24,11 +26,11 @@ def kernel(*, any_value: Sequence[str] = ()) -> Callable[[Callable[..., None]], 
 
 
 @cache
-def is_hopper(device: torch.device) -> bool:
-    """Return whether a device is an NVIDIA H100, H200 or another GPU of compute capability 9.0."""
+def gpu_has(feature: str, device: torch.device) -> bool:
+    """Return whether a device is an NVIDIA GPU with a feature of :mod:`panscan.core.hardware`."""
     if device.type != "cuda" or torch.version.hip is not None:  # AMD's MI200 calls itself 9.0, too
         return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
+    return supports(feature, torch.cuda.get_device_capability(device))
 
 
 @cache
@@ -36,9 +38,9 @@ def early_launch(device: torch.device) -> Mapping[str, bool]:
     """Return launch options of a kernel that calls :func:`wait_for_inputs`, including its argument ``early``.
 
     On Hopper, the kernel's programs start while the previous kernel of the stream finishes (programmatic dependent
-    launch). Blackwell has it too, but no such GPU was tested.
+    launch).
     """
-    early = is_hopper(device) and not INTERPRETED
+    early = gpu_has("dependent_launch", device) and not INTERPRETED
     return MappingProxyType({"early": True, "launch_pdl": True} if early else {"early": False})
 
 

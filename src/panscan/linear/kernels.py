@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from panscan.core.hardware import SHARED_BYTES
 from panscan.linear.jit import INTERPRETED, kernel
 from panscan.linear.rows import LARGEST, LEAST_SCALE, QuantizedRows
 
@@ -137,7 +138,7 @@ def int8_tiles(rows: int, shared_bytes: int, *, tma: bool) -> Tiles:
     Args:
         rows: number of input rows.
         shared_bytes: shared memory per program.
-        tma: whether the GPU has a Tensor Memory Accelerator (compute capability 9.0 or later).
+        tma: whether the GPU has a Tensor Memory Accelerator.
     """
     few = {16: Tiles(16, 32, 256, 2, 6), 32: Tiles(32, 32, 256, 2, 5), 64: Tiles(64, 32, 256, 4, 4)}
     most = next((most for most in few if rows <= most), None)
@@ -317,7 +318,7 @@ def product_int4(
 
 def int4_stages(block_m: int, shared_bytes: int) -> int:
     """Return the pipeline stages of :func:`product_int4` for tiles of ``block_m`` rows, as measured on an H200."""
-    return 3 if block_m <= 16 or shared_bytes >= 163_840 else 2
+    return 3 if block_m <= 16 or shared_bytes >= SHARED_BYTES[8, 0] else 2
 
 
 def dequantize_int4(

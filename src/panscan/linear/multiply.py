@@ -18,6 +18,7 @@ from importlib.util import find_spec
 import torch
 from torch.nn import functional
 
+from panscan.core.hardware import Capability, refusal, supports
 from panscan.linear.rows import LARGEST, LEAST_SCALE, QuantizedRows, UnscaledProduct
 
 __all__ = [
@@ -218,6 +219,11 @@ def describe(kind: str, device: torch.device) -> str:
     return name if rows == ANY_ROWS else f"{name} up to {rows} rows, cuBLAS above"
 
 
+def capability_of(device: torch.device) -> Capability | None:
+    """Return the compute capability of an NVIDIA GPU; None for a CPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
 def device_reason(kind: str, device: torch.device) -> str | None:
     """Return why a device does not support a kind of weights, and what to use instead; None if it does.
 
@@ -227,12 +233,8 @@ def device_reason(kind: str, device: torch.device) -> str | None:
         return None
     if device.type != "cuda":
         return f"{kind} weights need an NVIDIA GPU or a CPU; use --device cpu, or the unquantised model"
-    found = torch.cuda.get_device_capability(device)
-    has = f"this GPU has {found[0]}.{found[1]}"
-    if found < (8, 0):
-        return f"{kind} weights need compute capability 8.0 or later; {has}: use bnb-8bit or bnb-4bit"
-    if kind == "fp8" and found < (8, 9):
-        return f"fp8 weights need compute capability 8.9 or later; {has}: use int8 or int4"
+    if (reason := refusal(f"{kind} weights need", kind, capability_of(device))) is not None:
+        return reason
     return None if find_spec("triton") else f"{kind} weights need Triton, which PyTorch includes on Linux"
 
 
@@ -246,7 +248,8 @@ def has_kernels(device: torch.device) -> bool:
 def _gpu(device: torch.device) -> tuple[int, bool]:
     """Return the shared memory per program in bytes, and whether the GPU has a Tensor Memory Accelerator."""
     facts = torch.cuda.get_device_properties(device)
-    return int(facts.shared_memory_per_block_optin), facts.major >= 9  # type: ignore[attr-defined]  # missing in the stubs
+    tma = supports("tensor_memory_accelerator", (facts.major, facts.minor))
+    return int(facts.shared_memory_per_block_optin), tma  # type: ignore[attr-defined]  # missing in the stubs
 
 
 @cache

@@ -306,22 +306,24 @@ def _check_goodput(limits: Mapping[str, float]) -> None:
             raise SettingError(f"--goodput {name}: expected milliseconds above 0, got {limit:g}")
 
 
-def parse_rates(text: str, option: str = "--request-rate") -> tuple[float | None, ...]:
+def parse_rates(text: str) -> tuple[float | None, ...]:
     """Return the rates of a comma-separated list; None means ``inf``.
 
     Raises:
         SettingError: an empty value, or one that is neither a positive number nor ``inf``.
     """
-    found = [None if part.lower() in ("inf", "infinity") else RATE.parse(option, part) for part in _parts(option, text)]
-    return tuple(found)
+    option = "--request-rate"
+    parts = _parts(option, text)
+    return tuple(None if part.lower() in ("inf", "infinity") else RATE.parse(option, part) for part in parts)
 
 
-def parse_concurrencies(text: str, option: str = "--max-concurrency") -> tuple[int, ...]:
+def parse_concurrencies(text: str) -> tuple[int, ...]:
     """Return the limits of a comma list.
 
     Raises:
         SettingError: a value is not a whole number from 1.
     """
+    option = "--max-concurrency"
     return tuple(int(LOAD_RANGES["max_concurrency"].parse(option, part)) for part in _parts(option, text))
 
 

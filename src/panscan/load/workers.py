@@ -124,7 +124,7 @@ class Sender:
             self._send_due()
         else:
             while self._next < min(self._most, self._count):
-                self._send_next(start, 0.0)
+                self._send_next(start)
         try:
             delays = await self._watch()
             seconds = time.perf_counter() - since
@@ -158,14 +158,14 @@ class Sender:
                 self._loop.call_later(due - at, self._send_due)
                 return
             if self._in_flight < self._most:
-                self._send_next(due, 0.0)
+                self._send_next(due)
             else:
                 self._waiting.append((self._next, at))
                 self._next += 1
         self._loop.call_soon(self._send_due)
 
-    def _send_next(self, due: float, queued: float) -> None:
-        self._send(self._next, due, queued)
+    def _send_next(self, due: float) -> None:
+        self._send(self._next, due, 0.0)
         self._next += 1
 
     def _send(self, position: int, due: float, queued: float) -> None:
@@ -185,7 +185,7 @@ class Sender:
             return
         if self._share.arrivals is None:
             if self._next < self._count:
-                self._send_next(at, 0.0)
+                self._send_next(at)
         elif self._waiting:
             waiting, since = self._waiting.popleft()
             self._send(waiting, self._start + self._share.arrivals[waiting], max(0.0, at - since))

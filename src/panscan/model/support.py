@@ -12,18 +12,26 @@ from importlib.util import find_spec
 import torch
 
 from panscan.core import UnsupportedError
-from panscan.linear.multiply import device_reason
+from panscan.core.hardware import refusal
+from panscan.linear.multiply import capability_of, device_reason
 from panscan.model.machine import gpu_count, resolve_device, resolve_dtype
 from panscan.settings import ENGINE_AXES, RUNNER_LIMITS, VLLM_AXES, WEIGHT_KINDS, Settings, axes, missing_package
 
-__all__ = ["attention_reason", "fp8_cache_reason", "quantization_reason", "require_supported", "unsupported_reason"]
+__all__ = [
+    "FLASH_PACKAGES",
+    "attention_reason",
+    "fp8_cache_reason",
+    "quantization_reason",
+    "require_supported",
+    "unsupported_reason",
+]
 
-_FLASH_PACKAGES = {
-    "flash_attention_2": ("flash_attn", "flash-attn", (8, 0)),
-    "flash_attention_3": ("flash_attn_interface", "flash-attn-3", (9, 0)),
-    "flash_attention_4": ("flash_attn.cute", "flash-attn-4", (9, 0)),
+FLASH_PACKAGES = {
+    "flash_attention_2": ("flash_attn", "flash-attn"),
+    "flash_attention_3": ("flash_attn_interface", "flash-attn-3"),
+    "flash_attention_4": ("flash_attn.cute", "flash-attn-4"),
 }
-"""Each kernel's module, the package that has it, and the lowest compute capability that it runs on."""
+"""Each kernel's module, and the package that has it."""
 _VLLM = (0, 24)
 
 
@@ -78,9 +86,7 @@ def fp8_cache_reason(device: torch.device) -> str | None:
     """Return why keys and values cannot be float8 on a device; None if they can."""
     if device.type == "mps":
         return "--kv-cache-dtype fp8 needs an NVIDIA GPU or a CPU; use auto"
-    if device.type == "cuda" and (found := torch.cuda.get_device_capability(device)) < (8, 9):
-        return "--kv-cache-dtype fp8 needs compute capability 8.9 or later; this GPU has {}.{}: use auto".format(*found)
-    return None
+    return refusal("--kv-cache-dtype fp8 needs", "fp8_cache", capability_of(device))
 
 
 def _tensor_parallel_reason(size: int, device: torch.device) -> str | None:
@@ -104,9 +110,9 @@ def attention_reason(name: str, device: torch.device, dtype: torch.dtype) -> str
         return None if device.type == "cuda" else f"{name} needs an NVIDIA GPU"
     if device.type != "cuda":
         return f"{name} needs an NVIDIA GPU"
-    module, package, capability = _FLASH_PACKAGES[name]
-    if torch.cuda.get_device_capability(device) < capability:
-        return f"{name} needs compute capability {capability[0]}.{capability[1]} or later"
+    module, package = FLASH_PACKAGES[name]
+    if (reason := refusal(f"{name} needs", name, capability_of(device))) is not None:
+        return reason
     root = module.split(".")[0]
     if find_spec(root) is None or find_spec(module) is None:  # a submodule cannot be looked up without its package
         return f"{name} needs the package {package}"
@@ -124,8 +130,8 @@ def quantization_reason(name: str | None, device: torch.device) -> str | None:
 
 def _kind_reason(name: str, device: torch.device) -> str | None:
     """Return why weights cannot be quantised like this on load for a device; None if they can."""
-    if name == "fp8" and device.type == "cpu":
-        return "--quantization fp8 needs an NVIDIA GPU of compute capability 8.9 or later; on a CPU use int8 or int4"
+    if device.type == "cpu":
+        return refusal(f"--quantization {name} needs", name, None)
     reason = device_reason(name, device)
     return None if reason is None else f"--quantization {name}: {reason}"
 

@@ -34,14 +34,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as HopperDescriptor
 
-from panscan.linear.jit import INTERPRETED, is_hopper
+from panscan.core.hardware import SHARED_BYTES
+from panscan.linear.jit import INTERPRETED, gpu_has
 
 __all__ = ["attend", "supported"]
 
 _LOG2E = 1.4426950408889634
 _ROWS = 64  # query rows of a warpgroup: the fixed height of a Hopper matrix product
 _KEYS = 128
-_SHARED_BYTES = 227 * 1024  # per program on Hopper
 _LIMIT = gl.constexpr(2.0**60)  # of a sum of weights; leaves room for values up to 2^67
 _ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
@@ -91,7 +91,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: f
 
 def supported(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether :func:`attend` runs on this device in this precision."""
-    return dtype in _ELEMENTS and not INTERPRETED and is_hopper(device)
+    return dtype in _ELEMENTS and not INTERPRETED and gpu_has("warpgroup_products", device)
 
 
 @cache
@@ -119,7 +119,7 @@ def _launch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output:
     split = _split(size)
     groups = 3 if split.main + split.tail <= 72 else 2  # three have 160 registers per thread, two 240
     width = (split.main + split.rest) * query.element_size()
-    stages = min(4, (_SHARED_BYTES - 1024 - groups * _ROWS * width) // (2 * _KEYS * width))
+    stages = min(4, (SHARED_BYTES[9, 0] - 1024 - groups * _ROWS * width) // (2 * _KEYS * width))
     row_tiles = triton.cdiv(patches, _ROWS * groups)
     tiles = row_tiles * heads * views
     _attend[(min(tiles, _multiprocessors(query.device)),)](

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 
+from panscan.core.hardware import supports
 from panscan.engine.options import EngineOptions
 from panscan.plan.gpus import Gpu, all_gpus
 from panscan.plan.layouts import GPUS_PER_HOST, Goal, Layout, PlanInputs, find_layouts, kind_reason, layout_of
@@ -147,15 +148,15 @@ def warnings_for(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[Caution]
                 " time: it adds memory, not speed. Use --tensor-parallel-size or --replicas.",
             )
         )
-    if gpu.capability is not None and gpu.capability >= (8, 0) and "fp8" not in gpu.flops_per_s:
+    if supports("triton", gpu.capability) and "fp8" not in gpu.flops_per_s:
         text = (
             f"{gpu.label} has no fp8 tensor cores. At best, fp8 checkpoints are dequantised to bf16 there, which"
             " saves memory but not compute. Use int8."
         )
-        if gpu.assumed or gpu.capability >= (8, 9):
+        if gpu.assumed or supports("fp8", gpu.capability):
             text = f"{gpu.label}: no fp8 rate given: add fp8=TFLOP/s to --gpu if it has fp8 tensor cores."
         found.append(Caution("fp8", text))
-    if gpu.capability is not None and gpu.capability >= (8, 0) and inputs.shape.vision is not None:
+    if supports("flash_attention_2", gpu.capability) and inputs.shape.vision is not None:
         found.append(
             Caution(
                 "flash_attention",

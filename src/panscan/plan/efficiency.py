@@ -23,6 +23,7 @@ from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any, Self
 
+from panscan.core.hardware import supports
 from panscan.engine.options import EngineOptions
 from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS, Size, graph_sizes
 from panscan.plan.cost import Variant, Work, pass_work, vision_work
@@ -34,7 +35,6 @@ _VECTOR_ROWS = 2  # int4: up to this many rows, a kernel without tensor cores; s
 _FEW_ROWS = 64  # int4: more rows multiply dequantised weights; engines measure it at startup, an H200 finds this
 _OVERLAP, _OVERLAP_INT8 = 3.0, 1.5  # exponents of the norm of compute and read times, as in products.json
 _CUDNN_VISION = 0.88  # rate of the tower with cuDNN's attention, to that with the kernel for Hopper (vision-tower.json)
-_HOPPER = 9  # major compute capability
 _OPTIONS = EngineOptions()
 
 
@@ -344,7 +344,7 @@ class Clock:
     def _vision_device(self, views: int) -> float:
         work = vision_work(self.variant, views)
         rate = self._rates.of(self.variant.dtype) * self._factors.vision
-        if self.gpu.capability is None or self.gpu.capability[0] != _HOPPER:
+        if not supports("warpgroup_products", self.gpu.capability):
             rate *= _CUDNN_VISION
         return (work.dense + work.attention) / rate + self._between(work.link_bytes, work.reductions)
 

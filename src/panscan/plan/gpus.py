@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from panscan.core import SettingError
+from panscan.core.hardware import FEATURES, Capability, refusal
 from panscan.core.ranges import shorten
 from panscan.settings import nearest
 
@@ -22,7 +23,6 @@ _RATES = ("bf16", "fp16", "fp32", "fp8", "int8")
 _NEEDED = ("memory", "bandwidth", "bf16")
 _CUSTOM = (*_NEEDED, "fp16", "fp32", "fp8", "int8", "link", "capability")
 _EXAMPLE = "memory=24,bandwidth=936,bf16=71,int8=142,link=32 (GB, GB/s, TFLOP/s, TOP/s, GB/s)"
-_KERNELS, _FP8 = (8, 0), (8, 9)  # compute capabilities that quantised weights and float8 need (linear.multiply)
 _LINK = 32.0  # GB/s of PCIe 4.0 x16
 
 
@@ -52,7 +52,7 @@ class Gpu:
     flops_per_s: Mapping[str, float]
     link: str
     link_bytes_per_s: float
-    capability: tuple[int, int] | None
+    capability: Capability | None
     sources: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
     note: str = ""
@@ -66,20 +66,14 @@ class Gpu:
             kv_cache_dtype: type of keys and values.
             dtype: type of everything else.
         """
-        if self.capability is None:
-            return "--quantization fp8 needs an NVIDIA GPU: use int8 or int4" if weights == "fp8" else None
-        has = "{} has {}.{}".format(self.name, *self.capability)
-        if self.assumed:
-            has += " (assumed; give capability=8.9)"
-        if dtype == "bf16" and "bf16" not in self.flops_per_s:
+        if dtype == "bf16" and self.capability is not None and "bf16" not in self.flops_per_s:
             return f"--dtype bf16: {self.name} has no bf16 products: use fp32"
-        if weights is not None and self.capability < _KERNELS:
-            return f"--quantization {weights} needs compute capability 8.0 or later; {has}"
-        if weights == "fp8" and self.capability < _FP8:
-            return f"--quantization fp8 needs compute capability 8.9 or later; {has}: use int8 or int4"
-        if kv_cache_dtype == "fp8" and self.capability < _FP8:
-            return f"--kv-cache-dtype fp8 needs compute capability 8.9 or later; {has}: use auto"
-        return None
+        asked = {f"--quantization {weights}": weights} if weights else {}
+        if kv_cache_dtype == "fp8":
+            asked["--kv-cache-dtype fp8"] = "fp8_cache"
+        note = " (assumed; give capability=8.9)" if self.assumed else ""
+        reasons = (refusal(f"{option} needs", name, self.capability, self.name, note) for option, name in asked.items())
+        return next(filter(None, reasons), None)
 
 
 @cache
@@ -150,7 +144,7 @@ def _custom(text: str) -> Gpu:
     numbers = {key: _number(key, value) for key, value in given.items()}
     rates = {kind: numbers[kind] * 1e12 for kind in _RATES if kind in numbers}
     if capability is None:
-        capability = _FP8 if "fp8" in rates else _KERNELS
+        capability = FEATURES["fp8" if "fp8" in rates else "int8"].first
     return Gpu(
         name="custom",
         label=f"custom GPU ({numbers['memory']:g} GB)",
@@ -174,7 +168,7 @@ def _number(key: str, value: str) -> float:
     return number
 
 
-def _capability(value: str) -> tuple[int, int]:
+def _capability(value: str) -> Capability:
     major, _, minor = value.partition(".")
     if not (major.isdecimal() and minor.isdecimal() and len(value) < 6):
         raise SettingError(f"--gpu: capability takes a version such as 8.9; got {shorten(value)}")

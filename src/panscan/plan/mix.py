@@ -17,7 +17,6 @@ from panscan.model.shapes import Shape
 __all__ = ["PageShare", "RequestSketch", "WorkloadMix", "mix_of_sizes", "mix_of_views", "parse_output_tokens"]
 
 VIEWS = Range(integer=True, ge=0, le=1_000)
-TEXT_TOKENS = Range(integer=True, ge=1, le=1_000_000)
 _SHARE = Range(gt=0, le=1_000_000)
 _MOST_ENTRIES = 100
 _TEMPLATE_TOKENS = 14  # of the chat template and the words before the first image: the same in every request

@@ -113,7 +113,6 @@ class SimulatedRequest:
         sketch: its tokens, image spans and answer length.
         arrived: when the engine accepted it.
         tokens: when each output token reached the host.
-        prepared: when its pixels and prompt were ready; None before.
         cached: prompt tokens taken from the prefix cache; None before its first pass.
         refused: the KV cache cannot hold it, even alone.
     """
@@ -121,7 +120,6 @@ class SimulatedRequest:
     sketch: RequestSketch
     arrived: float
     tokens: list[float] = field(default_factory=list)
-    prepared: float | None = None
     cached: int | None = None
     refused: bool = False
 
@@ -258,8 +256,7 @@ class SimulatedEngine:
         while self._arriving and self._arriving[0].arrived <= self.now:
             self._accepted.append((next(self._numbers), self._arriving.popleft()))
         while self._preparing and self._preparing[0][0] <= self.now:
-            ready, number, request = heappop(self._preparing)
-            request.prepared = ready
+            _, number, request = heappop(self._preparing)
             self._add(number, request)
 
     def _prepare_ahead(self) -> None:

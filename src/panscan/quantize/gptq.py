@@ -11,7 +11,7 @@ import torch
 
 from panscan.linear.quantized import QuantizedLinear, WeightFormat, pack_int4
 
-__all__ = ["Hessian", "gptq", "output_error"]
+__all__ = ["Hessian", "gptq"]
 
 _DAMPING = 0.01  # of the mean diagonal
 _ATTEMPTS = 5
@@ -73,12 +73,6 @@ def gptq(
     restored = torch.empty_like(levels).index_copy_(0, order, levels)
     found.weight.copy_(pack_int4(restored.T.contiguous()))
     return found
-
-
-def output_error(change: torch.Tensor, hessian: torch.Tensor) -> float:
-    """Return the mean squared change of an output value that a change of weights ``[outputs, inputs]`` causes."""
-    change = change.to(hessian.device, torch.float32)
-    return float(((change @ hessian) * change).sum(1).mean())
 
 
 def _scales(

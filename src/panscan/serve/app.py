@@ -282,7 +282,7 @@ class _Api:
         }
         if info is not None:
             reads = info.cost is not None
-            own |= {"runner": info.runner, "dtype": info.dtype, "reads_images": reads}
+            own |= {"runner": "engine", "dtype": info.dtype, "reads_images": reads}
             own |= {"image_tokens": info.cost.image_tokens if info.cost is not None else 0}
         return {
             "id": options.model_name,

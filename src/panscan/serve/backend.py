@@ -17,7 +17,6 @@ class ModelInfo:
     """Properties of a loaded model.
 
     Args:
-        runner: ``engine`` or ``generate``.
         max_model_len: context length, tokens.
         cost: prompt tokens of an image; None for a text-only model.
         vocab_size: number of token ids.
@@ -26,7 +25,6 @@ class ModelInfo:
         decisions: choices made at startup and their reasons, one line each.
     """
 
-    runner: str
     max_model_len: int
     cost: PromptCost | None
     vocab_size: int

@@ -149,7 +149,7 @@ def _engine_options(options: ServeOptions, scale: Scale, gpus: int) -> dict[str,
     from ray.serve.config import RequestRouterConfig
 
     settings = options.settings
-    computing = settings.max_num_seqs if settings.runner == "engine" else settings.batch_size
+    computing = settings.max_num_seqs
     queued = max(computing, ceil(options.max_queued_requests / scale.replicas))
     chosen: dict[str, Any] = {
         "max_ongoing_requests": computing + queued + _QUERIES,

@@ -1,0 +1,163 @@
+"""What four kinds of runs show, compared with files: every table on the terminal, as markdown and as HTML.
+
+``PANSCAN_RENEW_SNAPSHOTS=1 pytest tests/report/test_snapshots.py`` writes the files again, for a change that is meant.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tests.analysis.noisy_runs import noisy_records
+from tests.analysis.test_quantization import CELLS
+from tests.analysis.test_task_cost import BASE, cell_records
+from tests.records import synthetic
+from tests.records.load_runs import CLIENT, START, failed_request, level, level_records, load_header, load_request
+from tests.records.load_runs import load_run as load_records
+from tests.report import report_known
+from tests.trace.kineto import busy_trace, decode_trace
+
+from panscan.analysis.comparison import build_report
+from panscan.cli.main import run as run_command
+from panscan.records.store import Run
+from panscan.report import to_markdown, write_report
+from panscan.report.comparison import markdown_text, print_comparison
+from panscan.report.terminal import print_curves, print_decision, print_summary
+from panscan.trace.html import page
+from panscan.trace.summary import Summary, summarize
+from panscan.trace.text import comparison_lines, lines
+
+SNAPSHOTS = Path(__file__).parent / "snapshots"
+RENEW = "PANSCAN_RENEW_SNAPSHOTS"
+WIDTHS = (80, 160)
+
+
+def sweep_records() -> list[dict[str, Any]]:
+    """Return a sweep over a dataset, with every verdict and outcome."""
+    records = report_known.records_of(scores=True)
+    records[0]["settings"] = {"dataset": {"format": "jsonl", "path": "data.jsonl", "quality_metric": "exact_match"}}
+    return records
+
+
+def quantized_records() -> list[dict[str, Any]]:
+    """Return a sweep of quantised and unquantised weights."""
+    header = synthetic.header({cell: {**BASE, **settings} for cell, (settings, *_) in CELLS.items()})
+    records = [header, synthetic.truth()]
+    for cell, (_, load, word, wrong) in CELLS.items():
+        records += [synthetic.load([cell], None, **load), *cell_records(cell, word, wrong)]
+    return records
+
+
+def replica_records() -> list[dict[str, Any]]:
+    """Return a run of two replicas: one answers a request a second, the other one in two seconds."""
+    records = [synthetic.header({"c": {"model": "tiny", "runner": "engine"}})]
+    for replica, step in ((0, 1.0), (1, 2.0)):
+        for batch in range(int(10 / step)):
+            tokens = [batch * step + step * (1 + index) / 4 for index in range(4)]
+            request = synthetic.request("c", f"{replica}.{batch}", batch * step, tokens, batch=batch, replica=replica)
+            records.append(request)
+    windows = [{"replica": n, "started": 0.0, "ended": 10.0, "device": f"cuda:{n}"} for n in range(2)]
+    return [*records, synthetic.repeat("c", 0, 0.0, 10.0, replicas=windows), synthetic.outcome("c", "done")]
+
+
+def faulty_load_records() -> list[dict[str, Any]]:
+    """Return a load run with failures, queues, a busy load generator and a level without a result."""
+    requests = [load_request("rate-2", n, START + n / 2, 0.05, 0.01, queued=0.02 * n) for n in range(12)]
+    requests.append(failed_request("rate-2", 12, START + 6, "http", "HTTP 500 | <b>"))
+    return [
+        load_header({"rate-2": level(2.0), "rate-4": level(4.0)}, server="s|1", goodput={}, image_reuse=0.25),
+        *level_records("rate-2", requests, client=CLIENT | {"limited": True, "reason": "one core is busy"}),
+        {
+            "type": "probe",
+            "model": "mini",
+            "text_prompt_tokens": 10,
+            "image_prompt_tokens": 266,
+            "expected_image_tokens": 256,
+            "warnings": ["a warning of the probe"],
+        },
+    ]
+
+
+RUNS: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    "sweep": sweep_records,
+    "quantized": quantized_records,
+    "replicas": replica_records,
+    "load": load_records,
+    "load-faulty": faulty_load_records,
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run(name: str, tmp_path: Path) -> None:
+    run = synthetic.write_run(tmp_path, RUNS[name]())
+    for width in WIDTHS:
+        compare(f"{name}-{width}.txt", terminal(run, width))
+    compare(f"{name}.md", to_markdown(run))
+    write_report(run, tmp_path / "report.html")
+    compare(f"{name}.html", without_pictures((tmp_path / "report.html").read_text("utf-8")))
+
+
+def terminal(run: Run, width: int) -> str:
+    console = Console(record=True, width=width, file=io.StringIO(), color_system=None)
+    for show in (print_summary, print_curves, print_decision):
+        show(run, console)
+    return console.export_text()
+
+
+def test_a_comparison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, records in (
+        ("a", noisy_records(1, scores={"exact_match": 1.0})),
+        ("b", noisy_records(2, factor=1.1, scores={"exact_match": 0.5})),
+        ("load-a", load_records()),
+        ("load-b", load_records(goodput={"ttft": 50.0})),
+    ):
+        synthetic.write_run(Path(name), records)
+    for kind, names in (("sweeps", ("a", "b", "a")), ("loads", ("load-a", "load-b"))):
+        report = build_report([synthetic.read_run(Path(name)) for name in names], ["p95_e2el>5%"])
+        for width in WIDTHS:
+            console = Console(record=True, width=width, file=io.StringIO(), color_system=None)
+            print_comparison(report, console)
+            compare(f"compare-{kind}-{width}.txt", console.export_text())
+        compare(f"compare-{kind}.md", markdown_text(report))
+
+
+def test_traces() -> None:
+    traces = {"first": decode_trace(), "second": decode_trace(prepare=400, graph=True), "busy": busy_trace(kernels=40)}
+    summaries = [summary_of(name, trace.events) for name, trace in traces.items()]
+    for width in WIDTHS:
+        compare(f"traces-{width}.txt", "\n".join(comparison_lines(summaries, width=width)) + "\n")
+        text = "\n\n".join("\n".join(lines(summary, width=width)) for summary in summaries)
+        compare(f"trace-{width}.txt", text + "\n")
+    compare("traces.html", without_pictures(page(summaries, title="Three", top=5)))
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_plan(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert run_command(["plan", "--model", "google/gemma-3-27b-it", "--gpu", "a100-40gb", "--count", "8"]) == 0
+    compare(f"plan-{width}.txt", capsys.readouterr().out)
+
+
+def summary_of(name: str, events: list[dict[str, Any]]) -> Summary:
+    return summarize(events, name=name)
+
+
+def without_pictures(html: str) -> str:
+    """Return a page with one tag a line; without drawings, styles and scripts, which have tests of their own."""
+    html = re.sub(r"<(svg|style|script)\b.*?</\1>", "", html, flags=re.DOTALL)
+    return re.sub(r">\s*<", ">\n<", re.sub(r"\s+", " ", html)).strip() + "\n"
+
+
+def compare(name: str, text: str) -> None:
+    """Compare a text with its file; write the file if the environment says so."""
+    path = SNAPSHOTS / name
+    if os.environ.get(RENEW):
+        path.write_text(text, "utf-8")
+    assert text == path.read_text("utf-8"), f"{path} differs; {RENEW}=1 writes it again"
