@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from panscan.core import RecordsError
 from panscan.model.shapes import Shape
 from panscan.records.metrics import Metrics
+from panscan.records.schema import RequestRecord
 from panscan.records.store import Run
 from panscan.settings import ALL_AT_ONCE
 
@@ -71,17 +72,15 @@ def floor_of(run: Run, cell: str) -> Floor | None:
         ``engine`` and ``vllm``, which mix prefill and decode in one step.
     """
     machine = _machine(run, cell)
-    done = [
-        record for key, records in run.requests.items() if key[0] == cell for record in records if not record["error"]
-    ]
+    done = run.answered(cell)
     if machine is None or not done:
         return None
     alone = run.cells[cell].get("runner") == "pipeline"
-    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
+    groups: dict[tuple[Any, ...], list[RequestRecord]] = defaultdict(list)
     for record in done:
-        batch = record.get("replica", 0), record["repeat"], record["batch"]
-        groups[(*batch, record["request"]) if alone else batch].append(record)
-    work = _CellWork(machine, max(record["prompt_tokens"] + record["output_tokens"] for record in done))
+        batch = record.replica, record.repeat, record.batch
+        groups[(*batch, record.request) if alone else batch].append(record)
+    work = _CellWork(machine, max((record.prompt_tokens or 0) + record.output_tokens for record in done))
     times = {batch: work.seconds(records) for batch, records in groups.items()}
     vision, prefill, decode = (
         sum(len(groups[batch]) * times[batch][stage] for batch in groups) / len(done) * 1e3 for stage in range(3)
@@ -133,21 +132,21 @@ class _Machine:
 
 def _machine(run: Run, cell: str) -> _Machine | None:
     load, settings = run.loads.get(cell), run.cells[cell]
-    if load is None or load["shape"] is None or load["dtype"] not in _BYTES:
+    if load is None or load.shape is None or load.dtype not in _BYTES:
         return None
-    kinds = settings.get("quantization"), load.get("weights")
+    kinds = settings.get("quantization"), load.weights
     quicker = any(kind in _OTHER_ARITHMETIC for kind in kinds) or (
-        settings.get("tf32") and load["dtype"] == "float32" and load["device"].startswith("cuda")
+        settings.get("tf32") and load.dtype == "float32" and load.device.startswith("cuda")
     )
     if quicker or settings.get("tp_plan") or settings.get("runner") in ("generate_batch", *ALL_AT_ONCE):
         return None
-    if not load["flops_per_s"] or not load["bytes_per_s"]:
+    if not load.flops_per_s or not load.bytes_per_s:
         return None
     try:
-        shape = Shape.from_dict(load["shape"])
+        shape = Shape.from_dict(load.shape)
     except RecordsError:  # another version's: what it cost is not known here, and the rest of the run is
         return None
-    return _Machine(shape, _BYTES[load["dtype"]], load["weight_bytes"], load["flops_per_s"], load["bytes_per_s"])
+    return _Machine(shape, _BYTES[load.dtype], load.weight_bytes, load.flops_per_s, load.bytes_per_s)
 
 
 class _CellWork:
@@ -159,25 +158,25 @@ class _CellWork:
         self._kv: NDArray[np.float64] = np.array([shape.kv_bytes(n, machine.width) for n in range(longest + 1)], float)
         self._flops: NDArray[np.float64] = np.array([shape.decode_flops(n) for n in range(longest + 1)])
 
-    def seconds(self, batch: Sequence[Mapping[str, Any]]) -> tuple[float, float, float]:
+    def seconds(self, batch: Sequence[RequestRecord]) -> tuple[float, float, float]:
         """Vision, prefill and decode of one batch."""
         machine, shape = self._machine, self._machine.shape
-        views = sum(record["views"] for record in batch)
+        views = sum(record.views or 0 for record in batch)
         vision = max(shape.vision_flops(views) / machine.flops_per_s, machine.vision_bytes / machine.bytes_per_s)
-        prefill = sum(shape.prefill_flops(record["prompt_tokens"]) for record in batch) / machine.flops_per_s
+        prefill = sum(shape.prefill_flops(record.prompt_tokens or 0) for record in batch) / machine.flops_per_s
         read = machine.text_bytes / machine.bytes_per_s
         return vision if views else 0.0, max(prefill, read), self._decode(batch)
 
-    def _decode(self, batch: Sequence[Mapping[str, Any]]) -> float:
-        steps = max(0, *(record["output_tokens"] - 1 for record in batch))
+    def _decode(self, batch: Sequence[RequestRecord]) -> float:
+        steps = max(0, *(record.output_tokens - 1 for record in batch))
         read, computed = np.full(steps, float(self._machine.text_bytes)), np.zeros(steps)
         for record in batch:
-            own, prompt = max(0, record["output_tokens"] - 1), record["prompt_tokens"]
+            own, prompt = max(0, record.output_tokens - 1), record.prompt_tokens or 0
             read[:own] += self._kv[prompt + 1 : prompt + own + 1]
             computed[:own] += self._flops[prompt + 1 : prompt + own + 1]
         slowest = np.maximum(read / self._machine.bytes_per_s, computed / self._machine.flops_per_s)
         return float(slowest.sum())
 
-    def cache_bytes(self, batch: Sequence[Mapping[str, Any]]) -> int:
+    def cache_bytes(self, batch: Sequence[RequestRecord]) -> int:
         """Keys and values at each request's end; the last token's are never computed."""
-        return sum(int(self._kv[record["prompt_tokens"] + max(0, record["output_tokens"] - 1)]) for record in batch)
+        return sum(int(self._kv[(record.prompt_tokens or 0) + max(0, record.output_tokens - 1)]) for record in batch)

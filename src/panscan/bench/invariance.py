@@ -13,7 +13,7 @@ from panscan.bench.tokens import Judge, ReferenceRows, Tokens, first_difference
 from panscan.core import PanscanError, Request, Result
 from panscan.engine.options import EngineOptions
 from panscan.model.machine import release_memory
-from panscan.records.verdict import AxisCheck, Departure
+from panscan.records.schema import AxisCheck, Departure
 from panscan.runners.base import Runner, calls
 from panscan.settings import Settings
 

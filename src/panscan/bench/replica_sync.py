@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import TYPE_CHECKING, assert_never
+
+from msgspec import structs
 
 from panscan.core import PanscanError, PanscanWarning
-from panscan.records.schema import Record
+from panscan.records.schema import AnyRecord, CellRecord, RepeatRecord, ReplicaRecord, RequestRecord
 
 if TYPE_CHECKING:
     from panscan.bench.plan import Observer, SweepPlan, Writer
@@ -105,7 +107,7 @@ class Stage:
 class RecordsWritten:
     """Records of a repeat, of a cell's outcome, or of the whole run."""
 
-    records: Sequence[Record]
+    records: Sequence[AnyRecord]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +161,7 @@ class ReplicaSync:
         self._answer = answer
         self._waiting: dict[int, Ready] = {}
         # By cell and replica, one reply for each visit: one replica may fail in the next while others end this one.
-        self._replies: dict[str, list[deque[Sequence[Record]]]] = defaultdict(lambda: [deque() for _ in devices])
+        self._replies: dict[str, list[deque[Sequence[AnyRecord]]]] = defaultdict(lambda: [deque() for _ in devices])
         self._broken: set[str] = set()
         self._gave_up: set[tuple[int, str]] = set()
         self._finished: set[int] = set()
@@ -213,63 +215,64 @@ class ReplicaSync:
             self._gave_up.add((replica, cell))
             self._answer(replica, Abort())
 
-    def _wrote(self, replica: int, records: Sequence[Record]) -> None:
-        kind, cell = records[0]["type"], records[0].get("cell", "")
-        if kind not in ("request", "repeat", "cell") or (replica, cell) in self._through:
+    def _wrote(self, replica: int, records: Sequence[AnyRecord]) -> None:
+        first = records[0]
+        if not isinstance(first, RequestRecord | RepeatRecord | CellRecord) or (replica, first.cell) in self._through:
             if replica == 0:  # all replicas load the same, and only the first compares answers
                 self._writer.write(records)
             return
+        cell = first.cell
         replies = self._replies[cell]
         replies[replica].append(records)
-        if kind == "cell":
+        if isinstance(first, CellRecord):
             self._broken.add(cell)
             self._give_up(cell)
-        elif records[-1]["type"] == "cell":
+        elif isinstance(records[-1], CellRecord):
             self._through.add((replica, cell))
         if all(replies):
-            self._close(cell, [each.popleft() for each in replies])
+            self._close(cell, [queue.popleft() for queue in replies])
 
-    def _close(self, cell: str, replies: Sequence[Sequence[Record]]) -> None:
+    def _close(self, cell: str, replies: Sequence[Sequence[AnyRecord]]) -> None:
         """Write a visit that all replicas ended: one merged repeat, or one outcome with its reason."""
-        outcomes = {each: records[0] for each, records in enumerate(replies) if records[0]["type"] == "cell"}
-        if not outcomes:
+        outcomes = {replica: records[0] for replica, records in enumerate(replies)}
+        ended = {replica: record for replica, record in outcomes.items() if isinstance(record, CellRecord)}
+        if not ended:
             self._writer.write(merged(replies, self._devices))
             return
-        own = {each: record for each, record in outcomes.items() if (each, cell) not in self._gave_up}
+        own = {replica: record for replica, record in ended.items() if (replica, cell) not in self._gave_up}
         first, record = next(iter(own.items()))
-        everywhere = len(own) == len(replies) and len({(each["outcome"], each["reason"]) for each in own.values()}) == 1
-        reason = record["reason"] if everywhere else f"replica {first}: {record['reason']}"
-        self._writer.write([record | {"reason": reason}])
-        self._observer.problem(self._cells[cell], record["outcome"], reason)
+        everywhere = len(own) == len(replies) and len({(one.outcome, one.reason) for one in own.values()}) == 1
+        reason = record.reason if everywhere else f"replica {first}: {record.reason}"
+        self._writer.write([structs.replace(record, reason=reason)])
+        self._observer.problem(self._cells[cell], record.outcome, reason or "")
 
 
-_PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_rss_bytes")
-_OWN = ("started", "ended", "warmup_s", "peak_allocated_bytes", "peak_rss_bytes", "torch_threads", "tokens")
-
-
-def merged(parts: Sequence[Sequence[Record]], devices: Sequence[str]) -> list[Record]:
+def merged(parts: Sequence[Sequence[AnyRecord]], devices: Sequence[str]) -> list[AnyRecord]:
     """Merge the records of one repeat: all requests, one ``repeat`` line, the first replica's other lines.
 
     The line's ``started`` and ``ended`` are the common window, from the latest start to the earliest end; peaks are
     sums. Batch numbers are shifted so that no two replicas share one.
     """
     requests = [
-        [record | {"replica": replica} for record in part if record["type"] == "request"]
-        for replica, part in enumerate(parts)
+        (replica, record) for replica, part in enumerate(parts) for record in part if isinstance(record, RequestRecord)
     ]
-    batches = 1 + max((record["batch"] for part in requests for record in part), default=0)
+    batches = 1 + max((request.batch for _, request in requests), default=0)
     shifted = [
-        record | {"batch": record["batch"] + record["replica"] * batches} for part in requests for record in part
+        structs.replace(request, replica=replica, batch=request.batch + replica * batches)
+        for replica, request in requests
     ]
-    lines = [next(record for record in part if record["type"] == "repeat") for part in parts]
-    line = lines[0] | {
-        "started": max(each["started"] for each in lines),
-        "ended": min(each["ended"] for each in lines),
-        "warmup_s": max(each["warmup_s"] for each in lines),
-        **{name: _total([each[name] for each in lines]) for name in _PEAKS},
-        "replicas": [_own(replica, each, devices[replica]) for replica, each in enumerate(lines)],
-    }
-    return [*shifted, line, *(record for record in parts[0] if record["type"] not in ("request", "repeat"))]
+    lines = [next(record for record in part if isinstance(record, RepeatRecord)) for part in parts]
+    line = structs.replace(
+        lines[0],
+        started=max(line.started for line in lines),
+        ended=min(line.ended for line in lines),
+        warmup_s=max(line.warmup_s for line in lines),
+        peak_allocated_bytes=_total([line.peak_allocated_bytes for line in lines]),
+        peak_reserved_bytes=_total([line.peak_reserved_bytes for line in lines]),
+        peak_rss_bytes=_total([line.peak_rss_bytes for line in lines]),
+        replicas=[_replica_record(replica, line, devices[replica]) for replica, line in enumerate(lines)],
+    )
+    return [*shifted, line, *(record for record in parts[0] if not isinstance(record, RequestRecord | RepeatRecord))]
 
 
 def _total(values: Sequence[int | None]) -> int | None:
@@ -277,11 +280,17 @@ def _total(values: Sequence[int | None]) -> int | None:
     return sum(known) if len(known) == len(values) else None
 
 
-def _own(replica: int, line: Mapping[str, Any], device: str) -> Record:
+def _replica_record(replica: int, line: RepeatRecord, device: str) -> ReplicaRecord:
     """Return a replica's part of the line. Each process calls its own GPU cuda:0, so the run's name replaces it."""
-    own = {name: line[name] for name in _OWN if name in line}
-    return {
-        "replica": replica,
-        **own,
-        "device": device if line["device"].startswith("cuda") and device else line["device"],
-    }
+    known = line.device or ""
+    return ReplicaRecord(
+        replica=replica,
+        started=line.started,
+        ended=line.ended,
+        warmup_s=line.warmup_s,
+        peak_allocated_bytes=line.peak_allocated_bytes,
+        peak_rss_bytes=line.peak_rss_bytes,
+        torch_threads=line.torch_threads,
+        tokens=line.tokens,
+        device=device if known.startswith("cuda") and device else known,
+    )

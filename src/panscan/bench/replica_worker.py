@@ -11,7 +11,7 @@ import queue
 import signal
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
@@ -33,6 +33,7 @@ from panscan.bench.replica_sync import (
 )
 from panscan.core import PanscanError, PanscanWarning
 from panscan.core.process import import_uncollected
+from panscan.records.schema import AnyRecord, RepeatRecord
 
 if TYPE_CHECKING:
     from panscan.bench.grid import Cell
@@ -73,12 +74,14 @@ class _ParentConnection:
             pickle.dump(message, self._outgoing)
             self._outgoing.flush()
 
-    def write(self, records: Sequence[Mapping[str, Any]]) -> None:
+    def write(self, records: Sequence[AnyRecord]) -> None:
         """Send records; each ``repeat`` line gets the number of threads that this process computes with."""
         from panscan.model.machine import thread_count
 
-        threads = {"torch_threads": thread_count()}
-        self.send(RecordsWritten([{**record, **(threads if record["type"] == "repeat" else {})} for record in records]))
+        for record in records:
+            if isinstance(record, RepeatRecord):
+                record.torch_threads = thread_count()
+        self.send(RecordsWritten(records))
 
     def loading(self, settings: Settings) -> None:
         self._report(Loading(settings))

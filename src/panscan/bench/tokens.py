@@ -16,7 +16,8 @@ from panscan.core import Result
 from panscan.engine.sampling import DRAWS, draw
 from panscan.model.checkpoint import Loaded
 from panscan.model.reference import head_logits, warped_scores
-from panscan.records.verdict import Departure, TokenCheck, clear_margin
+from panscan.records.schema import Departure, TokenCheck
+from panscan.records.verdict import clear_margin
 from panscan.settings import Settings
 
 __all__ = ["Expected", "Judge", "ReferenceRows", "Tokens", "compared_with_reference", "first_difference"]

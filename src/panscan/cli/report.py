@@ -71,7 +71,7 @@ def command(run: Path, form: str, output: Path | None, quality_metric: str | Non
         echo(report.to_markdown(records), nl=False)
     for path in written:
         out().print(str(path), soft_wrap=True)
-    if not any(cell["outcome"] == "done" for cell in records.outcomes.values()):
+    if not any(cell.outcome == "done" for cell in records.outcomes.values()):
         errors().print(f"no {'level' if is_load_run(records) else 'cell'} is finished yet")
 
 

@@ -6,16 +6,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
-from typing import Any
 
 import numpy as np
 
+from panscan.core import Stamps
 from panscan.core.ranges import Range
 from panscan.engine.options import SERVED_TPOT_MS
 from panscan.plan.efficiency import Interval
 from panscan.plan.layouts import ClockTimes, Layout, Level, PlanInputs
 from panscan.plan.simulate import SimulatedEngine, SimulatedRequest, route_arrivals
 from panscan.records.goodput import Goodput, Limits, goodput_of, missed_limits
+from panscan.records.schema import RequestTimes
 
 __all__ = [
     "ArrivalTimes",
@@ -181,7 +182,7 @@ def level_of(
     done = [each for each in requests if not each.refused]
     end = max((each.tokens[-1] for each in done), default=0.0)
     seconds = end - min((each.arrived for each in requests), default=0.0)
-    goodput = goodput_of(map(_record, requests), traffic.limits, seconds, has_rate=True)
+    goodput = goodput_of(map(_request_times, requests), traffic.limits, seconds, has_rate=True)
     times = {
         "ttft": [each.ttft for each in done],
         "tpot": [tpot for each in done if (tpot := each.tpot) is not None],
@@ -293,7 +294,7 @@ def _holds(
 
     def on_done(request: SimulatedRequest) -> bool:
         nonlocal missed
-        missed += bool(missed_limits(_record(request), traffic.limits))
+        missed += bool(missed_limits(_request_times(request), traffic.limits))
         return missed <= allowed
 
     simulated = _engines(rate, replicas, traffic)
@@ -337,16 +338,14 @@ def _seconds(traffic: Traffic) -> float:
     return max(_LEAST_SECONDS, _DELAY_SHARE * min(delays, default=0.0) / 1e3)
 
 
-def _record(request: SimulatedRequest) -> dict[str, Any]:
-    """Return a request as the part of a record that :func:`panscan.records.goodput.goodput_of` reads."""
-    return {
-        "request": "",
-        "error": "refused" if request.refused else None,
-        "stamps": {"accepted": request.arrived, "tokens": request.tokens},
-        "output_tokens": len(request.tokens),
-        "due": request.arrived,
-        "queued": 0.0,
-    }
+def _request_times(request: SimulatedRequest) -> RequestTimes:
+    return RequestTimes(
+        error="refused" if request.refused else None,
+        stamps=Stamps(request.arrived, tokens=request.tokens),
+        output_tokens=len(request.tokens),
+        due=request.arrived,
+        queued=0.0,
+    )
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[int, float]:

@@ -162,8 +162,8 @@ def garbage_reason(row: MeasuredWeights, reference: MeasuredWeights | None) -> s
     """
     if reference is not None and not reference.answers:
         reference = None
-    if "overflow" in str((row.figures or {}).get("reason", "")):
-        return f"hidden states overflow: {(row.figures or {})['reason']}"
+    if row.figures is not None and row.figures.reason is not None and "overflow" in row.figures.reason:
+        return f"hidden states overflow: {row.figures.reason}"
     if row.top1 is not None and row.top1 < _GARBAGE_TOP1:
         return f"only {100 * row.top1:.0f}% of the most probable tokens match the dense model"
     usual = reference.contains if reference is not None else None

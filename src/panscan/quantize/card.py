@@ -94,9 +94,8 @@ def table_rows(found: Measurement) -> list[tuple[str, ...]]:
 
 
 def _row(row: MeasuredWeights) -> tuple[str, ...]:
-    figures = row.figures or {}
     reference = row.name == "dense"
-    word = "reference" if reference else figures.get("verdict", "unverified")
+    word = "reference" if reference else "unverified" if row.figures is None else row.figures.verdict
     kl = ["-" if (value := row.kl(kind)) is None else f"{value:.2g}" for kind in ("answer", "image")]
     top1 = "-" if row.top1 is None else f"{100 * row.top1:.1f}%"
     accuracy = "-" if row.accuracy is None else f"{100 * row.accuracy:.1f}%"

@@ -50,8 +50,8 @@ __all__ = [
     "LevelSettings",
     "LoadRecord",
     "LoadRunSettings",
-    "Process",
     "ProbeRecord",
+    "Process",
     "RecordedCell",
     "RepeatRecord",
     "ReplicaRecord",
@@ -326,7 +326,9 @@ class RecordedCell(Struct, omit_defaults=True):
     def __post_init__(self) -> None:
         for name in _setting_names() & self.settings.keys():
             value = self.settings[name]
-            if not (value is None or isinstance(value, str) or isinstance(value, int | float) and abs(value) < LARGEST):
+            if not (
+                value is None or isinstance(value, str) or (isinstance(value, int | float) and abs(value) < LARGEST)
+            ):
                 raise ValueError(f"cell {self.cell} has an unexpected {name!r}: {shorten(value)}")
         try:
             convert(self.settings, LevelSettings)
@@ -475,7 +477,7 @@ class RequestRecord(RequestTimes, tag_field="type", tag="request", omit_defaults
     request: str
     image: list[str]
     image_sha256: list[str]
-    image_size: list[tuple[Number, Number]] = []
+    image_size: list[tuple[Count, Count]] = []
     prompt_sha256: str
     views: Count | None
     crops: Count | None

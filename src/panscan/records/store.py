@@ -110,7 +110,9 @@ class Run:
 
     def repeats_of(self, cell: str) -> list[Repeat]:
         """Return the complete repeats of a cell, in order."""
-        return [(self.repeats[key], self.requests[key]) for key in sorted(self.repeats) if key[0] == cell]
+        return [
+            (self.repeats[key], self.requests[key]) for key in sorted(key for key in self.repeats if key[0] == cell)
+        ]
 
     def requests_of(self, cell: str) -> list[RequestRecord]:
         """Return the requests of a cell's complete repeats, also those that failed."""
@@ -285,8 +287,8 @@ def read_run(path: Path) -> Run:
     return run
 
 
-_MEASURED = msgspec.json.Decoder(RequestRecord | RepeatRecord)
-_KINDS = {str(kind.__struct_config__.tag): kind for kind in AnyRecord.__args__}
+_MEASURED: msgspec.json.Decoder[RequestRecord | RepeatRecord] = msgspec.json.Decoder(RequestRecord | RepeatRecord)
+_KINDS: dict[str, type[AnyRecord]] = {str(kind.__struct_config__.tag): kind for kind in AnyRecord.__args__}
 
 
 def parse_record(line: bytes) -> AnyRecord:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from panscan.analysis.cells import number_text
 from panscan.core import escape_controls
 from panscan.records.metrics import Metrics
-from panscan.records.verdict import FLOOR, Verdict
+from panscan.records.schema import FLOOR
+from panscan.records.verdict import Verdict
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from panscan.analysis.cells import count, number_text
 from panscan.analysis.task_cost import TITLE
-from panscan.records.requests import STAGES
+from panscan.records.schema import STAGES
 from panscan.report import draw
 from panscan.report.charts import ChartGroup, Panel
 from panscan.report.formatting import percent, templates, times, verdict_figures

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from panscan.analysis.cells import MeasuredCell, count, speed
 from panscan.records.intervals import cluster_intervals
-from panscan.records.requests import RequestMetrics
-from panscan.records.store import Record, Run
+from panscan.records.schema import RequestRecord
+from panscan.records.store import Run
 from panscan.report.charts import MOST_SERIES, ChartGroup, Panel, Point, Series
 from panscan.report.formatting import FEW, Measured
 
@@ -20,7 +19,7 @@ __all__ = ["ASPECTS", "aspect_of", "by_request"]
 ASPECTS = (1.0, 1.2, 1.6, 2.0, 2.5, 4.0)
 """Lower ends of the groups of longer over shorter side; from 1.2 Gemma 3's processor crops, the presets begin later."""
 
-Key = Callable[[Mapping[str, Any]], float | None]
+Key = Callable[[RequestRecord], float | None]
 
 
 def by_request(run: Run, rows: Sequence[MeasuredCell], names: Mapping[str, str]) -> ChartGroup:
@@ -58,13 +57,13 @@ def by_request(run: Run, rows: Sequence[MeasuredCell], names: Mapping[str, str])
     return ChartGroup("By view count and aspect ratio", note, legend, tuple(panels), folded=few)
 
 
-def _views(record: Mapping[str, Any]) -> float:
-    return float(record["views"])
+def _views(request: RequestRecord) -> float:
+    return float(request.views or 0)
 
 
-def aspect_of(record: Mapping[str, Any]) -> float | None:
+def aspect_of(request: RequestRecord) -> float | None:
     """The group of :data:`ASPECTS` of a request's longest image; None where no size was kept."""
-    sides = [size for size in record.get("image_size") or () if len(size) == 2 and min(size) > 0]
+    sides = [size for size in request.image_size if min(size) > 0]
     longest = max((max(size) / min(size) for size in sides), default=None)
     return None if longest is None else max(low for low in ASPECTS if low <= longest)
 
@@ -84,16 +83,11 @@ _Times = list[tuple[float, tuple[int, int, int]]]
 
 def _grouped(run: Run, cell: str, key: Key) -> dict[float, _Times]:
     groups: dict[float, _Times] = defaultdict(list)
-    for record in _answered(run, cell):
-        value, seconds = key(record), RequestMetrics.from_record(record).e2e
+    for request in run.answered(cell):
+        value, seconds = key(request), request.e2e
         if value is not None and seconds is not None:
-            groups[value].append((seconds * 1e3, (record.get("replica", 0), record["repeat"], record["batch"])))
+            groups[value].append((seconds * 1e3, (request.replica, request.repeat, request.batch)))
     return groups
-
-
-def _answered(run: Run, cell: str) -> list[Record]:
-    keys = sorted(key for key in run.repeats if key[0] == cell)
-    return [record for key in keys for record in run.requests[key] if record["error"] is None]
 
 
 def _point(name: str, row: MeasuredCell, values: Sequence[float], group: tuple[float, _Times]) -> Point:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from panscan.analysis.levels import TIME_NAMES, MeasuredLevel
-from panscan.records.load_runs import LoadRunSettings
 from panscan.records.metrics import percentile_name
+from panscan.records.schema import LoadRunSettings
 from panscan.report.charts import MOST_SERIES, Panel, Point, Series
 from panscan.report.formatting import Measured, measured
 

@@ -19,8 +19,9 @@ from panscan.analysis.levels import (
     load_warnings,
     unfinished_levels,
 )
-from panscan.records.load_runs import LoadRunSettings, load_settings
+from panscan.records.load_runs import load_settings
 from panscan.records.metrics import LEAST_SAMPLES, percentile_name
+from panscan.records.schema import LoadRunSettings
 from panscan.records.store import Run
 from panscan.report import definitions
 from panscan.report.charts import Panel
@@ -142,9 +143,9 @@ def load_report_of(run: Run) -> LoadReport:
     settings, levels = load_settings(run), levels_of(run)
     result = load_result(run, levels)
     return LoadReport(
-        run_id=clean(run.header["run_id"]),
+        run_id=clean(run.header.run_id),
         title=clean(f"{settings.model} at {settings.endpoint}"),
-        created=clean(run.header["created"]),
+        created=clean(run.header.created),
         result=replace(result, headline=clean(result.headline), notes=tuple(map(clean, result.notes))),
         limits=limits_text(settings.goodput),
         target=percent(settings.attainment),
@@ -162,7 +163,7 @@ def load_report_of(run: Run) -> LoadReport:
         search=_search_note(run, result),
         environment=tuple(definitions.environment(run)),
         definitions=tuple(_definitions()),
-        command=clean(shlex.join(map(str, run.header["command"]))),
+        command=clean(shlex.join(run.header.command)),
     )
 
 
@@ -221,19 +222,19 @@ def _settings(run: Run, settings: LoadRunSettings) -> list[tuple[str, str]]:
 def _probe_text(run: Run) -> str:
     """Return what the probe before the run found about image tokens; empty if it found nothing."""
     probe = run.probe
-    if probe is None or probe["image_prompt_tokens"] is None or probe["text_prompt_tokens"] is None:
+    if probe is None or probe.image_prompt_tokens is None or probe.text_prompt_tokens is None:
         return ""
-    counted = probe["image_prompt_tokens"] - probe["text_prompt_tokens"]
-    expected = "" if probe["expected_image_tokens"] is None else f", {probe['expected_image_tokens']:,} expected"
+    counted = probe.image_prompt_tokens - probe.text_prompt_tokens
+    expected = "" if probe.expected_image_tokens is None else f", {probe.expected_image_tokens:,} expected"
     return f"the same prompt with an image has {counted:,} more prompt tokens{expected}"
 
 
 def _prompt_text(run: Run) -> str:
     """Return what the endpoint counted in the prompts of answered requests; empty if it counted nothing."""
-    answered = [each for records in run.requests.values() for each in records if each["error"] is None]
+    answered = [request for requests in run.requests.values() for request in requests if request.error is None]
     totals = {}
     for name in ("prompt_tokens", "image_tokens", "views", "cached_tokens"):
-        known = [record[name] for record in answered if record.get(name) is not None]
+        known = [value for request in answered if (value := getattr(request, name)) is not None]
         if known:
             totals[name] = sum(known) / len(known)
     if not totals.get("prompt_tokens"):
@@ -250,9 +251,9 @@ def _search_note(run: Run, result: LoadResult) -> str:
     if run.search is None:
         return ""
     highest = result.highest
-    stopped = any(isinstance(each, dict) and each.get("limited") for each in run.search["levels"])
-    said = not stopped and highest is not None and highest.short is not None and highest.rate == run.search["rate"]
-    return "" if said else clean(run.search["note"])
+    stopped = any(level.limited for level in run.search.levels)
+    said = not stopped and highest is not None and highest.short is not None and highest.rate == run.search.rate
+    return "" if said else clean(run.search.note)
 
 
 def _unfinished(run: Run) -> list[str]:

@@ -23,18 +23,17 @@ from panscan.analysis.cells import (
     unmeasured,
 )
 from panscan.analysis.floors import Floor, floor_of, ratios
-from panscan.analysis.quantization import TradeoffTable, is_quantized, tradeoff_table
+from panscan.analysis.quantization import TradeoffTable, tradeoff_table
 from panscan.analysis.recommend import recommend
 from panscan.analysis.setting_words import label
 from panscan.analysis.task_cost import TaskCost, cost_lines, costs_of_cells
 from panscan.core import RecordsError
-from panscan.quality.datasets import facts_of_header
 from panscan.records.metrics import ReplicaShare
 from panscan.records.quality import Quality, metric_title, quality_of
-from panscan.records.requests import STAGES
+from panscan.records.schema import STAGES
 from panscan.records.store import Run
 from panscan.records.summary import replica_shares
-from panscan.records.verdict import Verdict, token_lines
+from panscan.records.verdict import Verdict, is_quantized, token_lines
 from panscan.report import definitions
 from panscan.report.answers import Answers, answers_of
 from panscan.report.charts import ChartGroup, Front, comparisons, decision_charts, front_of
@@ -173,10 +172,10 @@ def report_data_of(run: Run) -> ReportData:
     qualities = {cell.cell: cell.quality for cell in cells}
     settings = [row.display_settings for row in rows] or list(run.cells.values())
     return ReportData(
-        run_id=clean(run.header["run_id"]),
+        run_id=clean(run.header.run_id),
         models=tuple(definitions.model_names(run)),
         machine=definitions.machine(run),
-        created=clean(run.header["created"]),
+        created=clean(run.header.created),
         advice=advice,
         no_advice=no_advice,
         decision=decision_charts(rows, qualities, names, compared, metric_title(run)),
@@ -203,7 +202,7 @@ def report_data_of(run: Run) -> ReportData:
         references=tuple(definitions.references(run, names)),
         environment=tuple(definitions.environment(run)),
         definitions=tuple(definitions.definitions()),
-        command=clean(shlex.join(map(str, run.header["command"]))),
+        command=clean(shlex.join(run.header.command)),
     )
 
 
@@ -216,7 +215,7 @@ def _tradeoffs(run: Run, rows: Sequence[MeasuredCell], names: Mapping[str, str])
 
 
 def _dataset(run: Run) -> str:
-    facts = facts_of_header(run.header)
+    facts = run.header.settings.dataset
     return "" if facts is None else clean(f"Dataset {facts.text}.")
 
 
@@ -306,9 +305,7 @@ def _warnings(run: Run, cells: Sequence[ReportCell], footnotes: Sequence[str]) -
     if words["different"]:
         who = _of(words["different"], len(cells), "gives", "give")
         found.append(f"{who} different answers from the reference{_why(run, cells)}.")
-    failed = sum(
-        record["error"] is not None for key, records in run.requests.items() for record in records if key in run.repeats
-    )
+    failed = sum(request.error is not None for requests in run.requests.values() for request in requests)
     if failed:
         found.append(f"{count(failed, 'request')} failed and {'is' if failed == 1 else 'are'} excluded.")
     if any(cell.too_quick for cell in cells):

@@ -28,7 +28,6 @@ from panscan.analysis.setting_words import label, setting_title
 from panscan.analysis.significance import compare_with_baseline
 from panscan.analysis.task_cost import TITLE, cost_lines, costs_of_cells
 from panscan.core import RecordsError
-from panscan.quality.datasets import facts_of_header
 from panscan.records.load_runs import is_load_run
 from panscan.records.metrics import Metrics
 from panscan.records.quality import empty_answers, metric_title, quality_of
@@ -196,7 +195,7 @@ def _mean(value: float | None) -> str:
 
 def _answers(run: Run, rows: Sequence[MeasuredCell], names: Mapping[str, str]) -> list[str]:
     """Return lines on a dataset's questions, and on each cell's answers against those of the cell with most views."""
-    facts = facts_of_header(run.header)
+    facts = run.header.settings.dataset
     lines = [] if facts is None else [f"Dataset {facts.text}."]
     views = {row.cell: row.metrics.values["mean_views"] or 0.0 for row in rows}
     empty = sum(empty_answers(run, row.cell) for row in rows)

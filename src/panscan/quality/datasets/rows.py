@@ -361,7 +361,6 @@ def counted(loaded: LoadedDataset, used: Sequence[DatasetRow], unreadable: int) 
     )
 
 
-
 def _tags(pairs: Iterable[tuple[str, Any]]) -> Tags:
     found = []
     for name, value in pairs:
