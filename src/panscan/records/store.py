@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -116,7 +117,8 @@ class Run:
 
     def requests_of(self, cell: str) -> list[RequestRecord]:
         """Return the requests of a cell's complete repeats, also those that failed."""
-        return [request for _, requests in self.repeats_of(cell) for request in requests]
+        keys = sorted(key for key in self.requests if key[0] == cell)
+        return [request for key in keys for request in self.requests[key]]
 
     def answered(self, cell: str) -> list[RequestRecord]:
         """Return the requests of a cell's complete repeats that did not fail."""
@@ -288,6 +290,7 @@ def read_run(path: Path) -> Run:
 
 
 _MEASURED: msgspec.json.Decoder[RequestRecord | RepeatRecord] = msgspec.json.Decoder(RequestRecord | RepeatRecord)
+_ONE_OF = re.compile(r"`str` matching regex '\^\(([^)]*)\).*'")
 _KINDS: dict[str, type[AnyRecord]] = {str(kind.__struct_config__.tag): kind for kind in AnyRecord.__args__}
 
 
@@ -313,13 +316,14 @@ def parse_record(line: bytes) -> AnyRecord:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, UnicodeError) as error:
         problem, _, place = str(error).partition(" - at ")
-        where = f"field {place.strip('`').removeprefix('$.')}: " if place else ""
-        raise ValueError(f"a {name} record is not as expected: {where}{_printable(problem)}") from error
+        problem = _ONE_OF.sub(lambda found: f"one of {found[1].replace('|', ', ')}", problem)
+        where = f"field {place.replace('`', '').replace('$.', '')!r} of " if place else ""
+        raise ValueError(f"{where}a {name} record: {_printable(problem[:1].lower() + problem[1:])}") from error
 
 
 def _printable(text: str) -> str:
-    """Return a message that quotes records as one short line of ASCII."""
-    return text.encode("unicode_escape").decode()[:_LONGEST_MESSAGE]
+    """Return a message that quotes a record as one short line."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text[:_LONGEST_MESSAGE])
 
 
 def _bytes_of(path: Path) -> bytes:
