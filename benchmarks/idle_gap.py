@@ -23,18 +23,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, Gemma3nTextConfig
 
 from panscan.core import PanscanError, Request, now
+from panscan.core.files import write_file
+from panscan.model.checkpoint import Loaded, ready_model
+from panscan.model.config import generation_config
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.model.runtime import quiet_libraries
+from panscan.model.tokenizer import tokenizer_for
 from panscan.profile.capture import CaptureOptions, start_profiler_once
 from panscan.profile.modes import ENGINE, GENERATE_MODES, Mode, mode_settings
 from panscan.profile.results import summary_of
 from panscan.profile.run import Profiled, checked_modes, profile_modes, profile_runner
 from panscan.profile.workload import profiled_requests
 from panscan.records.environment import environment
-from panscan.records.store import write_atomically
-from panscan.runners.gemma3n import E2B, Gemma3nRunner, gemma3n_config, random_gemma3n
+from panscan.runners.gemma3n import Gemma3nRunner, gemma3n_reader
 from panscan.settings import Settings
 
 _LARGEST_TRACE = 5_000_000  # bytes of a trace that is kept
@@ -42,6 +46,9 @@ _PROMPT = "Explain in a few sentences how a GPU works. " * 20  # about as long a
 _GEMMA3, _GEMMA3N = "gemma3", "gemma3n"
 _GROUPS = (("dynamic", "static"), (ENGINE.name,), ("cuda-graphs",), ("compiled",))
 _MODES = tuple(name for group in _GROUPS for name in group)
+_DEVIATION = 0.02  # of random weights
+_E2B: dict[str, Any] = {"num_hidden_layers": 30, "intermediate_size": 8192, "num_kv_shared_layers": 10}
+"""Sizes of Gemma 3n E2B's text decoder that differ from the defaults of ``Gemma3nTextConfig``, which are E4B's."""
 _TINY_3N: dict[str, Any] = {
     "hidden_size": 64,
     "hidden_size_per_layer_input": 16,
@@ -77,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 for name, found in _measured(family, modes, given, Path(folder)):
                     record["models"][family][name] = found
-                    write_atomically(given.output, f"{json.dumps(record, indent=1)}\n".encode())
+                    write_file(given.output, f"{json.dumps(record, indent=1)}\n".encode())
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -128,7 +135,7 @@ def _gemma3n_runner(size: str, settings: Settings) -> Iterator[tuple[Gemma3nRunn
     device = resolve_device(settings.device)
     name = "Gemma 3n E2B shape, random weights" if size == "4b" else "small Gemma 3n, random weights"
     started = now()
-    config = gemma3n_config(**(E2B if size == "4b" else _TINY_3N))
+    config = Gemma3nTextConfig(**(_E2B if size == "4b" else _TINY_3N))
     runner = Gemma3nRunner(random_gemma3n(name, config, resolve_dtype(settings.dtype, device), device), settings)
     try:
         yield runner, now() - started
@@ -136,6 +143,21 @@ def _gemma3n_runner(size: str, settings: Settings) -> Iterator[tuple[Gemma3nRunn
         torch.compiler.reset()
         runner.close()
         release_memory()
+
+
+@torch.no_grad()
+def random_gemma3n(name: str, config: Gemma3nTextConfig, dtype: torch.dtype, device: torch.device) -> Loaded:
+    """Build a text-only Gemma 3n with random weights, N(0, 0.02), and a bundled tokenizer, whose token ids it takes."""
+    tokenizer = tokenizer_for(config.vocab_size)
+    config.pad_token_id, config.bos_token_id = tokenizer.pad_token_id, tokenizer.bos_token_id
+    config.eos_token_id = tokenizer.eos_token_id
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        draws = torch.Generator(device).manual_seed(0)
+        for parameter in model.parameters():
+            parameter.normal_(0, _DEVIATION, generator=draws)
+    model.generation_config = generation_config(tokenizer)
+    return ready_model(model, gemma3n_reader(name, tokenizer, config))
 
 
 def _figures(profiled: Profiled, family: str, traces: Path | None) -> dict[str, Any]:

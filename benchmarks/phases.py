@@ -25,8 +25,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from panscan.core import SettingError
+from panscan.core.files import write_file
 from panscan.model.shapes import SHAPES
-from panscan.records.store import write_atomically
 from panscan.settings import WEIGHT_KINDS
 
 __all__ = ["Configuration", "Job", "main", "run_jobs"]
@@ -181,7 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             link = found.pop(_LINK, None)
             known = [each.pop("environment") for each in found.values() if "environment" in each]
             record = {**header, "environment": known[0] if known else None, "configurations": found, "link": link}
-            write_atomically(own.output, json.dumps(record, indent=1, allow_nan=False).encode() + b"\n")
+            write_file(own.output, json.dumps(record, indent=1, allow_nan=False).encode() + b"\n")
 
         run_jobs(jobs, own.gpus, save)
     return int(any(job.error for job in jobs.values()))

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import distributed, multiprocessing
 
+from panscan.core.files import write_file
 from panscan.model.sharding import ProcessRanks
-from panscan.records.store import write_atomically
 
 __all__ = ["main"]
 
@@ -53,7 +53,7 @@ def _rank(rank: int, store: str, hidden: Sequence[int], output: str) -> None:
             held = torch.zeros(rows, size, device=device, dtype=torch.bfloat16 if gpu else torch.float32)
             times[str(rows)] = _microseconds(ranks, held, gpu=gpu)
     if rank == 0:
-        write_atomically(Path(output), json.dumps(found).encode())
+        write_file(Path(output), json.dumps(found).encode())
     distributed.destroy_process_group()
 
 

@@ -24,6 +24,7 @@ from benchmarks.workloads.device import Power
 from benchmarks.workloads.figures import e2e_ms, latencies, spread, stage_means, step_ms, ttft_ms
 from benchmarks.workloads.turns import with_tokens
 from panscan.core import PanAndScan, Request, Result, now
+from panscan.core.files import write_file
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
 from panscan.engine.ranks import RankGroup
@@ -32,7 +33,6 @@ from panscan.model.load import load_for, load_meta_model_for
 from panscan.model.machine import peak_memory, release_memory, reset_peak_memory
 from panscan.model.runtime import apply_attention, apply_tf32
 from panscan.records.environment import environment
-from panscan.records.store import write_atomically
 from panscan.settings import Settings, settings_from
 
 __all__ = ["main"]
@@ -196,7 +196,7 @@ def measure(wanted: Configuration, own: argparse.Namespace) -> None:
         found.update(values)
         found["seconds"][phase] = round(now() - began, 2)
         began = now()
-        write_atomically(own.output, json.dumps(found, allow_nan=False).encode())
+        write_file(own.output, json.dumps(found, allow_nan=False).encode())
         say(f"{wanted}: {phase}: {found['seconds'][phase]} s")
 
     bench = _Bench(settings)

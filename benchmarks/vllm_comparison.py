@@ -36,8 +36,8 @@ from threading import Lock
 from typing import Any
 
 from benchmarks.workloads.common import say
+from panscan.core.files import write_file
 from panscan.model.machine import gpu_count
-from panscan.records.store import write_atomically
 
 ROOT = Path(__file__).parent.parent
 RECORD = Path(__file__).parent / "records" / "vllm-comparison.json"
@@ -269,7 +269,7 @@ def _asked(record: Mapping[str, Any]) -> tuple[Any, ...]:
 def save(record: Mapping[str, Any], output: Path) -> None:
     """Write a record whole."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(output, json.dumps(record, indent=1).encode() + b"\n")
+    write_file(output, json.dumps(record, indent=1).encode() + b"\n")
 
 
 def _names(known: Mapping[str, object], option: str) -> Any:

@@ -26,13 +26,14 @@ from msgspec import to_builtins
 from benchmarks.workloads.common import Asked, say
 from benchmarks.workloads.pages import PAGE, page, question
 from panscan.analysis.cells import MeasuredCell, measured_rows
+from panscan.core.files import write_file
 from panscan.images.views import plan_views
 from panscan.model.checkpoint import load_reader
 from panscan.model.machine import resolve_device
 from panscan.model.random_weights import random_model
 from panscan.model.shapes import PATTERN, SHAPES, Shape
 from panscan.model.tiny import rename_as_published
-from panscan.records.store import read_run, write_atomically
+from panscan.records.store import read_run
 from panscan.settings import Settings
 
 _OPTIONS = (
@@ -160,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = measure(folder, args.runner, args.requests, options)
         record = {"model": args.model_shape, "layers": args.layers} | found
     args.output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(args.output, json.dumps(record, indent=1).encode() + b"\n")
+    write_file(args.output, json.dumps(record, indent=1).encode() + b"\n")
     say(f"wrote {args.output}")
     return 0
 

@@ -22,14 +22,15 @@ from panscan.bench.reference import TOKENS, load_reference
 from panscan.bench.verify import Verifier
 from panscan.bench.workload import Source, build_workload
 from panscan.core import InputError, Request, Result, SettingError
+from panscan.core.files import write_file
 from panscan.images.views import plan_views
 from panscan.model.ceilings import measure_ceilings
 from panscan.model.checkpoint import Loaded
 from panscan.model.config import shape_of_config
 from panscan.model.machine import resolve_device
 from panscan.model.support import require_supported
+from panscan.plan.cost import RequestCounts, Roofline, Variant
 from panscan.records.environment import environment
-from panscan.records.store import write_atomically
 from panscan.runners.base import Runner
 from panscan.runners.engine import EngineRunner
 from panscan.runners.factory import ready_runner
@@ -264,7 +265,9 @@ def floors_of(loaded: Loaded, settings: Settings, result: Result) -> Floors:
     rates = measure_ceilings(loaded.device, loaded.dtype)
     shape = shape_of_config(loaded.model.config)
     counts, gpus = (result.views, result.prompt_tokens, settings.max_new_tokens), settings.tensor_parallel_size
-    return Floors(shape, gpus * rates.flops_per_s, gpus * rates.bytes_per_s, loaded.dtype.itemsize, *counts)
+    variant = Variant(shape, dtype="fp32" if loaded.dtype.itemsize == 4 else "bf16")
+    roofline = Roofline(variant, gpus * rates.flops_per_s, gpus * rates.bytes_per_s, variant.weight_bytes())
+    return Floors(roofline, RequestCounts(*counts))
 
 
 def verdicts(work: Work, runners: Mapping[str, Runner], requests: Sequence[Request]) -> dict[str, Any]:
@@ -351,7 +354,7 @@ def save(work: Work, record: Mapping[str, Any]) -> None:
         RecordsError: the disk does not take it.
     """
     work.output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(work.output, json.dumps(record, indent=1, allow_nan=False).encode() + b"\n")
+    write_file(work.output, json.dumps(record, indent=1, allow_nan=False).encode() + b"\n")
     say(f"wrote {work.output}")
 
 

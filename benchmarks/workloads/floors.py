@@ -1,12 +1,12 @@
-"""What no program gets below at W1 on a machine of two ceilings: an extension of :mod:`panscan.analysis.floors` to
-runners that mix prefill and decode. Pure: no tensors."""
+"""What no program gets below at W1 on a machine of two ceilings: the floors of :class:`panscan.plan.cost.Roofline` for
+requests that are all of one size. Pure: no tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from panscan.model.shapes import Shape
+from panscan.plan.cost import RequestCounts, Roofline
 
 __all__ = ["Floors", "ratios"]
 
@@ -16,46 +16,36 @@ class Floors:
     """Floors of requests that are all of one size.
 
     Args:
-        shape: of the model.
-        flops_per_s: of a large product, measured.
-        bytes_per_s: of a large copy, read and written counted, measured.
-        width: bytes of a weight, a key and a value.
-        views: of a request.
-        prompt_tokens: of a request.
-        output_tokens: of a request.
+        roofline: the model under the ceilings of the machine.
+        request: counts of a request.
     """
 
-    shape: Shape
-    flops_per_s: float
-    bytes_per_s: float
-    width: int
-    views: int
-    prompt_tokens: int
-    output_tokens: int
+    roofline: Roofline
+    request: RequestCounts
 
     @property
     def vision_ms(self) -> float:
         """The tower and projector over one view, in a batch of so many that reading the weights costs nothing."""
-        return 1e3 * self.shape.vision_flops(1) / self.flops_per_s
+        return self._computed_ms(RequestCounts(1, 0, 1))
 
     @property
     def prefill_ms(self) -> float:
         """The decoder over one prompt."""
-        return 1e3 * self.shape.prefill_flops(self.prompt_tokens) / self.flops_per_s
+        return self._computed_ms(replace(self.request, views=0, output_tokens=1))
 
     @property
     def ttft_ms(self) -> float:
         """All views and the prompt of one request."""
-        return self.views * self.vision_ms + self.prefill_ms
+        return self._computed_ms(replace(self.request, output_tokens=1))
 
     def step_ms(self, batch: int) -> float:
         """The mean decode step of ``batch`` requests that began together."""
-        contexts = range(self.prompt_tokens + 1, self.prompt_tokens + max(2, self.output_tokens))
-        return sum(self._step_ms(context, batch) for context in contexts) / len(contexts)
+        request = replace(self.request, output_tokens=max(2, self.request.output_tokens))
+        return 1e3 * self.roofline.decode_seconds([request] * batch) / request.steps
 
     def e2e_ms(self, batch: int = 1) -> float:
         """From the first view to the last token of ``batch`` requests that prefill one after the other."""
-        return batch * self.ttft_ms + (self.output_tokens - 1) * self.step_ms(batch)
+        return batch * self.ttft_ms + self.request.steps * self.step_ms(batch)
 
     def requests_per_s(self, batch: int) -> float:
         """Of ``batch`` requests that decode apart from prefill, all together."""
@@ -66,10 +56,8 @@ class Floors:
 
         A pass is bound by arithmetic, so this holds where there is always a prompt to prefill.
         """
-        contexts = range(self.prompt_tokens + 1, self.prompt_tokens + self.output_tokens)
-        read = sum(self.shape.kv_bytes(context, self.width) for context in contexts) / self.bytes_per_s
-        computed = sum(self.shape.decode_flops(context) for context in contexts) / self.flops_per_s
-        return batch / (batch * (self.ttft_ms / 1e3 + max(read, computed)))
+        riding = replace(self.roofline, weight_bytes=0)
+        return 1e3 / (self.ttft_ms + 1e3 * riding.decode_seconds([self.request]))
 
     def as_dict(self, batch: int, steps_of: tuple[int, ...]) -> dict[str, float]:
         """All floors by the names of what is measured, for ``batch`` requests at once and steps of these batches."""
@@ -82,9 +70,8 @@ class Floors:
             **{f"step_ms_{size}": self.step_ms(size) for size in steps_of},
         }
 
-    def _step_ms(self, context: int, batch: int) -> float:
-        read = self.shape.decode_bytes(context, batch, self.width, self.width) / self.bytes_per_s
-        return 1e3 * max(read, batch * self.shape.decode_flops(context) / self.flops_per_s)
+    def _computed_ms(self, request: RequestCounts) -> float:
+        return 1e3 * self.roofline.request_flops(request) / self.roofline.flops_per_s
 
 
 def ratios(measured: Mapping[str, float | None], floors: Mapping[str, float]) -> dict[str, float]:

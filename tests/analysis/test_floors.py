@@ -62,8 +62,8 @@ def run_with(
     return run
 
 
-def floor(batches: Work = BATCHES, **others: Any) -> Floor:
-    found = floor_of(run_with(requests_of(batches), **others), "c")
+def floor(batches: Work = BATCHES, image_sha256: Sequence[str] = ("00",), **others: Any) -> Floor:
+    found = floor_of(run_with(requests_of(batches, image_sha256=image_sha256), **others), "c")
     assert found is not None
     return found
 
@@ -145,6 +145,48 @@ def test_a_pipeline_answers_one_by_one() -> None:
     assert alone.vision_ms < floor().vision_ms
 
 
+def test_a_mixed_runner_by_hand() -> None:
+    """Its stages are those of requests alone; its passes share what they read, in the best order there is."""
+    work = [(2, 4, 3), (1, 6, 1), (0, 1, 1)]
+    found = floor([work], settings={"runner": "engine"}, image_sha256=[])
+    alone = floor([[each] for each in work])
+    assert astuple(found)[:3] == pytest.approx(astuple(alone)[:3])
+    decode = 1.040 + 1.056
+    flops = sorted((2 * 9.776 + 3.440 + decode, 9.776 + 5.376, 0.848))
+    assert found.e2e_ms == pytest.approx(1e3 * (3 * flops[0] + 2 * flops[1] + flops[2]) / 3)
+    # Three passes read the decoder, as the longest answer has three tokens; the tower is read once.
+    assert found.request_throughput == pytest.approx(3 / sum(flops))
+    slow = floor([work], settings={"runner": "engine"}, image_sha256=[], bytes_per_s=100.0)
+    assert slow.request_throughput == pytest.approx(3 / ((4.996 + 3 * 1.856 + 0.240 + 0.256) * 10))
+    one_by_one = floor([work], settings={"runner": "engine", "max_num_seqs": 1}, image_sha256=[], bytes_per_s=100.0)
+    assert one_by_one.request_throughput == pytest.approx(3 / ((4.996 + 5 * 1.856 + 0.240 + 0.256) * 10))
+    assert found.memory_bytes == WEIGHTS + 256
+
+
+def test_a_mixed_runner_computes_no_prefix_and_no_image_twice() -> None:
+    engine: dict[str, Any] = {"runner": "engine"}
+    twice = floor([[(2, 40, 3)] * 2], settings=engine)
+    cached = requests_of([[(2, 40, 3)] * 2])
+    cached[1]["cached_tokens"] = 39
+    found = floor_of(run_with(cached, settings=engine), "c")
+    assert found is not None
+    assert found.vision_ms == twice.vision_ms == floor([[(2, 40, 3)]]).vision_ms / 2
+    assert twice.prefill_ms / 2 < found.prefill_ms < twice.prefill_ms
+    assert found.request_throughput > twice.request_throughput
+
+
+def test_ranks_of_gpus_add_up_and_8_bit_products_are_quicker_where_the_gpu_is_known() -> None:
+    engine = {"runner": "engine", "tensor_parallel_size": 2}
+    two = floor(settings=engine, device="cuda:0").request_throughput
+    assert two == pytest.approx(2 * floor(settings={"runner": "engine"}).request_throughput)
+    assert floor(settings=engine).request_throughput == pytest.approx(two / 2), "ranks share a CPU"
+    run = run_with(requests_of(BATCHES), settings={"quantization": "int8"}, bytes_per_s=1e9)
+    run.header["environment"]["gpus"] = [{"name": "NVIDIA A100-SXM4-40GB"}]
+    quick = floor_of(run, "c")
+    assert quick is not None
+    assert 0.5 < quick.prefill_ms / floor(bytes_per_s=1e9).prefill_ms < 1
+
+
 def test_requests_that_failed_are_no_work() -> None:
     records = requests_of(BATCHES)
     failed = [*records, request("c", "x", 0.0, [], batch=0, views=9, prompt_tokens=900, output_tokens=0, error="no")]
@@ -158,7 +200,6 @@ def test_requests_that_failed_are_no_work() -> None:
         ({"flops_per_s": None}, {}),
         ({"bytes_per_s": None}, {}),
         ({"dtype": "float8"}, {}),
-        ({}, {"runner": "generate_batch"}),
         ({}, {"tp_plan": "auto"}),
         ({}, {"quantization": "bnb-8bit"}),
         ({}, {"quantization": "fp8"}),
@@ -211,6 +252,12 @@ def test_a_machine_that_is_twice_as_fast_has_half_the_floor(
     fast = floor(work, shape=SHAPES["4b"], flops_per_s=3e12 * times, bytes_per_s=1e11 * times, weight_bytes=10**10)
     assert fast.memory_bytes == slow.memory_bytes
     assert total(fast)[:4] == pytest.approx([each / times for each in total(slow)[:4]])
+
+
+@given(works)
+def test_mixed_passes_are_no_slower_than_batches(work: list[list[tuple[int, int, int]]]) -> None:
+    mixed, batched = (floor(work, settings={"runner": runner}, image_sha256=[]) for runner in ("vllm", "generate"))
+    assert mixed.request_throughput >= batched.request_throughput * (1 - 1e-9)
 
 
 @given(st.lists(counts, min_size=2, max_size=4))

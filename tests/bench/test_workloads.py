@@ -22,6 +22,7 @@ from panscan.core import Request, Result, SettingError, Stamps
 from panscan.model.prompt import PromptWriter
 from panscan.model.shapes import SHAPES
 from panscan.model.tokenizer import build_tokenizer
+from panscan.plan.cost import RequestCounts, Roofline, Variant
 
 PARTS = {
     "w1": {"throughput", "alone", "decode", "vision", "decisions", "ratios"},
@@ -175,14 +176,17 @@ def test_floors_are_those_of_the_bench(views: int, prompt: int, outputs: int, ba
     requests = requests_of([[(views, prompt, outputs)] * batch])
     bench = floor_of(run_with(requests, SMALL, **machine), "c")
     assert bench is not None
-    own = Floors(SMALL, 1.0, bytes_per_s, 4, views, prompt, outputs)
+    roofline = Roofline(Variant(SMALL, dtype="fp32"), 1.0, bytes_per_s, 4 * SMALL.parameters())
+    own = Floors(roofline, RequestCounts(views, prompt, outputs))
     assert own.e2e_ms(batch) == pytest.approx(bench.e2e_ms)
     assert own.requests_per_s(batch) == pytest.approx(bench.request_throughput)
 
 
 @given(SIZES, st.integers(2, 200), st.integers(1, 200), st.sampled_from(["4b", "12b", "27b"]))
 def test_riding_along_never_takes_longer(views: int, outputs: int, batch: int, shape: str) -> None:
-    floors = Floors(SHAPES[shape], 7e14, 4e12, 2, views, 256 * views + 78, outputs)
+    variant = Variant(SHAPES[shape])
+    roofline = Roofline(variant, 7e14, 4e12, variant.weight_bytes())
+    floors = Floors(roofline, RequestCounts(views, 256 * views + 78, outputs))
     assert floors.requests_per_s_riding(batch) >= floors.requests_per_s(batch)
     assert floors.step_ms(batch) >= 1e3 * 2 * SHAPES[shape].text.parameters() / 4e12
 

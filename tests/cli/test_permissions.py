@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from tests.conftest import noise
 
-from panscan.core import SettingError, create_file, fallback_directory
+from panscan.core import SettingError
+from panscan.core.files import fallback_directory
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="umask and owners are POSIX's")
 
@@ -83,13 +84,3 @@ def test_the_fallback_directory_of_another_user_is_refused(tmp_path: Path, monke
     os.chown(fallback_directory(), 12345, 12345)
     with pytest.raises(SettingError, match="not a private directory"):
         fallback_directory()
-
-
-def test_files_are_not_created_through_links(tmp_path: Path) -> None:
-    (tmp_path / "precious").write_text("precious")
-    (tmp_path / "new").symlink_to("precious")
-    with create_file(tmp_path / "new") as file:
-        file.write(b"new")
-    assert (tmp_path / "precious").read_text() == "precious"
-    assert (tmp_path / "new").read_bytes() == b"new"
-    assert not (tmp_path / "new").is_symlink()

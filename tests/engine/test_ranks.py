@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import pickle
 import shutil
 import signal
 import subprocess
@@ -32,7 +31,7 @@ from panscan.bench.grid import Cell
 from panscan.core import EngineError, ImageError, ModelError, PanscanError, UnsupportedError, View
 from panscan.engine import ranks
 from panscan.engine.options import EngineOptions
-from panscan.engine.ranks import RankGroup, StartRunner, StopRunner
+from panscan.engine.ranks import RankGroup, RankSignal, StartRunner
 from panscan.model.load import load_meta_model_for
 from panscan.model.observation import ForcedTokens
 from panscan.model.tiny import tiny_directory
@@ -259,7 +258,7 @@ FAULTS: dict[str, tuple[Callable[[RankGroup], None], str]] = {
     "killed": (lambda group: os.kill(group.processes[1], signal.SIGKILL), "rank 1 was killed by SIGKILL"),
     "stopped": (lambda group: os.kill(group.processes[1], signal.SIGSTOP), "rank 1 has not answered for . s"),
     "raised": (
-        lambda group: group._ranks[1].send(pickle.dumps(StopRunner()), group._raise_closed),
+        lambda group: group._ranks[1].child.send(RankSignal.STOP_RUNNER),
         "rank 1: RuntimeError: a batch came before its model runner was built",
     ),
 }

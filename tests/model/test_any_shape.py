@@ -28,6 +28,7 @@ from panscan.core import RecordsError, UnsupportedError
 from panscan.model.config import gemma3_config, shape_of_config
 from panscan.model.shapes import SHAPES, Shape, TextShape, VisionShape
 from panscan.model.tokenizer import build_tokenizer
+from panscan.plan.cost import Variant, pass_work
 
 PUBLISHED = [pytest.param(shape, id=name) for name, shape in SHAPES.items()]
 tokenizer = cache(build_tokenizer)
@@ -91,13 +92,14 @@ def check_costs(shape: Shape, tokens: int, views: int) -> None:
     flops, prompt = counted(
         model, input_ids=ids(tokens), logits_to_keep=1, past_key_values=DynamicCache(config=model.config)
     )
-    assert flops - per_pair * (text.layers * tokens**2 - text.attention_pairs(tokens)) == shape.prefill_flops(tokens)
+    masked = per_pair * (text.layers * tokens**2 - text.attention_pairs(tokens))
+    assert flops - masked == pass_work(Variant(shape), prefill=[(0, tokens)]).flops()
     kept = sum(tensor.nbytes for layer in prompt.past_key_values.layers for tensor in (layer.keys, layer.values))
     # A sliding layer drops its oldest position before the next token comes, which makes the window full again.
     awaited = text.local_layers if tokens >= text.window else 0
     assert kept + awaited * 2 * text.kv_heads * text.head_size * 4 == shape.kv_bytes(tokens, 4)
     flops, _ = counted(model, input_ids=ids(1), past_key_values=prompt.past_key_values)
-    assert flops == shape.decode_flops(tokens + 1)
+    assert flops == pass_work(Variant(shape), decode_contexts=[tokens + 1]).flops()
     if shape.vision is not None:
         side = shape.vision.image_size
         pixels = torch.zeros(views, 3, side, side, device="meta")

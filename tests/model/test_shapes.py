@@ -21,6 +21,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from panscan.model.config import gemma3_config
 from panscan.model.shapes import SHAPES, TextShape
 from panscan.model.tokenizer import build_tokenizer
+from panscan.plan.cost import Variant, pass_work
 
 TINY = SHAPES["tiny"]
 
@@ -58,8 +59,8 @@ def test_the_published_sizes_and_the_costs_counted_elsewhere() -> None:
     assert large.parameters() == pytest.approx(27.43e9, rel=1e-3)
     assert SHAPES["4b"].parameters() == pytest.approx(4.30e9, rel=1e-3)
     assert large.vision_flops(1) == pytest.approx(5.45e12, rel=5e-3)
-    assert large.prefill_flops(1102) == pytest.approx(56e12, rel=0.02)
-    assert large.decode_bytes(1150, 0, 2) == pytest.approx(54e9, rel=2e-3)
+    assert pass_work(Variant(large), prefill=[(0, 1102)]).flops() == pytest.approx(56e12, rel=0.02)
+    assert Variant(large).text_bytes() == pytest.approx(54e9, rel=2e-3)
     assert large.kv_bytes(1150, 2) == pytest.approx(0.53e9, rel=2e-3)
 
 
@@ -78,9 +79,8 @@ def test_a_text_only_shape_spends_nothing_on_views() -> None:
 def test_prefill_flops_are_those_that_pytorch_counts_but_for_the_masked_pairs(tokens: int) -> None:
     text = TINY.text
     masked = text.layers * tokens**2 - text.attention_pairs(tokens)
-    assert TINY.prefill_flops(tokens) == counted(input_ids=torch.ones(1, tokens, dtype=torch.long)) - (
-        4 * text.heads * text.head_size * masked
-    )
+    flops = counted(input_ids=torch.ones(1, tokens, dtype=torch.long)) - 4 * text.heads * text.head_size * masked
+    assert pass_work(Variant(TINY), prefill=[(0, tokens)]).flops() == flops
 
 
 @pytest.mark.parametrize("tokens", [1, 127, 128, 129, 300])
@@ -119,12 +119,3 @@ def test_kv_bytes_are_what_transformers_keeps_and_the_next_token_beside_a_full_w
     # A sliding layer drops its oldest position before the next token comes, which makes the window full again.
     awaited = TINY.text.local_layers if tokens >= TINY.text.window else 0
     assert TINY.kv_bytes(tokens, 4) == stored + awaited * 2 * TINY.text.kv_heads * TINY.text.head_size * 4
-
-
-@given(st.integers(0, 5000), st.integers(0, 300), st.sampled_from([0.5, 1, 2, 4]), st.sampled_from([1, 2, 4]))
-def test_decode_reads_the_weights_once_and_the_keys_of_every_request(
-    context: int, batch: int, weight: float, value: float
-) -> None:
-    shape = SHAPES["12b"]
-    weights = shape.text.parameters() * weight
-    assert shape.decode_bytes(context, batch, weight, value) == weights + batch * shape.kv_bytes(context, value)

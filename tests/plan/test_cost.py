@@ -119,18 +119,14 @@ def test_a_shard_computes_its_part_and_sends_what_the_engine_sends(shape: str | 
 
 
 @given(model=st.sampled_from([*SHAPES]), context=st.integers(1, 5000), batch=st.integers(1, 64))
-def test_whole_passes_are_those_of_the_shapes_formulas(model: str, context: int, batch: int) -> None:
+def test_a_step_reads_the_keys_of_every_request(model: str, context: int, batch: int) -> None:
     shape = SHAPES[model]
-
-    def flops(work: Work) -> float:
-        return work.products + work.dense + work.attention
-
-    assert flops(pass_work(Variant(shape), prefill=[(0, context)])) == shape.prefill_flops(context)
-    step = pass_work(Variant(shape, "int8" if batch % 2 else None), decode_contexts=[context] * batch)
-    assert flops(step) == batch * shape.decode_flops(context)
+    step, narrow = (pass_work(Variant(shape, kind), decode_contexts=[context] * batch) for kind in (None, "int8"))
+    assert step.flops() == narrow.flops() == batch * pass_work(Variant(shape), decode_contexts=[context]).flops()
+    assert narrow.flops(2.0) == step.flops() - narrow.products / 2
     written = batch * 4 * shape.text.kv_heads * shape.text.head_size * shape.text.layers
     assert step.kv_bytes == batch * shape.kv_bytes(context, 2) + written
-    assert flops(vision_work(Variant(shape), batch)) == shape.vision_flops(batch)
+    assert vision_work(Variant(shape), batch).flops() == shape.vision_flops(batch)
 
 
 @given(start=st.integers(0, 30), blocks=st.integers(0, 3), text_tokens=st.integers(1, 30))

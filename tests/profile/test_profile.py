@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.idle_gap import random_gemma3n
 from tests.conftest import noise
+from transformers import Gemma3nTextConfig
 
 from panscan.cli.main import run
 from panscan.core import SettingError, UnsupportedError
 from panscan.model.phases import profiled
 from panscan.profile.modes import ENGINE, GENERATE_MODES, chosen_modes, mode_settings, without_graphs
-from panscan.runners.gemma3n import gemma3n_config, random_gemma3n
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings
 
@@ -26,7 +27,7 @@ TOKENS = 3
 @pytest.fixture(scope="module")
 def gemma3n(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small random Gemma 3n with shared keys and values, as a checkpoint directory."""
-    config = gemma3n_config(
+    config = Gemma3nTextConfig(
         hidden_size=32,
         hidden_size_per_layer_input=8,
         intermediate_size=48,

@@ -100,7 +100,7 @@ def test_another_jobs_work_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture
     with PartialCheckpoint(tmp_path / "out", {"quantization": "fp8"}) as other:
         other.write_json("layer.json", 1)
         assert _quantize(tmp_path / "out", "--quantization", "int4", "--no-verify") == 3
-        assert "another process is writing" in capsys.readouterr().err
+        assert "is writing this checkpoint: wait for it" in capsys.readouterr().err
     assert _quantize(tmp_path / "out", "--quantization", "int4", "--no-verify") == 2
     assert "another job's partial work" in capsys.readouterr().err
     assert (tmp_path / "out.partial/layer.json").exists()

@@ -8,12 +8,10 @@ A fault is a patch of the real code, applied in the HTTP server's process and in
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,14 +19,15 @@ import torch
 from PIL import Image
 from torch import nn
 
-from panscan.core import PanAndScan
+from panscan.core import PanAndScan, child
+from panscan.core.process import worker_command
 from panscan.engine import engine, loop
 from panscan.engine.scheduling.batch import FlatBatch
 from panscan.engine.scheduling.sequence import flatten
 from panscan.engine.views import ViewFeatures
 from panscan.images import pixels
 from panscan.model.prompt import Prompt, PromptWriter
-from panscan.serve import engine_process, engine_worker
+from panscan.serve import engine_worker
 from panscan.serve.requests import RequestBuilder
 
 __all__ = ["FAULTS", "command"]
@@ -189,13 +188,12 @@ FAULTS: dict[str, tuple[str, Callable[[], None]]] = {
 def _forward_to_worker(fault: str) -> None:
     """Make the server start its engine process with the fault."""
 
-    def popen(words: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        changed = [sys.executable, "-m", "tests.verify.faulty_server", _WORKER, fault, words[-1]]
-        return subprocess.Popen(changed, **{**options, "cwd": ROOT})
+    def faulty_command(module: str, *arguments: str) -> list[str]:
+        if module != "panscan.serve.engine_worker":
+            return worker_command(module, *arguments)
+        return [sys.executable, "-m", "tests.verify.faulty_server", _WORKER, fault, *arguments]
 
-    engine_process.subprocess = SimpleNamespace(  # type: ignore[assignment]  # the fault
-        Popen=popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
-    )
+    child.worker_command = faulty_command  # type: ignore[attr-defined]  # the fault
 
 
 def main(words: list[str]) -> None:

@@ -1,17 +1,21 @@
-"""The floor of a cell: the least time and memory that its machine's two ceilings allow for the work in its records."""
+"""The floor of a cell: the least time and memory that its machine's two ceilings allow for the work in its records.
+
+The formulas are those of :class:`panscan.plan.cost.Roofline`; here, records become requests.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from panscan.core import RecordsError
 from panscan.model.shapes import Shape
+from panscan.plan.cost import RequestCounts, Roofline, Variant
+from panscan.plan.gpus import reported_gpu
 from panscan.records.metrics import Metrics
 from panscan.records.schema import RequestRecord
 from panscan.records.store import Run
@@ -19,78 +23,75 @@ from panscan.settings import ALL_AT_ONCE
 
 __all__ = ["Floor", "floor_of", "ratios"]
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_OTHER_ARITHMETIC = ("fp8", "int8", "bnb-8bit", "torchao-float8")
-"""Quantisations that also multiply in a narrower format, and so faster than the product that was measured."""
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_NARROW = ("fp8", "int8")
+"""Quantisations whose products are narrower and so faster than the product that was measured, as data sheets say."""
+_UNKNOWN_PRODUCTS = ("bnb-8bit", "torchao-float8")
+"""Quantisations that multiply in narrower types at a rate that is not known."""
+_MIXED = ("generate_batch", *ALL_AT_ONCE)
+"""Runners that mix prefill and decode in one pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class Floor:
     """What no program can get below on this machine, comparable with the cell's metrics of the same names.
 
-    Stage times are means over requests of their batch's time, in milliseconds: requests of a batch share its stages.
+    Stage times are means over requests in milliseconds. Requests of a batch share the time of its stages. A runner that
+    mixes prefill and decode has no batches: its stages are those of a request that runs alone.
 
     Args:
-        vision_ms: the tower and projector over the batch's views.
-        prefill_ms: the decoder over every prompt of the batch.
-        decode_ms: the steps after the first token, up to the batch's longest answer.
-        request_throughput: requests over the sum of their batches' times; of replicas, the sum.
-        memory_bytes: weights, and keys and values of the most demanding batch.
+        vision_ms: the tower and projector over the views.
+        prefill_ms: the decoder over the prompts.
+        decode_ms: the steps after the first token, up to the longest answer.
+        e2e_ms: all stages; where all requests are submitted at once, also the wait for those that take less work.
+        request_throughput: requests over the time of all batches, or of all mixed passes; of replicas, the sum.
+        memory_bytes: weights, and keys and values of the most demanding batch, or request of a mixed pass.
     """
 
     vision_ms: float
     prefill_ms: float
     decode_ms: float
+    e2e_ms: float
     request_throughput: float
     memory_bytes: int
 
-    @property
-    def e2e_ms(self) -> float:
-        """The three stages; loading and preprocessing have no floor."""
-        return self.vision_ms + self.prefill_ms + self.decode_ms
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Floors of requests that were submitted together: means over them in seconds, and the time of all."""
+
+    requests: int
+    stages: tuple[float, float, float]
+    e2e: float
+    seconds: float
+    cache_bytes: int
 
 
 def floor_of(run: Run, cell: str) -> Floor | None:
-    """The floor of a cell from its ``load`` record and its requests' counts, with the formulas of
-    :class:`panscan.model.shapes.Shape`. Real ids only: padding is not work that had to be done.
+    """Return the floor of a cell from its ``load`` record and its requests' counts. Requests that failed are left out.
 
-    With F and B the ceilings (FLOP/s, bytes/s), the time of a batch is the sum of
-
-    - vision: max(``vision_flops``(views) / F, the tower's weights / B);
-    - prefill: max(sum of ``prefill_flops``(prompt) / F, the decoder's weights / B);
-    - decode: over steps i = 1, 2, ... up to the longest answer less one, max(``decode_bytes`` / B, sum of
-      ``decode_flops`` / F) with contexts of prompt + i tokens. A request takes no part after its own last token.
-
-    Weights have their stored size (``weight_bytes``), less the other part's parameters at the size of ``dtype``:
-    panscan quantises the decoder alone. Keys and values have the size of ``dtype``. Runner ``pipeline`` answers one
-    request at a time, so each is its own batch there. Requests that failed are left out.
+    Runner ``pipeline`` answers one request at a time, so each is its own batch there. Of a mixed runner, tokens found
+    in the prefix cache and views of an image that another request of the repeat has too are no work.
 
     Returns:
         None where the ceilings or the work are not known: no load record, shape or rates in it, or a shape of another
-        version; no request succeeded; ``tp_plan`` (the rates are of one device); TF32 and the quantisations that
-        multiply in a narrower format (quicker than the measured product); and runners ``generate_batch``,
-        ``engine`` and ``vllm``, which mix prefill and decode in one step.
+        version; no request succeeded; ``tp_plan`` (the rates are of one device); TF32; and quantisations whose products
+        have an unknown rate, as that of fp8 and int8 on a GPU that :mod:`panscan.plan.gpus` does not know.
     """
-    machine = _machine(run, cell)
-    done = run.answered(cell)
-    if machine is None or not done:
-        return None
-    alone = run.cells[cell].get("runner") == "pipeline"
+    settings, roofline = run.cells[cell], _roofline(run, cell)
+    runner = settings.get("runner")
     groups: dict[tuple[Any, ...], list[RequestRecord]] = defaultdict(list)
-    for record in done:
+    for record in run.answered(cell):
         batch = record.replica, record.repeat, record.batch
-        groups[(*batch, record.request) if alone else batch].append(record)
-    work = _CellWork(machine, max((record.prompt_tokens or 0) + record.output_tokens for record in done))
-    times = {batch: work.seconds(records) for batch, records in groups.items()}
-    vision, prefill, decode = (
-        sum(len(groups[batch]) * times[batch][stage] for batch in groups) / len(done) * 1e3 for stage in range(3)
-    )
-    throughput = 0.0
-    for replica in {batch[0] for batch in groups}:
-        own = [batch for batch in groups if batch[0] == replica]
-        throughput += sum(len(groups[batch]) for batch in own) / sum(sum(times[batch]) for batch in own)
-    memory = machine.weight_bytes + max(work.cache_bytes(records) for records in groups.values())
-    return Floor(vision, prefill, decode, throughput, memory)
+        groups[(*batch, record.request) if runner == "pipeline" else batch].append(record)
+    if roofline is None or not groups:
+        return None
+    if runner in _MIXED:
+        limits = settings.get("max_num_seqs"), settings.get("max_concurrency")
+        batches = {key: _mixed(roofline, _mixed_counts(records), limits) for key, records in groups.items()}
+    else:
+        batches = {key: _batch(roofline, [_counts(record) for record in records]) for key, records in groups.items()}
+    return _cell_floor(roofline.weight_bytes, batches)
 
 
 def ratios(floor: Floor, metrics: Metrics) -> dict[str, float]:
@@ -112,71 +113,95 @@ def ratios(floor: Floor, metrics: Metrics) -> dict[str, float]:
     return {name: above / below for name, (above, below) in pairs.items() if above is not None and below}
 
 
-@dataclass(frozen=True, slots=True)
-class _Machine:
-    shape: Shape
-    width: int  # bytes of an unquantised weight, key or value
-    weight_bytes: int
-    flops_per_s: float
-    bytes_per_s: float
-
-    @property
-    def text_bytes(self) -> int:
-        others = self.shape.parameters() - self.shape.text.parameters()
-        return max(0, self.weight_bytes - others * self.width)
-
-    @property
-    def vision_bytes(self) -> int:
-        return max(0, self.weight_bytes - self.shape.text.parameters() * self.width)
-
-
-def _machine(run: Run, cell: str) -> _Machine | None:
+def _roofline(run: Run, cell: str) -> Roofline | None:
+    """Return the ceilings that a cell's model ran under; None if they are not known."""
     load, settings = run.loads.get(cell), run.cells[cell]
-    if load is None or load.shape is None or load.dtype not in _BYTES:
-        return None
-    kinds = settings.get("quantization"), load.weights
-    quicker = any(kind in _OTHER_ARITHMETIC for kind in kinds) or (
-        settings.get("tf32") and load.dtype == "float32" and load.device.startswith("cuda")
-    )
-    if quicker or settings.get("tp_plan") or settings.get("runner") in ("generate_batch", *ALL_AT_ONCE):
+    if load is None or load.shape is None or load.dtype not in _DTYPES or settings.get("tp_plan"):
         return None
     if not load.flops_per_s or not load.bytes_per_s:
+        return None
+    on_gpu, kinds = load.device.startswith("cuda"), {settings.get("quantization"), load.weights}
+    kind = next((kind for kind in _NARROW if kind in kinds), None)
+    narrow = 1.0 if kind is None else _narrow_rate(run, kind)
+    tf32 = settings.get("tf32") and load.dtype == "float32" and on_gpu
+    if tf32 or narrow is None or kinds & {*_UNKNOWN_PRODUCTS}:
         return None
     try:
         shape = Shape.from_dict(load.shape)
     except RecordsError:  # another version's: what it cost is not known here, and the rest of the run is
         return None
-    return _Machine(shape, _BYTES[load.dtype], load.weight_bytes, load.flops_per_s, load.bytes_per_s)
+    variant = Variant(shape, kind, None, settings.get("kv_cache_dtype") or "auto", dtype=_DTYPES[load.dtype])
+    gpus = settings.get("tensor_parallel_size") or 1 if on_gpu else 1  # processes of a CPU share its rates
+    return Roofline(variant, gpus * load.flops_per_s, gpus * load.bytes_per_s, load.weight_bytes, narrow)
 
 
-class _CellWork:
-    """Times of batches. What a token at each context costs is tabled once, up to ``longest`` tokens."""
+def _narrow_rate(run: Run, kind: str) -> float | None:
+    """Return how many times faster than the measured product an 8-bit one is; None if the GPU is not known."""
+    gpus = run.header.environment.gpus
+    gpu = reported_gpu((gpus[0].name or "") if gpus else "")
+    return None if gpu is None or kind not in gpu.flops_per_s else gpu.flops_per_s[kind] / gpu.half_rate
 
-    def __init__(self, machine: _Machine, longest: int) -> None:
-        self._machine = machine
-        shape = machine.shape
-        self._kv: NDArray[np.float64] = np.array([shape.kv_bytes(n, machine.width) for n in range(longest + 1)], float)
-        self._flops: NDArray[np.float64] = np.array([shape.decode_flops(n) for n in range(longest + 1)])
 
-    def seconds(self, batch: Sequence[RequestRecord]) -> tuple[float, float, float]:
-        """Vision, prefill and decode of one batch."""
-        machine, shape = self._machine, self._machine.shape
-        views = sum(record.views or 0 for record in batch)
-        vision = max(shape.vision_flops(views) / machine.flops_per_s, machine.vision_bytes / machine.bytes_per_s)
-        prefill = sum(shape.prefill_flops(record.prompt_tokens or 0) for record in batch) / machine.flops_per_s
-        read = machine.text_bytes / machine.bytes_per_s
-        return vision if views else 0.0, max(prefill, read), self._decode(batch)
+def _counts(record: RequestRecord) -> RequestCounts:
+    return RequestCounts(record.views or 0, record.prompt_tokens or 0, record.output_tokens)
 
-    def _decode(self, batch: Sequence[RequestRecord]) -> float:
-        steps = max(0, *(record.output_tokens - 1 for record in batch))
-        read, computed = np.full(steps, float(self._machine.text_bytes)), np.zeros(steps)
-        for record in batch:
-            own, prompt = max(0, record.output_tokens - 1), record.prompt_tokens or 0
-            read[:own] += self._kv[prompt + 1 : prompt + own + 1]
-            computed[:own] += self._flops[prompt + 1 : prompt + own + 1]
-        slowest = np.maximum(read / self._machine.bytes_per_s, computed / self._machine.flops_per_s)
-        return float(slowest.sum())
 
-    def cache_bytes(self, batch: Sequence[RequestRecord]) -> int:
-        """Keys and values at each request's end; the last token's are never computed."""
-        return sum(int(self._kv[(record.prompt_tokens or 0) + max(0, record.output_tokens - 1)]) for record in batch)
+def _mixed_counts(records: Sequence[RequestRecord]) -> list[RequestCounts]:
+    """Return requests that share what they have in common: prefixes, as recorded, and encoded images."""
+    encoded: set[str] = set()
+    requests = []
+    for record in records:
+        images = record.image_sha256
+        views = 0 if encoded.intersection(images) else record.views or 0
+        encoded.update(images)
+        cached = record.cached_tokens or 0
+        requests.append(RequestCounts(views, record.prompt_tokens or 0, record.output_tokens, cached))
+    return requests
+
+
+def _batch(roofline: Roofline, requests: Sequence[RequestCounts]) -> _Batch:
+    """Return the floors of a batch: one stage after the other, for all its requests together."""
+    stages = (
+        roofline.vision_seconds(sum(request.views for request in requests)),
+        roofline.prefill_seconds(requests),
+        roofline.decode_seconds(requests),
+    )
+    cache = sum(map(roofline.cache_bytes, requests))
+    return _Batch(len(requests), stages, sum(stages), sum(stages), cache)
+
+
+def _mixed(roofline: Roofline, requests: Sequence[RequestCounts], limits: Sequence[int | None]) -> _Batch:
+    """Return the floors of requests in mixed passes.
+
+    No order of requests that share the arithmetic rate completes them earlier on average than the shortest one first;
+    that counts where none is submitted only when another has ended.
+
+    Args:
+        roofline: ceilings of the machine.
+        requests: all requests of a repeat.
+        limits: requests of a pass at most, and requests in flight at most; None: no limit.
+    """
+    number, (_, concurrency) = len(requests), limits
+    alone = {request: _batch(roofline, [request]) for request in set(requests)}
+    stages = np.mean([alone[request].stages for request in requests], axis=0)
+    e2e = float(stages.sum())
+    if concurrency is None or concurrency >= number:
+        flops = np.sort([roofline.request_flops(request) for request in requests])
+        e2e = max(e2e, float(flops.cumsum().mean()) / roofline.flops_per_s)
+    seconds = roofline.mixed_seconds(requests, min(limit for limit in (*limits, number) if limit is not None))
+    vision, prefill, decode = map(float, stages)
+    return _Batch(number, (vision, prefill, decode), e2e, seconds, max(each.cache_bytes for each in alone.values()))
+
+
+def _cell_floor(weight_bytes: int, batches: Mapping[tuple[Any, ...], _Batch]) -> Floor:
+    """Return the floor of a cell from those of its batches, by (replica, ...)."""
+    weights = [batch.requests for batch in batches.values()]
+    stages = np.average([(*batch.stages, batch.e2e) for batch in batches.values()], axis=0, weights=weights)
+    done, seconds = dict[Any, int](), dict[Any, float]()
+    for (replica, *_), batch in batches.items():
+        done[replica] = done.get(replica, 0) + batch.requests
+        seconds[replica] = seconds.get(replica, 0.0) + batch.seconds
+    throughput = sum(done[replica] / seconds[replica] for replica in done)
+    memory = weight_bytes + max(batch.cache_bytes for batch in batches.values())
+    vision, prefill, decode, e2e = (1e3 * float(stage) for stage in stages)
+    return Floor(vision, prefill, decode, e2e, throughput, memory)

@@ -16,8 +16,9 @@ from panscan.analysis.levels import refuse_load_run
 from panscan.analysis.setting_words import shown
 from panscan.analysis.significance import quality_difference, shows_no_loss
 from panscan.core import RecordsError, SettingError
+from panscan.core.files import write_file
 from panscan.records.quality import metric_title
-from panscan.records.store import Run, write_atomically
+from panscan.records.store import Run
 from panscan.records.verdict import verdict_of
 from panscan.settings import nearest, recorded_settings
 
@@ -291,13 +292,13 @@ def write_preset(text: str, path: Path, *, force: bool = False) -> None:
     Raises:
         SettingError: a file is there that :func:`preset_text` did not make, and not ``force``; or its name would not be
             taken for a preset's.
-        RecordsError: the file cannot be written.
+        InputError: the file cannot be written.
     """
     if path.suffix not in (".yaml", ".yml"):
         raise SettingError(f"-o {path}: a preset's name ends in .yaml")
     if path.exists() and not force and not _ours(path):
         raise SettingError(f"{path} is there and was not written by panscan recommend: choose another -o, or --force")
-    write_atomically(path, text.encode())
+    write_file(path, text)
 
 
 def _ours(path: Path) -> bool:

@@ -19,14 +19,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from filelock import FileLock, Timeout
-
-from panscan.batch.jsonl import JsonLines, Record, encode, unwritable
+from panscan.batch.jsonl import AnswerLog, Record, encode
 from panscan.batch.ledger import ledger_path
 from panscan.batch.outbox import Outbox
 from panscan.core import RecordsError
+from panscan.core.files import WriteLock, write_errors, write_file
 from panscan.core.foreign import parse_json
-from panscan.records.store import write_atomically
 
 __all__ = ["AnswerFile", "Mode", "refuse_answers", "refuse_sources"]
 
@@ -63,18 +61,16 @@ class AnswerFile:
         self.path = Path(os.path.realpath(path))
         self.header_path, self._held_path, self._lock_path, *_ = _sidecars(self.path)
         self.original_header = header
-        self._lines: JsonLines | None = None
+        self._lines: AnswerLog | None = None
         self._held: Outbox | None = None
         self._created: list[Path] = []
-        self._lock = FileLock(self._lock_path, timeout=0, thread_local=False)
+        self._lock = WriteLock(self._lock_path, self._refusal)
         try:
-            _refuse_irregular(path)
-            self._acquire()
-            if mode != "force" and (_size(self.path) or _size(self._held_path)):
-                self._resume(header, mode, check)
-        except OSError as error:
-            self.close()
-            raise unwritable(self.path, error) from error
+            with write_errors(self.path, RecordsError):
+                _refuse_irregular(path)
+                self._acquire()
+                if mode != "force" and (_size(self.path) or _size(self._held_path)):
+                    self._resume(header, mode, check)
         except BaseException:
             self.close()
             raise
@@ -103,7 +99,7 @@ class AnswerFile:
             RecordsError: the answer cannot be written.
         """
         lines, held = self._open()
-        lines.append(record)
+        lines.append(encode(record))
         if record["id"] in held:
             held.drop(record["id"])
 
@@ -171,14 +167,11 @@ class AnswerFile:
     def _acquire(self) -> None:
         created = [path for path in (self._lock_path, *self.path.parents) if not path.exists()]
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(self._lock_path, os.O_RDWR | os.O_CREAT, 0o664))  # FileLock mistakes some errors for a lock
-        try:
-            self._lock.acquire()
-            self._created = created
-        except Timeout as error:
-            raise RecordsError(
-                f"{self.path} is being written by another panscan process; choose another -o for this job"
-            ) from error
+        self._lock.acquire()
+        self._created = created
+
+    def _refusal(self, holder: str) -> RecordsError:
+        return RecordsError(f"{self.path} is being written by {holder}; choose another -o for this job")
 
     def _resume(self, header: Mapping[str, Any], mode: Mode, check: Check) -> None:
         if mode == "new":
@@ -186,21 +179,18 @@ class AnswerFile:
         self.original_header = self._header()
         if (reason := check(self.original_header, header)) is not None:
             raise RecordsError(f"{self.path} {reason}: resume with the same options, or replace it with --force")
-        self._lines = JsonLines(self.path)
+        self._lines = AnswerLog(self.path)
         self._held = Outbox(self._held_path)
 
-    def _open(self) -> tuple[JsonLines, Outbox]:
+    def _open(self) -> tuple[AnswerLog, Outbox]:
         if self._lines is None or self._held is None:
             # In this order, so that answers never lie beside the header of another job.
-            try:
-                self.path.unlink(missing_ok=True)
-                self._held_path.unlink(missing_ok=True)
-                ledger_path(self.path).unlink(missing_ok=True)
-            except OSError as error:
-                raise unwritable(self.path, error) from error
-            write_atomically(self.header_path, json.dumps(self.original_header, indent=2).encode() + b"\n")
+            with write_errors(self.path, RecordsError):
+                for path in (self.path, self._held_path, ledger_path(self.path)):
+                    path.unlink(missing_ok=True)
+            write_file(self.header_path, json.dumps(self.original_header, indent=2) + "\n", RecordsError)
             self._held = Outbox(self._held_path)
-            self._lines = JsonLines(self.path)
+            self._lines = AnswerLog(self.path)
         return self._lines, self._held
 
     def _header(self) -> Mapping[str, Any]:
@@ -293,7 +283,7 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _replaced(lines: JsonLines, held: Outbox, replacing: Mapping[str, list[str]]) -> Iterator[bytes]:
+def _replaced(lines: AnswerLog, held: Outbox, replacing: Mapping[str, list[str]]) -> Iterator[bytes]:
     """Yield the lines of the file, with failed answers replaced by the held ones."""
     remaining = dict(replacing)
     present = set()

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from panscan.batch.answers import Mode, refuse_sources
-from panscan.batch.jsonl import JsonLines, unwritable
+from panscan.batch.jsonl import AnswerLog
 from panscan.batch.ledger import ledger_path
 from panscan.batch.tables import is_table, write_answers
-from panscan.core import RecordsError, SettingError, StorageError, cache_directory, now
+from panscan.core import RecordsError, SettingError, StorageError, now
+from panscan.core.files import cache_directory, write_errors
 from panscan.core.foreign import parse_json
 from panscan.images.fetch import conceal
 from panscan.images.storage import (
@@ -82,7 +83,7 @@ class Destination:
             RecordsError: the file cannot be written.
         """
         if self.table is not None and self.path.exists():
-            lines = JsonLines(self.path)
+            lines = AnswerLog(self.path)
             try:
                 write_answers(self.table, (line.record for line in lines))
             finally:
@@ -140,13 +141,11 @@ def fetch_previous(target: Destination, mode: Mode) -> None:
         return
     if mode == "new":
         raise RecordsError(f"{target.url} already has answers: continue with --resume, or replace them with --force")
-    try:
+    with write_errors(target.path, RecordsError):
         target.path.parent.mkdir(parents=True, exist_ok=True)
         for suffix in (".run.json", ".ledger.json", ""):  # the answers last: with them, the spool is complete
             if not suffix or object_exists(target.url + suffix):
                 download(target.url + suffix, target.path.with_name(target.path.name + suffix))
-    except OSError as error:
-        raise unwritable(target.path, error) from error
 
 
 def _refuse_table(target: Destination, mode: Mode) -> None:

@@ -18,9 +18,9 @@ from typing import Any, Literal, get_args
 from panscan.batch.jsonl import Record
 from panscan.core import RecordsError, now
 from panscan.core.errors import one_line
+from panscan.core.files import write_file
 from panscan.core.foreign import parse_json
 from panscan.core.ranges import Range, shorten
-from panscan.records.store import write_atomically
 
 __all__ = ["SCHEMA", "JobStart", "Ledger", "LedgerWriter", "ledger_path", "read_ledger"]
 
@@ -238,7 +238,7 @@ class LedgerWriter:
         names = ("seconds", "load_seconds", "retries", "pages_per_second", "price_per_million_pages")
         derived = {name: getattr(ledger, name) for name in names}
         data = json.dumps({"schema": SCHEMA, **asdict(ledger), **derived}, indent=2, ensure_ascii=False)
-        write_atomically(self.path, data.encode("utf-8", "backslashreplace") + b"\n")
+        write_file(self.path, data + "\n", RecordsError)
         self._written = now()
 
 

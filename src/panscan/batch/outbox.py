@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from panscan.batch.jsonl import JsonLines, Record, encode
+from panscan.batch.jsonl import AnswerLog, Record, encode
 
 __all__ = ["Outbox"]
 
@@ -26,13 +27,13 @@ class Outbox:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._lines: JsonLines | None = None
+        self._lines: AnswerLog | None = None
         self._offsets: dict[str, tuple[int, str | None]] = {}  # id -> byte offset of its line, replaced id
         self._count = 0
         if path.exists():
-            self._lines = JsonLines(path)
+            self._lines = AnswerLog(path)
             for line in self._lines:
-                self._offsets[line.record["id"]] = line.at, line.record.get(_REPLACES)
+                self._offsets[line.record["id"]] = line.offset, line.record.get(_REPLACES)
                 self._count += 1
 
     def __contains__(self, id: str) -> bool:
@@ -50,15 +51,15 @@ class Outbox:
             RecordsError: the answer cannot be written.
         """
         if self._lines is None:
-            self._lines = JsonLines(self._path)
+            self._lines = AnswerLog(self._path)
         line = record if replaces is None else {**record, _REPLACES: replaces}
-        self._offsets[record["id"]] = self._lines.append(line), replaces
+        self._offsets[record["id"]] = self._lines.append(encode(line)), replaces
         self._count += 1
 
     def get(self, id: str) -> Record:
         """Return the answer with this id, which must exist."""
         assert self._lines is not None  # it has a line
-        record = self._lines.read(self._offsets[id][0])
+        record: Record = json.loads(self._lines.read(self._offsets[id][0]))
         record.pop(_REPLACES, None)
         return record
 
@@ -91,11 +92,11 @@ class Outbox:
             if not self._offsets:
                 self._path.unlink(missing_ok=True)
 
-    def _rewrite(self, lines: JsonLines) -> None:
+    def _rewrite(self, lines: AnswerLog) -> None:
         kept = [
             ({**self.get(id), _REPLACES: replaces} if replaces is not None else self.get(id))
             for id, (_, replaces) in self._offsets.items()
         ]
         lines.rewrite(map(encode, kept))
-        self._offsets = {line.record["id"]: (line.at, line.record.get(_REPLACES)) for line in lines}
+        self._offsets = {line.record["id"]: (line.offset, line.record.get(_REPLACES)) for line in lines}
         self._count = len(self._offsets)

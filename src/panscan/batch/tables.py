@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,8 +9,9 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
-from panscan.batch.jsonl import Record, unwritable
-from panscan.core import DatasetError, create_file
+from panscan.batch.jsonl import Record
+from panscan.core import DatasetError, RecordsError
+from panscan.core.files import replace_file, write_errors
 from panscan.images.storage import MAX_OBJECTS, is_stored, open_object
 from panscan.quality.datasets import Boundary
 from panscan.quality.datasets.tables import IDS, IMAGES, QUESTIONS, check_table, image_bytes, require_pyarrow
@@ -260,20 +260,10 @@ def write_answers(path: Path, records: Iterable[Record]) -> None:
 
     kinds = {"list": pa.list_(pa.string()), "string": pa.string(), "int32": pa.int32(), "float64": pa.float64()}
     schema = pa.schema([(name, kinds[kind]) for name, kind in _ANSWERS.items()])
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with create_file(temporary) as file:
-            with parquet.ParquetWriter(file, schema) as writer:
-                rows = iter(records)
-                while some := [_unicode(row) for row in islice(rows, _TEXT_ROWS)]:
-                    writer.write_batch(pa.RecordBatch.from_pylist(some, schema))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        raise unwritable(path, error) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+    with write_errors(path, RecordsError), replace_file(path) as file, parquet.ParquetWriter(file, schema) as writer:
+        rows = iter(records)
+        while batch := [_unicode(row) for row in islice(rows, _TEXT_ROWS)]:
+            writer.write_batch(pa.RecordBatch.from_pylist(batch, schema))
 
 
 def _unicode(value: Any) -> Any:

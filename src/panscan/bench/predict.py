@@ -10,7 +10,7 @@ from panscan.bench.workload import plans_of
 from panscan.core import SettingError
 from panscan.images.views import GEMMA3_COST
 from panscan.model.shapes import SHAPES, Shape, shape_named
-from panscan.plan.cost import Variant, Work, pass_work, vision_work
+from panscan.plan.cost import Variant, pass_work, vision_work
 from panscan.settings import ALL_AT_ONCE, Settings
 
 __all__ = ["Prediction", "predict"]
@@ -127,11 +127,6 @@ def _batch_seconds(variant: Variant, settings: Settings, views: Sequence[int], t
     decode = pass_work(variant, decode_contexts=[padded] * len(tokens))
     read = processes * (decode.weight_bytes + decode.kv_bytes) / ceilings.bytes_per_s
     step = max(read, variant.text.layers * _STEP_SECONDS_PER_LAYER)
-    computed = processes * _flops(prefill, settings) / (ceilings.flops_per_s * _EFFICIENCY)
-    return computed + settings.max_new_tokens * step
-
-
-def _flops(work: Work, settings: Settings) -> float:
-    """Return FLOPs as the unquantised products that take the same time."""
     narrow = _NARROW_PRODUCTS if settings.quantization in ("fp8", "int8") else 1.0
-    return work.dense + work.attention + work.products / narrow
+    computed = processes * prefill.flops(narrow) / (ceilings.flops_per_s * _EFFICIENCY)
+    return computed + settings.max_new_tokens * step

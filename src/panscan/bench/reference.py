@@ -22,12 +22,12 @@ from safetensors.torch import save
 from panscan.bench.divergence import Noise
 from panscan.bench.workload import Item, Source, plans_of
 from panscan.core import RecordsError, Request
+from panscan.core.files import write_file
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import plan_request, read_images
 from panscan.model.machine import is_out_of_memory, release_memory
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.reference import float32_model, one_view_at_a_time
-from panscan.records.store import write_atomically
 from panscan.runners.observe import observe
 from panscan.settings import Settings
 
@@ -253,7 +253,7 @@ def save_reference(reference: Reference, path: Path) -> None:
     }
     with _readable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, save(tensors, {"panscan_truth": FORMAT, "header": json.dumps(header)}))
+    write_file(path, save(tensors, {"panscan_truth": FORMAT, "header": json.dumps(header)}), RecordsError)
 
 
 def load_reference(path: Path) -> Reference:

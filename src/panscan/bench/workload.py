@@ -21,9 +21,8 @@ from panscan.core import (
     PanAndScan,
     Request,
     SettingError,
-    cache_directory,
-    fallback_directory,
 )
+from panscan.core.files import cache_directory, fallback_directory
 from panscan.core.request import MAX_PAGES
 from panscan.images.fetch import named_url
 from panscan.images.files import Page, expand_images, find_pages, load_page, page_digest
@@ -430,7 +429,7 @@ def sample_dataset() -> Path:
     """The bundled sample documents' ``questions.jsonl``, drawn into the cache on first use.
 
     Another recipe draws into another folder: its documents do not mix with older ones, and runs that read those resume.
-    A cache that cannot be written is replaced by :func:`panscan.core.fallback_directory`, so that a run can resume.
+    :func:`~panscan.core.files.fallback_directory` replaces a cache that cannot be written, so that a run can resume.
 
     Raises:
         SettingError: the cache cannot be written, and the fallback is not private.

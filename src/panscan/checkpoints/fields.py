@@ -14,6 +14,7 @@ from typing import Any
 
 from panscan.checkpoints.files import DamagedFileError
 from panscan.checkpoints.headers import StoredShape, key_of
+from panscan.core.model_names import IMAGE_TOKENS
 from panscan.core.ranges import shorten
 
 __all__ = [
@@ -106,7 +107,7 @@ class ConfigSizes:
             _require(kind in kinds, f"{name}.model_type", kind, " or ".join(kinds))
         text = _text_sizes(parts["text_config"], "text_config.")
         vision = _sizes(parts["vision_config"], VISION_DEFAULTS, "vision_config.")
-        tokens = _sizes(config, {"mm_tokens_per_image": 256}, "")["mm_tokens_per_image"]
+        tokens = _sizes(config, {"mm_tokens_per_image": IMAGE_TOKENS}, "")["mm_tokens_per_image"]
         side = vision["image_size"] // vision["patch_size"]
         _require(
             vision["hidden_size"] % vision["num_attention_heads"] == 0,

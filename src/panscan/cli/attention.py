@@ -135,7 +135,7 @@ def _place(output: str | None, images: Sequence[str], *, as_json: bool) -> Path 
 
 def _save(shown: PromptAttention, place: Path) -> None:
     from panscan.attention_map.picture import draw_attention
-    from panscan.records.store import write_atomically
+    from panscan.core.files import write_file
 
     data = io.BytesIO()
     draw_attention(shown).save(data, "PNG", optimize=True)
@@ -143,7 +143,7 @@ def _save(shown: PromptAttention, place: Path) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SettingError(f"--output {place}: {error.strerror or error}") from error
-    write_atomically(place, data.getvalue())
+    write_file(place, data.getvalue())
 
 
 def _show(shown: PromptAttention, place: Path | None, *, as_json: bool) -> None:

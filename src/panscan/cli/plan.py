@@ -270,22 +270,19 @@ def _this_machine(named: str | None) -> tuple[Gpu, tuple[float, float], int]:
 
     from panscan.model.ceilings import measure_ceilings
     from panscan.model.machine import gpu_facts, resolve_device, resolve_dtype
-    from panscan.plan.gpus import gpu_named
+    from panscan.plan.gpus import gpu_named, reported_gpu
 
     if named is not None and "=" not in named:
         raise SettingError(f"--measure takes this machine's GPU: remove --gpu {shorten(named)}")
     facts = gpu_facts()
     name = facts[0]["name"] if facts else "cpu"
-    try:
-        gpu = gpu_named(named or name)
-    except SettingError as error:
-        if named is not None:
-            raise
-        raise SettingError(f"--measure: {name} is not a known GPU; add --gpu with a specification") from error
+    memory = facts[0]["memory_bytes"] if facts else psutil.virtual_memory().total
+    gpu = reported_gpu(name, memory) if facts and named is None else gpu_named(named or "cpu")
+    if gpu is None:
+        raise SettingError(f"--measure: {name} is not a known GPU; add --gpu with a specification")
     with activity("measuring this machine"):
         device = resolve_device("auto")
         found = measure_ceilings(device, resolve_dtype("auto", device))
-    memory = facts[0]["memory_bytes"] if facts else psutil.virtual_memory().total
     gpu = replace(gpu, memory_bytes=memory, label=name if facts else "this machine's CPU", note="")
     return gpu, (found.flops_per_s, found.bytes_per_s), max(1, len(facts))
 

@@ -52,8 +52,8 @@ def command(
 
     Several files are compared, the first with the last. Files of any size are read in pieces.
     """
+    from panscan.core.files import write_file
     from panscan.plan.gpus import gpu_named
-    from panscan.records.store import write_atomically
     from panscan.trace.read import open_trace
     from panscan.trace.summary import summarize
 
@@ -72,7 +72,7 @@ def command(
     if html is not None:
         from panscan.trace.html import page
 
-        write_atomically(html, page(summaries, top=top).encode())
+        write_file(html, page(summaries, top=top))
     if as_json:
         echo(json.dumps(_document(summaries), indent=2, allow_nan=False))
     else:

@@ -16,7 +16,7 @@ from panscan.cli.options import InRange, axis_options, common_options, given_val
 from panscan.cli.verb import option, verb
 from panscan.core import SettingError
 from panscan.core.activity import activity
-from panscan.records.store import write_atomically
+from panscan.core.files import write_file
 from panscan.settings import Group, Settings
 from panscan.verify.options import VERIFY_RANGES, VerifyOptions
 
@@ -106,7 +106,7 @@ def command(**options: Any) -> int:
         found = verify_endpoint(chosen, probes, step.rename)
     _show(found)
     if output is not None:
-        write_atomically(output, json.dumps(as_json(found), indent=2).encode() + b"\n")
+        write_file(output, json.dumps(as_json(found), indent=2) + "\n")
     return {"different": _DIFFERENT, "unknown": _UNKNOWN}.get(found.word, 0)
 
 

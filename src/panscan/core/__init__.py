@@ -33,15 +33,11 @@ from panscan.core.errors import (
 )
 from panscan.core.model_names import BUNDLED, canonical_model, same_model
 from panscan.core.process import (
-    cache_directory,
-    create_file,
-    fallback_directory,
     from_perf_counter,
     hold_lock,
     now,
     record_waits,
     recorded_wait,
-    sync_directory,
 )
 from panscan.core.request import Message, PanAndScan, Request, Sampling, View
 from panscan.core.result import FinishReason, Result, Stamps, Stats, TokenEvent, TokenLogprobs
@@ -75,16 +71,12 @@ __all__ = [
     "TokenLogprobs",
     "UnsupportedError",
     "View",
-    "cache_directory",
     "canonical_model",
-    "create_file",
     "escape_controls",
-    "fallback_directory",
     "from_perf_counter",
     "hold_lock",
     "now",
     "record_waits",
     "recorded_wait",
     "same_model",
-    "sync_directory",
 ]

@@ -1,13 +1,16 @@
-"""Python child processes: start one, exchange messages and open files with it, and say how it ended.
+"""Python child processes: start one, exchange messages with it, say how it ended, and end it.
 
-A message is a JSON object, optionally with bytes and open files. Messages from a child that reads untrusted input are
-therefore plain data: unlike pickles, they cannot run code in the parent.
+:class:`Child` and :class:`Parent` exchange pickled objects. A child that reads untrusted input is a :class:`JsonChild`,
+and its side a :class:`JsonParent`: they exchange JSON objects and open files, which cannot run code in the parent.
+
+Every child ends with its parent, uses its time line, and ignores Ctrl-C, which is for the parent to handle.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import select
 import signal
 import socket
@@ -16,45 +19,39 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
-from typing import IO, Any, NamedTuple, Self
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import IO, Any, NamedTuple, NoReturn, Self
 
 from panscan.core.errors import one_line
-from panscan.core.process import now, worker_command
+from panscan.core.process import join_time_line, now, time_line, worker_command
 
-__all__ = ["Child", "ChildEndedError", "Message", "Parent"]
+__all__ = ["Child", "ChildEndedError", "JsonChild", "JsonParent", "Message", "Parent"]
 
-_HEAD = struct.Struct("<IQB")  # bytes of the JSON object, bytes of the payload, number of files
+_HEAD = struct.Struct("<QB")  # bytes of the JSON object, number of files
 _MOST_JSON = 16 * 2**20
-_SEND_SECONDS = 60.0  # for the other side to take a message
+_SEND_SECONDS = 60.0  # for the other side to take a JSON message
 _MOST_FILES = 8
-_EXIT_SECONDS = 5.0
+_EXIT_SECONDS = 10.0  # from SIGKILL to the end of a process, which may have to release a GPU
+_PARENT_MILLISECONDS = 2000  # between two checks that the parent runs
 _TAIL_BYTES = 4096
-
-
-class Message(NamedTuple):
-    """A message: a JSON object, bytes, and file descriptors that the receiver owns."""
-
-    fields: dict[str, Any]
-    payload: bytes = b""
-    files: tuple[int, ...] = ()
+_BUFFER_BYTES = 2**16
 
 
 class ChildEndedError(Exception):
-    """A child process ended before it replied. The message says how."""
+    """A child process has ended. The message says how."""
 
 
-class Child:
-    """A process that runs ``main()`` of one of panscan's modules. Not thread-safe.
-
-    It ends when this process ends: ``main()`` uses :class:`Parent`, which notices the closed connection.
+class _ChildProcess:
+    """A process that runs ``main()`` of one of panscan's modules, in a session of its own, and sockets to it.
 
     Args:
         module: name of the module.
         environment: the child's environment variables; None: those of this process.
-        keep_stderr: keep standard error to quote its last line, instead of sharing this process's.
-        most_payload: longest payload of a message from the child, bytes.
+        keep_output: keep what the child prints, to quote its last line, instead of sharing this process's standard
+            error.
+        channels: number of sockets.
 
     Raises:
         OSError: the process cannot be started.
@@ -65,25 +62,32 @@ class Child:
         module: str,
         *,
         environment: Mapping[str, str] | None = None,
-        keep_stderr: bool = False,
-        most_payload: int = 0,
+        keep_output: bool = False,
+        channels: int = 1,
     ) -> None:
-        self._stderr = _unnamed_file() if keep_stderr else None
-        self._most_payload = most_payload
-        self._socket, child_end = socket.socketpair()
-        with child_end, ExitStack() as on_failure:
-            on_failure.callback(self._close_files)
+        self._output = _unnamed_file() if keep_output else None
+        self._killing, self._killed = threading.Lock(), False
+        self._listener: threading.Thread | None = None
+        pairs = [socket.socketpair() for _ in range(channels)]
+        self._sockets = [parent_end for parent_end, _ in pairs]
+        self._sending = [threading.Lock() for _ in pairs]
+        descriptors = [child_end.fileno() for _, child_end in pairs]
+        try:
             self._process = subprocess.Popen(
-                # A new session: Ctrl-C in a terminal reaches this process only, which decides what its children do.
-                worker_command(module, str(child_end.fileno())),
+                worker_command(module, repr(time_line()), *map(str, descriptors)),
                 stdin=subprocess.DEVNULL,
-                stdout=sys.stderr if self._stderr is None else self._stderr,
-                stderr=self._stderr,
-                pass_fds=(child_end.fileno(),),
-                start_new_session=True,
+                stdout=self._output or sys.stderr,
+                stderr=self._output,
+                pass_fds=descriptors,
+                start_new_session=True,  # so that kill() also ends what the child has started
                 env=environment,
             )
-            on_failure.pop_all()
+        except BaseException:
+            self._close_files()
+            raise
+        finally:
+            for _, child_end in pairs:
+                child_end.close()
 
     def __enter__(self) -> Self:
         return self
@@ -96,21 +100,137 @@ class Child:
         """Process id."""
         return self._process.pid
 
-    def send(self, fields: Mapping[str, Any], payload: bytes = b"", files: Sequence[int] = ()) -> None:
+    @property
+    def exit_code(self) -> int | None:
+        """The process's exit code, or minus the signal that killed it; None while it runs."""
+        return self._process.poll()
+
+    def ending(self) -> str:
+        """Return how the process ended, as the end of a sentence; kill it if it has not ended.
+
+        ``was killed by SIGABRT`` or ``exited with code 1``, followed by its last line of output.
+        """
+        try:
+            code = self._process.wait(_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            code = self._process.wait()
+        if code == -signal.SIGKILL:
+            return "was killed by SIGKILL, as the system does when memory runs out"
+        names = {number.value: number.name for number in signal.Signals}
+        text = f"was killed by {names.get(-code, -code)}" if code < 0 else f"exited with code {code}"
+        if self._output is None:
+            return f"{text}; its output is above"
+        return f"{text}: {line}" if (line := self._last_line()) else text
+
+    def kill(self) -> None:
+        """Kill the process, and the processes that it started in its session."""
+        with self._killing:
+            if not self._killed:  # a second time, the number may belong to another process
+                self._killed = True
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+
+    def close(self, grace: float = 0.0) -> None:
+        """Close the connection, which ends the child; kill it if it has not ended after ``grace`` seconds."""
+        for connection in self._sockets:
+            with suppress(OSError):  # closed already
+                connection.shutdown(socket.SHUT_RDWR)  # also ends waits of other threads
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(grace)
+        self.kill()
+        with suppress(subprocess.TimeoutExpired):  # stuck in a driver or a file system: nothing else can be done
+            self._process.wait(_EXIT_SECONDS)
+        self._close_files()
+
+    def forget(self) -> None:
+        """Drop the connection in a forked copy of this process, which does not own the child."""
+        self._close_files()
+        self._process.returncode = 0  # else Popen would wait for, and warn about, a process of another parent
+
+    def _close_files(self) -> None:
+        for connection in self._sockets:
+            connection.close()
+        if self._output is not None:
+            self._output.close()
+
+    def _last_line(self) -> str:
+        if self._output is None or self._output.closed:
+            return ""
+        descriptor = self._output.fileno()
+        size = os.fstat(descriptor).st_size
+        text = os.pread(descriptor, _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode("utf-8", "replace")
+        lines = text.strip().splitlines()
+        return one_line(" ".join(lines[-1].split())[-300:]) if lines else ""
+
+
+class Child(_ChildProcess):
+    """A child process that exchanges pickled objects with this one. Thread-safe. For children that are trusted only.
+
+    Arguments: see :class:`_ChildProcess`. With several channels, a long message on one delays no message on another;
+    answers arrive on the first.
+    """
+
+    def send(self, message: object, channel: int = 0) -> None:
+        """Send an object.
+
+        Raises:
+            ChildEndedError: the child has ended.
+        """
+        self._write(lambda connection: _send_object(connection, message), channel)
+
+    def send_pickled(self, message: bytes) -> None:
+        """Send an object that is pickled already, for example because several children receive it; see :meth:`send`."""
+        self._write(lambda connection: connection.sendall(message), 0)
+
+    def listen(self, on_message: Callable[[Any], None]) -> None:
+        """Call a function with each message, in a new thread, and with None once the connection has ended."""
+        self._listener = threading.Thread(target=self._listen, args=(on_message,), name="panscan-listen", daemon=True)
+        self._listener.start()
+
+    def close(self, grace: float = 0.0) -> None:
+        """See the base class; also waits for the listening thread."""
+        super().close(grace)
+        if self._listener is not None and self._listener is not threading.current_thread():
+            self._listener.join(_EXIT_SECONDS)
+
+    def _write(self, write: Callable[[socket.socket], None], channel: int) -> None:
+        try:
+            with self._sending[channel]:
+                write(self._sockets[channel])
+        except OSError:
+            raise ChildEndedError(self.ending()) from None
+
+    def _listen(self, on_message: Callable[[Any], None]) -> None:
+        try:
+            with self._sockets[0].makefile("rb", _BUFFER_BYTES) as stream:
+                while (message := _next_object(stream)) is not None:
+                    on_message(message)
+        finally:
+            on_message(None)
+
+
+class JsonChild(_ChildProcess):
+    """A child process that exchanges JSON objects and open files with this one. Not thread-safe.
+
+    Arguments: see :class:`_ChildProcess`.
+    """
+
+    def send(self, fields: Mapping[str, Any], files: Sequence[int] = ()) -> None:
         """Send a message. The files stay open in this process.
 
         Raises:
             ChildEndedError: the child has ended.
         """
         try:
-            _send(self._socket, fields, payload, files)
+            _send_json(self._sockets[0], fields, files)
         except OSError:
             raise ChildEndedError(self.ending()) from None
 
     def readable(self, seconds: float) -> bool:
         """Wait up to ``seconds`` for a message, or for the child's end; return whether there is one."""
         poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
+        poll.register(self._sockets[0], select.POLLIN)
         return bool(poll.poll(max(0.0, seconds) * 1e3))
 
     def receive(self, seconds: float) -> Message:
@@ -121,7 +241,7 @@ class Child:
             ChildEndedError: the child has ended.
         """
         try:
-            message = _receive(self._socket, now() + seconds, self._most_payload)
+            message = _receive_json(self._sockets[0], now() + seconds)
         except TimeoutError:
             raise
         except (OSError, ValueError, RecursionError):  # a child that was taken over may send anything
@@ -130,87 +250,88 @@ class Child:
             raise ChildEndedError(self.ending())
         return message
 
-    def ending(self) -> str:
-        """Return how the process ended; kill it if it has not.
 
-        ``was killed by SIGABRT``, or ``exited with code 1`` followed by its last line on standard error if it was kept.
-        """
-        try:
-            code = self._process.wait(_EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            code = self._process.wait()
-        if code < 0:
-            with suppress(ValueError):  # a signal without a name
-                return f"was killed by {signal.Signals(-code).name}"
-        line = self._last_line()
-        return f"exited with code {code}" + (f" ({line})" if line else "")
+class Message(NamedTuple):
+    """A message of a :class:`JsonChild` or its parent: a JSON object, and file descriptors that the receiver owns."""
 
-    def kill(self) -> None:
-        """Kill the process at once."""
-        self._process.kill()
-
-    def close(self, grace: float = 0.0) -> None:
-        """Close the connection, which ends the child; kill it if it has not ended after ``grace`` seconds."""
-        self._socket.close()
-        try:
-            self._process.wait(grace)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            with suppress(subprocess.TimeoutExpired):  # stuck in a driver or a file system: nothing else can be done
-                self._process.wait(_EXIT_SECONDS)
-        self._close_files()
-
-    def _close_files(self) -> None:
-        self._socket.close()
-        if self._stderr is not None:
-            self._stderr.close()
-
-    def forget(self) -> None:
-        """Drop the connection in a forked copy of this process, which does not own the child."""
-        self._socket.close()
-        self._process.returncode = 0  # else Popen would wait for, and warn about, a process of another parent
-
-    def _last_line(self) -> str:
-        if self._stderr is None:
-            return ""
-        size = self._stderr.seek(0, os.SEEK_END)
-        self._stderr.seek(max(0, size - _TAIL_BYTES))
-        lines = self._stderr.read().decode("utf-8", "replace").strip().splitlines()
-        return one_line(lines[-1][-300:]) if lines else ""
+    fields: dict[str, Any]
+    files: tuple[int, ...] = ()
 
 
-class Parent:
-    """The connection of a child process to its parent, named by the child's command line."""
+class _ParentConnection:
+    """The sockets of a child process to its parent, named by the child's command line.
+
+    The process ends as soon as the parent has closed them or has ended, even while it is inside a C library.
+    """
 
     def __init__(self) -> None:
-        self._socket = socket.socket(fileno=int(sys.argv[1]))
+        origin, *descriptors = sys.argv[1:]
+        join_time_line(float(origin))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._sockets = [socket.socket(fileno=int(descriptor)) for descriptor in descriptors]
+        threading.Thread(target=self._end_with_parent, name="panscan-parent", daemon=True).start()
 
-    def end_with_parent(self) -> None:
-        """End this process as soon as the parent has ended, even while the main thread is inside a C library."""
+    def _end_with_parent(self) -> None:
+        parent = os.getppid()
+        poll = select.poll()
+        poll.register(self._sockets[0], getattr(select, "POLLRDHUP", 0) | select.POLLHUP)
+        # A forked copy of the parent may keep the connection open.
+        while not poll.poll(_PARENT_MILLISECONDS) and os.getppid() == parent:
+            pass
+        _exit_child()
 
-        def watch() -> None:
-            poll = select.poll()
-            poll.register(self._socket, getattr(select, "POLLRDHUP", 0) | select.POLLHUP)
-            poll.poll()
-            os._exit(0)
 
-        threading.Thread(target=watch, name="panscan-parent", daemon=True).start()
+class Parent(_ParentConnection):
+    """A child's connection to its parent, which exchanges pickled objects. One thread may receive from each channel."""
 
-    def receive(self) -> Message | None:
-        """Return the next message; None once the parent has closed the connection."""
+    def __init__(self) -> None:
+        super().__init__()
+        self._streams = [connection.makefile("rb", _BUFFER_BYTES) for connection in self._sockets]
+        self._sending = threading.Lock()
+
+    def receive(self, channel: int = 0) -> Any:
+        """Return the next object; end this process if the parent has ended."""
+        message = _next_object(self._streams[channel])
+        if message is None:
+            _exit_child()
+        return message
+
+    def send(self, message: object) -> None:
+        """Send an object; end this process if the parent has ended. Thread-safe."""
         try:
-            return _receive(self._socket, None, sys.maxsize)
+            with self._sending:
+                _send_object(self._sockets[0], message)
         except OSError:
-            return None
+            _exit_child()
 
-    def send(self, fields: Mapping[str, Any], payload: bytes = b"", files: Sequence[int] = ()) -> None:
+
+class JsonParent(_ParentConnection):
+    """A child's connection to its parent, which exchanges JSON objects and open files."""
+
+    def receive(self) -> Message:
+        """Return the next message; end this process if the parent has ended."""
+        try:
+            message = _receive_json(self._sockets[0], None)
+        except OSError:
+            message = None
+        if message is None:
+            _exit_child()
+        return message
+
+    def send(self, fields: Mapping[str, Any], files: Sequence[int] = ()) -> None:
         """Send a message; end this process if the parent has ended."""
         try:
-            _send(self._socket, fields, payload, files)
+            _send_json(self._sockets[0], fields, files)
         except OSError:
-            os._exit(0)
+            _exit_child()
+
+
+def _exit_child() -> NoReturn:
+    """End a child process at once: its threads may be inside a library that never returns."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(0)
 
 
 def _unnamed_file() -> IO[bytes]:
@@ -220,20 +341,31 @@ def _unnamed_file() -> IO[bytes]:
     return tempfile.TemporaryFile()
 
 
-def _send(connection: socket.socket, fields: Mapping[str, Any], payload: bytes, files: Sequence[int]) -> None:
+def _send_object(connection: socket.socket, message: object) -> None:
+    """Pickle an object to a socket. Long buffers and bytes are written without a copy."""
+    pickle.Pickler(SimpleNamespace(write=connection.sendall), pickle.HIGHEST_PROTOCOL).dump(message)
+
+
+def _next_object(stream: Any) -> Any:
+    """Return the next object of a binary stream; None at its end, wherever it was cut off."""
+    try:
+        return pickle.load(stream)
+    except (EOFError, OSError, pickle.UnpicklingError):
+        return None
+
+
+def _send_json(connection: socket.socket, fields: Mapping[str, Any], files: Sequence[int]) -> None:
     text = json.dumps(fields).encode()
-    head = _HEAD.pack(len(text), len(payload), len(files))
+    head = _HEAD.pack(len(text), len(files))
     connection.settimeout(_SEND_SECONDS)
     if files:
         socket.send_fds(connection, [head], files)
     else:
         connection.sendall(head)
     connection.sendall(text)
-    if payload:
-        connection.sendall(payload)
 
 
-def _receive(connection: socket.socket, until: float | None, most_payload: int) -> Message | None:
+def _receive_json(connection: socket.socket, until: float | None) -> Message | None:
     """Return the next message; None at the end of the connection.
 
     Raises:
@@ -241,19 +373,19 @@ def _receive(connection: socket.socket, until: float | None, most_payload: int) 
         ValueError: the message is malformed.
         OSError: the connection is broken.
     """
-    _limit(connection, until)
+    _limit_wait(connection, until)
     head, files, _, _ = socket.recv_fds(connection, _HEAD.size, _MOST_FILES)
     try:
         if not head:
             return None
         head += _exactly(connection, _HEAD.size - len(head), until)
-        text, payload, count = _HEAD.unpack(head)
-        if text > _MOST_JSON or payload > most_payload or count != len(files):
+        size, count = _HEAD.unpack(head)
+        if size > _MOST_JSON or count != len(files):
             raise ValueError("malformed message")
-        fields = json.loads(_exactly(connection, text, until))
+        fields = json.loads(_exactly(connection, size, until))
         if not isinstance(fields, dict):
             raise ValueError("malformed message")
-        return Message(fields, bytes(_exactly(connection, payload, until)), tuple(files))
+        return Message(fields, tuple(files))
     except BaseException:
         for file in files:
             os.close(file)
@@ -263,7 +395,7 @@ def _receive(connection: socket.socket, until: float | None, most_payload: int) 
 def _exactly(connection: socket.socket, size: int, until: float | None) -> bytearray:
     content = bytearray()
     while len(content) < size:
-        _limit(connection, until)
+        _limit_wait(connection, until)
         part = connection.recv(min(size - len(content), 2**20))
         if not part:
             raise ConnectionError("the connection ended within a message")
@@ -271,7 +403,7 @@ def _exactly(connection: socket.socket, size: int, until: float | None) -> bytea
     return content
 
 
-def _limit(connection: socket.socket, until: float | None) -> None:
+def _limit_wait(connection: socket.socket, until: float | None) -> None:
     if until is not None and until <= now():
         raise TimeoutError
     connection.settimeout(None if until is None else until - now())

@@ -1,13 +1,15 @@
-"""Names of models: when two of them mean the same checkpoint."""
+"""Models: the bundled ones, what all published ones share, and when two names mean the same checkpoint."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["BUNDLED", "canonical_model", "same_model"]
+__all__ = ["BUNDLED", "IMAGE_TOKENS", "VIEW_SIDE", "canonical_model", "same_model"]
 
 BUNDLED = ("mini", "tiny")
 """The models in the package: ``mini``, which was trained to read, and ``tiny``, with random weights."""
+IMAGE_TOKENS, VIEW_SIDE = 256, 896
+"""Image tokens of a view of every published Gemma 3, and its side in pixels: where no checkpoint says otherwise."""
 
 
 def canonical_model(name: str) -> str:

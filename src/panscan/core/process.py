@@ -1,25 +1,16 @@
-"""The one time line, processes that panscan starts, and where and how it keeps files."""
+"""The one time line, and processes that panscan starts."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import os
-import stat
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib import import_module
-from pathlib import Path
-from typing import Any, BinaryIO
-
-import platformdirs
-
-from panscan.core.errors import SettingError
+from typing import Any
 
 _EPOCH = time.time() - time.perf_counter()
 
@@ -113,52 +104,3 @@ def run_worker(module: str) -> None:
     """Import a module and run its ``main()`` (see :func:`worker_command`)."""
     import_uncollected(module).main()
     gc.freeze()  # else the exit visits all objects
-
-
-def cache_directory() -> Path:
-    """Return the cache directory: ``PANSCAN_CACHE``, or the user's cache directory. Does not create it."""
-    return Path(os.environ.get("PANSCAN_CACHE") or platformdirs.user_cache_path("panscan"))
-
-
-def fallback_directory() -> Path:
-    """Return a fixed temporary directory for this user, used if the cache is not writable.
-
-    Other users of the machine can create files there first, so it must be a directory that only this user can write.
-
-    Raises:
-        SettingError: other users can write to the directory, or it cannot be created.
-    """
-    user = os.getuid() if hasattr(os, "getuid") else "user"
-    path = Path(tempfile.gettempdir()) / f"panscan-{user}"
-    fix = "remove it, or set PANSCAN_CACHE to a directory that can be written"
-    try:
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(0o700)
-        found = path.lstat()
-    except OSError as error:
-        raise SettingError(f"{path} cannot be created ({error.strerror}): {fix}") from error
-    others = os.name == "posix" and (found.st_uid != user or found.st_mode & 0o077)
-    if others or not stat.S_ISDIR(found.st_mode):
-        raise SettingError(f"{path} is not a private directory that you own: {fix}")
-    return path
-
-
-def create_file(path: Path) -> BinaryIO:
-    """Create a file to write, replacing a leftover file of that name, and never following a link.
-
-    The user's umask applies; besides, others than the owner and its group can never write it.
-    """
-    path.unlink(missing_ok=True)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-    return os.fdopen(os.open(path, flags, 0o664), "wb")
-
-
-def sync_directory(directory: Path) -> None:
-    """Sync the entries of a directory to disk. Only POSIX systems support and need this."""
-    if os.name != "posix":
-        return
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

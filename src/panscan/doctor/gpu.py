@@ -6,17 +6,15 @@ import os
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import pynvml
 
-from panscan.core import SettingError
 from panscan.core.hardware import FEATURES, runs_on, supports
 from panscan.doctor.findings import CheckFinding, not_checked, ok, problem, warning
 from panscan.doctor.nvml import Driver, driver, handle_of, pci_gpus, read
-from panscan.plan.gpus import gpu_named
+from panscan.plan.gpus import reported_gpu
 
 __all__ = [
     "GpuLoad",
@@ -310,12 +308,9 @@ def ceilings_finding(
         alike: the rates of all GPUs of this name here, itself included.
     """
     fact = f"GPU {index}: {found[0] / 1e12:.0f} TFLOP/s in 16-bit products, {found[1] / 1e12:.2f} TB/s copied"
-    with suppress(SettingError):  # not in the data file
-        sheet = gpu_named(name.removeprefix("NVIDIA "))
-        flops = sheet.flops_per_s.get("bf16", sheet.flops_per_s.get("fp16"))
-        if flops is not None:
-            shares = f"{found[0] / flops:.0%} and {found[1] / sheet.bytes_per_s:.0%}"
-            fact += f" ({shares} of the data sheet's, which measured rates do not reach)"
+    if (sheet := reported_gpu(name)) is not None:
+        shares = f"{found[0] / sheet.half_rate:.0%} and {found[1] / sheet.bytes_per_s:.0%}"
+        fact += f" ({shares} of the data sheet's, which measured rates do not reach)"
     for value, best in zip(found, map(max, zip(*alike, strict=True)), strict=True):
         if value < _SLOW_SHARE * best:
             fix = "Compare the clocks and slowdowns below; other processes on this GPU have the same effect."

@@ -12,7 +12,7 @@ import psutil
 
 from panscan.checkpoints.files import DamagedFileError
 from panscan.checkpoints.headers import index_files
-from panscan.core.process import cache_directory
+from panscan.core.files import cache_directory
 from panscan.doctor.findings import CheckFinding, not_checked, ok, warning
 
 try:

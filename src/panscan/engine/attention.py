@@ -197,13 +197,13 @@ def _prefill(batch: FlatBatch, chunks: Sequence[int], local: bool, device: torch
     for chunk in chunks:
         start, end = batch.offsets[chunk : chunk + 2].tolist()
         slots, _ = _key_slots(batch, np.array([chunk]), local)
-        parts = _parts(batch.positions[start:end], batch.ends[start:end])
+        parts = _query_parts(batch.positions[start:end], batch.ends[start:end])
         pieces = [_piece(lows, batch.ends, bounds, start, start + first, start + last) for first, last in parts]
         plans.append(_Prefill(upload(slots[0], device), pieces))
     return plans
 
 
-def _parts(positions: NDArray[np.int64], ends: NDArray[np.int32]) -> Iterator[tuple[int, int]]:
+def _query_parts(positions: NDArray[np.int64], ends: NDArray[np.int32]) -> Iterator[tuple[int, int]]:
     """Yield ``(first, last + 1)`` of the rows of a chunk: image spans whole, text at most ``_TEXT_ROWS`` at once."""
     image = ends > positions + 1
     image[1:] |= ends[1:] == ends[:-1]

@@ -66,13 +66,15 @@ class Constraint:
             SettingError: no token can follow, the schema is too complex, or the token was not allowed.
         """
         if not self._matcher.consume_token(token):
-            raise SettingError(f"json_schema: the answer cannot continue with token {token}: {_reason(self._matcher)}")
+            raise SettingError(
+                f"json_schema: the answer cannot continue with token {token}: {_rejection(self._matcher)}"
+            )
         self.allowed = self._mask()
 
     def _mask(self) -> NDArray[np.uint8]:
         words = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            raise SettingError(f"json_schema: {_reason(self._matcher)}")
+            raise SettingError(f"json_schema: {_rejection(self._matcher)}")
         mask: NDArray[np.uint8] = np.frombuffer(words, np.uint32).astype("<u4", copy=False).view(np.uint8)
         if not mask.any():
             raise SettingError("json_schema: no token of the model can continue the answer: loosen the schema")
@@ -121,7 +123,7 @@ class Grammars:
             self._tokenizer = self._converted()
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
         if matcher.is_error():
-            raise SettingError(f"json_schema: {_reason(matcher)}")
+            raise SettingError(f"json_schema: {_rejection(matcher)}")
         return matcher
 
     def _converted(self) -> LLTokenizer:
@@ -204,7 +206,7 @@ def _divisors(schema: Any) -> Iterator[int | Decimal]:
             waiting += part
 
 
-def _reason(matcher: LLMatcher) -> str:
+def _rejection(matcher: LLMatcher) -> str:
     text = _one_line(matcher.get_error())
     return _UNSATISFIABLE if text.startswith("NoExtension") else text or "the schema does not allow it"
 

@@ -14,14 +14,13 @@ from numpy.typing import NDArray
 
 from panscan.engine.readback import side_stream
 from panscan.engine.scheduling.batch import FlatBatch
-from panscan.engine.scheduling.graph_sizes import Size, graph_sizes
+from panscan.engine.scheduling.graph_sizes import MOST_CHUNKS, Size, graph_sizes
 from panscan.engine.triton_attention import KernelInputs, TritonBackend, TritonPlan, pack, shares_prefix, unpack
 from panscan.images.transfer import upload
 
 __all__ = ["Graphs", "RunLayers", "padded"]
 
 _WARM_UPS = 1  # passes before a capture: one-time compilation and allocation must not happen while recording
-_CHUNKS = 16  # per pass at most, in addition to its decode rows
 _one_at_a_time = Lock()
 
 RunLayers = Callable[[torch.Tensor, torch.Tensor, Mapping[bool, TritonPlan]], torch.Tensor]
@@ -121,7 +120,9 @@ class Graphs:
         # All recorded passes share their block tables, wide enough for any sequence: only one of them runs at a time.
         width = -(-max(longest, chunk_rows) // block_size)
         self._tables = {
-            local: tuple(torch.zeros(rows, width, dtype=torch.int32, device=device) for rows in (decode_rows, _CHUNKS))
+            local: tuple(
+                torch.zeros(rows, width, dtype=torch.int32, device=device) for rows in (decode_rows, MOST_CHUNKS)
+            )
             for local in sorted(set(kinds))
         }
 
@@ -145,7 +146,7 @@ class Graphs:
         singles = batch.decode_rows
         others, chunks = batch.rows - singles, len(batch.offsets) - 1 - singles
         size = self._fitting(singles, others)
-        if size is None or chunks >= _CHUNKS:
+        if size is None or chunks >= MOST_CHUNKS:
             return None
         arrays = self._arrays(padded(batch, *size, self._spare), size)
         recorded = self._recorded[size, arrays.shared and self._may_share(size)]
@@ -202,7 +203,7 @@ class Graphs:
         tables, shared = [], False
         for local in self._tables:
             inputs = self._backend.inputs(batch, local=local)
-            tiles = np.zeros((-(-size[1] // self._backend.tile_rows) + _CHUNKS, 4), np.int32)
+            tiles = np.zeros((-(-size[1] // self._backend.tile_rows) + MOST_CHUNKS, 4), np.int32)
             tiles[: len(inputs.tiles)] = inputs.tiles
             fixed += [inputs.slots, inputs.lengths, inputs.groups, inputs.members, inputs.ends, tiles]
             tables += [inputs.decode_tables, inputs.prefill_tables]

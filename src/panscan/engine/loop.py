@@ -67,7 +67,7 @@ class PassExecutor(PixelIntake, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _InFlight:
+class _PassInFlight:
     """A launched pass.
 
     Args:
@@ -125,7 +125,7 @@ class Loop:
         self._pacer = None if target is None else Pacer(target / 1e3)
         self.preparer = Preparer(loaded, options, self.vision.holds, self.runner, facts.pixel_bytes)
         self._overlap = facts.overlaps if options.overlap is None else options.overlap
-        self._inflight: _InFlight | None = None
+        self._inflight: _PassInFlight | None = None
         self._states: dict[Tokens, RequestState] = {}
         self._steps = self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
 
@@ -287,7 +287,7 @@ class Loop:
             )
         return None
 
-    def _launch(self, step: Step) -> _InFlight:
+    def _launch(self, step: Step) -> _PassInFlight:
         """Write the step into a flat batch and launch it."""
         launched_at = now()
         slots, encode, requests = self._place_views(step)
@@ -320,7 +320,7 @@ class Loop:
             self.vision.release()
         observers = [sampled[at] for at in observed]
         size = PassSize.of(step, len(encode), launched_at)
-        return _InFlight(
+        return _PassInFlight(
             step, sampled, list(observed_rows.values()), observers, requests if encode else [], size, launched
         )
 
@@ -378,7 +378,7 @@ class Loop:
         indices = {tokens: at for at, tokens in enumerate(self._inflight.sampled)}
         return waiting, np.array([indices[sampled[at]] for at in waiting], np.int64)
 
-    def _settle(self, inflight: _InFlight, result: PassResult) -> dict[Tokens, SampledToken]:
+    def _settle(self, inflight: _PassInFlight, result: PassResult) -> dict[Tokens, SampledToken]:
         """Record the result of a pass; return the new tokens of sequences that have not ended."""
         if result.hidden is not None and result.logits is not None:
             for (tokens, position), *found in zip(inflight.observed_rows, result.hidden, result.logits, strict=True):

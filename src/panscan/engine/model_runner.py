@@ -166,7 +166,10 @@ class _LaunchedLocally:
         if self.vision is not None:
             start, end = self.vision
             vision = start.host_seconds(done, finished_at), end.host_seconds(done, finished_at)
-        hosts = (_to_host(each) for each in (self.observed.hidden, self.observed.logits, self.observed.answers))
+        hosts = (
+            None if each is None else each.float().cpu()
+            for each in (self.observed.hidden, self.observed.logits, self.observed.answers)
+        )
         return PassResult(chosen, finished_at, vision, *hosts)
 
 
@@ -451,7 +454,9 @@ class ModelRunner:
         """
         final = None if self.graphs is None else self.graphs.run(batch, hidden)
         if final is None and not len(batch.observed_rows) and len(batch.sampled) < batch.rows:
-            sampled = self._eager(batch, hidden, self.cache, self._output_rows(batch))
+            local = self._text.layers[-1].local
+            plan = self._backend.plan(batch.sampled_rows(), local=local, device=self._device)
+            sampled = self._eager(batch, hidden, self.cache, OutputRows(upload(batch.sampled, self._device), plan))
             return sampled, sampled[:0]
         if final is None:
             final = self._eager(batch, hidden, self.cache)
@@ -463,11 +468,6 @@ class ModelRunner:
         kinds = {layer.local for layer in self._text.layers}
         plans = {local: self._backend.plan(batch, local=local, device=self._device) for local in kinds}
         return self._text.run(hidden, upload(batch.positions, self._device), cache.k, cache.v, plans, output)
-
-    def _output_rows(self, batch: FlatBatch) -> OutputRows:
-        local = self._text.layers[-1].local
-        plan = self._backend.plan(batch.sampled_rows(), local=local, device=self._device)
-        return OutputRows(upload(batch.sampled, self._device), plan)
 
     def _run_layers(self, hidden: torch.Tensor, positions: torch.Tensor, plans: Mapping[bool, Any]) -> torch.Tensor:
         return self._text.run(hidden, positions, self.cache.k, self.cache.v, plans)
@@ -541,10 +541,6 @@ def choose_backend(name: str, layer: LayerFacts) -> BackendChoice:
 
 def _no_vision(_pixels: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("a text-only model got views to encode")
-
-
-def _to_host(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.float().cpu()
 
 
 def raise_if_device_failed(error: Exception) -> None:

@@ -1,45 +1,36 @@
 """Tensor parallelism, one rank's side: loads a shard and computes the batches that its parent sends.
 
-Its command line has the file descriptors of two connections, for commands and for pixels. It exits when either closes
-or its parent process changes, so that nothing keeps running when the parent is killed.
+One channel to the parent is for commands, batches and results, the other for pixels.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-import pickle
 import queue
-import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
 from itertools import count
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from torch import distributed
 
 from panscan.core import PanscanError
-from panscan.core.process import join_time_line
+from panscan.core.child import Parent
 from panscan.engine.model_runner import Launched, ModelRunner, RunnerFacts
 from panscan.engine.ranks import (
     HEARTBEAT_SECONDS,
-    CommandDone,
-    CommandFailed,
+    PIXELS,
+    CommandReply,
     ForgetPixels,
-    Heartbeat,
     LoadShard,
-    PassFailed,
-    PassFinished,
+    PassEnded,
     PutPixels,
-    ReportPeaks,
+    RankSignal,
     StartRunner,
-    StopRunner,
     pass_seconds,
 )
 from panscan.engine.scheduling.batch import FlatBatch
@@ -58,9 +49,8 @@ _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 class _Worker:
     """One rank: commands on the main thread; pixels, results and heartbeats on separate threads."""
 
-    def __init__(self, control: Connection, pixels: Connection) -> None:
-        self._control, self._pixels = control, pixels
-        self._sending = threading.Lock()
+    def __init__(self) -> None:
+        self._parent = Parent()
         self._launched: queue.SimpleQueue[tuple[int, Launched] | None] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._failed = threading.Event()
@@ -74,41 +64,38 @@ class _Worker:
         self._ranks: ProcessRanks | None = None
 
     def run(self) -> None:
-        """Serve commands until the parent closes the connection."""
+        """Serve commands until the parent closes the connection, which ends this process."""
         for target in (self._send_heartbeats, self._receive_pixels, self._report):
             threading.Thread(target=target, daemon=True).start()
         while True:
-            message = pickle.loads(self._control.recv_bytes())
+            message = self._parent.receive()
             if isinstance(message, FlatBatch):
                 self._execute(message)
             else:
-                self._run_command(message)
+                self._parent.send(CommandReply(self._result_of(message)))
 
-    def _run_command(self, message: Any) -> None:
-        """Carry out a command and answer it."""
+    def _result_of(self, command: Any) -> RunnerFacts | dict[str, int | None] | PanscanError | None:
+        """Carry out a command and return its result, or its error."""
         try:
-            match message:
+            match command:
                 case LoadShard():
-                    self._load(message)
-                    self._send(CommandDone())
+                    self._load(command)
                 case StartRunner():
-                    self._send(CommandDone(self._start(message)))
-                case StopRunner():
+                    return self._start(command)
+                case RankSignal.STOP_RUNNER:
                     self._drop_runner()
-                    self._send(CommandDone())
-                case ReportPeaks():
-                    self._send(CommandDone(peaks=self._peaks(reset=message.reset)))
+                case RankSignal.REPORT_PEAKS | RankSignal.RESET_PEAKS:
+                    return self._peaks(reset=command is RankSignal.RESET_PEAKS)
                 case _:
-                    raise TypeError(f"unknown command {type(message).__name__}")
+                    raise TypeError(f"unknown command {type(command).__name__}")
         except PanscanError as error:
-            self._send(CommandFailed(error))
+            return error
         except Exception as error:  # whatever a library raises is the command's failure, and the parent's to report
             traceback.print_exc()
-            text = " ".join(str(error).split())[:300]
-            self._send(CommandFailed(PanscanError(f"--tensor-parallel-size: {type(error).__name__}: {text}")))
+            return PanscanError(f"--tensor-parallel-size: {_error_line(error)}")
+        return None
 
     def _load(self, load: LoadShard) -> None:
-        join_time_line(load.time_line)
         quiet_libraries()
         torch.set_num_threads(load.threads)
         self._loaded, self._vocab_size, device = load_shard(load.settings, load.rank, load.size)
@@ -137,10 +124,10 @@ class _Worker:
 
     @staticmethod
     def _peaks(*, reset: bool) -> dict[str, int | None]:
-        found = peak_memory()
+        peaks = peak_memory()
         if reset:
             reset_peak_memory()
-        return found
+        return peaks
 
     def _execute(self, batch: FlatBatch) -> None:
         number = next(self._passes)
@@ -150,11 +137,11 @@ class _Worker:
             runner, ranks = self._runner, self._ranks
             if runner is None or ranks is None:
                 raise RuntimeError("a batch came before its model runner was built")
-            own = {view.pixels for view in batch.encode if view.rank == ranks.rank}
-            self._await_pixels(own, _PIXEL_SHARE * pass_seconds(runner.facts.device))
+            handles = {view.pixels for view in batch.encode if view.rank == ranks.rank}
+            self._await_pixels(handles, _PIXEL_SHARE * pass_seconds(runner.facts.device))
             self._launched.put((number, runner.execute(batch)))
         except Exception as error:  # the other ranks may be waiting for this one in a collective
-            self._report_failure(error)
+            self._report_failure(error, number)
 
     def _await_pixels(self, handles: set[int], seconds: float) -> None:
         with self._arrived:
@@ -174,20 +161,16 @@ class _Worker:
                 try:
                     result = handle.wait()
                 except Exception as error:  # devices report failures of a pass at the next synchronisation
-                    self._report_failure(error)
+                    self._report_failure(error, number)
                     continue
                 if self._ranks is not None and self._ranks.rank == 0:
-                    self._send(PassFinished(number, result))
+                    self._parent.send(PassEnded(number, result))
                 del launched, handle, result  # otherwise their tensors live until the next pass
 
     def _receive_pixels(self) -> None:
         try:
             while True:
-                try:
-                    message = self._pixels.recv_bytes()
-                except (EOFError, OSError):
-                    os._exit(0)  # the parent has exited; the main thread may be inside a collective
-                self._store_pixels(pickle.loads(message))
+                self._store_pixels(self._parent.receive(PIXELS))
         except Exception as error:  # for example, out of memory
             self._report_failure(error)
 
@@ -209,11 +192,9 @@ class _Worker:
             self._arrived.notify_all()
 
     def _send_heartbeats(self) -> None:
-        pause, parent = threading.Event(), os.getppid()
+        pause = threading.Event()
         while not pause.wait(HEARTBEAT_SECONDS):
-            if os.getppid() != parent:  # a forked child of the parent may keep the connections open
-                os._exit(0)
-            self._send(Heartbeat())
+            self._parent.send(RankSignal.HEARTBEAT)
 
     def _drop_runner(self) -> None:
         self._launched.put(None)
@@ -227,24 +208,18 @@ class _Worker:
             self._held.clear()
         release_memory()
 
-    def _report_failure(self, error: Exception) -> None:
+    def _report_failure(self, error: Exception, number: int = 0) -> None:
         self._failed.set()
         traceback.print_exc()
-        self._send(PassFailed(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))
+        self._parent.send(PassEnded(number, _error_line(error)))
 
-    def _send(self, message: Any) -> None:
-        with self._sending, suppress(OSError):  # the parent has exited, and this process is about to
-            self._control.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+
+def _error_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def main() -> None:
-    """Serve the parent on the two connections named on the command line."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to every process; the parent decides
+    """Serve the parent until it closes the connection."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, _LOOPBACK)  # the ranks are on one host, whose name may not resolve
-    control, pixels = (Connection(int(descriptor)) for descriptor in sys.argv[1:3])
-    serve: Callable[[], None] = _Worker(control, pixels).run
-    with suppress(EOFError, OSError):
-        serve()
-    sys.stdout.flush()
-    os._exit(0)  # threads may be inside a collective that never ends
+    _Worker().run()

@@ -12,25 +12,23 @@ import os
 import pickle
 import queue
 import shutil
-import signal
-import socket
-import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import Enum
 from itertools import count
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from panscan.core import EngineError, PanscanError, View
-from panscan.core.process import time_line, worker_command
+from panscan.core.child import Child, ChildEndedError
 from panscan.engine.model_runner import PassResult, RunnerFacts
 from panscan.engine.options import EngineOptions
 from panscan.engine.scheduling.batch import FlatBatch
@@ -39,31 +37,28 @@ from panscan.settings import Settings
 
 __all__ = [
     "HEARTBEAT_SECONDS",
-    "CommandDone",
-    "CommandFailed",
+    "PIXELS",
+    "CommandReply",
     "ForgetPixels",
-    "Heartbeat",
     "LoadShard",
-    "PassFailed",
-    "PassFinished",
+    "PassEnded",
     "PutPixels",
     "RankGroup",
-    "ReportPeaks",
+    "RankSignal",
     "StartRunner",
-    "StopRunner",
     "pass_seconds",
 ]
 
 SILENCE_SECONDS = 30.0
 """A rank that sends nothing for this long has hung. It sends a heartbeat every :data:`HEARTBEAT_SECONDS`."""
 HEARTBEAT_SECONDS = 2.0
+PIXELS = 1
+"""The channel for pixels (see :class:`panscan.core.child.Child`)."""
 _IMPORT_SECONDS = 300.0  # until a rank's first heartbeat: from a network disk, PyTorch takes minutes to import
 _COMMAND_SECONDS = 3600.0  # to load a shard, or to build a model runner
 _FAILED_SECONDS = 5.0  # between the first rank that fails a command and the last, if all fail alike
-_EXIT_SECONDS = 10.0  # from SIGKILL to the end of a process, which may have to release a GPU
+_EXIT_SECONDS = 10.0  # until the reason for a rank's end is known
 _WATCH_SECONDS = 0.5
-_ERROR_CHARACTERS = 300  # characters of a rank's last error message
-_SIGNALS = {each.value: each.name for each in signal.Signals}
 
 
 def pass_seconds(device: str) -> float:
@@ -71,8 +66,16 @@ def pass_seconds(device: str) -> float:
     return 30.0 if device == "cuda" else 600.0
 
 
-@dataclass(frozen=True, slots=True)
-class LoadShard:
+class RankSignal(Enum):
+    """Messages without data. A rank answers all but its own with a :class:`CommandReply`."""
+
+    STOP_RUNNER = "to a rank: drop the model runner, keep the weights"
+    REPORT_PEAKS = "to a rank: report peak memory since the last reset"
+    RESET_PEAKS = "to a rank: report peak memory, then start new peaks"
+    HEARTBEAT = "from a rank: it is alive"
+
+
+class LoadShard(Struct, frozen=True):
     """To a rank: load this shard.
 
     Args:
@@ -81,7 +84,6 @@ class LoadShard:
         size: number of ranks.
         store: file through which the ranks find each other.
         threads: CPU threads of the rank.
-        time_line: origin of the parent's time line (see :func:`panscan.core.process.join_time_line`).
     """
 
     settings: Settings
@@ -89,25 +91,17 @@ class LoadShard:
     size: int
     store: str
     threads: int
-    time_line: float
 
 
-@dataclass(frozen=True, slots=True)
-class StartRunner:
+class StartRunner(Struct, frozen=True):
     """To a rank: build a model runner. ``session``: its number, which its pixels carry too."""
 
     options: EngineOptions
     session: int
 
 
-@dataclass(frozen=True, slots=True)
-class StopRunner:
-    """To a rank: drop the model runner, keep the weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class PutPixels:
-    """To a rank, over its connection for pixels: keep the pixels of these views (see ``PixelStore.put_as``).
+class PutPixels(Struct, frozen=True, eq=False):
+    """To a rank, over the channel for pixels: keep the pixels of these views (see ``PixelStore.put_as``).
 
     Pixels of an earlier session are ignored: a thread may still have been preparing them when it ended.
     """
@@ -118,58 +112,35 @@ class PutPixels:
     views: list[View]
 
 
-@dataclass(frozen=True, slots=True)
-class ForgetPixels:
-    """To a rank, over its connection for pixels: drop the pixels with these handles."""
+class ForgetPixels(Struct, frozen=True):
+    """To a rank, over the channel for pixels: drop the pixels with these handles."""
 
     handles: list[int]
 
 
-@dataclass(frozen=True, slots=True)
-class ReportPeaks:
-    """To a rank: report peak memory since the last reset. ``reset``: then start new peaks."""
-
-    reset: bool
-
-
-@dataclass(frozen=True, slots=True)
-class CommandDone:
-    """From a rank: the last command is done.
+class CommandReply(Struct, frozen=True):
+    """From a rank: the last command is done, or failed with this error.
 
     Args:
-        facts: answer to :class:`StartRunner`.
-        peaks: answer to :class:`ReportPeaks`, as :func:`panscan.model.machine.peak_memory` returns them.
+        value: facts for :class:`StartRunner`; peaks, as :func:`panscan.model.machine.peak_memory` returns them, for
+            the commands that report them.
     """
 
-    facts: RunnerFacts | None = None
-    peaks: dict[str, int | None] | None = None
+    value: RunnerFacts | dict[str, int | None] | PanscanError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PassFinished:
-    """From rank 0: the result of a pass. ``number``: index of its batch, from 0."""
+class PassEnded(Struct, frozen=True, eq=False):
+    """From rank 0: the result of a pass. From any rank: why a pass failed, so that the group has to end.
+
+    The other ranks may wait for a failed one in a collective.
+
+    Args:
+        number: index of its batch, from 0.
+        result: the result, or the reason.
+    """
 
     number: int
-    result: PassResult
-
-
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
-    """From a rank: it is alive."""
-
-
-@dataclass(frozen=True, slots=True)
-class CommandFailed:
-    """From a rank: its command failed."""
-
-    error: PanscanError
-
-
-@dataclass(frozen=True, slots=True)
-class PassFailed:
-    """From a rank: a pass failed. The others may wait for it in a collective, so the group has to end."""
-
-    reason: str
+    result: PassResult | str
 
 
 class RankGroup:
@@ -189,13 +160,11 @@ class RankGroup:
         self._reason: str | None = None  # why the group was ended
         self._broken: str | None = None  # the first pass that failed
         self._closed = threading.Event()
-        self._answers: queue.SimpleQueue[tuple[int, CommandDone | CommandFailed | None]] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[PassFinished | None] = queue.SimpleQueue()
+        self._replies: queue.SimpleQueue[tuple[int, CommandReply | None]] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[PassEnded | None] = queue.SimpleQueue()
         self._launched = self._finished = 0  # passes
-        self._finished_before, self._stalled = (
-            0,
-            0.0,
-        )  # the watchdog's: passes that had finished; seconds without another
+        self._finished_before = 0  # of the watchdog's last look
+        self._stalled = 0.0  # seconds without another finished pass
         self._pass_seconds = pass_seconds("cpu")
         self._sessions, self._handles, self._turns = count(), count(), count()
         self._numbering, self._commanding = threading.Lock(), threading.Lock()
@@ -207,10 +176,8 @@ class RankGroup:
             for rank in range(self._size):
                 self._ranks.append(_Rank(rank, self._receive))
             self._watchdog.start()
-            store, threads = str(self._folder / "store"), _threads_each(self._size)
-            self._command(
-                [LoadShard(settings, rank, self._size, store, threads, time_line()) for rank in range(self._size)]
-            )
+            store, threads = str(self._folder / "store"), _threads_per_rank(self._size)
+            self._command([LoadShard(settings, rank, self._size, store, threads) for rank in range(self._size)])
         except BaseException:
             self.close()
             raise
@@ -223,7 +190,7 @@ class RankGroup:
     @property
     def processes(self) -> list[int]:
         """Process ids, by rank."""
-        return [rank.process.pid for rank in self._ranks]
+        return [rank.child.pid for rank in self._ranks]
 
     def peak_memory(self, *, reset: bool = False) -> list[dict[str, int | None]]:
         """Return each rank's peaks since the last reset (see :func:`panscan.model.machine.peak_memory`).
@@ -234,8 +201,8 @@ class RankGroup:
         Raises:
             EngineError: a rank died or hung.
         """
-        answers = self._command([ReportPeaks(reset)] * self._size, self._pass_seconds)
-        return [answer.peaks for answer in answers if answer.peaks is not None]
+        signal = RankSignal.RESET_PEAKS if reset else RankSignal.REPORT_PEAKS
+        return self._command([signal] * self._size, self._pass_seconds)
 
     def start(self, options: EngineOptions) -> _Session:
         """Build a model runner on every rank and return the session that drives them.
@@ -244,8 +211,7 @@ class RankGroup:
             PanscanError: a rank cannot build it.
         """
         session = next(self._sessions)
-        facts = self._command([StartRunner(options, session)] * self._size)[0].facts
-        assert facts is not None  # every rank built a runner
+        facts: RunnerFacts = self._command([StartRunner(options, session)] * self._size)[0]
         self._pass_seconds = pass_seconds(facts.device)
         return _Session(self, session, facts)
 
@@ -259,7 +225,7 @@ class RankGroup:
         if self._watchdog.is_alive() and threading.current_thread() is not self._watchdog:
             self._watchdog.join(_EXIT_SECONDS)
         for rank in self._ranks:
-            rank.release()
+            rank.child.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def launch(self, batch: FlatBatch) -> int:
@@ -268,11 +234,12 @@ class RankGroup:
         Raises:
             EngineError: a rank died or hung.
         """
-        self._check()
+        self._raise_if_closed()
         message = pickle.dumps(batch, pickle.HIGHEST_PROTOCOL)
         number, self._launched = self._launched, self._launched + 1
-        for rank in self._ranks:
-            rank.send(message, self._raise_closed)
+        with self._ending_with_ranks():
+            for rank in self._ranks:
+                rank.child.send_pickled(message)
         return number
 
     def result(self, number: int) -> PassResult:
@@ -282,12 +249,12 @@ class RankGroup:
             EngineError: a rank died or hung.
         """
         while True:
-            self._check()
-            finished = self._results.get()  # ended by _kill()
-            if finished is None:
+            self._raise_if_closed()
+            ended = self._results.get()  # None: woken by _kill()
+            if ended is None:
                 self._raise_closed()
-            if finished.number == number:
-                return finished.result
+            if ended.number == number and isinstance(ended.result, PassResult):
+                return ended.result
 
     def stop(self) -> None:
         """Drop the model runners; the ranks keep their weights.
@@ -295,7 +262,7 @@ class RankGroup:
         Raises:
             EngineError: a rank died or hung.
         """
-        self._command([StopRunner()] * self._size, self._pass_seconds)
+        self._command([RankSignal.STOP_RUNNER] * self._size, self._pass_seconds)
 
     def put(self, session: int, levels: NDArray[np.uint8], views: Sequence[View]) -> list[PixelRef]:
         """Distribute an image's views over the ranks in turn, and send the image to each rank that has some.
@@ -306,72 +273,74 @@ class RankGroup:
         with self._numbering:
             refs = [PixelRef(next(self._handles), next(self._turns) % self._size) for _ in views]
         for rank in self._ranks:
-            own = [at for at, ref in enumerate(refs) if ref.rank == rank.number]
-            if own:
-                put = PutPixels(session, [refs[at].handle for at in own], levels, [views[at] for at in own])
-                rank.send_pixels(put, self._raise_closed)
+            share = [(ref.handle, view) for ref, view in zip(refs, views, strict=True) if ref.rank == rank.number]
+            if share:
+                handles, shown = zip(*share, strict=True)
+                with self._ending_with_ranks():
+                    rank.child.send(PutPixels(session, list(handles), levels, list(shown)), PIXELS)
         return refs
 
     def forget(self, refs: Iterable[PixelRef]) -> None:
         """Have the ranks drop pixels."""
-        held = list(refs)
+        dropped = list(refs)
         for rank in self._ranks:
-            handles = [ref.handle for ref in held if ref.rank == rank.number]
+            handles = [ref.handle for ref in dropped if ref.rank == rank.number]
             if handles:
-                with suppress(EngineError):  # the rank has exited, and its pixels with it
-                    rank.send_pixels(ForgetPixels(handles), self._raise_closed)
+                with suppress(ChildEndedError):  # its pixels ended with it
+                    rank.child.send(ForgetPixels(handles), PIXELS)
 
-    def _command(self, messages: Sequence[Any], seconds: float = _COMMAND_SECONDS) -> list[CommandDone]:
-        """Send each rank its command, wait until all are done, and return their answers by rank.
+    def _command(self, messages: Sequence[object], seconds: float = _COMMAND_SECONDS) -> list[Any]:
+        """Send each rank its command, wait until all are done, and return the values of their replies by rank.
 
         Raises:
             PanscanError: the error of the first rank that failed. Unless all ranks failed, the group is ended.
             EngineError: a rank died or hung.
         """
         with self._commanding:
-            self._check()
-            for rank, message in zip(self._ranks, messages, strict=True):
-                rank.send(pickle.dumps(message), self._raise_closed)
-            answers = self._collect(seconds)
-        errors = [answer.error for answer in answers.values() if isinstance(answer, CommandFailed)]
-        if len(answers) < self._size or 0 < len(errors) < self._size:
+            self._raise_if_closed()
+            with self._ending_with_ranks():
+                for rank, message in zip(self._ranks, messages, strict=True):
+                    rank.child.send(message)
+            values = self._collect(seconds)
+        errors = [value for value in values.values() if isinstance(value, PanscanError)]
+        if len(values) < self._size or 0 < len(errors) < self._size:
             why = f"not all ranks answered a command within {seconds:.0f} s"
             self._end(str(errors[0]) if errors else why)
         if errors:
             raise errors[0]
-        self._check()
-        return [answer for _, answer in sorted(answers.items()) if isinstance(answer, CommandDone)]
+        self._raise_if_closed()
+        return [values[rank] for rank in range(self._size)]
 
-    def _collect(self, seconds: float) -> dict[int, CommandDone | CommandFailed]:
-        """Return answers to a command by rank, in the order of their arrival; not all if a rank failed or hung."""
-        answers: dict[int, CommandDone | CommandFailed] = {}
-        while len(answers) < self._size:
-            if any(isinstance(answer, CommandFailed) for answer in answers.values()):
-                seconds = _FAILED_SECONDS  # the others may wait for the failed one in a collective
+    def _collect(self, seconds: float) -> dict[int, Any]:
+        """Return values of replies by rank, in the order of their arrival; not all if a rank failed or hung."""
+        values: dict[int, Any] = {}
+        while len(values) < self._size:
             try:
-                rank, answer = self._answers.get(timeout=seconds)
+                rank, reply = self._replies.get(timeout=seconds)
             except queue.Empty:
                 break
-            if answer is None:
+            if reply is None:
                 self._raise_closed()
-            answers[rank] = answer
-        return answers
+            values[rank] = reply.value
+            if isinstance(reply.value, PanscanError):
+                seconds = _FAILED_SECONDS  # the others may wait for the failed one in a collective
+        return values
 
-    def _receive(self, rank: int, message: Any) -> None:
+    def _receive(self, rank: int, message: RankSignal | PassEnded | CommandReply | None) -> None:
         """Handle a message of a rank; None: its connection is closed."""
         match message:
-            case Heartbeat():
+            case RankSignal.HEARTBEAT:
                 pass
-            case PassFinished():
+            case PassEnded(result=str(reason)):
+                self._broken = self._broken or f"rank {rank}: {reason}"
+            case PassEnded():
                 self._finished = message.number + 1
                 if self._broken is None:  # otherwise the result may combine different passes
                     self._results.put(message)
-            case PassFailed():
-                self._broken = self._broken or f"rank {rank}: {message.reason}"
-            case _:
-                self._answers.put((rank, message))
+            case CommandReply() | None:
+                self._replies.put((rank, message))
 
-    def _check(self) -> None:
+    def _raise_if_closed(self) -> None:
         if self._closed.is_set():
             self._raise_closed()
 
@@ -379,6 +348,14 @@ class RankGroup:
         """Raise an error with the reason why the group was closed."""
         self._closed.wait(_EXIT_SECONDS)  # the watchdog is about to find the reason
         raise EngineError(self._reason or "the engine's processes were closed")
+
+    @contextmanager
+    def _ending_with_ranks(self) -> Iterator[None]:
+        """Raise why the group was closed if a rank has ended."""
+        try:
+            yield
+        except ChildEndedError:
+            self._raise_closed()
 
     def _watch(self) -> None:
         """End the group when a rank dies, fails, falls silent or does not finish a pass."""
@@ -412,10 +389,7 @@ class RankGroup:
 
     def _kill(self) -> None:
         for rank in self._ranks:
-            rank.process.kill()
-        for rank in self._ranks:
-            with suppress(subprocess.TimeoutExpired):  # stuck in a driver: there is nothing else to do
-                rank.process.wait(_EXIT_SECONDS)
+            rank.child.kill()
         self._results.put(None)  # wakes the thread that waits for a result
 
 
@@ -457,13 +431,13 @@ class _Session:
 
 
 class _Rank:
-    """One process and its two connections.
+    """One rank's process, and what the watchdog knows about it.
 
     ``silent``: seconds since its last message; the watchdog counts them.
 
     Args:
         number: rank, from 0.
-        on_message: called with the number and each message, in the listener thread; with None at the end.
+        on_message: called with the number and each message, in the listening thread; with None at the end.
     """
 
     def __init__(self, number: int, on_message: Callable[[int, Any], None]) -> None:
@@ -471,49 +445,12 @@ class _Rank:
         self.silent = 0.0
         self._on_message = on_message
         self._heard = self._lost = False
-        self._sending, self._sending_pixels = threading.Lock(), threading.Lock()
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        self._control, control = _pair()
-        self._pixels, pixels = _pair()
-        try:
-            self.process = subprocess.Popen(
-                worker_command("panscan.engine.rank_worker", str(control), str(pixels)),
-                stdin=subprocess.DEVNULL,
-                stdout=self._errors,
-                stderr=self._errors,
-                pass_fds=(control, pixels),
-            )
-        finally:
-            for theirs in (control, pixels):
-                os.close(theirs)
-        self._listener = threading.Thread(target=self._listen, name=f"panscan-rank-{number}", daemon=True)
-        self._listener.start()
-
-    def send(self, message: bytes, raise_closed: Callable[[], NoReturn]) -> None:
-        """Send a pickled command or batch; call ``raise_closed`` if the process has exited."""
-        try:
-            with self._sending:
-                self._control.send_bytes(message)
-        except OSError:
-            raise_closed()
-
-    def send_pixels(self, message: PutPixels | ForgetPixels, raise_closed: Callable[[], NoReturn]) -> None:
-        """Send pixels. Thread-safe."""
-        try:
-            with self._sending_pixels:
-                self._pixels.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-        except OSError:
-            raise_closed()
+        self.child = Child("panscan.engine.rank_worker", keep_output=True, channels=2)
+        self.child.listen(self._take)
 
     def exit_reason(self) -> str | None:
         """Return how the process exited; None: it runs."""
-        code = self.process.poll()
-        if code is None:
-            return None
-        if code == -signal.SIGKILL:
-            return f"rank {self.number} was killed by SIGKILL (by the system, if the host ran out of memory)"
-        how = f"was killed by {_SIGNALS.get(-code, -code)}" if code < 0 else f"exited with code {code}"
-        return f"rank {self.number} {how}{self._error_text()}"
+        return None if self.child.exit_code is None else f"rank {self.number} {self.child.ending()}"
 
     def hang_reason(self) -> str | None:
         """Return why the process is considered unresponsive; None if it answers."""
@@ -522,38 +459,13 @@ class _Rank:
         limit = SILENCE_SECONDS if self._heard else _IMPORT_SECONDS
         return f"rank {self.number} has not answered for {self.silent:.0f} s" if self.silent > limit else None
 
-    def release(self) -> None:
-        """Close the connections of a killed process, once no thread uses them."""
-        if threading.current_thread() is not self._listener:
-            self._listener.join(_EXIT_SECONDS)
-        with self._sending, self._sending_pixels:
-            self._control.close()
-            self._pixels.close()
-        self._errors.close()
-
-    def _listen(self) -> None:
-        with suppress(Exception):  # closed, cut off or not readable: the watchdog ends the group in any case
-            while True:
-                message = pickle.loads(self._control.recv_bytes())
-                self.silent, self._heard = 0.0, True
-                self._on_message(self.number, message)
-        self._lost = True
-        self._on_message(self.number, None)
-
-    def _error_text(self) -> str:
-        """Return the last line that the process wrote, as the end of a sentence."""
-        lines = os.pread(self._errors.fileno(), 1 << 20, 0).decode(errors="replace").split("\n")
-        last = next((" ".join(line.split())[:_ERROR_CHARACTERS] for line in reversed(lines) if line.strip()), "")
-        return f": {last}" if last else ""
+    def _take(self, message: Any) -> None:
+        self._lost = message is None
+        self._heard, self.silent = True, 0.0
+        self._on_message(self.number, message)
 
 
-def _pair() -> tuple[Connection, int]:
-    """Return a connection, and the file descriptor of its other end for a child process."""
-    ours, theirs = socket.socketpair()
-    return Connection(ours.detach()), theirs.detach()
-
-
-def _threads_each(size: int) -> int:
+def _threads_per_rank(size: int) -> int:
     """Return the threads of each rank: OMP_NUM_THREADS if it is set, else an equal part of the available cores."""
     if "OMP_NUM_THREADS" in os.environ:
         return torch.get_num_threads()

@@ -87,7 +87,7 @@ class Sampler:
         scores = self.scores(logits, rows)
         tokens = scores.argmax(-1)
         sampled = [index for index, row in enumerate(rows) if not row.sampling.greedy]
-        for part in _parts(sampled):
+        for part in _index_parts(sampled):
             at = _on_device_of(scores, part, np.int64)
             tokens.index_copy_(0, at, _sample(scores.index_select(0, at), [rows[index] for index in part]))
         counts = {index: row.sampling.logprobs for index, row in enumerate(rows) if row.sampling.logprobs is not None}
@@ -210,7 +210,7 @@ def _constrain(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tenso
     packed, width = upload(np.stack(masks), scores.device), scores.shape[-1]
     bits = torch.arange(8, dtype=torch.uint8, device=scores.device)
     scores = scores.clone()
-    for part in _parts(list(range(len(constrained)))):
+    for part in _index_parts(list(range(len(constrained)))):
         at = _on_device_of(scores, [constrained[index] for index in part], np.int64)
         allowed = (packed[part[0] : part[-1] + 1, :, None] >> bits & 1).bool().flatten(1)
         forbidden = ~pad(allowed, (0, width - allowed.shape[1]))  # a negative amount crops
@@ -228,7 +228,7 @@ def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, counts: dict[int, int]
         return []
     most = min(max(counts.values()), logits.shape[-1])
     found = []
-    for part in _parts(list(counts)):
+    for part in _index_parts(list(counts)):
         at = _on_device_of(logits, part, np.int64)
         values = logits.index_select(0, at).log_softmax(-1)
         best = _ranked(values, most)
@@ -253,6 +253,6 @@ def _on_device_of(tensor: torch.Tensor, values: list[Any], dtype: type[np.generi
     return upload(np.array(values, dtype=dtype), tensor.device)
 
 
-def _parts(indices: list[int]) -> Iterator[list[int]]:
+def _index_parts(indices: list[int]) -> Iterator[list[int]]:
     for at in range(0, len(indices), _AT_ONCE):
         yield indices[at : at + _AT_ONCE]

@@ -176,19 +176,6 @@ class TritonBackend:
         """Return the kernels' inputs for one pass. Its leading single rows decode."""
         single, tables = batch.decode_rows, batch.tables[local]
         groups, members = prefix_groups(batch, local=local, most=self._members, units=self.units)
-        return KernelInputs(
-            batch.slots(local=local),
-            batch.ends[:single],
-            groups,
-            members,
-            batch.ends[single:],
-            self._tiles(batch, local),
-            tables[:single],
-            tables[single:],
-        )
-
-    def _tiles(self, batch: FlatBatch, local: bool) -> NDArray[np.int32]:
-        """Return the tiles, those with most keys first: programs start in this order, and the last should be short."""
         offsets = batch.offsets[batch.decode_rows :]
         counts = offsets[1:] - offsets[:-1]
         tiles = -(-counts // self.tile_rows)
@@ -197,8 +184,19 @@ class TritonBackend:
         rows = np.minimum(counts[chunks] - earlier, self.tile_rows)
         first_rows = offsets[chunks] + earlier
         keys = batch.ends[first_rows + rows - 1] - batch.first_keys(local=local)[first_rows]
-        order = np.argsort(-keys, kind="stable")
-        return np.stack([first_rows, rows, batch.positions[first_rows], chunks], axis=1)[order].astype(np.int32)
+        order = np.argsort(
+            -keys, kind="stable"
+        )  # most keys first: programs start in this order; the last should be short
+        return KernelInputs(
+            batch.slots(local=local),
+            batch.ends[:single],
+            groups,
+            members,
+            batch.ends[single:],
+            np.stack([first_rows, rows, batch.positions[first_rows], chunks], axis=1)[order].astype(np.int32),
+            tables[:single],
+            tables[single:],
+        )
 
 
 def shares_prefix(inputs: KernelInputs[NDArray[Any]]) -> bool:

@@ -314,7 +314,15 @@ def _to_rgb(image: Image.Image) -> Image.Image:
             grey[np.asarray(image) == transparent] = 255
         return Image.fromarray(grey).convert("RGB")
     if image.mode in ("I", "F"):
-        return _grey_to_eight(np.asarray(image, dtype=np.float64)).convert("RGB")
+        values = np.asarray(image, dtype=np.float64)
+        finite = values[np.isfinite(values)]
+        low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
+        nominal = [top for top in (1.0, 255.0, 65535.0) if low >= 0 and high <= top]
+        if nominal:
+            low, high = 0.0, nominal[0]
+        scaled = (values - low) / ((high - low) or 1.0) * 255
+        scaled = np.nan_to_num(scaled, nan=0.0, posinf=255.0, neginf=0.0)
+        return Image.fromarray(np.rint(scaled).astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:
         return _over_white(image)
     return image.convert("RGB")
@@ -330,17 +338,6 @@ def _over_white(image: Image.Image) -> Image.Image:
         rgba = (part.convert("LA") if part.mode == "La" else part).convert("RGBA")
         white.paste(rgba, (0, top), mask=rgba.getchannel("A"))
     return white
-
-
-def _grey_to_eight(values: np.ndarray[Any, np.dtype[np.float64]]) -> Image.Image:
-    finite = values[np.isfinite(values)]
-    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
-    nominal = [top for top in (1.0, 255.0, 65535.0) if low >= 0 and high <= top]
-    if nominal:
-        low, high = 0.0, nominal[0]
-    scaled = (values - low) / ((high - low) or 1.0) * 255
-    scaled = np.nan_to_num(scaled, nan=0.0, posinf=255.0, neginf=0.0)
-    return Image.fromarray(np.rint(scaled).astype(np.uint8))
 
 
 def _is_pdf(stream: BinaryIO, name: str) -> bool:

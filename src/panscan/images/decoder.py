@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from panscan.core import ImageError
-from panscan.core.child import Parent
+from panscan.core.child import JsonParent
 from panscan.images.decode import count_pages, page_size, page_sizes, read_page
 from panscan.images.headers import MAX_PIXELS
 from panscan.images.page_levels import copy_levels
@@ -39,13 +39,13 @@ _MOST_LARGER = 4  # times the size of a page: a larger file is not used for it
 
 
 def main() -> None:
-    """Answer requests until the parent closes the connection."""
-    parent = Parent()
-    parent.end_with_parent()
+    """Answer requests until the parent closes the connection, which ends this process."""
+    parent = JsonParent()
     parent.send({})
     pixels = _PixelFiles()
     limited = False
-    while (message := parent.receive()) is not None:
+    while True:
+        message = parent.receive()
         limits = message.fields.pop("limits")
         if not limited:
             _limit_process(**limits)

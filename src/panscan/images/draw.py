@@ -7,7 +7,7 @@ from math import ceil
 
 from PIL import Image, ImageDraw
 
-from panscan.core import ImageError, SettingError, View
+from panscan.core import ImageError, SettingError
 from panscan.images.ink import Box, printable, rounded, shorten, text_width, wrap, write
 from panscan.images.views import ViewPlan
 
@@ -80,7 +80,7 @@ def view_label(plan: ViewPlan, index: int) -> tuple[str, str]:
     return f"crop {index}" if index else "whole", f"{width}x{height} px · {tokens} tokens"
 
 
-def _facts(plan: ViewPlan, *, estimated: bool) -> str:
+def _summary_line(plan: ViewPlan, *, estimated: bool) -> str:
     views = f"{plan.crops + 1} views (whole and {plan.crops} crops)" if plan.crops else "1 view (whole)"
     about = "about " if estimated else ""
     tokens = f"{plan.image_tokens:,} image tokens", f"{about}{plan.prompt_tokens:,} prompt tokens"
@@ -134,14 +134,6 @@ class _Strip:
         return tuple(boxes)
 
 
-def _strip_layout(plan: ViewPlan, room: int, *, beside: bool) -> _Strip:
-    """Thumbnails for ``room`` pixels of height (``beside``) or width, no label of them wider than its place."""
-    count = min(len(plan.views), _MOST_TILES)
-    label = ceil(max(text_width(view_label(plan, index)[1], SMALL_SIZE) for index in range(count)))
-    columns, side = _grid(count, room, label, beside=beside)
-    return _Strip(count, columns, side, (max(side, label) + _GAP, side + _LABEL_HEIGHT + _GAP))
-
-
 def lay_out(plan: ViewPlan, *, caption: bool, estimated: bool, max_side: int) -> PictureLayout:
     """Lay out the picture: facts on top, the image, and the thumbnails beside a tall image or below a wide one.
 
@@ -152,7 +144,11 @@ def lay_out(plan: ViewPlan, *, caption: bool, estimated: bool, max_side: int) ->
         raise SettingError(f"max_side must be at least {LEAST_SIDE}, got {max_side}")
     width, height = _display(plan, max_side)
     beside = height >= width
-    strip = _strip_layout(plan, height if beside else width, beside=beside)
+    room = height if beside else width
+    count = min(len(plan.views), _MOST_TILES)
+    label = ceil(max(text_width(view_label(plan, index)[1], SMALL_SIZE) for index in range(count)))
+    columns, side = _grid(count, room, label, beside=beside)
+    strip = _Strip(count, columns, side, (max(side, label) + _GAP, side + _LABEL_HEIGHT + _GAP))
 
     # The gutter is for the badges of the crops, which lie left of a tall image and above any other.
     gutter = RIM + (_GUTTER if plan.crops else 0)
@@ -160,7 +156,7 @@ def lay_out(plan: ViewPlan, *, caption: bool, estimated: bool, max_side: int) ->
     block = (inset[0] + width + RIM, inset[1] + height + RIM)
     content = max(block[0] + _GAP + strip.width if beside else max(block[0], strip.width), _LEAST_WIDTH)
 
-    facts = tuple(wrap(_facts(plan, estimated=estimated), FACTS_SIZE, content, separator=" · "))
+    facts = tuple(wrap(_summary_line(plan, estimated=estimated), FACTS_SIZE, content, separator=" · "))
     facts_y = MARGIN + (2 * CAPTION_SIZE if caption else FACTS_SIZE)
     top = facts_y + _FACTS_PITCH * (len(facts) - 1) + _GAP
     left = MARGIN + inset[0]
@@ -185,10 +181,6 @@ _BADGE = 22  # height of a badge
 
 def _colour(index: int) -> str:
     return COLOURS[(index - 1) % len(COLOURS)]
-
-
-def _grown(box: Box, by: int) -> Box:
-    return box[0] - by, box[1] - by, box[2] + by, box[3] + by
 
 
 def _frame(draw: ImageDraw.ImageDraw, box: Box, colour: str, weight: int) -> None:
@@ -221,12 +213,12 @@ def _header(picture: Image.Image, layout: PictureLayout, caption: str | None) ->
         write(draw, (MARGIN, layout.facts_y + _FACTS_PITCH * row), line, FACTS_SIZE, fill=_GREY)
 
 
-def _whole(picture: Image.Image, image: Image.Image, layout: PictureLayout) -> None:
+def _draw_image(picture: Image.Image, image: Image.Image, layout: PictureLayout) -> None:
     """The scaled image in a thin frame."""
     left, top, right, bottom = layout.image
     method = Image.Resampling.NEAREST if right - left > image.width else Image.Resampling.LANCZOS
     picture.paste(image.resize((right - left, bottom - top), method, reducing_gap=3.0), (left, top))
-    _frame(ImageDraw.Draw(picture), _grown(layout.image, RIM), _LINE, 1)
+    _frame(ImageDraw.Draw(picture), (left - RIM, top - RIM, right + RIM, bottom + RIM), _LINE, 1)
 
 
 def _outline(picture: Image.Image, layout: PictureLayout, index: int) -> None:
@@ -266,11 +258,6 @@ def _badges(picture: Image.Image, layout: PictureLayout) -> None:
         _badge(picture, index, middle)
 
 
-def _thumbnail(image: Image.Image, view: View, side: int) -> Image.Image:
-    """A view squashed to a square, as Gemma 3 reads it."""
-    return image.resize((side, side), Image.Resampling.BICUBIC, box=view.box, reducing_gap=3.0)
-
-
 def _strip(picture: Image.Image, image: Image.Image, layout: PictureLayout) -> None:
     """The thumbnails with their labels."""
     draw, plan = ImageDraw.Draw(picture), layout.plan
@@ -284,7 +271,10 @@ def _strip(picture: Image.Image, image: Image.Image, layout: PictureLayout) -> N
             middle = ((left + right) / 2, (top + bottom) / 2)
             write(draw, middle, f"+{layout.more} more", FACTS_SIZE, fill=_INK, anchor="mm", bold=True)
             continue
-        picture.paste(_thumbnail(image, plan.views[index], right - left), box)
+        side = right - left
+        picture.paste(
+            image.resize((side, side), Image.Resampling.BICUBIC, box=plan.views[index].box, reducing_gap=3.0), box
+        )
         title, detail = view_label(plan, index)
         indent = 0
         if index:
@@ -331,7 +321,7 @@ def draw_views(
     upright = image.convert("RGB")
     picture = Image.new("RGB", layout.size, _PAPER)
     _header(picture, layout, caption)
-    _whole(picture, upright, layout)
+    _draw_image(picture, upright, layout)
     for index in range(1, len(plan.views)):
         _outline(picture, layout, index)
     if plan.crops:

@@ -120,14 +120,14 @@ def find_pages(
     for pattern in patterns:
         given, wanted = split_page(os.fspath(pattern))
         for source in _sources(given, report):
-            file = _identity(source)
+            file = _file_key(source)
             if names.setdefault(source, file) != file:
                 report(_twin(source))
                 continue
             try:
                 if file not in counts:
                     counts[file] = 0  # stays so for a file that cannot be read: it is reported under one name only
-                    counts[file] = _count(source, max_pages)
+                    counts[file] = _pages_in(source, max_pages)
                 for page in _pages(source, wanted, counts[file], max_pages):
                     pages.setdefault((file, page.page), page)
             except ImageError as error:
@@ -145,7 +145,7 @@ def find_files(patterns: Sequence[str | Path], *, on_problem: Callable[[ImageErr
     for pattern in patterns:
         given, wanted = split_page(os.fspath(pattern))
         for source in _sources(given, on_problem):
-            file = _identity(source)
+            file = _file_key(source)
             if names.setdefault(source, file) != file:
                 on_problem(_twin(source))
             else:
@@ -172,7 +172,7 @@ def expand_images(images: Sequence[Any], *, max_pages: int = MAX_PAGES) -> list[
         name = f"image {number} of {len(images)}"
         if isinstance(image, str | Path):
             source, wanted = split_page(os.fspath(image))
-            expanded += _pages(source, wanted, _count(source, max_pages), max_pages)
+            expanded += _pages(source, wanted, _pages_in(source, max_pages), max_pages)
         elif isinstance(image, bytes):
             pages = _numbers(count_pages(BytesIO(image), name, max_pages), max_pages, name)
             expanded += [PageBytes(image, page, name) for page in pages]
@@ -286,7 +286,7 @@ def in_memory(page: Page | PageBytes, most: int) -> Page | PageBytes:
         try:
             content = stream.read(most + 1)
         except OSError as error:
-            raise image_error(page.source, _reason(error)) from error
+            raise image_error(page.source, _os_reason(error)) from error
     return page if len(content) > most else PageBytes(content, page.page or 1, page.name)
 
 
@@ -300,7 +300,7 @@ def page_digest(page: Page) -> str:
         try:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         except OSError as error:
-            raise image_error(page.source, _reason(error)) from error
+            raise image_error(page.source, _os_reason(error)) from error
     return Page(digest, page.page).name
 
 
@@ -329,7 +329,7 @@ def _stored(url: str, report: Callable[[ImageError], None]) -> list[str]:
     """Return the URLs that an object's URL, a prefix or a glob matches. A name with a known suffix is an object."""
     head, _, name = url.rpartition("/")
     magic = "*" in url or "?" in url
-    if _known(name) and not magic:
+    if _has_known_suffix(name) and not magic:
         return [url]
     prefix = re.split(r"[*?]", url, maxsplit=1)[0].rpartition("/")[0] if magic else url
     wanted = None if prefix == url else re.compile(_glob_pattern(url), re.DOTALL)
@@ -337,7 +337,9 @@ def _stored(url: str, report: Callable[[ImageError], None]) -> list[str]:
     found = [
         each
         for each in list_objects(prefix)
-        if (wanted is None or wanted.fullmatch(each)) and (_known(each) or not any_name) and not _hidden(each, prefix)
+        if (wanted is None or wanted.fullmatch(each))
+        and (_has_known_suffix(each) or not any_name)
+        and not _hidden(each, prefix)
     ]
     if not found and wanted is None and not url.endswith("/") and head.count("/") > 1 and object_exists(url):
         return [url]
@@ -361,9 +363,9 @@ def _in_directory(directory: str, report: Callable[[ImageError], None]) -> list[
     found: list[str] = []
     for folder, folders, names in os.walk(directory, onerror=problems.append):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [str(Path(folder, name)) for name in names if not name.startswith(".") and _known(name)]
+        found += [str(Path(folder, name)) for name in names if not name.startswith(".") and _has_known_suffix(name)]
     for problem in problems:
-        report(image_error(str(problem.filename), _reason(problem)))
+        report(image_error(str(problem.filename), _os_reason(problem)))
     if not found and not problems:
         report(image_error(directory, "no image or PDF file in this directory"))
     return sorted(found, key=_natural)
@@ -374,7 +376,7 @@ def _matching(pattern: str, report: Callable[[ImageError], None]) -> list[str]:
     found = [
         path
         for path in glob.iglob(pattern, recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
-        if not _is_directory(path) and (_known(path) or not any_name)
+        if not _is_directory(path) and (_has_known_suffix(path) or not any_name)
     ]
     if not found:
         report(image_error(pattern, "no image or PDF file matches"))
@@ -386,7 +388,7 @@ def _is_directory(path: str) -> bool:
     return os.path.isdir(path)  # noqa: PTH112
 
 
-def _known(name: str) -> bool:
+def _has_known_suffix(name: str) -> bool:
     return Path(name).suffix.lower() in SUFFIXES
 
 
@@ -395,7 +397,7 @@ def _natural(path: str) -> tuple[list[list[tuple[str, int]]], str]:
     return [[(text.casefold(), int(digits or 0)) for text, digits in part] for part in parts], path
 
 
-def _identity(source: str) -> str:
+def _file_key(source: str) -> str:
     """Return a key that is equal for all spellings of a path. A path with a null byte, which cannot be opened, is its
     own key."""
     if _URL.match(source):
@@ -407,7 +409,7 @@ def _twin(source: str) -> ImageError:
     return image_error(source, "differs from another URL in its login only, so both have one name: use separate runs")
 
 
-def _count(source: str, max_pages: int) -> int:
+def _pages_in(source: str, max_pages: int) -> int:
     with _open(source) as stream:
         return count_pages(stream, source, max_pages)
 
@@ -446,14 +448,14 @@ def _open(source: str) -> BufferedReader | BytesIO:
         return path.open("rb")
     except FileNotFoundError as error:
         link = path.is_symlink()
-        raise image_error(source, f"broken link to {path.readlink()}" if link else _reason(error)) from error
+        raise image_error(source, f"broken link to {path.readlink()}" if link else _os_reason(error)) from error
     except OSError as error:
-        raise image_error(source, _reason(error)) from error
+        raise image_error(source, _os_reason(error)) from error
     except ValueError as error:
         raise image_error(source, f"not a path ({error})") from error
 
 
-def _reason(error: OSError) -> str:
+def _os_reason(error: OSError) -> str:
     return (error.strerror or str(error)).lower()
 
 

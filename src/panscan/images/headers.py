@@ -297,7 +297,7 @@ def find_directories(stream: BinaryIO, most: int) -> list[int]:
         OSError: the file is not a TIFF, or the chain of directories leaves it.
     """
     stream.seek(0)
-    key = _identity(stream, stream.read(16))
+    key = _content_key(stream, stream.read(16))
     with _LOCK:
         found = _KNOWN.pop(key, None) or _Directories(stream)
         _KNOWN[key] = found
@@ -360,7 +360,7 @@ def _layout(head: bytes) -> tuple[str, bool]:
     return order, 43 in head[2:4]  # Pillow also takes a version in the other byte order
 
 
-def _identity(stream: BinaryIO, head: bytes) -> Any:
+def _content_key(stream: BinaryIO, head: bytes) -> Any:
     """Return a key of the file's content, computed without reading all of it."""
     if isinstance(stream, BytesIO):
         content = stream.getvalue()  # shared with the stream, and bytes keep their hash: once per download

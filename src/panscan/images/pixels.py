@@ -19,6 +19,7 @@ from PIL import Image
 from torch.nn import functional
 
 from panscan.core import View
+from panscan.core.model_names import VIEW_SIDE
 from panscan.images.transfer import upload
 
 __all__ = [
@@ -36,7 +37,7 @@ __all__ = [
 class PixelSpec:
     """What a checkpoint's image processor does: side in pixels, scale of a level, mean and deviation per channel."""
 
-    size: int = 896
+    size: int = VIEW_SIDE
     rescale: float = 1 / 255
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)

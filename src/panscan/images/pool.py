@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from panscan.core import ImageError, recorded_wait
-from panscan.core.child import Child, ChildEndedError, Message
+from panscan.core.child import ChildEndedError, JsonChild, Message
 from panscan.core.deadline import Deadline
 from panscan.core.request import MAX_PAGES
 from panscan.images import decode
@@ -301,7 +301,7 @@ class DecodingPool:
         self._changed = threading.Condition()
         self._waiting: deque[object] = deque()
         self._idle: list[_Decoder] = []
-        self._children: set[Child] = set()
+        self._children: set[JsonChild] = set()
         self._busy = 0
         self._closed = False
 
@@ -374,7 +374,7 @@ class DecodingPool:
 
     def _started(self) -> _Decoder:
         try:
-            child = Child("panscan.images.decoder", environment=_decoder_environment(), keep_stderr=True)
+            child = JsonChild("panscan.images.decoder", environment=_decoder_environment(), keep_output=True)
         except OSError as error:
             raise ImageError(f"a decoding process cannot be started ({error.strerror or error})") from error
         self._children.add(child)
@@ -415,7 +415,7 @@ class _Reply(NamedTuple):
 class _Decoder:
     """A child process of a pool, used by one thread at a time. Limits: see :class:`DecodingPool`."""
 
-    def __init__(self, child: Child, limits: _Limits) -> None:
+    def __init__(self, child: JsonChild, limits: _Limits) -> None:
         self.child, self._limits = child, limits
         self.uses = 0
         self._mapped: dict[int, mmap.mmap] = {}

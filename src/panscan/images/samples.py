@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict, dataclass
 from io import BytesIO
 from pathlib import Path
@@ -11,7 +10,8 @@ from pathlib import Path
 from PIL import Image, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
-from panscan.core import InputError, SettingError, create_file
+from panscan.core import InputError, SettingError
+from panscan.core.files import replace_file
 from panscan.images.documents import COLUMNS, draw_document
 from panscan.settings import SAMPLE_RANGES
 
@@ -119,10 +119,8 @@ def write_samples(
                 " --overwrite (overwrite=True) replaces it"
             )
         for name in stale:
-            partial = directory / f".{name}.{os.getpid()}"
-            with create_file(partial) as file:
+            with replace_file(directory / name, durable=False) as file:
                 file.write(files[name])
-            partial.replace(directory / name)
     except OSError as error:
         raise InputError(f"samples cannot be written to {directory}: {error.strerror}") from error
     return directory / _QUESTIONS

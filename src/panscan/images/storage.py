@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from panscan.core import ImageError, StorageError, UnsupportedError, create_file, now
+from panscan.core import ImageError, StorageError, UnsupportedError, now
 from panscan.core.errors import one_line
+from panscan.core.files import replace_file
 from panscan.core.ranges import Range, shorten
 from panscan.images.fetch import MAX_BYTES
 
@@ -130,7 +131,7 @@ def read_object(url: str) -> bytes:
         StorageError: the store refused, or did not send it before the deadline.
         UnsupportedError: obstore is missing.
     """
-    store, path = _place(url)
+    store, path = _store_and_path(url)
     if (content := _CACHE.get(key := (url, _environment()))) is not None:
         return content
     import obstore
@@ -159,7 +160,7 @@ def list_objects(url: str) -> Iterator[str]:
             itself, has a name of more than 4,096 characters or more than :data:`MAX_OBJECTS` names.
         UnsupportedError: obstore is missing.
     """
-    store, path = _place(url)
+    store, path = _store_and_path(url)
     import obstore
 
     bucket = "/".join(url.split("/", 3)[:3])
@@ -216,7 +217,7 @@ def object_exists(url: str) -> bool:
         StorageError: the store did not answer before the deadline, or refused.
         UnsupportedError: obstore is missing.
     """
-    store, path = _place(url)
+    store, path = _store_and_path(url)
     import obstore
 
     try:
@@ -250,16 +251,9 @@ def download(url: str, path: Path) -> None:
         StorageError: the object could not be read before the deadline.
         OSError: the disk does not take it.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open_object(url) as source, create_file(partial) as file:
-            while block := source.read(_BLOCK_BYTES):
-                file.write(block)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with open_object(url) as source, replace_file(path) as file:
+        while block := source.read(_BLOCK_BYTES):
+            file.write(block)
 
 
 def upload(url: str, path: Path) -> None:
@@ -268,7 +262,7 @@ def upload(url: str, path: Path) -> None:
     Raises:
         StorageError: the store refused, or did not take it before the deadline.
     """
-    store, key = _place(url)
+    store, key = _store_and_path(url)
     import obstore
 
     with _errors(url, missing=StorageError):
@@ -281,7 +275,7 @@ def delete_object(url: str) -> None:
     Raises:
         StorageError: the store refused, or did not answer before the deadline.
     """
-    store, path = _place(url)
+    store, path = _store_and_path(url)
     import obstore
 
     if object_exists(url):
@@ -296,7 +290,7 @@ def open_object(url: str) -> io.RawIOBase:
         ImageError: the object does not exist.
         StorageError: the store refused, or did not answer before the deadline. Reading raises it, too.
     """
-    store, path = _place(url)
+    store, path = _store_and_path(url)
     import obstore
 
     with _errors(url):
@@ -341,7 +335,7 @@ def _timeout() -> float:
     return STORAGE_TIMEOUT_RANGE.parse(STORAGE_TIMEOUT, text) if text else _DEFAULT_TIMEOUT_S
 
 
-def _place(url: str) -> tuple[ObjectStore, str]:
+def _store_and_path(url: str) -> tuple[ObjectStore, str]:
     """Return the store of a URL, and the path in it."""
     scheme, _, rest = url.partition("://")
     bucket, _, path = rest.partition("/")
@@ -412,12 +406,12 @@ def _errors(url: str, missing: type[ImageError] = ImageError) -> Iterator[None]:
     try:
         yield
     except (BaseError, FileNotFoundError, ValueError) as error:
-        reason = one_line(_reason(url, error))
+        reason = one_line(_storage_failure(url, error))
         kind = missing if isinstance(error, FileNotFoundError) and reason != _NO_BUCKET else StorageError
         raise kind(f"{url}: {reason}") from error
 
 
-def _reason(url: str, error: Exception) -> str:
+def _storage_failure(url: str, error: Exception) -> str:
     from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
     text = str(error).partition("\n")[0]

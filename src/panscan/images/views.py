@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import ceil, floor
 
 from panscan.core import ImageError, PanAndScan, SettingError, View
+from panscan.core.model_names import IMAGE_TOKENS
 
 __all__ = ["GEMMA3_COST", "PromptCost", "ViewPlan", "plan_views", "split"]
 
@@ -15,7 +16,7 @@ class PromptCost:
     """Prompt tokens of an image: one block per view, and the words that the processor writes around crops.
 
     Args:
-        image_tokens: soft tokens of one view (256 for every released Gemma 3).
+        image_tokens: soft tokens of one view.
         plain: tokens around a view that stands alone (its start and end marks and line breaks).
         with_crops: tokens around the whole image of a cropped one ("Here is the original image ... and here are
             some crops to help you see better"), without any crop.
@@ -35,7 +36,7 @@ class PromptCost:
         return (crops + 1) * self.image_tokens + around
 
 
-GEMMA3_COST = PromptCost(image_tokens=256, plain=4, with_crops=21, per_crop=5, estimated=True)
+GEMMA3_COST = PromptCost(image_tokens=IMAGE_TOKENS, plain=4, with_crops=21, per_crop=5, estimated=True)
 """Gemma 3 without its tokenizer at hand: image tokens are exact, the words are counted one token a word and mark."""
 
 

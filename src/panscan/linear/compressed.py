@@ -56,7 +56,14 @@ class CompressedTensorsScheme:
     covers_all = True
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        _refuse_transforms(config)
+        status = field_of(config, "quantization_status", str, "compressed")
+        if status != "compressed" and config.get("format") in (None, "dense", "fakequant"):
+            raise unsupported_format(f"compressed-tensors with status {status!r} (uncompressed values)")
+        if field_of(config, "transform_config", dict, {}).get("config_groups"):
+            raise unsupported_format("compressed-tensors with transforms (rotated weights)")
+        sparsity = field_of(config, "sparsity_config", dict, {}).get("format", "dense")
+        if sparsity != "dense":
+            raise unsupported_format(f"compressed-tensors with sparse weights ({sparsity})")
         self._ignored = tuple(map(str, field_of(config, "ignore", list, [])))
         groups = field_of(config, "config_groups", dict, {})
         if not groups:
@@ -126,17 +133,6 @@ def _matches(target: str, names: Sequence[str]) -> bool:
     if _is_exact(target):
         return target in names
     return any(re.match(target.removeprefix("re:"), name) for name in names)
-
-
-def _refuse_transforms(config: Mapping[str, Any]) -> None:
-    status = field_of(config, "quantization_status", str, "compressed")
-    if status != "compressed" and config.get("format") in (None, "dense", "fakequant"):
-        raise unsupported_format(f"compressed-tensors with status {status!r} (uncompressed values)")
-    if field_of(config, "transform_config", dict, {}).get("config_groups"):
-        raise unsupported_format("compressed-tensors with transforms (rotated weights)")
-    sparsity = field_of(config, "sparsity_config", dict, {}).get("format", "dense")
-    if sparsity != "dense":
-        raise unsupported_format(f"compressed-tensors with sparse weights ({sparsity})")
 
 
 def _group_of(name: str, group: Any, overall: str) -> _Group:

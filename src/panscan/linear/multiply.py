@@ -92,16 +92,12 @@ def multiply_int8(
     from panscan.linear import kernels
 
     count = len(rows.values)
-    if count > (kernel_rows("int8", weight.device) if most is None else most) and _library_int8(count, weight):
+    library = count >= _LIBRARY_INT8_ROWS and all(size % _LIBRARY_INT8_STEP == 0 for size in weight.shape)  # cuBLAS
+    if library and count > (kernel_rows("int8", weight.device) if most is None else most):
         return kernels.scale_sums(torch._int_mm(rows.values, weight.T), rows.scale, scale, dtype)
     shared, tma = _gpu(weight.device)
     tiles = kernels.int8_tiles(count, shared, tma=tma)
     return kernels.product_int8(rows.values, rows.scale, weight, scale, dtype, tiles)
-
-
-def _library_int8(rows: int, weight: torch.Tensor) -> bool:
-    """Return whether cuBLAS can multiply this number of rows by these weights ``[outputs, inputs]``."""
-    return rows >= _LIBRARY_INT8_ROWS and all(size % _LIBRARY_INT8_STEP == 0 for size in weight.shape)
 
 
 def multiply_fp8(rows: QuantizedRows, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> UnscaledProduct:

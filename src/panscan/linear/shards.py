@@ -38,7 +38,7 @@ def shard_linear(
     if count % size:
         raise UnsupportedError(f"--tensor-parallel-size {size} does not divide {count} channels of a quantised matrix")
     share = slice(rank * count // size, (rank + 1) * count // size)
-    return _rows(linear, share) if by == "rows" else _columns(linear, share, rank, size)
+    return _rows(linear, share) if by == "rows" else _shard_columns(linear, share, rank, size)
 
 
 def _rows(linear: QuantizedLinear, share: slice) -> QuantizedLinear:
@@ -56,7 +56,7 @@ def _rows(linear: QuantizedLinear, share: slice) -> QuantizedLinear:
     return part
 
 
-def _columns(linear: QuantizedLinear, share: slice, rank: int, size: int) -> QuantizedLinear:
+def _shard_columns(linear: QuantizedLinear, share: slice, rank: int, size: int) -> QuantizedLinear:
     inputs = share.stop - share.start
     if linear.weight_format.kind == "int4":
         part = _int4_columns(linear, share, size)

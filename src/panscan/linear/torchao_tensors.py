@@ -80,7 +80,18 @@ class TorchAoScheme:
             raise unsupported_format(f"torchao {kind} with scaled inputs (AWQ or SmoothQuant)")
         tensors.ignore(*_STATIC)
         if kind in ("Int8Tensor", "Float8Tensor"):
-            return _eight_bits(kind, fields, tensors, outputs, inputs)
+            dtype = torch.int8 if kind == "Int8Tensor" else torch.float8_e4m3fn
+            weight = tensors.take_values("_weight_qdata", (outputs, inputs), dtype)
+            if tensors.shape("_weight_scale") not in ((outputs, 1), (outputs,), (1, 1), (1,), ()):
+                raise unsupported_format(
+                    f"torchao {kind} with scales of the shape {list(tensors.shape('_weight_scale'))}"
+                )
+            scale = tensors.take_scale("_weight_scale")
+            if "_weight_zero_point" in tensors:
+                zero = tensors.take("_weight_zero_point", types=(torch.int8, torch.int32, torch.int64, *_FLOATS))
+                if zero.any():
+                    raise unsupported_format(f"torchao {kind} with zero points")
+            return channel_linear(weight, scale, quantizes_inputs=fields.get("act_quant_kwargs") is not None)
         if kind == "Int4Tensor":
             return _int4(tensors, outputs, inputs)
         return _intx(fields, tensors, outputs, inputs)
@@ -96,21 +107,6 @@ def _description(tensors: MatrixTensors) -> tuple[str, Mapping[str, Any]]:
         return str(described["_type"]), dict(described["_data"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"the file's metadata of {tensors.weight_name} cannot be read: {error!r:.60}") from error
-
-
-def _eight_bits(
-    kind: str, fields: Mapping[str, Any], tensors: MatrixTensors, outputs: int, inputs: int
-) -> QuantizedLinear:
-    dtype = torch.int8 if kind == "Int8Tensor" else torch.float8_e4m3fn
-    weight = tensors.take_values("_weight_qdata", (outputs, inputs), dtype)
-    if tensors.shape("_weight_scale") not in ((outputs, 1), (outputs,), (1, 1), (1,), ()):
-        raise unsupported_format(f"torchao {kind} with scales of the shape {list(tensors.shape('_weight_scale'))}")
-    scale = tensors.take_scale("_weight_scale")
-    if "_weight_zero_point" in tensors:
-        zero = tensors.take("_weight_zero_point", types=(torch.int8, torch.int32, torch.int64, *_FLOATS))
-        if zero.any():
-            raise unsupported_format(f"torchao {kind} with zero points")
-    return channel_linear(weight, scale, quantizes_inputs=fields.get("act_quant_kwargs") is not None)
 
 
 def _int4(tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:

@@ -87,7 +87,7 @@ def choose_methods(
         if kind != "int4" and not quantizes_inputs:
             methods.append(f"{kind} weights dequantised for each product")
         elif kind in _RUNGS and has_kernels(device):
-            measured = _measured(kind, _largest(found)[:_MATRICES], dtype)
+            measured = _measure_kind(kind, _largest(found)[:_MATRICES], dtype)
             [rows] = least([measured.rows])
             use_kernels_up_to(rows, kind, device)
             methods.append(f"{describe(kind, device)}; speed of Triton relative to cuBLAS: {measured}")
@@ -136,7 +136,7 @@ def median_ratio(kernel: Callable[[], float], library: Callable[[], float]) -> f
     return median(ratios[1:])
 
 
-def _measured(kind: str, modules: Sequence[QuantizedLinear], dtype: torch.dtype) -> KernelRows:
+def _measure_kind(kind: str, modules: Sequence[QuantizedLinear], dtype: torch.dtype) -> KernelRows:
     """Return the choice for these matrices: the first one that this process measured on the device."""
     device = modules[0].weight.device
     if (kind, device) not in _found:
@@ -157,7 +157,7 @@ def _largest(modules: Sequence[QuantizedLinear]) -> list[QuantizedLinear]:
 
 def _ratio(kind: str, modules: Sequence[QuantizedLinear], dtype: torch.dtype, rows: int) -> float:
     """Return seconds of the library by seconds of our kernel; 0 if our kernel fails, infinity if the library does."""
-    inputs = {width: _drawn(rows, width, modules[0], dtype) for width in {each.in_features for each in modules}}
+    inputs = {width: _random_inputs(rows, width, modules[0], dtype) for width in {each.in_features for each in modules}}
 
     def timed(most: int) -> Callable[[], float]:
         return lambda: gpu_seconds([partial(_product, each, inputs[each.in_features], dtype, most) for each in modules])
@@ -174,7 +174,7 @@ def _ratio(kind: str, modules: Sequence[QuantizedLinear], dtype: torch.dtype, ro
     return median_ratio(kernel, library)
 
 
-def _drawn(rows: int, width: int, like: QuantizedLinear, dtype: torch.dtype) -> Any:
+def _random_inputs(rows: int, width: int, like: QuantizedLinear, dtype: torch.dtype) -> Any:
     """Return random rows ``[rows, width]``, quantised if these weights take quantised rows."""
     generator = torch.Generator(like.weight.device).manual_seed(0)
     values = torch.randn(rows, width, device=like.weight.device, dtype=dtype, generator=generator)

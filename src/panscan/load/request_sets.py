@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import filecmp
 import json
-import os
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -13,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from types import MappingProxyType
-from typing import Any
+from typing import Any, BinaryIO
 
-from panscan.core import InputError, PanAndScan, SettingError, create_file
+from panscan.core import InputError, PanAndScan, SettingError
+from panscan.core.files import replace_file
 from panscan.images.documents import COLUMNS, draw_document
 from panscan.images.samples import document_name, encode_document
 from panscan.images.views import plan_views
@@ -182,26 +182,22 @@ def write_request_set(
     for name, value in (("count", count), ("columns", columns)):
         SAMPLE_RANGES[name].check(name, value)
     path = directory / f"{format}.jsonl"
-    partial = directory / f".{path.name}.{os.getpid()}"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        try:
-            views = _write_rows(partial, FORMATS[format], document_requests(count, seed, columns=columns))
-            if path.exists() and not overwrite and not filecmp.cmp(partial, path, shallow=False):
+        with replace_file(path, durable=False) as file:
+            views = _write_rows(file, FORMATS[format], document_requests(count, seed, columns=columns))
+            if path.exists() and not overwrite and not filecmp.cmp(file.name, path, shallow=False):
                 raise SettingError(f"{path} exists with other contents; --overwrite (overwrite=True) replaces it")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
     except OSError as error:
         raise InputError(f"the request set cannot be written to {directory}: {error.strerror}") from error
     return RequestSet(path, views, FORMATS[format].command.format(path=shlex.quote(str(path)), count=count))
 
 
-def _write_rows(path: Path, format: RequestFormat, requests: Iterator[DocumentRequest]) -> dict[int, int]:
+def _write_rows(file: BinaryIO, format: RequestFormat, requests: Iterator[DocumentRequest]) -> dict[int, int]:
     """Write one line per request, and return the number of requests by their number of views."""
     views: Counter[int] = Counter()
-    with create_file(path) as file:
-        for request in requests:
-            file.write(json.dumps(format.row(request)).encode() + b"\n")
-            views[request.views] += 1
+    for request in requests:
+        file.write(json.dumps(format.row(request)).encode() + b"\n")
+        views[request.views] += 1
+    file.flush()
     return dict(sorted(views.items()))

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from panscan.bench.run import finish
 from panscan.core import RecordsError, Stamps
+from panscan.core.files import write_file
 from panscan.load.chat import Endpoint, RequestOutcome
 from panscan.load.content import Content, LoadRequest, RequestMix, content_digest
 from panscan.load.generator import LevelResult, run_level
@@ -40,7 +41,7 @@ from panscan.records.schema import (
     RunSettings,
     SearchRecord,
 )
-from panscan.records.store import RecordWriter, Run, write_atomically
+from panscan.records.store import RecordWriter, Run
 
 __all__ = ["LoadObserver", "LoadPlan", "new_salt", "run_load"]
 
@@ -234,7 +235,7 @@ class _LoadRun:
         if plan.save_result:
             found = vllm_result(level, result, plan.endpoint, plan.options, sent.goodput.throughput)
             path = self._writer.path.parent / f"vllm-{level.cell}.json"
-            write_atomically(path, json.dumps(found, indent=1).encode() + b"\n")
+            write_file(path, json.dumps(found, indent=1) + "\n", RecordsError)
         self._observer.measured(level, result)
         if result.client.limited:
             text = f"{level.cell}: the client, not the server, was the limit: {result.client.reason}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from copy import deepcopy
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +20,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from panscan.core import UnsupportedError
-from panscan.model.build import build_model
+from panscan.model.build import build_model, one_layer_config
 from panscan.model.machine import resolve_device
 from panscan.model.support import attention_reason
 
@@ -73,7 +72,9 @@ def effective_mask(
     types = torch.from_numpy(image.astype(np.int64))[None].to(where)
     with torch.inference_mode(), _switched(model, implementation, kernel):
         try:
-            return measured_mask(lambda values: _means(model, types, values), image, _text(model).config.sliding_window)
+            return measured_mask(
+                lambda values: _means(model, types, values), image, _text_decoder(model).config.sliding_window
+            )
         except torch.OutOfMemoryError:
             raise
         except (ImportError, ValueError, RuntimeError) as error:  # kernels are loaded and compiled in their first run
@@ -154,32 +155,31 @@ def _dtype(implementation: str, device: torch.device) -> torch.dtype:
 
 def _probe_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """Return a model of one layer of each of the configuration's kinds, with one head and attention scores of 0."""
-    small = deepcopy(config)
+    small = one_layer_config(config)
     text = small.get_text_config()
-    text.layer_types = sorted(set(text.layer_types))
-    text.num_hidden_layers = len(text.layer_types)
     text.num_attention_heads = text.num_key_value_heads = 1
     text.head_dim, text.hidden_size, text.intermediate_size = PROBE_COLUMNS, _HIDDEN, _HIDDEN
-    text.vocab_size, text.pad_token_id = 8, None
     if hasattr(small, "vision_config"):
         vision = small.vision_config
-        vision.num_hidden_layers, vision.num_attention_heads = 1, 1
+        vision.num_attention_heads = 1
         vision.hidden_size, vision.intermediate_size = _HIDDEN, _HIDDEN
     small._attn_implementation = "eager"
     model = build_model(small, dtype, device).eval()
-    for layer in _text(model).layers:
+    for layer in _text_decoder(model).layers:
         torch.nn.init.zeros_(layer.self_attn.q_proj.weight)
     return model
 
 
-def _text(model: Any) -> Any:
+def _text_decoder(model: Any) -> Any:
     return getattr(model.model, "language_model", model.model)
 
 
 def _kinds(model: Any) -> dict[LayerKind, Any]:
     """Return the attention module of each layer kind."""
-    types = list(_text(model).config.layer_types)
-    return {kind: _text(model).layers[types.index(name)].self_attn for kind, name in _KINDS.items() if name in types}
+    types = list(_text_decoder(model).config.layer_types)
+    return {
+        kind: _text_decoder(model).layers[types.index(name)].self_attn for kind, name in _KINDS.items() if name in types
+    }
 
 
 def _means(model: Any, types: torch.Tensor, values: torch.Tensor) -> dict[LayerKind, torch.Tensor]:

@@ -23,6 +23,7 @@ __all__ = [
     "decoder_linears",
     "empty_quantized_model",
     "fitting_group_size",
+    "one_layer_config",
     "set_computed_buffers",
     "set_module",
 ]
@@ -85,7 +86,7 @@ def fitting_group_size(asked: int | None, *widths: int) -> int:
     if wide := [width for width in widths if width % size]:
         raise UnsupportedError(
             f"--quantization-group-size {size}: groups of {size} do not divide {wide[0]} input channels;"
-            f" {_advice(widths)}"
+            f" {_width_advice(widths)}"
         )
     return size
 
@@ -100,10 +101,10 @@ def _fitting(model: Any) -> str:
     """Return the group sizes that divide every matrix, as advice."""
     widths = {linear.in_features for _, linear in decoder_linears(model)}
     widths |= {module.in_features for module in model.modules() if isinstance(module, QuantizedLinear)}
-    return _advice(widths)
+    return _width_advice(widths)
 
 
-def _advice(widths: Collection[int]) -> str:
+def _width_advice(widths: Collection[int]) -> str:
     sizes = [str(size) for size in GROUP_SIZES if all(width % size == 0 for width in widths)]
     return f"use {' or '.join(sizes)}" if sizes else "use --quantization int8 or fp8"
 
@@ -130,15 +131,16 @@ def _allocate(model: nn.Module, dtype: torch.dtype, device: torch.device) -> Non
 
 def set_computed_buffers(model: nn.Module, config: Any, dtype: torch.dtype, device: torch.device) -> None:
     """Set the buffers that constructors compute and checkpoints do not store, on a model on the meta device."""
-    for name, value in _computed_buffers(config, dtype, device).items():
-        owner, _, leaf = name.rpartition(".")
-        model.get_submodule(owner).register_buffer(leaf, value, persistent=False)
+    for name, value in build_model(one_layer_config(config), dtype, device).named_buffers():
+        if "layers." not in name:
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner).register_buffer(leaf, value, persistent=False)
 
 
-def _computed_buffers(config: Any, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
-    """Return the buffers that a constructor computes and no checkpoint holds, such as rotary frequencies.
+def one_layer_config(config: Any) -> Any:
+    """Return a configuration of the same kind with one layer of each kind and a vocabulary of 8.
 
-    They are taken from a model with one layer of each kind and a vocabulary of 8, which has the same buffers.
+    Its model has the same buffers, such as rotary frequencies.
     """
     small = deepcopy(config)
     text = small.get_text_config()
@@ -147,4 +149,4 @@ def _computed_buffers(config: Any, dtype: torch.dtype, device: torch.device) -> 
     text.vocab_size, text.pad_token_id = 8, None
     if hasattr(small, "vision_config"):
         small.vision_config.num_hidden_layers = 1
-    return {name: value for name, value in build_model(small, dtype, device).named_buffers() if "layers." not in name}
+    return small

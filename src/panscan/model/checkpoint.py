@@ -114,7 +114,8 @@ class Placement:
         else:
             chosen["device_map"] = self.device_map or {"": self.device}
         if self.max_memory is not None:
-            chosen["max_memory"] = _max_memory(self.max_memory)
+            pairs = (part.strip().split("=") for part in self.max_memory.split(";"))
+            chosen["max_memory"] = {int(device) if device.isdigit() else device: size for device, size in pairs}
         return chosen
 
 
@@ -395,7 +396,14 @@ def load_model(name: str, placement: Placement, *, revision: str | None = None) 
         UnsupportedError: the quantisation format is not supported, or not with this placement.
     """
     if (scheme := stored_scheme_of(name, revision)) is not None:
-        _check_placement(name, scheme, placement)
+        if placement.quantization is not None:
+            raise already_quantized(name, scheme.name, placement.quantization.quant_method.value)
+        for option in ("device_map", "max_memory", "tp_plan"):
+            if getattr(placement, option) is not None:
+                raise UnsupportedError(
+                    f"--{option.replace('_', '-')}: not supported for quantised checkpoints (--model {name} is"
+                    f" {scheme.name}); use --runner engine --tensor-parallel-size"
+                )
         assert placement.dtype != "auto"  # only used for dense checkpoints
         return _load_stored(name, scheme, placement.dtype, placement.device, revision)[0]
     source = str(checkpoint_source(name, revision))
@@ -463,22 +471,6 @@ def already_quantized(name: str, method: str, asked: str) -> ModelError:
     )
 
 
-def _check_placement(name: str, scheme: StoredScheme, placement: Placement) -> None:
-    """Check that a quantised checkpoint is loaded without options that only ``from_pretrained`` supports.
-
-    Raises:
-        UnsupportedError: an option is not supported for quantised checkpoints.
-    """
-    if placement.quantization is not None:
-        raise already_quantized(name, scheme.name, placement.quantization.quant_method.value)
-    for option in ("device_map", "max_memory", "tp_plan"):
-        if getattr(placement, option) is not None:
-            raise UnsupportedError(
-                f"--{option.replace('_', '-')}: not supported for quantised checkpoints (--model {name} is"
-                f" {scheme.name}); use --runner engine --tensor-parallel-size"
-            )
-
-
 def _load_stored(
     name: str,
     scheme: StoredScheme,
@@ -535,7 +527,13 @@ def load_meta_model(
             model = kind.from_config(config if scheme is None else _unquantized(config), dtype=dtype, **_NO_CODE)
         model.generation_config = _generation_config(model, source)
         if embedding:
-            _keep_head(model, _stored_head(source, tied=_is_tied(model)).to(device, dtype))
+            tied = _is_tied(model)
+            files, wanted = _weight_files(source), _EMBEDDING if tied else _HEAD
+            file = next((file for name, file in files.items() if name.endswith(wanted)), SAFE_WEIGHTS_NAME)
+            with safe_open(Path(source) / file, "pt") as weights:
+                name = next(name for name in weights.keys() if name.endswith(wanted))  # noqa: SIM118 - not a dict
+                values: torch.Tensor = weights.get_tensor(name)
+            _keep_head(model, values.to(device, dtype))
     model.hf_device_map = {"": str(device)}  # read by Loaded.device: parameters may be on the meta device
     return ready_model(model, reader)
 
@@ -559,16 +557,6 @@ def _keep_head(model: Any, weight: torch.Tensor) -> None:
     model.get_output_embeddings().weight = kept
     if _is_tied(model):
         model.get_input_embeddings().weight = kept
-
-
-def _stored_head(source: str, *, tied: bool) -> torch.Tensor:
-    """Read the output matrix ``[vocabulary, hidden]`` of a checkpoint."""
-    files, wanted = _weight_files(source), _EMBEDDING if tied else _HEAD
-    file = next((file for name, file in files.items() if name.endswith(wanted)), SAFE_WEIGHTS_NAME)
-    with safe_open(Path(source) / file, "pt") as weights:
-        name = next(name for name in weights.keys() if name.endswith(wanted))  # noqa: SIM118 - not a dict
-        values: torch.Tensor = weights.get_tensor(name)
-    return values
 
 
 def _weight_paths(name: str, source: str) -> list[Path]:
@@ -615,9 +603,3 @@ def _config(name: str, source: str) -> Any:
     if config.model_type not in (IMAGE_MODEL, TEXT_MODEL):  # derived from the name if the file has none
         raise ModelError(f"--model {name}: panscan runs Gemma 3; this is a {config.model_type!r} model")
     return config
-
-
-def _max_memory(text: str) -> dict[int | str, str]:
-    """Parse ``0=30GiB;cpu=60GiB`` into the ``max_memory`` argument of accelerate."""
-    pairs = (part.strip().split("=") for part in text.split(";"))
-    return {int(device) if device.isdigit() else device: size for device, size in pairs}

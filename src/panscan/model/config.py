@@ -94,7 +94,16 @@ def shape_of_config(config: Gemma3Config | Gemma3TextConfig) -> Shape:
     """
     text = config.get_text_config()
     vision = getattr(config, "vision_config", None)
-    _refuse_other_parts(config, text, vision)
+    others = {
+        "attention biases": text.attention_bias,
+        "an output matrix of its own": not config.tie_word_embeddings,
+        "an irregular order of layers": list(text.layer_types) != _layer_types(len(text.layer_types), _pattern(text)),
+        "a vision head": vision is not None and getattr(vision, "vision_use_head", True),
+        "pictures of other than 3 channels": vision is not None and vision.num_channels != 3,
+    }
+    for what, there in others.items():
+        if there:
+            raise UnsupportedError(f"the checkpoint has {what}: its costs are not known")
     shape = Shape("gemma3", _text_shape(text))
     if vision is not None:
         shape = replace(shape, vision=_vision_shape(vision), image_tokens=config.mm_tokens_per_image)
@@ -143,21 +152,6 @@ def _vision_shape(vision: SiglipVisionConfig) -> VisionShape:
         image_size=vision.image_size,
         patch_size=vision.patch_size,
     )
-
-
-def _refuse_other_parts(
-    config: Gemma3Config | Gemma3TextConfig, text: Gemma3TextConfig, vision: SiglipVisionConfig | None
-) -> None:
-    others = {
-        "attention biases": text.attention_bias,
-        "an output matrix of its own": not config.tie_word_embeddings,
-        "an irregular order of layers": list(text.layer_types) != _layer_types(len(text.layer_types), _pattern(text)),
-        "a vision head": vision is not None and getattr(vision, "vision_use_head", True),
-        "pictures of other than 3 channels": vision is not None and vision.num_channels != 3,
-    }
-    for what, there in others.items():
-        if there:
-            raise UnsupportedError(f"the checkpoint has {what}: its costs are not known")
 
 
 def generation_config(tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:

@@ -161,7 +161,17 @@ def _download(name: str, revision: str | None, commit: str, files: dict[str, int
 
         def fetch(file: str) -> None:
             with slots:
-                hf_hub_download(name, file, revision=revision, tqdm_class=_bar_class(partial(on_progress, file)))
+
+                class Bar(tqdm):  # type: ignore[misc]  # it has no types
+                    """Reports bytes instead of drawing them."""
+
+                    def __init__(self, *args: Any, **options: Any) -> None:
+                        super().__init__(*args, **{**options, "leave": False})  # else closing it prints an empty line
+
+                    def display(self, *_: Any, **__: Any) -> None:
+                        on_progress(file, self.n)
+
+                hf_hub_download(name, file, revision=revision, tqdm_class=Bar)
 
         slots = threading.Semaphore(_PARALLEL)
         for download in [_started(partial(fetch, file)) for file in missing]:
@@ -172,19 +182,6 @@ def _download(name: str, revision: str | None, commit: str, files: dict[str, int
             except (_TransportError, XetDownloadError, RuntimeError) as error:  # hf_xet raises RuntimeError, too
                 reason = " ".join(str(error).split())[:150]
                 raise ModelError(f"--model {name}: the download broke off ({reason}): run the command again") from error
-
-
-def _bar_class(on_progress: Callable[[float], None]) -> type[Any]:
-    """Return a class of progress bars that report their bytes to a callback instead of drawing."""
-
-    class Bar(tqdm):  # type: ignore[misc]  # it has no types
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **{**options, "leave": False})  # else closing it prints an empty line
-
-        def display(self, *_: Any, **__: Any) -> None:
-            on_progress(self.n)
-
-    return Bar
 
 
 def _cached(name: str, revision: str | None, *, weights: bool) -> Path | None:
@@ -215,7 +212,7 @@ def _repo_info(name: str, revision: str | None) -> Any:
     seconds = float(constants.HF_HUB_ETAG_TIMEOUT) if own else _DEADLINE_S
     with activity(f"contacting {constants.ENDPOINT}"):
         try:
-            return _within(
+            return _run_within(
                 seconds, lambda: HfApi().model_info(name, revision=revision, files_metadata=True, timeout=seconds)
             )
         except (HfHubHTTPError, HFValidationError):
@@ -228,7 +225,7 @@ def _repo_info(name: str, revision: str | None) -> Any:
             ) from error
 
 
-def _within(seconds: float, function: Callable[[], _T]) -> _T:
+def _run_within(seconds: float, function: Callable[[], _T]) -> _T:
     """Return a function's result, or raise TimeoutError after a deadline.
 
     HTTP timeouts alone are not enough: they apply to each address of the host, and exclude name resolution.

@@ -40,13 +40,13 @@ def friendly_errors(name: str) -> Iterator[None]:
     except ImportError as error:
         raise UnsupportedError(f"--model {name}: {' '.join(str(error).split())[:300]}") from error
     except (OSError, ValueError, SafetensorError, HFValidationError) as error:
-        raise ModelError(f"--model {name}: {_advice(name, error)}") from error
+        raise ModelError(f"--model {name}: {_load_advice(name, error)}") from error
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ModelError(f"--model {name}: config.json or another of its files is damaged ({reason})") from error
 
 
-def _advice(name: str, error: BaseException) -> str:
+def _load_advice(name: str, error: BaseException) -> str:
     if isinstance(error, DamagedFileError):
         return str(error)
     chain: list[BaseException] = [error]

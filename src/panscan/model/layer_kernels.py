@@ -208,7 +208,7 @@ def _rms_norms(
             normed,
             scale,
             eps,
-            most=_max_value(input_dtype),
+            most=0.0 if input_dtype is None else LARGEST[input_dtype],
             width=width,
             padded=padded,
             adds=part is not None,
@@ -224,11 +224,6 @@ def _split_scales(product: Product) -> tuple[torch.Tensor, torch.Tensor, torch.T
     if isinstance(product, UnscaledProduct):
         return *product, True
     return product, product, product, False
-
-
-def _max_value(input_dtype: torch.dtype | None) -> float:
-    """Return the largest quantised value; 0 for dense rows."""
-    return 0.0 if input_dtype is None else LARGEST[input_dtype]
 
 
 def _warps(padded: int) -> int:
@@ -269,7 +264,7 @@ def _add_layer_norm(
 
 
 @kernel()
-def _scaled(values, row_scale, column_scale, row, column, valid, scaled: tl.constexpr):
+def _scale_tile(values, row_scale, column_scale, row, column, valid, scaled: tl.constexpr):
     """Apply a product's scales, unless they are applied already."""
     if scaled:
         values *= tl.load(row_scale + row) * tl.load(column_scale + column, mask=valid, other=0.0)
@@ -315,7 +310,7 @@ def _add_rms_norms(
     values = tl.load(hidden + at, mask=valid, other=0.0).to(tl.float32)
     if adds:
         added = tl.load(part + at, mask=valid, other=0.0).to(tl.float32)
-        added = _scaled(added, row_scale, column_scale, row, column, valid, scaled)
+        added = _scale_tile(added, row_scale, column_scale, row, column, valid, scaled)
         weight = tl.load(part_weight + column, mask=valid, other=0.0).to(tl.float32)
         values += _row_rms_norm(added, weight, epsilon, width).to(total.dtype.element_ty).to(tl.float32)
         sums = values.to(total.dtype.element_ty)
@@ -356,9 +351,9 @@ def _gelu_product(
     at = gate_up + row * (2 * width) + column
     wait_for_inputs(early)
     gate = tl.load(at, mask=valid, other=0.0).to(tl.float32)
-    gate = _scaled(gate, row_scale, column_scale, row, column, valid, scaled)
+    gate = _scale_tile(gate, row_scale, column_scale, row, column, valid, scaled)
     up = tl.load(at + width, mask=valid, other=0.0).to(tl.float32)
-    up = _scaled(up, row_scale, column_scale, row, column + width, valid, scaled)
+    up = _scale_tile(up, row_scale, column_scale, row, column + width, valid, scaled)
     doubled = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)  # 2 sqrt(2 / pi)
     activated = (gate * tl.sigmoid(doubled)).to(product.dtype.element_ty).to(tl.float32)
     result = (activated * up).to(product.dtype.element_ty)
@@ -402,9 +397,9 @@ def _rotate_and_store(
     valid = head < heads + 2 * kv_heads
     wait_for_inputs(early)
     first = tl.load(at, mask=valid, other=0.0).to(tl.float32)
-    first = _scaled(first, row_scale, column_scale, row, head * size + column, valid, scaled)
+    first = _scale_tile(first, row_scale, column_scale, row, head * size + column, valid, scaled)
     second = tl.load(at + half, mask=valid, other=0.0).to(tl.float32)
-    second = _scaled(second, row_scale, column_scale, row, head * size + half + column, valid, scaled)
+    second = _scale_tile(second, row_scale, column_scale, row, head * size + half + column, valid, scaled)
 
     slot = tl.load(slots + row)
     value_at = v_cache + (slot * kv_heads + head - heads - kv_heads) * size + column

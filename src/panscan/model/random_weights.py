@@ -55,16 +55,16 @@ def random_model(
         SettingError: for an unknown name.
         UnsupportedError: the group size does not divide a matrix.
     """
-    shape, device = _named(shape), torch.device(device)
+    shape, device = _shape_named(shape), torch.device(device)
     tokenizer = tokenizer_for(shape.text.vocabulary)
     config = gemma3_config(shape, tokenizer)
     model = _undrawn(shape, config, dtype, device, weight_format)
     if drawn_on is not None or weight_format is not None:
         drawn_on = drawn_on or device
         whole = _undrawn(shape, config, dtype, torch.device("meta"))
-        fill_shard(model, _drawn(whole, torch.Generator(drawn_on).manual_seed(seed), dtype, drawn_on), 0, 1)
+        fill_shard(model, _drawn_model(whole, torch.Generator(drawn_on).manual_seed(seed), dtype, drawn_on), 0, 1)
         return _with_reader(model, shape, tokenizer)
-    for _ in _drawn(model, torch.Generator(device).manual_seed(seed), dtype, device):
+    for _ in _drawn_model(model, torch.Generator(device).manual_seed(seed), dtype, device):
         pass  # each parameter was filled in place
     return _with_reader(model, shape, tokenizer)
 
@@ -88,13 +88,13 @@ def random_shard(
         SettingError: an unknown name.
         UnsupportedError: ``size`` does not divide the shape.
     """
-    shape, device = _named(shape), torch.device(device)
+    shape, device = _shape_named(shape), torch.device(device)
     tokenizer = tokenizer_for(shape.text.vocabulary)
     config = gemma3_config(shape, tokenizer)
     check_divides(config, size)
     whole = _undrawn(shape, config, dtype, torch.device("meta"))
     shard = _undrawn(shape, shard_config(config, size), dtype, device, weight_format)
-    fill_shard(shard, _drawn(whole, torch.Generator(device).manual_seed(seed), dtype, device), rank, size)
+    fill_shard(shard, _drawn_model(whole, torch.Generator(device).manual_seed(seed), dtype, device), rank, size)
     return *_with_reader(shard, shape, tokenizer), shape.text.vocabulary
 
 
@@ -106,7 +106,7 @@ def random_meta_model(
     Raises:
         SettingError: an unknown name.
     """
-    shape = _named(shape)
+    shape = _shape_named(shape)
     tokenizer = tokenizer_for(shape.text.vocabulary)
     model = _undrawn(shape, gemma3_config(shape, tokenizer), dtype, torch.device("meta"))
     return _with_reader(model, shape, tokenizer)
@@ -138,7 +138,7 @@ def write_shape(shape: str | Shape, directory: Path) -> None:
     Raises:
         SettingError: for an unknown name.
     """
-    shape = _named(shape)
+    shape = _shape_named(shape)
     tokenizer = tokenizer_for(shape.text.vocabulary)
     config = gemma3_config(shape, tokenizer)
     config.architectures = ["Gemma3ForCausalLM" if shape.vision is None else "Gemma3ForConditionalGeneration"]
@@ -150,7 +150,7 @@ def write_shape(shape: str | Shape, directory: Path) -> None:
         processor_for(tokenizer, shape.vision.image_size, shape.image_tokens).save_pretrained(directory)
 
 
-def _named(shape: str | Shape) -> Shape:
+def _shape_named(shape: str | Shape) -> Shape:
     if isinstance(shape, Shape):
         return shape
     if shape not in SHAPES:
@@ -158,7 +158,7 @@ def _named(shape: str | Shape) -> Shape:
     return SHAPES[shape]
 
 
-def _drawn(
+def _drawn_model(
     model: PreTrainedModel, generator: torch.Generator, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and drawn values of each parameter, in the order of the model: drawn in place, or for a model on the

@@ -55,7 +55,7 @@ def converted_model(
     _refuse(model)
     decoder = set(getattr(model.model, "language_model", model.model).layers)
     with ExitStack() as stack:
-        for part in _parts(model):
+        for part in _float32_parts(model):
             changed = linear if part in decoder else None
             if changed is not None or any(parameter.dtype != dtype for parameter in part.parameters()):
                 stack.enter_context(_converted_on_entry(part, dtype, changed))
@@ -73,11 +73,11 @@ def _refuse(model: Any) -> None:
             raise UnsupportedError(reason)
 
 
-def _parts(module: nn.Module) -> Iterator[nn.Module]:
+def _float32_parts(module: nn.Module) -> Iterator[nn.Module]:
     """The largest modules that hold no list of layers: layers, embeddings, projector, norms, the output matrix."""
     for child in module.children():
         if any(isinstance(inner, nn.ModuleList) for inner in child.modules()):
-            yield from _parts(child)
+            yield from _float32_parts(child)
         else:
             yield child
 

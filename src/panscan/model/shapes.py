@@ -1,4 +1,6 @@
-"""Gemma 3's published shapes and what they cost: parameters, FLOPs and bytes, as short formulas. No tensor library.
+"""Gemma 3's published shapes: parameters, attention pairs and cached bytes, as short formulas. No tensor library.
+
+What passes over them cost is counted by :mod:`panscan.plan.cost`.
 
 The numbers are those of ``_VARIANTS`` and ``_VISION_CONFIG`` in Transformers' conversion script
 (``src/transformers/models/gemma3/convert_gemma3_weights.py``), which also adds 64 rows to the vocabulary of the
@@ -13,11 +15,13 @@ from math import ceil
 from typing import Any
 
 from panscan.core import BUNDLED, RecordsError
+from panscan.core.model_names import IMAGE_TOKENS, VIEW_SIDE
 
 __all__ = [
     "BUNDLED",
     "PATTERN",
     "SHAPES",
+    "SIGLIP",
     "Shape",
     "TextShape",
     "VisionShape",
@@ -183,7 +187,7 @@ class Shape:
     name: str
     text: TextShape
     vision: VisionShape | None = None
-    image_tokens: int = 256
+    image_tokens: int = IMAGE_TOKENS
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Shape:
@@ -194,10 +198,10 @@ class Shape:
         """
         text, vision = values.get("text"), values.get("vision")
         parts = {
-            "text": TextShape(**_checked(TextShape, text)),
-            "vision": None if vision is None else VisionShape(**_checked(VisionShape, vision)),
+            "text": TextShape(**_checked_fields(TextShape, text)),
+            "vision": None if vision is None else VisionShape(**_checked_fields(VisionShape, vision)),
         }
-        return cls(**{**_checked(cls, values), **parts})
+        return cls(**{**_checked_fields(cls, values), **parts})
 
     def parameters(self) -> int:
         """Decoder + tower + projector (vision hidden x text hidden, and a norm of vision hidden); tied weights once."""
@@ -224,38 +228,6 @@ class Shape:
             views * (linear + self.vision.attention_flops() + 2 * self.image_tokens * hidden * self.text.hidden)
         )
 
-    def prefill_flops(self, tokens: int) -> float:
-        """The decoder over one prompt of ``tokens``, with the logits of its last position only.
-
-        2 x tokens x layers x layer matrices + 2 x vocabulary x hidden + 4 x heads x head size x attention pairs.
-        """
-        text = self.text
-        linear = 2 * tokens * text.layers * text.layer_matrices() + 2 * text.vocabulary * text.hidden
-        return float(linear + 4 * text.heads * text.head_size * text.attention_pairs(tokens))
-
-    def decode_flops(self, context: int) -> float:
-        """The decoder over one token that is the last of ``context``, with its logits.
-
-        2 x layers x layer matrices + 2 x vocabulary x hidden + 4 x heads x head size x positions seen.
-        """
-        text = self.text
-        linear = 2 * text.layers * text.layer_matrices() + 2 * text.vocabulary * text.hidden
-        return float(linear + 4 * text.heads * text.head_size * text.positions_seen(context))
-
-    def decode_bytes(self, context: int, batch: int, bytes_per_weight: float, bytes_per_value: float = 2) -> float:
-        """Bytes read by one decode step of ``batch`` requests that hold ``context`` tokens each.
-
-        Decoder parameters x bytes per weight, once for the batch (the output matrix is the embedding), and each
-        request's keys and values as in :meth:`kv_bytes`.
-
-        Args:
-            context: tokens of each request.
-            batch: number of requests.
-            bytes_per_weight: bytes per weight.
-            bytes_per_value: bytes per element of a key or value.
-        """
-        return self.text.parameters() * bytes_per_weight + batch * self.kv_bytes(context, bytes_per_value)
-
     def kv_bytes(self, tokens: int, bytes_per_value: float) -> int:
         """Bytes of the keys and values that a request of ``tokens`` needs, rounded up; local layers keep their window.
 
@@ -265,7 +237,7 @@ class Shape:
         return ceil(2 * text.kv_heads * text.head_size * text.positions_seen(tokens) * bytes_per_value)
 
 
-def _checked(kind: type[Shape | TextShape | VisionShape], values: Any) -> dict[str, Any]:
+def _checked_fields(kind: type[Shape | TextShape | VisionShape], values: Any) -> dict[str, Any]:
     """Values of a shape's fields, if they are all there and nothing else is."""
     known = {field.name: field for field in fields(kind)}
     if not isinstance(values, Mapping):
@@ -281,7 +253,8 @@ def _checked(kind: type[Shape | TextShape | VisionShape], values: Any) -> dict[s
     return dict(values)
 
 
-_SIGLIP = VisionShape(hidden=1152, intermediate=4304, layers=27, heads=16, image_size=896)
+SIGLIP = VisionShape(hidden=1152, intermediate=4304, layers=27, heads=16, image_size=VIEW_SIDE)
+"""The tower of every published model with vision."""
 
 _TEXT_VOCABULARY = 262_144
 _VOCABULARY = _TEXT_VOCABULARY + 64
@@ -352,9 +325,9 @@ _TINY_VISION = VisionShape(hidden=144, intermediate=288, layers=2, heads=2, imag
 SHAPES: dict[str, Shape] = {
     "270m": Shape("270m", _small(hidden=640, intermediate=2048, layers=18)),
     "1b": Shape("1b", _small(hidden=1152, intermediate=6912, layers=26)),
-    "4b": Shape("4b", _large(hidden=2560, layers=34, heads=8, head_size=256, query_scale=256), _SIGLIP),
-    "12b": Shape("12b", _large(hidden=3840, layers=48, heads=16, head_size=256, query_scale=256), _SIGLIP),
-    "27b": Shape("27b", _large(hidden=5376, layers=62, heads=32, head_size=128, query_scale=168), _SIGLIP),
+    "4b": Shape("4b", _large(hidden=2560, layers=34, heads=8, head_size=256, query_scale=256), SIGLIP),
+    "12b": Shape("12b", _large(hidden=3840, layers=48, heads=16, head_size=256, query_scale=256), SIGLIP),
+    "27b": Shape("27b", _large(hidden=5376, layers=62, heads=32, head_size=128, query_scale=168), SIGLIP),
     "mini": Shape("mini", _MINI_TEXT, _MINI_VISION, image_tokens=144),
     "tiny": Shape("tiny", _TINY_TEXT, _TINY_VISION, image_tokens=64),
 }

@@ -21,7 +21,6 @@ from panscan.core import ModelError, UnsupportedError
 from panscan.linear.compressed import CompressedTensorsScheme
 from panscan.linear.gptq import AwqScheme, GptqScheme
 from panscan.linear.multiply import device_reason
-from panscan.linear.quantized import WeightFormat
 from panscan.linear.schemes import StoredScheme, unsupported_format
 from panscan.linear.shards import shard_linear
 from panscan.linear.tensors import MatrixTensors, StoredTensors, key_of, names_of
@@ -160,7 +159,11 @@ class _Loading:
                 continue
             values = self._dense(name, tuple(parameter.shape))
             _set_parameter(model, name, shard_of(name, values, self._rank, self._size))
-        self._check_leftovers(tied)
+        allowed = {key_of(name) for name in tied}
+        for key, name in self._left.items():
+            if key in allowed or key.rpartition(".")[2] in _UNUSED:
+                continue
+            raise ValueError(f"unexpected tensor {name}: the model and config.json do not use it")
         set_computed_buffers(model, config, self._dtype, self._device)
         model.tie_weights()
         return model.eval()
@@ -196,7 +199,9 @@ class _Loading:
             return
         quantized = self._scheme.linear_of(names, stored, linear.out_features, linear.in_features)
         if inside:
-            _check_device(quantized.weight_format, self._device)
+            # At the first matrix, rather than after loading all of them.
+            if (reason := device_reason(quantized.weight_format.kind, self._device)) is not None:
+                raise UnsupportedError(f"the checkpoint's {reason}")
             if linear.bias is None:
                 stored.skip_zero_bias(linear.out_features)
             else:
@@ -229,20 +234,6 @@ class _Loading:
             raise ValueError(f"the tensor {name} is missing: download the checkpoint again")
         self._left.pop(key, None)
         return self._tensors.read_dense(key, shape, self._device).to(self._dtype)
-
-    def _check_leftovers(self, tied: set[str]) -> None:
-        """Raise for tensors that no module used, except those that models never use."""
-        allowed = {key_of(name) for name in tied}
-        for key, name in self._left.items():
-            if key in allowed or key.rpartition(".")[2] in _UNUSED:
-                continue
-            raise ValueError(f"unexpected tensor {name}: the model and config.json do not use it")
-
-
-def _check_device(weight_format: WeightFormat, device: torch.device) -> None:
-    """Raise for devices without such products, at the first matrix rather than after loading all of them."""
-    if (reason := device_reason(weight_format.kind, device)) is not None:
-        raise UnsupportedError(f"the checkpoint's {reason}")
 
 
 def _set_parameter(model: Any, name: str, values: torch.Tensor) -> None:

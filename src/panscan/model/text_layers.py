@@ -122,11 +122,21 @@ class TextLayers:
         vocab_size: int | None = None,
         kv_dtype: torch.dtype | None = None,
     ) -> None:
-        _refuse_spread(loaded_model)
+        # Layers on several devices: one would work while the others wait.
+        devices = {str(device) for device in (getattr(loaded_model, "hf_device_map", None) or {}).values()}
+        computing = {device for device in devices if device not in ("cpu", "disk", "meta")} or {"cpu"}
+        if len(computing) > 1:
+            raise UnsupportedError(
+                f"--device-map spreads the layers over {len(computing)} devices, which the engine does not support:"
+                f" use --tensor-parallel-size {len(computing)}, or --runner generate"
+            )
         self._model, self._ranks = loaded_model, ranks
         self._text = getattr(loaded_model.model, "language_model", loaded_model.model)
         config = self._text.config
-        _refuse_other_attention(config)
+        if config.use_bidirectional_attention:
+            raise UnsupportedError(
+                "--runner engine: the checkpoint's text attention is bidirectional; use --runner generate"
+            )
         # Transformers' conditional class leaves the capping out.
         capped = isinstance(loaded_model, Gemma3ForCausalLM)
         self._softcap: float | None = config.final_logit_softcapping if capped else None
@@ -148,7 +158,11 @@ class TextLayers:
 
     def use_kernels(self) -> None:
         """Use Triton kernels between the matrix products, if norms and activation are the standard Gemma 3 ones."""
-        if self._all_plain():
+        norms = [norm for layer in self._layers for norm in (*layer.norms, layer.q_norm, layer.k_norm)]
+        if (
+            all(is_plain(norm, Gemma3RMSNorm) for norm in (*norms, self._text.norm))
+            and self._text.config.hidden_activation == "gelu_pytorch_tanh"
+        ):
             self.kernels, self._ops = True, _KernelOps(self.dtype)
 
     @property
@@ -242,14 +256,6 @@ class TextLayers:
             tokens=tokens,
             rows=rows,
             width=self.dtype.itemsize,
-        )
-
-    def _all_plain(self) -> bool:
-        """Whether kernels may read the norms' weights, and compute the activation."""
-        norms = [norm for layer in self._layers for norm in (*layer.norms, layer.q_norm, layer.k_norm)]
-        return (
-            all(is_plain(norm, Gemma3RMSNorm) for norm in (*norms, self._text.norm))
-            and self._text.config.hidden_activation == "gelu_pytorch_tanh"
         )
 
 
@@ -428,25 +434,6 @@ class _KernelOps:
         k_norm: Any = layer.k_norm
         return self._kernels.rotate_and_store(
             qkv, q_norm.weight, k_norm.weight, q_norm.eps, *rotary, slots, k_cache, v_cache, layer.heads
-        )
-
-
-def _refuse_spread(model: Any) -> None:
-    """Refuse layers that compute on several devices: one would work while the others wait."""
-    devices = {str(device) for device in (getattr(model, "hf_device_map", None) or {}).values()}
-    computing = {device for device in devices if device not in ("cpu", "disk", "meta")} or {"cpu"}
-    if len(computing) > 1:
-        raise UnsupportedError(
-            f"--device-map spreads the layers over {len(computing)} devices, which the engine does not support:"
-            f" use --tensor-parallel-size {len(computing)}, or --runner generate"
-        )
-
-
-def _refuse_other_attention(config: Any) -> None:
-    """Refuse what makes a row of text depend on later text."""
-    if config.use_bidirectional_attention:
-        raise UnsupportedError(
-            "--runner engine: the checkpoint's text attention is bidirectional; use --runner generate"
         )
 
 

@@ -21,13 +21,13 @@ import numpy as np
 import tokenizers
 import torch
 import transformers
-from filelock import FileLock
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
 from transformers.utils import logging
 
-from panscan.core import ModelError, cache_directory
+from panscan.core import ModelError
+from panscan.core.files import WriteLock, cache_directory
 from panscan.model.config import gemma3_config, generation_config, processor_for
 from panscan.model.shapes import SHAPES
 from panscan.model.tokenizer import END_MARKS, MARKS, build_tokenizer
@@ -75,14 +75,22 @@ def tiny_directory() -> Path:
         ModelError: if there is nowhere to write it.
     """
     root = cache_directory()
-    target = root / f"tiny-{_digest()}"
+    target = root / f"tiny-{_tiny_digest()}"
     if _complete(target):
         return target
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with FileLock(root / f"{target.name}.lock"):
+        with WriteLock(root / f"{target.name}.lock"):
             if not _complete(target):
-                _build_beside(target)
+                # Built under another name and moved, so that the target is never seen half-written.
+                building = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
+                try:
+                    write_tiny(building)
+                    if target.exists():
+                        shutil.rmtree(target)
+                    building.rename(target)
+                finally:
+                    shutil.rmtree(building, ignore_errors=True)
         return target
     except (OSError, SafetensorError) as unwritable:
         try:
@@ -102,7 +110,13 @@ def write_tiny(directory: Path) -> None:
     config = gemma3_config(shape, tokenizer)
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
-    row_scales = _row_scales(tokenizer.get_vocab())
+    vocabulary = tokenizer.get_vocab()
+    row_scales = np.ones(len(vocabulary))
+    for token, row in vocabulary.items():
+        if token in MARKS:
+            row_scales[row] = _END_ROWS if token in END_MARKS else _MARK_ROWS
+        elif token.startswith("<0x"):
+            row_scales[row] = _BYTE_ROWS
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(torch.from_numpy(_draw(name, tuple(parameter.shape), row_scales)))
@@ -114,16 +128,6 @@ def write_tiny(directory: Path) -> None:
     processor.save_pretrained(directory)
     manifest = {path.name: sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}
     (directory / _MANIFEST).write_text(json.dumps(manifest, indent=2))
-
-
-def _row_scales(vocabulary: dict[str, int]) -> NDArray[np.float64]:
-    scales = np.ones(len(vocabulary))
-    for token, row in vocabulary.items():
-        if token in MARKS:
-            scales[row] = _END_ROWS if token in END_MARKS else _MARK_ROWS
-        elif token.startswith("<0x"):
-            scales[row] = _BYTE_ROWS
-    return scales
 
 
 def _draw(name: str, shape: tuple[int, ...], row_scales: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -157,7 +161,7 @@ def _no_progress_bar() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _digest() -> str:
+def _tiny_digest() -> str:
     """Changes with the source that makes the checkpoint and with the libraries that serialise it."""
     digest = sha256(f"{transformers.__version__} {tokenizers.__version__}".encode())
     for name in _RECIPE:
@@ -172,18 +176,6 @@ def _complete(directory: Path) -> bool:
         return all(sha256((directory / name).read_bytes()).hexdigest() == due for name, due in manifest.items())
     except (OSError, ValueError):
         return False
-
-
-def _build_beside(target: Path) -> None:
-    """Build under another name and move it into place, so that ``target`` is never seen half-written."""
-    building = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
-    try:
-        write_tiny(building)
-        if target.exists():
-            shutil.rmtree(target)
-        building.rename(target)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
 
 
 @cache

@@ -108,7 +108,7 @@ def _aligned(part: torch.Tensor) -> torch.Tensor:
     return part.new_empty(*shape, triton.cdiv(size, step) * step)[..., :size].copy_(part)
 
 
-def _split(size: int) -> _Split:
+def _head_split(size: int) -> _Split:
     main = 1 << (size.bit_length() - 1)
     more = triton.next_power_of_2(size - main) if size > main else 0
     return _Split(main, max(more, 16) if more else 0, max(more, 8) if more else 0)
@@ -116,7 +116,7 @@ def _split(size: int) -> _Split:
 
 def _launch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, output: torch.Tensor, factor: float) -> None:
     views, heads, patches, size = query.shape
-    split = _split(size)
+    split = _head_split(size)
     groups = 3 if split.main + split.tail <= 72 else 2  # three have 160 registers per thread, two 240
     width = (split.main + split.rest) * query.element_size()
     stages = min(4, (SHARED_BYTES[9, 0] - 1024 - groups * _ROWS * width) // (2 * _KEYS * width))

@@ -34,7 +34,7 @@ from transformers.models.siglip.modeling_siglip import (
 from panscan.core import UnsupportedError
 from panscan.linear.products import DenseLinear, Linear, PlainLinear, is_plain, linear_of, runs_own_forward
 from panscan.linear.tuning import gpu_seconds
-from panscan.model.shapes import vision_working_bytes
+from panscan.model.shapes import SIGLIP, vision_working_bytes
 
 __all__ = ["ATTENTION_KERNELS", "VisionLayers", "choose_vision_attention", "fastest"]
 
@@ -47,7 +47,6 @@ _LIBRARY_KERNELS = {
 }
 ATTENTION_KERNELS = (*_LIBRARY_KERNELS, "hopper", "math", "default")
 """Names of the attention kernels that :func:`choose_vision_attention` chooses from."""
-_HEADS, _PATCHES = 16, 4096  # of one view, in every published model with vision
 _ROUNDS, _CALLS = 5, 4  # timed rounds, after one that is not, of several calls each
 _AHEAD_CYCLES = 6_000_000  # about 3 ms; the host needs up to 0.3 ms per launch of our kernel, which runs for 0.2
 
@@ -89,7 +88,16 @@ class VisionLayers:
         self._projector = model.model.multi_modal_projector
         self._encode: Callable[[torch.Tensor], torch.Tensor]
         self.image_tokens: int = model.config.mm_tokens_per_image
-        if _is_unmodified(tower):
+        if (
+            runs_own_forward(tower, SiglipVisionModel)
+            and runs_own_forward(tower.encoder, SiglipEncoder)
+            and all(
+                runs_own_forward(layer, SiglipEncoderLayer)
+                and runs_own_forward(layer.self_attn, SiglipAttention)
+                and runs_own_forward(layer.mlp, SiglipMLP)
+                for layer in tower.encoder.layers
+            )
+        ):
             self.attention, self.reason = _attention_for(tower) if attention is None else (attention, "as requested")
             self._encode = _Encoder(tower, _attention_kernel(self.attention))
         else:
@@ -143,7 +151,7 @@ def choose_vision_attention(device: torch.device, head_size: int, dtype: torch.d
     if device.type != "cuda":
         return "default", "the weights are not on an NVIDIA GPU"
     generator = torch.Generator(device).manual_seed(0)
-    drawn = torch.randn(1, _PATCHES, 3, _HEADS, head_size, device=device, dtype=dtype, generator=generator)
+    drawn = torch.randn(1, SIGLIP.patches, 3, SIGLIP.heads, head_size, device=device, dtype=dtype, generator=generator)
     query, key, value = (part.transpose(1, 2) for part in drawn.unbind(2))
     candidates = {name: _by_library([kernel]) for name, kernel in _LIBRARY_KERNELS.items()}
     if (hopper := _hopper(device, dtype)) is not None:
@@ -199,7 +207,7 @@ def fastest(times: Mapping[str, float | None]) -> tuple[str, str]:
     measured = {name: time for name, time in times.items() if time is not None}
     listed = ", ".join(f"{name} refused" if time is None else f"{name} {time:.2f} ms" for name, time in times.items())
     name = min(measured, key=measured.__getitem__) if measured else "math"
-    return name, f"one view of {_PATCHES} patches: {listed}"
+    return name, f"one view of {SIGLIP.patches} patches: {listed}"
 
 
 def _milliseconds(attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> float | None:
@@ -258,7 +266,15 @@ class _Embedding:
         convolution = embeddings.patch_embedding
         pixels = pixels.to(convolution.weight.dtype)
         if self._is_product:
-            patches = _patch_product(pixels, convolution)
+            views, channels, height, width = pixels.shape
+            high, wide = convolution.kernel_size
+            tiles = pixels.reshape(views, channels, height // high, high, width // wide, wide)
+            patches = tiles.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+            weight = convolution.weight.flatten(1)
+            padding = (0, -weight.shape[1] % 8)  # rows of a multiple of 16 bytes: SigLIP's have 588 values
+            patches = functional.linear(
+                functional.pad(patches, padding), functional.pad(weight, padding), convolution.bias
+            )
         else:
             patches = convolution(pixels).flatten(2).transpose(1, 2).contiguous()
         embedded: torch.Tensor = patches + embeddings.position_embedding(embeddings.position_ids)
@@ -362,28 +378,3 @@ def _fused_gelu(linear: Linear, activation: nn.Module) -> Linear | None:
     short = weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)
     own = runs_own_forward(activation, type(ACT2FN["gelu_pytorch_tanh"]))
     return _GeluLinear(weight, linear.bias) if short and own else None
-
-
-def _patch_product(pixels: torch.Tensor, convolution: nn.Conv2d) -> torch.Tensor:
-    """Return ``[views, patches, width]`` of a convolution whose kernel is its stride, as a product of its patches."""
-    views, channels, height, width = pixels.shape
-    high, wide = convolution.kernel_size
-    tiles = pixels.reshape(views, channels, height // high, high, width // wide, wide)
-    patches = tiles.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
-    weight = convolution.weight.flatten(1)
-    padding = (0, -weight.shape[1] % 8)  # rows of a multiple of 16 bytes: SigLIP's have 588 values
-    return functional.linear(functional.pad(patches, padding), functional.pad(weight, padding), convolution.bias)
-
-
-def _is_unmodified(tower: Any) -> bool:
-    """Return whether the modules that :class:`_Encoder` does not call are SigLIP's own, without hooks."""
-    return (
-        runs_own_forward(tower, SiglipVisionModel)
-        and runs_own_forward(tower.encoder, SiglipEncoder)
-        and all(
-            runs_own_forward(layer, SiglipEncoderLayer)
-            and runs_own_forward(layer.self_attn, SiglipAttention)
-            and runs_own_forward(layer.mlp, SiglipMLP)
-            for layer in tower.encoder.layers
-        )
-    )

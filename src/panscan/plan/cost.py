@@ -1,4 +1,7 @@
-"""Cost of passes: FLOPs, bytes and messages of one GPU, counted without a tensor library. No times.
+"""The cost model: FLOPs, bytes and messages of passes on one GPU, and the least time that they take.
+
+Everything that predicts a time or a floor counts here: layouts and simulations of ``panscan plan``, ``bench
+--dry-run``, the floors of a report, and benchmarks. Without a tensor library.
 
 A tensor-parallel group of n GPUs splits heads, MLP width and vocabulary (:mod:`panscan.model.sharding`); each GPU holds
 the whole vision tower and encodes one n-th of the views. A multiply-add is two FLOPs; norms, activations, softmax and
@@ -12,15 +15,31 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from math import ceil
 
+import numpy as np
+from numpy.typing import NDArray
+
 from panscan.core import SettingError
 from panscan.engine.scheduling.kv_sizes import KVShape
 from panscan.model.shapes import Shape, TextShape, split_reason
 from panscan.settings import GROUP_SIZES, KV_CACHE_DTYPES, RANGES, WEIGHT_KINDS, nearest
 
-__all__ = ["DTYPE_BYTES", "Variant", "Work", "pass_work", "vision_work"]
+__all__ = [
+    "DTYPE_BYTES",
+    "OUTPUT_COST",
+    "VIEW_COST",
+    "RequestCounts",
+    "Roofline",
+    "Variant",
+    "Work",
+    "pass_work",
+    "vision_work",
+]
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of an unquantised weight or an activation."""
+VIEW_COST, OUTPUT_COST = 440.0, 4.0
+"""Cost of a view and of an output token in prompt tokens, to compare requests: the 4B model's tower takes 3.5 TFLOP per
+view, its prefill 7.8 GFLOP per token. A decode step is limited by memory bandwidth and shared by a batch."""
 _INT4_BLOCK = 256  # input channels that int4 weights are padded to (panscan.linear.quantized.BLOCK)
 _SCALE_BYTES = 4  # float32 scale of each output channel of 8-bit weights
 
@@ -159,6 +178,10 @@ class Work:
     link_bytes: float = 0.0
     reductions: int = 0
 
+    def flops(self, narrow: float = 1.0) -> float:
+        """FLOPs, with products of ``narrow`` times the rate counted as the unquantised ones that take as long."""
+        return self.dense + self.attention + self.products / narrow
+
     def __add__(self, other: Work) -> Work:
         return Work(*(getattr(self, item.name) + getattr(other, item.name) for item in fields(self)))
 
@@ -258,3 +281,121 @@ def _attention(
         seen += end
         local += min(end, end - start + window - 1)
     return pairs, (seen, local)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCounts:
+    """What a request asks of a model.
+
+    Args:
+        views: views that are encoded for it.
+        prompt_tokens: tokens of its prompt.
+        output_tokens: tokens of its answer.
+        cached_tokens: tokens at the start of the prompt whose keys and values are known already.
+    """
+
+    views: int
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Decode steps: the first token is prefill's."""
+        return max(0, self.output_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """The least time that work takes on a machine with two ceilings, whatever program computes it.
+
+    A phase takes the longer of its arithmetic and of reading its weights, keys and values. Real tokens only: padding is
+    not work that had to be done.
+
+    Args:
+        variant: the model as one device with these rates runs it.
+        flops_per_s: rate of a large product of unquantised operands.
+        bytes_per_s: rate of a large copy.
+        weight_bytes: size of all weights as stored.
+        narrow: how many times faster products of 8-bit operands are.
+    """
+
+    variant: Variant
+    flops_per_s: float
+    bytes_per_s: float
+    weight_bytes: int
+    narrow: float = 1.0
+
+    @property
+    def text_bytes(self) -> int:
+        """Bytes of the decoder: all but an unquantised tower."""
+        return max(0, self.weight_bytes - self.variant.vision_bytes())
+
+    @property
+    def vision_bytes(self) -> int:
+        """Bytes of the tower, at least: all but an unquantised decoder."""
+        return max(0, self.weight_bytes - self.variant.text.parameters() * self.variant.width)
+
+    def vision_seconds(self, views: int) -> float:
+        """Return the time of encoding views together; 0 without any."""
+        return self._seconds(self._vision_flops(views), self.vision_bytes) if views else 0.0
+
+    def prefill_seconds(self, requests: Sequence[RequestCounts]) -> float:
+        """Return the time of the decoder over all prompts together."""
+        return self._seconds(self._prefill_flops(requests), self.text_bytes)
+
+    def decode_seconds(self, requests: Sequence[RequestCounts]) -> float:
+        """Return the time of all steps after the first token, of requests that begin together.
+
+        Each step reads the decoder once. A request takes no part after its last token.
+        """
+        steps = max((request.steps for request in requests), default=0)
+        read, flops = np.full(steps, float(self.text_bytes)), np.zeros(steps)
+        for request in requests:
+            request_flops, kv_bytes = self._decode_counts(request)
+            flops[: request.steps] += request_flops
+            read[: request.steps] += kv_bytes
+        return float(np.maximum(read / self.bytes_per_s, flops / self.flops_per_s).sum())
+
+    def mixed_seconds(self, requests: Sequence[RequestCounts], most: int) -> float:
+        """Return the time of all requests in passes that mix prefill and decode in any order.
+
+        Args:
+            requests: all requests.
+            most: requests that one pass may compute, which sets how often the decoder is read at least.
+        """
+        tokens = [max(1, request.output_tokens) for request in requests]
+        passes = max(*tokens, ceil(sum(tokens) / most))
+        counts = [self._decode_counts(request) for request in requests]
+        vision = self.vision_bytes if any(request.views for request in requests) else 0
+        read = vision + passes * self.text_bytes + sum(float(kv_bytes.sum()) for _, kv_bytes in counts)
+        return self._seconds(sum(map(self.request_flops, requests)), read)
+
+    def request_flops(self, request: RequestCounts) -> float:
+        """Return all FLOPs of a request, from its views to its last token."""
+        decode = float(self._decode_counts(request)[0].sum())
+        return self._vision_flops(request.views) + self._prefill_flops([request]) + decode
+
+    def cache_bytes(self, request: RequestCounts) -> int:
+        """Return the bytes of a request's keys and values at its end; the last token's are never computed."""
+        tokens, token, window = request.prompt_tokens + request.steps, self.variant.kv_shape(), self.variant.text.window
+        return tokens * token.global_bytes + min(tokens, window) * token.local_bytes
+
+    def _vision_flops(self, views: int) -> float:
+        return vision_work(self.variant, views).flops()
+
+    def _prefill_flops(self, requests: Sequence[RequestCounts]) -> float:
+        chunks = [(request.cached_tokens, request.prompt_tokens) for request in requests]
+        return pass_work(self.variant, prefill=chunks).flops(self.narrow)
+
+    def _decode_counts(self, request: RequestCounts) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return the FLOPs of each step, and the bytes of keys and values that it reads."""
+        text, token = self.variant.text, self.variant.kv_shape()
+        contexts = request.prompt_tokens + 1.0 + np.arange(request.steps)
+        local = np.minimum(contexts, text.window)
+        step = pass_work(self.variant, decode_contexts=[0])  # all but attention
+        attention = 4.0 * text.heads * text.head_size * (text.global_layers * contexts + text.local_layers * local)
+        return step.flops(self.narrow) + attention, token.global_bytes * contexts + token.local_bytes * local
+
+    def _seconds(self, flops: float, read: float) -> float:
+        return max(flops / self.flops_per_s, read / self.bytes_per_s)

@@ -187,8 +187,7 @@ class GpuCeilings:
             flops_per_s: measured rate of a large bf16 product (fp16 without bf16 units).
             bytes_per_s: measured rate of a large copy.
         """
-        whole = gpu.flops_per_s.get("bf16") or gpu.flops_per_s["fp16"]
-        rates = {kind: flops_per_s * rate / whole for kind, rate in gpu.flops_per_s.items()}
+        rates = {kind: flops_per_s * rate / gpu.half_rate for kind, rate in gpu.flops_per_s.items()}
         return cls(rates, bytes_per_s, gpu.link_bytes_per_s)
 
     def of(self, kind: str) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -17,7 +18,7 @@ from panscan.core.hardware import FEATURES, Capability, refusal
 from panscan.core.ranges import shorten
 from panscan.settings import nearest
 
-__all__ = ["Gpu", "all_gpus", "gpu_named"]
+__all__ = ["Gpu", "all_gpus", "gpu_named", "reported_gpu"]
 
 _RATES = ("bf16", "fp16", "fp32", "fp8", "int8")
 _NEEDED = ("memory", "bandwidth", "bf16")
@@ -57,6 +58,11 @@ class Gpu:
     aliases: tuple[str, ...] = ()
     note: str = ""
     assumed: bool = False
+
+    @property
+    def half_rate(self) -> float:
+        """FLOP/s of products in the 16-bit type that the model multiplies in: bf16, or fp16 where that is missing."""
+        return self.flops_per_s.get("bf16") or self.flops_per_s["fp16"]
 
     def refusal(self, weights: str | None, kv_cache_dtype: str = "auto", dtype: str = "bf16") -> str | None:
         """Return why the engine cannot run these types here, and what to use; None if it can.
@@ -102,6 +108,30 @@ def gpu_named(text: str) -> Gpu:
         return names[wanted]
     hint = nearest(text.strip().lower(), known)
     raise SettingError(f"--gpu: unknown GPU {shorten(text)}{hint}; known: {', '.join(known)}; or type {_EXAMPLE}")
+
+
+def reported_gpu(name: str, memory_bytes: object = None) -> Gpu | None:
+    """Return the GPU that the driver reports; None if it is not known.
+
+    Args:
+        name: the driver's name, such as ``NVIDIA A100-SXM4-40GB``.
+        memory_bytes: device memory, which tells variants apart; not a positive integer: unknown.
+    """
+    words = [word for word in name.replace("-", " ").split() if word.upper() not in ("NVIDIA", "GEFORCE", "TESLA")]
+    for count in range(len(words), 0, -1):
+        with suppress(SettingError):
+            return _variant(gpu_named(" ".join(words[:count])), name, memory_bytes)
+    return None
+
+
+def _variant(gpu: Gpu, name: str, memory: object) -> Gpu | None:
+    """Return the variant of a GPU model with the form and memory that the driver reports; None: there is none."""
+    model = gpu.name.split("-pcie")[0].removesuffix("-40gb").removesuffix("-80gb")
+    variants = [gpu, *(other for other in all_gpus().values() if other.name.startswith(f"{model}-"))]
+    form = [variant for variant in variants if ("pcie" in variant.name) == ("pcie" in name.lower())] or variants
+    if not isinstance(memory, int) or memory <= 0:
+        return form[0]
+    return next((variant for variant in form if abs(variant.memory_bytes / memory - 1) < 0.1), None)
 
 
 def _plain(name: str) -> str:

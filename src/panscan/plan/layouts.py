@@ -9,6 +9,7 @@ from typing import Literal
 
 from panscan.core import SettingError
 from panscan.engine.options import EngineOptions
+from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS
 from panscan.model.shapes import Shape
 from panscan.plan.cost import Variant, pass_work, vision_work
 from panscan.plan.efficiency import Clock, Interval
@@ -44,7 +45,6 @@ w1-27b.json over "load" and "preprocess"."""
 _SAME_TOKENS = 512  # decode tokens of a pass, whose keys and values are read in microseconds
 _MOST_KNOWN = 100_000
 _BUSY_PROGRAMS = 3 * 132  # kernel programs that keep an H100 or H200 busy; others of its size are close
-_GRAPH_ROWS = 512  # prefill rows of a recorded pass; see panscan.engine.graphs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,7 +308,7 @@ def _alone(times: ClockTimes, views: int, tokens: int, outputs: float, options: 
     for start in range(0, tokens, chunk):
         end = min(tokens, start + chunk)
         seen = min(left, ceil(views * (end - start) / tokens))
-        ttft += times.pass_seconds([], [(start, end)], seen, graph=end - start <= _GRAPH_ROWS)
+        ttft += times.pass_seconds([], [(start, end)], seen, graph=end - start <= MOST_CHUNK_ROWS)
         left -= seen
     return ttft, times.pass_seconds([ceil(tokens + outputs / 2)], [], 0, graph=True)
 
@@ -339,7 +339,7 @@ class _Steady:
         share = min(1.0, running * prompt / (chunk * outputs))  # passes that have a prefill chunk
         decoding = min(running, max(1, round(outputs * chunk / prompt)))
         contexts = [ceil(prompt + outputs / 2)]
-        graph = chunk <= _GRAPH_ROWS
+        graph = chunk <= MOST_CHUNK_ROWS
         mixed = times.pass_seconds(contexts * decoding, _chunks(chunk, prompt), 0, graph=graph)
         mixed += _vision_seconds(times, mix.mean_views * chunk / prompt)
         plain = times.pass_seconds(contexts * decoding, [], 0, graph=True)

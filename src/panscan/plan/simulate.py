@@ -15,11 +15,13 @@ from math import inf
 from typing import Protocol
 
 from panscan.core import SettingError
+from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS, MOST_CHUNKS
 from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.pacing import Pacer, PassSize, PrefillLimit
 from panscan.engine.scheduling.scheduler import Scheduler
 from panscan.engine.scheduling.sequence import Chunk, Sequence, Step
 from panscan.engine.vision import VisionCache
+from panscan.plan.cost import OUTPUT_COST, VIEW_COST
 from panscan.plan.mix import RequestSketch
 
 __all__ = [
@@ -32,8 +34,6 @@ __all__ = [
     "simulate_burst",
 ]
 
-_GRAPH_CHUNK_ROWS = 512  # rows of longer chunks in a recorded pass; see panscan.engine.graphs
-_GRAPH_CHUNKS = 16
 _AHEAD = 32  # requests that are prepared while others compute; see panscan.engine.loop
 _THREADS = 4  # that prepare requests; see panscan.engine.loop
 _CONTENTION = 0.3
@@ -41,7 +41,6 @@ _CONTENTION = 0.3
 all at once (9.7 ms) over alone (5.1 ms), with four threads. They wait for the interpreter's lock, and only a request
 alone has its page copied by several threads."""
 _READ_TOGETHER = 8  # decoding requests that read a common prefix once; see panscan.engine.kernels
-_VIEW_COST, _OUTPUT_COST = 440.0, 4.0  # in prompt tokens; see panscan.serve.routing
 
 
 class PassTimes(Protocol):
@@ -147,7 +146,7 @@ class SimulatedRequest:
     @property
     def cost(self) -> float:
         """Its work in prompt tokens, as the router of ``panscan serve --replicas`` predicts it."""
-        return self.sketch.views * _VIEW_COST + len(self.sketch.ids) + self.sketch.output_tokens * _OUTPUT_COST
+        return self.sketch.views * VIEW_COST + len(self.sketch.ids) + self.sketch.output_tokens * OUTPUT_COST
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +297,7 @@ class SimulatedEngine:
                 prefill.append((chunk.start, chunk.end))
                 keys += [span.key for span in chunk.sequence.layout.within(chunk.start, chunk.end)]
         views, rows = self._encode(keys), sum(end - start for start, end in prefill)
-        graph = self._sizes.graphs and rows <= _GRAPH_CHUNK_ROWS and len(prefill) < _GRAPH_CHUNKS
+        graph = self._sizes.graphs and rows <= MOST_CHUNK_ROWS and len(prefill) < MOST_CHUNKS
         seconds = self._times.pass_seconds(contexts, prefill, views, graph=graph)
         self._device_free = max(self.now, self._device_free) + seconds
         self.passes.append(SimulatedPass(self._device_free, len(contexts), rows, views))

@@ -16,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from panscan.core import RecordsError
+from panscan.core.files import replace_file
 from panscan.model.machine import synchronize
 from panscan.model.phases import phase
 
@@ -104,17 +105,12 @@ def _profiler(device: torch.device, options: CaptureOptions) -> profile:
 
 
 def _write(profiler: profile, path: Path, facts: Mapping[str, Any]) -> None:
-    """Export, add the facts as the first key of the file, compress, and rename into place."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            plain = Path(folder) / "trace.json"
-            profiler.export_chrome_trace(str(plain))
-            with plain.open("rb") as source, gzip.open(partial, "wb", compresslevel=6) as target:
-                if not (opening := source.readline().strip() or source.readline().strip()).startswith(b"{"):
-                    raise RecordsError(f"{path}: the profiler wrote no JSON object")
-                target.write(b"{" + f"{json.dumps(FACTS_KEY)}: {json.dumps(facts)},".encode() + opening[1:])
-                shutil.copyfileobj(source, target)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)  # there only after a failure
+    """Export, add the facts as the first key of the file, and compress."""
+    with tempfile.TemporaryDirectory() as folder, replace_file(path) as file:
+        plain = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(plain))
+        with plain.open("rb") as source, gzip.GzipFile("", "wb", 6, file) as target:
+            if not (opening := source.readline().strip() or source.readline().strip()).startswith(b"{"):
+                raise RecordsError(f"{path}: the profiler wrote no JSON object")
+            target.write(b"{" + f"{json.dumps(FACTS_KEY)}: {json.dumps(facts)},".encode() + opening[1:])
+            shutil.copyfileobj(source, target)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from panscan.analysis.cells import number_text
+from panscan.core.files import write_file
 from panscan.profile.run import Profiled
-from panscan.records.store import write_atomically
 from panscan.trace.figures import Summary
 from panscan.trace.html import page
 from panscan.trace.read import open_trace
@@ -69,15 +69,15 @@ def write_results(folder: Path, profiles: Sequence[Profiled], summaries: Sequenc
         title: heading of the page.
 
     Raises:
-        OSError: a file cannot be written.
+        InputError: a file cannot be written.
     """
     text = json.dumps(document(profiles, summaries), indent=1, allow_nan=False)
-    write_atomically(folder / SUMMARY_NAME, text.encode())
+    write_file(folder / SUMMARY_NAME, text)
     noted = [
         replace(summary, notes=(_timing_note(profiled), *summary.notes))
         for profiled, summary in zip(profiles, summaries, strict=True)
     ]
-    write_atomically(folder / PAGE_NAME, page(noted, title=title, top=_TOP).encode())
+    write_file(folder / PAGE_NAME, page(noted, title=title, top=_TOP))
     return folder / PAGE_NAME
 
 

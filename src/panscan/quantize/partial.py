@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -18,13 +17,12 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from panscan.core import InputError, SettingError
+from panscan.core.files import WriteLock, publish_file, replace_file, sync_directory
 from panscan.core.foreign import parse_json
-from panscan.core.process import create_file, sync_directory
 from panscan.model.checkpoint import COMPANIONS
 
 __all__ = ["CARD_FILE", "INDEX_FILE", "JOB_FILE", "PartialCheckpoint", "resolved_output"]
@@ -54,15 +52,13 @@ class PartialCheckpoint:
     def __init__(self, out: Path, job: Mapping[str, Any], *, overwrite: bool = False) -> None:
         self.out, self.job, self._overwrite = resolved_output(out, overwrite=overwrite), dict(job), overwrite
         self.path = _beside(self.out, "partial")
-        self._lock = FileLock(self.path / _LOCK, timeout=0, thread_local=False)
+        self._lock = WriteLock(self.path / _LOCK, self._refusal)
         self.resumed = False
 
     def __enter__(self) -> Self:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
-        except Timeout as error:
-            raise InputError(f"{self.out}: another process is writing this checkpoint: wait for it") from error
         except OSError as error:
             raise InputError(f"{self.path}: cannot be written: {error.strerror}") from error
         try:
@@ -95,7 +91,7 @@ class PartialCheckpoint:
         with self._writable(name):
             save_file({key: tensors[key].contiguous() for key in sorted(tensors)}, temporary, {"format": "pt"})
             temporary.chmod((self.path / JOB_FILE).stat().st_mode)  # safetensors lets only the owner read them
-            self._finish(temporary, name)
+            publish_file(temporary, self.path / name)
 
     def write_bytes(self, name: str, data: bytes) -> None:
         """Write a file, in one step.
@@ -103,11 +99,8 @@ class PartialCheckpoint:
         Raises:
             InputError: for the reasons of :meth:`write_tensors`.
         """
-        temporary = self.path / f".{name}"
-        with self._writable(name):
-            with create_file(temporary) as file:
-                file.write(data)
-            self._finish(temporary, name)
+        with self._writable(name), replace_file(self.path / name) as file:
+            file.write(data)
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON file, in one step."""
@@ -142,9 +135,8 @@ class PartialCheckpoint:
         resolved_output(self.out, overwrite=self._overwrite)
         replaced = _beside(self.out, "replaced")
         try:
-            for left in self.path.glob(".*.safetensors"):
-                left.unlink()
-            (self.path / _LOCK).unlink(missing_ok=True)
+            for leftover in self.path.glob(".*"):  # the lock, and files of killed processes
+                leftover.unlink()
             if self.out.exists():
                 if replaced.exists():
                     _remove(replaced)
@@ -165,7 +157,7 @@ class PartialCheckpoint:
             self.resumed = True
             return
         entries = [entry for entry in self.path.iterdir() if entry.name != _LOCK]
-        if found is None and any(entry.name != f".{JOB_FILE}" for entry in entries):
+        if found is None and not all(entry.name.startswith(f".{JOB_FILE}") for entry in entries):
             raise SettingError(f"{self.path} was not written by panscan quantize: move it, or choose another OUT")
         if found is not None and not self._overwrite:
             keys = {**found, **self.job} if isinstance(found, dict) else self.job
@@ -189,11 +181,8 @@ class PartialCheckpoint:
                 f"{self.path / name} cannot be written: {reason}: repeat the command to resume when it can"
             ) from error
 
-    def _finish(self, temporary: Path, name: str) -> None:
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.replace(self.path / name)
-        sync_directory(self.path)
+    def _refusal(self, holder: str) -> InputError:
+        return InputError(f"{self.out}: {holder} is writing this checkpoint: wait for it")
 
 
 def resolved_output(out: Path, *, overwrite: bool) -> Path:

@@ -11,8 +11,8 @@ have ``probe`` and ``search`` lines, and ``cells`` lines that add levels.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,9 +22,9 @@ from types import TracebackType
 from typing import Any, Self
 
 import msgspec
-from filelock import FileLock, Timeout
 
-from panscan.core import RecordsError, create_file, sync_directory
+from panscan.core import RecordsError
+from panscan.core.files import LONGEST_LINE, JsonLog, WriteLock, complete_size, write_errors, write_file
 from panscan.core.foreign import parse_json
 from panscan.core.ranges import shorten
 from panscan.records.schema import (
@@ -54,14 +54,13 @@ __all__ = [
     "outcome_of",
     "parse_record",
     "read_run",
-    "write_atomically",
 ]
 
 FILE_NAME = "records.jsonl"
 UNFINISHED = "unfinished"
 
 _MOST_BYTES = 2**33  # four million requests of 100 tokens
-_LONGEST_LINE = 64 * 2**20  # bytes; a run line has 1,000 for each cell
+_LONGEST_LINE = LONGEST_LINE  # a run line has 1,000 bytes for each cell
 _MOST_PARTS = 64_000_000  # a request has 10
 _LONGEST_MESSAGE = 300
 
@@ -164,24 +163,22 @@ class RecordWriter:
         self.path = directory / FILE_NAME
         self.previous: Run | None = None
         self.torn: Path | None = None
-        self._file: int | None = None
-        self._lock = FileLock(f"{self.path}.lock", timeout=0, thread_local=False)
-        try:
+        self._log: JsonLog | None = None
+        self._lock = WriteLock(directory / f"{FILE_NAME}.lock", self._refusal)
+        with write_errors(self.path, RecordsError):
             directory.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
-        except Timeout as error:
-            raise RecordsError(
-                f"{self.path} is being written by another panscan; give this run its own folder"
-            ) from error
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
         try:
             if self.path.exists():
                 self.previous = read_run(self.path)
-                self._open()
+                self._log = JsonLog(self.path, RecordsError)
+                self.torn = self._log.torn if self._log.cut() else None
         except BaseException:
             self.close()
             raise
+
+    def _refusal(self, holder: str) -> RecordsError:
+        return RecordsError(f"{self.path} is being written by {holder}; give this run its own folder")
 
     def write(self, records: Sequence[AnyRecord]) -> None:
         """Append records, all of them in one write that is on the disk when this returns.
@@ -190,28 +187,18 @@ class RecordWriter:
             RecordsError: a record is not what :func:`read_run` reads, or the disk does not take it; the file is
                 then as it was before.
         """
-        data = b"".join(self._line(record, first=self._file is None and i == 0) for i, record in enumerate(records))
-        if not data:
-            return
-        if self._file is None:
-            write_atomically(self.path, data)
-            self._open()
-            return
-        before = os.fstat(self._file).st_size
-        try:
-            _write_all(self._file, data)
-        except BaseException as error:  # Ctrl-C, too: the next line must not join half a line
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._file, before)
-            if isinstance(error, OSError):
-                raise _unwritable(self.path, error) from error
-            raise
+        data = b"".join(self._line(record, first=self._log is None and i == 0) for i, record in enumerate(records))
+        if self._log is not None:
+            self._log.append(data)
+        elif data:
+            write_file(self.path, data, RecordsError)
+            self._log = JsonLog(self.path, RecordsError)
 
     def close(self) -> None:
         """Release the directory. A closed writer cannot be used again."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        if self._log is not None:
+            self._log.close()
+            self._log = None
         self._lock.release()
 
     def __enter__(self) -> Self:
@@ -221,21 +208,6 @@ class RecordWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _open(self) -> None:
-        try:
-            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | getattr(os, "O_BINARY", 0))
-            data = _bytes_of(self.path)
-            end = _complete_length(data)
-            if end < len(data):
-                self.torn = self.path.with_name(f"{FILE_NAME}.torn")
-                with self.torn.open("ab") as torn:
-                    _write_all(torn.fileno(), data[end:].rstrip(b"\n") + b"\n")
-                sync_directory(self.path.parent)
-                os.ftruncate(self._file, end)
-                os.fsync(self._file)
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
 
     def _line(self, record: AnyRecord, *, first: bool) -> bytes:
         kind = type(record).__struct_config__.tag
@@ -262,7 +234,7 @@ def read_run(path: Path) -> Run:
     """
     path = path / FILE_NAME if path.is_dir() else path
     data = _bytes_of(path)
-    end = _complete_length(data)
+    end = complete_size(io.BytesIO(data))
     lines = _lines_of(path, data, end)
     first = next(lines, None)
     if first is None:
@@ -364,43 +336,6 @@ def _lines_of(path: Path, data: bytes, end: int) -> Iterator[bytes]:
             )
         yield data[start:stop]
         start = stop + 1
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write ``data`` to ``path`` atomically and durably: readers see the old file or the new one, never a part.
-
-    Raises:
-        RecordsError: the disk does not take it.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with create_file(temporary) as file:
-            _write_all(file.fileno(), data)
-        temporary.replace(path)
-        sync_directory(path.parent)
-    except OSError as error:
-        raise _unwritable(path, error) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-
-
-def _write_all(file: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(file, rest) :]
-    os.fsync(file)
-
-
-def _unwritable(path: Path, error: OSError) -> RecordsError:
-    return RecordsError(f"{path} could not be written: {error.strerror or error}")
-
-
-def _complete_length(data: bytes) -> int:
-    """Length of the part that ends with a complete line; what follows is a torn tail."""
-    end = data.rfind(b"\n") + 1
-    last = data.rfind(b"\n", 0, max(end - 1, 0)) + 1
-    return last if end == len(data) and _json_object(data[last:end]) is None else end
 
 
 def _json_object(line: bytes) -> dict[str, Any] | None:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from panscan.core import RecordsError
+from panscan.core.files import write_file
 from panscan.records.load_runs import (
     client_figures,
     in_blocks,
@@ -37,7 +38,7 @@ from panscan.records.metrics import (
 )
 from panscan.records.quality import empty_answers, metric_of, metrics_in, quality_of
 from panscan.records.schema import EXACT_MATCH, STAGES, TIMES
-from panscan.records.store import Run, outcome_of, write_atomically
+from panscan.records.store import Run, outcome_of
 from panscan.records.verdict import verdict_of
 
 __all__ = ["cell_metrics", "replica_shares", "summary_columns", "write_summary"]
@@ -145,7 +146,7 @@ def write_summary(run: Run, path: Path, more: Mapping[str, Mapping[str, Any]] | 
         else:
             row |= {"cell": cell, "aliases": _aliases(run, cell)}
             writer.writerow(row | _answers(run, cell) | _measured(cell_metrics(run, cell)))
-    write_atomically(path, text.getvalue().encode(errors="backslashreplace"))
+    write_file(path, text.getvalue(), RecordsError)
 
 
 def _level(run: Run, cell: str) -> dict[str, str]:

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from panscan.core import RecordsError
+from panscan.core.files import write_file
 from panscan.records.load_runs import is_load_run
-from panscan.records.store import Run, write_atomically
+from panscan.records.store import Run
 
 __all__ = [
     "GALLERY_NAME",
@@ -27,7 +28,7 @@ def write_report(run: Run, path: Path) -> None:
     """Write a run's report as one HTML file that needs no network; an older one is replaced in one step.
 
     Raises:
-        RecordsError: the file could not be written, or a cell's stamps contradict its counts.
+        InputError: the file could not be written, or a cell's stamps contradict its counts.
     """
     if is_load_run(run):
         from panscan.report.load_data import load_report_of
@@ -39,7 +40,7 @@ def write_report(run: Run, path: Path) -> None:
         from panscan.report.report_data import report_data_of
 
         page = render_html(report_data_of(run))
-    write_atomically(path, page.encode())
+    write_file(path, page)
 
 
 def write_gallery(run: Run, path: Path) -> None:
@@ -48,13 +49,13 @@ def write_gallery(run: Run, path: Path) -> None:
     Pictures are read again, from where the run found them.
 
     Raises:
-        RecordsError: the file could not be written, or the run holds no answers or is a load run.
+        InputError: the file could not be written, or the run holds no answers or is a load run.
     """
     from panscan.analysis.levels import refuse_load_run
     from panscan.report.gallery import render_gallery
 
     refuse_load_run(run, "gallery of answers")
-    write_atomically(path, render_gallery(run).encode())
+    write_file(path, render_gallery(run))
 
 
 def to_markdown(run: Run) -> str:
@@ -78,22 +79,22 @@ def write_markdown(run: Run, path: Path) -> None:
     """Write :func:`to_markdown` as a file; an older one is replaced in one step.
 
     Raises:
-        RecordsError: the file could not be written, or a cell's stamps contradict its counts.
+        InputError: the file could not be written, or a cell's stamps contradict its counts.
     """
-    write_atomically(path, to_markdown(run).encode())
+    write_file(path, to_markdown(run))
 
 
 def write_pictures(run: Run, directory: Path) -> list[Path]:
     """Write the curves of a run as ``report-*.png``; returns the files.
 
     Raises:
-        RecordsError: a file could not be written, nothing was measured that a picture could show, or a cell's stamps
+        InputError: a file could not be written, nothing was measured that a picture could show, or a cell's stamps
             contradict its counts.
     """
     written = []
     for name, data in _pictures(run):
         path = directory / f"report-{name}.png"
-        write_atomically(path, data)
+        write_file(path, data)
         written.append(path)
     if not written:
         least = "no level was" if is_load_run(run) else "fewer than two cells were"

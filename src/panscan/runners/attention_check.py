@@ -72,7 +72,9 @@ def attention_response(loaded: Loaded, implementation: str) -> AttentionResponse
         ImportError, ValueError, RuntimeError: Transformers or the kernel does not support it here.
     """
     if implementation == FLASH_MASK:
-        _register_flash_mask()
+        # The name must not contain "flash": Transformers would look for a kernel.
+        AttentionInterface.register(FLASH_MASK, _flash_masked_sdpa)
+        AttentionMaskInterface.register(FLASH_MASK, flash_attention_mask)
     model = loaded.model
     model.set_attn_implementation(implementation)
     inputs = sample_inputs(loaded, "What is the total?")
@@ -116,12 +118,6 @@ def _changed_feature(model: Any) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-
-
-def _register_flash_mask() -> None:
-    """Register :data:`FLASH_MASK`. Its name must not contain "flash": Transformers would look for a kernel."""
-    AttentionInterface.register(FLASH_MASK, _flash_masked_sdpa)
-    AttentionMaskInterface.register(FLASH_MASK, flash_attention_mask)
 
 
 def _flash_masked_sdpa(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from panscan.core import Request, Result, SettingError
@@ -108,12 +108,8 @@ def batches(views: Sequence[int], batch_size: int, *, equal_views: bool) -> list
         equal_views: batch only requests with equal view counts, which avoids padding. Batches are in the order of their
             first requests.
     """
-    return list(_batches(views, batch_size, equal_views=equal_views))
-
-
-def _batches(views: Sequence[int], batch_size: int, *, equal_views: bool) -> Iterator[list[int]]:
     groups: dict[int, list[int]] = {}
     for index, count in enumerate(views):
         groups.setdefault(count if equal_views else 0, []).append(index)
     cut = [group[at : at + batch_size] for group in groups.values() for at in range(0, len(group), batch_size)]
-    yield from sorted(cut, key=lambda batch: batch[0])
+    return sorted(cut, key=lambda batch: batch[0])

@@ -1,4 +1,4 @@
-"""Timestamps of a device's work, without synchronising the device."""
+"""Timestamps of a device's work, without synchronising the device, and named steps in a profiler's trace."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch.autograd.profiler import record_function
 
 from panscan.core import now
 from panscan.model.machine import synchronize
-from panscan.model.phases import phase
+from panscan.model.phases import PHASE_PREFIX, phase, profiled
 
-__all__ = ["DeviceClock", "TokenClock", "timed_vision"]
+__all__ = ["DeviceClock", "TokenClock", "marked_steps", "timed_vision"]
+
+_PREPARE, _UPDATE = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
+_SETUP, _CHOOSE = "generate: configuration and cache", "generate: next token and stopping criteria"
 
 
 class DeviceClock:
@@ -107,3 +111,51 @@ class timed_vision:  # noqa: N801 - used as a context manager, like a function
 
     def __exit__(self, *exc: object) -> None:
         self.core.__dict__.pop("get_image_features", None)
+
+
+class marked_steps:  # noqa: N801 - used as a context manager, like a function
+    """Mark the steps of one ``generate()`` call inside the ``with`` block. Does nothing without a profiler.
+
+    ``generate()`` calls one method of the model before each forward pass, to prepare the inputs, and one after it, to
+    update them. Both are wrapped on the instance, because ``torch.compile`` would compile a hook on the forward pass.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._step = "prefill"
+        self._range: record_function | None = None
+
+    def __enter__(self) -> marked_steps:
+        if profiled():
+            self._wrap(_PREPARE, lambda: PHASE_PREFIX + self._step)
+            self._wrap(_UPDATE, lambda: _CHOOSE)
+            self._enter(_SETUP)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._leave()
+        for name in (_PREPARE, _UPDATE):
+            self._model.__dict__.pop(name, None)
+
+    def _wrap(self, name: str, following: Callable[[], str]) -> None:
+        original: Callable[..., Any] = getattr(self._model, name)
+
+        @wraps(original)  # generate() picks the arguments by the signature
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            self._enter(name)
+            found = original(*args, **kwargs)
+            self._enter(following())
+            self._step = "decode" if name == _UPDATE else self._step
+            return found
+
+        setattr(self._model, name, marked)
+
+    def _enter(self, name: str) -> None:
+        self._leave()
+        self._range = record_function(name)
+        self._range.__enter__()  # type: ignore[no-untyped-call]  # torch has no types for it
+
+    def _leave(self) -> None:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None

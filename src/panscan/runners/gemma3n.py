@@ -1,4 +1,4 @@
-"""Gemma 3n through Transformers' ``generate()``, for profiles: checkpoints, random models, inputs, the runner."""
+"""Gemma 3n through Transformers' ``generate()``, for profiles: checkpoints, inputs, the runner."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
     AutoTokenizer,
-    Gemma3nTextConfig,
 )
 from transformers.utils import CONFIG_NAME
 
@@ -19,40 +18,24 @@ from panscan.core import ModelError, PanAndScan, SettingError, UnsupportedError
 from panscan.images.pixels import PixelSpec
 from panscan.images.views import plan_views
 from panscan.model.checkpoint import Loaded, Reader, checkpoint_source, ready_model
-from panscan.model.config import generation_config
 from panscan.model.hub_errors import friendly_errors, quiet_transformers
 from panscan.model.inputs import DecodedRequest, Prepared, plan_request
 from panscan.model.machine import resolve_device, resolve_dtype
 from panscan.model.prompt import Prompt, PromptWriter, conversation
-from panscan.model.tokenizer import tokenizer_for
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings, axes
 
 __all__ = [
-    "E2B",
     "Gemma3nRunner",
-    "gemma3n_config",
+    "gemma3n_reader",
     "gemma3n_reads_images",
     "is_gemma3n",
     "load_gemma3n",
-    "random_gemma3n",
     "require_gemma3n_settings",
 ]
 
 _IMAGE_MODEL, _TEXT_MODEL = "gemma3n", "gemma3n_text"
-_DEVIATION = 0.02
 _UNSUPPORTED = ("quantization", "device_map", "max_memory", "tp_plan", "prefill_chunk_size", "preprocess")
-E2B: dict[str, Any] = {"num_hidden_layers": 30, "intermediate_size": 8192, "num_kv_shared_layers": 10}
-"""Sizes of Gemma 3n E2B's text decoder that differ from the defaults of ``Gemma3nTextConfig``, which are E4B's."""
-
-
-def gemma3n_config(**changes: Any) -> Gemma3nTextConfig:
-    """Return the configuration of a Gemma 3n text decoder: E4B's sizes, with changes such as :data:`E2B`.
-
-    Raises:
-        ValueError: the changes contradict each other.
-    """
-    return Gemma3nTextConfig(**changes)
 
 
 def is_gemma3n(name: str, revision: str | None = None) -> bool:
@@ -91,29 +74,7 @@ def load_gemma3n(name: str, device: torch.device, dtype: torch.dtype, revision: 
         )
     if missing := sorted(info["missing_keys"]):
         raise ModelError(f"--model {name}: {len(missing)} weights are missing, e.g. {missing[0]}: download it again")
-    return ready_model(model, _reader(name, tools, model.config))
-
-
-@torch.no_grad()
-def random_gemma3n(name: str, config: Gemma3nTextConfig, dtype: torch.dtype, device: torch.device) -> Loaded:
-    """Build a text-only Gemma 3n with random weights, N(0, 0.02), and a bundled tokenizer.
-
-    Args:
-        name: name of the model in messages.
-        config: sizes; the token ids are replaced by the tokenizer's.
-        dtype: dtype of the weights.
-        device: device of the model.
-    """
-    tokenizer = tokenizer_for(config.vocab_size)
-    config.pad_token_id, config.bos_token_id = tokenizer.pad_token_id, tokenizer.bos_token_id
-    config.eos_token_id = tokenizer.eos_token_id
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        draws = torch.Generator(device).manual_seed(0)
-        for parameter in model.parameters():
-            parameter.normal_(0, _DEVIATION, generator=draws)
-    model.generation_config = generation_config(tokenizer)
-    return ready_model(model, _reader(name, tokenizer, config))
+    return ready_model(model, gemma3n_reader(name, tools, model.config))
 
 
 def require_gemma3n_settings(settings: Settings) -> None:
@@ -146,28 +107,24 @@ class Gemma3nRunner(GenerateRunner):
         return runner
 
     def _prepare(self, read: DecodedRequest) -> Prepared:
-        return _prepared(read, self.loaded)
+        """Write the prompt and compute the pixels of one request with the checkpoint's processor.
 
-
-def _prepared(read: DecodedRequest, loaded: Loaded) -> Prepared:
-    """Write the prompt and compute the pixels of one request with the checkpoint's processor.
-
-    Raises:
-        SettingError: the checkpoint is text-only, but the request has images.
-    """
-    reader = loaded.reader
-    if not read.images:
-        _, prompt = plan_request(read, reader)
-        return Prepared(read.request, [], prompt, None)
-    if reader.pixels is None:
-        raise SettingError(f"--model {reader.name} reads text only: leave the images out")
-    text = reader.prompts.render(conversation(read.request))
-    inputs = reader.processor(text=[text], images=[read.images], add_special_tokens=False, return_tensors="pt")
-    ids = inputs["input_ids"][0].tolist()
-    image_tokens = ids.count(reader.processor.image_token_id)
-    pixels = inputs["pixel_values"].to(loaded.device, loaded.dtype)
-    plans = [plan_views(*image.size, PanAndScan(enabled=False)) for image in read.images]
-    return Prepared(read.request, plans, Prompt(ids, image_tokens), pixels)
+        Raises:
+            SettingError: the checkpoint is text-only, but the request has images.
+        """
+        loaded, reader = self.loaded, self.loaded.reader
+        if not read.images:
+            _, prompt = plan_request(read, reader)
+            return Prepared(read.request, [], prompt, None)
+        if reader.pixels is None:
+            raise SettingError(f"--model {reader.name} reads text only: leave the images out")
+        text = reader.prompts.render(conversation(read.request))
+        inputs = reader.processor(text=[text], images=[read.images], add_special_tokens=False, return_tensors="pt")
+        ids = inputs["input_ids"][0].tolist()
+        image_tokens = ids.count(reader.processor.image_token_id)
+        pixels = inputs["pixel_values"].to(loaded.device, loaded.dtype)
+        plans = [plan_views(*image.size, PanAndScan(enabled=False)) for image in read.images]
+        return Prepared(read.request, plans, Prompt(ids, image_tokens), pixels)
 
 
 def _model_type(name: str, revision: str | None) -> str | None:
@@ -177,7 +134,8 @@ def _model_type(name: str, revision: str | None) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _reader(name: str, tools: Any, config: Any) -> Reader:
+def gemma3n_reader(name: str, tools: Any, config: Any) -> Reader:
+    """Return the reader of a checkpoint whose processor, or tokenizer if it is text-only, is ``tools``."""
     tokenizer = getattr(tools, "tokenizer", tools)
     tokenizer.chat_template = getattr(tools, "chat_template", None) or tokenizer.chat_template
     context = int(config.get_text_config().max_position_embeddings)

@@ -21,9 +21,8 @@ from panscan.model.phases import phase
 from panscan.model.runtime import apply_attention, apply_compile, apply_tf32
 from panscan.model.support import require_supported
 from panscan.runners.base import batches, check_change
-from panscan.runners.clock import DeviceClock, TokenClock, timed_vision
+from panscan.runners.clock import DeviceClock, TokenClock, marked_steps, timed_vision
 from panscan.runners.observe import observe
-from panscan.runners.steps import marked_steps
 from panscan.settings import Settings, settings_from
 
 __all__ = ["GenerateRunner", "finished", "generation_config", "one_sampling"]

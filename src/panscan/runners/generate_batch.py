@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from transformers import ContinuousBatchingConfig
 
-from panscan.core import Request, Result, Sampling, SettingError, Stamps, UnsupportedError, from_perf_counter, now
+from panscan.core import Request, Result, SettingError, Stamps, UnsupportedError, from_perf_counter, now
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import Prepared
 from panscan.model.observation import ForcedTokens, Observation
@@ -42,11 +42,17 @@ class GenerateBatchRunner(GenerateRunner):
         stamps = Stamps(accepted=now())
         prompts = [self.loaded.reader.prompts.write(request, []) for request in batch]
         stamps.preprocessed = now()
+        # By default, Transformers would allocate all free memory in each call.
+        lengths = [len(prompt.ids) + sampling.max_new_tokens for prompt in prompts]
+        blocks = sum(-(-length // _BLOCK) + 1 for length in lengths)
         outputs = self.loaded.model.generate_batch(
             inputs=[prompt.ids for prompt in prompts],
             generation_config=generation_config(sampling, self.loaded, "dynamic"),
-            continuous_batching_config=_cache_for(
-                [len(prompt.ids) + sampling.max_new_tokens for prompt in prompts], sampling
+            continuous_batching_config=ContinuousBatchingConfig(
+                block_size=_BLOCK,
+                num_blocks=2 * blocks,  # local and global layers have separate blocks
+                max_batch_tokens=max(_BLOCK, sum(lengths)),
+                seed=sampling.seed,
             ),
             record_timestamps=True,
             progress_bar=False,
@@ -72,15 +78,3 @@ class GenerateBatchRunner(GenerateRunner):
             UnsupportedError: always.
         """
         raise UnsupportedError("generate_batch() does not expose its logits")
-
-
-def _cache_for(lengths: Sequence[int], sampling: Sampling) -> ContinuousBatchingConfig:
-    """Return the configuration of a paged cache for sequences of these lengths.
-
-    By default, Transformers would allocate all free memory in each call. Local and global layers have separate blocks,
-    hence the factor 2.
-    """
-    blocks = sum(-(-length // _BLOCK) + 1 for length in lengths)
-    return ContinuousBatchingConfig(
-        block_size=_BLOCK, num_blocks=2 * blocks, max_batch_tokens=max(_BLOCK, sum(lengths)), seed=sampling.seed
-    )

@@ -13,6 +13,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from panscan.model.checkpoint import Loaded, load_random
 from panscan.model.shapes import SHAPES, Shape
 from panscan.runners.attention_check import sample_inputs
+from panscan.runners.observe import greedy_config
 
 __all__ = ["Recompilations", "batch_answers", "chunked_prefill", "padding_error", "recompilations"]
 
@@ -50,7 +51,7 @@ def chunked_prefill(loaded: Loaded, chunk: int = _CHUNK) -> Literal["images drop
     chunked, changed = _next_logits(loaded, inputs, chunk), _next_logits(loaded, other, chunk)
     if torch.equal(chunked, changed):
         return "images dropped"
-    return "right" if _difference(chunked, whole) < _SAME else "image blocks cut"
+    return "right" if _relative_difference(chunked, whole) < _SAME else "image blocks cut"
 
 
 @torch.no_grad()
@@ -79,7 +80,7 @@ def padding_error(loaded: Loaded) -> float:
     short, long = "Total?", "What is the total of this receipt, and in which currency is it?"
     alone = _next_logits(loaded, sample_inputs(loaded, short), None)[0]
     padded = _next_logits(loaded, sample_inputs(loaded, short, long), None)[0]
-    return _difference(padded, alone)
+    return _relative_difference(padded, alone)
 
 
 @torch.no_grad()
@@ -117,17 +118,8 @@ def _next_logits(loaded: Loaded, inputs: dict[str, Any], chunk: int | None) -> t
 
 
 def _config(loaded: Loaded, tokens: int, **extra: Any) -> GenerationConfig:
-    own = loaded.model.generation_config
-    outside = loaded.model.config.get_text_config().vocab_size  # an end token that is never generated
-    return GenerationConfig(
-        max_new_tokens=tokens,
-        do_sample=False,
-        pad_token_id=own.pad_token_id,
-        eos_token_id=outside,
-        suppress_tokens=own.suppress_tokens,
-        **extra,
-    )
+    return greedy_config(loaded, tokens, suppress_tokens=loaded.model.generation_config.suppress_tokens, **extra)
 
 
-def _difference(left: torch.Tensor, right: torch.Tensor) -> float:
+def _relative_difference(left: torch.Tensor, right: torch.Tensor) -> float:
     return float((left - right).abs().max() / right.abs().max())

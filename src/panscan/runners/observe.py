@@ -17,25 +17,29 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from panscan.core import Request
 from panscan.model.checkpoint import Loaded
-from panscan.model.inputs import Prepared, collate, prepare, read_images
+from panscan.model.inputs import collate, prepare, read_images
 from panscan.model.observation import ForcedTokens, Observation, sample_image_positions
 from panscan.settings import Settings
 
-__all__ = ["ObservationRecorder", "observation_config", "observe"]
+__all__ = ["ObservationRecorder", "greedy_config", "observation_config", "observe"]
+
+
+def greedy_config(loaded: Loaded, tokens: int, **changes: Any) -> GenerationConfig:
+    """Return the configuration of a greedy call that no token ends: its end token is outside the vocabulary."""
+    return GenerationConfig(
+        max_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=loaded.model.generation_config.pad_token_id,
+        eos_token_id=loaded.model.config.get_text_config().vocab_size,
+        **changes,
+    )
 
 
 def observation_config(loaded: Loaded, settings: Settings) -> GenerationConfig:
     """Return the generation config of an observed call: nothing that changes scores, and the cell's own cache size."""
-    config = GenerationConfig(
-        max_new_tokens=settings.max_new_tokens,
-        do_sample=False,
-        pad_token_id=loaded.model.generation_config.pad_token_id,
-        eos_token_id=loaded.model.config.get_text_config().vocab_size,  # never chosen: the recorder ends the answer
-        prefill_chunk_size=settings.prefill_chunk_size,
-    )
-    if settings.cache != "dynamic":
-        config.cache_implementation = settings.cache
-    return config
+    cache = {} if settings.cache == "dynamic" else {"cache_implementation": settings.cache}
+    chunk = settings.prefill_chunk_size
+    return greedy_config(loaded, settings.max_new_tokens, prefill_chunk_size=chunk, **cache)
 
 
 @dataclass
@@ -178,13 +182,12 @@ def observe(
         item.prompt = replace(item.prompt, ids=[*item.prompt.ids, *tokens])
     keep_hidden = forced is None
     if forced is None:
-        forced = [_own_tokens(item, loaded, steps) for item in prepared]
+        forced = [
+            ForcedTokens(None, sample_image_positions(item.prompt.ids, loaded.reader.prompts.soft_id), steps)
+            for item in prepared
+        ]
     inputs = collate(prepared, loaded, settings.pad_to_multiple_of)
     padding = [inputs["input_ids"].shape[1] - len(item.prompt.ids) for item in prepared]
     with ObservationRecorder(loaded, forced, padding, keep_hidden, hidden_only=suffixes is not None) as recorder:
         loaded.model.generate(**inputs, **recorder.arguments(), generation_config=observation_config(loaded, settings))
         return recorder.observations()
-
-
-def _own_tokens(item: Prepared, loaded: Loaded, steps: int) -> ForcedTokens:
-    return ForcedTokens(None, sample_image_positions(item.prompt.ids, loaded.reader.prompts.soft_id), steps)

@@ -45,7 +45,7 @@ def check_inputs(reader: Reader, requests: Sequence[Request]) -> dict[str, Any]:
     for request in checked:
         read = read_images(request)
         try:
-            found, count = _difference(reader, read)
+            found, count = _input_difference(reader, read)
         except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
             notes.append(f"request {request.id}: the processor raised: {' '.join(str(error).split())[:120]}")
             continue
@@ -61,7 +61,7 @@ def _record(requests: int, views: int, difference: str | None, notes: Sequence[s
     return {"requests": requests, "views": views, "difference": difference, "note": "; ".join(notes)}
 
 
-def _difference(reader: Reader, read: DecodedRequest) -> tuple[str | None, int]:
+def _input_difference(reader: Reader, read: DecodedRequest) -> tuple[str | None, int]:
     """Return the first difference of one request, or None, and the number of compared views."""
     plans, prompt = plan_request(read, reader)
     settings, count = read.request.pan_and_scan, 0

@@ -82,7 +82,7 @@ class VllmRunner:
         positions = self.loaded.model.config.get_text_config().max_position_embeddings
         arguments = llm_arguments(
             settings,
-            _source_of(self._source),
+            str(bundled_directory(self._source) or Path(self._source).expanduser()),
             self.loaded.dtype,
             positions,
             images=self.loaded.reader.reads_images,
@@ -133,7 +133,7 @@ class VllmRunner:
             PanscanError: vLLM created a different prompt.
         """
         read = [read_images(request, copy=False) for request in batch]
-        answers = [_answer(forced_tokens) for forced_tokens in forced]
+        answers = [_forced_answer(forced_tokens) for forced_tokens in forced]
         prompts = [self._prompt(item, answer) for item, answer in zip(read, answers, strict=True)]
         wanted = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": TOP_LOGPROBS}
         found = []
@@ -203,15 +203,10 @@ class VllmRunner:
             release_memory()
 
 
-def _answer(forced_tokens: ForcedTokens) -> list[int]:
+def _forced_answer(forced_tokens: ForcedTokens) -> list[int]:
     if forced_tokens.tokens is None:
         raise UnsupportedError("runner vllm: its own tokens cannot be observed")
     return forced_tokens.tokens[: forced_tokens.steps]
-
-
-def _source_of(name: str) -> str:
-    """Return the directory or hub id that vLLM loads a checkpoint from."""
-    return str(bundled_directory(name) or Path(name).expanduser())
 
 
 def _start(arguments: dict[str, Any]) -> Any:

@@ -160,14 +160,14 @@ def observation_of(
     """
     at_answer = range(prompt_tokens, prompt_tokens + len(answer))
     found = Observation(
-        list(answer), forced_tokens.positions, _known(rows, at_answer, vocabulary), top_logprobs=TOP_LOGPROBS
+        list(answer), forced_tokens.positions, _known_logprobs(rows, at_answer, vocabulary), top_logprobs=TOP_LOGPROBS
     )
     if forced_tokens.positions:
-        found.image = _known(rows, [position + 1 for position in forced_tokens.positions], vocabulary)
+        found.image = _known_logprobs(rows, [position + 1 for position in forced_tokens.positions], vocabulary)
     return found
 
 
-def _known(rows: Sequence[LogprobRow | None], at: Sequence[int], vocabulary: int) -> torch.Tensor:
+def _known_logprobs(rows: Sequence[LogprobRow | None], at: Sequence[int], vocabulary: int) -> torch.Tensor:
     """Return log-probabilities float32 ``[len(at), vocabulary]``, NaN where unknown.
 
     NaN from vLLM becomes -inf: it is a wrong value, not an unknown one.

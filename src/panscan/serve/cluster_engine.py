@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from panscan.core import EngineError, ImageError, InputError, PanscanError, Request, Result, now
+from panscan.core.model_names import IMAGE_TOKENS
 from panscan.core.ranges import Range
 from panscan.images.files import Page, PageBytes, expand_images
 from panscan.serve.backend import RequestWork
@@ -30,7 +31,6 @@ __all__ = ["ClusterEngine"]
 
 _REPLICAS = Range(integer=True, ge=1, le=1024)
 _ATTEMPTS = 3  # attempts per request, so that a request that kills its replica fails eventually
-_TOKENS_PER_VIEW = 256
 _AHEAD = 8  # requests per replica that are prepared while others compute; with more, the last ones are spread unevenly
 
 
@@ -264,9 +264,7 @@ def _work(request: Request) -> RequestWork:
     names = [image.name if isinstance(image, Page | PageBytes) else image for image in request.images]
     keys = tuple(_digest(os.fspath(name)) for name in names if isinstance(name, str | os.PathLike))
     views = len(names)
-    return RequestWork(
-        views, views * _TOKENS_PER_VIEW, request.sampling.max_new_tokens, keys if len(keys) == views else ()
-    )
+    return RequestWork(views, views * IMAGE_TOKENS, request.sampling.max_new_tokens, keys if len(keys) == views else ())
 
 
 def _digest(name: str) -> bytes:

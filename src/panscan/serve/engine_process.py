@@ -6,18 +6,14 @@ import asyncio
 import contextlib
 import logging
 import os
-import pickle
-import queue
-import signal
-import socket
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from functools import partial
 from itertools import count
-from multiprocessing.connection import Connection
 from typing import Any
+
+from msgspec import Struct
 
 from panscan.core import (
     EngineError,
@@ -30,26 +26,12 @@ from panscan.core import (
     TokenEvent,
     now,
 )
-from panscan.core.process import time_line, worker_command
+from panscan.core.child import Child, ChildEndedError
+from panscan.core.daemons import DaemonThreads
 from panscan.serve.backend import ModelInfo, RequestWork, TokenCounts
-from panscan.serve.messages import (
-    AskQuery,
-    Cancel,
-    CountTokens,
-    Ended,
-    EngineReady,
-    Events,
-    LoadFailed,
-    Open,
-    Query,
-    QueryAnswer,
-    ReadStats,
-    Submit,
-    TokenTexts,
-)
 from panscan.settings import Settings
 
-__all__ = ["EngineProcess"]
+__all__ = ["Cancel", "Ended", "EngineProcess", "Query", "QueryKind", "QueryReply", "Submit"]
 
 log = logging.getLogger("panscan.serve")
 
@@ -58,11 +40,57 @@ _RESTARTS = 3  # consecutive restarts without an answered request
 _QUERY_SECONDS = 30.0
 _WATCH_SECONDS = 5.0
 _HANG_SECONDS = 600.0  # longest step; on a CPU, one may take minutes
-_EXIT_SECONDS = 10.0
+
+
+class Submit(Struct, frozen=True):
+    """To the engine: answer a request. ``stream``: whether its events are sent, or only its result."""
+
+    request: Request
+    stream: bool
+
+
+class Cancel(Struct, frozen=True):
+    """To the engine: cancel a request; it keeps the tokens so far. Ignored if the request has ended."""
+
+    id: str
+
+
+class QueryKind(Enum):
+    """What the engine is asked, with the type of the argument and the reply."""
+
+    COUNT_TOKENS = "the tokens of a prompt: Request -> TokenCounts"
+    TOKEN_TEXTS = "the bytes of each token: tuple[int, ...] -> list[bytes]"
+    READ_STATS = "statistics between two steps: None -> Stats"
+
+
+class Query(Struct, frozen=True):
+    """To the engine: reply to a query. ``number``: identifies the reply."""
+
+    number: int
+    kind: QueryKind
+    argument: Any = None
+
+
+class QueryReply(Struct, frozen=True):
+    """From the engine: the reply to a query, or the error that it raised."""
+
+    number: int
+    value: Any
+
+
+class Ended(Struct, frozen=True):
+    """From the engine: a request has ended; its events have been sent."""
+
+    id: str
+    result: Result
 
 
 class EngineProcess:
     """A :class:`panscan.serve.backend.ServeBackend` over one engine process.
+
+    The first message to the process is its settings; then :class:`Submit`, :class:`Cancel` and :class:`Query`. It
+    sends lists: of its :class:`ModelInfo` or the error of loading, later of :class:`Ended`, :class:`QueryReply`, and
+    (request id, event).
 
     If the process dies, the backend restarts it and retries non-streaming requests; streams end with an error.
     ``failed`` is set once the process has died too often.
@@ -74,9 +102,10 @@ class EngineProcess:
 
     def __init__(self, settings: Settings, *, max_queued_requests: int) -> None:
         self._settings, self._max_queued = settings, max_queued_requests
-        self._child: _Child | None = None
-        self._inflight: dict[str, _InFlight] = {}
-        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._child: Child | None = None
+        self._transmitter = DaemonThreads(1, "panscan-transmit")
+        self._inflight: dict[str, _PendingRequest] = {}
+        self._replies: dict[int, asyncio.Future[Any]] = {}
         self._numbers = count()
         self._ready = asyncio.Event()
         self._deaths = 0  # consecutive
@@ -109,7 +138,7 @@ class EngineProcess:
     @property
     def pid(self) -> int | None:
         """Process id of the engine; None if there is no process."""
-        return None if self._child is None else self._child.process.pid
+        return None if self._child is None else self._child.pid
 
     async def start(self) -> None:
         """See :class:`panscan.serve.backend.ServeBackend`."""
@@ -124,6 +153,7 @@ class EngineProcess:
             task.cancel()
         if self._child is not None:
             await asyncio.to_thread(self._child.close)
+        self._transmitter.shutdown()
         self._end_all(EngineError("the server is shutting down"))
 
     def submit(self, request: Request, work: RequestWork, *, stream: bool) -> Stream:
@@ -133,7 +163,7 @@ class EngineProcess:
         most = self._info.max_concurrency + self._max_queued
         if len(self._inflight) >= most:
             raise QueueFullError(f"{most} requests are running or waiting (--max-queued-requests {self._max_queued})")
-        entry = _InFlight(request, Stream(request.id, lambda: self._cancel(request.id)), stream)
+        entry = _PendingRequest(request, Stream(request.id, lambda: self._cancel(request.id)), stream)
         self._inflight[request.id] = entry
         if self.ready:
             self._send(entry)
@@ -141,18 +171,18 @@ class EngineProcess:
 
     async def count(self, request: Request) -> TokenCounts:
         """See :class:`panscan.serve.backend.ServeBackend`."""
-        found: TokenCounts = await self._ask(CountTokens(request))
-        return found
+        counts: TokenCounts = await self._ask(QueryKind.COUNT_TOKENS, request)
+        return counts
 
     async def token_texts(self, ids: Sequence[int]) -> list[bytes]:
         """See :class:`panscan.serve.backend.ServeBackend`."""
-        found: list[bytes] = await self._ask(TokenTexts(tuple(ids)))
-        return found
+        texts: list[bytes] = await self._ask(QueryKind.TOKEN_TEXTS, tuple(ids))
+        return texts
 
     async def stats(self) -> Mapping[str, Stats]:
         """See :class:`panscan.serve.backend.ServeBackend`."""
         try:
-            return {"0": await self._ask(ReadStats())}
+            return {"0": await self._ask(QueryKind.READ_STATS)}
         except EngineError:
             return {}
 
@@ -163,19 +193,31 @@ class EngineProcess:
             PanscanError: the process cannot load the model, or died.
         """
         loop = asyncio.get_running_loop()
-        opened: asyncio.Future[EngineReady] = loop.create_future()
+        opened: asyncio.Future[ModelInfo] = loop.create_future()
         if self._child is not None:
             await asyncio.to_thread(self._child.close)
-        child = _Child(lambda child, messages: _call(loop, lambda: self._take(child, messages, opened)))
-        self._child = child
-        child.send(Open(self._settings, time_line()))
-        ready = await opened
-        self._info = ready.info
+        # The keys are for HTTP clients: the engine does not need them.
+        environment = {name: value for name, value in os.environ.items() if name != "PANSCAN_API_KEYS"}
+        self._child = child = Child("panscan.serve.engine_worker", environment=environment)
+
+        def receive(messages: list[Any] | None) -> None:
+            content = f"the engine's process {child.ending()}" if messages is None else messages
+            with contextlib.suppress(RuntimeError):  # the event loop is closed: the server has ended
+                loop.call_soon_threadsafe(self._take, child, content, opened)
+
+        child.listen(receive)
+        self._transmit(self._settings)
+        self._info = await opened
         self._ready.set()
         for entry in list(self._inflight.values()):
             self._send(entry)
 
-    def _take(self, child: _Child, messages: list[Any] | str, opened: asyncio.Future[EngineReady]) -> None:
+    def _transmit(self, message: object) -> None:
+        """Send a message in another thread. If the process has died, the listening thread reports it."""
+        if self._child is not None:
+            self._transmitter.submit(partial(_send_if_alive, self._child, message))
+
+    def _take(self, child: Child, messages: list[Any] | str, opened: asyncio.Future[ModelInfo]) -> None:
         """Handle messages from a process, or the reason for its exit."""
         if child is not self._child:  # a process that was replaced
             return
@@ -188,38 +230,30 @@ class EngineProcess:
         for message in messages:
             self._take_one(message, opened)
 
-    def _take_one(self, message: Any, opened: asyncio.Future[EngineReady]) -> None:
+    def _take_one(self, message: Any, opened: asyncio.Future[ModelInfo]) -> None:
         match message:
-            case Events():
-                self._deliver(message)
+            case (id, TokenEvent() as event):
+                if (entry := self._inflight.get(id)) is not None:
+                    entry.stream.on_event(event)
             case Ended():
                 self._deaths = 0
                 if (entry := self._inflight.pop(message.id, None)) is not None:
-                    entry.end(message.result)
-            case QueryAnswer():
-                if (answer := self._answers.pop(message.number, None)) is not None and not answer.done():
-                    _resolve(answer, message.answer)
-            case EngineReady() if not opened.done():  # a signal may have cancelled it
-                opened.set_result(message)
-            case LoadFailed() if not opened.done():
-                opened.set_exception(message.error)
+                    entry.stream.on_end(message.result)
+            case QueryReply():
+                _resolve(self._replies.pop(message.number, None), message.value)
+            case ModelInfo() | PanscanError():
+                _resolve(opened, message)  # a signal may have cancelled it
 
-    def _deliver(self, message: Events) -> None:
-        for id, event in message.events:
-            if (entry := self._inflight.get(id)) is not None:
-                entry.stream.on_event(event)
-
-    def _send(self, entry: _InFlight) -> None:
-        assert self._child is not None  # it is ready
+    def _send(self, entry: _PendingRequest) -> None:
         entry.attempts += 1
-        self._child.send(Submit(entry.request, entry.streams))
+        self._transmit(Submit(entry.request, entry.streams))
 
     def _cancel(self, id: str) -> None:
         if (entry := self._inflight.get(id)) is None:
             return
         entry.cancelled = True
-        if self.ready and self._child is not None:
-            self._child.send(Cancel(id))
+        if self.ready:
+            self._transmit(Cancel(id))
         else:  # waiting for the process to restart
             del self._inflight[id]
             entry.fail(None)
@@ -229,10 +263,9 @@ class EngineProcess:
         self._ready.clear()
         log.error("%s", reason)
         error = EngineError(f"{reason}; send the request again")
-        for answer in self._answers.values():
-            if not answer.done():
-                answer.set_exception(error)
-        self._answers.clear()
+        for reply in self._replies.values():
+            _resolve(reply, error)
+        self._replies.clear()
         for id, entry in list(self._inflight.items()):
             if entry.cancelled:
                 del self._inflight[id]
@@ -274,19 +307,19 @@ class EngineProcess:
             entry.fail(error)
         self._inflight.clear()
 
-    async def _ask(self, query: Query, seconds: float = _QUERY_SECONDS) -> Any:
-        if not self.ready or self._child is None:
+    async def _ask(self, kind: QueryKind, argument: Any = None, seconds: float = _QUERY_SECONDS) -> Any:
+        if not self.ready:
             raise EngineError("the engine is not ready")
         number = next(self._numbers)
-        answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        self._child.send(AskQuery(number, query))
+        reply = self._replies[number] = asyncio.get_running_loop().create_future()
+        self._transmit(Query(number, kind, argument))
         try:
             async with asyncio.timeout(seconds):
-                return await answer
+                return await reply
         except TimeoutError:
             raise EngineError(f"the engine did not answer within {seconds:g} s") from None
         finally:
-            self._answers.pop(number, None)
+            self._replies.pop(number, None)
 
     async def _watch(self) -> None:
         """Kill the process if it hangs; its exit is then handled like any other."""
@@ -296,7 +329,7 @@ class EngineProcess:
             if not self.ready or child is None:
                 continue
             try:
-                await self._ask(ReadStats(), _HANG_SECONDS)
+                await self._ask(QueryKind.READ_STATS, seconds=_HANG_SECONDS)
             except EngineError:
                 if self.ready and child is self._child:
                     log.error("the engine has not answered for %g s: killing its process", _HANG_SECONDS)
@@ -309,7 +342,7 @@ class EngineProcess:
 
 
 @dataclass(slots=True, eq=False)
-class _InFlight:
+class _PendingRequest:
     """An in-flight request.
 
     Args:
@@ -326,10 +359,6 @@ class _InFlight:
     attempts: int = 0
     cancelled: bool = False
 
-    def end(self, result: Result) -> None:
-        """Deliver the result."""
-        self.stream.on_end(result)
-
     def fail(self, error: PanscanError | None) -> None:
         """End the request without an answer: failed with the error, or cancelled if there is none."""
         result = Result.unanswered(self.request.id, now(), error)
@@ -338,88 +367,16 @@ class _InFlight:
         self.stream.on_end(result)
 
 
-class _Child:
-    """One engine process, its connection, and a thread for each direction.
-
-    Args:
-        take: called in the reading thread with the child and each list of messages, at last with the exit reason.
-    """
-
-    def __init__(self, take: Callable[[_Child, list[Any] | str], None]) -> None:
-        self._take = take
-        ours, theirs = socket.socketpair()
-        self._connection = Connection(ours.detach())
-        self._outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        with theirs:
-            self.process = subprocess.Popen(
-                # A new session: Ctrl-C in a terminal must reach the server only, which lets the engine finish.
-                worker_command("panscan.serve.engine_worker", str(theirs.fileno())),
-                stdin=subprocess.DEVNULL,
-                stdout=sys.stderr,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-                env={name: value for name, value in os.environ.items() if name != "PANSCAN_API_KEYS"},
-            )
-        self._threads = [
-            threading.Thread(target=target, name=name, daemon=True)
-            for target, name in ((self._receive, "panscan-receive"), (self._transmit, "panscan-transmit"))
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def send(self, message: Any) -> None:
-        """Queue a message. If the process has died, the reading thread reports it."""
-        self._outgoing.put(message)
-
-    def kill(self) -> None:
-        """Kill the process."""
-        self.process.kill()
-
-    def close(self) -> None:
-        """Kill the process and wait until it has exited."""
-        self.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a driver: there is nothing else to do
-            self.process.wait(_EXIT_SECONDS)
-        self._outgoing.put(None)
-        for thread in self._threads:
-            thread.join(_EXIT_SECONDS)
-        self._connection.close()
-
-    def _exit_reason(self) -> str:
-        """Return why the process exited. Call it once the connection has closed."""
-        try:
-            code = self.process.wait(_EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            code = self.process.wait()
-        if code == -signal.SIGKILL:
-            return "the engine's process was killed by SIGKILL (by the kernel, if the host ran out of memory)"
-        if code < 0:
-            return f"the engine's process was killed by {signal.Signals(-code).name}"
-        return f"the engine's process exited with code {code}; its log is above"
-
-    def _receive(self) -> None:
-        with contextlib.suppress(EOFError, OSError, pickle.UnpicklingError):  # it exited, or was cut off
-            while True:
-                self._take(self, pickle.loads(self._connection.recv_bytes()))
-        self._outgoing.put(None)  # stops the other thread
-        self._take(self, self._exit_reason())
-
-    def _transmit(self) -> None:
-        while (message := self._outgoing.get()) is not None:
-            try:
-                self._connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
-            except OSError:
-                return
+def _send_if_alive(child: Child, message: object) -> None:
+    with contextlib.suppress(ChildEndedError):
+        child.send(message)
 
 
-def _resolve(future: asyncio.Future[Any], answer: Any) -> None:
-    if isinstance(answer, PanscanError):
-        future.set_exception(answer)
+def _resolve(future: asyncio.Future[Any] | None, value: Any) -> None:
+    """Set a future's result, or its exception if the value is one; does nothing without a future that waits."""
+    if future is None or future.done():
+        return
+    if isinstance(value, PanscanError):
+        future.set_exception(value)
     else:
-        future.set_result(answer)
-
-
-def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-    with contextlib.suppress(RuntimeError):  # the event loop is closed: the server has ended
-        loop.call_soon_threadsafe(function)
+        future.set_result(value)

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
+from panscan.core.model_names import IMAGE_TOKENS
+from panscan.plan.cost import OUTPUT_COST, VIEW_COST
 from panscan.serve.backend import RequestWork
 
 __all__ = ["CostModel", "Router", "create_router", "router_of"]
@@ -16,9 +18,7 @@ __all__ = ["CostModel", "Router", "create_router", "router_of"]
 class CostModel:
     """Relative costs of the parts of a request. The unit is one prompt token in prefill.
 
-    The defaults follow from :mod:`panscan.model.shapes` for the 4B model: the vision tower takes 3.5 TFLOP per view,
-    and prefill 7.8 GFLOP per token. A decode step is limited by memory bandwidth and shared by a batch, so an output
-    token costs several prompt tokens. Only ratios matter, and a factor of two in any of them changes few decisions.
+    Only ratios matter, and a factor of two in any of them changes few decisions.
 
     Args:
         view: one view through the vision tower.
@@ -27,10 +27,10 @@ class CostModel:
         tokens_per_view: image tokens of one view.
     """
 
-    view: float = 440.0
-    output_token: float = 4.0
+    view: float = VIEW_COST
+    output_token: float = OUTPUT_COST
     expected_output: int = 256
-    tokens_per_view: int = 256
+    tokens_per_view: int = IMAGE_TOKENS
 
     def of(self, work: RequestWork) -> float:
         """Return the cost of a request on a replica that has seen none of its images."""

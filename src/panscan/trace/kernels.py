@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from panscan.core import SettingError
-from panscan.plan.gpus import Gpu, all_gpus, gpu_named
+from panscan.plan.gpus import Gpu, reported_gpu
 from panscan.trace.columns import OPERATOR, Columns
 from panscan.trace.figures import KernelTime, ProductTime
 from panscan.trace.gpu import KINDS
@@ -27,25 +26,7 @@ def gpu_of(metadata: Mapping[str, Any]) -> tuple[str | None, Gpu | None]:
     name = first.get("name") if isinstance(first, dict) else None
     if not isinstance(name, str) or not isinstance(first, dict):
         return None, None
-    memory = first.get("totalGlobalMem")
-    words = [word for word in name.replace("-", " ").split() if word.upper() not in ("NVIDIA", "GEFORCE", "TESLA")]
-    for count in range(len(words), 0, -1):
-        try:
-            gpu = gpu_named(" ".join(words[:count]))
-        except SettingError:
-            continue
-        return name, _variant(gpu, name, memory)
-    return name, None
-
-
-def _variant(gpu: Gpu, name: str, memory: object) -> Gpu | None:
-    """Return the variant of a GPU model with the form and memory that the trace reports; None: there is none."""
-    model = gpu.name.split("-pcie")[0].removesuffix("-40gb").removesuffix("-80gb")
-    variants = [gpu, *(each for each in all_gpus().values() if each.name.startswith(f"{model}-"))]
-    form = [each for each in variants if ("pcie" in each.name) == ("pcie" in name.lower())] or variants
-    if not isinstance(memory, int) or memory <= 0:
-        return form[0]
-    return next((each for each in form if abs(each.memory_bytes / memory - 1) < 0.1), None)
+    return name, reported_gpu(name, first.get("totalGlobalMem"))
 
 
 def kernel_times(columns: Columns, kinds: Ints, gpu: Gpu | None, most: int) -> tuple[tuple[KernelTime, ...], float]:

@@ -141,7 +141,7 @@ class EndpointClient:
                 reply = fetch_json(self.endpoint, "POST", "/v1/chat/completions", self._body(request))
             except EndpointError as error:
                 first = first or str(error)
-                named = self._named_field(request, error)
+                named = next((name for name in self._optional_fields(request) if name in str(error)), None)
                 passing = error.kind == "http" and (error.status or 0) >= _SERVER_ERROR and named is None
                 if passing and not repeated and self.left > 0:
                     repeated = True
@@ -154,7 +154,7 @@ class EndpointClient:
                 if named is not None:
                     kept = self._copied_capabilities()
             else:
-                found = _answer(reply, self.max_tokens)
+                found = _endpoint_answer(reply, self.max_tokens)
                 self.capabilities.prompt_tokens |= found.prompt_tokens is not None
                 if found.text and not found.steps and self.capabilities.top_logprobs is not None:
                     self.capabilities.top_logprobs = None
@@ -192,10 +192,6 @@ class EndpointClient:
         crops = bool(request.images) and can.mm_processor_kwargs
         return ["mm_processor_kwargs"] * crops + ["logprobs"] * (can.top_logprobs is not None)
 
-    def _named_field(self, request: Request, error: EndpointError) -> str | None:
-        """Return the field that an error message names; None if it names none."""
-        return next((name for name in self._optional_fields(request) if name in str(error)), None)
-
     def _narrow(self, request: Request, error: EndpointError, named: str | None) -> bool:
         """Omit a field that the endpoint may have refused; return whether a request without it may succeed.
 
@@ -207,20 +203,16 @@ class EndpointClient:
             return False
         if named is None and (_ABOUT_IMAGES.search(message) or message in self._other_errors):
             return False
-        can.refusals[refused] = _reason(error)
+        can.refusals[refused] = _refusal_text(error)
         if refused == "mm_processor_kwargs":
             can.mm_processor_kwargs = False
         else:
-            can.top_logprobs = _fewer(can.top_logprobs or 0)
+            count = can.top_logprobs or 0
+            can.top_logprobs = next((each for each in (*_LADDER, 0) if each < count), None)
         return True
 
 
-def _fewer(count: int) -> int | None:
-    """Return the next smaller number of top log-probabilities to ask for; None: none at all."""
-    return next((each for each in (*_LADDER, 0) if each < count), None)
-
-
-def _reason(error: EndpointError) -> str:
+def _refusal_text(error: EndpointError) -> str:
     """Return the message of an error, without the request that it names."""
     return str(error).partition(": ")[2] or str(error)
 
@@ -244,7 +236,7 @@ def _messages(request: Request) -> list[dict[str, Any]]:
     return [*system, {"role": "user", "content": content}]
 
 
-def _answer(reply: Any, max_tokens: int) -> EndpointAnswer:
+def _endpoint_answer(reply: Any, max_tokens: int) -> EndpointAnswer:
     """Return the answer of a response.
 
     Raises:
@@ -267,12 +259,12 @@ def _answer(reply: Any, max_tokens: int) -> EndpointAnswer:
         text if isinstance(text, str) else "",
         _steps(choice.get("logprobs")),
         finish if isinstance(finish, str) else None,
-        _count(usage, "prompt_tokens"),
-        _count(usage, "completion_tokens"),
+        _usage_count(usage, "prompt_tokens"),
+        _usage_count(usage, "completion_tokens"),
     )
 
 
-def _count(usage: Mapping[str, Any], name: str) -> int | None:
+def _usage_count(usage: Mapping[str, Any], name: str) -> int | None:
     value = usage.get(name)
     return value if is_count(value) else None
 
@@ -292,7 +284,7 @@ def _steps(logprobs: Any) -> tuple[ReportedStep, ...]:
     tops = logprobs.get("top_logprobs")
     tops = tops if isinstance(tops, list) else []
     pairs = zip(texts[:_MOST_STEPS], values, strict=False)
-    chosen = [ReportedToken(_text(text), None, _number(value)) for text, value in pairs]
+    chosen = [ReportedToken(_reported_text(text), None, _finite_number(value)) for text, value in pairs]
     return tuple(ReportedStep(token, _top(tops[at] if at < len(tops) else None)) for at, token in enumerate(chosen))
 
 
@@ -300,10 +292,10 @@ def _token(row: Mapping[str, Any]) -> ReportedToken:
     raw, data = row.get("bytes"), None
     if isinstance(raw, list) and len(raw) <= _LONGEST_TOKEN:
         data = bytes(raw) if all(isinstance(byte, int) and 0 <= byte < 256 for byte in raw) else None
-    return ReportedToken(_text(row.get("token")), data, _number(row.get("logprob")))
+    return ReportedToken(_reported_text(row.get("token")), data, _finite_number(row.get("logprob")))
 
 
-def _text(value: Any) -> str:
+def _reported_text(value: Any) -> str:
     """Return a token's text; one that no token has, such as one of megabytes, as the replacement character."""
     if not isinstance(value, str):
         return ""
@@ -313,12 +305,12 @@ def _text(value: Any) -> str:
 def _top(listed: Any) -> tuple[ReportedToken, ...]:
     if isinstance(listed, Mapping):
         items = islice(listed.items(), _MOST_TOP)
-        return tuple(ReportedToken(_text(text), None, _number(value)) for text, value in items)
+        return tuple(ReportedToken(_reported_text(text), None, _finite_number(value)) for text, value in items)
     rows = listed[:_MOST_TOP] if isinstance(listed, list) else []
     return tuple(_token(row) for row in rows if isinstance(row, Mapping))
 
 
-def _number(value: Any) -> float | None:
+def _finite_number(value: Any) -> float | None:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None
     try:

@@ -282,7 +282,7 @@ CHANGES = {change.name: change for change in _CHANGES}
 """Every single change by name."""
 
 
-def _named(names: Iterable[str]) -> Hypothesis:
+def _combined_hypothesis(names: Iterable[str]) -> Hypothesis:
     wanted = set(names)
     parts = [change for change in _CHANGES if change.name in wanted]
     return Hypothesis(
@@ -316,7 +316,9 @@ _FREQUENT = (
 )
 """Frequent hypotheses, most frequent first. The other single changes follow in the order of :data:`CHANGES`."""
 
-HYPOTHESES = tuple(_named(names) for names in (*_FREQUENT, *((name,) for name in CHANGES if (name,) not in _FREQUENT)))
+HYPOTHESES = tuple(
+    _combined_hypothesis(names) for names in (*_FREQUENT, *((name,) for name in CHANGES if (name,) not in _FREQUENT))
+)
 """Every hypothesis that is tried, most frequent first, without the reference."""
 
 
@@ -332,7 +334,7 @@ def hypothesis(name: str) -> Hypothesis:
     for part in name.split("+"):
         if part not in CHANGES:
             raise SettingError(f"hypothesis {name}: unknown change {part!r}: use one of {', '.join(CHANGES)}")
-        found = combine(found, _named([part]))
+        found = combine(found, _combined_hypothesis([part]))
     return found
 
 
@@ -346,4 +348,4 @@ def combine(first: Hypothesis, second: Hypothesis) -> Hypothesis:
     aspects = [CHANGES[name].aspect for name in names]
     if len(set(aspects)) < len(aspects):
         raise SettingError(f"hypotheses {first.name} and {second.name} change the same aspect: combine others")
-    return _named(names) if names else REFERENCE
+    return _combined_hypothesis(names) if names else REFERENCE

@@ -47,7 +47,19 @@ def changed_prompt(read: DecodedRequest, changes: Collection[str], reader: Reade
     """
     request, images = read.request, list(read.images)
     if not request.raw:
-        turns, images = _chosen_images(conversation(request), images, changes)
+        kept = range(len(images))
+        if "images-ignored" in changes:
+            kept = range(0)
+        elif "first-image-only" in changes:
+            kept = kept[:1]
+        elif "last-image-only" in changes:
+            kept = kept[-1:]
+        numbers = iter(range(len(images)))
+        turns = [
+            {**turn, "content": [p for p in turn["content"] if p["type"] != "image" or next(numbers, None) in kept]}
+            for turn in conversation(request)
+        ]
+        images = [images[number] for number in kept]
         turns = _changed_turns(turns, changes)
         request = replace(request, prompt=None, system=None, messages=turns, images=images)
         request = _templated(request, turns, changes, reader)
@@ -71,25 +83,6 @@ def changed_pixels(prompt: ChangedPrompt, changes: Collection[str], spec: PixelS
         else:
             pixels.append(normalised(torch.from_numpy(resize(source, plan.views, spec)), spec))
     return torch.cat(pixels)
-
-
-def _chosen_images(
-    turns: list[dict[str, Any]], images: list[Image.Image], changes: Collection[str]
-) -> tuple[list[dict[str, Any]], list[Image.Image]]:
-    """Return the turns with parts for the images that the server uses, and these images."""
-    kept = range(len(images))
-    if "images-ignored" in changes:
-        kept = range(0)
-    elif "first-image-only" in changes:
-        kept = kept[:1]
-    elif "last-image-only" in changes:
-        kept = kept[-1:]
-    numbers = iter(range(len(images)))
-    chosen = [
-        {**turn, "content": [p for p in turn["content"] if p["type"] != "image" or next(numbers, None) in kept]}
-        for turn in turns
-    ]
-    return chosen, [images[number] for number in kept]
 
 
 def _changed_turns(turns: list[dict[str, Any]], changes: Collection[str]) -> list[dict[str, Any]]:

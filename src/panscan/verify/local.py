@@ -181,7 +181,7 @@ class LocalModel:
         """Float32 ``[tokens, hidden]`` on the CPU."""
         prompt, model = self._prompt(request, changes), self._loaded.model
         pixels = self._pixels(prompt, changes)
-        digest = b"" if pixels is None else _digest(pixels)
+        digest = b"" if pixels is None else _pixels_digest(pixels)
         computed = frozenset(c for c in changes if self._computes(prompt, c))
         key = (tuple(prompt.ids), tuple(tokens), digest, computed, dtype)
 
@@ -200,7 +200,7 @@ class LocalModel:
         def encode(view: torch.Tensor) -> torch.Tensor:
             return view_features(self._loaded.model, view[None].to(self._loaded.device, dtype))[0].cpu()
 
-        views = [(_digest(view), view) for view in pixels]
+        views = [(_pixels_digest(view), view) for view in pixels]
         found = [_kept(self._features, (digest, dtype), _VIEWS, partial(encode, view)) for digest, view in views]
         return torch.stack(found)
 
@@ -250,7 +250,7 @@ class LocalModel:
         return None if spec is None or not prompt.images else changed_pixels(prompt, changes, spec)
 
 
-def _digest(pixels: torch.Tensor) -> bytes:
+def _pixels_digest(pixels: torch.Tensor) -> bytes:
     return sha256(pixels.numpy().tobytes()).digest()
 
 

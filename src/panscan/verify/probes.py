@@ -49,7 +49,7 @@ def sample_probes(settings: PanAndScan, *, view_size: int | None) -> list[Reques
     side = max(_LEAST_SIDE, round(_SIDE * view_size))
 
     def ask(name: str, prompt: str | None, *pages: _Page, other: PanAndScan | None = None) -> Request:
-        drawn = [_drawn(page, view_size) for page in pages]
+        drawn = [_draw_probe(page, view_size) for page in pages]
         question = drawn[-1].questions[0].question if prompt is None else prompt
         images = [encoded_image(_resized(each, page, side)) for each, page in zip(drawn, pages, strict=True)]
         return Request(question, images, pan_and_scan=settings if other is None else other, id=name)
@@ -84,7 +84,7 @@ class _Page:
     height: float = 1.0
 
 
-def _drawn(page: _Page, view_size: int) -> Document:
+def _draw_probe(page: _Page, view_size: int) -> Document:
     columns = min(_MOST_COLUMNS, round(_COLUMNS * view_size))
     return draw_document(_SEED, page.index, columns=columns)
 

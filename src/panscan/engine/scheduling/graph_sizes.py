@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["MOST_CHUNK_ROWS", "Size", "decode_sizes", "graph_sizes"]
+__all__ = ["MOST_CHUNKS", "MOST_CHUNK_ROWS", "Size", "decode_sizes", "graph_sizes"]
 
 MOST_CHUNK_ROWS = 512
 """Rows of a recorded pass in addition to its decode rows, at most."""
+MOST_CHUNKS = 16
+"""Recorded passes have fewer chunks behind their decode rows than this."""
 
 Size = tuple[int, int]
 """Rows of a recorded pass: decode rows, and the rows of longer chunks behind them."""

@@ -165,7 +165,7 @@ def choose_blocks(facts: MemoryFacts, options: EngineOptions, memory: DeviceMemo
             max_tokens=facts.max_positions,
         )
     except UnsupportedError as error:
-        raise UnsupportedError(f"{error}; {_advice(facts, options, limit)}") from None
+        raise UnsupportedError(f"{error}; {_memory_advice(facts, options, limit)}") from None
 
 
 def _room(facts: MemoryFacts, options: EngineOptions, memory: DeviceMemory) -> tuple[int, str | None]:
@@ -191,7 +191,7 @@ def _too_large(facts: MemoryFacts, options: EngineOptions, room: int, limit: str
     return f"{limit}: {facts.device} has room for {left}, less than {size}; raise {flag}, or lower --kv-cache-gb"
 
 
-def _advice(facts: MemoryFacts, options: EngineOptions, limit: str | None) -> str:
+def _memory_advice(facts: MemoryFacts, options: EngineOptions, limit: str | None) -> str:
     """Return what to change so that the KV cache holds a block."""
     if options.kv_cache_gb is not None:
         least = options.block_size * (facts.shape.global_bytes + facts.shape.local_bytes) / 1e9

@@ -202,14 +202,14 @@ def flatten(
         positions,
         ends,
         offsets,
-        (_table(chunks, 0, block_size, None), _table(chunks, 1, block_size, window)),
+        (_block_table(chunks, 0, block_size, None), _block_table(chunks, 1, block_size, window)),
         block_size,
         window,
         tuple(images),
     )
 
 
-def _table(chunks: abc.Sequence[Chunk], kind: int, block_size: int, window: int | None) -> NDArray[np.int32]:
+def _block_table(chunks: abc.Sequence[Chunk], kind: int, block_size: int, window: int | None) -> NDArray[np.int32]:
     table = np.full((len(chunks), max((-(-chunk.end // block_size) for chunk in chunks), default=0)), -1, np.int32)
     for row, chunk in zip(table, chunks, strict=True):
         first = 0 if window is None else max(0, chunk.start - window + 1) // block_size

@@ -80,10 +80,10 @@ def draw_document(seed: int, index: int, *, columns: int = COLUMNS) -> Document:
     turn, place = divmod(index, len(_CYCLE))
     kind, low, high = _CYCLE[place]
     before = turn * sum(kind == each for each, *_ in _CYCLE) + sum(kind == each for each, *_ in _CYCLE[:place])
-    drawn = _drawn(f"{seed}-{index}", kind, before, (low, high), columns)
+    drawn = _draw_kind(f"{seed}-{index}", kind, before, (low, high), columns)
     while len(set(drawn.questions)) < 2:  # print so large that hardly anything fits
         columns = columns + 2
-        drawn = _drawn(f"{seed}-{index}", kind, before, (low, high), columns)
+        drawn = _draw_kind(f"{seed}-{index}", kind, before, (low, high), columns)
     rng = Random(f"{seed}-{index}-asks")
     questions = list(dict.fromkeys(drawn.questions))
     first = rng.choice([ask for ask in questions if ask.type == _FIRST.get(kind)] or questions)
@@ -91,7 +91,7 @@ def draw_document(seed: int, index: int, *, columns: int = COLUMNS) -> Document:
     return Document(kind, drawn.image, drawn.texts, tuple(chosen))
 
 
-def _drawn(seed: str, kind: str, before: int, ratios: tuple[float, float], columns: int) -> Document:
+def _draw_kind(seed: str, kind: str, before: int, ratios: tuple[float, float], columns: int) -> Document:
     """A document of ``kind``, of which there were ``before`` others, with all its questions."""
     rng = Random(seed)
     draw, layouts = KINDS[kind]

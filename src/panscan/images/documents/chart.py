@@ -19,14 +19,6 @@ _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#7a5195", "#b8860b", "#4c72a0", "#
 _TOPICS = ("Visitors", "Rainfall, mm", "Parcels", "Books lent", "Bikes", "Points", "Hours", "Tickets sold", "Trees")
 
 
-def _labels(rng: Random, sheet: Sheet, count: int, limit: float, invented: float) -> list[str]:
-    names = list[str]()
-    pool = rng.choice((TOWNS, tuple(person.split()[0] for person in PEOPLE)))
-    while len(names) < count:
-        names.append(sheet.pick(rng, lambda r: a_name(r, pool, max(invented, 0.2)).split()[0], limit, known=names))
-    return names
-
-
 def _across(rng: Random, sheet: Sheet, layout: int, bars: dict[str, int], top: float) -> None:
     """Bars that grow to the right, the value behind each; layout 3 writes it into the bar if it fits, 4 at the edge."""
     margin, size = 0.04 * sheet.width, sheet.style.size
@@ -74,7 +66,10 @@ def chart(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Docu
     else:
         count = rng.randint(3, max(3, min(9, int((sheet.height - top) / (1.05 * sheet.step)))))
         limit = 0.4 * sheet.width
-    labels = _labels(rng, sheet, count, limit, invented)
+    labels = list[str]()
+    pool = rng.choice((TOWNS, tuple(person.split()[0] for person in PEOPLE)))
+    while len(labels) < count:
+        labels.append(sheet.pick(rng, lambda r: a_name(r, pool, max(invented, 0.2)).split()[0], limit, known=labels))
     most = rng.choice((90, 400, 1000))
     bars = dict(zip(labels, rng.sample(range(most // 10, most), len(labels)), strict=True))
     if upright:

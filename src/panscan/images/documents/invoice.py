@@ -112,7 +112,7 @@ def _heading(rng: Random, flow: Flow, layout: int, company: str) -> None:
     flow.rule()
 
 
-def _facts(rng: Random, flow: Flow, layout: int, invented: float) -> list[Question]:
+def _invoice_facts(rng: Random, flow: Flow, layout: int, invented: float) -> list[Question]:
     """Number, dates and receiver, with their questions."""
     day = a_date(rng)
     due, style = day + timedelta(days=rng.choice((10, 14, 30))), rng.random()
@@ -140,7 +140,7 @@ def _facts(rng: Random, flow: Flow, layout: int, invented: float) -> list[Questi
     return questions
 
 
-def _row(flow: Flow, layout: int, line: Line, sign: str) -> None:
+def _invoice_row(flow: Flow, layout: int, line: Line, sign: str) -> None:
     sheet = flow.sheet
     flow.feed()
     count_x = flow.left if layout != 3 else flow.right - 5.2 * sheet.style.size
@@ -150,14 +150,14 @@ def _row(flow: Flow, layout: int, line: Line, sign: str) -> None:
     sheet.text(flow.right, flow.y, money(line.amount, sign), anchor="rs")
 
 
-def _lines(rng: Random, flow: Flow, layout: int, until: float, invented: float, sign: str) -> list[Line]:
+def _invoice_lines(rng: Random, flow: Flow, layout: int, until: float, invented: float, sign: str) -> list[Line]:
     sheet = flow.sheet
     limit = flow.width - sheet.long(money(99999 * 4, sign)) - 3.6 * sheet.style.size
     lines, names = list[Line](), set[str]()
     while not lines or (flow.bottom - flow.y - sheet.step > until and len(lines) < 40):
         name = sheet.pick(rng, lambda r: a_name(r, GOODS, invented), limit, known=names)
         line = Line(name, rng.choice((1, 1, 2, 3, 4)), rng.randint(900, 99999))
-        _row(flow, layout, line, sign)
+        _invoice_row(flow, layout, line, sign)
         names.add(name)
         lines.append(line)
     return lines
@@ -170,10 +170,10 @@ def invoice(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Do
     sign = rng.choice(("$", "$", "$", ""))
     company = sheet.pick(rng, lambda r: a_name(r, COMPANIES, invented), flow.width / 1.25, bold=True)
     _heading(rng, flow, layout, company)
-    questions = _facts(rng, flow, layout, invented)
+    questions = _invoice_facts(rng, flow, layout, invented)
     questions.append(Question("Which company sent the invoice?", (company,), "name"))
     flow.rule(weight=max(1, sheet.style.size // 12))
-    lines = _lines(rng, flow, layout, 4.3 * sheet.step, invented, sign)
+    lines = _invoice_lines(rng, flow, layout, 4.3 * sheet.step, invented, sign)
     bill = Bill(tuple(lines), rng.choice((500, 700, 1900, 2000)), sign)
     flow.rule()
     for label, cents in (("Subtotal", bill.subtotal), (bill.tax_label, bill.tax)):

@@ -105,7 +105,7 @@ LAYOUTS = (
 """The last one is held out."""
 
 
-def _lines(rng: Random, flow: Flow, layout: _Layout, until: float, invented: float, sign: str) -> list[Line]:
+def _item_lines(rng: Random, flow: Flow, layout: _Layout, until: float, invented: float, sign: str) -> list[Line]:
     """Goods until the sheet's room is down to ``until`` pixels."""
     sheet, lines, names = flow.sheet, list[Line](), set[str]()
     cents = rng.choice(((79, 999), (15, 780), (290, 2450), (1000, 99999)))
@@ -187,7 +187,7 @@ def receipt(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Do
         flow.rule(dash=sheet.style.size / 3 if chosen.dash else 0)
     taxed, paid = room > 8, room > 12
     below = 1.2 + 0.9 * chosen.bold_total + 2 * taxed + 2 * paid + (room > 15) * 3
-    lines = _lines(rng, flow, chosen, below * sheet.step, invented, sign)
+    lines = _item_lines(rng, flow, chosen, below * sheet.step, invented, sign)
     bill = Bill(tuple(lines), rng.choice((500, 625, 700, 825)) if taxed else 0, sign)
     cash = -(-bill.total // 1000) * 1000 + rng.choice((0, 1000, 2000)) if paid else None
     _sums(flow, chosen, bill, cash, questions)

@@ -53,7 +53,7 @@ class _Grid:
             self.sheet.text(self.right_of(column), self.baseline(row), text, anchor="rs", fill=fill, bold=bold)
 
 
-def _drawn(grid: _Grid, layout: int, heads: list[str], labels: list[str], cells: list[list[str]]) -> None:
+def _draw_table(grid: _Grid, layout: int, heads: list[str], labels: list[str], cells: list[list[str]]) -> None:
     style = grid.sheet.style
     if layout == 0:
         grid.bar(-1, style.accent)
@@ -105,7 +105,7 @@ def table(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Docu
     figures = [[next(values, most) for _ in heads] for _ in labels]
     title = rng.choice(_TOPICS)
     sheet.text(grid.margin, 1.15 * sheet.step, title, 1.2, bold=True)
-    _drawn(grid, layout, heads, labels, [[f"{value:,}" for value in row] for row in figures])
+    _draw_table(grid, layout, heads, labels, [[f"{value:,}" for value in row] for row in figures])
     questions = [Question("What is the title?", (title,), "title")]
     for r, label in enumerate(labels):
         for c, head in enumerate(heads):

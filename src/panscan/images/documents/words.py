@@ -24,29 +24,29 @@ __all__ = [
 ]
 
 
-def _names(text: str) -> tuple[str, ...]:
+def _name_list(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(","))
 
 
-TOWNS = _names(
+TOWNS = _name_list(
     "Harwick, Ostrell, Brambury, Quillane, Norvale, Tessmoor, Lindock, Ferngate, Ashcombe, Wexhill, Corrin Bay,"
     " Dunmarsh, Elderby, Fallow End, Greywater, Holmsey, Inverlay, Jessop, Kelbrook, Larkfield, Mossley Top,"
     " Nettlebed, Oakrise, Pendry, Ravenport, Saltby, Thornwell, Underhay, Vellane, Windrush, Yarrow, Zelby"
 )
-STREETS = _names("Mill Lane, Harbour Road, Station Street, Orchard Way, Castle Hill, Weavers Row, Canal Side")
-PEOPLE = _names(
+STREETS = _name_list("Mill Lane, Harbour Road, Station Street, Orchard Way, Castle Hill, Weavers Row, Canal Side")
+PEOPLE = _name_list(
     "Marta Ilvesen, Tobin Achter, Priya Sandoval, Oskar Lindqvist, Amara Diallo, Jonah Whitlock, Keiko Marlowe,"
     " Dario Fenn, Sunniva Holt, Rafael Brandt, Lena Ostrow, Hugo Vance, Ines Calder, Piotr Zeman, Nadia Quill"
 )
-COMPANIES = _names(
+COMPANIES = _name_list(
     "Northlight Print, Calder & Finch, Blue Heron Ltd, Tidewater Joinery, Stonebridge Optics, Papermoon Studio,"
     " Juniper Labs, Halyard Energy, Kestrel Freight"
 )
-SHOPS = _names(
+SHOPS = _name_list(
     "Greengate Market, Corner Pantry, Fennel & Co, Daily Basket, Brackett Tools, Ironside, The Bolt Barn, Cafe Mirabel,"
     " The Copper Pot, Salt & Sorrel, Fern Books, Velo Garage, Studio Nine, Plum Pharmacy, Bakery Okro"
 )
-GOODS = _names(
+GOODS = _name_list(
     "Oat drink, Rye bread, Butter 250 g, Free eggs, Tomatoes, Bananas, Ground coffee, Green tea, Basmati rice,"
     " Spaghetti, Olive oil, Sea salt, Black pepper, Honey 450 g, Peanut butter, Strawberry jam, Cheddar, Yoghurt,"
     " Salmon, Chicken thighs, Minced beef, Lentils 1 kg, Chickpeas, Red onions, Garlic, Carrots, Spinach, Broccoli,"
@@ -58,20 +58,20 @@ GOODS = _names(
     " Halloumi, Smoked trout, Fish pie, Lamb shank, Risotto, Gnocchi, Roast pork, Veggie burger, Ravioli, Green beans,"
     " Creme brulee, Apple crumble, Sorbet, House red, House white, Pale ale, Dry cider, Espresso, Flat white, Mint tea"
 )
-TASKS = _names(
+TASKS = _name_list(
     "Call the plumber, Water the plants, Return the keys, Order new ink, Check the boiler, Sweep the yard,"
     " Pay the rent, Book a table, Charge the bike, Fix the gate, Clean the filter, Post the parcel, Buy stamps,"
     " Feed the cat, Test the alarm, Sort the files, Lock the shed, Mow the lawn, Paint the fence, Oil the hinge,"
     " Pack the tent, Print the form, Renew the pass, Empty the bins, Wash the car, Measure the door"
 )
-LABELS = _names(
+LABELS = _name_list(
     "Depth, Height, Owner, Batch, Model, Serial, Colour, Origin, Grade, Pressure, Voltage, Speed, Fee, Deposit,"
     " Balance, Discount, Delivery, Shipped, Received, Opened, Closed, Author, Editor, Volume, Issue, Chapter,"
     " Shelf, Ward, Bed, Doctor, Driver, Vehicle, Route, Gate, Platform, Coach, Class, Ticket, Account, Branch,"
     " Teller, Signed by, Score, Rank, Team, Coach number, Court, Judge, File, Page, Version, Size, Material,"
     " Length, Width, Area, Rent, Tenant"
 )
-MONTHS = _names("January, February, March, April, May, June, July, August, September, October, November, December")
+MONTHS = _name_list("January, February, March, April, May, June, July, August, September, October, November, December")
 
 _HEADS = [
     "b",

@@ -7,13 +7,13 @@ so that a run that is resumed finds the same pictures under the same names.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from panscan.core import DatasetError, UnsupportedError, create_file
+from panscan.core import DatasetError, UnsupportedError
+from panscan.core.files import replace_file
 from panscan.quality.datasets.rows import ANSWER_KEYS, MOST_ROWS, Boundary, Embedded, LoadedDataset, is_file
 
 __all__ = [
@@ -171,10 +171,8 @@ def _kept(data: bytes, folder: Path, called: str) -> str:
     try:
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            partial = path.with_name(f".{path.name}.{os.getpid()}")
-            with create_file(partial) as file:
+            with replace_file(path, durable=False) as file:
                 file.write(data)
-            partial.replace(path)
     except OSError as error:
         raise DatasetError(
             f"{called}: its pictures cannot be written to {folder}: {error.strerror} (PANSCAN_CACHE names another)"

@@ -1,0 +1,343 @@
+"""Files that survive a crash: replaced in one step, appended to as JSON lines, locked; and where the cache is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
+
+import platformdirs
+
+from panscan.core.errors import InputError, PanscanError, SettingError
+from panscan.core.process import now
+
+__all__ = [
+    "LONGEST_LINE",
+    "JsonLog",
+    "WriteLock",
+    "cache_directory",
+    "complete_size",
+    "create_file",
+    "fallback_directory",
+    "publish_file",
+    "replace_file",
+    "sync_directory",
+    "write_errors",
+    "write_file",
+]
+
+LONGEST_LINE = 64 * 2**20
+"""Bytes of a line of a log. A longer one is read in pieces, which are not JSON."""
+
+_TAIL_BYTES = 2**16
+
+
+@contextmanager
+def write_errors(path: Path, error: type[InputError] = InputError) -> Iterator[None]:
+    """Convert an ``OSError`` of the body to an exception that names ``path``.
+
+    Raises:
+        InputError: of type ``error``; the body raised an ``OSError``.
+    """
+    try:
+        yield
+    except OSError as cause:
+        raise error(f"{path} could not be written: {cause.strerror or cause}") from cause
+
+
+def write_file(path: Path, data: bytes | str, error: type[InputError] = InputError) -> None:
+    """Write a file atomically and durably: readers see the old file or the new one, never a part.
+
+    Args:
+        path: file to create or replace; a link is replaced, not followed.
+        data: its contents. Text becomes UTF-8; lone surrogates, from file names that are not Unicode, are escaped.
+        error: type of the exception.
+
+    Raises:
+        InputError: of type ``error``; the file cannot be written.
+    """
+    with write_errors(path, error), replace_file(path) as file:
+        file.write(data.encode("utf-8", "backslashreplace") if isinstance(data, str) else data)
+
+
+@contextmanager
+def replace_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """Open a file that takes the place of ``path`` when the body ends, and is removed if the body raises.
+
+    Args:
+        path: file to create or replace; a link is replaced, not followed.
+        durable: whether the file must be on the disk afterwards. Files that can be made again need not.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with create_file(temporary) as file:
+            yield file
+        publish_file(temporary, path, durable=durable)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def publish_file(temporary: Path, path: Path, *, durable: bool = True) -> None:
+    """Move a finished file of the same directory to ``path`` atomically, replacing a file of that name.
+
+    Raises:
+        OSError: the file cannot be moved, or the disk does not take it.
+    """
+    if durable:
+        with temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+    temporary.replace(path)
+    if durable:
+        sync_directory(path.parent)
+
+
+def create_file(path: Path) -> BinaryIO:
+    """Create a file to write, replacing a leftover file of that name, and never following a link.
+
+    The user's umask applies; besides, others than the owner and its group can never write it.
+    """
+    path.unlink(missing_ok=True)
+    return open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o664))
+
+
+def sync_directory(directory: Path) -> None:
+    """Sync the entries of a directory to disk. Only POSIX systems support and need this."""
+    if os.name != "posix":
+        return
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+class JsonLog:
+    """An append-only file of JSON lines: complete lines stay, however the process ends.
+
+    A torn tail is not read; :meth:`cut` moves it to ``NAME.torn`` before the first write. A file that is only read is
+    not changed.
+
+    Args:
+        path: the file, created if necessary.
+        error: type of the exceptions.
+        sync_seconds: a machine failure, unlike a killed process, may lose lines younger than this; 0: none.
+
+    Attributes:
+        path: the file.
+        torn: where torn tails are kept.
+
+    Raises:
+        InputError: of type ``error``; the file cannot be opened for reading and writing.
+    """
+
+    def __init__(self, path: Path, error: type[InputError] = InputError, *, sync_seconds: float = 0.0) -> None:
+        self.path, self.torn = path, path.with_name(f"{path.name}.torn")
+        self._error, self._sync_seconds, self._synced = error, sync_seconds, now()
+        with write_errors(path, error):
+            self._file = _open_log(path)
+            with path.open("rb") as file:
+                self._complete = complete_size(file)
+            self._is_torn = self._complete < os.fstat(self._file).st_size
+
+    def lines(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the byte offset and the bytes of each complete line; of one that is too long, its pieces."""
+        offset = 0
+        with self.path.open("rb") as file:
+            while (line := file.readline(LONGEST_LINE)) and not (self._is_torn and offset >= self._complete):
+                yield offset, line
+                offset += len(line)
+
+    def read(self, offset: int) -> bytes:
+        """Return the line at a byte offset."""
+        with self.path.open("rb") as file:
+            file.seek(offset)
+            return file.readline(LONGEST_LINE)
+
+    def cut(self) -> int:
+        """Move a torn tail to the end of :attr:`torn`. Return its length in bytes, 0 if there is none.
+
+        Raises:
+            InputError: the tail cannot be written there.
+        """
+        if not self._is_torn:
+            return 0
+        with write_errors(self.torn, self._error):
+            with self.path.open("rb") as file, self.torn.open("ab") as torn:
+                file.seek(self._complete)
+                tail = file.read()
+                torn.write(tail.rstrip(b"\n") + b"\n")
+                torn.flush()
+                os.fsync(torn.fileno())
+            sync_directory(self.path.parent)
+            os.ftruncate(self._file, self._complete)
+            os.fsync(self._file)
+        self._is_torn = False
+        return len(tail)
+
+    def append(self, lines: bytes) -> int:
+        """Append one or more complete lines, and return the byte offset of the first.
+
+        Raises:
+            InputError: the lines cannot be written; the file is then as it was before.
+        """
+        self.cut()
+        before = os.fstat(self._file).st_size
+        try:
+            with write_errors(self.path, self._error):
+                rest = memoryview(lines)
+                while rest:  # more than once only if the disk is nearly full
+                    rest = rest[os.write(self._file, rest) :]
+                if now() - self._synced >= self._sync_seconds:
+                    self._sync()
+        except BaseException:  # includes KeyboardInterrupt: the next line must not join a partial one
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._file, before)
+            raise
+        return before
+
+    def rewrite(self, lines: Iterable[bytes]) -> None:
+        """Replace all lines atomically: readers see the old file or the new one.
+
+        Raises:
+            InputError: the new file cannot be written.
+        """
+        self.cut()
+        with write_errors(self.path, self._error):
+            with replace_file(self.path) as file:
+                file.writelines(lines)
+            old, self._file = self._file, _open_log(self.path)
+            os.close(old)
+
+    def clear(self) -> None:
+        """Remove all lines."""
+        self.cut()
+        os.ftruncate(self._file, 0)
+
+    def close(self) -> None:
+        """Flush everything to disk and close the file."""
+        with contextlib.suppress(OSError):  # a failed write has already raised
+            self._sync()
+        os.close(self._file)
+
+    def _sync(self) -> None:
+        os.fsync(self._file)
+        self._synced = now()
+
+
+def _open_log(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o664)
+
+
+def complete_size(file: BinaryIO) -> int:
+    """Return the length of a log without its torn tail: a last line without its line break, or with zeros.
+
+    A killed process leaves the first, a machine failure either.
+    """
+    size = file.seek(0, os.SEEK_END)
+    block = _TAIL_BYTES
+    while True:
+        start = max(0, size - block)
+        file.seek(start)
+        tail = file.read(size - start)
+        end = tail.rfind(b"\n") + 1
+        last = tail.rfind(b"\n", 0, max(end - 1, 0)) + 1
+        if last or not start or block > 2 * LONGEST_LINE:
+            break
+        block *= 4
+    return start + (last if end == len(tail) and b"\0" in tail[last:] else end)
+
+
+class WriteLock:
+    """A lock file that one process at a time holds: from :meth:`acquire`, or in the ``with`` block, until its end.
+
+    Args:
+        path: the lock file, created if necessary and left behind. It names its holder.
+        refusal: returns the exception if another process holds the lock, given its name; None: wait for it.
+    """
+
+    def __init__(self, path: Path, refusal: Callable[[str], PanscanError] | None = None) -> None:
+        from filelock import FileLock  # takes a twentieth of a second, and few commands lock
+
+        self._path, self._refusal = path, refusal
+        self._lock = FileLock(path, timeout=-1 if refusal is None else 0, thread_local=False)
+
+    def acquire(self) -> None:
+        """Take the lock.
+
+        Raises:
+            PanscanError: the refusal; another process holds the lock.
+            OSError: the lock file cannot be written.
+        """
+        from filelock import Timeout
+
+        if not self._path.exists():  # filelock would take some errors of creating it for a lock
+            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o664))
+        try:
+            self._lock.acquire()
+        except Timeout as held:
+            assert self._refusal is not None  # else there is no timeout
+            raise self._refusal(self._holder()) from held
+        holder = f"{os.getpid()}\n{socket.gethostname()}\n"
+        with contextlib.suppress(OSError):  # a full disk is no reason to refuse
+            if not self._path.read_text(errors="replace").startswith(holder):  # as filelock does where flock is missing
+                self._path.write_text(holder)
+
+    def release(self) -> None:
+        """Release the lock, if it is held."""
+        self._lock.release()
+
+    def __enter__(self) -> Self:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+    def _holder(self) -> str:
+        """Return the name of the process that holds the lock; older versions did not write it."""
+        with contextlib.suppress(OSError):
+            pid, _, host = self._path.read_text(errors="replace")[:300].partition("\n")
+            if pid.isdigit() and (host := host.split("\n")[0]).isprintable() and host:
+                return f"another panscan process ({pid} on {host})"
+        return "another panscan process"
+
+
+def cache_directory() -> Path:
+    """Return the cache directory: ``PANSCAN_CACHE``, or the user's cache directory. Does not create it."""
+    return Path(os.environ.get("PANSCAN_CACHE") or platformdirs.user_cache_path("panscan"))
+
+
+def fallback_directory() -> Path:
+    """Return a fixed temporary directory for this user, used if the cache is not writable.
+
+    Other users of the machine can create files there first, so it must be a directory that only this user can write.
+
+    Raises:
+        SettingError: other users can write to the directory, or it cannot be created.
+    """
+    user = os.getuid() if hasattr(os, "getuid") else "user"
+    path = Path(tempfile.gettempdir()) / f"panscan-{user}"
+    fix = "remove it, or set PANSCAN_CACHE to a directory that can be written"
+    try:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(0o700)
+        status = path.lstat()
+    except OSError as error:
+        raise SettingError(f"{path} cannot be created ({error.strerror}): {fix}") from error
+    others = os.name == "posix" and (status.st_uid != user or status.st_mode & 0o077)
+    if others or not stat.S_ISDIR(status.st_mode):
+        raise SettingError(f"{path} is not a private directory that you own: {fix}")
+    return path

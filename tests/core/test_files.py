@@ -1,0 +1,104 @@
+"""Files that survive a crash: either the old or the new one, whole lines of a log, and locks that name their holder."""
+
+from __future__ import annotations
+
+import io
+import os
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from panscan.core import InputError, RecordsError, files
+from panscan.core.files import JsonLog, WriteLock, complete_size, replace_file, write_file
+
+HOLDER = """
+import sys
+from pathlib import Path
+from panscan.core.files import WriteLock
+with WriteLock(Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    write_file(path, "old \udce9")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        with pytest.raises(InputError, match=r"page\.html could not be written: File too large") as caught:
+            write_file(path, "x" * 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert type(caught.value) is InputError  # a page is no record
+    with pytest.raises(RecordsError, match="No such file or directory"):
+        write_file(tmp_path / "no" / "folder", b"", RecordsError)
+    assert path.read_bytes() == b"old \\udce9"
+    with pytest.raises(ZeroDivisionError), replace_file(path) as file:
+        file.write(b"new")
+        raise ZeroDivisionError
+    assert path.read_bytes() == b"old \\udce9"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_links_are_replaced_and_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("precious")
+    for name in ("link", f".link.{os.getpid()}"):  # the target, and the temporary file
+        (tmp_path / name).symlink_to("precious")
+    write_file(tmp_path / "link", b"new")
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert not (tmp_path / "link").is_symlink()
+
+
+@given(lines=st.lists(st.binary(max_size=9), max_size=9), tail=st.integers(1, 4))
+def test_the_torn_tail_is_found_from_the_end(lines: list[bytes], tail: int) -> None:
+    data = b"\n".join(lines)
+    pieces = list(io.BytesIO(data))
+    last = pieces[-1] if pieces else b"\n"
+    torn = not last.endswith(b"\n") or b"\0" in last
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "_TAIL_BYTES", tail)
+        assert complete_size(io.BytesIO(data)) == len(b"".join(pieces[:-1] if torn else pieces))
+
+
+def test_a_log_that_is_only_read_keeps_its_torn_tail(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b"1\n2\n\0\0\n")
+    log = JsonLog(path)
+    assert list(log.lines()) == [(0, b"1\n"), (2, b"2\n")]
+    log.close()
+    assert path.read_bytes() == b"1\n2\n\0\0\n"
+    log = JsonLog(path)
+    assert log.append(b"3\n4\n") == 4
+    assert [line for _, line in log.lines()] == [b"1\n", b"2\n", b"3\n", b"4\n"]
+    assert (log.read(6), log.torn.read_bytes()) == (b"4\n", b"\0\0\n")
+    log.rewrite([b"5\n"])
+    assert log.append(b"6\n") == 2
+    log.close()
+    assert path.read_bytes() == b"5\n6\n"
+
+
+def test_a_refusal_names_the_holder_and_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    command = [sys.executable, "-c", HOLDER, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        lock = WriteLock(path, RecordsError)
+        for _ in range(2):  # the refused one has not erased the name
+            with pytest.raises(RecordsError, match=rf"^another panscan process \({holder.pid} on "):
+                lock.acquire()
+        holder.kill()
+        holder.wait()
+    with lock:
+        assert path.read_text() == f"{os.getpid()}\n{socket.gethostname()}\n"
+        path.write_text("")  # an older version writes no name
+        with pytest.raises(RecordsError, match=r"^another panscan process$"):
+            WriteLock(path, RecordsError).acquire()
