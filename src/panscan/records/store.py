@@ -53,6 +53,7 @@ __all__ = [
     "Run",
     "outcome_of",
     "parse_record",
+    "parse_run",
     "read_run",
 ]
 
@@ -233,7 +234,11 @@ def read_run(path: Path) -> Run:
         RecordsError: no records there, a garbled line, an unknown type of record, or another schema.
     """
     path = path / FILE_NAME if path.is_dir() else path
-    data = _bytes_of(path)
+    return parse_run(path, _bytes_of(path))
+
+
+def parse_run(path: Path, data: bytes) -> Run:
+    """Return the run that the bytes of a records file hold; see :func:`read_run`."""
     end = complete_size(io.BytesIO(data))
     lines = _lines_of(path, data, end)
     first = next(lines, None)
