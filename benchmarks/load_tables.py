@@ -110,7 +110,7 @@ def load_mixed() -> str:
         "E2E p95",
         "within the limits",
     ]
-    facts, kept = first.header.environment, load_settings(first)
+    facts, kept = first.header.machine, load_settings(first)
     packages = facts.packages
     notes = (
         f"**panscan: {reports['panscan'].result.headline}.** {kept.num_prompts} requests per rate, the same ones"

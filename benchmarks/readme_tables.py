@@ -79,7 +79,7 @@ PAGES = (
 
 def machine(run: Run) -> str:
     """One line on hardware, versions, weights, work and command of a run."""
-    facts, kept = run.header.environment, run.header.settings
+    facts, kept = run.header.machine, run.header.settings
     gpu = facts.gpus[0]
     command = " ".join(part for part in run.header.command if part not in ("--debug",))
     return (

@@ -14,7 +14,6 @@ from tests.records.synthetic import load, record_of, repeat, request, run_of
 from panscan.analysis.floors import Floor, floor_of, ratios
 from panscan.core import Stamps
 from panscan.model.shapes import SHAPES, Shape, TextShape, VisionShape
-from panscan.records.schema import Gpu
 from panscan.records.store import Run
 from panscan.records.summary import cell_metrics
 
@@ -180,7 +179,7 @@ def test_ranks_of_gpus_add_up_and_8_bit_products_are_quicker_where_the_gpu_is_kn
     assert two == pytest.approx(2 * floor(settings={"runner": "engine"}).request_throughput)
     assert floor(settings=engine).request_throughput == pytest.approx(two / 2), "ranks share a CPU"
     run = run_with(requests_of(BATCHES), settings={"quantization": "int8"}, bytes_per_s=1e9)
-    run.header.environment.gpus = [Gpu("NVIDIA A100-SXM4-40GB")]
+    run.header.environment["gpus"] = [{"name": "NVIDIA A100-SXM4-40GB"}]
     quick = floor_of(run, "c")
     assert quick is not None
     assert 0.5 < quick.prefill_ms / floor(bytes_per_s=1e9).prefill_ms < 1

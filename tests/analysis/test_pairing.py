@@ -13,7 +13,7 @@ from panscan.analysis.comparison import build_report
 from panscan.analysis.differences import DEFAULT_METRICS, METRICS, Difference, differences, measured
 from panscan.analysis.pairing import Comparison, compare_runs, pair_requests
 from panscan.core import RecordsError
-from panscan.records.schema import CellRecord, Environment, Gpu, RunSettings
+from panscan.records.schema import CellRecord, RunSettings
 from panscan.records.summary import cell_metrics
 
 SMALL: dict[str, Any] = {"cells": ({"batch_size": 1}, {"batch_size": 2}), "batches": 3}
@@ -218,8 +218,8 @@ def test_times_that_one_side_does_not_have_are_left_out() -> None:
 def test_environment_and_workload_are_compared() -> None:
     a, b = noisy_run(1), noisy_run(2)
     shared = {"cpu": "x", "packages": {"torch": "2.11", "transformers": "5.17", "pillow": "12"}}
-    a.header.environment = Environment(**shared, gpus=[Gpu("NVIDIA H200")], commit="abc")
-    b.header.environment = Environment(**shared | {"packages": {"torch": "2.13", "transformers": "5.17"}})
+    a.header.environment = shared | {"gpus": [{"name": "NVIDIA H200"}], "commit": "abc"}
+    b.header.environment = shared | {"gpus": [], "packages": {"torch": "2.13", "transformers": "5.17"}}
     a.header.settings, b.header.settings = RunSettings(seed=0, requests=5), RunSettings(seed=0, requests=6)
     assert compare_runs(a, b).differences == {
         "gpus": ("NVIDIA H200", None),
@@ -244,7 +244,7 @@ def test_bundled_models_that_changed_are_another_model(
 ) -> None:
     runs = [noisy_run(seed, cells=({"model": model},)) for seed in (1, 2)]
     for run, kept in zip(runs, weights, strict=True):
-        run.header.environment = Environment(cpu="x", bundled=kept or {})
+        run.header.environment = {"cpu": "x"} if kept is None else {"cpu": "x", "bundled": kept}
     assert compare_runs(*runs).differences == ({} if differs is None else {"mini weights": differs})
     said = "Different model: these numbers compare different jobs."
     assert build_report(runs).warning(0) == (None if differs is None else said)

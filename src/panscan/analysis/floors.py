@@ -137,7 +137,7 @@ def _roofline(run: Run, cell: str) -> Roofline | None:
 
 def _narrow_rate(run: Run, kind: str) -> float | None:
     """Return how many times faster than the measured product an 8-bit one is; None if the GPU is not known."""
-    gpus = run.header.environment.gpus
+    gpus = run.header.machine.gpus
     gpu = reported_gpu((gpus[0].name or "") if gpus else "")
     return None if gpu is None or kind not in gpu.flops_per_s else gpu.flops_per_s[kind] / gpu.half_rate
 

@@ -372,7 +372,7 @@ def _requests_alone(pairs: Sequence[CellPair], noun: str) -> list[str]:
 
 def _facts_of(run: Run) -> dict[str, Any]:
     """What runs are compared by as a whole: environment, bundled weights, workload, and settings of a load run."""
-    environment, settings = run.header.environment, run.header.settings
+    environment, settings = run.header.machine, run.header.settings
     known = ("cpu", "cpu_count", "torch_threads", "cuda", "panscan", "commit")
     workload = ("workload_sha256", "requests", "repeats", "warmup", "seed")
     facts = {

@@ -231,7 +231,7 @@ def check_same_machine(run: Run) -> None:
     Raises:
         RecordsError: naming what differs.
     """
-    then, here = run.header.environment, msgspec.convert(environment(), Environment)
+    then, here = run.header.machine, msgspec.convert(environment(), Environment)
     facts = [(name, *(msgspec.to_builtins(getattr(place, name)) for place in (then, here))) for name in _SAME]
     facts += [(name, then.packages.get(name), here.packages.get(name)) for name in ("torch", "transformers")]
     for name, before, after in facts:

@@ -12,12 +12,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import psutil
 
 import panscan
 from panscan.model.bundled import BUNDLED
-from panscan.records.schema import SCHEMA, Environment, RecordedCell, RunRecord, RunSettings
+from panscan.records.schema import SCHEMA, RecordedCell, RunRecord, RunSettings
 from panscan.records.store import Run
 
 __all__ = [
@@ -81,7 +80,7 @@ def new_run_record(
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         command=list(command),
         settings=settings,
-        environment=msgspec.convert({**environment(), "bundled": bundled}, Environment),
+        environment={**environment(), **({"bundled": dict(bundled)} if bundled else {})},
         cells=cells,
     )
 
@@ -119,7 +118,7 @@ def _cpu_name() -> str:
 def bundled_weights(run: Run) -> dict[str, str | None]:
     """Return fingerprints of the bundled models in a run's cells; None in runs older than fingerprints."""
     used = {_model(settings) for settings in run.cells.values()}
-    return {name: run.header.environment.bundled.get(name) for name in BUNDLED if name in used}
+    return {name: run.header.machine.bundled.get(name) for name in BUNDLED if name in used}
 
 
 def has_random_weights(cells: Iterable[Mapping[str, Any]], weights: Mapping[str, str | None]) -> bool:

@@ -123,8 +123,8 @@ class Gpu(Struct, frozen=True):
     driver: str | None = None
 
 
-class Environment(Struct, omit_defaults=True, kw_only=True):
-    """Hardware and versions needed to assess or repeat a run's figures.
+class Environment(Struct, kw_only=True):
+    """Hardware and versions needed to assess or repeat a run's figures; None is what a version did not write.
 
     Args:
         panscan: its version.
@@ -342,15 +342,28 @@ def _setting_names() -> frozenset[str]:
 
 
 class RunRecord(Struct, tag_field="type", tag="run", kw_only=True):
-    """The first line of a run: what it was asked to do, where, and its cells."""
+    """The first line of a run: what it was asked to do, where (:class:`Environment`, and what others wrote), and its
+    cells."""
 
     schema: int
     run_id: str
     created: str
     command: list[str]
     settings: RunSettings
-    environment: Environment
+    environment: dict[str, Any]
     cells: Annotated[list[RecordedCell], Meta(max_length=100_000)]
+
+    def __post_init__(self) -> None:
+        try:
+            _ = self.machine
+        except ValidationError as error:
+            raise ValueError(f"environment: {error}") from None
+
+    @property
+    def machine(self) -> Environment:
+        """The known part of the environment."""
+        known = {name: value for name, value in self.environment.items() if name in Environment.__struct_fields__}
+        return convert(known, Environment)
 
 
 class CellsRecord(Struct, tag_field="type", tag="cells"):

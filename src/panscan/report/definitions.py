@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from msgspec import to_builtins
-
 from panscan.analysis import significance
 from panscan.analysis.cells import count, number_text
 from panscan.quality import scores
@@ -59,7 +57,7 @@ def random_note(run: Run, cells: Sequence[Mapping[str, Any]]) -> str:
 
 def machine(run: Run) -> str:
     """The hardware in a few words."""
-    facts = run.header.environment
+    facts = run.header.machine
     names = [str(gpu.name) for gpu in facts.gpus]
     if names:
         return clean(", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names)))
@@ -70,7 +68,7 @@ def environment(run: Run) -> list[tuple[str, str]]:
     """Everything that the run kept of where it took place, as (name, text)."""
     found = [
         (_WORDS.get(name, clean(name)), clean(_environment_text(name, value)))
-        for name, value in to_builtins(run.header.environment).items()
+        for name, value in run.header.environment.items()
         if value not in (None, [], {})
     ]
     loads = {id(load): load for load in run.loads.values()}
