@@ -51,7 +51,7 @@ $(DOCS): pyproject.toml constraints.txt | $(CREATED)
 	touch $@
 
 demo: $(BASE)
-	$(BIN)/panscan demo --again
+	$(BIN)/panscan demo --force
 	@echo "Next: source $(BIN)/activate, then panscan --help"
 
 test: $(DEV)

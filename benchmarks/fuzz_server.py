@@ -51,7 +51,7 @@ DEADLINE = 40.0  # seconds for one answer; the server's timeout is half of it
 _FINE = {503, 504}
 _SILENCE = 0.3  # seconds until we assume that the server waits for the rest of a request
 _SAMPLES = 20  # memory readings
-_VERSIONS = ("fastapi", "starlette", "uvicorn", "h11", "pydantic", "python-multipart", "schemathesis", "hypothesis")
+_VERSIONS = ("starlette", "uvicorn", "h11", "msgspec", "python-multipart", "schemathesis", "hypothesis")
 _SERVER = [
     "serve",
     "--model",

@@ -12,7 +12,8 @@ from benchmarks.markdown import days, table
 from panscan.analysis.levels import level_names
 from panscan.records.load_runs import load_settings
 from panscan.records.store import Run, read_run
-from panscan.report.load_data import LoadReport, load_report_of
+from panscan.report.charts import attainment
+from panscan.report.load import LoadReport
 
 __all__ = ["load_crosscheck", "load_generator", "load_kills", "load_mixed", "load_replicas"]
 
@@ -91,7 +92,7 @@ def load_mixed() -> str:
     first = runs["panscan"]
     if len({_workload(run) for run in runs.values()}) > 1:
         raise ValueError("the runs of W3 had different workloads: measure them again")
-    reports = {name: load_report_of(run) for name, run in runs.items()}
+    reports = {name: LoadReport(run) for name, run in runs.items()}
     rows = [
         [f"{settings['request_rate']:g}", name, *_mixed_row(run, cell, reports[name])]
         for cell, settings in first.cells.items()
@@ -113,7 +114,7 @@ def load_mixed() -> str:
     facts, kept = first.header.machine, load_settings(first)
     packages = facts.packages
     notes = (
-        f"**panscan: {reports['panscan'].result.headline}.** {kept.num_prompts} requests per rate, the same ones"
+        f"**panscan: {reports['panscan'].headline}.** {kept.num_prompts} requests per rate, the same ones"
         f" at the same times for all servers. vLLM 0.24 with exact attention. {kept.model},"
         f" {facts.gpus[0].name}, {facts.cpu_count} cores for the server and the client, torch"
         f" {packages['torch']}, transformers {packages['transformers']},"
@@ -130,15 +131,14 @@ def _workload(run: Run) -> tuple[str, str]:
 
 
 def _mixed_row(run: Run, cell: str, report: LoadReport) -> list[str]:
-    [row] = [each for each in report.rows if each.name == level_names(run)[cell]]
+    [level] = [level for level in report.rows if level.name == level_names(run)[cell]]
     e2e = [1e3 * ((each.stamps.end or 0.0) - each.stamps.accepted) for each in run.requests[cell, 0]]
-    at = {name: report.percentiles.index(name) for name in ("median", "p95", "p99")}
+    metrics = ["request_throughput", *(f"{name}_ttft_ms" for name in ("median", "p95"))]
+    metrics += [f"{name}_tpot_ms" for name in ("median", "p95", "p99")]
     return [
-        row.achieved.text,
-        *(row.times["ttft"][at[name]].text for name in ("median", "p95")),
-        *(row.times["tpot"][at[name]].text for name in ("median", "p95", "p99")),
+        *(report.figure(level, metric).text for metric in metrics),
         *(f"{np.percentile(e2e, q):,.0f}" for q in (50, 95)),
-        f"{row.attainment.text}%",
+        f"{attainment(level).text}%",
     ]
 
 

@@ -116,11 +116,11 @@ class _W1:
         return clock.prepare_seconds(self.views)
 
     def ttft(self, clock: Clock) -> float:
-        return self.prepare(clock) + clock.pass_seconds((), [(0, self.prompt_tokens)], self.views).value
+        return self.prepare(clock) + clock.pass_seconds((), [(0, self.prompt_tokens)], self.views)
 
     def decode(self, requests: int, output_tokens: int, clock: Clock) -> float:
         """Return the step in the middle of the answers, when all requests decode."""
-        return clock.pass_seconds([self.prompt_tokens + output_tokens // 2] * requests).value
+        return clock.pass_seconds([self.prompt_tokens + output_tokens // 2] * requests)
 
     def mixed(self, requests: int, prompts: float, clock: Clock) -> float:
         """Return a pass that decodes requests and computes prompts with their views; means may be fractions."""
@@ -128,7 +128,7 @@ class _W1:
         chunks = [(0, self.prompt_tokens), (0, tokens - self.prompt_tokens)]
         context = self.prompt_tokens + self.output_tokens // 4
         low = floor(views)
-        first, second = (clock.pass_seconds([context] * requests, chunks, count).value for count in (low, low + 1))
+        first, second = (clock.pass_seconds([context] * requests, chunks, count) for count in (low, low + 1))
         return first + (views - low) * (second - first)
 
     def rate(self, requests: int, options: EngineOptions, clock: Clock) -> float:
@@ -154,12 +154,12 @@ _ASKED = _W1(views=4, prompt_tokens=1102, output_tokens=128)
 
 
 def _vision(views: int, clock: Clock) -> float:
-    return clock.vision_seconds(views).value
+    return clock.vision_seconds(views)
 
 
 def _prefill(tokens: int, views: int, clock: Clock) -> float:
     """Return the time from the encoded views to the end of the pass, which the host launches meanwhile."""
-    return clock.pass_seconds((), [(0, tokens)], views).value - clock.vision_seconds(views).value
+    return clock.pass_seconds((), [(0, tokens)], views) - clock.vision_seconds(views)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ class _Times:
     def pass_seconds(
         self, decode_contexts: Sequence[int], prefill: Sequence[tuple[int, int]], views: int, *, graph: bool
     ) -> float:
-        return self.clock.pass_seconds(decode_contexts, prefill, views, graph=graph).value
+        return self.clock.pass_seconds(decode_contexts, prefill, views, graph=graph)
 
     def prepare_seconds(self, views: int, known: int) -> float:
         return self.clock.prepare_seconds(views)  # no view is known: W1 asks about distinct pages

@@ -24,13 +24,14 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a script, as people do
 
 from benchmarks.markdown import table
-from panscan.engine.options import SERVED_TPOT_MS, EngineOptions
+from panscan.engine.options import EngineOptions
 from panscan.model.shapes import SHAPES
 from panscan.plan.gpus import gpu_named
 from panscan.plan.layouts import ClockTimes, PlanInputs, layout_of
 from panscan.plan.mix import PageShare, RequestSketch, WorkloadMix
 from panscan.plan.simulate import SimulatedEngine, SimulatedRequest, route_arrivals
 from panscan.records.store import Run, read_run
+from panscan.settings import default_of
 
 __all__ = ["factors_digest", "plan_on_cpu", "plan_simulation", "simulate_records"]
 
@@ -129,7 +130,7 @@ def w2() -> list[dict[str, Any]]:
 def w3() -> list[dict[str, Any]]:
     """Mixed documents that arrive over time, through the HTTP server, with its TPOT target and without."""
     rows = []
-    for record, target in (("w3-27b-panscan", SERVED_TPOT_MS / 1e3), ("w3-27b-unpaced", None)):
+    for record, target in (("w3-27b-panscan", default_of("tpot_target_ms", "serve") / 1e3), ("w3-27b-unpaced", None)):
         run = read_run(RECORDS / record)
         for cell, settings in run.cells.items():
             name = f"W3: mixed documents, {settings['request_rate']:g} requests/s" + ", no TPOT target" * (not target)

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-from panscan.cli import load
+import pytest
+
 from panscan.cli.main import VERBS
 from panscan.engine.options import EngineOptions
 from panscan.load.scenario import load_scenario
+from panscan.settings import GROUPS, Option, options_of
+from panscan.settings.spellings import SAME_OPTION
 
 ROOT = Path(__file__).parent.parent
+OPTIONS_PAGE = """\
+# Options
+
+Every option of every command, with the numbers or words that it accepts. `panscan COMMAND --help-all` shows those of
+one command. In Python, in presets and in grid files, settings have the same names with underscores; the crop settings
+have Transformers' names, such as `pan_and_scan_max_num_crops`."""
 
 
 def test_tables_are_what_their_records_say() -> None:
@@ -48,10 +58,47 @@ def test_the_scenario_of_the_load_guide_is_accepted(tmp_path: Path) -> None:
     assert load_scenario(str(path)).request_rate == (1.0, 2.0, 4.0)
 
 
-def test_the_flags_of_the_load_guide_exist() -> None:
-    own = (ROOT / "docs" / "load.md").read_text("utf-8").partition("## Coming from")[0]
-    known = {name for option in load.command.params for name in option.opts}
-    assert set(re.findall(r"--[a-z][a-z-]+", own)) <= known
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))])
+def test_commands_on_a_page_use_the_names_that_help_shows(page: str) -> None:
+    text = (ROOT / page).read_text("utf-8").replace("\\\n", " ")
+    for verb, words in re.findall(r"^    panscan (\w+) (.*)$", text, flags=re.MULTILINE):
+        shown = {f"--{item.flag}" for item in options_of(verb).values() if not item.hidden} | {"--help"}
+        shown |= {f"--no-{item.flag}" for item in options_of(verb).values() if item.kind is bool}
+        assert set(re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", words)) <= shown, words
+
+
+def test_the_page_of_options_is_the_table() -> None:
+    """``PANSCAN_RENEW_HELP=1 pytest tests/test_docs.py`` writes the page."""
+    lines = [OPTIONS_PAGE]
+    for group in GROUPS:
+        rows: dict[tuple[str, ...], list[str]] = {}
+        for verb in VERBS:
+            for item in options_of(verb).values():
+                if item.group == group and not item.hidden:
+                    rows.setdefault(_option_row(item), []).append(verb)
+        lines += [f"\n## {group}\n", "| option | accepts | default | | commands |", "| --- | --- | --- | --- | --- |"]
+        lines += [f"| {' | '.join(row)} | {_commands(verbs)} |" for row, verbs in sorted(rows.items(), key=_flag_first)]
+    page = ROOT / "docs" / "options.md"
+    if os.environ.get("PANSCAN_RENEW_HELP"):
+        page.write_text("\n".join(lines) + "\n", "utf-8")
+    assert page.read_text("utf-8").splitlines() == "\n".join(lines).splitlines()
+
+
+def _option_row(item: Option) -> tuple[str, ...]:
+    names = [f"-{item.short}"] if item.short else []
+    names.append(f"--{item.flag}")
+    accepts = ", ".join(f"`{choice}`" for choice in item.choices) or str(item.range or "")
+    also = f" (also `--{'`, `--'.join(SAME_OPTION[item.flag])}`)".replace("_", "-") if item.flag in SAME_OPTION else ""
+    cells = (f"`{', '.join(names)}`{also}", accepts, item.default_text, item.help)
+    return tuple(cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells)
+
+
+def _flag_first(row: tuple[tuple[str, ...], list[str]]) -> str:
+    return row[0][0].partition("--")[2]
+
+
+def _commands(verbs: list[str]) -> str:
+    return "all" if verbs == list(VERBS) else ", ".join(verbs)
 
 
 def test_the_engine_guide_has_the_engines_defaults() -> None:

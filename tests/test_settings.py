@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from panscan.core import PanAndScan, Sampling, SettingError
-from panscan.settings import Settings, axes, choose_runner, parse_value, recorded_settings, settings_from
-from panscan.spellings import FOREIGN_OPTIONS, FOREIGN_VALUES, SWITCHES
+from panscan.settings import Settings, axes, choose_runner, recorded_settings, settings_from
+from panscan.settings.spellings import FOREIGN_OPTIONS, FOREIGN_VALUES, SWITCHES
 
 
 def test_the_table_covers_every_field_once() -> None:
@@ -40,10 +40,10 @@ def test_a_value_written_as_text_is_read_back(data: st.DataObject, name: str) ->
     axis = axes()[name]
     values: Any = st.sampled_from(axis.choices) if axis.choices else VALUES[axis.kind]
     value = data.draw(values)
-    assert parse_value(name, str(value)) == value
-    assert parse_value(name, value) == value
+    assert axis.parse(str(value)) == value
+    assert axis.parse(value) == value
     if axis.optional:
-        assert parse_value(name, "none") is None
+        assert axis.parse("none") is None
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_other_tools_names_are_no_settings_of_ours_and_name_settings_that_exist(
     known = {spelling for axis in axes().values() for spelling in axis.spellings}
     assert not known & {*FOREIGN_OPTIONS, *SWITCHES}
     for name, (setting, value) in SWITCHES.items():
-        assert parse_value(setting, value) is not None, name
+        assert axes()[setting].parse(value) is not None, name
     for name, values in FOREIGN_VALUES.items():
-        assert all(parse_value(name, theirs) in axes()[name].choices for theirs in values)
+        assert all(axes()[name].parse(theirs) in axes()[name].choices for theirs in values)
 
 
 @pytest.mark.parametrize(
@@ -185,13 +185,13 @@ BEYOND = ["nan", "inf", "-inf", "1e300", "-1e300", "1" * 6000, str(2**70), str(-
 def test_numbers_beyond_every_use_name_their_own_flag(name: str) -> None:
     for text in BEYOND:
         with pytest.raises(SettingError) as caught:
-            parse_value(name, text)
+            axes()[name].parse(text)
         message = str(caught.value)
         assert message.startswith(f"--{axes()[name].flag} ")
         assert len(message) < 240
     for value in (10**6000, 2**70, float("nan"), [1], {"a": 1}):
         with pytest.raises(SettingError, match=f"^--{axes()[name].flag} "):
-            parse_value(name, value)
+            axes()[name].parse(value)
 
 
 @pytest.mark.parametrize("name", list(axes()))

@@ -16,9 +16,8 @@ from benchmarks.robustness.jobs import SMALL
 from benchmarks.robustness.mutate import mutated
 from benchmarks.robustness.seeds import SEEDS
 from panscan.cli.main import VERBS, cli
-from panscan.cli.options import InRange
+from panscan.cli.verb import ClickOption
 from panscan.images.samples import write_samples
-from panscan.settings import axes
 
 __all__ = ["command_line", "furnish", "run_commands"]
 
@@ -243,7 +242,7 @@ def command_line(seed: int, index: int) -> tuple[str, str, list[str]]:
         pool = random.choice(("paths", "paths", "texts"))
         words[1:2] = random.choices(_POOLS[pool], k=random.choice((1, 1, 2, 3)))
         return verb, f"arguments: {pool}", words
-    options = [each for each in command.params if isinstance(each, click.Option) and each.opts[0] not in _LEFT_OUT]
+    options = [each for each in command.params if isinstance(each, ClickOption) and each.opts[0] not in _LEFT_OUT]
     many = draw > 0.8
     how = ""
     for option in random.sample(options, min(len(options), random.choice((2, 3, 5)) if many else 1)):
@@ -253,14 +252,12 @@ def command_line(seed: int, index: int) -> tuple[str, str, list[str]]:
     return verb, how, words
 
 
-def _given(option: click.Option, random: Random, *, sound: bool) -> tuple[str, list[str]]:
+def _given(option: ClickOption, random: Random, *, sound: bool) -> tuple[str, list[str]]:
     """An option with a value: a sound one where there is a choice, or one of a pool that mostly fits it."""
-    flag = random.choice(option.opts)
-    if option.is_flag:
+    flag, declared = random.choice(option.opts), option.declared
+    if declared.kind is bool and not option.setting:
         return "flags", [flag]
-    axis = axes().get(option.name or "")
-    numeric = isinstance(option.type, InRange) or (axis is not None and axis.kind in (int, float))
-    choices = tuple(option.type.choices) if isinstance(option.type, click.Choice) else axis.choices if axis else ()
+    numeric, choices = declared.kind in (int, float), declared.choices
     if sound and choices:
         return "choices", [flag, str(random.choice(choices))]
     fitting = "numbers" if numeric else random.choice(("texts", "paths"))

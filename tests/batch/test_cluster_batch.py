@@ -98,7 +98,7 @@ def test_a_job_survives_a_killed_replica_and_resumes_with_and_without_replicas(
     write_samples(tmp_path / "samples", count=PAGES)
     job = ["batch", "samples", "-p", "What is the total?", *COMMON]
     assert run([*job, "-o", "whole.jsonl"]) == 0
-    assert run([*job, "-o", "job.jsonl", "--limit", "5"]) == 0
+    assert run([*job, "-o", "job.jsonl", "--num-prompts", "5"]) == 0
     output = tmp_path / "job.jsonl"
     with program(tmp_path, "panscan", *job, "-o", "job.jsonl", "--resume", "--replicas", "2") as driver:
         driver.wait_for(lambda: len(driver.replicas()) == 2 and count_lines(output) > 6)

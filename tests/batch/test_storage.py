@@ -229,7 +229,7 @@ def test_answers_are_uploaded_and_a_job_resumes_from_the_store_alone(
     store.buckets["in"] = {f"{number}.png": picture(number) for number in range(3)}
     store.refused = {"1.png"}
     job = ["batch", *QUICK, "s3://in/", *QUESTION, "-o", "s3://out/a.parquet", "--cost-per-hour", "3.6"]
-    assert run([*job, "--limit", "2"]) == 3
+    assert run([*job, "--num-prompts", "2"]) == 3
     assert "price per million pages: " in capsys.readouterr().err
     first = lines(store.buckets["out"]["a.parquet.jsonl"])
     assert [line["error"] is None for line in first] == [True, False]

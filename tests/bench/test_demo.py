@@ -69,7 +69,7 @@ def test_a_demo_returns_its_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(demo_module._FLAGS, "--max-num-crops", ["2"])  # two cells instead of three
     (tmp_path / "tale" / "runs" / "99991231-235959-mini").mkdir(parents=True)
-    with pytest.raises(SettingError, match=r"tale already holds a demo: .* or add --again \(earlier runs are kept\)"):
+    with pytest.raises(SettingError, match=r"tale already holds a demo: .* or add --force \(earlier runs are kept\)"):
         run_demo(Path("tale"), count=2, seed=2, again=False, observer=RecordingObserver())
     watch = RecordingObserver()
     demo = run_demo(Path("tale"), count=2, seed=2, again=True, observer=watch)

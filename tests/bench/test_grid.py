@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from panscan.bench.grid import Cell, build_cells
 from panscan.core import SettingError
-from panscan.presets.parse import load_preset, preset_names, read_grid_file, single_preset
 from panscan.settings import Settings
+from panscan.settings.preset_files import load_preset, preset_names, read_grid_file, single_preset
 
 FIELDS = {
     "batch_size": st.integers(1, 8),

@@ -16,21 +16,7 @@ from tests.records.synthetic import load, record_of, records_of, repeat, verdict
 
 from panscan.bench.grid import Cell
 from panscan.bench.plan import SweepPlan
-from panscan.bench.replica_sync import (
-    Abort,
-    Answer,
-    BatchDone,
-    Failed,
-    Loading,
-    Message,
-    Proceed,
-    Ready,
-    RecordsWritten,
-    ReplicaSync,
-    Stage,
-    Warned,
-    merged,
-)
+from panscan.bench.replicas import Message, Progress, Ready, ReplicaSignal, ReplicaSync, merged_repeat
 from panscan.bench.workload import Source
 from panscan.core import PanscanWarning, RecordsError
 from panscan.records.schema import AnyRecord, CellRecord, LoadRecord, RepeatRecord, RequestRecord, VerdictRecord
@@ -50,7 +36,7 @@ GROUPS = (("a0", "a1"), ("b0",))
 REPEATS = 2
 Faults = Mapping[tuple[str, int | None], str]
 """Where a replica fails: at (cell, repeat) "before" it is ready or "measuring"; at (first cell of a load, None)."""
-Script = Generator[Message, Answer | None, None]
+Script = Generator[Message, ReplicaSignal | None, None]
 
 
 def plan() -> SweepPlan:
@@ -63,7 +49,7 @@ def replica(number: int, faults: Faults) -> Script:
     for group in GROUPS:
         if (group[0], None) in faults:
             for cell in group:
-                yield RecordsWritten([outcome(cell, "failed", "load")])
+                yield ([outcome(cell, "failed", "load")])
             continue
         broken = set()
         for turn in range(REPEATS):
@@ -71,13 +57,13 @@ def replica(number: int, faults: Faults) -> Script:
                 if cell in broken:
                     continue
                 fault = faults.get((cell, turn))
-                go = fault != "before" and (yield Ready(cell, turn)) == Proceed()
+                go = fault != "before" and (yield Ready(cell, turn)) == ReplicaSignal.PROCEED
                 if go and fault is None:
                     done = [outcome(cell, "done")] if turn == REPEATS - 1 else []
-                    yield RecordsWritten([request(cell, "q", 0.0, [1.0], repeat=turn), line(cell, turn, number), *done])
+                    yield ([request(cell, "q", 0.0, [1.0], repeat=turn), line(cell, turn, number), *done])
                 else:
                     broken.add(cell)
-                    yield RecordsWritten([outcome(cell, "failed", fault or "told to give up")])
+                    yield ([outcome(cell, "failed", fault or "told to give up")])
 
 
 def line(cell: str, turn: int, number: int, **fields: Any) -> RepeatRecord:
@@ -120,11 +106,11 @@ def play(faults: Sequence[Faults], data: st.DataObject) -> RecordingWriter:
     saying: dict[int, Message | None] = {number: next(script, None) for number, script in enumerate(scripts)}
     waiting: dict[int, Ready] = {}
 
-    def answer(number: int, answer: Answer) -> None:
-        if answer == Proceed():
+    def answer(number: int, answer: ReplicaSignal) -> None:
+        if answer == ReplicaSignal.PROCEED:
             assert len({*waiting.values()}) <= 1, "some started another visit than the others"
         visit = waiting.pop(number)
-        assert answer == Abort() or (visit.cell, visit.repeat) == desk.started[-1]
+        assert answer == ReplicaSignal.ABORT or (visit.cell, visit.repeat) == desk.started[-1]
         saying[number] = send(scripts[number], pickled(answer))
 
     step = ReplicaSync(plan(), set(), [""] * len(faults), writer=desk, observer=desk, answer=answer)
@@ -146,10 +132,10 @@ def pickled(message: Any) -> Any:
     return pickle.loads(pickle.dumps(message))
 
 
-def ignore(number: int, answer: Answer) -> None: ...
+def ignore(number: int, answer: ReplicaSignal) -> None: ...
 
 
-def send(script: Script, answer: Answer | None) -> Message | None:
+def send(script: Script, answer: ReplicaSignal | None) -> Message | None:
     try:
         return script.send(answer)
     except StopIteration:
@@ -200,9 +186,9 @@ def test_the_first_replica_alone_speaks_of_loads_and_answers() -> None:
     desk = RecordingWriter()
     step = ReplicaSync(plan(), {("a0", 0), ("a0", 1)}, ["", ""], writer=desk, observer=desk, answer=ignore)
     for number in (0, 1):
-        step.take(number, RecordsWritten(records_of([load(["a0"], None)])))
-    step.take(0, RecordsWritten(records_of([verdict("a0", "exact", 1.0)])))
-    step.take(0, RecordsWritten([outcome("a0", "failed", "while answers were compared")]))
+        step.take(number, (records_of([load(["a0"], None)])))
+    step.take(0, (records_of([verdict("a0", "exact", 1.0)])))
+    step.take(0, ([outcome("a0", "failed", "while answers were compared")]))
     assert [type(record) for record in desk.records] == [LoadRecord, VerdictRecord, CellRecord]
 
 
@@ -210,9 +196,9 @@ def test_a_failure_after_the_last_repeat_takes_no_measurement_away() -> None:
     desk = RecordingWriter()
     step = ReplicaSync(plan(), {("a0", 0)}, ["", ""], writer=desk, observer=desk, answer=ignore)
     last = [[*asked, structs.replace(whole, repeat=1), done] for *asked, whole, done in (part(0), part(1))]
-    step.take(0, RecordsWritten(last[0]))
-    step.take(0, RecordsWritten([outcome("a0", "failed", "while answers were compared")]))
-    step.take(1, RecordsWritten(last[1]))
+    step.take(0, (last[0]))
+    step.take(0, ([outcome("a0", "failed", "while answers were compared")]))
+    step.take(1, (last[1]))
     assert [record.repeat for record in desk.records if isinstance(record, RepeatRecord)] == [1]
     assert [record.outcome for record in desk.records if isinstance(record, CellRecord)] == ["failed", "done"]
 
@@ -220,14 +206,14 @@ def test_a_failure_after_the_last_repeat_takes_no_measurement_away() -> None:
 def test_what_else_a_replica_says() -> None:
     desk = RecordingWriter()
     step = ReplicaSync(plan(), set(), ["", ""], writer=desk, observer=desk, answer=ignore)
-    step.take(0, Loading(Settings()))
-    step.take(0, Stage("computing the reference"))
-    step.take(0, BatchDone())
+    step.take(0, Progress("loading", (Settings(),)))
+    step.take(0, Progress("stage", ("computing the reference",)))
+    step.take(0, Progress("batch_done"))
     assert (desk.progress, desk.batches) == (["loading mini", "computing the reference"], 1)
     with pytest.warns(PanscanWarning, match="overflow"):
-        step.take(1, Warned("overflow"))
+        step.take(1, "overflow")
     with pytest.raises(RecordsError, match=r"^replica 1: --reference"):
-        step.take(1, Failed(RecordsError("--reference x")))
+        step.take(1, RecordsError("--reference x"))
 
 
 def part(number: int, **fields: Any) -> list[AnyRecord]:
@@ -236,7 +222,7 @@ def part(number: int, **fields: Any) -> list[AnyRecord]:
 
 
 def test_merged_records_are_those_of_one_run() -> None:
-    *asked, whole, last = merged(
+    *asked, whole, last = merged_repeat(
         [
             part(0, warmup_s=1.0, peak_allocated_bytes=5, peak_rss_bytes=None),
             part(1, warmup_s=2.0, peak_allocated_bytes=6),
@@ -255,5 +241,5 @@ def test_merged_records_are_those_of_one_run() -> None:
 
 
 def test_gpus_have_the_names_that_they_have_outside_of_their_process() -> None:
-    *_, whole, _ = merged([part(0), part(1, device="cuda:0")], ["cuda:0,1", "cuda:2,3"])
+    *_, whole, _ = merged_repeat([part(0), part(1, device="cuda:0")], ["cuda:0,1", "cuda:2,3"])
     assert [each.device for each in whole.replicas] == ["cpu", "cuda:2,3"]

@@ -188,7 +188,7 @@ def test_what_one_replica_cannot_do_fails_alone_and_a_killed_one_ends_the_run_wh
 
 def test_a_replica_that_does_not_even_start_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHOME", str(folder))  # without a standard library
-    with pytest.raises(PanscanError, match=r"^replica [01] ended with exit code 1: \S"):
+    with pytest.raises(PanscanError, match=r"^replica [01] exited with code 1: \S"):
         start(plan(folder, [1], verify=False, replicas=2), folder / "run", [], RecordingObserver())
     assert read_run(folder / "run").finished() == set()
 
@@ -319,12 +319,12 @@ def test_slices_of_gpus_are_disjoint_and_called_by_both_names(count: int, each: 
 
 def test_more_replicas_than_cores_are_warned_of() -> None:
     with pytest.warns(PanscanWarning, match="--replicas 1000 share"):
-        assert replicas._threads_each(1000, 1, on_cpu=True) == 1
+        assert replicas._threads_per_process(1000, 1, on_cpu=True) == 1
     with pytest.warns(PanscanWarning, match="--replicas 1 of 1000 processes each share"):
-        assert replicas._threads_each(1, 1000, on_cpu=True) == 1
+        assert replicas._threads_per_process(1, 1000, on_cpu=True) == 1
     with warnings.catch_warnings(action="error"):
-        assert replicas._threads_each(1, 1, on_cpu=True) == len(os.sched_getaffinity(0))
-        assert replicas._threads_each(1000, 1, on_cpu=False) == 1
+        assert replicas._threads_per_process(1, 1, on_cpu=True) == len(os.sched_getaffinity(0))
+        assert replicas._threads_per_process(1000, 1, on_cpu=False) == 1
 
 
 @pytest.mark.gpu

@@ -199,7 +199,7 @@ def test_an_image_must_be_named(folder: Path, image: Any) -> None:
         ({"no_images": True}, "needs --prompts"),
         ({"no_images": True, "prompt": "x", "images": ("a.png",)}, "contradicts"),
         ({"prompt": " "}, "prompt is empty"),
-        ({"num_samples": 0}, "--num-samples must be at least 1"),
+        ({"num_samples": 0}, "--num-prompts must be at least 1"),
     ],
 )
 def test_sources_that_contradict_themselves_are_refused(source: dict[str, Any], message: str) -> None:

@@ -267,5 +267,5 @@ def test_without_a_model_it_says_which_one_answers(folder: Path, capsys: pytest.
 def test_nothing_in_an_answer_is_markup(capsys: pytest.CaptureFixture[str]) -> None:
     text = "[bold]a[/x]\tb:c:d " + "long " * 40 + ":100:\r\n"
     result = Result("", text, [1, 2], "stop", 1, 0, 64, 80, Stamps(0.0, tokens=[0.1, 0.2]))
-    ask._show(result, {"import": 1.0, "model": 2.0}, "engine", as_json=False)
+    ask._print_answer(result, {"import": 1.0, "model": 2.0}, "engine", as_json=False)
     assert capsys.readouterr().out == f"{text}\n"

@@ -49,7 +49,7 @@ CASES = [
     (["bench", "doc.png", "--dataset", "q.jsonl"], 2, "--dataset has its own images"),
     (["bench", "doc.png", "--no-images", "-p", "x"], 2, "--no-images contradicts"),
     (["bench", "--no-images"], 2, "--no-images needs"),
-    (["bench", "doc.png", "--num-samples", "0"], 2, "--num-samples is out of range"),
+    (["bench", "doc.png", "--num-prompts", "0"], 2, "--num-prompts is out of range"),
     (["bench", "doc.png", "--repeats", "0"], 2, "--repeats"),
     (["bench", "three.tif", "-p", "x", "--max-pages", "2"], 3, "three.tif: has more than 2 pages: raise --max-pages"),
     (["ask", "three.tif", "-p", "x", "--max-pages", "2"], 3, "three.tif: has more than 2 pages: raise --max-pages"),

@@ -132,7 +132,16 @@ def test_a_killed_job_resumes_to_the_lines_of_an_undisturbed_one(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_samples(folder / "samples", count=8)
-    shared = ["batch", "samples/questions.jsonl", "--max-num-seqs", "2", "--limit", "16", "--max-new-tokens", "16"]
+    shared = [
+        "batch",
+        "samples/questions.jsonl",
+        "--max-num-seqs",
+        "2",
+        "--num-prompts",
+        "16",
+        "--max-new-tokens",
+        "16",
+    ]
     shared += ["--model", "tiny", "--device", "cpu", "-o"]
     assert run([*shared, "whole.jsonl"]) == 0
     killed = folder / "killed.jsonl"
@@ -164,7 +173,7 @@ def test_an_interrupted_job_says_how_to_go_on(folder: Path) -> None:
 
 
 def test_a_full_disk_ends_the_job_and_it_can_go_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = asked("docs", "-p", QUESTION, "--limit", "1")
+    first = asked("docs", "-p", QUESTION, "--num-prompts", "1")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     size = Path("answers.jsonl").stat().st_size
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, hard))  # room for a part of a line
@@ -213,7 +222,7 @@ def test_an_output_is_resumed_with_what_it_began_with_only(folder: Path, capsys:
         assert run(["batch", "docs", "-o", "answers.jsonl", *QUICK, "-p", *arguments]) == 3
         assert reason in capsys.readouterr().err
         assert Path("answers.jsonl").read_bytes() == before
-    more = asked("docs", "-p", QUESTION, "--resume", "--max-num-seqs", "1", "--dtype", "fp32", "--limit", "2")
+    more = asked("docs", "-p", QUESTION, "--resume", "--max-num-seqs", "1", "--dtype", "fp32", "--num-prompts", "2")
     assert [line["id"] for line in more] == ["docs/a.png", "docs/b.pdf#page=1"]
     assert more[:1] == first
     assert [line["id"] for line in asked("docs/c.jpg", "-p", QUESTION, "--force")] == ["docs/c.jpg"]
@@ -262,7 +271,7 @@ def test_the_prompt_may_come_from_stdin(folder: Path, monkeypatch: pytest.Monkey
     [
         (["docs", "--resume", "--force"], "use only one"),
         (["docs", "--retry-failed"], "--retry-failed needs --resume"),
-        (["docs", "--limit", "0"], "--limit"),
+        (["docs", "--num-prompts", "0"], "--num-prompts"),
         (["docs", "--equal-views"], "No such option"),
         (["docs", "--temperature", "-1"], "temperature is out of range"),
         (["docs", "-p", " "], "the prompt is empty"),
@@ -281,18 +290,18 @@ def test_contradictions_are_refused_before_anything_is_made(
 @pytest.mark.parametrize("left", ["no ledger", "the last write", "an interrupted start"])
 def test_a_finished_job_whose_ledger_is_behind_completes_it(folder: Path, left: str) -> None:
     """What a process leaves that is killed after its last answer, before its ledger."""
-    asked("docs", "-p", QUESTION, "--limit", "2")
+    asked("docs", "-p", QUESTION, "--num-prompts", "2")
     path = Path("answers.jsonl.ledger.json")
     whole = json.loads(path.read_text())
     behind = {**whole, "starts": [{**whole["starts"][0], "ending": "running"}]}
     if left == "the last write":
         behind |= {"requests": 0, "pages": 0, "successful_pages": 0, "prompt_tokens": 0, "output_tokens": 0}
     path.unlink() if left == "no ledger" else path.write_text(json.dumps(behind))
-    asked("docs", "-p", QUESTION, "--limit", "2", "--resume")
+    asked("docs", "-p", QUESTION, "--num-prompts", "2", "--resume")
     counts = ("requests", "pages", "successful_pages", "failed_pages", "prompt_tokens", "image_tokens", "output_tokens")
     found = json.loads(path.read_text())
     assert {name: found[name] for name in counts} == {name: whole[name] for name in counts}
     assert (found["requests"], found["starts"][-1]["ending"]) == (2, "finished")
     before = path.stat().st_mtime_ns
-    asked("docs", "-p", QUESTION, "--limit", "2", "--resume")
+    asked("docs", "-p", QUESTION, "--num-prompts", "2", "--resume")
     assert path.stat().st_mtime_ns == before

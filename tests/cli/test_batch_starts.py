@@ -173,7 +173,7 @@ def test_a_failed_load_or_another_limit_keeps_the_lines_of_failures(
     assert run(started(*retry)) == 3
     assert Path("a.jsonl").read_bytes() == first
     Path("elsewhere").rename("checkpoint")
-    assert run(started(*retry, "--limit", "1")) == 3
+    assert run(started(*retry, "--num-prompts", "1")) == 3
     assert [line["error"] is None for line in lines_of("a.jsonl")] == [True, True, False]
     assert run(started(*retry)) == 0
     assert [(line["id"], line["error"]) for line in lines_of("a.jsonl")] == [

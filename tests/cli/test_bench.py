@@ -231,7 +231,7 @@ def test_a_dataset_brings_its_questions(folder: Path) -> None:
 
 @pytest.mark.parametrize("count", [1, 3, 7])
 def test_num_samples_is_the_number_of_requests_in_every_cell(folder: Path, count: int) -> None:
-    line = ["bench", "docs", "--prompt", "x", "--num-samples", str(count), "--batch-size", "3,4", *QUICK]
+    line = ["bench", "docs", "--prompt", "x", "--num-prompts", str(count), "--batch-size", "3,4", *QUICK]
     assert run([*line, "--no-pan-and-scan"]) == 0
     one, two = asked(only_run(folder)).values()
     assert one == two
@@ -268,7 +268,7 @@ def test_text_only_checkpoints_answer_prompts_alone(folder: Path, text_checkpoin
 
 
 def test_without_any_argument_it_says_what_it_uses(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "--max-new-tokens", "2", "--num-samples", "3"]) == 0
+    assert run(["bench", "--max-new-tokens", "2", "--num-prompts", "3"]) == 0
     said = capsys.readouterr()
     [model, runner, documents, *_] = said.err.splitlines()
     assert model.startswith("no --model given: using the bundled mini Gemma 3")
@@ -283,7 +283,7 @@ def test_without_any_argument_it_says_what_it_uses(folder: Path, capsys: pytest.
 
 
 def test_a_prompt_of_ones_own_goes_to_the_sample_documents(folder: Path) -> None:
-    assert run(["bench", "-p", "Who?", "--num-samples", "2", "--include-content", "--no-pan-and-scan", *QUICK]) == 0
+    assert run(["bench", "-p", "Who?", "--num-prompts", "2", "--include-content", "--no-pan-and-scan", *QUICK]) == 0
     [requests] = only_run(folder).requests.values()
     assert [record["content"]["prompt"] for record in requests] == ["Who?", "Who?"]
     assert len({record["image"][0] for record in requests}) == 2
@@ -404,7 +404,7 @@ def test_away_from_a_terminal_lines_say_how_far_it_is(folder: Path, capsys: pyte
 
 
 def test_a_resumed_run_makes_only_the_references_that_it_still_needs(folder: Path) -> None:
-    arguments = ["bench", "docs", "-p", "x", "--do-pan-and-scan", "true,false", "--num-samples", "2"]
+    arguments = ["bench", "docs", "-p", "x", "--do-pan-and-scan", "true,false", "--num-prompts", "2"]
     assert run([*arguments, *QUICK]) == 0
     measured = only_run(folder)
     directory = measured.path.parent

@@ -32,4 +32,4 @@ def test_the_story_from_documents_to_a_preset_that_can_be_used(
     rows = (tmp_path / "tale" / "documents" / "questions.jsonl").read_text("utf-8")
     assert asked.splitlines()[0] in rows.split('"What is the total?", "answers": ')[1].split("]")[0]
     assert run(["demo", "tale", "--count", "2"]) == 2
-    assert "--again" in capsys.readouterr().err
+    assert "--force" in capsys.readouterr().err

@@ -51,7 +51,7 @@ def load(*words: str, code: int = 0) -> Run:
 
 
 def test_figures_are_those_of_the_server(url: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--request-rate", "20,40", "--arrival", "constant", "--num-prompts", "12", "--max-tokens", str(TOKENS)]
+    words = ["--request-rate", "20,40", "--arrival", "constant", "--num-prompts", "12", "--max-new-tokens", str(TOKENS)]
     words += ["--goodput", "ttft:5000", "tpot:500", "--save-result", "--include-content", "--api-key", "secret-key"]
     words += ["--images", "https://someone:hush-login@127.0.0.1:9/x.png?token=hush-token"]
     found = load(*words, f"{url}?key=hush-query", "--header", "X-Team: hidden-team")
@@ -138,7 +138,7 @@ def test_a_signal_ends_the_run_with_its_figures(url: str, folder: Path, capsys: 
         (["http://a:1", "--find-max-rate"], "--find-max-rate needs limits"),
         (["http://a:1", "--request-rate", "0"], "--request-rate is out of range"),
         (["http://a:1", "--max-concurrency", "2.5"], "--max-concurrency takes a whole number"),
-        (["http://a:1", "--ramp-up-strategy", "linear"], "--ramp-up-start-rps is missing"),
+        (["http://a:1", "--ramp-up-strategy", "linear"], "--ramp-up-strategy: removed; use --trace"),
         (["http://a:1", "--scenario", "w3"], "--scenario: expected distinct-documents"),
         (["http://a:1", "--scenario", "mixed-documents", "--images", "x"], "draws its documents"),
         (["http://a:1", "--header", "nonsense"], "--header: expected NAME:VALUE"),

@@ -35,7 +35,7 @@ GRID = "".join(f"{name}: [{LISTED}]\n" for name in ("batch_size", "max_new_token
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--num-samples", "100000000"], "--num-samples"),
+        (["--num-prompts", "100000000"], "--num-prompts"),
         (["--batch-size", ",".join("1" for _ in range(60_000))], "--batch-size has 60,000 values: give at most 1,000"),
         (["--batch-size", LISTED, "--max-new-tokens", LISTED], "998,001 cells, the limit is 10,000"),
         (["--grid", "grid.yaml"], "997,002,999 cells, the limit is 10,000: give fewer values (batch_size: 999, "),

@@ -110,7 +110,7 @@ def test_a_public_dataset_from_bench_to_recommendation(folder: Path, capsys: pyt
 
 
 def test_another_metric_may_be_the_quality(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["bench", "--dataset", "DocVQA", "--quality-metric", "exact_match", "--num-samples", "2", *QUICK]
+    line = ["bench", "--dataset", "DocVQA", "--quality-metric", "exact_match", "--num-prompts", "2", *QUICK]
     assert run(line) == 0
     assert metric_of(only_run(folder)) == "exact_match"
     for wrong, code, message in (
@@ -143,7 +143,7 @@ def test_pictures_of_a_table_survive_a_resume(folder: Path) -> None:
     columns: dict[str, Any] = {"image": pictures, "question": ["a", "b", "c"], "answers": [["x"], ["y"], None]}
     parquet.write_table(pa.table(columns), folder / "validation-00000-of-00001.parquet")
     name = "validation-00000-of-00001.parquet"
-    assert run(["bench", "--dataset", name, "--repeats", "2", "--num-samples", "2", *QUICK]) == 0
+    assert run(["bench", "--dataset", name, "--repeats", "2", "--num-prompts", "2", *QUICK]) == 0
     before = only_run(folder)
     path = before.path.parent / FILE_NAME
     lines = path.read_text().splitlines()

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from panscan.cli import samples
 from panscan.cli.main import run
 from panscan.core import SettingError
 from panscan.load.request_sets import FORMATS, write_request_set
+from panscan.settings import options_of
 
 
 @pytest.fixture
@@ -56,9 +56,9 @@ def test_other_documents_are_replaced_only_when_asked(folder: Path, capsys: pyte
     (folder / "a" / "mine.txt").write_text("kept")
     before = contents(folder / "a")
     assert run(["samples", "a", "--count", "2", "--seed", "1"]) == 2
-    assert "--overwrite (overwrite=True) replaces it" in capsys.readouterr().err
+    assert "--force (overwrite=True) replaces it" in capsys.readouterr().err
     assert contents(folder / "a") == before
-    assert run(["samples", "a", "--count", "2", "--seed", "1", "--overwrite"]) == 0
+    assert run(["samples", "a", "--count", "2", "--seed", "1", "--force"]) == 0
     assert run(["samples", "b", "--count", "2", "--seed", "1"]) == 0
     after = contents(folder / "a")
     assert after.pop("mine.txt") == b"kept"
@@ -123,7 +123,7 @@ def test_a_request_set_is_reproducible_and_replaced_only_when_asked(folder: Path
     assert contents(folder / "sets") == before
     assert run([*arguments, "--seed", "1"]) == 2
     assert contents(folder / "sets") == before
-    assert run([*arguments, "--seed", "1", "--overwrite"]) == 0
+    assert run([*arguments, "--seed", "1", "--force"]) == 0
     assert set(contents(folder / "sets")) == {"guidellm.jsonl"}
     assert contents(folder / "sets") != before
 
@@ -134,4 +134,4 @@ def test_an_unknown_format_is_refused(folder: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(SettingError, match="did you mean 'vllm'"):
         write_request_set(folder / "sets", "vlm")
     assert not (folder / "sets").exists()
-    assert set(samples.FORMATS) == set(FORMATS)
+    assert set(options_of("samples")["request_set"].choices) == set(FORMATS)

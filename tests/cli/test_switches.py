@@ -10,14 +10,14 @@ import pytest
 from panscan.cli.main import cli
 from panscan.cli.options import given_axes
 from panscan.core import SettingError
+from panscan.settings import Options
 
 
 def parsed(verb: str, *words: str) -> dict[str, Any]:
     """The parameters of a command line, without running it."""
     command = cli.get_command(click.Context(cli), verb)
     assert command is not None
-    settings = {"token_normalize_func": lambda token: token.replace("_", "-")}
-    return command.make_context(verb, list(words), **settings).params
+    return command.make_context(verb, list(words), **cli.context_settings).params
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,8 @@ def parsed(verb: str, *words: str) -> dict[str, Any]:
 )
 def test_a_switch_has_many_spellings(words: list[str], value: list[str] | None) -> None:
     found = parsed("bench", *words, "page.png")
-    assert given_axes(found).get("prefix_caching") == value
+    settings = {"prefix_caching": text} if (text := found["prefix_caching"]) is not None else {}
+    assert given_axes(Options.parsed({}, settings, frozenset())).get("prefix_caching") == value
     assert found["more_images"] == ("page.png",)
 
 
@@ -76,9 +77,28 @@ def test_an_option_without_an_equivalent_is_refused_with_ours(verb: str) -> None
 
 def test_a_commands_own_option_comes_first() -> None:
     assert parsed("bench", "--seed", "3")["seed"] == 3
-    assert parsed("load", "http://127.0.0.1", "--max-tokens", "9")["max_tokens"] == 9
     with pytest.raises(SettingError, match=r"^--seed: use --sampling-seed"):
         parsed("ask", "--seed", "3")
+
+
+@pytest.mark.parametrize(
+    ("verb", "words", "name"),
+    [
+        ("load", ["--max-tokens", "9"], "max_new_tokens"),
+        ("profile", ["--output-tokens=9"], "max_new_tokens"),
+        ("plan", ["--output-tokens", "9"], "answer_lengths"),
+        ("verify", ["--max-tokens", "9"], "max_tokens"),
+        ("bench", ["--num-samples", "9"], "limit"),
+        ("batch", ["--limit", "9"], "limit"),
+        ("load", ["--limit", "9"], "num_prompts"),
+        ("serve", ["--request-timeout", "9"], "request_timeout"),
+        ("quantize", ["--overwrite"], "force"),
+        ("demo", ["--again"], "force"),
+    ],
+)
+def test_one_option_has_one_name_and_its_older_names_are_read(verb: str, words: list[str], name: str) -> None:
+    positional = {"plan": ["--model", "4b"], "load": ["http://a"], "verify": ["http://a"], "batch": ["a"]}
+    assert parsed(verb, *words, *positional.get(verb, []))[name] in (9, "9", True)
 
 
 def test_a_negative_switch_takes_no_value() -> None:

@@ -51,7 +51,7 @@ def test_a_batch_has_the_same_answers_and_resumes_after_a_lost_rank(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_samples(folder / "samples", count=8)
-    line = ["samples/questions.jsonl", "--max-num-seqs", "2", "--limit", "12", "--max-new-tokens", "48", *QUICK]
+    line = ["samples/questions.jsonl", "--max-num-seqs", "2", "--num-prompts", "12", "--max-new-tokens", "48", *QUICK]
     assert run(["batch", *line, "-o", "whole.jsonl"]) == 0
     command = [sys.executable, "-m", "panscan", "batch", *line, *SPLIT, "-o", "split.jsonl"]
     split = folder / "split.jsonl"

@@ -23,13 +23,13 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setenv(fetch.ALLOW_PRIVATE, "")  # so that what --allow-private-urls sets ends with the test
-    fetch._CACHE.clear()
+    fetch._CACHE = fetch.ContentCache(fetch.CACHE_BYTES)
     picture = io.BytesIO()
     noise(90, 60).save(picture, "PNG")
     with serving() as server:
         server.put("/scan.png?sig=s1gned", picture.getvalue())
         yield server
-    fetch._CACHE.clear()
+    fetch._CACHE = fetch.ContentCache(fetch.CACHE_BYTES)
 
 
 def url_of(site: Site) -> str:

@@ -21,7 +21,7 @@ def endpoint() -> Iterator[str]:
 
 def verify(url: str, *options: str) -> int:
     return run(
-        ["verify", url, "--model", "tiny", "--device", "cpu", "--max-tokens", "3", "--max-requests", "4", *options]
+        ["verify", url, "--model", "tiny", "--device", "cpu", "--max-new-tokens", "3", "--max-requests", "4", *options]
     )
 
 

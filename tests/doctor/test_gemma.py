@@ -6,8 +6,7 @@ import torch
 from tests.conftest import needs_images_in_chunks
 
 from panscan.doctor import gemma
-from panscan.runners.attention_check import FLASH_MASK, attention_response, tiny_model
-from panscan.runners.generate_check import chunked_prefill
+from panscan.runners.generate_check import FLASH_MASK, attention_response, chunked_prefill, tiny_model
 
 
 def test_the_default_attention_is_right_and_causal_image_tokens_are_noticed() -> None:

@@ -43,7 +43,7 @@ def test_each_check_has_its_result_whatever_the_others_do() -> None:
 def test_a_lane_is_given_up_after_three_lost_processes() -> None:
     checks = [odd(str(number), function="leaves") for number in range(4)] + [odd("fine")]
     *lost, skipped, fine = run_checks(checks)
-    assert all("with exit code 3" in result.findings[0].fact for result in lost)
+    assert all("exited with code 3" in result.findings[0].fact for result in lost)
     for result in (skipped, fine):
         assert [finding.status for finding in result.findings] == ["not checked"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,10 +12,8 @@ from hypothesis import strategies as st
 from panscan.core import UnsupportedError
 from panscan.linear.layouts import (
     AWQ_ORDER,
-    Int4Values,
     awq_levels,
     byte_levels,
-    gptq_levels,
     gptq_zeros,
     int4_linear,
     order_of,
@@ -38,23 +36,23 @@ def packed(values: torch.Tensor, bits: int, order: tuple[int, ...] | None = None
     return (words << bits * torch.arange(count)).sum(-1).to(torch.uint32).view(torch.int32)
 
 
-def int4_values(seed: int, outputs: int, groups: int, *, size: int = 32, zeros: bool = True) -> Int4Values:
+def int4_values(seed: int, outputs: int, groups: int, *, size: int = 32, zeros: bool = True) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     scale = torch.rand(groups, outputs, generator=generator).to(torch.float16) + 0.1
-    return Int4Values(draw(seed, outputs, groups * size), scale, draw(seed + 1, groups, outputs) if zeros else None)
+    zero = draw(seed + 1, groups, outputs) if zeros else None
+    return {"levels": draw(seed, outputs, groups * size), "scale": scale, "zero": zero}
 
 
-def dense(values: Int4Values, group_of: torch.Tensor) -> torch.Tensor:
+def dense(values: dict[str, Any], group_of: torch.Tensor) -> torch.Tensor:
     """Return the weights by definition, given the group of each input channel."""
-    zero = torch.full_like(values.scale, 8) if values.zero is None else values.zero
-    return (values.levels.float() - zero.float()[group_of].T) * values.scale.float()[group_of].T
+    zero = torch.full_like(values["scale"], 8) if values["zero"] is None else values["zero"]
+    return (values["levels"].float() - zero.float()[group_of].T) * values["scale"].float()[group_of].T
 
 
 @given(SEEDS, st.integers(1, 3), st.integers(1, 4), st.sampled_from([4, 8]))
-def test_words_and_gptq_weights_unpack_to_what_was_packed(seed: int, outputs: int, words: int, bits: int) -> None:
+def test_words_unpack_to_what_was_packed(seed: int, outputs: int, words: int, bits: int) -> None:
     levels = draw(seed, outputs, words * 32 // bits, bits=bits)
     assert torch.equal(unpack_words(packed(levels, bits), bits), levels)
-    assert torch.equal(gptq_levels(packed(levels, bits).T, bits), levels)
 
 
 @given(SEEDS, st.integers(1, 3), st.sampled_from([4, 8]))
@@ -91,8 +89,8 @@ def test_int4_matrices_have_the_values_of_their_levels(
     group_of = torch.arange(groups * 32) // 32
     if ordered:
         group_of = group_of[torch.randperm(groups * 32, generator=torch.Generator().manual_seed(seed))]
-        values.order = order_of(group_of, groups)
-    assert torch.equal(int4_linear(values).dequantized(), dense(values, group_of))
+        values["order"] = order_of(group_of, groups)
+    assert torch.equal(int4_linear(**values).dequantized(), dense(values, group_of))
 
 
 @given(SEEDS, st.integers(2, 5))
@@ -110,7 +108,7 @@ def test_parts_of_a_matrix_together_are_the_matrix(
     seed: int, size: int, group: int, by: Literal["rows", "columns"]
 ) -> None:
     """Groups that the split cuts keep their scale; each of four parts of 512 channels is half a block."""
-    linear = int4_linear(int4_values(seed, 8, 512 // group, size=group))
+    linear = int4_linear(**int4_values(seed, 8, 512 // group, size=group))
     linear.bias = torch.nn.Parameter(torch.rand(8), requires_grad=False)
     parts = [shard_linear(linear, rank, size, by) for rank in range(size)]
     joined = torch.cat([part.dequantized() for part in parts], 0 if by == "rows" else 1)
@@ -124,7 +122,7 @@ def test_parts_of_a_matrix_together_are_the_matrix(
 
 
 def test_matrices_that_cannot_be_split_are_refused() -> None:
-    linear = int4_linear(int4_values(0, 6, 3))
+    linear = int4_linear(**int4_values(0, 6, 3))
     with pytest.raises(UnsupportedError, match="cuts groups of 32 input channels into 16"):
         shard_linear(linear, 0, 2, "columns")
     with pytest.raises(UnsupportedError, match="does not divide 6 channels"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,8 +13,6 @@ from panscan.load.arrivals import (
     BurstArrivals,
     ConstantArrivals,
     GammaArrivals,
-    RampArrivals,
-    RampStrategy,
     TraceArrivals,
 )
 
@@ -52,14 +49,6 @@ def test_a_tiny_burstiness_is_one_burst() -> None:
     assert GammaArrivals(2.0, 1e-9).times(10)[-1] == pytest.approx(5.0)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "expected"), [("linear", [1 / 2, 1 / 5, 1 / 8]), ("exponential", [1 / 2, 1 / 4, 1 / 8])]
-)
-def test_a_ramp_goes_from_the_first_rate_to_the_last(strategy: RampStrategy, expected: list[float]) -> None:
-    times = RampArrivals(2.0, 8.0, strategy, burstiness=None).times(3)
-    assert [later - earlier for earlier, later in pairwise([0.0, *times])] == pytest.approx(expected)
-
-
 def test_a_trace_is_replayed_from_its_first_time() -> None:
     assert TraceArrivals((100.0, 101.0, 105.0), speed_up=2.0).times(3) == [0.0, 0.5, 2.5]
     assert TraceArrivals((100.0, 101.0, 105.0)).times(2) == [0.0, 1.0]
@@ -67,9 +56,7 @@ def test_a_trace_is_replayed_from_its_first_time() -> None:
         TraceArrivals((100.0, 101.0, 105.0)).times(4)
 
 
-@pytest.mark.parametrize(
-    "arrivals", [BurstArrivals(), ConstantArrivals(1.0), GammaArrivals(1.0), RampArrivals(1.0, 2.0)]
-)
+@pytest.mark.parametrize("arrivals", [BurstArrivals(), ConstantArrivals(1.0), GammaArrivals(1.0)])
 def test_no_requests_have_no_times(arrivals: Arrivals) -> None:
     assert arrivals.times(0) == []
 
@@ -80,8 +67,6 @@ def test_no_requests_have_no_times(arrivals: Arrivals) -> None:
         (lambda: ConstantArrivals(0.0), "--request-rate: expected a positive number, got 0.0"),
         (lambda: GammaArrivals(float("nan")), "--request-rate"),
         (lambda: GammaArrivals(1.0, -1.0), "--burstiness"),
-        (lambda: RampArrivals(0.0, 1.0), "--ramp-up-start-rps"),
-        (lambda: RampArrivals(1.0, float("inf")), "--ramp-up-end-rps"),
         (lambda: TraceArrivals((1.0, 0.5)), "not ascending"),
         (lambda: TraceArrivals((1.0, float("nan"))), "not a finite number"),
         (lambda: TraceArrivals((1.0,), speed_up=0.0), "speed-up"),

@@ -167,10 +167,9 @@ def test_the_requests_of_a_killed_process_are_failures() -> None:
         result = run_level(Endpoint(url, "fake"), requests(40), None, max_concurrency=2, processes=2, on_done=kill_one)
     lost = [exchange for exchange in result.exchanges if exchange.error is not None]
     assert len(result.exchanges) == 40 and 0 < len(lost) <= 20
-    assert {(exchange.error_kind, exchange.error) for exchange in lost} == {
-        ("client", "a load process was killed by SIGKILL")
-    }
-    assert (result.client.limited, result.client.reason) == (True, "a load process was killed by SIGKILL")
+    [(kind, reason)] = {(exchange.error_kind, exchange.error) for exchange in lost}
+    assert kind == "client" and str(reason).startswith("a load process was killed by SIGKILL")
+    assert (result.client.limited, result.client.reason) == (True, reason)
 
 
 @pytest.mark.parametrize("processes", [1, 2])

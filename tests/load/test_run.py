@@ -194,7 +194,7 @@ def test_a_search_for_an_impossible_goodput_ends_soon(url: str, tmp_path: Path) 
 def test_a_killed_run_loses_only_the_level_in_progress(tmp_path: Path) -> None:
     noise(90, 90).save(tmp_path / "page.png")
     with fake_server(ttft_ms=5) as url:
-        words = ["load", url, "--images", "page.png", "-p", "What?", "--arrival", "constant", "--max-tokens", "2"]
+        words = ["load", url, "--images", "page.png", "-p", "What?", "--arrival", "constant", "--max-new-tokens", "2"]
         words += ["--request-rate", "40,0.05", "--num-prompts", "4"]
         command = [sys.executable, "-m", "panscan", *words]
         with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:

@@ -12,7 +12,6 @@ from tests.records.load_runs import load_request
 from panscan.core import SettingError
 from panscan.load.options import (
     LoadOptions,
-    RampUp,
     Trace,
     parse_goodput,
     parse_latency_metrics,
@@ -121,8 +120,6 @@ def test_levels_have_the_names_and_arrivals_of_their_options() -> None:
     assert LoadOptions(rates=(1.0,), burstiness=0.5).arrival_name == "gamma"
     assert LoadOptions(goodput={"ttft": 2000.0, "tpot": 50.0}).search_seconds == 22.0
     assert LoadOptions(goodput={"tpot": 50.0}).search_seconds == 10.0
-    ramp = LoadOptions(ramp_up=RampUp("linear", 1.0, 4.0), num_prompts=10)
-    assert [level.cell for level in ramp.levels] == ["ramp"] and ramp.arrival_name == "ramp"
 
 
 @pytest.mark.parametrize(
@@ -132,7 +129,7 @@ def test_levels_have_the_names_and_arrivals_of_their_options() -> None:
         ({"image_reuse": 1.5}, "--image-reuse is out of range"),
         ({"rates": (0.0,)}, "--request-rate is out of range"),
         ({"max_concurrencies": (0,)}, "--max-concurrency is out of range"),
-        ({"min_tokens": 9, "max_tokens": 8}, "--min-tokens 9: more than --max-tokens 8"),
+        ({"min_tokens": 9, "max_tokens": 8}, "--min-tokens 9: more than --max-new-tokens 8"),
         ({"find_max_rate": True}, "--find-max-rate needs limits: add --goodput"),
         ({"find_max_rate": True, "goodput": {"ttft": 1.0}, "rates": (1.0, 2.0)}, "takes one --request-rate"),
         ({"goodput": {"itl": 5.0}}, "--goodput: unknown metric 'itl'"),

@@ -21,7 +21,7 @@ from panscan.engine.options import EngineOptions
 from panscan.linear.products import ModuleLinear, PlainLinear, is_plain, linear_of, runs_own_forward
 from panscan.model.checkpoint import Placement, load_model
 from panscan.model.random_weights import random_model
-from panscan.model.reference import float32_model, weights_digest
+from panscan.model.reference import converted_model, weights_digest
 from panscan.model.shapes import Shape, TextShape, VisionShape
 from panscan.model.text_layers import TextLayers
 from panscan.model.vision_layers import VisionLayers
@@ -144,11 +144,11 @@ def test_changes_in_place_are_seen_by_both() -> None:
 @both_shapes
 def test_the_float32_truth_is_the_same_and_leaves_the_fused_weights(shape: Shape) -> None:
     model, inputs = model_of(shape, torch.bfloat16), inputs_for(shape)
-    with float32_model(model):
+    with converted_model(model):
         expected = logits_of(model, inputs)
     fuse(model)
     held = storages(model)
-    with float32_model(model):
+    with converted_model(model):
         assert torch.equal(logits_of(model, inputs), expected)
     assert storages(model) == held
 

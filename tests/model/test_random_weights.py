@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3ForCausalLM, PreTrainedModel
 
 from panscan.core import SettingError, UnsupportedError
-from panscan.model.random_weights import random_meta_model, random_model, random_shard
+from panscan.model.random_weights import random_model
 from panscan.model.shapes import SHAPES, Shape, TextShape, VisionShape
 from panscan.model.tokenizer import MARKS
 
@@ -88,19 +88,18 @@ def test_the_processor_speaks_the_shape() -> None:
     assert (inputs["input_ids"] == model.config.image_token_id).sum() == 2 * 4
 
 
-def weights(seed: int) -> torch.Tensor:
-    model, _ = random_model(SMALL, dtype=torch.float32, device="cpu", seed=seed)
+def weights() -> torch.Tensor:
+    model, _ = random_model(SMALL, dtype=torch.float32, device="cpu")
     return torch.cat([parameter.flatten() for parameter in model.parameters()])
 
 
-def test_the_seed_alone_decides_and_the_global_state_is_left_alone() -> None:
+def test_weights_are_the_same_each_time_and_the_global_state_is_left_alone() -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    first = weights(0)
+    first = weights()
     assert torch.equal(before, torch.get_rng_state())
     torch.manual_seed(2)
-    assert torch.equal(first, weights(0))
-    assert not torch.equal(first, weights(1))
+    assert torch.equal(first, weights())
 
 
 @pytest.mark.parametrize("shape", [SMALL, BLIND], ids=["small", "text only"])
@@ -108,10 +107,9 @@ def test_the_seed_alone_decides_and_the_global_state_is_left_alone() -> None:
 def test_shards_joined_are_the_model_bit_for_bit(shape: Shape, size: int) -> None:
     """A parameter that ranks share differs in one dimension from the whole; the vocabulary is padded with zeros."""
     shape = replace(shape, text=replace(TEXT, heads=6, kv_heads=6, hidden=66))
-    whole, _ = random_model(shape, dtype=torch.bfloat16, device="cpu", seed=3)
-    found = [random_shard(shape, rank, size, dtype=torch.bfloat16, device="cpu", seed=3) for rank in range(size)]
-    assert {vocabulary for _, _, vocabulary in found} == {5000}
-    shards = [dict(model.named_parameters()) for model, _, _ in found]
+    whole, _ = random_model(shape, dtype=torch.bfloat16, device="cpu")
+    found = [random_model(shape, rank=rank, size=size, dtype=torch.bfloat16, device="cpu")[0] for rank in range(size)]
+    shards = [dict(model.named_parameters()) for model in found]
     divided = 0
     for name, parameter in whole.named_parameters():
         parts = [shard[name] for shard in shards]
@@ -129,13 +127,13 @@ def test_shards_joined_are_the_model_bit_for_bit(shape: Shape, size: int) -> Non
 
 def test_a_shape_that_ranks_do_not_divide_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="--tensor-parallel-size 2 does not divide"):
-        random_shard(SMALL, 0, 2, dtype=torch.float32, device="cpu")
+        random_model(SMALL, size=2, dtype=torch.float32, device="cpu")
 
 
 @every_shape
 def test_a_meta_model_has_shapes_and_no_storage(shape: str | Shape) -> None:
     with Created() as created:
-        meta_model, tools = random_meta_model(shape, torch.bfloat16)
+        meta_model, tools = random_model(shape, dtype=torch.bfloat16, device="meta")
     assert all(tensor.is_meta for tensor in created.held), "nothing large was ever allocated"
     model, others = random_model(shape, dtype=torch.bfloat16, device="cpu")
     assert type(tools) is type(others)

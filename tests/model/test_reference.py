@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from panscan.core import PanAndScan, Request, UnsupportedError
 from panscan.model.inputs import collate, prepare, read_images
-from panscan.model.reference import float32_model, head_logits, one_view_at_a_time, weights_digest
+from panscan.model.reference import converted_model, head_logits, one_view_at_a_time, weights_digest
 from panscan.model.runtime import apply_tf32
 from panscan.runners.generate import GenerateRunner
 
@@ -56,7 +56,7 @@ def logits(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
 def test_upcast_weights_compute_what_a_float32_model_computes(
     half: GenerateRunner, twin: Any, inputs: dict[str, Any]
 ) -> None:
-    with float32_model(half.loaded.model):
+    with converted_model(half.loaded.model):
         seen = logits(half.loaded.model, inputs)
     assert seen.dtype == torch.float32
     torch.testing.assert_close(seen, logits(twin, inputs), rtol=1e-5, atol=1e-4)
@@ -65,9 +65,9 @@ def test_upcast_weights_compute_what_a_float32_model_computes(
 def test_the_model_is_left_as_it_was_also_after_a_failure(half: GenerateRunner, inputs: dict[str, Any]) -> None:
     model = half.loaded.model
     before = {name: (p.dtype, p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
-    with float32_model(model):
+    with converted_model(model):
         logits(model, inputs)
-    with pytest.raises(ValueError), float32_model(model):
+    with pytest.raises(ValueError), converted_model(model):
         model(**{**inputs, "pixel_values": inputs["pixel_values"][:1]})  # fewer views than the prompt has
     for name, parameter in model.named_parameters():
         dtype, place, values = before[name]
@@ -155,7 +155,7 @@ def test_the_digest_knows_weights_and_buffers(half: GenerateRunner, tiny: Genera
 
 def test_offloaded_weights_have_no_truth(half: GenerateRunner) -> None:
     offloaded = cpu_offload(deepcopy(half.loaded.model), execution_device="cpu")
-    with pytest.raises(UnsupportedError, match="offloaded"), float32_model(offloaded):
+    with pytest.raises(UnsupportedError, match="offloaded"), converted_model(offloaded):
         pass
     with pytest.raises(UnsupportedError, match="offloaded"):
         weights_digest(offloaded)

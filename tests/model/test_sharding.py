@@ -17,10 +17,10 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from panscan.core import UnsupportedError
 from panscan.model.checkpoint import drop_weights, load_random
-from panscan.model.random_weights import random_meta_model, random_model, random_shard
+from panscan.model.random_weights import random_model
 from panscan.model.reference import head_logits
 from panscan.model.shapes import Shape, TextShape, VisionShape
-from panscan.model.sharding import SingleRank, check_divides, fill_shard, shard_config, shard_of
+from panscan.model.sharding import Ranks, check_divides, fill_shard, shard_config, shard_of
 from panscan.model.text_layers import OutputRows, TextLayers
 
 TEXT = TextShape(5001, 64, 96, 4, 4, 2, 32, 16, 32, 256)
@@ -93,10 +93,9 @@ def test_the_shards_of_every_parameter_join_to_the_whole(split: tuple[Shape, int
 
 @BOTH
 def test_a_random_shard_is_a_part_of_the_random_model(shape: Shape) -> None:
-    model, _ = random_model(shape, dtype=torch.float32, device="cpu", seed=3)
+    model, _ = random_model(shape, dtype=torch.float32, device="cpu")
     for rank in range(2):
-        found, _, vocabulary = random_shard(shape, rank, 2, dtype=torch.float32, device="cpu", seed=3)
-        assert vocabulary == shape.text.vocabulary
+        found, _ = random_model(shape, rank=rank, size=2, dtype=torch.float32, device="cpu")
         due = dict(model.named_parameters())
         for name, part in found.named_parameters():
             assert torch.equal(part, shard_of(name, due[name], rank, 2)), name
@@ -204,14 +203,14 @@ def test_shards_compute_what_the_model_computes(shape: Shape, size: int) -> None
     for found in Threads(size).run(lambda ranks: logits(shards[ranks.rank], ids, ranks, vocabulary)):
         assert found.shape == (len(ids), vocabulary)
         torch.testing.assert_close(found, due, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(logits(model, ids, SingleRank(), vocabulary), due, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits(model, ids, Ranks(), vocabulary), due, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [[6], [1, 4], []])
 def test_shards_agree_on_output_rows(rows: list[int]) -> None:
     shape = SHAPES["sees"]
     model, ids, chosen = model_of(shape), torch.arange(30, 37), torch.tensor(rows, dtype=torch.long)
-    due = logits(model, ids, SingleRank(), shape.text.vocabulary)[chosen]
+    due = logits(model, ids, Ranks(), shape.text.vocabulary)[chosen]
     shards = [shard(model, rank, 2) for rank in range(2)]
     for found in Threads(2).run(lambda ranks: logits(shards[ranks.rank], ids, ranks, shape.text.vocabulary, chosen)):
         torch.testing.assert_close(found, due, rtol=1e-5, atol=1e-5)
@@ -231,7 +230,7 @@ def test_a_size_that_does_not_divide_the_model_names_those_that_do(
     heads: int, kv_heads: int, columns: int, size: int, message: str
 ) -> None:
     text = replace(TEXT, heads=heads, kv_heads=kv_heads, intermediate=columns)
-    model, _ = random_meta_model(Shape("drawn", text), torch.float32)
+    model, _ = random_model(Shape("drawn", text), dtype=torch.float32, device="meta")
     with pytest.raises(UnsupportedError, match=message):
         check_divides(model.config, size)
     check_divides(model.config, 1)

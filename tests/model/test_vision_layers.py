@@ -19,7 +19,7 @@ from transformers import AutoModelForImageTextToText
 
 from panscan.core import UnsupportedError
 from panscan.model.random_weights import random_model
-from panscan.model.reference import float32_model, weights_digest
+from panscan.model.reference import converted_model, weights_digest
 from panscan.model.shapes import SHAPES, Shape, TextShape, VisionShape
 from panscan.model.vision_layers import VisionLayers, choose_vision_attention, fastest
 from panscan.runners.generate import GenerateRunner
@@ -107,7 +107,7 @@ def test_bfloat16_is_as_accurate_as_the_model() -> None:
     """Both round at the same points but two (the sum of a patch, the attention of a head)."""
     model = model_of(SHAPES["tiny"], torch.bfloat16)
     pixels = pixels_for(model, 4)
-    with float32_model(model):
+    with converted_model(model):
         truth = features(model, pixels)
     found = VisionLayers(model)(pixels)
     assert found.dtype == torch.bfloat16
@@ -150,11 +150,11 @@ def test_weights_are_shared_with_the_model_and_between_instances() -> None:
 def test_the_float32_truth_stays_the_same() -> None:
     model = model_of(SMALL, torch.bfloat16)
     pixels = pixels_for(model, 2)
-    with float32_model(model):
+    with converted_model(model):
         expected = features(model, pixels)
     layers = VisionLayers(model)
     before = layers(pixels)
-    with float32_model(model):
+    with converted_model(model):
         assert torch.equal(features(model, pixels), expected)
     assert torch.equal(layers(pixels), before)
 
@@ -292,7 +292,7 @@ def test_bfloat16_is_as_accurate_as_the_model_on_a_gpu() -> None:
     eyes = VisionShape(hidden=1152, intermediate=4304, layers=3, heads=16, image_size=224)
     model = model_of(Shape("wide", TEXT, eyes, image_tokens=16), torch.bfloat16, "cuda")
     pixels = pixels_for(model, 5).bfloat16()
-    with float32_model(model):
+    with converted_model(model):
         truth = features(model, pixels.float())
     own = far(features(model, pixels), truth)
     layers = VisionLayers(model)

@@ -43,7 +43,7 @@ def test_a_fleet_takes_limits_as_panscan_load_does(capsys: pytest.CaptureFixture
         "--goodput",
         "ttft:2000",
         "tpot:400",
-        "--output-tokens",
+        "--max-new-tokens",
         "4",
         "--json",
     ]
@@ -57,7 +57,7 @@ def test_a_fleet_takes_limits_as_panscan_load_does(capsys: pytest.CaptureFixture
 
 
 def test_a_small_model_whose_replicas_are_limited_by_the_host(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--view-mix", "0", "--output-tokens", "8", "--request-rate", "500", "--json"]
+    words = ["--view-mix", "0", "--max-new-tokens", "8", "--request-rate", "500", "--json"]
     assert run(["plan", "--model", "1b", "--gpu", "h200", *words]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["recommended"]["replicas"] == data["fleets"][0]["replicas"] > 1
@@ -109,8 +109,8 @@ def test_a_cache_that_is_too_large_is_the_reason_that_nothing_fits(capsys: pytes
         (["--gpu", "l4", "--request-rate", "1", "--goodput", "tfft:5"], "did you mean 'ttft'?"),
         (["--gpu", "l4", "--request-rate", "1", "--goodput", ""], "--goodput has no limit"),
         (["--gpu", "l4", "more"], "unexpected argument 'more'"),
-        (["--gpu", "l4", "--output-tokens", "9-3"], "write 3-9"),
-        (["--gpu", "l4", "--output-tokens", "1000000"], "ends at 131,072"),
+        (["--gpu", "l4", "--max-new-tokens", "9-3"], "write 3-9"),
+        (["--gpu", "l4", "--max-new-tokens", "1000000"], "ends at 131,072"),
         (["--gpu", "l4", "--images", "x.png", "--view-mix", "1"], "exclude each other"),
         (["--measure", "--gpu", "h200"], "remove --gpu"),
         (["--gpu", "cpu", "--count", "3"], "--count 3: a plan for a CPU is for one machine"),

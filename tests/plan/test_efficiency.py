@@ -38,15 +38,15 @@ def test_an_interval_contains_its_value_and_more_work_takes_longer(
     clock = Clock(H200, variant)
     found = clock.pass_seconds(contexts, chunks, views)
     least = 0.85 if variant.weights == "int4" else 1  # the kernel for more rows may be the faster one
-    assert 0 <= found.low <= found.value <= found.high
+    assert 0 <= clock.interval(found).low <= found <= clock.interval(found).high
     for more in (
         clock.pass_seconds([*contexts, 1000], chunks, views),
         clock.pass_seconds([context + 100 for context in contexts], chunks, views),
         clock.pass_seconds(contexts, [*chunks, (0, 300)], views),
         clock.pass_seconds(contexts, chunks, views + 2),
     ):
-        assert more.value >= least * found.value
-    assert clock.vision_seconds(views + variant.tensor_parallel_size).value > clock.vision_seconds(views).value
+        assert more >= least * found
+    assert clock.vision_seconds(views + variant.tensor_parallel_size) > clock.vision_seconds(views)
 
 
 @pytest.mark.parametrize("name", ["a100-40gb", "h100", "memory=24,bandwidth=936,bf16=71"])
@@ -54,13 +54,8 @@ def test_another_chip_widens_the_interval_and_the_basis_says_so(name: str) -> No
     variant, known = Variant(SHAPES["4b"], "int8"), Clock(H200, Variant(SHAPES["4b"], "int8"))
     gpu = gpu_named(name)
     guessed, ceilings = Clock(gpu, variant), Clock(gpu, variant, ceilings=(2e14, 1e12))
-
-    def width(clock: Clock) -> float:
-        step = clock.pass_seconds([1000])
-        return step.high / step.low
-
-    assert width(guessed) > width(ceilings) > width(known) > 1
-    assert width(Clock(gpu_named("cpu"), variant)) > width(guessed)
+    assert guessed.widening > ceilings.widening > known.widening > 1
+    assert Clock(gpu_named("cpu"), variant).widening > guessed.widening
     assert known.measured and not guessed.measured and not ceilings.measured
     assert "records of NVIDIA H200" in known.basis
     assert "no record of this GPU: its data sheet" in guessed.basis and "its measured ceilings" in ceilings.basis
@@ -70,10 +65,10 @@ def test_measured_ceilings_replace_the_data_sheet() -> None:
     efficiency, variant = committed_efficiency(), Variant(SHAPES["27b"])
     flops, copied = efficiency.ceilings
     same = Clock(H200, variant, ceilings=(flops, copied)).pass_seconds([], [(0, 2048)], 4)
-    assert same.value == pytest.approx(Clock(H200, variant).pass_seconds([], [(0, 2048)], 4).value)
+    assert same == pytest.approx(Clock(H200, variant).pass_seconds([], [(0, 2048)], 4))
     slow = Clock(H200, variant, ceilings=(flops / 2, copied))
-    assert slow.vision_seconds(32).value > 1.9 * Clock(H200, variant).vision_seconds(32).value
-    assert slow.pass_seconds([500]).value == pytest.approx(Clock(H200, variant).pass_seconds([500]).value, rel=0.01)
+    assert slow.vision_seconds(32) > 1.9 * Clock(H200, variant).vision_seconds(32)
+    assert slow.pass_seconds([500]) == pytest.approx(Clock(H200, variant).pass_seconds([500]), rel=0.01)
 
 
 def test_what_bounds_each_phase() -> None:
@@ -91,11 +86,11 @@ def test_what_bounds_each_phase() -> None:
 
 def test_long_passes_wait_for_their_launches() -> None:
     clock = Clock(H200, Variant(SHAPES["1b"], "fp8"))
-    recorded, launched = (clock.pass_seconds([], [(0, 400)], graph=graph).value for graph in (True, False))
+    recorded, launched = (clock.pass_seconds([], [(0, 400)], graph=graph) for graph in (True, False))
     assert launched > recorded
-    assert clock.pass_seconds([], [(0, 400)]).value == recorded  # as the engine chooses
-    assert clock.pass_seconds([], [(0, 600)]).value == clock.pass_seconds([], [(0, 600)], graph=False).value
-    assert clock.pass_seconds([1] * 9).value == pytest.approx(clock.pass_seconds([1] * 16).value, rel=0.01)  # padded
+    assert clock.pass_seconds([], [(0, 400)]) == recorded  # as the engine chooses
+    assert clock.pass_seconds([], [(0, 600)]) == clock.pass_seconds([], [(0, 600)], graph=False)
+    assert clock.pass_seconds([1] * 9) == pytest.approx(clock.pass_seconds([1] * 16), rel=0.01)  # padded
 
 
 def test_the_committed_file_holds_only_known_factors() -> None:

@@ -59,7 +59,7 @@ def inputs_for(model: str, gpu: str, count: int, **fields: Any) -> PlanInputs:
 
 
 def fitting(inputs: PlanInputs) -> list[Layout]:
-    return [each for each in find_layouts(inputs) if each.speed is not None]
+    return [each for each in find_layouts(inputs) if each.fits]
 
 
 def test_ten_a100_with_40_gb() -> None:
@@ -81,8 +81,8 @@ def test_a_specification_without_an_fp8_rate_is_not_a_gpu_without_fp8() -> None:
 
 
 def test_layouts_that_fit_are_ordered_by_the_goal() -> None:
-    throughput = [each.speed.requests_per_s.value for each in fitting(inputs_for("4b", "l40s", 4)) if each.speed]
-    latency = [each.speed.e2e.value for each in fitting(inputs_for("4b", "l40s", 4, goal="latency")) if each.speed]
+    throughput = [each.speed.requests_per_s.value for each in fitting(inputs_for("4b", "l40s", 4))]
+    latency = [each.speed.e2e.value for each in fitting(inputs_for("4b", "l40s", 4, goal="latency"))]
     assert throughput == sorted(throughput, reverse=True) and latency == sorted(latency)
     assert len(throughput) == len(latency) > 4
 
@@ -131,7 +131,7 @@ def test_commands_parse_and_set_what_the_plan_assumed(
     inputs = inputs_for("4b", gpu, count, kinds=kinds, options=options)
     advice = advise(find_layouts(inputs), "throughput")
     assert advice is not None
-    program, name, *words = command_words(verb, advice.layout, "google/gemma-3-4b-it", options, inputs.gpu)
+    program, name, *words = command_words(inputs, verb, advice.layout, "google/gemma-3-4b-it")
     assert (program, name) == ("panscan", verb)
     command = cli.get_command(click.Context(cli), verb)
     assert command is not None

@@ -50,7 +50,7 @@ def gemma3n(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def profile(folder: Path, *arguments: str) -> Path:
     """Profile on the command line; return the profile directory."""
-    code = run(["profile", *arguments, "--output-dir", str(folder / "profiles"), "--output-tokens", str(TOKENS)])
+    code = run(["profile", *arguments, "--output-dir", str(folder / "profiles"), "--max-new-tokens", str(TOKENS)])
     assert code == 0
     return sorted((folder / "profiles").iterdir())[-1]
 
@@ -164,8 +164,7 @@ def test_what_gemma3n_lacks_is_refused(
         (["--runner", "generate", "--kv-cache-gb", "1"], 4, "--kv-cache-gb is for --runner engine"),
         (["--tensor-parallel-size", "2"], 4, "--tensor-parallel-size 2: the profiler records one process; use 1"),
         (["--memory", "--runner", "engine"], 2, "--memory is for --runner generate"),
-        (["--output-tokens", "3", "--max-new-tokens", "3"], 2, "are the same option"),
-        (["--output-tokens", "0"], 2, "--max-new-tokens is out of range"),
+        (["--max-new-tokens", "0"], 2, "--max-new-tokens is out of range"),
         (["-p", " "], 2, "--prompt is empty"),
         (["missing.png"], 3, "missing.png"),
         (["--batch-size", "2", "doc.png", "doc.png", "doc.png"], 2, "each request takes one of the 3 images"),
@@ -229,7 +228,7 @@ def test_an_engine_that_cannot_open_gives_its_own_error_after_the_results_of_the
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     noise(60, 60).save(tmp_path / "doc.png")
-    arguments = [str(tmp_path / "doc.png"), "--model", "tiny", "--output-tokens", "2", "--kv-cache-gb", "100000"]
+    arguments = [str(tmp_path / "doc.png"), "--model", "tiny", "--max-new-tokens", "2", "--kv-cache-gb", "100000"]
     assert run(["profile", *arguments, "--output-dir", str(tmp_path / "profiles")]) == 4
     said = capsys.readouterr()
     assert "--kv-cache-gb 100000: cpu has room for" in said.err

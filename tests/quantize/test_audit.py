@@ -101,7 +101,7 @@ def test_an_audit_against_another_model_is_refused(
     words = ["quantize", "--audit", str(tmp_path / "out"), "--dataset", str(questions), *_OPTIONS]
     assert run([*words, "--model", "mini"]) == 3
     assert "--model mini" in capsys.readouterr().err
-    assert run([*words, "--overwrite"]) == 2
+    assert run([*words, "--force"]) == 2
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from panscan.quantize.documents import CalibrationSource, DatasetSample, load_calibration, load_documents
+from panscan.quantize.documents import CalibrationSource, load_calibration, load_documents
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +45,9 @@ def test_only_the_sample_of_a_dataset_is_opened(dataset: Path) -> None:
     kept, held_out, _ = load_calibration(CalibrationSource((str(dataset),), num_samples=4), _unexpected, step)
     assert len(kept) == 4 and steps[-1] == ("opening documents", 12, 12)
     assert held_out
-    measured, _ = load_documents(DatasetSample(str(dataset), 3), _unexpected, step)
+    measured, _ = load_documents(str(dataset), 3, 0, _unexpected, step)
     assert len(measured.items) == 3
-    whole, _ = load_documents(DatasetSample(str(dataset), 100), _unexpected, step)
+    whole, _ = load_documents(str(dataset), 100, 0, _unexpected, step)
     assert len({item.id for item in whole.items}) == len(whole.items) == 40
 
 

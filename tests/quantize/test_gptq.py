@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from panscan.linear.quantized import WeightFormat
-from panscan.quantize.compressed import compressed_parts, linear_of_parts, rounded
 from panscan.quantize.gptq import Hessian, gptq
+from panscan.quantize.write import compressed_parts, linear_of_parts, rounded
 from panscan.settings import WEIGHT_KINDS
 
 
@@ -65,8 +65,8 @@ def test_a_stored_matrix_has_the_same_values(kind: str) -> None:
 def test_packing_is_that_of_compressed_tensors() -> None:
     draw = torch.Generator().manual_seed(0)
     linear = rounded(torch.randn(1, 32, generator=draw), WeightFormat("int4", 32))
-    parts = compressed_parts(linear, torch.float32)
-    expected = [round(float(value)) + 8 for value in linear.dequantized()[0] / parts["weight_scale"][0, 0]]
+    packed, scale, shape = compressed_parts(linear, torch.float32)
+    expected = [round(float(value)) + 8 for value in linear.dequantized()[0] / scale[0, 0]]
     words = [sum(level << 4 * at for at, level in enumerate(expected[start : start + 8])) for start in (0, 8, 16, 24)]
-    assert [word & 0xFFFFFFFF for word in parts["weight_packed"][0].tolist()] == words
-    assert parts["weight_shape"].tolist() == [1, 32]
+    assert [word & 0xFFFFFFFF for word in packed[0].tolist()] == words
+    assert shape.tolist() == [1, 32]

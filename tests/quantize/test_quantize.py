@@ -20,9 +20,9 @@ from panscan.model.build import decoder_linears
 from panscan.model.checkpoint import Placement, load_model
 from panscan.model.tiny import tiny_directory
 from panscan.quantize.calibration import check_prompt_memory
-from panscan.quantize.compressed import rounded
 from panscan.quantize.partial import JOB_FILE, PartialCheckpoint
-from panscan.quantize.source import DenseCheckpoint
+from panscan.quantize.source import DenseCheckpoint, choose_format
+from panscan.quantize.write import rounded
 
 _CPU = Placement(torch.device("cpu"), torch.float32)
 
@@ -104,7 +104,7 @@ def test_another_jobs_work_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture
     assert _quantize(tmp_path / "out", "--quantization", "int4", "--no-verify") == 2
     assert "another job's partial work" in capsys.readouterr().err
     assert (tmp_path / "out.partial/layer.json").exists()
-    assert _quantize(tmp_path / "out", "--quantization", "int4", "--no-verify", "--overwrite") == 0
+    assert _quantize(tmp_path / "out", "--quantization", "int4", "--no-verify", "--force") == 0
     assert not (tmp_path / "out/layer.json").exists() and (tmp_path / "out" / JOB_FILE).exists()
 
 
@@ -139,7 +139,7 @@ def test_bad_options(
 def test_only_an_own_checkpoint_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/mine.txt").write_text("mine")
-    for options in ([], ["--overwrite"]):
+    for options in ([], ["--force"]):
         assert _quantize(tmp_path / "out", "--quantization", "int8", "--no-verify", *options) == 2
         assert "out" in capsys.readouterr().err
     assert (tmp_path / "out/mine.txt").read_text() == "mine"
@@ -153,17 +153,17 @@ def test_files_beside_a_checkpoint_are_kept(tmp_path: Path, capsys: pytest.Captu
     assert (tmp_path / "out").is_symlink() and (tmp_path / "disk/out" / JOB_FILE).is_file()
     notes = tmp_path / "disk/out/notes.txt"
     notes.write_text("mine")
-    assert _quantize(tmp_path / "out", *words, "--overwrite") == 2
+    assert _quantize(tmp_path / "out", *words, "--force") == 2
     assert f"{notes} was not written by this command" in capsys.readouterr().err
     notes.unlink()
     replaced = tmp_path / "disk/out.replaced"
     replaced.mkdir()
     (replaced / "mine.txt").write_text("mine")
-    assert _quantize(tmp_path / "out", *words, "--overwrite") == 2
+    assert _quantize(tmp_path / "out", *words, "--force") == 2
     assert "out.replaced was not written by this command" in capsys.readouterr().err
     assert not (tmp_path / "disk/out.partial").exists() and (replaced / "mine.txt").read_text() == "mine"
     shutil.rmtree(replaced)
-    assert _quantize(tmp_path / "out", *words, "--overwrite") == 0
+    assert _quantize(tmp_path / "out", *words, "--force") == 0
     assert [entry.name for entry in (tmp_path / "disk").iterdir()] == ["out"]
 
 
@@ -197,12 +197,10 @@ def test_a_null_quantization_config_is_dense(tmp_path: Path) -> None:
 
 def test_prompts_that_memory_cannot_hold_are_refused() -> None:
     check_prompt_memory([100], {"hidden_size": 64}, torch.bfloat16)
-    with pytest.raises(SettingError, match="lower --num-samples or --max-pages"):
+    with pytest.raises(SettingError, match="lower --num-prompts or --max-pages"):
         check_prompt_memory([1 << 25], {"hidden_size": 64}, torch.bfloat16)
 
 
 def test_group_size_is_the_largest_that_fits() -> None:
-    from panscan.quantize.source import choose_format
-
     assert choose_format(DenseCheckpoint("tiny"), "int4", None).group_size == 128
     assert choose_format(DenseCheckpoint("mini"), "int4", None).group_size == 64

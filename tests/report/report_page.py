@@ -12,7 +12,7 @@ import pytest
 
 from panscan.records.store import Run
 from panscan.report.html import render_html
-from panscan.report.report_data import report_data_of
+from panscan.report.sweep import SweepReport
 
 _VOID = {"meta", "link", "br", "img", "input", "hr"}
 BARE = re.compile(r"~?[\d,]+(?:\.\d+)?")
@@ -80,7 +80,7 @@ def parse(html: str) -> Element:
 
 
 def page_of(run: Run) -> Element:
-    return parse(render_html(report_data_of(run)))
+    return parse(render_html(SweepReport(run)))
 
 
 def section(page: Element, name: str) -> Element:

@@ -23,7 +23,7 @@ from tests.report.report_page import Element, check_bounds, close_to, page_of, s
 from panscan.records.store import Run
 from panscan.records.summary import cell_metrics
 from panscan.report.draw import LIGHT
-from panscan.report.report_data import report_data_of
+from panscan.report.sweep import SweepReport
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_the_drawings_hold_the_same_numbers(known: tuple[Run, Element]) -> None:
     """The points of matplotlib's axes, and the tooltip of each point in the page."""
     from panscan.report.draw import front_figure, panel_figure
 
-    facts = report_data_of(known[0])
+    facts = SweepReport(known[0])
     tips = [next(group.all("title")).text for group in known[1].all("g") if list(group.all("title"))]
     for panel in (panel for block in (facts.decision, *facts.comparisons, facts.latency) for panel in block.panels):
         axes = panel_figure(panel, LIGHT).axes[0]
@@ -112,7 +112,7 @@ def test_the_drawings_hold_the_same_numbers(known: tuple[Run, Element]) -> None:
 
 
 def test_the_front_by_distance_from_the_reference(known: tuple[Run, Element]) -> None:
-    facts, box = report_data_of(known[0]), section(known[1], "front")
+    facts, box = SweepReport(known[0]), section(known[1], "front")
     assert facts.front is not None
     assert [point.cell for point in facts.front.points if point.recommended] == [1]
     assert {point.cell: point.on_front for point in facts.front.points} == {1: True, 2: False, 3: True, 4: False}
@@ -124,7 +124,7 @@ def test_the_front_by_distance_from_the_reference(known: tuple[Run, Element]) ->
 
 
 def test_the_front_by_quality(scored: tuple[Run, Element]) -> None:
-    facts, box = report_data_of(scored[0]), section(scored[1], "front")
+    facts, box = SweepReport(scored[0]), section(scored[1], "front")
     assert facts.front is not None
     assert facts.front.measure == "quality"
     assert [point.cell for point in facts.front.points if point.on_front] == [3], "all are right as often"
@@ -171,7 +171,7 @@ def test_a_front_compares_and_its_names_do_not_pile_up(tmp_path: Path, cells: in
     for number in range(cells):
         records += synthetic.batches_of(str(number), [20.0 - number] * 2)
         records.append(synthetic.verdict(str(number), "close" if number else "exact", 20.0 - number if number else 1.0))
-    front = report_data_of(synthetic.write_run(tmp_path, records)).front
+    front = SweepReport(synthetic.write_run(tmp_path, records)).front
     if cells == 1:
         assert front is None
         return
@@ -193,7 +193,7 @@ def test_answers_that_are_all_wrong_make_no_front(tmp_path: Path) -> None:
     for records in run.requests.values():
         for record in records:
             record["scores"] = {"exact_match": 0.0}
-    facts = report_data_of(run)
+    facts = SweepReport(run)
     assert facts.front is not None
     assert facts.front.measure == "ratio"
     assert facts.cells[0].quality is not None

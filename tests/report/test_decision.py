@@ -14,7 +14,7 @@ from panscan.analysis.recommend import preset_text, recommend
 from panscan.core import RecordsError
 from panscan.records.store import Run
 from panscan.report import to_markdown
-from panscan.report.markdown_text import plain_text
+from panscan.report.table import plain_text
 from panscan.report.terminal import print_decision
 
 cells = st.builds(

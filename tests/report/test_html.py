@@ -26,7 +26,7 @@ from panscan.report import write_pictures, write_report
 from panscan.report.draw import DARK, LIGHT, SERIES
 from panscan.report.formatting import clean, percent
 from panscan.report.html import render_html
-from panscan.report.report_data import report_data_of
+from panscan.report.sweep import SweepReport
 
 HOSTILE = (
     "<script>alert(1)</script>",
@@ -109,7 +109,7 @@ def test_foreign_text_is_only_ever_text(tmp_path: Path, text: str) -> None:
 
 
 def test_nothing_is_fetched(tmp_path: Path) -> None:
-    html = render_html(report_data_of(run_with("https://example.com/x.png", tmp_path)))
+    html = render_html(SweepReport(run_with("https://example.com/x.png", tmp_path)))
     page = parse(html)
     for element in page.all():
         for name, value in element.attributes.items():
@@ -127,7 +127,7 @@ def test_nothing_is_fetched(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def known(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return render_html(report_data_of(known_run(tmp_path_factory.mktemp("known"))))
+    return render_html(SweepReport(known_run(tmp_path_factory.mktemp("known"))))
 
 
 def test_every_reference_has_its_one_target(known: str) -> None:

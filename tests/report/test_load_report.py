@@ -27,7 +27,7 @@ from panscan.core import RecordsError
 from panscan.records.load_runs import load_settings
 from panscan.records.store import Run
 from panscan.report import to_markdown, write_gallery, write_pictures, write_report
-from panscan.report.load_charts import latency_curves, throughput_curves
+from panscan.report.charts import latency_curves, throughput_curves
 from panscan.report.terminal import print_curves, print_summary
 
 HEADLINE = "8 req/s meets TTFT ≤ 100 ms and TPOT ≤ 20 ms for 95% of requests"

@@ -29,9 +29,8 @@ from panscan.records.store import Run
 from panscan.report import to_markdown, write_report
 from panscan.report.comparison import markdown_text, print_comparison
 from panscan.report.terminal import print_curves, print_decision, print_summary
-from panscan.trace.html import page
+from panscan.trace.output import comparison_lines, lines, page
 from panscan.trace.summary import Summary, summarize
-from panscan.trace.text import comparison_lines, lines
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 RENEW = "PANSCAN_RENEW_SNAPSHOTS"

@@ -35,9 +35,9 @@ from panscan.model.reference import head_logits, weights_digest
 from panscan.model.support import unsupported_reason
 from panscan.runners.base import calls
 from panscan.runners.factory import ready_runner
-from panscan.runners.vllm import VllmRunner
-from panscan.runners.vllm_objects import (
+from panscan.runners.vllm import (
     TOP_LOGPROBS,
+    VllmRunner,
     llm_arguments,
     observation_of,
     prompt_ids,

@@ -7,7 +7,6 @@ import base64
 import gc
 import json
 import logging
-import random
 import socket
 import threading
 import weakref
@@ -34,11 +33,12 @@ from panscan.serve.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     FieldError,
+    Parsed,
     TokenizeRequest,
     _unique,
     parse,
 )
-from panscan.serve.replies import encoded, error_body
+from panscan.serve.replies import error_body
 from panscan.serve.requests import RequestBuilder, media_pool
 from panscan.settings import Settings
 
@@ -130,6 +130,10 @@ def test_multipart_bodies_are_read_as_clients_write_them() -> None:
         parse_form(long, b"a", 2)
 
 
+def parsed(kind: type[Parsed], body: dict[str, Any]) -> Parsed:
+    return parse(kind, json.dumps(body).encode())
+
+
 def hostile_bodies() -> Iterator[bytes]:
     """Yield bodies with many values, names or levels, or very long ones."""
     many = _MOST_VALUES + 1
@@ -160,8 +164,7 @@ def test_expensive_json_is_refused_in_few_words() -> None:
 def test_values_inside_texts_do_not_count() -> None:
     text = 'a, b [c] {d}\\"' * _MOST_VALUES
     messages = [{"role": "user", "content": text}]
-    parsed = parse(ChatCompletionRequest, json.dumps({"messages": messages}).encode())
-    assert parsed.messages[0].content == text
+    assert parsed(ChatCompletionRequest, {"messages": messages}).messages[0].content == text
 
 
 def test_every_quote_belongs_to_a_string() -> None:
@@ -211,9 +214,11 @@ def test_log_probabilities_are_limited() -> None:
         with pytest.raises(
             FieldError, match=r"4 x 1191 x 21 = 100044 .* exceed 100000; lower n, max_tokens"
         ) as refused:
-            builder().chat(ChatCompletionRequest(**body), {}, Deadline())
+            builder().chat(parsed(ChatCompletionRequest, body), {}, Deadline())
         assert refused.value.param == "top_logprobs"
-    assert len(builder().chat(ChatCompletionRequest(**{**body, "max_tokens": 1190}), {}, Deadline()).requests) == 4
+    assert (
+        len(builder().chat(parsed(ChatCompletionRequest, {**body, "max_tokens": 1190}), {}, Deadline()).requests) == 4
+    )
     prompts = CompletionRequest(prompt=["a"] * 10, logprobs=4, max_tokens=2001)
     with pytest.raises(FieldError, match="10 x 2001 x 5 = 100050"):
         builder().completion(prompts, {})
@@ -223,7 +228,7 @@ def test_work_for_an_abandoned_request_stops() -> None:
     deadline = Deadline()
     deadline.abandon()
     part = {"type": "image_url", "image_url": {"url": f"data:;base64,{PNG}"}}
-    body = ChatCompletionRequest(messages=[{"role": "user", "content": [part]}])
+    body = parsed(ChatCompletionRequest, {"messages": [{"role": "user", "content": [part]}]})
     with pytest.raises(TimeoutError):
         builder().chat(body, {}, deadline)
 
@@ -247,16 +252,14 @@ def test_the_body_of_a_request_that_ended_is_not_kept_by_busy_threads() -> None:
 
         connected = Request({"type": "http"}, asyncio.Event().wait)
         slow = [
-            asyncio.ensure_future(
-                admission.in_thread(connected, AdmissionSlot(admission, 60.0), release.wait, "decode")
-            )
+            asyncio.ensure_future(AdmissionSlot(admission, connected, 60.0).in_thread(release.wait, "decode"))
             for _ in range(2)
         ]
         upload = Upload(b"page")
         reference = weakref.ref(upload)
-        slot = AdmissionSlot(admission, 60.0)
+        slot = AdmissionSlot(admission, Request({"type": "http"}, receive), 60.0)
         work = partial(len, upload)
-        reading = asyncio.ensure_future(admission.in_thread(Request({"type": "http"}, receive), slot, work, "decode"))
+        reading = asyncio.ensure_future(slot.in_thread(work, "decode"))
         del upload, work
         await asyncio.sleep(0)
         kept = reference() is not None
@@ -273,17 +276,6 @@ def test_the_body_of_a_request_that_ended_is_not_kept_by_busy_threads() -> None:
         return kept, gone
 
     assert asyncio.run(scenario()) == (True, True)
-
-
-def test_an_answer_is_encoded_in_pieces_and_stays_the_same() -> None:
-    """A response in one piece would hold Python's lock, and with it the event loop, as long as it takes."""
-    numbers = random.Random(1)
-    entries = [{"token": "ä\n", "bytes": [1, 2], "logprob": numbers.random()} for _ in range(1000)]
-    tables = {"tokens": ["a"] * 130, "top_logprobs": [{}] * 64, "text_offset": []}
-    choices = [{"index": 0, "logprobs": {"content": entries}}, {"index": 1, "logprobs": tables}, {"logprobs": None}]
-    body = {"id": "a", "choices": choices, "usage": {}, "pages": [], "count": 1.5, "none": None}
-    assert json.loads(encoded(body)) == body
-    assert encoded(body) == json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
 
 
 def stats(running: int, waiting: int) -> Stats:

@@ -13,10 +13,9 @@ from tests.trace.kineto import KinetoTrace, busy_trace, decode_trace
 
 from panscan.cli.main import run
 from panscan.trace.compare import compare
-from panscan.trace.html import page
 from panscan.trace.kernels import gpu_of
+from panscan.trace.output import lines, page
 from panscan.trace.summary import summarize
-from panscan.trace.text import lines
 from panscan.trace.wording import short_name, short_names
 
 GIB = 2**30
@@ -99,13 +98,13 @@ def test_the_page_holds_every_name_and_no_markup_of_the_trace() -> None:
     assert "\x00" not in text and "\u202e" not in text
     assert "&lt;/script&gt;" in text
     assert "http://" not in text and "https://" not in text
-    assert all("\x00" not in line and "\u202e" not in line for line in lines(summarize(trace.events)))
+    assert all("\x00" not in line and "\u202e" not in line for line in lines(summarize(trace.events), width=100))
 
 
 def test_a_summary_is_the_same_every_time() -> None:
     first, second = (summarize(busy_trace().events) for _ in range(2))
     assert page([first, first]) == page([second, second])
-    assert lines(first) == lines(second)
+    assert lines(first, width=100) == lines(second, width=100)
 
 
 def test_notes_say_what_a_trace_lacks() -> None:

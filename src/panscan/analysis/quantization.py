@@ -5,26 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from panscan.analysis.cells import (
-    MeasuredCell,
-    distinguishing_names,
-    effective_settings,
-    memory_metric,
-    number_text,
-    speed,
-)
-from panscan.analysis.setting_words import label
-from panscan.analysis.significance import QualityDifference, p_text, points_text, quality_difference
+from panscan.analysis.cells import MeasuredCell, effective_settings, speed
+from panscan.analysis.significance import QualityDifference, quality_difference
 from panscan.core import same_model
-from panscan.records.quality import Quality, metric_title, quality_of
+from panscan.records.quality import Quality, quality_of
 from panscan.records.store import Run
 from panscan.records.verdict import is_quantized
 
-__all__ = ["Tradeoff", "TradeoffTable", "tradeoff_table", "tradeoffs_of"]
+__all__ = ["NOTE", "Tradeoff", "tradeoffs_of"]
 
 _KINDS = ("quantization", "quantization_group_size")
-_WEIGHTS = (*_KINDS, "model", "revision")
-_NO_BASE = "no unquantised cell"
 NOTE = (
     "KL is the mean divergence of next-token distributions from the float32 reference of the unquantised model. "
     "Quantised cells are usually different, because they deviate by more than rounding noise. Such a cell is "
@@ -73,16 +63,6 @@ class Tradeoff:
         return speed(self.row) / speed(self.base.row)
 
 
-@dataclass(frozen=True, slots=True)
-class TradeoffTable:
-    """Trade-offs as text: ``headings``, one row for each cell with its id in ``cells``, and the ``note`` below."""
-
-    headings: tuple[str, ...]
-    cells: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = NOTE
-
-
 def tradeoffs_of(run: Run, rows: Sequence[MeasuredCell]) -> list[Tradeoff]:
     """Return the trade-offs of all quantised cells, each group after the unquantised cell that they are compared with.
 
@@ -98,33 +78,6 @@ def tradeoffs_of(run: Run, rows: Sequence[MeasuredCell]) -> list[Tradeoff]:
     for cell, tradeoffs in groups.items():
         found += ([] if cell is None else [plain[cell]]) + tradeoffs
     return found
-
-
-def tradeoff_table(run: Run, rows: Sequence[MeasuredCell]) -> TradeoffTable | None:
-    """Return the trade-offs of a run's quantised cells as a table; None without any."""
-    tradeoffs = tradeoffs_of(run, rows)
-    if not tradeoffs:
-        return None
-    scored = any(tradeoff.quality for tradeoff in tradeoffs)
-    memory, whose = memory_metric(rows)
-    others = [
-        name for name in distinguishing_names([each.row.display_settings for each in tradeoffs]) if name not in _WEIGHTS
-    ]
-    headings = [
-        "weights",
-        "weights GiB",
-        f"peak {whose} GiB",
-        "req/s",
-        "TTFT ms",
-        "TPOT ms",
-        "verdict",
-        "KL answers",
-        "KL images",
-        "top-1",
-    ]
-    headings += [metric_title(run), "vs unquantised"] if scored else []
-    texts = tuple(_texts(tradeoff, others, memory, scored=scored) for tradeoff in tradeoffs)
-    return TradeoffTable(tuple(headings), tuple(tradeoff.row.cell for tradeoff in tradeoffs), texts)
 
 
 def _tradeoff(run: Run, row: MeasuredCell, base: Tradeoff | None) -> Tradeoff:
@@ -147,39 +100,3 @@ def _same_but_weights(run: Run, row: MeasuredCell, plain: MeasuredCell) -> bool:
     names = {*ours, *theirs} - {*_KINDS, "model"}
     same_settings = all(ours.get(name) == theirs.get(name) for name in names)
     return same_settings and same_model(ours.get("model"), theirs.get("model"))
-
-
-def _texts(tradeoff: Tradeoff, others: Sequence[str], memory: str, *, scored: bool) -> tuple[str, ...]:
-    values, top1 = tradeoff.row.metrics.values, tradeoff.row.verdict.top1
-    setting = label({name: tradeoff.row.display_settings.get(name) for name in others})
-    size = None if tradeoff.weight_bytes is None else tradeoff.weight_bytes / 2**30
-    peak = values[memory]
-    texts = [
-        "; ".join(filter(None, (tradeoff.weights or "unquantised", setting))),
-        _beside(size, tradeoff.relative_size),
-        number_text(None if peak is None else peak / 2**30),
-        _beside(values["request_throughput"], tradeoff.relative_speed),
-        number_text(values["median_ttft_ms"]),
-        number_text(values["median_tpot_ms"]),
-        tradeoff.row.verdict.word,
-        *map(_nats, tradeoff.kl),
-        "-" if top1 is None else f"{top1.share:.1%}",
-    ]
-    return (*texts, *(_accuracy(tradeoff) if scored else ()))
-
-
-def _accuracy(tradeoff: Tradeoff) -> tuple[str, str]:
-    quality, found = tradeoff.quality, tradeoff.difference
-    share = "-" if quality is None else f"{quality.mean:.1%} ({100 * quality.low:.1f} to {100 * quality.high:.1f})"
-    if found is None:
-        return share, "-" if not tradeoff.weights or quality is None else _NO_BASE
-    interval = f"{points_text(found.low)} to {points_text(found.high)}"
-    return share, f"{points_text(found.value)} ({interval}), {p_text(found.p_value)}"
-
-
-def _beside(value: float | None, ratio: float | None) -> str:
-    return number_text(value) + ("" if ratio is None else f" ({number_text(ratio)}x)")
-
-
-def _nats(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2g}"

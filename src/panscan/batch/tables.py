@@ -11,6 +11,7 @@ from typing import Any
 
 from panscan.batch.jsonl import Record
 from panscan.core import DatasetError, RecordsError
+from panscan.core.errors import brief
 from panscan.core.files import replace_file, write_errors
 from panscan.images.storage import MAX_OBJECTS, is_stored, open_object
 from panscan.quality.datasets import Boundary
@@ -244,7 +245,7 @@ class _Reading:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
         if isinstance(error, self._expected):
-            text = " ".join(str(error).split())[:200]
+            text = brief(error)
             raise DatasetError(f"{self._source}: not a readable Parquet file: {text}") from error
 
 

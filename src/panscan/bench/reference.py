@@ -22,12 +22,13 @@ from safetensors.torch import save
 from panscan.bench.divergence import Noise
 from panscan.bench.workload import Item, Source, plans_of
 from panscan.core import RecordsError, Request
+from panscan.core.errors import brief
 from panscan.core.files import write_file
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import plan_request, read_images
 from panscan.model.machine import is_out_of_memory, release_memory
 from panscan.model.observation import ForcedTokens, Observation
-from panscan.model.reference import float32_model, one_view_at_a_time
+from panscan.model.reference import converted_model, one_view_at_a_time
 from panscan.runners.observe import observe
 from panscan.settings import Settings
 
@@ -145,17 +146,15 @@ def compute_reference(
     Raises:
         UnsupportedError: the weights cannot be upcast.
     """
-    with float32_model(loaded.model):
+    with converted_model(loaded.model):
         seen = _in_groups(
             loaded,
             requests,
             lambda group: observe(loaded, settings, requests[group], steps=steps, dtype=torch.float32),
             lambda done: on_step(f"computing the reference: {done} of {len(requests)} requests"),
         )
-        found = [
-            _reference_request(request.id, observation) for request, observation in zip(requests, seen, strict=True)
-        ]
-    return Reference(*names, found)
+        pairs = zip(requests, seen, strict=True)
+        return Reference(*names, [_reference_request(request.id, observation) for request, observation in pairs])
 
 
 def observe_eager(
@@ -193,7 +192,7 @@ def reference_states(loaded: Loaded, settings: Settings, request: Request, token
     Raises:
         UnsupportedError: the weights cannot be upcast.
     """
-    with float32_model(loaded.model), one_view_at_a_time(loaded.model):
+    with converted_model(loaded.model), one_view_at_a_time(loaded.model):
         start = len(plan_request(read_images(request), loaded.reader)[1].ids) - 1
         forced_tokens = ForcedTokens([tokens[-1]], list(range(start, start + len(tokens))), 1)
         [seen] = observe(loaded, settings, [request], [forced_tokens], dtype=torch.float32, suffixes=[tokens[:-1]])
@@ -207,22 +206,21 @@ def _in_groups(
     run: Callable[[slice], list[Observation]],
     on_done: Callable[[int], None],
 ) -> Iterator[Observation]:
-    at, size = 0, _BATCH
+    done, size = 0, _BATCH
     with one_view_at_a_time(loaded.model):
-        while at < len(requests):
-            on_done(at)
+        while done < len(requests):
+            on_done(done)
             try:
-                found = run(slice(at, at + size))
+                observations = run(slice(done, done + size))
             except RuntimeError as error:
                 if size == 1 or not is_out_of_memory(error):
                     raise
-                found = []
-            if not found:  # outside the handler, where the exception no longer keeps tensors alive
+                observations = []
+            if not observations:  # outside the handler, where the exception no longer keeps tensors alive
                 release_memory()
                 size = 1
-                continue
-            yield from found
-            at += size
+            yield from observations
+            done += len(observations)
 
 
 def _reference_request(request: str, seen: Observation) -> ReferenceRequest:
@@ -267,18 +265,18 @@ def load_reference(path: Path) -> Reference:
         if metadata.get("panscan_truth") != FORMAT:
             raise RecordsError(f"{path} is not a reference file that this version of panscan can read")
         header: dict[str, Any] = json.loads(metadata["header"])
-        found = [
+        requests = [
             ReferenceRequest(
-                expected["request"],
-                expected["tokens"],
-                expected["places"],
+                lead["request"],
+                lead["tokens"],
+                lead["places"],
                 file.get_tensor(f"{index}.answer"),
                 file.get_tensor(f"{index}.image"),
             )
-            for index, expected in enumerate(header.pop("leads"))
+            for index, lead in enumerate(header.pop("leads"))
         ]
         noise = {name: Noise(**figures) for name, figures in header.pop("noise").items()}
-        return Reference(**header, requests=found, noise=noise)
+        return Reference(**header, requests=requests, noise=noise)
 
 
 def find_references(path: Path) -> list[tuple[Path, Reference]]:
@@ -314,5 +312,5 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        text = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+        text = getattr(error, "strerror", None) or brief(error)
         raise RecordsError(f"{path}: cannot read a reference: {text}") from error

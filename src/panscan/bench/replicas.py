@@ -1,27 +1,91 @@
-"""Replicas of one sweep on disjoint devices: one process each, measured at the same time into one run."""
+"""Replicas of one sweep on disjoint devices: one process each, measured at the same time into one run.
+
+Every replica visits the same cells and repeats in the same order. For each visit it either sends :class:`Ready` and
+waits for an answer, or it sends the cell's outcome, and then no other replica waits to start that cell. So no replica
+waits for one that never arrives, whatever order the messages arrive in.
+
+Only the first replica compares answers, after a cell's last repeat; the others do not wait for its verdict.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import queue
-import signal
-import subprocess
-import tempfile
-import threading
 import warnings
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Self
+from typing import Any
+
+from msgspec import Struct, structs
 
 from panscan.bench.plan import Observer, SweepPlan, Writer
-from panscan.bench.replica_sync import Answer, Message, ReplicaSync, Start
 from panscan.core import PanscanError, PanscanWarning, SettingError, UnsupportedError
-from panscan.core.process import worker_command
+from panscan.core.child import Child, ChildEndedError, Inbox
+from panscan.records.schema import AnyRecord, CellRecord, RepeatRecord, ReplicaRecord, RequestRecord
 
-__all__ = ["Slot", "gpu_slots", "run_replicas", "slots"]
+__all__ = [
+    "Message",
+    "Progress",
+    "Ready",
+    "ReplicaSignal",
+    "ReplicaSync",
+    "Slot",
+    "Start",
+    "gpu_slots",
+    "merged_repeat",
+    "run_replicas",
+    "slots",
+]
+
+
+class ReplicaSignal(Enum):
+    """Messages without data."""
+
+    PROCEED = auto()
+    """Answers :class:`Ready`: every replica is ready, start measuring."""
+    ABORT = auto()
+    """Answers :class:`Ready`: another replica failed in this cell, skip it."""
+    FINISHED = auto()
+    """From a replica: it finished its sweep, and its process exits."""
+
+
+class Start(Struct, frozen=True):
+    """The first message to a replica.
+
+    Args:
+        replica: its number.
+        plan: the sweep to run.
+        done: finished visits, as (cell id, repeat).
+        directory: the run directory.
+    """
+
+    replica: int
+    plan: SweepPlan
+    done: set[tuple[str, int | None]]
+    directory: Path
+
+
+class Ready(Struct, frozen=True):
+    """From a replica: the warm-up is over; it waits for an answer."""
+
+    cell: str
+    repeat: int
+
+
+class Progress(Struct, frozen=True):
+    """From a replica: a method of its :class:`panscan.bench.plan.Observer` was called."""
+
+    method: str
+    arguments: tuple[Any, ...] = ()
+
+
+Message = Ready | Progress | list[AnyRecord] | str | PanscanError | ReplicaSignal
+"""From a replica; a list is of records of a repeat, of a cell's outcome or of the whole run; a text is a warning's; an
+error ends its sweep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,27 +196,47 @@ def run_replicas(
     """
     chosen = slots(plan)
     devices = [slot.device for slot in chosen]
-    inbox: _Inbox = queue.SimpleQueue()
+    inbox: Inbox = queue.SimpleQueue()
+    threads = _threads_per_process(len(chosen), _tensor_parallel_size(plan), on_cpu=not any(devices))
     with contextlib.ExitStack() as stack:
-        threads = _threads_each(len(chosen), _tensor_parallel_size(plan), on_cpu=not any(devices))
-        replicas = [stack.enter_context(_Replica(i, slot, threads, inbox)) for i, slot in enumerate(chosen)]
+        replicas = [stack.enter_context(_started_replica(slot, threads)) for slot in chosen]
         for number, replica in enumerate(replicas):
-            replica.send(Start(number, plan, done, directory))
+            replica.listen_into(inbox)
+            _send_if_alive(replica, Start(number, plan, done, directory))
         sync = ReplicaSync(
-            plan, done, devices, writer=writer, observer=observer, answer=lambda i, answer: replicas[i].send(answer)
+            plan,
+            done,
+            devices,
+            writer=writer,
+            observer=observer,
+            answer=lambda number, answer: _send_if_alive(replicas[number], answer),
         )
         running = set(range(len(replicas)))
         while running:
-            number, message = inbox.get()
+            replica, message = inbox.get()
+            number = replicas.index(replica)
             if message is not None:
                 sync.take(number, message)
             elif sync.has_finished(number):
                 running.remove(number)
             else:
-                raise replicas[number].death()
+                raise PanscanError(f"replica {number} {replica.ending()} (finished repeats are kept)")
 
 
-def _threads_each(replicas: int, size: int, *, on_cpu: bool) -> int:
+def _started_replica(slot: Slot, threads: int) -> Child:
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    if slot.visible is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = slot.visible
+    return Child("panscan.bench.replica_worker", environment=environment, keep_output=True)
+
+
+def _send_if_alive(replica: Child, message: Start | ReplicaSignal) -> None:
+    """Send a message; the end of a replica's connection tells that it died."""
+    with contextlib.suppress(ChildEndedError):
+        replica.send(message)
+
+
+def _threads_per_process(replicas: int, size: int, *, on_cpu: bool) -> int:
     """Return the threads of each process, so that together they use the cores available to this one.
 
     Args:
@@ -168,65 +252,157 @@ def _threads_each(replicas: int, size: int, *, on_cpu: bool) -> int:
     return max(1, cores // (replicas * size))
 
 
-_Inbox = queue.SimpleQueue[tuple[int, Message | None]]
-"""A replica's number and its message; None once its output has ended."""
+class ReplicaSync:
+    """Handles the replicas' messages one at a time, in the order in which they arrive.
 
+    Args:
+        plan: the sweep.
+        done: visits that an earlier start finished.
+        devices: the device of each replica for its records; "" keeps the name that the replica uses.
+        writer: takes the run's records.
+        observer: observes the sweep as if it ran in one process.
+        answer: sends an answer to the replica of this number.
+    """
 
-class _Replica:
-    """The process of one replica. Leaving the context kills it."""
-
-    def __init__(self, number: int, slot: Slot, threads: int, inbox: _Inbox) -> None:
-        self._number = number
-        self._inbox = inbox
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        if slot.visible is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = slot.visible
-        self._process = subprocess.Popen(
-            worker_command("panscan.bench.replica_worker"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            env=environment,
-        )
-        threading.Thread(target=self._listen, daemon=True).start()
-
-    def _listen(self) -> None:
-        assert self._process.stdout is not None
-        try:
-            with self._process.stdout as stream:
-                while True:
-                    self._inbox.put((self._number, pickle.load(stream)))
-        except (EOFError, OSError, pickle.UnpicklingError):
-            pass  # the process ended, perhaps in the middle of a message
-        finally:
-            self._inbox.put((self._number, None))
-
-    def send(self, message: Start | Answer) -> None:
-        """Send a message; a dead replica is noticed by the end of its output, not here."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            pickle.dump(message, self._process.stdin)
-            self._process.stdin.flush()
-
-    def death(self) -> PanscanError:
-        """Return why this replica ended before it finished its sweep."""
-        code = self._process.wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").split("\n")
-        last = next((" ".join(line.split())[:300] for line in reversed(lines) if line.strip()), "")
-        return PanscanError(f"replica {self._number} {how}{': ' if last else ''}{last} (finished repeats are kept)")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    def __init__(
+        self,
+        plan: SweepPlan,
+        done: set[tuple[str, int | None]],
+        devices: Sequence[str],
+        *,
+        writer: Writer,
+        observer: Observer,
+        answer: Callable[[int, ReplicaSignal], None],
     ) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._errors.close()
-        if self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
+        self._cells = {cell.id: cell for cell in plan.cells}
+        self._devices = devices
+        self._writer = writer
+        self._observer = observer
+        self._answer = answer
+        self._waiting: dict[int, Ready] = {}
+        # By cell and replica, one reply for each visit: one replica may fail in the next while others end this one.
+        self._replies: dict[str, list[deque[Sequence[AnyRecord]]]] = defaultdict(lambda: [deque() for _ in devices])
+        self._broken: set[str] = set()
+        self._gave_up: set[tuple[int, str]] = set()
+        self._finished: set[int] = set()
+        measured = [cell for cell in self._cells if all((cell, repeat) in done for repeat in range(plan.repeats))]
+        self._through = {(replica, cell) for cell in measured for replica in range(len(devices))}
+
+    def has_finished(self, replica: int) -> bool:
+        """Whether a replica finished its sweep, so that the end of its process is no failure."""
+        return replica in self._finished
+
+    def take(self, replica: int, message: Message) -> None:
+        """Handle a message of a replica.
+
+        Raises:
+            PanscanError: the replica cannot continue, so the run cannot.
+        """
+        match message:
+            case Ready():
+                self._ready(replica, message)
+            case Progress(method, arguments):
+                getattr(self._observer, method)(*arguments)
+            case list():
+                self._wrote(replica, message)
+            case str():
+                warnings.warn(message, PanscanWarning, stacklevel=2)
+            case PanscanError():
+                raise type(message)(f"replica {replica}: {message}")
+            case _:
+                self._finished.add(replica)
+
+    def _ready(self, replica: int, visit: Ready) -> None:
+        self._waiting[replica] = visit
+        if visit.cell in self._broken:
+            self._give_up(visit.cell)
+        elif len(self._waiting) == len(self._devices):
+            self._waiting.clear()
+            self._observer.ready(self._cells[visit.cell], visit.repeat)
+            for number in range(len(self._devices)):
+                self._answer(number, ReplicaSignal.PROCEED)
+
+    def _give_up(self, cell: str) -> None:
+        """Tell the replicas that wait to start a cell to skip it."""
+        for replica in [replica for replica, visit in self._waiting.items() if visit.cell == cell]:
+            del self._waiting[replica]
+            self._gave_up.add((replica, cell))
+            self._answer(replica, ReplicaSignal.ABORT)
+
+    def _wrote(self, replica: int, records: Sequence[AnyRecord]) -> None:
+        first = records[0]
+        if not isinstance(first, RequestRecord | RepeatRecord | CellRecord) or (replica, first.cell) in self._through:
+            if replica == 0:  # all replicas load the same, and only the first compares answers
+                self._writer.write(records)
+            return
+        cell = first.cell
+        replies = self._replies[cell]
+        replies[replica].append(records)
+        if isinstance(first, CellRecord):
+            self._broken.add(cell)
+            self._give_up(cell)
+        elif isinstance(records[-1], CellRecord):
+            self._through.add((replica, cell))
+        if all(replies):
+            self._close(cell, [reply.popleft() for reply in replies])
+
+    def _close(self, cell: str, replies: Sequence[Sequence[AnyRecord]]) -> None:
+        """Write a visit that all replicas ended: one merged repeat, or one outcome with its reason."""
+        firsts = [(number, records[0]) for number, records in enumerate(replies)]
+        outcomes = [(number, record) for number, record in firsts if isinstance(record, CellRecord)]
+        if not outcomes:
+            self._writer.write(merged_repeat(replies, self._devices))
+            return
+        failures = [(number, record) for number, record in outcomes if (number, cell) not in self._gave_up]
+        first, record = failures[0]
+        kinds = {(failure.outcome, failure.reason) for _, failure in failures}
+        everywhere = len(failures) == len(replies) and len(kinds) == 1
+        reason = record.reason if everywhere else f"replica {first}: {record.reason}"
+        self._writer.write([structs.replace(record, reason=reason)])
+        self._observer.problem(self._cells[cell], record.outcome, reason or "")
+
+
+def merged_repeat(parts: Sequence[Sequence[AnyRecord]], devices: Sequence[str]) -> list[AnyRecord]:
+    """Merge the records of one repeat: all requests, one ``repeat`` line, the first replica's other lines.
+
+    The line's ``started`` and ``ended`` are the common window, from the latest start to the earliest end; peaks are
+    sums. Batch numbers are shifted so that no two replicas share one.
+    """
+    requests = [(number, one) for number, part in enumerate(parts) for one in part if isinstance(one, RequestRecord)]
+    batches = 1 + max((request.batch for _, request in requests), default=0)
+    shifted = [
+        structs.replace(request, replica=number, batch=request.batch + number * batches) for number, request in requests
+    ]
+    lines = [next(record for record in part if isinstance(record, RepeatRecord)) for part in parts]
+    line = structs.replace(
+        lines[0],
+        started=max(part.started for part in lines),
+        ended=min(part.ended for part in lines),
+        warmup_s=max(part.warmup_s for part in lines),
+        peak_allocated_bytes=_total_or_none([part.peak_allocated_bytes for part in lines]),
+        peak_reserved_bytes=_total_or_none([part.peak_reserved_bytes for part in lines]),
+        peak_rss_bytes=_total_or_none([part.peak_rss_bytes for part in lines]),
+        replicas=[_replica_record(replica, part, devices[replica]) for replica, part in enumerate(lines)],
+    )
+    return [*shifted, line, *(record for record in parts[0] if not isinstance(record, RequestRecord | RepeatRecord))]
+
+
+def _total_or_none(values: Sequence[int | None]) -> int | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def _replica_record(replica: int, line: RepeatRecord, device: str) -> ReplicaRecord:
+    """Return a replica's part of the line. Each process calls its own GPU cuda:0, so the run's name replaces it."""
+    known = line.device or ""
+    return ReplicaRecord(
+        replica=replica,
+        started=line.started,
+        ended=line.ended,
+        warmup_s=line.warmup_s,
+        peak_allocated_bytes=line.peak_allocated_bytes,
+        peak_rss_bytes=line.peak_rss_bytes,
+        torch_threads=line.torch_threads,
+        tokens=line.tokens,
+        device=device if known.startswith("cuda") and device else known,
+    )

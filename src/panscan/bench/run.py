@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -20,7 +18,7 @@ from panscan.bench.grid import Cell
 from panscan.bench.plan import Observer, SweepPlan, Writer
 from panscan.bench.replicas import run_replicas, slots
 from panscan.bench.sweep import run_sweep
-from panscan.bench.workload import Item, Source, build_workload
+from panscan.bench.workload import Source, build_workload, content_digest
 from panscan.core import InputError, RecordsError
 from panscan.model.bundled import fingerprints
 from panscan.records.environment import bundled_weights, environment, new_run_record
@@ -217,7 +215,7 @@ def plan_of(run: Run, *, on_problem: Callable[[InputError], None], later: Mappin
     except (KeyError, TypeError) as error:
         raise RecordsError(f"--resume {run.path.parent}: its header is another version's ({error})") from error
     items = build_workload(source, on_problem=on_problem)
-    if _fingerprint(items) != kept.workload_sha256:
+    if content_digest(items) != kept.workload_sha256:
         raise RecordsError(
             f"--resume {run.path.parent}: documents or prompts have changed since the run began"
             " (resume from the folder in which it was started, or start a new run)"
@@ -273,7 +271,7 @@ def header(plan: SweepPlan, command: Sequence[str]) -> RunRecord:
     bundled = fingerprints(cell.settings.model for cell in plan.cells if not cell.settings.random_weights)
     settings = RunSettings(
         source=asdict(plan.source),
-        workload_sha256=_fingerprint(plan.items),
+        workload_sha256=content_digest(plan.items),
         requests=len(plan.items),
         reference=plan.reference,
         dataset=plan.dataset,
@@ -290,9 +288,3 @@ def _recorded_cell(cell: Cell) -> RecordedCell:
 def _alias(recorded: RecordedCell) -> Cell:
     """The cell of :func:`_recorded_cell`."""
     return Cell(recorded.cell, recorded_settings(recorded.settings), recorded.preset)
-
-
-def _fingerprint(items: Sequence[Item]) -> str:
-    """One hash over every request's id, documents and prompt."""
-    facts = [[item.id, [document.sha256 for document in item.documents], item.prompt_sha256] for item in items]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

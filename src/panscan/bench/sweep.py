@@ -10,6 +10,7 @@ from panscan.bench.grid import Cell
 from panscan.bench.plan import Observer, SweepPlan, Visit, Writer
 from panscan.bench.workload import Item, request_of
 from panscan.core import PanscanError, Request, Result, UnsupportedError, now
+from panscan.core.errors import brief
 from panscan.quality.scores import scores_of
 from panscan.records.schema import AnyRecord, CellRecord, Content, LoadRecord, RepeatRecord, RequestRecord
 from panscan.settings import ALL_AT_ONCE, Settings
@@ -292,7 +293,7 @@ def _classify(error: Exception) -> tuple[str, str]:
     """Outcome and reason of a failure."""
     from panscan.model.machine import is_out_of_memory
 
-    text = " ".join(str(error).split())[:300]
+    text = brief(error, 300)
     if is_out_of_memory(error):
         return "oom", f"out of memory: {text}"
     if isinstance(error, UnsupportedError):

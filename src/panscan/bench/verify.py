@@ -34,7 +34,7 @@ from panscan.bench.reference import (
     views_digest,
 )
 from panscan.bench.tokens import Expected, Judge, ReferenceRows, Tokens, compared_with_reference, first_difference
-from panscan.bench.workload import Item, Source, plans_of, request_of
+from panscan.bench.workload import Item, Source, request_of, view_counts
 from panscan.core import (
     PanscanError,
     PanscanWarning,
@@ -46,6 +46,7 @@ from panscan.core import (
     now,
     same_model,
 )
+from panscan.core.errors import brief
 from panscan.model.checkpoint import Loaded, stored_format
 from panscan.model.machine import is_out_of_memory, release_memory, resolve_device, resolve_dtype
 from panscan.model.quantization import unquantized_settings
@@ -125,7 +126,7 @@ class Verifier:
         if not known & needed:
             raise RecordsError(
                 f"--reference {self.reference_files[0][0]} was computed for other views: use the same documents,"
-                " prompts, pan-and-scan settings, --preprocess, --num-samples, --verify-requests and --seed"
+                " prompts, pan-and-scan settings, --preprocess, --num-prompts, --verify-requests and --seed"
             )
 
     def prepare(self, runner: Runner, cells: Sequence[Cell]) -> None:
@@ -253,7 +254,7 @@ class Verifier:
         Measured tokens are not recorded, so a resumed run first answers the requests as they were measured.
         """
         requests = [request_of(item, cell.settings, self.source) for item in self.everything]
-        views = [sum(len(plan.views) for plan in plans_of(item, cell.settings)) for item in self.everything]
+        views = view_counts(self.everything, cell.settings)
         if requests and not self._runs.get(cell.id):
             self.say("answering again: tokens measured before this run was resumed are not stored")
             try:
@@ -445,8 +446,7 @@ class Verifier:
         settings = cell.settings
         requests = self._requests(settings)
         tally, top_logprobs = DivergenceTally(), None
-        views = [sum(len(plan.views) for plan in plans_of(item, settings)) for item in self.items]
-        todo = calls(views, settings)
+        todo = calls(view_counts(self.items, settings), settings)
         for number, batch in enumerate(todo):
             self.say(f"comparing answers: batch {number + 1} of {len(todo)}")
             forced = [reference.requests[index].forced_tokens(settings.max_new_tokens) for index in batch]
@@ -583,7 +583,7 @@ def _one_per_views(cells: Sequence[Cell], views: Callable[[Cell], str]) -> list[
 
 
 def _reason(error: Exception, doing: str) -> str:
-    text = " ".join(str(error).split())[:200]
+    text = brief(error)
     if is_out_of_memory(error):
         hint = "" if doing == "comparing answers" else ": load a reference with --reference"
         return f"out of memory while {doing}{hint}"

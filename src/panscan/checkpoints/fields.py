@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import isqrt, prod
 from typing import Any
@@ -69,10 +69,9 @@ _LARGEST = {
     "mm_tokens_per_image": 1 << 16,
 }
 """The largest value of each size; the 27B model has 62 layers, 262,208 tokens and images of 896 pixels."""
-_POSITIVE = ("rms_norm_eps", "layer_norm_eps", "rope_theta", "rope_local_base_freq", "factor", "initializer_range")
 _MAX_ADDED = 1 << 16  # tokens; Gemma 3 has 6,415
 _ACTIVATIONS = ("gelu", "gelu_fast", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu")
-_MODEL_TYPES = {"text_config": ("gemma3_text",), "vision_config": ("siglip_vision_model",)}
+_MODEL_TYPES = {"text_config": "gemma3_text", "vision_config": "siglip_vision_model"}
 _ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "boi_token_index", "eoi_token_index", "image_token_index")
@@ -101,10 +100,10 @@ class ConfigSizes:
         """
         if config.get("model_type") != "gemma3":
             return cls(_text_sizes(config, ""), None, 0)
-        parts = {name: _part(config, name) for name in ("text_config", "vision_config")}
-        for name, kinds in _MODEL_TYPES.items():
-            kind = parts[name].get("model_type", kinds[0])
-            _require(kind in kinds, f"{name}.model_type", kind, " or ".join(kinds))
+        parts = {name: _part(config, name) for name in _MODEL_TYPES}
+        for name, expected in _MODEL_TYPES.items():
+            kind = parts[name].get("model_type", expected)
+            _require(kind == expected, f"{name}.model_type", kind, expected)
         text = _text_sizes(parts["text_config"], "text_config.")
         vision = _sizes(parts["vision_config"], VISION_DEFAULTS, "vision_config.")
         tokens = _sizes(config, {"mm_tokens_per_image": IMAGE_TOKENS}, "")["mm_tokens_per_image"]
@@ -155,15 +154,13 @@ def check_quantization(config: Mapping[str, Any]) -> None:
     text = config.get("text_config")
     for part, prefix in ((config, ""), (text if isinstance(text, dict) else {}, "text_config.")):
         for name in ("quantization_config", "compression_config"):
-            value = part.get(name)
-            _require(value is None or isinstance(value, dict), f"{prefix}{name}", value, "an object")
-            method = (value or {}).get("quant_method")
+            method = _part(part, name, prefix).get("quant_method")
             _require(method is None or isinstance(method, str), f"{prefix}{name}.quant_method", method, "a name")
 
 
-def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _part(config: Mapping[str, Any], name: str, prefix: str = "") -> Mapping[str, Any]:
     part = config.get(name)
-    _require(part is None or isinstance(part, dict), name, part, "an object")
+    _require(part is None or isinstance(part, dict), f"{prefix}{name}", part, "an object")
     return part or {}
 
 
@@ -177,9 +174,6 @@ def _text_sizes(config: Mapping[str, Any], prefix: str) -> dict[str, int]:
     if kinds is not None:
         fits = isinstance(kinds, list) and len(kinds) == layers and all(kind in _LAYER_TYPES for kind in kinds)
         _require(fits, f"{prefix}layer_types", kinds, f"{' or '.join(_LAYER_TYPES)} for each of {layers} layers")
-    for name in ("sliding_window_pattern", "_sliding_window_pattern"):
-        pattern = config.get(name)
-        _require(pattern is None or _is_integer(pattern, 1, _INTEGER), f"{prefix}{name}", pattern, "a positive integer")
     for name in ("rope_parameters", "rope_scaling", "rope_theta"):
         _check_rope(config.get(name), f"{prefix}{name}")
     _check_others(config, prefix, sizes["vocab_size"])
@@ -214,23 +208,37 @@ def _check_rope(value: Any, field: str) -> None:
     _require(fits, field, value, "a positive number")
 
 
+_Rule = tuple[Callable[[Any], bool], str]
+_POSITIVE: _Rule = (lambda value: _is_number(value, 0, 1e12) and 0 < value < 1e12, "a positive number")
+_RULES: dict[str, _Rule] = {
+    **dict.fromkeys(
+        ("sliding_window_pattern", "_sliding_window_pattern"),
+        (lambda value: _is_integer(value, 1, _INTEGER), "a positive integer"),
+    ),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "rope_theta", "rope_local_base_freq"), _POSITIVE),
+    **dict.fromkeys(("factor", "initializer_range"), _POSITIVE),
+    **dict.fromkeys(
+        ("attn_logit_softcapping", "final_logit_softcapping"),
+        (lambda value: isinstance(value, int | float) and value > 0, "a number"),
+    ),
+    **dict.fromkeys(
+        ("hidden_activation", "hidden_act"), (lambda value: value in _ACTIVATIONS, " or ".join(_ACTIVATIONS))
+    ),
+    **dict.fromkeys(
+        ("tie_word_embeddings", "attention_bias", "use_bidirectional_attention", "vision_use_head"),
+        (lambda value: isinstance(value, bool), "true or false"),
+    ),
+}
+"""What the fields that are no sizes may be, unless they are missing or null."""
+
+
 def _check_others(config: Mapping[str, Any], prefix: str, vocabulary: int) -> None:
     """Check the fields that are no sizes."""
-    for name in _POSITIVE:
-        value = config.get(name)
-        fits = value is None or (isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e12)
-        _require(fits, f"{prefix}{name}", value, "a positive number")
     for name in _TOKENS:
         _check_tokens(_CONFIG, config.get(name), f"{prefix}{name}", max(vocabulary, TEXT_DEFAULTS["vocab_size"]))
-    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+    for name, (allows, expected) in _RULES.items():
         value = config.get(name)
-        _require(value is None or (isinstance(value, int | float) and value > 0), f"{prefix}{name}", value, "a number")
-    for name in ("hidden_activation", "hidden_act"):
-        value = config.get(name)
-        _require(value is None or value in _ACTIVATIONS, f"{prefix}{name}", value, " or ".join(_ACTIVATIONS))
-    for name in ("tie_word_embeddings", "attention_bias", "use_bidirectional_attention", "vision_use_head"):
-        value = config.get(name)
-        _require(value is None or isinstance(value, bool), f"{prefix}{name}", value, "true or false")
+        _require(value is None or allows(value), f"{prefix}{name}", value, expected)
 
 
 def _check_tokens(file: str, value: Any, field: str, vocabulary: int) -> None:

@@ -52,6 +52,11 @@ class StoredShape:
     shape: tuple[int, ...]
     file: str
 
+    @property
+    def bytes(self) -> int:
+        """Size in the file."""
+        return prod(self.shape) * _BITS[self.dtype] // 8
+
 
 def key_of(name: str) -> str:
     """Return a tensor's or module's name without the segments in which the layouts of checkpoints differ."""

@@ -7,35 +7,18 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import click
 
 from panscan.cli.console import echo, errors, import_libraries, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_checkpoint
-from panscan.cli.options import (
-    RAW_PROMPT,
-    RUNNER_DEFAULT,
-    axis_options,
-    chosen_settings,
-    common_options,
-    json_schema_option,
-    max_pages_option,
-    preset_option,
-    print_runner,
-    read_json_schema,
-    read_prompt,
-    url_options,
-    utf8,
-)
-from panscan.cli.verb import option, verb
+from panscan.cli.options import chosen_settings, print_runner, read_json_schema, read_prompt, utf8
+from panscan.cli.verb import verb
 from panscan.core import Request, Result, Sampling, SettingError, now
 from panscan.core.activity import activity
-from panscan.settings import ENGINE_LIMITS, RunnerChoice, Settings, axes
+from panscan.settings import ENGINE_LIMITS, Options, RunnerChoice, Settings, axes
 
 __all__ = ["command"]
-
-_NOT_HERE = ("batch_size", "equal_views", "max_concurrency", "max_num_seqs")
 
 EPILOG = """\b
 Examples
@@ -49,44 +32,34 @@ Examples
 
 @verb("ask", EPILOG)
 @click.argument("images", nargs=-1, metavar="[IMAGE]...")
-@option("Input", "-p", "--prompt", help="Prompt; '-' or none reads standard input.")
-@option("Input", "--system", help="System message.")
-@option("Input", "--raw-prompt", is_flag=True, rare=True, help=RAW_PROMPT)
-@preset_option
-@option("Output", "--json", "as_json", is_flag=True, help="Print one JSON object.")
-@json_schema_option
-@url_options
-@max_pages_option
-@axis_options(leave_out=_NOT_HERE, defaults=RUNNER_DEFAULT)
-@common_options
-def command(**options: Any) -> None:
+def command(options: Options, images: tuple[str, ...]) -> None:
     """Answer one question about images. Each page of a PDF or TIFF is an image; all go into one prompt."""
     show_warnings(errors())
-    prompt = read_prompt(options["prompt"])
-    settings, choice = _settings(options)
-    sampling = _sampling(options["json_schema"], settings)
+    prompt = read_prompt(options.prompt)
+    settings, choice = _engine_or_runner(options)
+    sampling = _sampling(options.json_schema, settings)
     from panscan.images.files import Page, expand_images
 
     request = Request(
         prompt=prompt,
-        images=options["images"],
-        system=utf8("--system", options["system"]),
-        raw=options["raw_prompt"],
+        images=images,
+        system=utf8("--system", options.system),
+        raw=options.raw_prompt,
         pan_and_scan=settings.pan_and_scan,
         sampling=sampling,
-        max_pages=options["max_pages"],
+        max_pages=options.max_pages,
     )
     # A missing file is reported before a model loads.
     request = replace(request, images=expand_images(request.images, max_pages=request.max_pages))
-    if settings.model == "mini" and not settings.random_weights and options["model"] is None:
+    if settings.model == "mini" and not settings.random_weights and "model" not in options.given:
         warn_mini()
     print_runner(choice)
     DemonstrationWarning(settings).check(image.name if isinstance(image, Page) else "" for image in request.images)
-    result, startup = _answer(request, settings)
-    _show(result, startup, settings.runner, as_json=options["as_json"])
+    result, startup = _ask_once(request, settings)
+    _print_answer(result, startup, settings.runner, as_json=options.json)
 
 
-def _answer(request: Request, settings: Settings) -> tuple[Result, dict[str, float]]:
+def _ask_once(request: Request, settings: Settings) -> tuple[Result, dict[str, float]]:
     """Return the result of one request, and the seconds of each startup step.
 
     Raises:
@@ -123,9 +96,9 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     seconds[name] = now() - started
 
 
-def _settings(options: dict[str, Any]) -> tuple[Settings, RunnerChoice]:
+def _engine_or_runner(options: Options) -> tuple[Settings, RunnerChoice]:
     """Return the settings, and why they have their runner; the engine gets room for the one request."""
-    chosen, choice = chosen_settings(options, "ask", _NOT_HERE)
+    chosen, choice = chosen_settings(options, "ask")
     if chosen["runner"] == "engine":
         chosen["max_num_seqs"] = 1
     return Settings(**chosen), choice
@@ -147,7 +120,7 @@ def _sampling(json_schema: str | None, settings: Settings) -> Sampling:
     return replace(settings.sampling, json_schema=read_json_schema(json_schema, ignore_eos=settings.ignore_eos))
 
 
-def _show(result: Result, startup: dict[str, float], runner: str, *, as_json: bool) -> None:
+def _print_answer(result: Result, startup: dict[str, float], runner: str, *, as_json: bool) -> None:
     if as_json:
         fields = ("text", "finish_reason", "views", "crops", "image_tokens", "prompt_tokens", "output_tokens")
         shown = {name: getattr(result, name) for name in fields} | {"runner": runner}

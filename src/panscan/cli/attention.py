@@ -12,41 +12,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from panscan.cli.console import echo, errors, import_libraries, out, show_warnings, warn_mini
-from panscan.cli.options import (
-    RAW_PROMPT,
-    axis_options,
-    common_options,
-    given_values,
-    max_pages_option,
-    one_preset,
-    preset_option,
-    read_prompt,
-    url_options,
-    utf8,
-)
-from panscan.cli.verb import option, verb
+from panscan.cli.options import given_values, one_preset, read_prompt, utf8
+from panscan.cli.verb import verb
 from panscan.core import Request, SettingError
 from panscan.core.activity import activity
-from panscan.settings import Settings
+from panscan.settings import Options, Settings
 
 if TYPE_CHECKING:
     from panscan.attention_map.measure import PromptAttention
 
 __all__ = ["command"]
 
-_SETTINGS = (
-    "model",
-    "revision",
-    "random_weights",
-    "model_shape",
-    "device",
-    "attention_backend",
-    "prefill_chunk_size",
-    "do_pan_and_scan",
-    "pan_and_scan_min_crop_size",
-    "pan_and_scan_max_num_crops",
-    "pan_and_scan_min_ratio_to_activate",
-)
 _PICTURE = "attention.png"
 
 EPILOG = """\b
@@ -60,62 +36,41 @@ Examples
 
 @verb("attention", EPILOG)
 @click.argument("images", nargs=-1, metavar="[IMAGE]...")
-@option("Input", "-p", "--prompt", help="Prompt; '-' or none reads standard input.")
-@option("Input", "--system", help="System message.")
-@option("Input", "--raw-prompt", is_flag=True, help=RAW_PROMPT)
-@option(
-    "Runner",
-    "--attention",
-    "--attn-impl",
-    "--attn-implementation",
-    "implementations",
-    default="sdpa,engine",
-    show_default=True,
-    shown="--attention NAMES",
-    help="Implementations to compare with eager.",
-)
-@option("Output", "-o", "--output", metavar="FILE", help=f"Picture to write.  [default: {_PICTURE}]")
-@preset_option
-@option("Output", "--json", "as_json", is_flag=True, help="Print JSON; draws only with --output.")
-@url_options
-@max_pages_option
-@axis_options(_SETTINGS, texts={"prefill_chunk_size": "Prompt tokens per pass of the engine."})
-@common_options
-def command(**options: Any) -> None:
+def command(options: Options, images: tuple[str, ...]) -> None:
     """Draw which positions attend to which: text, each view, global and local layers.
 
     Masks are measured on the attention code of each implementation; token pairs that differ from eager are
     marked. No weights are loaded: with --random-weights --model-shape 27b nothing is downloaded.
     """
     show_warnings(errors())
-    prompt = read_prompt(options["prompt"])
-    names = [name.strip() for name in options["implementations"].split(",")]
-    settings = Settings(**{**one_preset(options["preset"], "attention", _SETTINGS), **given_values(options)})
+    prompt = read_prompt(options.prompt)
+    names = [name.strip() for name in options.implementations.split(",")]
+    settings = Settings(**{**one_preset(options, "attention"), **given_values(options)})
     import_libraries()
     from panscan.attention_map.measure import check_names, measure
     from panscan.images.files import expand_images
 
     check_names(names)
-    images = expand_images(options["images"], max_pages=options["max_pages"])
-    place = _place(options["output"], options["images"], as_json=options["as_json"])
+    pages = expand_images(images, max_pages=options.max_pages)
+    path = _picture_path(options.output, images, as_json=options.json)
     request = Request(
         prompt=prompt,
-        images=images,
-        system=utf8("--system", options["system"]),
-        raw=options["raw_prompt"],
+        images=pages,
+        system=utf8("--system", options.system),
+        raw=options.raw_prompt,
         pan_and_scan=settings.pan_and_scan,
-        max_pages=options["max_pages"],
+        max_pages=options.max_pages,
     )
-    if settings == Settings() and options["model"] is None:
+    if settings == Settings() and "model" not in options.given:
         warn_mini()
     with activity("measuring attention"):
         shown = measure(request, settings, names)
-    if place is not None:
-        _save(shown, place)
-    _show(shown, place, as_json=options["as_json"])
+    if path is not None:
+        _save_picture(shown, path)
+    _print_attention(shown, path, as_json=options.json)
 
 
-def _place(output: str | None, images: Sequence[str], *, as_json: bool) -> Path | None:
+def _picture_path(output: str | None, images: Sequence[str], *, as_json: bool) -> Path | None:
     """Return the picture's file; None if there is no picture.
 
     Raises:
@@ -123,57 +78,57 @@ def _place(output: str | None, images: Sequence[str], *, as_json: bool) -> Path 
     """
     if output is None and as_json:
         return None
-    place = Path(_PICTURE if output is None else output)
-    if place.suffix.lower() != ".png":
+    path = Path(_PICTURE if output is None else output)
+    if path.suffix.lower() != ".png":
         raise SettingError(f"--output {output}: the picture is a PNG: give a name that ends in .png")
-    if place.is_dir():
-        raise SettingError(f"--output {place} is a folder: give the name of a file")
-    if place.resolve() in {Path(image.partition("#")[0]).resolve() for image in images}:
-        raise SettingError(f"--output {place} is one of the images: give another name")
-    return place
+    if path.is_dir():
+        raise SettingError(f"--output {path} is a folder: give the name of a file")
+    if path.resolve() in {Path(image.partition("#")[0]).resolve() for image in images}:
+        raise SettingError(f"--output {path} is one of the images: give another name")
+    return path
 
 
-def _save(shown: PromptAttention, place: Path) -> None:
+def _save_picture(shown: PromptAttention, path: Path) -> None:
     from panscan.attention_map.picture import draw_attention
     from panscan.core.files import write_file
 
     data = io.BytesIO()
     draw_attention(shown).save(data, "PNG", optimize=True)
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SettingError(f"--output {place}: {error.strerror or error}") from error
-    write_file(place, data.getvalue())
+        raise SettingError(f"--output {path}: {error.strerror or error}") from error
+    write_file(path, data.getvalue())
 
 
-def _show(shown: PromptAttention, place: Path | None, *, as_json: bool) -> None:
+def _print_attention(shown: PromptAttention, path: Path | None, *, as_json: bool) -> None:
     if as_json:
-        echo(json.dumps(_facts(shown, place), indent=2, ensure_ascii=False))
+        echo(json.dumps(_attention_json(shown, path), indent=2, ensure_ascii=False))
         return
     from panscan.attention_map.terminal import attention_lines
 
     for line in attention_lines(shown, width=out().width):
         echo(line)
-    errors().print(f"picture: {place}", soft_wrap=True)
+    errors().print(f"picture: {path}", soft_wrap=True)
 
 
-def _facts(shown: PromptAttention, place: Path | None) -> dict[str, Any]:
+def _attention_json(shown: PromptAttention, path: Path | None) -> dict[str, Any]:
     from panscan.attention_map.differences import cause, differences
 
     implementations = []
     for group in shown.groups:
-        found = []
-        for each in differences(shown, group):
-            masks = shown.reference.by_kind[each.kind], group.by_kind[each.kind]
-            why = cause(shown.segments, *masks) if each.missing or each.extra else None
-            found.append(asdict(each) | {"cause": why})
-        implementations.append({"names": group.names, "differences": found, "notes": group.notes})
+        rows = []
+        for difference in differences(shown, group):
+            masks = shown.reference.by_kind[difference.kind], group.by_kind[difference.kind]
+            why = cause(shown.segments, *masks) if difference.missing or difference.extra else None
+            rows.append(asdict(difference) | {"cause": why})
+        implementations.append({"names": group.names, "differences": rows, "notes": group.notes})
     return {
         "model": shown.model,
         "tokens": len(shown.tokens),
-        "segments": [{"label": each.label(images=shown.images), **asdict(each)} for each in shown.segments],
+        "segments": [{"label": segment.label(images=shown.images), **asdict(segment)} for segment in shown.segments],
         "layers": shown.layers,
         "window": shown.window,
         "implementations": implementations,
-        "picture": None if place is None else str(place),
+        "picture": None if path is None else str(path),
     }

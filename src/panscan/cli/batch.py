@@ -15,28 +15,17 @@ import click
 from panscan.cli.console import errors, first_process, import_libraries, out, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_checkpoint
 from panscan.cli.options import (
-    ENGINE_ONLY,
-    RAW_PROMPT,
-    InRange,
-    axis_options,
     command_words,
-    common_options,
     engine_settings,
-    external_images_option,
     given_values,
-    json_schema_option,
-    max_pages_option,
-    preset_option,
+    print_skipped,
     read_json_schema,
     read_prompt,
-    storage_option,
-    url_options,
     utf8,
 )
 from panscan.cli.progress import batch_progress
-from panscan.cli.verb import option, verb
+from panscan.cli.verb import verb
 from panscan.core import (
-    ImageError,
     ModelError,
     PanscanError,
     RecordsError,
@@ -46,15 +35,10 @@ from panscan.core import (
     now,
 )
 from panscan.core.activity import activity
-from panscan.core.ranges import Range
-from panscan.settings import VLLM_AXES, Settings
+from panscan.settings import Options, Settings
 
 __all__ = ["command"]
 
-_NOT_HERE = (*VLLM_AXES, "tp_plan", "equal_views")
-_LIMIT = InRange(Range(integer=True, ge=1, le=2**31 - 1))
-_PRICE = InRange(Range(gt=0, le=1_000_000))
-_REPLICAS = InRange(Range(integer=True, ge=1, le=1024))
 _REASONS = 50  # failed documents that are listed; the file has them all
 
 EPILOG = """\
@@ -76,46 +60,7 @@ Examples
 
 @verb("batch", EPILOG)
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
-@option("Input", "-p", "--prompt", help="Prompt; '-' or none reads standard input.")
-@option("Input", "--system", help="System message for every request.")
-@option("Input", "--raw-prompt", is_flag=True, rare=True, help=RAW_PROMPT)
-@option("Input", "--whole-files", is_flag=True, help="Send all pages of a file in one request.")
-@option("Input", "--limit", type=_LIMIT, metavar="INT", help="Maximum documents (pages, questions) to process.")
-@option("Input", "--image-column", metavar="NAME", rare=True, help="Image column of Parquet.  [default: image]")
-@option("Input", "--id-column", metavar="NAME", rare=True, help="Id column of Parquet.  [default: id]")
-@option("Input", "--prompt-column", metavar="NAME", help="Prompt column of Parquet.  [default: question]")
-@option(
-    "Output",
-    "-o",
-    "--output",
-    default="answers.jsonl",
-    show_default=True,
-    metavar="PATH",
-    help="Answers: JSON Lines, or .parquet.",
-)
-@option(
-    "Output",
-    "--order",
-    type=click.Choice(["input", "finished"]),
-    default="input",
-    show_default=True,
-    help="Order of the answers.",
-)
-@option("Output", "--resume", is_flag=True, help="Continue the output: skip answered documents.")
-@option("Output", "--retry-failed", is_flag=True, help="Retry failed documents, with --resume.")
-@option("Output", "--force", is_flag=True, help="Replace an existing output.")
-@option("Output", "--cost-per-hour", type=_PRICE, metavar="PRICE", help="Machine cost per hour, for page prices.")
-@storage_option
-@preset_option
-@option("Engine", "--replicas", type=_REPLICAS, metavar="INT", help="Engine replicas on Ray; none: this process.")
-@option("Engine", "--ray-address", metavar="URL", rare=True, help="Ray cluster to join instead of starting one.")
-@json_schema_option
-@external_images_option
-@url_options
-@max_pages_option
-@axis_options(leave_out=_NOT_HERE, defaults={"runner": "engine"}, texts=ENGINE_ONLY)
-@common_options
-def command(**options: Any) -> int:
+def command(options: Options, sources: tuple[str, ...]) -> int:
     """Answer one prompt over many documents, or the questions of a dataset.
 
     SOURCE is a directory, glob, file, URL, JSON Lines file of {image, question} or Parquet file. Each page of a PDF or
@@ -133,8 +78,8 @@ def command(**options: Any) -> int:
     mode = _mode(options)
     console = errors()  # one for both: a line and a spinner of two consoles would overwrite each other
     with activity("finding documents"):
-        work = _work(options)
-        target = destination(options["output"])
+        work = _found_work(options, sources)
+        target = destination(options.answers_path)
         target.refuse_sources(work.files)
     if mode == "new" and target.url is None and target.path.is_file():
         refuse_answers(target.path)  # before PyTorch is imported
@@ -148,19 +93,19 @@ def command(**options: Any) -> int:
         for change in changed_versions(file.original_header, header):
             console.print(f"the file began with {change}: answers may round differently", soft_wrap=True)
         with activity("looking for pending documents"):
-            answered = AnsweredItems(file, retry_failed=options["retry_failed"])
+            answered = AnsweredItems(file, retry_failed=options.retry_failed)
             tasks = answered.pending(work)
             ahead = up_to_first_question(tasks)
         idle = all(task.held for task in ahead)
-        ledger = LedgerWriter(file.path, resumed=file.begun, cost_per_hour=options["cost_per_hour"])
+        ledger = LedgerWriter(file.path, resumed=file.begun, cost_per_hour=options.cost_per_hour)
         with (
-            _resumable(file, job.prompt if options["prompt"] in (None, "-") else None),
+            _resumable(file, job.prompt if options.prompt in (None, "-") else None),
             _kept(file, target, ledger, mode, idle=idle) as keep,
         ):
             _answer(job, ahead, tasks, file, answered, work, options, keep)
         if not idle:
             _print_speed(ledger.ledger)
-        return _summary(file, options["output"], idle=idle)
+        return _print_summary(file, options.answers_path, idle=idle)
 
 
 class _JobLedger:
@@ -206,29 +151,26 @@ def _kept(file: Any, target: Any, ledger: Any, mode: str, *, idle: bool) -> Iter
             uploader.finish()
 
 
-def _work(options: dict[str, Any]) -> Any:
+def _found_work(options: Options, sources: tuple[str, ...]) -> Any:
     from panscan.batch.items import find_work
 
-    def on_problem(problem: ImageError) -> None:
-        errors().print(f"skipped: {problem}", style="yellow", soft_wrap=True)
-
     return find_work(
-        options["sources"],
-        whole_files=options["whole_files"],
-        limit=options["limit"],
-        max_pages=options["max_pages"],
-        on_problem=on_problem,
-        external_images=options["allow_external_images"],
+        sources,
+        whole_files=options.whole_files,
+        limit=options.limit,
+        max_pages=options.max_pages,
+        on_problem=print_skipped,
+        external_images=options.allow_external_images,
         columns=_columns(options),
-        has_prompt=options["prompt"] is not None,
+        has_prompt=options.prompt is not None,
     )
 
 
-def _columns(options: dict[str, Any]) -> Any:
+def _columns(options: Options) -> Any:
     from panscan.batch.tables import TableColumns
 
-    names = {name: options[f"{name}_column"] for name in ("image", "id", "prompt")}
-    return TableColumns(**names) if any(name is not None for name in names.values()) else None
+    names = (options.image_column, options.id_column, options.prompt_column)
+    return TableColumns(*names) if any(name is not None for name in names) else None
 
 
 def _print_speed(ledger: Any) -> None:
@@ -243,7 +185,7 @@ def _print_speed(ledger: Any) -> None:
 
 
 def _answer(
-    job: Any, ahead: Any, tasks: Any, file: Any, answered: Any, work: Any, options: dict[str, Any], keep: _JobLedger
+    job: Any, ahead: Any, tasks: Any, file: Any, answered: Any, work: Any, options: Options, keep: _JobLedger
 ) -> None:
     from panscan.batch.dispatch import answer, answers_ahead
 
@@ -253,7 +195,7 @@ def _answer(
             with activity(f"loading {job.settings.model_name}"):
                 started = now()
                 stack.enter_context(redirect_stdout(sys.stderr))  # Ray reports killed processes on standard output
-                engine = stack.enter_context(_engine(job.settings, options["replicas"], options["ray_address"]))
+                engine = stack.enter_context(_engine(job.settings, options.replicas, options.ray_address))
                 keep.ledger.loaded(now() - started)
         warning = DemonstrationWarning(job.settings)
         show = stack.enter_context(batch_progress(lambda: work.expected - answered.skipped))
@@ -262,13 +204,13 @@ def _answer(
             show(record)
             keep.keep(record)
 
-        in_order = options["order"] == "input"
+        in_order = options.order == "input"
         answer(
             engine,
             job,
             keep.counted(_checked(chain(ahead, tasks), warning)),
             file,
-            window=answers_ahead(job.settings, options["replicas"] or 1) if in_order else None,
+            window=answers_ahead(job.settings, options.replicas or 1) if in_order else None,
             proven=answered.any_succeeded,
             on_answer=on_answer,
         )
@@ -297,28 +239,28 @@ def _engine(settings: Settings, replicas: int | None, ray_address: str | None) -
     return ClusterEngine(settings, replicas or 1, ray_address)
 
 
-def _job(options: dict[str, Any], *, dataset: bool) -> Any:
+def _job(options: Options, *, dataset: bool) -> Any:
     from panscan.batch.job import Job, with_resolved_dtype
 
-    if dataset and options["prompt"] is not None:
+    if dataset and options.prompt is not None:
         raise SettingError("a dataset has its own questions: remove -p")
-    prompt = None if dataset else read_prompt(options["prompt"])
-    settings = Settings(**engine_settings(options, "batch", _NOT_HERE))
-    if settings.model == "mini" and not settings.random_weights and options["model"] is None:
+    prompt = None if dataset else read_prompt(options.prompt)
+    settings = engine_settings(options, "batch")
+    if settings.model == "mini" and not settings.random_weights and "model" not in options.given:
         warn_mini()
-    if options["ray_address"] is None and not options["resume"]:  # a finished job needs no checkpoint
+    if options.ray_address is None and not options.resume:  # a finished job needs no checkpoint
         check_checkpoint(settings)
-    on_ray = options["ray_address"] is not None or options["replicas"] is not None
-    import_libraries(model=not on_ray and not options["resume"])
+    on_ray = options.ray_address is not None or options.replicas is not None
+    import_libraries(model=not on_ray and not options.resume)
     return Job(
-        settings=with_resolved_dtype(settings) if _precision_is_known(settings, options["ray_address"]) else settings,
+        settings=with_resolved_dtype(settings) if _precision_is_known(settings, options.ray_address) else settings,
         prompt=prompt,
-        system=utf8("--system", options["system"]),
-        raw_prompt=options["raw_prompt"],
-        whole_files=options["whole_files"],
-        max_pages=options["max_pages"],
-        json_schema=read_json_schema(options["json_schema"], ignore_eos=settings.ignore_eos),
-        image_column=options["image_column"],
+        system=utf8("--system", options.system),
+        raw_prompt=options.raw_prompt,
+        whole_files=options.whole_files,
+        max_pages=options.max_pages,
+        json_schema=read_json_schema(options.json_schema, ignore_eos=settings.ignore_eos),
+        image_column=options.image_column,
     )
 
 
@@ -335,12 +277,12 @@ def _precision_is_known(settings: Settings, ray_address: str | None) -> bool:
     return False
 
 
-def _mode(options: dict[str, Any]) -> Any:
-    if options["resume"] and options["force"]:
+def _mode(options: Options) -> Any:
+    if options.resume and options.force:
         raise SettingError("--resume continues the output and --force replaces it: use only one")
-    if options["retry_failed"] and not options["resume"]:
+    if options.retry_failed and not options.resume:
         raise SettingError("--retry-failed needs --resume")
-    return "resume" if options["resume"] else "force" if options["force"] else "new"
+    return "resume" if options.resume else "force" if options.force else "new"
 
 
 @contextmanager
@@ -369,7 +311,7 @@ def _resumable(file: Any, piped: str | None) -> Iterator[None]:
         raise
 
 
-def _summary(file: Any, path: str, *, idle: bool) -> int:
+def _print_summary(file: Any, path: str, *, idle: bool) -> int:
     from panscan.batch.pending import tally
 
     found = tally(file.records(), _REASONS)

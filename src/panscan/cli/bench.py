@@ -6,30 +6,17 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from panscan.cli.console import errors, first_process, import_libraries, out, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_model_names
-from panscan.cli.options import (
-    RAW_PROMPT,
-    RUNNER_DEFAULT,
-    SEED,
-    InRange,
-    axis_options,
-    common_options,
-    external_images_option,
-    given_axes,
-    max_pages_option,
-    print_runner,
-    url_options,
-    utf8,
-)
-from panscan.cli.verb import option, verb
+from panscan.cli.options import given_axes, print_runner, print_skipped, utf8
+from panscan.cli.verb import verb
 from panscan.core import InputError, PanscanError, SettingError
 from panscan.core.activity import activity
-from panscan.core.ranges import Range
+from panscan.settings import Options
 
 if TYPE_CHECKING:
     from panscan.bench.grid import Cell
@@ -39,12 +26,6 @@ if TYPE_CHECKING:
     from panscan.records.store import Run
 
 __all__ = ["command", "exit_code", "print_dataset", "print_files", "print_run", "print_start", "sweep_progress"]
-
-_SAMPLES = InRange(Range(integer=True, ge=1, le=1_000_000))
-_REFERENCE_SIZE = InRange(Range(integer=True, ge=1, le=4096))
-_REPEATS = InRange(Range(integer=True, ge=1, le=10_000))
-_WARMUP = InRange(Range(integer=True, ge=0, le=10_000))
-_PROCESSES = InRange(Range(integer=True, ge=1, le=1024))
 
 EPILOG = """\
 Options take comma lists of values; every combination is a cell. Presets: baseline,
@@ -63,98 +44,7 @@ Examples
 
 @verb("bench", EPILOG)
 @click.argument("more_images", nargs=-1, metavar="[IMAGE]...")
-@option("Input", "--images", multiple=True, metavar="PATH", help="Glob, directory, file (PDF too) or URL; repeatable.")
-@option("Input", "--prompts", metavar="FILE", help="Prompts for every document, one per line.")
-@option("Input", "-p", "--prompt", help="Prompt for every document.")
-@option("Input", "--dataset", metavar="PATH", help="Labelled questions: JSON Lines, DocVQA, ChartQA, ...")
-@option("Input", "--dataset-format", metavar="NAME", help="Layout of --dataset: jsonl, docvqa, ...; found by default.")
-@option("Input", "--dataset-split", metavar="NAME", rare=True, help="Split of a dataset that has several.")
-@option("Input", "--no-images", is_flag=True, rare=True, help="Send prompts alone, for text-only checkpoints.")
-@option("Input", "--num-samples", type=_SAMPLES, metavar="INT", help="Requests per cell, sampled or repeated.")
-@option("Input", "--system", help="System message for every request.")
-@option("Input", "--raw-prompt", is_flag=True, rare=True, help=RAW_PROMPT)
-@option("Measurement", "--preset", metavar="NAMES", help="Presets (baseline, balanced, ...) or YAML files.")
-@option("Measurement", "--grid", "grid_file", metavar="FILE", help="YAML file of 'setting: [values]'.")
-@option(
-    "Measurement",
-    "--repeats",
-    type=_REPEATS,
-    metavar="INT",
-    default=1,
-    show_default=True,
-    help="Measurements per cell.",
-)
-@option(
-    "Measurement",
-    "--warmup",
-    type=_WARMUP,
-    metavar="INT",
-    default=1,
-    show_default=True,
-    help="Warm-up batches to discard.",
-)
-@option(
-    "Measurement",
-    "--seed",
-    type=SEED,
-    metavar="INT",
-    default=0,
-    show_default=True,
-    help="Seed of the cell order and the sample.",
-)
-@option("Measurement", "--no-verify", is_flag=True, help="Skip the comparison with the reference.")
-@option(
-    "Measurement",
-    "--verify-requests",
-    type=_REFERENCE_SIZE,
-    metavar="INT",
-    default=16,
-    show_default=True,
-    rare=True,
-    help="Requests to verify per cell.",
-)
-@option(
-    "Measurement",
-    "--verify-tokens",
-    type=_REFERENCE_SIZE,
-    metavar="INT",
-    default=32,
-    show_default=True,
-    rare=True,
-    help="Reference output tokens per request.",
-)
-@option("Measurement", "--check-invariance", is_flag=True, rare=True, help="Repeat requests alone, reordered, chunked.")
-@option("Measurement", "--reference", metavar="PATH", rare=True, help="Run or file with a reference to reuse.")
-@option("Measurement", "--quality-metric", metavar="NAME", rare=True, help="Quality metric; the dataset's by default.")
-@option(
-    "Measurement",
-    "--replicas",
-    type=_PROCESSES,
-    metavar="INT",
-    default=1,
-    show_default=True,
-    help="Model replicas that run in parallel, without Ray.",
-)
-@option(
-    "Measurement",
-    "--gpus-per-replica",
-    type=_PROCESSES,
-    metavar="INT",
-    default=1,
-    show_default=True,
-    rare=True,
-    help="GPUs per replica.",
-)
-@option("Output", "--output-dir", metavar="DIR", default="runs", show_default=True, help="Parent of run directories.")
-@option("Output", "--resume", metavar="RUN", help="Continue this run directory with its own settings.")
-@option("Output", "--dry-run", is_flag=True, help="Show cells, views, tokens and a rough time only.")
-@option("Output", "--include-content", is_flag=True, help="Keep prompts and answers in the records.")
-@external_images_option
-@url_options
-@max_pages_option
-@axis_options(defaults=RUNNER_DEFAULT)
-@common_options
-def command(**options: Any) -> int:
+def command(options: Options, more_images: tuple[str, ...]) -> int:
     """Sweep settings over your documents and measure latency, throughput, tokens and memory.
 
     IMAGE means the same as --images. The defaults are the bundled model and its sample documents. Each cell's answers
@@ -162,47 +52,43 @@ def command(**options: Any) -> int:
     records.jsonl, summary.csv and report.html.
     """
     show_warnings(errors())
-    if options["resume"] is not None:
-        return _resume(options)
-    plan = _plan(options)
-    import_libraries(model=not options["dry_run"] and options["replicas"] == 1)
+    if options.resume_run is not None:
+        return _resume(options, options.resume_run)
+    plan = _sweep_plan(options, more_images)
+    import_libraries(model=not options.dry_run and options.model_replicas == 1)
     from panscan.bench import run
     from panscan.images.fetch import conceal
 
     run.check_plan(plan)
-    if options["dry_run"]:
+    if options.dry_run:
         from panscan.cli.tables import print_predictions
 
         print_predictions(plan, out())
         return 0
     if not first_process():
         return _follow(plan, set())
-    directory = run.new_directory(Path(options["output_dir"]), plan.cells[0].settings.model_name)
+    directory = run.new_directory(options.output_dir, plan.cells[0].settings.model_name)
     line = ["panscan", *map(conceal, click.get_current_context().obj["arguments"])]
     print_start(plan, directory)
     with sweep_progress(plan, set(), directory) as progress:
         measured = run.start(plan, directory, line, progress)
-    return _show(measured, directory)
+    return _print_results(measured, directory)
 
 
-def _resume(options: dict[str, Any]) -> int:
+def _resume(options: Options, run_directory: str) -> int:
     context = click.get_current_context()
-    given = [
-        option
-        for option in context.command.params
-        if option.name not in (None, "resume", "allow_private_urls", "allow_external_images", "max_pages")
-        and context.get_parameter_source(option.name) is click.core.ParameterSource.COMMANDLINE
-    ]
-    if given:
-        raise SettingError(f"--resume takes the run's own settings: leave {given[0].get_error_hint(context)} out")
+    changed = options.given - {"resume_run", "allow_private_urls", "allow_external_images", "max_pages"}
+    for parameter in context.command.params:
+        if parameter.name in changed:
+            raise SettingError(f"--resume takes the run's own settings: leave {parameter.get_error_hint(context)} out")
     import_libraries(model=False)  # the run may be complete
     from panscan.bench import run
     from panscan.records.store import read_run
 
-    directory = Path(options["resume"])
+    directory = Path(run_directory)
     before = read_run(directory)
-    later = {"external_images": options["allow_external_images"], "max_pages": options["max_pages"]}
-    plan = run.plan_to_resume(before, on_problem=_report_problem, later=later)
+    later = {"external_images": options.allow_external_images, "max_pages": options.max_pages}
+    plan = run.plan_to_resume(before, on_problem=print_skipped, later=later)
     done = before.finished()
     if not first_process():
         return _follow(plan, done)
@@ -210,7 +96,7 @@ def _resume(options: dict[str, Any]) -> int:
     errors().print(f"resuming {directory}: {len(before.repeats)} of {repeats} repeats are done", soft_wrap=True)
     with sweep_progress(plan, done, directory) as progress:
         measured = run.resume(plan, directory, progress)
-    return _show(measured, directory)
+    return _print_results(measured, directory)
 
 
 def _follow(plan: SweepPlan, done: set[tuple[str, int | None]]) -> int:
@@ -223,46 +109,46 @@ def _follow(plan: SweepPlan, done: set[tuple[str, int | None]]) -> int:
     return 0
 
 
-def _plan(options: dict[str, Any]) -> SweepPlan:
-    cells = _cells(options)  # refuses wrong settings before slower imports
+def _sweep_plan(options: Options, more_images: tuple[str, ...]) -> SweepPlan:
+    cells = _sweep_cells(options)  # refuses wrong settings before slower imports
     from panscan.bench.grid import merge_equal_work
     from panscan.bench.plan import SweepPlan
     from panscan.bench.workload import load_workload, views_of
 
-    source = _source(options)
+    source = _document_source(options, more_images)
     with activity("reading documents") as step:
-        workload = load_workload(source, on_problem=_report_problem, on_document=step.update)
+        workload = load_workload(source, on_problem=print_skipped, on_document=step.update)
     plan = SweepPlan(
         cells=merge_equal_work(cells, views_of(workload.items)),
         items=workload.items,
         source=source,
-        repeats=options["repeats"],
-        warmup=options["warmup"],
-        seed=options["seed"],
-        include_content=options["include_content"],
-        verify=not options["no_verify"],
-        verify_requests=options["verify_requests"],
-        verify_tokens=options["verify_tokens"],
-        check_invariance=options["check_invariance"],
-        reference=options["reference"],
-        replicas=options["replicas"],
-        gpus_per_replica=options["gpus_per_replica"],
+        repeats=options.repeats,
+        warmup=options.warmup,
+        seed=options.seed,
+        include_content=options.include_content,
+        verify=options.verify,
+        verify_requests=options.verify_requests,
+        verify_tokens=options.verify_tokens,
+        check_invariance=options.check_invariance,
+        reference=options.reference,
+        replicas=options.model_replicas,
+        gpus_per_replica=options.gpus_per_replica,
         dataset=workload.dataset,
-        quality_metric=workload.quality_metric(options["quality_metric"]),
+        quality_metric=workload.quality_metric(options.quality_metric),
     )
-    if options["dataset"] is not None:
+    if options.dataset is not None:
         print_dataset(plan)
     _warn_demonstration(plan)
     return plan
 
 
-def _cells(options: dict[str, Any]) -> list[Cell]:
+def _sweep_cells(options: Options) -> list[Cell]:
     from panscan.bench.grid import build_cells, sweep_runners
-    from panscan.presets.parse import read_grid_file
+    from panscan.settings.preset_files import read_grid_file
 
     flags = given_axes(options)
-    file = read_grid_file(Path(options["grid_file"])) if options["grid_file"] else None
-    presets = [name.strip() for name in options["preset"].split(",")] if options["preset"] else []
+    file = read_grid_file(Path(options.grid)) if options.grid else None
+    presets = [name.strip() for name in options.preset.split(",")] if options.preset else []
     cells = build_cells(flags, file=file, presets=presets, choose=True)
     check_model_names(cell.settings.model for cell in cells)
     if "model" not in flags and any(cell.settings.model_name == "mini" for cell in cells):
@@ -278,29 +164,25 @@ def _warn_demonstration(plan: SweepPlan) -> None:
         DemonstrationWarning(settings).check(file.name for item in plan.items for file in item.documents)
 
 
-def _source(options: dict[str, Any]) -> Source:
+def _document_source(options: Options, more_images: tuple[str, ...]) -> Source:
     from panscan.bench.workload import source_or_samples
 
     return source_or_samples(
-        images=(*options["images"], *options["more_images"]),
-        prompts=options["prompts"],
-        prompt=utf8("--prompt", options["prompt"]),
-        dataset=options["dataset"],
-        no_images=options["no_images"],
-        num_samples=options["num_samples"],
-        system=utf8("--system", options["system"]),
-        raw_prompt=options["raw_prompt"],
-        seed=options["seed"],
-        dataset_format=options["dataset_format"],
-        dataset_split=options["dataset_split"],
-        external_images=options["allow_external_images"],
-        max_pages=options["max_pages"],
+        images=(*options.images, *more_images),
+        prompts=options.prompts,
+        prompt=utf8("--prompt", options.prompt),
+        dataset=options.dataset,
+        no_images=options.no_images,
+        num_samples=options.limit,
+        system=utf8("--system", options.system),
+        raw_prompt=options.raw_prompt,
+        seed=options.seed,
+        dataset_format=options.dataset_format,
+        dataset_split=options.dataset_split,
+        external_images=options.allow_external_images,
+        max_pages=options.max_pages,
         on_default=lambda remark: errors().print(remark, soft_wrap=True),
     )
-
-
-def _report_problem(problem: InputError) -> None:
-    errors().print(f"skipped: {problem}", style="yellow", soft_wrap=True)
 
 
 def print_dataset(plan: SweepPlan) -> None:
@@ -348,7 +230,7 @@ def sweep_progress(plan: SweepPlan, done: set[tuple[str, int | None]], directory
         raise
 
 
-def _show(measured: Run, directory: Path) -> int:
+def _print_results(measured: Run, directory: Path) -> int:
     from panscan.report import HTML_NAME, write_report
 
     print_run(measured)

@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 
 from panscan.cli.console import echo, errors, out
-from panscan.cli.options import common_options
-from panscan.cli.verb import option, verb
+from panscan.cli.verb import verb
 from panscan.core import SettingError
+from panscan.settings import Options
 
 __all__ = ["command"]
 
@@ -34,19 +34,7 @@ _MOST = 26  # one letter each
 
 @verb("compare", EPILOG)
 @click.argument("runs", nargs=-1, required=True, metavar="A B [C]...")
-@option("Measurement", "--fail-on", multiple=True, metavar="CONDITION", help="Exit with 5 if it holds; repeatable.")
-@option("Measurement", "--strict", is_flag=True, help="Exit with 5 for undecided conditions, too.")
-@option(
-    "Output",
-    "--format",
-    "form",
-    type=click.Choice(["text", "md", "json"]),
-    default="text",
-    show_default=True,
-    help="Format of the output.",
-)
-@common_options
-def command(runs: tuple[str, ...], fail_on: tuple[str, ...], strict: bool, form: str) -> int:
+def command(options: Options, runs: tuple[str, ...]) -> int:
     """Compare each run with the baseline A. Runs are run directories of panscan bench or panscan load.
 
     Cells and load levels pair by their settings, requests by id, images and prompt. Only differences beyond the noise
@@ -58,9 +46,10 @@ def command(runs: tuple[str, ...], fail_on: tuple[str, ...], strict: bool, form:
 
     if not 2 <= len(runs) <= _MOST:
         raise SettingError(f"compare takes 2 to {_MOST} runs, got {len(runs)}")
-    if strict and not fail_on:
+    if options.strict and not options.fail_on:
         raise SettingError("--strict says what becomes of --fail-on, which is missing")
-    report = build_report([read_run(Path(run)) for run in runs], fail_on)
+    report = build_report([read_run(Path(run)) for run in runs], options.fail_on)
+    form = options.comparison_format
     if form == "text":
         print_comparison(report, out())
     else:
@@ -68,5 +57,5 @@ def command(runs: tuple[str, ...], fail_on: tuple[str, ...], strict: bool, form:
     for condition, outcome in report.outcomes():
         style = {"holds": "red", "cannot be evaluated": "yellow"}.get(outcome.partition(":")[0])
         errors().print(f"--fail-on {condition} {outcome}", style=style, soft_wrap=True)
-    failed = any(finding.holds or strict for finding in report.findings)
+    failed = any(finding.holds or options.strict for finding in report.findings)
     return _CONDITION_HOLDS if failed else 0

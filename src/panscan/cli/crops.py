@@ -12,33 +12,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from panscan.cli.console import echo, errors, import_libraries, out
-from panscan.cli.options import (
-    axis_options,
-    common_options,
-    given_values,
-    max_pages_option,
-    one_preset,
-    preset_option,
-    url_options,
-)
-from panscan.cli.verb import option, verb
+from panscan.cli.options import given_values, one_preset
+from panscan.cli.verb import verb
 from panscan.core import ImageError, InputError, SettingError
 from panscan.images.views import GEMMA3_COST, PromptCost, ViewPlan, plan_views
-from panscan.settings import Settings
+from panscan.settings import Options, Settings
 
 if TYPE_CHECKING:
     from panscan.images.files import Page
 
 __all__ = ["command"]
-
-_SETTINGS = (
-    "do_pan_and_scan",
-    "pan_and_scan_min_crop_size",
-    "pan_and_scan_max_num_crops",
-    "pan_and_scan_min_ratio_to_activate",
-    "model",
-    "revision",
-)
 
 _RELEASED = "the released Gemma 3"
 
@@ -52,14 +35,7 @@ Examples
 
 @verb("crops", EPILOG)
 @click.argument("images", nargs=-1, required=True, metavar="IMAGE...")
-@option("Output", "-o", "--output", metavar="PATH", help="PNG file or directory.  [default: NAME-views.png]")
-@preset_option
-@option("Output", "--json", "as_json", is_flag=True, help="Print plans as JSON; draws only with --output.")
-@url_options
-@max_pages_option
-@axis_options(_SETTINGS, defaults={"model": _RELEASED})
-@common_options
-def command(**options: Any) -> None:
+def command(options: Options, images: tuple[str, ...]) -> None:
     """Draw the views of each image over it, and print their tokens as a table.
 
     Tokens are those of the released Gemma 3; the text around crops is estimated. With --model, they are exact for that
@@ -67,17 +43,17 @@ def command(**options: Any) -> None:
     """
     from panscan.images.files import find_pages
 
-    settings = _settings(options)
-    cost = _cost(settings, given=options["model"] is not None or "model" in settings.changed())
+    settings = Settings(**{**one_preset(options, "crops"), **given_values(options)})
+    cost = _prompt_cost(settings, given="model" in options.given or "model" in settings.changed())
     problems: list[ImageError] = []
-    pages = find_pages(options["images"], on_problem=problems.append, max_pages=options["max_pages"])
+    pages = find_pages(images, on_problem=problems.append, max_pages=options.max_pages)
     shown = []
-    for page, path in zip(pages, _output_paths(pages, options["output"]), strict=True):
+    for page, path in zip(pages, _output_paths(pages, options.output), strict=True):
         try:
-            shown.append(_one(page, path, settings, cost, options))
+            shown.append(_draw_page(page, path, settings, cost, options))
         except ImageError as error:
             problems.append(error)
-    if options["as_json"]:
+    if options.json:
         echo(json.dumps(shown, indent=2, ensure_ascii=False))
     for problem in problems:
         errors().print(f"left out: {problem}", style="yellow", soft_wrap=True)
@@ -85,24 +61,24 @@ def command(**options: Any) -> None:
         raise ImageError("no readable image is left")
 
 
-def _one(page: Page, path: Path, settings: Settings, cost: PromptCost, options: dict[str, Any]) -> dict[str, Any]:
+def _draw_page(page: Page, path: Path, settings: Settings, cost: PromptCost, options: Options) -> dict[str, Any]:
     from panscan.images.draw import draw_views
     from panscan.images.files import load_page
 
     image = load_page(page)
     plan = plan_views(*image.size, settings.pan_and_scan, cost)
-    if not options["as_json"]:
+    if not options.json:
         from panscan.cli.tables import print_plan
 
         model = _RELEASED if cost is GEMMA3_COST else settings.model
         print_plan(page.name, plan, model=model, estimated=cost.estimated, console=out())
-    if not options["as_json"] or options["output"]:
-        _save(draw_views(image, plan, caption=page.name, estimated=cost.estimated), path)
+    if not options.json or options.output:
+        _save_picture(draw_views(image, plan, caption=page.name, estimated=cost.estimated), path)
         errors().print(f"picture: {path}", soft_wrap=True)
-    return _facts(page.name, plan, cost)
+    return _plan_json(page.name, plan, cost)
 
 
-def _facts(name: str, plan: ViewPlan, cost: PromptCost) -> dict[str, Any]:
+def _plan_json(name: str, plan: ViewPlan, cost: PromptCost) -> dict[str, Any]:
     return {
         "image": name,
         "width": plan.width,
@@ -115,11 +91,7 @@ def _facts(name: str, plan: ViewPlan, cost: PromptCost) -> dict[str, Any]:
     }
 
 
-def _settings(options: dict[str, Any]) -> Settings:
-    return Settings(**{**one_preset(options["preset"], "crops", _SETTINGS), **given_values(options)})
-
-
-def _cost(settings: Settings, *, given: bool) -> PromptCost:
+def _prompt_cost(settings: Settings, *, given: bool) -> PromptCost:
     if not given:
         return GEMMA3_COST
     import_libraries()
@@ -149,7 +121,7 @@ def _output_paths(pages: Sequence[Page], output: str | None) -> list[Path]:
     return list(paths)
 
 
-def _save(picture: Any, path: Path) -> None:
+def _save_picture(picture: Any, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         picture.save(path)

@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING
 import click
 
 from panscan.cli.console import errors, import_libraries, out, show_warnings, warn_mini
-from panscan.cli.options import SEED, InRange, common_options
-from panscan.cli.verb import option, verb
-from panscan.core.ranges import Range
-from panscan.settings import SAMPLE_RANGES
+from panscan.cli.verb import verb
+from panscan.settings import Options
 
 if TYPE_CHECKING:
     from panscan.bench.demo import Demo
@@ -24,8 +22,6 @@ if TYPE_CHECKING:
     from panscan.records.store import Run
 
 __all__ = ["command"]
-
-_COUNT = InRange(Range(integer=True, ge=2, le=SAMPLE_RANGES["count"].le))
 
 EPILOG = """\b
 Examples
@@ -36,13 +32,7 @@ Examples
 
 @verb("demo", EPILOG)
 @click.argument("directory", type=click.Path(path_type=Path), default=Path("demo"))
-@option("Input", "--count", type=_COUNT, metavar="INT", default=18, show_default=True, help="Documents to generate.")
-@option(
-    "Input", "--seed", type=SEED, metavar="INT", default=2, show_default=True, help="Seed of the generated documents."
-)
-@option("Output", "--again", is_flag=True, help="Replace documents and preset; keep earlier runs.")
-@common_options
-def command(directory: Path, count: int, seed: int, again: bool) -> int:
+def command(options: Options, directory: Path) -> int:
     """Show the accuracy and the cost of pan and scan on generated documents, in about two minutes.
 
     The bundled model reads the same documents without pan and scan and with up to 2 and 4 crops. DIRECTORY receives the
@@ -53,7 +43,8 @@ def command(directory: Path, count: int, seed: int, again: bool) -> int:
     from panscan.cli.recommend import print_recommendation
 
     show_warnings(errors())
-    demo = run_demo(directory, count=count, seed=seed, again=again, observer=_Steps(count))
+    steps = _Steps(options.count)
+    demo = run_demo(directory, count=options.count, seed=options.seed, again=options.force, observer=steps)
     print_recommendation(demo.run, demo.recommendation, demo.preset)
     _print_results(demo)
     return exit_code(demo.run)

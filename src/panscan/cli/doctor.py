@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Any
 
 from panscan.cli.console import echo, out
-from panscan.cli.options import InRange, common_options
-from panscan.cli.verb import option, verb
+from panscan.cli.verb import verb
 from panscan.core import SettingError, UnsupportedError
 from panscan.core.activity import activity
-from panscan.core.ranges import Range
-from panscan.doctor.checks import CHECKS, GROUPS, SYMBOLS
-from panscan.doctor.findings import Check
-from panscan.doctor.run import TIMEOUT, run_checks
+from panscan.doctor.checks import CHECKS, GROUPS, SYMBOLS, Check
+from panscan.doctor.run import run_checks
 from panscan.doctor.text import as_json, lines, summary
-from panscan.settings import nearest
+from panscan.settings import Options, nearest
 
 __all__ = ["command"]
 
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red", "not checked": "dim"}
-
-_GROUP_NAMES = ", ".join(name for name in GROUPS if name != SYMBOLS.group)
 
 EPILOG = """\
 Nothing is downloaded, sent or changed. Exit codes: 0 no problem, 4 a problem: something
@@ -38,22 +32,9 @@ Examples
 
 
 @verb("doctor", EPILOG)
-@option("Measurement", "--only", metavar="NAMES", help=f"Groups ({_GROUP_NAMES}) or checks.")
-@option("Measurement", "--symbols", is_flag=True, help="Check each Transformers name that panscan uses.")
-@option(
-    "Measurement",
-    "--timeout",
-    type=InRange(Range(le=3600, ge=1)),
-    metavar="SECONDS",
-    default=TIMEOUT,
-    show_default=True,
-    help="Timeout of all checks, seconds.",
-)
-@option("Output", "--json", "json_output", is_flag=True, help="Print the findings as JSON.")
-@common_options
-def command(**options: Any) -> int:
+def command(options: Options) -> int:
     """Check GPUs, packages, Transformers and this host, and print what to change."""
-    checks = _chosen(options["only"], options["symbols"])
+    checks = _chosen(options.only, options.symbols)
     start = time.perf_counter()
     with activity("running checks", total=len(checks)) as step:
 
@@ -61,9 +42,9 @@ def command(**options: Any) -> int:
             step.rename(f"running {name}")
             step.update(done)
 
-        results = run_checks(checks, options["timeout"], progress)
+        results = run_checks(checks, options.timeout, progress)
     seconds = time.perf_counter() - start
-    if options["json_output"]:
+    if options.json:
         echo(json.dumps(as_json(results, seconds), indent=2))
     else:
         for colour, line in lines(results):

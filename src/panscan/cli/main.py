@@ -9,7 +9,6 @@ import os
 import sys
 import traceback
 from importlib import import_module
-from typing import Any
 
 import click
 
@@ -17,7 +16,7 @@ from panscan import __version__
 from panscan.cli.console import echo, errors, show_log
 from panscan.cli.progress import progress_line
 from panscan.core import InputError, PanscanError, UnsupportedError
-from panscan.core.errors import one_line
+from panscan.core.errors import brief, one_line
 from panscan.core.ranges import shorten
 from panscan.settings import nearest
 
@@ -156,7 +155,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def run(arguments: list[str]) -> int:
     """Run the command line; returns its exit code."""
-    state: dict[str, Any] = {"debug": False, "arguments": list(arguments)}
+    debug = "--debug" in arguments
+    state = {"arguments": list(arguments)}
     show_log()
     try:
         fitted = "COLUMNS" in os.environ or (sys.stdout is not None and sys.stdout.isatty())
@@ -173,7 +173,7 @@ def run(arguments: list[str]) -> int:
         click.echo("panscan: interrupted; finished work is kept", err=True)
         return 130
     except PanscanError as error:
-        if state["debug"]:
+        if debug:
             echo(traceback.format_exc(), err=True)
         return _fail(str(error), error.exit_code)
     except BrokenPipeError:
@@ -181,13 +181,13 @@ def run(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if state["debug"]:
+        if debug:
             echo(traceback.format_exc(), err=True)
         return _fail_os(error)
     except Exception as error:  # the last line of defence: a bug is one line too, unless --debug
-        if state["debug"]:
+        if debug:
             echo(traceback.format_exc(), err=True)
-        text = " ".join(str(error).split())[:300]
+        text = brief(error, 300)
         if type(error).__module__.startswith(_COMPILERS):
             advice = "choose another --attention, or leave --compile out"
             return _fail(f"PyTorch cannot compile for this machine: {text} ({advice})", UnsupportedError.exit_code)

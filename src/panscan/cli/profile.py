@@ -6,16 +6,16 @@ import tempfile
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from panscan.cli.console import errors, import_libraries, out, show_warnings, warn_mini
-from panscan.cli.options import axis_options, common_options, given_values, max_pages_option, url_options, utf8
-from panscan.cli.verb import option, verb
+from panscan.cli.options import given_values, utf8
+from panscan.cli.verb import verb
 from panscan.core import SettingError
 from panscan.core.activity import activity
-from panscan.settings import ENGINE_LIMITS, Settings
+from panscan.settings import ENGINE_LIMITS, Options, Settings, axes, default_of
 
 if TYPE_CHECKING:
     from panscan.core import Request
@@ -24,38 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
-_TOKENS = 16
-_AXES = (
-    "model",
-    "revision",
-    "random_weights",
-    "model_shape",
-    "dtype",
-    "quantization",
-    "quantization_group_size",
-    "device",
-    "attention",
-    "tf32",
-    "batch_size",
-    "max_new_tokens",
-    "ignore_eos",
-    "preprocess",
-    "do_pan_and_scan",
-    "pan_and_scan_min_crop_size",
-    "pan_and_scan_max_num_crops",
-    "pan_and_scan_min_ratio_to_activate",
-    "tensor_parallel_size",
-    "attention_backend",
-    "gpu_memory_utilization",
-    "gpu_memory_gb",
-    "kv_cache_gb",
-    "kv_cache_dtype",
-    "prefix_caching",
-    "prefill_chunk_size",
-    "vision_batch_size",
-)
-_DEFAULTS = {"max_new_tokens": str(_TOKENS), "ignore_eos": "on"}
-_VIEWS = tuple(name for name in _AXES if "pan_and_scan" in name)
+_VIEWS = tuple(name for name in axes() if "pan_and_scan" in name)
 _GEMMA3N = "Gemma 3n has no pan and scan and no panscan engine"
 
 EPILOG = """\b
@@ -79,37 +48,20 @@ Examples
 
 @verb("profile", EPILOG)
 @click.argument("images", nargs=-1, metavar="[IMAGE]...")
-@option("Input", "-p", "--prompt", help="Prompt.  [default: one for the sample documents]")
-@option("Runner", "--runner", "runners", metavar="NAMES", help="Runners: generate, engine.  [default: both]")
-@option("Runner", "--mode", "modes", metavar="NAMES", help="Modes of generate(), or all.  [default: dynamic]")
-@option("Generation", "--output-tokens", "output_tokens", metavar="INT", rare=True, help="Alias of --max-new-tokens.")
-@option("Measurement", "--record-shapes", is_flag=True, help="Record tensor shapes: a larger trace.")
-@option("Measurement", "--memory", is_flag=True, help="Record allocations of generate(): a larger trace.")
-@option("Measurement", "--stacks", is_flag=True, help="Record Python calls: a larger, slower trace.")
-@option(
-    "Output",
-    "--output-dir",
-    metavar="DIR",
-    default="profiles",
-    show_default=True,
-    help="Parent of profile directories.",
-)
-@url_options
-@max_pages_option
-@axis_options(_AXES, defaults=_DEFAULTS, texts={"batch_size": "Requests at once."})
-@common_options
-def command(**options: Any) -> None:
+def command(options: Options, images: tuple[str, ...]) -> None:
     """Profile one warm request, or a steady batch with --batch-size, and compare decode modes.
 
     Without images, panscan generates documents. The profile directory gets one trace per mode and summary.html.
     """
     show_warnings(errors())
-    settings, given = _settings(options)
-    prompt = utf8("--prompt", options["prompt"])
+    given = given_values(options)
+    defaults = {name: default_of(name, "profile") for name in ("max_new_tokens", "ignore_eos")}
+    settings = Settings(**{**defaults, **given})
+    prompt = utf8("--prompt", options.prompt)
     if prompt is not None and not prompt.strip():
         raise SettingError("--prompt is empty: give a question, or leave it out")
     import_libraries()
-    modes = _modes(options, settings, given)
+    modes = _profiled_modes(options, settings, given)
     if settings.model == "mini" and not settings.random_weights and "model" not in given:
         warn_mini()
     from panscan.model.machine import resolve_device
@@ -117,29 +69,19 @@ def command(**options: Any) -> None:
     from panscan.profile.run import checked_modes
     from panscan.profile.workload import profiled_requests, repeats_documents
 
-    if "all" in _names("--mode", options["modes"]) and resolve_device(settings.device).type != "cuda":
+    if "all" in _comma_list("--mode", options.mode) and resolve_device(settings.device).type != "cuda":
         errors().print("--mode all: skipping cuda-graphs, which needs an NVIDIA GPU", soft_wrap=True)
         modes = without_graphs(modes)
     with tempfile.TemporaryDirectory() as drawn:
-        requests = profiled_requests(prompt, options["images"], settings, Path(drawn), max_pages=options["max_pages"])
-        if repeats_documents(len(options["images"]), settings):
+        requests = profiled_requests(prompt, images, settings, Path(drawn), max_pages=options.max_pages)
+        if repeats_documents(len(images), settings):
             errors().print("requests share images: the engine encodes each view once", style="dim", soft_wrap=True)
             if "prefix_caching" not in given:
                 settings = replace(settings, prefix_caching=False)
         _profile(requests, checked_modes(settings, modes), options)
 
 
-def _settings(options: dict[str, Any]) -> tuple[Settings, Collection[str]]:
-    """Return the settings that all modes share, and the names of those that the user gave."""
-    if (tokens := options["output_tokens"]) is not None:
-        if options["max_new_tokens"] is not None:
-            raise SettingError("--output-tokens and --max-new-tokens are the same option: give one of them")
-        options["max_new_tokens"] = tokens
-    given = given_values(options)
-    return Settings(**{"max_new_tokens": _TOKENS, "ignore_eos": True, **given}), given.keys()
-
-
-def _modes(options: dict[str, Any], settings: Settings, given: Collection[str]) -> list[Mode]:
+def _profiled_modes(options: Options, settings: Settings, given: Collection[str]) -> list[Mode]:
     """Return the modes to profile.
 
     Raises:
@@ -148,7 +90,7 @@ def _modes(options: dict[str, Any], settings: Settings, given: Collection[str]) 
     from panscan.profile.modes import ENGINE, RUNNERS, chosen_modes
     from panscan.profile.run import runs_gemma3n
 
-    runners = _names("--runner", options["runners"])
+    runners = _comma_list("--runner", options.profiled_runners)
     gemma3n = runs_gemma3n(settings)
     if gemma3n:
         if "engine" in runners:
@@ -156,52 +98,52 @@ def _modes(options: dict[str, Any], settings: Settings, given: Collection[str]) 
         if named := [name for name in _VIEWS if name in given]:
             raise SettingError(f"--{named[0].replace('_', '-')}: Gemma 3n has no pan and scan; leave it out")
         errors().print(f"{_GEMMA3N}: profiling Transformers' generate()", style="dim", soft_wrap=True)
-    if options["memory"] and "engine" in runners:
+    if options.memory and "engine" in runners:
         raise SettingError("--memory is for --runner generate: PyTorch records the allocations of one thread only")
-    usual = ["generate"] if gemma3n or options["memory"] else list(RUNNERS)
-    modes = chosen_modes(runners or usual, _names("--mode", options["modes"]))
+    usual = ["generate"] if gemma3n or options.memory else list(RUNNERS)
+    modes = chosen_modes(runners or usual, _comma_list("--mode", options.mode))
     if modes == [ENGINE] and (idle := [name for name in ENGINE_LIMITS if name in given and name != "batch_size"]):
         raise SettingError(f"--{idle[0].replace('_', '-')} is for --runner generate: leave it out")
     return modes
 
 
-def _names(flag: str, text: str | None) -> list[str]:
-    found = [] if text is None else [part.strip() for part in text.split(",")]
-    if not all(found):
+def _comma_list(flag: str, text: str | None) -> list[str]:
+    parts = [] if text is None else [part.strip() for part in text.split(",")]
+    if not all(parts):
         raise SettingError(f"{flag} has an empty value: {text!r}")
-    return found
+    return parts
 
 
-def _profile(requests: list[Request], modes: list[tuple[Mode, Settings]], options: dict[str, Any]) -> None:
+def _profile(requests: list[Request], modes: list[tuple[Mode, Settings]], options: Options) -> None:
     """Profile each mode; write and print the summaries, also those of the finished modes if a later one fails."""
     from panscan.bench.run import new_directory
     from panscan.profile.capture import CaptureOptions
     from panscan.profile.run import profile_modes
 
-    wanted = CaptureOptions(options["record_shapes"], options["memory"], options["stacks"])
+    wanted = CaptureOptions(options.record_shapes, options.memory, options.stacks)
     found: list[Profiled] = []
-    folder = new_directory(Path(options["output_dir"]), modes[0][1].model_name)
+    folder = new_directory(options.output_dir, modes[0][1].model_name)
     try:
         with activity("starting the profiler") as step:
-            for each in profile_modes(requests, modes, folder, wanted, step.rename):
-                found.append(each)
+            for profiled in profile_modes(requests, modes, folder, wanted, step.rename):
+                found.append(profiled)
     except Exception:  # of whatever kind: it is raised again, after the finished modes are shown
         if found:
-            _show(found, folder)
+            _print_profiles(found, folder)
         raise
-    _show(found, folder)
+    _print_profiles(found, folder)
 
 
-def _show(found: list[Profiled], folder: Path) -> None:
+def _print_profiles(found: list[Profiled], folder: Path) -> None:
     """Summarise finished profiles: write the results into their folder, and print them."""
     from panscan.profile.results import printed, summary_of, write_results
 
     with activity("summarising the traces"):
-        summaries = [summary_of(each, compared=len(found) > 1) for each in found]
+        summaries = [summary_of(profiled, compared=len(found) > 1) for profiled in found]
         page = write_results(folder, found, summaries, title=f"Profile of {found[0].facts['model']}")
     for line in printed(found, summaries, width=out().width if out().is_terminal else 120):
         out().print(line, soft_wrap=True)
     out().print("")
-    for each in found:
-        out().print(f"trace: {each.trace}", soft_wrap=True)
+    for profiled in found:
+        out().print(f"trace: {profiled.trace}", soft_wrap=True)
     out().print(f"page: {page}", soft_wrap=True)

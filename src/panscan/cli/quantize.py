@@ -5,47 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
-from rich.table import Table
 
 from panscan.cli.console import echo, errors, import_libraries, out, show_warnings
-from panscan.cli.options import (
-    SEED,
-    InRange,
-    axis_options,
-    common_options,
-    given_values,
-    max_pages_option,
-    url_options,
-    utf8,
-)
-from panscan.cli.verb import option, verb
+from panscan.cli.options import given_values, print_skipped, utf8
+from panscan.cli.verb import verb
 from panscan.core import SettingError
 from panscan.core.activity import activity
-from panscan.core.ranges import Range
-from panscan.settings import Settings, check_weight_kind
+from panscan.settings import Options, Settings, check_weight_kind, options_of
 
 if TYPE_CHECKING:
-    from panscan.quantize.audit import Audit
+    from panscan.quantize.audit import Audit, PartSummary
     from panscan.quantize.measure import Measurement
 
 __all__ = ["command"]
 
 _GARBAGE, _UNKNOWN = 5, 6
-_COUNT = InRange(Range(integer=True, ge=1, le=100_000))
-_GROUP = InRange(Range(integer=True, ge=1, le=65_536))
-_EVERY_S = 10.0  # between two lines of a log
-_AXES = (
-    "revision",
-    "device",
-    "do_pan_and_scan",
-    "pan_and_scan_min_crop_size",
-    "pan_and_scan_max_num_crops",
-    "pan_and_scan_min_ratio_to_activate",
-    "max_new_tokens",
-)
 
 EPILOG = """\
 Checkpoints have the compressed-tensors layout, for Transformers, vLLM and panscan. With
@@ -65,152 +42,114 @@ Examples
 @verb("quantize", EPILOG)
 @click.argument("base", required=False, metavar="MODEL")
 @click.argument("output", required=False, metavar="OUT", type=click.Path(path_type=Path))
-@option("Model", "--quantization", metavar="int4|int8|fp8", help="Format of the decoder's weights.")
-@option(
-    "Model",
-    "--quantization-group-size",
-    type=_GROUP,
-    metavar="INT",
-    help="Input channels per int4 scale; none: 128 if it fits.",
-)
-@option("Model", "--audit", metavar="CHECKPOINT", help="Quantised checkpoint to describe and judge.")
-@option("Model", "--model", "reference", metavar="BASE", help="Dense checkpoint to compare with, for --audit.")
-@option("Input", "--calibration", multiple=True, metavar="PATH", help="Documents to calibrate int4 on; repeatable.")
-@option("Input", "-p", "--prompt", "prompts", multiple=True, help="Prompt for calibration documents; repeatable.")
-@option(
-    "Input",
-    "--num-samples",
-    type=_COUNT,
-    metavar="INT",
-    default=128,
-    show_default=True,
-    help="Maximum prompts and questions.",
-)
-@option("Input", "--seed", type=SEED, metavar="INT", default=0, show_default=True, help="Seed of the samples.")
-@option("Measurement", "--dataset", metavar="PATH", help="Labelled questions to measure accuracy on.")
-@option(
-    "Measurement", "--verify/--no-verify", default=True, help="Compare the result with the dense model.  [default: on]"
-)
-@option("Output", "--overwrite", is_flag=True, help="Replace OUT if this command wrote all of it.")
-@url_options
-@max_pages_option
-@axis_options(_AXES)
-@common_options
-def command(**options: Any) -> int:
+def command(options: Options, base: str | None, output: Path | None) -> int:
     """Write a quantised checkpoint of MODEL to OUT, and compare it with the dense model."""
     show_warnings(errors())
-    for name in ("base", "audit", "reference", "dataset"):
-        utf8(f"--{name}", options[name])
-    return _audit(options) if options["audit"] is not None else _quantize(options)
+    for name, text in (
+        ("base", base),
+        ("audit", options.audit),
+        ("model", options.reference_model),
+        ("dataset", options.dataset),
+    ):
+        utf8(f"--{name}", text)
+    if options.audit is None:
+        return _quantize(options, base, output)
+    for shown, value in (("MODEL", base), ("OUT", output)):
+        if value is not None:
+            raise SettingError(f"--audit writes nothing: leave out {shown}")
+    return _audit(options, options.audit)
 
 
-def _quantize(options: dict[str, Any]) -> int:
-    _check(options)
-    settings = Settings(model=options["base"], **_axes_of(options))
+def _quantize(options: Options, base: str | None, output: Path | None) -> int:
+    if base is None or output is None:
+        raise SettingError("quantize: MODEL and OUT are required; to audit a checkpoint, use --audit CHECKPOINT")
+    kind = _weight_kind(options)
+    settings = Settings(model=base, **given_values(options))
     import_libraries()
     from panscan.quantize.documents import CalibrationSource
     from panscan.quantize.run import QuantizeOptions, quantize_checkpoint
 
     calibration = CalibrationSource(
-        options["calibration"], options["prompts"], options["num_samples"], options["seed"], options["max_pages"]
+        options.calibration, options.prompt_list, options.num_questions, options.seed, options.max_pages
     )
     chosen = QuantizeOptions(
         settings,
-        options["output"],
-        options["quantization"],
-        options["quantization_group_size"],
+        output,
+        kind,
+        options.group_size,
         calibration,
-        options["dataset"],
-        options["verify"],
-        options["overwrite"],
+        options.dataset,
+        options.verify,
+        options.force,
     )
-    if calibration.sources and chosen.kind != "int4":
+    if calibration.sources and kind != "int4":
         errors().print(
-            f"--calibration: {chosen.kind} needs no calibration; the documents are only used to measure the result",
+            f"--calibration: {kind} needs no calibration; the documents are only used to measure the result",
             soft_wrap=True,
         )
     with _progress() as step:
-        found = quantize_checkpoint(chosen, step, _report_problem)
-    if found.measurement is not None:
-        _show(found.measurement)
-    if found.garbage is not None:
-        out().print(f"Garbage: {found.garbage}", style="bold red", soft_wrap=True)
-    ratio = found.dense_bytes / found.bytes
-    echo(
-        f"{found.path}: {found.described}, {found.bytes / 1e9:.2f} GB ({ratio:.1f}x smaller than the dense checkpoint)"
-    )
+        written = quantize_checkpoint(chosen, step, print_skipped)
+    if written.measurement is not None:
+        _print_measurement(written.measurement)
+    if written.garbage is not None:
+        out().print(f"Garbage: {written.garbage}", style="bold red", soft_wrap=True)
+    size_gb, ratio = written.bytes / 1e9, written.dense_bytes / written.bytes
+    echo(f"{written.path}: {written.described}, {size_gb:.2f} GB ({ratio:.1f}x smaller than the dense checkpoint)")
     return 0
 
 
-def _check(options: dict[str, Any]) -> None:
-    """Raise unless the options are those of a new checkpoint."""
-    if options["base"] is None or options["output"] is None:
-        raise SettingError("quantize: MODEL and OUT are required; to audit a checkpoint, use --audit CHECKPOINT")
-    if options["reference"] is not None:
+def _weight_kind(options: Options) -> str:
+    """Return the format of a new checkpoint; raise unless the other options go with it."""
+    if options.reference_model is not None:
         raise SettingError("--model requires --audit; pass the checkpoint to quantise as the first argument")
-    if not options["verify"]:
-        _refuse(("dataset",), "requires --verify: without it, nothing is measured")
-    if options["quantization"] is None:
+    if not options.verify:
+        _refuse(options, ("dataset",), "requires --verify: without it, nothing is measured")
+    if options.weight_format is None:
         raise SettingError("--quantization is missing: int4, int8 or fp8")
-    check_weight_kind(options["quantization"])
-    if not options["calibration"]:
-        _refuse(("max_pages",), "requires --calibration")
-        if options["dataset"] is None:
-            _refuse(("num_samples", "seed"), "requires --calibration or --dataset")
+    check_weight_kind(options.weight_format)
+    if not options.calibration:
+        _refuse(options, ("max_pages",), "requires --calibration")
+        if options.dataset is None:
+            _refuse(options, ("num_questions", "seed"), "requires --calibration or --dataset")
+    return options.weight_format
 
 
-def _audit(options: dict[str, Any]) -> int:
-    for name, shown in (("base", "MODEL"), ("output", "OUT")):
-        if options[name] is not None:
-            raise SettingError(f"--audit writes nothing: leave out {shown}")
-    _refuse(("quantization", "quantization_group_size"), "is not supported with --audit, which writes nothing")
-    if not options["verify"]:
-        _refuse(("reference", "dataset"), "requires --verify: without it, the checkpoint is not run")
-    for name in ("calibration", "prompts"):
-        if options[name]:
-            raise SettingError(f"--{name.removesuffix('s')} is not supported with --audit: use --dataset")
-    _refuse(("overwrite", "max_pages"), "is not supported with --audit")
-    if options["dataset"] is None:
-        _refuse(("num_samples", "seed"), "requires --dataset")
-    settings = Settings(model=options["audit"], **_axes_of(options))
+def _audit(options: Options, checkpoint: str) -> int:
+    writes = ("weight_format", "group_size")
+    _refuse(options, writes, "is not supported with --audit, which writes nothing")
+    if not options.verify:
+        unused = ("reference_model", "dataset")
+        _refuse(options, unused, "requires --verify: without it, the checkpoint is not run")
+    _refuse(options, ("calibration", "prompt_list"), "is not supported with --audit: use --dataset")
+    _refuse(options, ("force", "max_pages"), "is not supported with --audit")
+    if options.dataset is None:
+        _refuse(options, ("num_questions", "seed"), "requires --dataset")
+    settings = Settings(model=checkpoint, **given_values(options))
     import_libraries()
-    from panscan.quantize.audit import AuditOptions, audit
+    from panscan.quantize.audit import audit
 
     with _progress() as step:
-        found = audit(
-            AuditOptions(
-                settings,
-                options["reference"],
-                options["dataset"],
-                options["verify"],
-                options["num_samples"],
-                options["seed"],
-            ),
+        report = audit(
+            settings,
             step,
-            _report_problem,
+            print_skipped,
+            base=options.reference_model,
+            dataset=options.dataset,
+            verify=options.verify,
+            num_samples=options.num_questions,
+            seed=options.seed,
         )
-    _show_audit(found)
-    if found.garbage is not None:
+    _print_audit(report)
+    if report.garbage is not None:
         return _GARBAGE
-    return 0 if found.judged or not options["verify"] else _UNKNOWN
+    return 0 if report.judged or not options.verify else _UNKNOWN
 
 
-def _refuse(names: Sequence[str], reason: str) -> None:
+def _refuse(options: Options, names: Sequence[str], reason: str) -> None:
     """Raise if the user gave one of some options."""
-    context = click.get_current_context()
-    for parameter in context.command.params:
-        typed = context.get_parameter_source(parameter.name or "") is click.core.ParameterSource.COMMANDLINE
-        if typed and parameter.name in names:
-            raise SettingError(f"{parameter.opts[0]} {reason}")
-
-
-def _axes_of(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings, without ``--quantization``, which applies to the new checkpoint only."""
-    return given_values({name: options[name] for name in _AXES})
-
-
-def _report_problem(problem: Exception) -> None:
-    errors().print(f"skipped: {problem}", style="yellow", soft_wrap=True)
+    for name, item in options_of("quantize").items():
+        if name in names and name in options.given:
+            raise SettingError(f"--{item.flag} {reason}")
 
 
 @contextmanager
@@ -226,32 +165,32 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
         yield step
 
 
-def _show(found: Measurement) -> None:
+def _print_measurement(found: Measurement) -> None:
     """Print the table of measured weights."""
-    from panscan.quantize.card import HEADINGS, notes, table_rows
+    from panscan.quantize.card import measured_table, notes
+    from panscan.report.table import print_table
 
-    table = Table(box=None, pad_edge=False)
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading in HEADINGS[:2] else "right")
-    for row in table_rows(found):
-        table.add_row(*row)
-    out().print(table)
+    print_table(measured_table(found), out(), frame="none", gap=2)
     for line in notes(found):
         out().print(line, style="dim", soft_wrap=True)
 
 
-def _show_audit(found: Audit) -> None:
+def _print_audit(found: Audit) -> None:
     """Print what a checkpoint holds, how its answers compare, and what is wrong with it."""
-    table = Table(box=None, pad_edge=False)
-    for heading in ("Part", "Tensors", "Quantised", "Stored as", "Size"):
-        table.add_column(heading, justify="right" if heading in ("Tensors", "Quantised", "Size") else "left")
-    for part in found.parts:
-        table.add_row(part.name, str(part.tensors), str(part.quantized), part.stored_as, f"{part.bytes / 1e6:,.1f} MB")
+    from panscan.report.table import Column, Medium, Table, print_table
+
+    columns: list[Column[PartSummary]] = [
+        Column("Part", lambda part: part.name, text=Medium.ALL),
+        Column("Tensors", lambda part: part.tensors),
+        Column("Quantised", lambda part: part.quantized),
+        Column("Stored as", lambda part: part.stored_as, text=Medium.ALL),
+        Column("Size", lambda part: f"{part.bytes / 1e6:,.1f} MB"),
+    ]
     echo(f"{found.name}: {found.format}")
-    out().print(table)
+    print_table(Table(columns, found.parts), out(), frame="none", gap=2)
     for line in found.remarks:
         out().print(line, soft_wrap=True)
     if found.measurement is not None:
-        _show(found.measurement)
+        _print_measurement(found.measurement)
     if found.garbage is not None:
         out().print(f"Garbage: {found.garbage}", style="bold red", soft_wrap=True)

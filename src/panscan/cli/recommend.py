@@ -5,23 +5,19 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from panscan.cli.console import echo, errors, out, show_warnings
-from panscan.cli.options import InRange, common_options
-from panscan.cli.verb import option, verb
-from panscan.core.ranges import Range
+from panscan.cli.verb import verb
+from panscan.settings import Options
 
 if TYPE_CHECKING:
     from panscan.analysis.recommend import Recommendation
     from panscan.records.store import Run
 
 __all__ = ["command", "print_recommendation"]
-
-_MILLISECONDS = InRange(Range(gt=0, le=1_000_000_000))
-_SHARE = InRange(Range(ge=0, le=1))
 
 EPILOG = """\
 A cell qualifies if its answers match the reference and, on a labelled dataset, show no
@@ -40,45 +36,23 @@ Examples
 
 @verb("recommend", EPILOG)
 @click.argument("directory", metavar="RUN", type=click.Path(path_type=Path))
-@option("Measurement", "--max-p95-ms", type=_MILLISECONDS, metavar="MS", help="Maximum p95 of end-to-end latency, ms.")
-@option("Measurement", "--min-quality", type=_SHARE, metavar="SHARE", help="Minimum quality, 0 to 1.")
-@option("Measurement", "--quality-metric", metavar="NAME", help="Quality metric.  [default: the run's]")
-@option(
-    "Measurement",
-    "--allow-different",
-    multiple=True,
-    metavar="CELL",
-    help="Id of a cell to allow whatever its verdict; repeatable.",
-)
-@option(
-    "Output",
-    "-o",
-    "--output",
-    default="preset.yaml",
-    show_default=True,
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Preset to write.",
-)
-@option("Output", "--force", is_flag=True, help="Replace a file that panscan did not write.")
-@option("Output", "--json", "as_json", is_flag=True, help="Print one JSON object.")
-@common_options
-def command(directory: Path, output: Path, **options: Any) -> None:
+def command(options: Options, directory: Path) -> None:
     """Recommend a cell of a finished run, explain why, and write its settings as a preset."""
     from panscan.analysis.recommend import preset_text, recommend, write_preset
     from panscan.records.quality import with_metric
     from panscan.records.store import read_run
 
     show_warnings(errors())
-    run = with_metric(read_run(directory), options["quality_metric"])
+    run = with_metric(read_run(directory), options.quality_metric)
     found = recommend(
         run,
-        max_p95_ms=options["max_p95_ms"],
-        min_quality=options["min_quality"],
-        allow=options["allow_different"],
+        max_p95_ms=options.max_p95_ms,
+        min_quality=options.min_quality,
+        allow=options.allow_different,
     )
-    write_preset(preset_text(run, found), output, force=options["force"])
-    if options["as_json"]:
+    output = options.preset_path
+    write_preset(preset_text(run, found), output, force=options.force)
+    if options.json:
         echo(json.dumps({**asdict(found), "preset": str(output)}, ensure_ascii=False))
     else:
         print_recommendation(run, found, output)

@@ -7,9 +7,9 @@ from pathlib import Path
 import click
 
 from panscan.cli.console import echo, errors, out
-from panscan.cli.options import common_options
-from panscan.cli.verb import option, verb
+from panscan.cli.verb import verb
 from panscan.core import RecordsError, SettingError
+from panscan.settings import Options
 
 __all__ = ["command"]
 
@@ -28,19 +28,7 @@ Examples
 
 @verb("report", EPILOG)
 @click.argument("run", type=click.Path(path_type=Path))
-@option(
-    "Output",
-    "--format",
-    "form",
-    type=click.Choice(["html", "md", "png", "gallery"]),
-    default="html",
-    show_default=True,
-    help="Format of the report.",
-)
-@option("Output", "-o", "--output", type=click.Path(path_type=Path), metavar="PATH", help="File; for png, directory.")
-@option("Measurement", "--quality-metric", metavar="NAME", help="Quality metric.  [default: the run's]")
-@common_options
-def command(run: Path, form: str, output: Path | None, quality_metric: str | None) -> None:
+def command(options: Options, run: Path) -> None:
     """Write the report of a run directory, from its records; nothing is measured again.
 
     A bench report has the recommendation, cells with verdicts, curves and stages. A load report has the highest rate
@@ -51,9 +39,10 @@ def command(run: Path, form: str, output: Path | None, quality_metric: str | Non
     from panscan.records.quality import with_metric
     from panscan.records.store import read_run
 
+    form, output = options.report_format, options.output_file
     if form != "png" and output is not None and output.is_dir():
         raise SettingError(f"--output {output} is a folder: name a file")
-    records = with_metric(read_run(run), quality_metric)
+    records = with_metric(read_run(run), options.quality_metric)
     home = records.path.parent
     written: list[Path] = []
     if form == "html":

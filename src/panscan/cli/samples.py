@@ -8,14 +8,10 @@ from typing import Any
 import click
 
 from panscan.cli.console import out
-from panscan.cli.options import SEED, InRange, common_options
-from panscan.cli.verb import option, verb
-from panscan.settings import SAMPLE_RANGES
+from panscan.cli.verb import verb
+from panscan.settings import Options
 
-__all__ = ["FORMATS", "command", "print_samples"]
-
-FORMATS = ("aiperf", "guidellm", "vllm")
-"""The keys of :data:`panscan.load.request_sets.FORMATS`, without importing Pillow for ``--help``."""
+__all__ = ["command", "print_samples"]
 
 EPILOG = """\
 A request set is one JSON Lines file with the images as data: URLs. Each request uses a
@@ -37,42 +33,24 @@ Examples
 
 @verb("samples", EPILOG)
 @click.argument("directory", type=click.Path(path_type=Path))
-@option(
-    "Input",
-    "--count",
-    type=InRange(SAMPLE_RANGES["count"]),
-    metavar="INT",
-    default=12,
-    show_default=True,
-    help="Documents to generate.",
-)
-@option(
-    "Input", "--seed", type=SEED, metavar="INT", default=0, show_default=True, help="Seed of the generated documents."
-)
-@option(
-    "Input",
-    "--columns",
-    type=InRange(SAMPLE_RANGES["columns"]),
-    metavar="INT",
-    default=30,
-    show_default=True,
-    help="Characters per short side; 110 suits Google's models.",
-)
-@option("Output", "--format", type=click.Choice(FORMATS), help="Load generator to write a request set for.")
-@option("Output", "--overwrite", is_flag=True, help="Replace documents of another count or seed.")
-@common_options
-def command(directory: Path, format: str | None, **options: Any) -> None:
+def command(options: Options, directory: Path) -> None:
     """Generate receipts, tables, pages and pictures in DIRECTORY, with questions.jsonl for --dataset."""
-    if format is None:
+    facts: dict[str, Any] = {
+        "count": options.count,
+        "seed": options.seed,
+        "columns": options.columns,
+        "overwrite": options.force,
+    }
+    if options.request_set is None:
         from panscan.images.samples import write_samples
 
-        print_samples(write_samples(directory, **options), options["count"])
+        print_samples(write_samples(directory, **facts), options.count)
     else:
         from panscan.load.request_sets import write_request_set
 
-        written = write_request_set(directory, format, **options)
+        written = write_request_set(directory, options.request_set, **facts)
         mix = ", ".join(f"{count} with {views} view{'s'[: views > 1]}" for views, count in written.views.items())
-        out().print(f"{options['count']} requests in {written.path}: {mix}", soft_wrap=True)
+        out().print(f"{options.count} requests in {written.path}: {mix}", soft_wrap=True)
         out().print(f"next: {written.command}", soft_wrap=True)
 
 

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 import click
 
 from panscan.cli.console import echo, errors, out
-from panscan.cli.options import InRange, common_options
-from panscan.cli.verb import option, verb
+from panscan.cli.verb import verb
 from panscan.core import SettingError
 from panscan.core.activity import activity
-from panscan.core.ranges import Range
+from panscan.settings import Options
 
 if TYPE_CHECKING:
     from panscan.trace.figures import Summary
@@ -33,21 +32,12 @@ Examples
 """
 
 _MOST_FILES = 8
-_TOP = Range(integer=True, ge=1, le=1_000)
 _COMPARED = 1_000  # names to match between traces
 
 
 @verb("trace", EPILOG)
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
-@option("Input", "--step", metavar="NAME", help="Range or function that begins each step.  [default: panscan.decode]")
-@option("Input", "--gpu", metavar="NAME", help="GPU to compare rates with.  [default: the trace's]")
-@option("Output", "--top", type=InRange(_TOP), metavar="INT", default=12, show_default=True, help="Rows per table.")
-@option("Output", "--html", type=click.Path(path_type=Path), metavar="FILE", help="Web page to write, too.")
-@option("Output", "--json", "as_json", is_flag=True, help="Print the summary as JSON.")
-@common_options
-def command(
-    files: tuple[str, ...], step: str | None, gpu: str | None, top: int, html: Path | None, as_json: bool
-) -> None:
+def command(options: Options, files: tuple[str, ...]) -> None:
     """Summarise each trace FILE: time by phase, GPU busy and idle, what fills the idle gaps, kernels, operators.
 
     Several files are compared, the first with the last. Files of any size are read in pieces.
@@ -59,21 +49,22 @@ def command(
 
     if len(files) > _MOST_FILES:
         raise SettingError(f"trace takes 1 to {_MOST_FILES} files, got {len(files)}")
+    html, top = options.html, options.top
     if html is not None and html.is_dir():
         raise SettingError(f"--html {html} is a folder: name a file")
     if html is not None and any(html.resolve() == Path(path).resolve() for path in files):
         raise SettingError(f"--html {html} would replace a trace: name another file")
-    limits = gpu_named(gpu) if gpu is not None else None
+    limits = gpu_named(options.gpu) if options.gpu is not None else None
     traces = [open_trace(path) for path in files]
     summaries = []
     for trace in traces:
         with activity(f"reading {trace.path.name}"):
-            summaries.append(summarize(trace, gpu=limits, step=step, top=top if len(files) == 1 else _COMPARED))
+            summaries.append(summarize(trace, gpu=limits, step=options.step, top=top if len(files) == 1 else _COMPARED))
     if html is not None:
-        from panscan.trace.html import page
+        from panscan.trace.output import page
 
         write_file(html, page(summaries, top=top))
-    if as_json:
+    if options.json:
         echo(json.dumps(_document(summaries), indent=2, allow_nan=False))
     else:
         _print(summaries)
@@ -89,7 +80,7 @@ def _document(summaries: list[Summary]) -> dict[str, object]:
 
 
 def _print(summaries: list[Summary]) -> None:
-    from panscan.trace.text import comparison_lines, lines
+    from panscan.trace.output import comparison_lines, lines
 
     width = out().width if out().is_terminal else 120
     found = lines(summaries[0], width=width) if len(summaries) == 1 else comparison_lines(summaries, width=width)

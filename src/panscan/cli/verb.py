@@ -1,126 +1,146 @@
-"""The command class of every verb: grouped help, ``--x/--no-x`` switches, and other tools' option names."""
+"""The command class of every verb: options from the table, grouped help, switches, other tools' option names."""
 
 from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
+from typing import Any
 
 import click
 import cloup
 
 from panscan.core import SettingError
 from panscan.core.ranges import shorten
-from panscan.settings import BOOLEANS, GROUPS, Group, axes, foreign_option
-from panscan.spellings import SWITCHES
+from panscan.settings import (
+    BOOLEANS,
+    ENGINE_COMMANDS,
+    GENERATE_AXES,
+    GROUPS,
+    NEEDS_GENERATE,
+    Option,
+    Options,
+    axes,
+    axis_names,
+    options_of,
+)
+from panscan.settings.spellings import FOREIGN_OPTIONS, SWITCHES
 
-__all__ = ["Option", "Verb", "option", "verb"]
-
-Command = TypeVar("Command", bound=Callable[..., Any])
+__all__ = ["ClickOption", "Verb", "verb"]
 
 _HELP_ALL = "panscan.help_all"
 _FORMATTER = cloup.HelpFormatter.settings(col1_max_width=30, col2_min_width=30)
 
 
-class Option(click.Option):
-    """An option with its place in ``--help``.
+class ClickOption(click.Option):
+    """Click's form of an option. The values of settings stay text: they may be comma lists.
 
     Args:
-        group: heading.
-        rare: whether only ``--help-all`` lists it.
-        shown: first column of ``--help``; None: every spelling and the metavar.
-        switch: whether it is on or off: ``--x``, ``--no-x``, ``--x=false``, or a comma list of values.
+        declared: the option in the table.
     """
 
-    def __init__(
-        self,
-        *args: Any,
-        group: Group,
-        rare: bool = False,
-        shown: str | None = None,
-        switch: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        if kwargs.get("show_default") is True and isinstance(kwargs["default"], float):
-            # Click would print a float as 600.0, and a text in brackets.
-            kwargs["help"] += f"  [default: {kwargs['default']:g}]"
-            kwargs["show_default"] = False
-        super().__init__(*args, **kwargs)
-        self.section = group  # Cloup has a meaning for "group"
-        self.rare = rare
-        self.shown = shown
-        self.switch = switch
+    def __init__(self, declared: Option) -> None:
+        setting = declared.name in axes()
+        spellings = (declared.flag, *(declared.spellings if setting else declared.aliases))
+        flags = list(dict.fromkeys(f"--{name.replace('_', '-')}" for name in spellings))
+        super().__init__(
+            [*([f"-{declared.short}"] if declared.short else []), *flags, declared.name],
+            type=None if setting else _OptionValue(declared),
+            multiple=declared.many,
+            default=None if setting else declared.default,
+            required=declared.required and not setting,
+            envvar=declared.environment or None,
+        )
+        self.declared = declared
+        self.setting = setting
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        record = super().get_help_record(ctx)
-        return record if record is None or self.shown is None else (self.shown, record[1])
+        declared = self.declared
+        if declared.hidden or (declared.rare and not ctx.meta.get(_HELP_ALL)):
+            return None
+        flag = f"-{declared.short}, --{declared.flag}" if declared.short else f"--{declared.flag}"
+        if declared.kind is bool:
+            shown = f"{flag} / --no-{declared.flag}" if self.setting or declared.default else flag
+        else:
+            shown = f"{flag} {declared.metavar_text}"
+        default = f"[default: {declared.default_text}]" if declared.default_text else ""
+        return shown, f"{declared.help}  {'[required]' if declared.required else default}".rstrip()
 
 
-def option(group: Group, *flags: str, **attributes: Any) -> Callable[[Command], Command]:
-    """Return a decorator that adds an :class:`Option`; see :func:`click.option`."""
-    return click.option(*flags, cls=Option, group=group, **attributes)
+class _OptionValue(click.ParamType):  # type: ignore[type-arg]  # not generic in older versions of click
+    """A value that the table of options parses, so that all options have the same error messages."""
+
+    def __init__(self, declared: Option) -> None:
+        self.name = declared.kind.__name__
+        self._declared = declared
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the value of a text; defaults are values already."""
+        return self._declared.convert(value) if isinstance(value, str) else value
 
 
 def verb(name: str, epilog: str) -> Callable[[Callable[..., Any]], Verb]:
-    """Return a decorator that makes a function the command of a verb.
+    """Return a decorator that makes a function the command of a verb, with the options that the table gives it.
+
+    The function takes :class:`panscan.settings.Options`, then its positional arguments by name.
 
     Args:
         name: word after ``panscan``.
         epilog: end of its help: notes, then examples.
     """
-    return click.command(name, cls=Verb, epilog=epilog, formatter_settings=_FORMATTER)
+
+    def decorate(function: Callable[..., Any]) -> Verb:
+        @wraps(function)
+        def call(**values: Any) -> Any:
+            context = click.get_current_context()
+            commandline = click.core.ParameterSource.COMMANDLINE
+            given = frozenset(name for name in values if context.get_parameter_source(name) is commandline)
+            declared = options_of(name)
+            positional = {name: values.pop(name) for name in list(values) if name not in declared}
+            settings = {name: values.pop(name) for name in axes() if name in declared}
+            texts = {name: text for name, text in settings.items() if text is not None}
+            return function(Options.parsed(values, texts, given), **positional)
+
+        return click.command(name, cls=Verb, epilog=epilog, formatter_settings=_FORMATTER)(call)
+
+    return decorate
 
 
 class Verb(cloup.Command):
     """A command whose help lists its options by group, the rare ones under ``--help-all`` only."""
 
-    def __init__(self, *args: Any, params: list[click.Parameter] | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, params=[*(params or ()), _help_all()], **kwargs)
+    def __init__(self, name: str, *args: Any, params: Sequence[click.Parameter], **kwargs: Any) -> None:
+        super().__init__(name, *args, params=[*params, *map(ClickOption, options_of(name).values())], **kwargs)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, list(_respelled(self, ctx, args)))
 
     def format_params(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         rows: dict[str, list[tuple[str, str]]] = {group: [] for group in GROUPS}
-        for each in self.get_params(ctx):
-            if isinstance(each, click.Argument) or (getattr(each, "rare", False) and not ctx.meta.get(_HELP_ALL)):
-                continue
-            if (record := each.get_help_record(ctx)) is not None:
-                rows[getattr(each, "section", GROUPS[-1])].append(record)  # --help, Click's own, has none
+        for parameter in self.get_params(ctx):
+            record = None if isinstance(parameter, click.Argument) else parameter.get_help_record(ctx)
+            if record is not None:  # --help is Click's own option
+                group = parameter.declared.group if isinstance(parameter, ClickOption) else "Output"
+                rows[group].append(record)
         assert isinstance(formatter, cloup.HelpFormatter)  # the class of Cloup's contexts
-        formatter.write_many_sections([cloup.HelpSection(group, found) for group, found in rows.items() if found])
+        sections = [cloup.HelpSection(group, records) for group, records in rows.items() if records]
+        formatter.write_many_sections(sections)
 
 
-def _help_all() -> Option:
-    return Option(
-        ["--help-all"],
-        group="Output",
-        is_flag=True,
-        is_eager=True,
-        expose_value=False,
-        callback=_show_all,
-        help="Show all options and exit.",
-    )
-
-
-def _show_all(ctx: click.Context, _parameter: click.Parameter, value: bool) -> None:
-    if value:
-        ctx.meta[_HELP_ALL] = True
-        click.echo(ctx.get_help())
-        ctx.exit()
-
-
-def _respelled(command: click.Command, ctx: click.Context, words: Sequence[str]) -> Iterator[str]:
+def _respelled(command: Verb, ctx: click.Context, words: Sequence[str]) -> Iterator[str]:
     """Yield the words of a command line with each switch as ``--x=value``, and other tools' switches replaced.
 
-    The values of other options are yielded unchanged, whatever they look like.
+    The values of other options are yielded unchanged, whatever they look like. ``--help-all`` ends the command.
 
     Raises:
         SettingError: another tool's option, with what to use instead.
     """
-    options = {flag: each for each in command.get_params(ctx) for flag in (*each.opts, *each.secondary_opts)}
-    negative = {f"--no-{flag[2:]}": flag for flag, each in options.items() if getattr(each, "switch", False)}
+    options = {flag: item for item in command.get_params(ctx) for flag in item.opts if isinstance(item, click.Option)}
+    switches = {
+        flag: item for flag, item in options.items() if isinstance(item, ClickOption) and item.declared.kind is bool
+    }
+    negative = {f"--no-{flag[2:]}": flag for flag in switches}
     left = deque(words)
     while left:
         word = left.popleft()
@@ -131,22 +151,25 @@ def _respelled(command: click.Command, ctx: click.Context, words: Sequence[str])
         name, equals, value = word.partition("=")
         name = ctx.token_normalize_func(name) if ctx.token_normalize_func is not None else name
         name = "--tp" if name == "-tp" else name  # Click reads it as -t p
-        known = options.get(name)
         if not word.startswith("-") or word == "-":
             yield word
+        elif name == "--help-all":
+            ctx.meta[_HELP_ALL] = True
+            click.echo(ctx.get_help())
+            ctx.exit()
         elif name in negative:
             if equals:
                 raise SettingError(f"{name} takes no value; use {negative[name]}={value}")
             yield f"{negative[name]}=false"
-        elif isinstance(known, Option) and known.switch:
-            yield f"{name}={value if equals else _boolean(left)}"
-        elif isinstance(known, click.Option):
+        elif name in switches:
+            yield f"{name}={value if equals else _boolean(left) if switches[name].setting else 'true'}"
+        elif name in options:
             yield f"{name}{equals}{value}"
-            if not equals and not known.is_flag and left:
+            if not equals and not options[name].is_flag and left:  # only Click's own --help is a flag
                 yield left.popleft()
         else:
             takes = name.lstrip("-").replace("-", "_") in SWITCHES
-            yield from _foreign(word, name, value if equals else _boolean(left, take=takes), options)
+            yield from _foreign(str(command.name), word, name, value if equals else _boolean(left, take=takes), options)
 
 
 def _boolean(left: deque[str], *, take: bool = True) -> str:
@@ -156,21 +179,24 @@ def _boolean(left: deque[str], *, take: bool = True) -> str:
     return left.popleft() if take else left[0]
 
 
-def _foreign(word: str, name: str, value: str, options: dict[str, click.Parameter]) -> Iterator[str]:
+def _foreign(verb: str, word: str, name: str, value: str, options: Mapping[str, object]) -> Iterator[str]:
     """Yield the replacement of an option that the command lacks, or the word itself.
 
     Raises:
         SettingError: see :func:`_respelled`.
     """
-    setting, implied = SWITCHES.get(name.lstrip("-").replace("-", "_"), ("", ""))
+    key = name.removeprefix("--").replace("-", "_")
+    if verb in ENGINE_COMMANDS and axis_names().get(key) in GENERATE_AXES:
+        raise SettingError(f"{name}: {NEEDS_GENERATE.format(verb=verb)}")
+    setting, implied = SWITCHES.get(key, ("", ""))
     if setting and f"--{axes()[setting].flag}" in options:
         if value.lower() not in BOOLEANS:
             raise SettingError(f"{name} takes true or false; got {shorten(value)}")
         if BOOLEANS[value.lower()]:
             yield f"--{axes()[setting].flag}={implied}"
         return
-    reason = foreign_option(name) if name.startswith("--") else None
+    reason = FOREIGN_OPTIONS.get(key) if name.startswith("--") else None
     named = re.findall(r"--[a-z-]+", reason or "")
-    if reason is not None and (not named or any(each in options for each in named)):
+    if reason is not None and (not named or any(flag in options for flag in named)):
         raise SettingError(f"{name}: {reason}")
     yield word

@@ -3,41 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import click
-from rich.table import Table
 
 from panscan.cli.console import echo, errors, import_libraries, out, show_warnings
-from panscan.cli.options import InRange, axis_options, common_options, given_values, url_options, utf8
-from panscan.cli.verb import option, verb
+from panscan.cli.options import given_values, utf8
+from panscan.cli.verb import verb
 from panscan.core import SettingError
 from panscan.core.activity import activity
 from panscan.core.files import write_file
-from panscan.settings import Group, Settings
-from panscan.verify.options import VERIFY_RANGES, VerifyOptions
+from panscan.settings import Options, Settings, VerifyTable, fields_from
+from panscan.verify.options import VerifyOptions
 
 if TYPE_CHECKING:
+    from panscan.verify.diagnosis import HypothesisFit
     from panscan.verify.run import Verification
 
 __all__ = ["command"]
 
 _DIFFERENT, _UNKNOWN = 5, 6
 _ROWS = 6  # of the evidence table
-_PLAIN = {item.name: item.default for item in fields(VerifyOptions)}
-_AXES = (
-    "model",
-    "revision",
-    "dtype",
-    "device",
-    "do_pan_and_scan",
-    "pan_and_scan_min_crop_size",
-    "pan_and_scan_max_num_crops",
-    "pan_and_scan_min_ratio_to_activate",
-)
 
 EPILOG = """\
 The checkpoint is loaded on this machine and computes what a correct server would answer.
@@ -53,44 +39,13 @@ Examples
 """
 
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
-
-
-def _number(group: Group, name: str, text: str) -> Callable[[_Command], _Command]:
-    """Return an option with the range and default that :class:`VerifyOptions` defines."""
-    flag = f"--{name.replace('_', '-')}"
-    return option(
-        group,
-        flag,
-        type=InRange(VERIFY_RANGES[name]),
-        metavar="NUMBER",
-        default=_PLAIN[name],
-        show_default=True,
-        help=text,
-    )
-
-
 @verb("verify", EPILOG)
 @click.argument("url", metavar="URL")
-@option("Server", "--served-model", metavar="NAME", help="Model name in the API, if the endpoint has several.")
-@option("Server", "--api-key", envvar="PANSCAN_API_KEY", metavar="KEY", help="API key; or set PANSCAN_API_KEY.")
-@_number("Server", "max_requests", "Maximum requests to send.")
-@_number("Measurement", "max_tokens", "Output tokens per request.")
-@_number("Measurement", "top_logprobs", "Log-probabilities per token to request.")
-@_number("Server", "timeout", "Timeout of a request, seconds.")
-@option("Input", "--images", multiple=True, metavar="PATH", help="Documents to ask about; repeatable.")
-@option("Input", "-p", "--prompt", "prompts", multiple=True, help="Prompt for the documents; repeatable.")
-@option(
-    "Output", "-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Verdict file to write, JSON."
-)
-@url_options
-@axis_options(_AXES, required=("model",))
-@common_options
-def command(**options: Any) -> int:
+def command(options: Options, url: str) -> int:
     """Compare an endpoint's answers with what its checkpoint computes on this machine."""
     show_warnings(errors())
-    chosen = _options(options)
-    output: Path | None = options["output"]
+    chosen = _verify_options(options, url)
+    output = options.output_file
     if output is not None and (output.exists() or not output.parent.is_dir()):
         problem = "the file exists" if output.exists() else "the directory does not exist"
         raise SettingError(f"--output {output}: {problem}: choose another path")
@@ -99,46 +54,50 @@ def command(**options: Any) -> int:
     from panscan.verify.run import as_json, verify_endpoint
 
     probes = None
-    if options["images"]:
+    if options.images:
         most = chosen.max_requests - 1
-        probes = own_probes(options["images"], options["prompts"], chosen.settings.pan_and_scan, most)
+        probes = own_probes(options.images, options.prompt_list, chosen.settings.pan_and_scan, most)
     with activity("verifying") as step:
         found = verify_endpoint(chosen, probes, step.rename)
-    _show(found)
+    _print_verdict(found)
     if output is not None:
         write_file(output, json.dumps(as_json(found), indent=2) + "\n")
     return {"different": _DIFFERENT, "unknown": _UNKNOWN}.get(found.word, 0)
 
 
-def _options(options: dict[str, Any]) -> VerifyOptions:
+def _verify_options(options: Options, url: str) -> VerifyOptions:
     """Return the checked options.
 
     Raises:
         SettingError: an option is missing or invalid.
     """
-    if options["model"] is None:
+    if "model" not in options.settings:
         raise SettingError("--model is missing: name the checkpoint that the endpoint should serve")
-    if bool(options["images"]) != bool(options["prompts"]):
+    if bool(options.images) != bool(options.prompt_list):
         raise SettingError("--images and --prompt go together")
-    for prompt in options["prompts"]:
+    for prompt in options.prompt_list:
         if not prompt.strip():
             raise SettingError("--prompt is empty: give a question")
         utf8("--prompt", prompt)
-    for name in ("url", "served_model", "api_key"):
-        utf8(f"--{name.replace('_', '-')}", options[name])
-    numbers = {name: options[name] for name in VERIFY_RANGES}
+    for flag, text in (("url", url), ("served-model", options.served_model), ("api-key", options.api_key)):
+        utf8(f"--{flag}", text)
     return VerifyOptions(
-        options["url"], Settings(**given_values(options)), options["served_model"], options["api_key"], **numbers
+        url,
+        Settings(**given_values(options)),
+        options.served_model,
+        options.api_key,
+        timeout=options.timeout,
+        **fields_from(options, VerifyTable),
     )
 
 
-def _show(found: Verification) -> None:
+def _print_verdict(found: Verification) -> None:
     """Print the verdict, its evidence, and what could not be seen."""
     colour = {"exact": "green", "close": "green", "different": "red"}.get(found.word, "yellow")
     out().print(found.message, style=f"bold {colour}", soft_wrap=True)
     if found.reference is not None:
         out().print()
-        out().print(_evidence(found))
+        _print_evidence(found)
     out().print()
     for line in found.not_visible:
         out().print(f"Not visible: {line}", soft_wrap=True)
@@ -146,21 +105,19 @@ def _show(found: Verification) -> None:
     echo(f"{found.requests} requests to {found.served_model}{server}; {found.tested} hypotheses compared.")
 
 
-def _evidence(found: Verification) -> Table:
-    """Return the table of hypotheses: the reference first, then the best ones."""
-    table = Table(title="Evidence", title_justify="left", box=None, pad_edge=False)
+def _print_evidence(found: Verification) -> None:
+    """Print the table of hypotheses: the reference first, then the best ones."""
+    from panscan.report.formatting import nats
+    from panscan.report.table import Column, Medium, Table, print_table
+
     reference = found.reference
     assert reference is not None  # checked by the caller
-    table.add_column("Hypothesis")
-    for name in ("KL (nats)", "x noise", "Tokens", "Prompt counts"):
-        table.add_column(name, justify="right")
-    for candidate in [reference, *found.candidates[: _ROWS - 1]]:
-        fit, ratio = candidate.fit, found.noise.ratio(candidate.fit)
-        table.add_row(
-            candidate.hypothesis.title,
-            "-" if fit.kl is None else f"{fit.kl:.2g}",
-            "-" if ratio is None else f"{ratio:.2g}",
-            f"{fit.agree}/{fit.clear}",
-            f"{fit.prompts_agree}/{fit.prompts}",
-        )
-    return table
+    columns: list[Column[HypothesisFit]] = [
+        Column("Hypothesis", lambda row: row.hypothesis.title, text=Medium.ALL),
+        Column("KL (nats)", lambda row: nats(row.fit.kl)),
+        Column("x noise", lambda row: nats(found.noise.ratio(row.fit))),
+        Column("Tokens", lambda row: f"{row.fit.agree}/{row.fit.clear}"),
+        Column("Prompt counts", lambda row: f"{row.fit.prompts_agree}/{row.fit.prompts}"),
+    ]
+    out().print("Evidence", style="italic")
+    print_table(Table(columns, [reference, *found.candidates[: _ROWS - 1]]), out(), frame="none", gap=2)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import queue
 import select
 import signal
 import socket
@@ -27,7 +28,7 @@ from typing import IO, Any, NamedTuple, NoReturn, Self
 from panscan.core.errors import one_line
 from panscan.core.process import join_time_line, now, time_line, worker_command
 
-__all__ = ["Child", "ChildEndedError", "JsonChild", "JsonParent", "Message", "Parent"]
+__all__ = ["Child", "ChildEndedError", "Inbox", "JsonChild", "JsonParent", "Message", "Parent"]
 
 _HEAD = struct.Struct("<QB")  # bytes of the JSON object, number of files
 _MOST_JSON = 16 * 2**20
@@ -188,6 +189,10 @@ class Child(_ChildProcess):
         self._listener = threading.Thread(target=self._listen, args=(on_message,), name="panscan-listen", daemon=True)
         self._listener.start()
 
+    def listen_into(self, inbox: Inbox) -> None:
+        """Put each message into a queue, as :meth:`listen` calls a function."""
+        self.listen(lambda message: inbox.put((self, message)))
+
     def close(self, grace: float = 0.0) -> None:
         """See the base class; also waits for the listening thread."""
         super().close(grace)
@@ -208,6 +213,10 @@ class Child(_ChildProcess):
                     on_message(message)
         finally:
             on_message(None)
+
+
+Inbox = queue.SimpleQueue[tuple[Child, Any]]
+"""Children with their messages, or with None once their connection has ended."""
 
 
 class JsonChild(_ChildProcess):

@@ -15,6 +15,8 @@ __all__ = [
     "SettingError",
     "StorageError",
     "UnsupportedError",
+    "brief",
+    "error_line",
     "one_line",
 ]
 
@@ -27,10 +29,21 @@ def one_line(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
 
 
+def brief(text: object, most: int = 200) -> str:
+    """Return the start of a text, or of an error's, on one line without repeated spaces."""
+    return " ".join(str(text).split())[:most]
+
+
 class PanscanError(Exception):
     """Root of everything panscan raises on purpose. The message is one line that names the knob."""
 
     exit_code = 1
+
+
+def error_line(error: BaseException, most: int = 200) -> str:
+    """Return an error's text on one line, at most so many characters, with the type if panscan did not raise it."""
+    text = brief(error, most)
+    return text if isinstance(error, PanscanError) else f"{type(error).__name__}: {text}"
 
 
 class SettingError(PanscanError):

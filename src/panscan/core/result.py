@@ -51,6 +51,12 @@ class Stamps(Struct, forbid_unknown_fields=True):
         """Accepted to last token, seconds."""
         return self.tokens[-1] - self.accepted if self.tokens else None
 
+    @property
+    def tpot(self) -> float | None:
+        """Mean time per output token after the first one, seconds; None for fewer than two."""
+        count = len(self.tokens) - 1
+        return (self.tokens[-1] - self.tokens[0]) / count if count > 0 else None
+
     def stages(self) -> dict[str, float | None]:
         """Seconds of load, preprocess, queue, vision, prefill and decode; together they are :attr:`e2e`.
 

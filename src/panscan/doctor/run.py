@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
-import subprocess
-import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
-from typing import BinaryIO
 
-from panscan.core.errors import one_line
-from panscan.core.process import worker_command
-from panscan.doctor.findings import Check, CheckFinding, CheckResult, not_checked, warning
-from panscan.doctor.worker import Message
+from panscan.core.child import Child, ChildEndedError, Inbox
+from panscan.doctor.checks import Check, CheckFinding, CheckResult, not_checked, warning
 
-__all__ = ["LANE_ENVIRONMENT", "TIMEOUT", "run_checks"]
+__all__ = ["LANE_ENVIRONMENT", "Message", "run_checks"]
 
-TIMEOUT = 120.0
-"""Seconds that all checks together may take by default."""
 LANE_ENVIRONMENT: dict[str, dict[str, str]] = {
     "gpu": {"HF_HUB_OFFLINE": "1"},
     "gemma": {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
@@ -32,11 +24,14 @@ LANE_ENVIRONMENT: dict[str, dict[str, str]] = {
 other."""
 _STARTUP = 60.0  # seconds until a process begins its first check
 _MOST_LOSSES = 3  # processes of a lane that hang or crash before its other checks are skipped
-_TAIL_BYTES = 2000
+
+Message = tuple[str, CheckFinding | float | None]
+"""From a lane's process: name of a check with None when it begins, with each finding, and with its seconds when it
+ends."""
 
 
 def run_checks(
-    checks: Sequence[Check], timeout: float = TIMEOUT, on_progress: Callable[[int, str], None] | None = None
+    checks: Sequence[Check], timeout: float, on_progress: Callable[[int, str], None] | None = None
 ) -> list[CheckResult]:
     """Run checks and return their results in the same order.
 
@@ -50,16 +45,20 @@ def run_checks(
     """
     results: dict[str, CheckResult] = {}
     end = time.monotonic() + timeout
-    lanes = [_Lane(name, [check for check in checks if check.lane == name], results) for name in _lanes(checks)]
+    inbox: Inbox = queue.SimpleQueue()
+    names = dict.fromkeys(check.lane for check in checks)
+    lanes = [_Lane(name, [check for check in checks if check.lane == name], results, inbox) for name in names]
     try:
-        while open_lanes := {lane.connection: lane for lane in lanes if lane.start()}:
-            deadline = min(end, *(lane.deadline for lane in open_lanes.values()))
-            for ready in wait(list(open_lanes), max(0.0, deadline - time.monotonic())):
-                lane = open_lanes[ready]  # type: ignore[index]  # wait() returns some of its arguments
-                if (name := lane.receive()) is not None and on_progress is not None:
-                    on_progress(len(results), name)
+        while open_lanes := [lane for lane in lanes if lane.start()]:
+            deadline = min(end, *(lane.deadline for lane in open_lanes))
+            with suppress(queue.Empty):
+                child, message = inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+                for lane in open_lanes:
+                    begun = lane.take(message) if lane.child is child else None
+                    if begun is not None and on_progress is not None:
+                        on_progress(len(results), begun)
             now = time.monotonic()
-            for lane in open_lanes.values():
+            for lane in open_lanes:
                 lane.check_deadline(now)
             if now >= end:
                 break
@@ -71,21 +70,15 @@ def run_checks(
     return [results[check.name] for check in checks]
 
 
-def _lanes(checks: Iterable[Check]) -> list[str]:
-    return list(dict.fromkeys(check.lane for check in checks))
-
-
 class _Lane:
     """The checks of one lane, and the process that runs them."""
 
-    def __init__(self, name: str, checks: Sequence[Check], results: dict[str, CheckResult]) -> None:
-        self._name, self._todo, self._results = name, deque(checks), results
+    def __init__(self, name: str, checks: Sequence[Check], results: dict[str, CheckResult], inbox: Inbox) -> None:
+        self._name, self._todo, self._results, self._inbox = name, deque(checks), results, inbox
         self._findings: list[CheckFinding] = []
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log: BinaryIO | None = None
         self._began = False
         self._losses = 0
-        self.connection: Connection = None  # type: ignore[assignment]  # set by start(), before anything reads it
+        self.child: Child | None = None
         self.deadline = 0.0
 
     def start(self) -> bool:
@@ -93,30 +86,18 @@ class _Lane:
         if not self._todo:
             self.close()
             return False
-        if self._process is not None:
-            return True
-        self.connection, theirs = Pipe()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # close() closes it
-        self._process = subprocess.Popen(
-            worker_command("panscan.doctor.worker", str(theirs.fileno())),
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            env=os.environ | LANE_ENVIRONMENT.get(self._name, {}),
-            start_new_session=True,  # its own group, so that compilers which a check starts end with it
-        )
-        theirs.close()
-        self.deadline = time.monotonic() + _STARTUP
-        with suppress(OSError):  # a process that died at once is noticed by receive()
-            self.connection.send(list(self._todo))
+        if self.child is None:
+            environment = os.environ | LANE_ENVIRONMENT.get(self._name, {})
+            self.child = Child("panscan.doctor.worker", environment=environment, keep_output=True)
+            self.child.listen_into(self._inbox)
+            self.deadline = time.monotonic() + _STARTUP
+            with suppress(ChildEndedError):  # take() is told
+                self.child.send(list(self._todo))
         return True
 
-    def receive(self) -> str | None:
-        """Take one message. Returns the name of the check that begins, if it is that."""
-        try:
-            message: Message = self.connection.recv()
-        except (EOFError, OSError):
+    def take(self, message: Message | None) -> str | None:
+        """Take a message, None at the end of the process. Returns the name of the check that begins, if it is that."""
+        if message is None:
             self._lose(self._crash())
             return None
         name, content = message
@@ -131,7 +112,7 @@ class _Lane:
 
     def check_deadline(self, now: float) -> None:
         """Give up the running check if it is late."""
-        if self._process is None or now < self.deadline:
+        if self.child is None or now < self.deadline:
             return
         allowed = self._todo[0].seconds if self._began else _STARTUP
         self._lose(
@@ -144,16 +125,9 @@ class _Lane:
 
     def close(self) -> None:
         """Kill the process and what it started."""
-        if self._process is None:
-            return
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):  # one that is stuck in the kernel cannot be killed: leave it
-            self._process.wait(2.0)
-        self.connection.close()
-        assert self._log is not None  # opened with the process
-        self._log.close()
-        self._process = None
+        if self.child is not None:
+            self.child.close()
+            self.child = None
 
     def skip(self, reason: CheckFinding) -> None:
         """Record why the remaining checks have no result. The first keeps what it has found."""
@@ -178,19 +152,11 @@ class _Lane:
             self.skip(not_checked(f"{_MOST_LOSSES} earlier checks hung or crashed"))
 
     def _crash(self) -> CheckFinding:
-        assert self._process is not None and self._log is not None  # receive() has a process
-        try:
-            code = self._process.wait(2.0)
-        except subprocess.TimeoutExpired:
-            code = 0
-        how = f"with {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-        size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, size - _TAIL_BYTES))
-        lines = self._log.read().decode(errors="replace").split("\n")
-        said = next((line for line in reversed(lines) if line.strip()), "nothing")
-        killed = code == -signal.SIGKILL
+        assert self.child is not None  # the process that has ended
+        how = self.child.ending()
+        killed = self.child.exit_code == -signal.SIGKILL
         return warning(
-            f"the check ended its process {how}; the last output was: {one_line(said.strip())[:200]}",
+            f"the check's process {how}",
             "Free memory: the kernel kills processes when it runs out."
             if killed
             else "Reinstall the library that the output names, in a version that matches PyTorch.",

@@ -42,8 +42,8 @@ from panscan.model.load import load_for, load_meta_model_for
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.runtime import apply_attention, apply_tf32
 from panscan.model.support import require_supported
-from panscan.presets.parse import single_preset
-from panscan.settings import RANGES, Settings, axes, foreign_settings, settings_from
+from panscan.settings import Settings, axes, foreign_settings, range_of, settings_from
+from panscan.settings.preset_files import single_preset
 
 __all__ = ["Admission", "Engine"]
 
@@ -202,7 +202,7 @@ class Engine:
         """
         self._worker.check_process()
         if max_concurrency is not None:
-            RANGES["max_concurrency"].check("max_concurrency", max_concurrency)
+            range_of("max_concurrency", "bench").check("max_concurrency", max_concurrency)
         return _ResultIterator(self._results(requests, max_concurrency))
 
     def _results(

@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from panscan.core import EngineError, PanscanError, Sampling, SettingError, UnsupportedError, View, now
+from panscan.core.errors import brief
 from panscan.engine import triton_attention
 from panscan.engine.attention import Backend, SegmentsBackend
 from panscan.engine.graphs import Graphs, padded
@@ -550,14 +551,14 @@ def raise_if_device_failed(error: Exception) -> None:
         EngineError: the device has failed.
     """
     if isinstance(error, RuntimeError) and "CUDA error" in str(error) and not is_out_of_memory(error):
-        raise EngineError(f"the device has failed: {' '.join(str(error).split())[:300]}") from error
+        raise EngineError(f"the device has failed: {brief(error, 300)}") from error
 
 
 def pass_error(error: Exception) -> PanscanError:
     """Return the error of the requests in a failed pass."""
     if isinstance(error, PanscanError):
         return error
-    text = " ".join(str(error).split())[:300]
+    text = brief(error, 300)
     if is_out_of_memory(error):
         fix = "lower --prefill-chunk-size, --vision-batch-size, --max-num-seqs or --kv-cache-gb"
         return UnsupportedError(f"out of memory in an engine pass: {fix} ({text})")

@@ -7,15 +7,12 @@ from typing import Any
 
 from panscan.core import SettingError
 from panscan.core.ranges import Range
-from panscan.settings import KV_CACHE_DTYPES, RANGES, Settings, axes
+from panscan.settings import KV_CACHE_DTYPES, PREFILL_CHUNK_SIZE, Settings, axes
 
-__all__ = ["SERVED_TPOT_MS", "EngineOptions"]
+__all__ = ["EngineOptions"]
 
-SERVED_TPOT_MS = 50.0
-"""Default of ``--tpot-target-ms`` in ``panscan serve``."""
-_CHUNK = 2048  # tokens: a prompt of seven views in one pass
 _BLOCK = 2  # tokens: prefixes are reused in whole blocks, and Gemma 3 writes two tokens after an image
-_RANGES = {**RANGES, "block_size": Range(integer=True, ge=1, le=65_536)}
+_BLOCK_SIZES = Range(integer=True, ge=1, le=65_536)
 
 
 def _default(name: str) -> Any:
@@ -40,7 +37,7 @@ class EngineOptions:
     """
 
     attention_backend: str = _default("attention_backend")
-    prefill_chunk_size: int = _CHUNK
+    prefill_chunk_size: int = PREFILL_CHUNK_SIZE
     max_num_seqs: int = _default("max_num_seqs")
     gpu_memory_utilization: float = _default("gpu_memory_utilization")
     gpu_memory_gb: float | None = _default("gpu_memory_gb")
@@ -58,10 +55,11 @@ class EngineOptions:
     def __post_init__(self) -> None:
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
             raise SettingError(f"--kv-cache-dtype takes {' or '.join(KV_CACHE_DTYPES)}; got {self.kv_cache_dtype!r}")
+        _BLOCK_SIZES.check("block_size", self.block_size)
         for item in fields(self):
-            value = getattr(self, item.name)
-            if item.name in _RANGES and not (value is None and item.default is None):
-                _RANGES[item.name].check(item.name, value)
+            value, allowed = getattr(self, item.name), axes()[item.name].range if item.name in axes() else None
+            if allowed is not None and not (value is None and item.default is None):
+                allowed.check(item.name, value)
 
     @classmethod
     def of(cls, settings: Settings) -> EngineOptions:

@@ -20,6 +20,7 @@ from torch import distributed
 
 from panscan.core import PanscanError
 from panscan.core.child import Parent
+from panscan.core.errors import error_line
 from panscan.engine.model_runner import Launched, ModelRunner, RunnerFacts
 from panscan.engine.ranks import (
     HEARTBEAT_SECONDS,
@@ -92,7 +93,7 @@ class _Worker:
             return error
         except Exception as error:  # whatever a library raises is the command's failure, and the parent's to report
             traceback.print_exc()
-            return PanscanError(f"--tensor-parallel-size: {_error_line(error)}")
+            return PanscanError(f"--tensor-parallel-size: {error_line(error, 300)}")
         return None
 
     def _load(self, load: LoadShard) -> None:
@@ -211,11 +212,7 @@ class _Worker:
     def _report_failure(self, error: Exception, number: int = 0) -> None:
         self._failed.set()
         traceback.print_exc()
-        self._parent.send(PassEnded(number, _error_line(error)))
-
-
-def _error_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        self._parent.send(PassEnded(number, error_line(error, 300)))
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from panscan.core import (
     now,
 )
 from panscan.core.deadline import Deadline
+from panscan.core.errors import brief
 from panscan.engine.detokenizer import Detokenizer
 from panscan.engine.grammar import Constraint
 from panscan.engine.image_memory import Share
@@ -47,7 +48,7 @@ def described(error: BaseException) -> str:
         text = str(error)
     except BaseException as fault:  # of somebody else's class
         text = f"its text cannot be read ({type(fault).__name__})"
-    text = " ".join(text.split())[:300]
+    text = brief(text, 300)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

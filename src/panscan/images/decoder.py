@@ -92,11 +92,11 @@ def _reply_to(fields: dict[str, Any], stream: BinaryIO, pixels: _PixelFiles) -> 
     try:
         match fields["operation"]:
             case "count":
-                return {"count": count_pages(stream, name, fields["max_pages"])}
+                return {"answer": count_pages(stream, name, fields["max_pages"])}
             case "size":
-                return {"size": page_size(stream, fields["page"], name)}
+                return {"answer": page_size(stream, fields["page"], name)}
             case "sizes":
-                return {"sizes": page_sizes(stream, name, fields["max_pages"])}
+                return {"answer": page_sizes(stream, name, fields["max_pages"])}
             case _:
                 return _levels(stream, fields, name, pixels)
     except ImageError as error:

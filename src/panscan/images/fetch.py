@@ -12,7 +12,7 @@ import re
 import socket
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from typing import Any
 from urllib.request import getproxies, proxy_bypass
 
@@ -29,6 +29,7 @@ __all__ = [
     "TIMEOUT_S",
     "TRANSFER_S",
     "ConcealedUrl",
+    "ContentCache",
     "conceal",
     "fetch",
     "fetch_from",
@@ -54,9 +55,6 @@ MAX_REDIRECTS = 20
 ALLOW_PRIVATE = "PANSCAN_ALLOW_PRIVATE_URLS"
 """Environment variable that allows non-public addresses. Replica processes inherit it."""
 
-_CACHE: OrderedDict[tuple[str, bool], bytes] = OrderedDict()
-_LOCK = threading.Lock()
-
 _HIDDEN = "***"
 _LOGIN = re.compile(r"(?i)(\bhttps?://)[^\s/?#]*@")
 _PASSWORD = re.compile(r"(?i)(?:password|passwd|pwd)=$")
@@ -64,6 +62,40 @@ _SECRET = re.compile(
     r"(?i)([?&;](?:[^=&#;\s]*(?:password|passwd|signature|token|secret|credentials?|authorization|api-?key|accesskey(?:id)?)"
     r"|(?:[^=&#;\s]*[-_.])?(?:pwd|sig|key|auth|jwt|sas|policy))=)(?!\*\*\*)[^&#;\s]+"
 )
+
+
+class ContentCache:
+    """The files that were read last. Safe for threads.
+
+    A document is opened several times: to count its pages, to plan its views, and for the pixels of each page.
+
+    Args:
+        most_bytes: size of all contents together.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self._contents: OrderedDict[Hashable, bytes] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, key: Hashable) -> bytes | None:
+        """Return a content; None if the cache does not have it."""
+        with self._lock:
+            if key in self._contents:
+                self._contents.move_to_end(key)
+            return self._contents.get(key)
+
+    def put(self, key: Hashable, content: bytes) -> None:
+        """Keep a content, and drop those that were not read for longest if there are too many."""
+        with self._lock:
+            self._bytes += len(content) - len(self._contents.pop(key, b""))
+            self._contents[key] = content
+            while self._bytes > self.most_bytes:
+                self._bytes -= len(self._contents.popitem(last=False)[1])
+
+
+_CACHE = ContentCache(CACHE_BYTES)
 
 
 class ConcealedUrl(str):
@@ -122,15 +154,9 @@ def fetch(url: str) -> bytes:
         raise image_error(url, "its credentials are not stored in records: pass the full URL again")
     private = _allows_private()
     key = full, private
-    with _LOCK:
-        if key in _CACHE:
-            _CACHE.move_to_end(key)
-            return _CACHE[key]
-    content = _Download(url, private=private).run(full)
-    with _LOCK:
-        _CACHE[key] = content
-        while sum(map(len, _CACHE.values())) > CACHE_BYTES:
-            _CACHE.popitem(last=False)
+    if (content := _CACHE.get(key)) is None:
+        content = _Download(url, private=private).run(full)
+        _CACHE.put(key, content)
     return content
 
 

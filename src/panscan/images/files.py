@@ -6,7 +6,7 @@ import glob
 import hashlib
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BufferedReader, BytesIO
 from pathlib import Path
@@ -107,7 +107,6 @@ def find_pages(
         on_problem: called once for each pattern that matches no page, and each file or directory that cannot be read.
         max_pages: a file with more pages is a problem, unless the pattern selects one of its first ``max_pages``.
     """
-    names: dict[str, str] = {}
     counts: dict[str, int] = {}
     pages: dict[tuple[str, int | None], Page] = {}
     reported: set[str] = set()
@@ -117,21 +116,15 @@ def find_pages(
             reported.add(str(error))
             on_problem(error)
 
-    for pattern in patterns:
-        given, wanted = split_page(os.fspath(pattern))
-        for source in _sources(given, report):
-            file = _file_key(source)
-            if names.setdefault(source, file) != file:
-                report(_twin(source))
-                continue
-            try:
-                if file not in counts:
-                    counts[file] = 0  # stays so for a file that cannot be read: it is reported under one name only
-                    counts[file] = _pages_in(source, max_pages)
-                for page in _pages(source, wanted, counts[file], max_pages):
-                    pages.setdefault((file, page.page), page)
-            except ImageError as error:
-                report(error)
+    for source, file, wanted in _matches(patterns, report):
+        try:
+            if file not in counts:
+                counts[file] = 0  # stays so for a file that cannot be read: it is reported under one name only
+                counts[file] = _pages_in(source, max_pages)
+            for page in _pages(source, wanted, counts[file], max_pages):
+                pages.setdefault((file, page.page), page)
+        except ImageError as error:
+            report(error)
     return list(pages.values())
 
 
@@ -141,15 +134,8 @@ def find_files(patterns: Sequence[str | Path], *, on_problem: Callable[[ImageErr
     A name keeps its ``#page=N``. It is omitted if the whole file is in the result too.
     """
     found: dict[tuple[str, int | None], str] = {}
-    names: dict[str, str] = {}
-    for pattern in patterns:
-        given, wanted = split_page(os.fspath(pattern))
-        for source in _sources(given, on_problem):
-            file = _file_key(source)
-            if names.setdefault(source, file) != file:
-                on_problem(_twin(source))
-            else:
-                found.setdefault((file, wanted), Page(source, wanted).name)
+    for source, file, wanted in _matches(patterns, on_problem):
+        found.setdefault((file, wanted), Page(source, wanted).name)
     return [name for (file, page), name in found.items() if page is None or (file, None) not in found]
 
 
@@ -188,14 +174,14 @@ def page_named(name: str) -> Page:
     return Page(*split_page(name))
 
 
-def load_page(page: Page, *, copy: bool = True, deadline: Deadline | None = None) -> Image.Image:
+def load_page(page: Page | PageBytes, *, copy: bool = True, deadline: Deadline | None = None) -> Image.Image:
     """Decode a page; return an upright RGB image (see :func:`panscan.images.decode.upright_rgb` for other modes and
     transparency). Without ``copy``, it may keep the file's metadata.
 
     Raises:
         ImageError: the page cannot be read; the message is one line that names the file.
     """
-    with _open(page.source) as stream:
+    with _opened_page(page) as stream:
         return read_page(stream, page.page, page.name, copy=copy, deadline=deadline)
 
 
@@ -206,12 +192,12 @@ def image_size(image: Page | PageBytes | Image.Image, deadline: Deadline | None 
     Raises:
         ImageError: see :func:`load_page`.
     """
-    if isinstance(image, Page):
-        with _open(image.source) as stream:
-            return page_size(stream, image.page, image.name, deadline)
-    if isinstance(image, PageBytes):
-        return image.size or page_size(BytesIO(image.content), image.page, image.name, deadline)
-    return image.size
+    if isinstance(image, Image.Image):
+        return image.size
+    if isinstance(image, PageBytes) and image.size is not None:
+        return image.size
+    with _opened_page(image) as stream:
+        return page_size(stream, image.page, image.name, deadline)
 
 
 def open_image(image: Any, *, copy: bool = True, deadline: Deadline | None = None) -> Image.Image:
@@ -226,10 +212,8 @@ def open_image(image: Any, *, copy: bool = True, deadline: Deadline | None = Non
     """
     if isinstance(image, str | Path):
         image = page_named(os.fspath(image))
-    if isinstance(image, Page):
+    if isinstance(image, Page | PageBytes):
         return load_page(image, copy=copy, deadline=deadline)
-    if isinstance(image, PageBytes):
-        return read_page(BytesIO(image.content), image.page, image.name, copy=copy, deadline=deadline)
     if isinstance(image, bytes):
         return read_page(BytesIO(image), None, "image bytes", copy=copy, deadline=deadline)
     if isinstance(image, Image.Image):
@@ -246,12 +230,10 @@ def open_pixels(
     Raises:
         ImageError: see :func:`load_page`.
     """
-    if isinstance(image, Page):
-        with _open(image.source) as stream:
-            return read_pixels(stream, image.page, image.name, alone=alone, deadline=deadline)
-    if isinstance(image, PageBytes):
-        return read_pixels(BytesIO(image.content), image.page, image.name, alone=alone, deadline=deadline)
-    return open_image(image, copy=False)
+    if isinstance(image, Image.Image):
+        return open_image(image, copy=False)
+    with _opened_page(image) as stream:
+        return read_pixels(stream, image.page, image.name, alone=alone, deadline=deadline)
 
 
 def opens_quickly(image: Any) -> bool:
@@ -261,17 +243,17 @@ def opens_quickly(image: Any) -> bool:
     quick, because only their content could tell.
     """
     try:
-        if isinstance(image, PageBytes | bytes):
-            return is_cheap(BytesIO(image.content if isinstance(image, PageBytes) else image), "image")
-        if isinstance(image, str | Path | Page):
-            source = image.source if isinstance(image, Page) else split_page(os.fspath(image))[0]
-            if _URL.match(source) or is_stored(source):
-                return True
-            with _open(source) as stream:
-                return is_cheap(stream, source)
+        if isinstance(image, bytes):
+            return is_cheap(BytesIO(image), "image")
+        if isinstance(image, str | Path):
+            image = page_named(os.fspath(image))
+        remote = isinstance(image, Page) and (_URL.match(image.source) or is_stored(image.source))
+        if remote or not isinstance(image, Page | PageBytes):
+            return True
+        with _opened_page(image) as stream:
+            return is_cheap(stream, image.name)
     except ImageError:
         return True
-    return True
 
 
 def in_memory(page: Page | PageBytes, most: int) -> Page | PageBytes:
@@ -311,6 +293,22 @@ def split_page(given: str) -> tuple[str, int | None]:
     if os.path.lexists(given) or not (match := _FRAGMENT.fullmatch(given)):
         return given, None
     return rewritten(given, lambda url: url[: -len(f"#page={match[2]}")]), int(match[2])
+
+
+def _matches(
+    patterns: Sequence[str | Path], report: Callable[[ImageError], None]
+) -> Iterator[tuple[str, str, int | None]]:
+    """Yield the files that patterns match: path or URL, :func:`_file_key`, and the selected page."""
+    names: dict[str, str] = {}
+    for pattern in patterns:
+        given, wanted = split_page(os.fspath(pattern))
+        for source in _sources(given, report):
+            file = _file_key(source)
+            if names.setdefault(source, file) == file:
+                yield source, file, wanted
+            else:
+                problem = "differs from another URL in its login only, so both have one name: use separate runs"
+                report(image_error(source, problem))
 
 
 def _sources(given: str, report: Callable[[ImageError], None]) -> list[str]:
@@ -405,10 +403,6 @@ def _file_key(source: str) -> str:
     return source if "\0" in source or is_stored(source) else os.path.realpath(source)
 
 
-def _twin(source: str) -> ImageError:
-    return image_error(source, "differs from another URL in its login only, so both have one name: use separate runs")
-
-
 def _pages_in(source: str, max_pages: int) -> int:
     with _open(source) as stream:
         return count_pages(stream, source, max_pages)
@@ -431,6 +425,10 @@ def _numbers(count: int, max_pages: int, name: str) -> range:
         fix = f"raise --max-pages, or choose one with #page=1 to #page={max_pages}"
         raise image_error(name, f"has more than {max_pages} page{'' if max_pages == 1 else 's'}: {fix}")
     return range(1, count + 1)
+
+
+def _opened_page(page: Page | PageBytes) -> BufferedReader | BytesIO:
+    return BytesIO(page.content) if isinstance(page, PageBytes) else _open(page.source)
 
 
 def _open(source: str) -> BufferedReader | BytesIO:

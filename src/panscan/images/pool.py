@@ -19,11 +19,12 @@ import tempfile
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 import psutil
 from numpy.typing import NDArray
@@ -104,9 +105,10 @@ def decode_in_children() -> None:
 def is_cheap(stream: BinaryIO, name: str) -> bool:
     """Return whether a file is an image that decodes in little memory and time. The stream is left at its start."""
     try:
-        return _is_ordinary(_header_of(stream, name))
+        header = _header_of(stream, name)
     except ImageError:  # refused when it is opened, without a decoder
         return True
+    return header is not None and header.ordinary
 
 
 def count_pages(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES, deadline: Deadline | None = None) -> int:
@@ -118,7 +120,7 @@ def count_pages(stream: BinaryIO, name: str, max_pages: int = MAX_PAGES, deadlin
     """
     if _header_of(stream, name) is not None:
         return 1
-    return _ask(_DOCUMENTS, stream, deadline, name, _count_in, operation="count", max_pages=max_pages)
+    return _answer_of(int, "count", stream, name, deadline, max_pages=max_pages)
 
 
 def page_size(stream: BinaryIO, page: int | None, name: str, deadline: Deadline | None = None) -> tuple[int, int]:
@@ -126,7 +128,7 @@ def page_size(stream: BinaryIO, page: int | None, name: str, deadline: Deadline 
     if (header := _header_of(stream, name)) is not None:
         page_index(1, page, name)
         return header.width, header.height
-    return _ask(_DOCUMENTS, stream, deadline, name, _size_in, operation="size", page=page)
+    return _answer_of(tuple[int, int], "size", stream, name, deadline, page=page)
 
 
 def page_sizes(
@@ -135,23 +137,28 @@ def page_sizes(
     """See :func:`panscan.images.decode.page_sizes`, and :func:`count_pages` for what else it raises."""
     if (header := _header_of(stream, name)) is not None:
         return [(header.width, header.height)]
-    return _ask(_DOCUMENTS, stream, deadline, name, _sizes_in, operation="sizes", max_pages=max_pages)
+    return _answer_of(list[tuple[int, int]], "sizes", stream, name, deadline, max_pages=max_pages)
 
 
 def read_page(
     stream: BinaryIO, page: int | None, name: str, *, copy: bool = True, deadline: Deadline | None = None
 ) -> Image.Image:
     """See :func:`panscan.images.decode.read_page`, and :func:`count_pages` for what else it raises."""
-    header = _header_of(stream, name)
-    if _here(header):
-        return decode.read_page(stream, page, name, copy=copy, expected=_expected(header))
-    size, _, levels = _decoded(header, stream, page, name, deadline)
+    found = read_pixels(stream, page, name, copy=copy, deadline=deadline)
+    if isinstance(found, Image.Image):
+        return found
     with decode.reading(name):
-        return Image.frombytes("RGB", size, levels.data, "raw", "RGBX")
+        return Image.frombytes("RGB", found.size, found.levels.data, "raw", "RGBX")
 
 
 def read_pixels(
-    stream: BinaryIO, page: int | None, name: str, *, alone: bool = False, deadline: Deadline | None = None
+    stream: BinaryIO,
+    page: int | None,
+    name: str,
+    *,
+    copy: bool = False,
+    alone: bool = False,
+    deadline: Deadline | None = None,
 ) -> PageLevels | Image.Image:
     """Decode one page by the cheaper path: to levels that a child process copied, or to an image in this process.
 
@@ -159,9 +166,18 @@ def read_pixels(
     :func:`panscan.images.page_levels.copy_levels`.
     """
     header = _header_of(stream, name)
-    if _here(header):
-        return decode.read_page(stream, page, name, copy=False, expected=_expected(header))
-    return _decoded(header, stream, page, name, deadline, alone=alone)
+    ordinary = header is not None and header.ordinary
+    expected = None if header is None else (header.width, header.height)
+    if _inline and ordinary:
+        return decode.read_page(stream, page, name, copy=copy, expected=expected)
+    fields = {"operation": "levels", "page": page, "alone": alone, "expected": expected}
+    reply = _ask(_CHEAP if ordinary else _DOCUMENTS, stream, deadline, name, **fields)
+    with _well_formed(name):
+        if reply.pixels is None:
+            raise ValueError("no pixels")
+        width, height = msgspec.convert(reply.fields["size"], tuple[int, int])
+        levels = reply.pixels.reshape(height, width, 4)
+        return PageLevels((width, height), bytes.fromhex(reply.fields["digest"]), levels)
 
 
 def _header_of(stream: BinaryIO, name: str) -> ImageHeader | None:
@@ -170,45 +186,20 @@ def _header_of(stream: BinaryIO, name: str) -> ImageHeader | None:
         return read_header(stream, name)
 
 
-def _expected(header: ImageHeader | None) -> tuple[int, int] | None:
-    return None if header is None else (header.width, header.height)
-
-
-def _is_ordinary(header: ImageHeader | None) -> bool:
-    return header is not None and header.ordinary
-
-
-def _here(header: ImageHeader | None) -> bool:
-    """Return whether this process decodes the image itself."""
-    return _inline and _is_ordinary(header)
-
-
-def _decoded(
-    header: ImageHeader | None,
-    stream: BinaryIO,
-    page: int | None,
-    name: str,
-    deadline: Deadline | None,
-    *,
-    alone: bool = False,
-) -> PageLevels:
-    pool = _CHEAP if _is_ordinary(header) else _DOCUMENTS
-    fields = {"operation": "levels", "page": page, "alone": alone, "expected": _expected(header)}
-    return _ask(pool, stream, deadline, name, _levels_in, **fields)
-
-
 T = TypeVar("T")
 
 
-def _ask(
-    pool: DecodingPool,
-    stream: BinaryIO,
-    deadline: Deadline | None,
-    name: str,
-    answer_in: Callable[[_Reply], T],
-    **fields: Any,
+def _answer_of(
+    kind: type[T], operation: str, stream: BinaryIO, name: str, deadline: Deadline | None, **fields: Any
 ) -> T:
-    """Return a child's answer to a request with these fields.
+    """Return a child's answer of a type to a request about a document; raises as :func:`_ask`."""
+    reply = _ask(_DOCUMENTS, stream, deadline, name, operation=operation, **fields)
+    with _well_formed(name):
+        return msgspec.convert(reply.fields["answer"], kind)
+
+
+def _ask(pool: DecodingPool, stream: BinaryIO, deadline: Deadline | None, name: str, **fields: Any) -> _Reply:
+    """Return a child's reply to a request with these fields.
 
     Raises:
         ImageError: the file cannot be read, or exceeds a limit.
@@ -217,30 +208,16 @@ def _ask(
     reply = pool.ask({"name": str(name), **fields}, stream, name, deadline or Deadline())
     if (problem := reply.fields.get("error")) is not None:
         raise ImageError(str(problem))
+    return reply
+
+
+@contextmanager
+def _well_formed(name: str) -> Iterator[None]:
+    """Raise an ImageError for a reply that cannot be used: the child may have been taken over."""
     try:
-        return answer_in(reply)
-    except (LookupError, TypeError, ValueError) as error:  # of a child that was taken over
+        yield
+    except (ArithmeticError, LookupError, OSError, TypeError, ValueError, msgspec.ValidationError) as error:
         raise image_error(name, f"the decoding process sent a malformed reply ({type(error).__name__})") from error
-
-
-def _count_in(reply: _Reply) -> int:
-    return int(reply.fields["count"])
-
-
-def _size_in(reply: _Reply) -> tuple[int, int]:
-    width, height = reply.fields["size"]
-    return int(width), int(height)
-
-
-def _sizes_in(reply: _Reply) -> list[tuple[int, int]]:
-    return [(int(width), int(height)) for width, height in reply.fields["sizes"]]
-
-
-def _levels_in(reply: _Reply) -> PageLevels:
-    if reply.pixels is None:
-        raise ValueError("no pixels")
-    width, height = _size_in(reply)
-    return PageLevels((width, height), bytes.fromhex(reply.fields["digest"]), reply.pixels.reshape(height, width, 4))
 
 
 @contextmanager
@@ -433,23 +410,19 @@ class _Decoder:
             if self.uses == 1:  # its first message says that it has started: a page's time begins then
                 self._receive(_START_SECONDS, deadline)
             self.child.send({**fields, "released": released, "limits": self._limits.of_child()}, files=[file])
-            return self._reply(self._receive(self._limits.seconds, deadline))
+            message = self._receive(self._limits.seconds, deadline)
         except ChildEndedError as error:
             memory = f"{self._limits.memory / 1e9:g} GB of memory"
             raise image_error(name, f"the decoder crashed or needed more than {memory} (it {error})") from error
         except TimeoutError:
             deadline.check()
             raise image_error(name, f"opening it took longer than {self._limits.seconds:g} s") from None
-        except (ArithmeticError, LookupError, OSError, TypeError, ValueError) as error:  # a child that was taken over
-            raise image_error(name, f"the decoding process sent a malformed reply ({type(error).__name__})") from error
-
-    def _reply(self, message: Message) -> _Reply:
-        """Return the reply in a message."""
         try:
-            pixels = self._pixels(message) if "file" in message.fields else None
-            for number in message.fields.get("dropped", ()):
-                self._mapped.pop(number, None)
-            return _Reply(message.fields, pixels)
+            with _well_formed(name):
+                pixels = self._pixels(message) if "file" in message.fields else None
+                for number in message.fields.get("dropped", ()):
+                    self._mapped.pop(number, None)
+                return _Reply(message.fields, pixels)
         finally:
             for file in message.files:  # a mapping has a descriptor of its own
                 os.close(file)

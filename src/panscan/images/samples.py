@@ -13,7 +13,7 @@ from PIL.PngImagePlugin import PngInfo
 from panscan.core import InputError, SettingError
 from panscan.core.files import replace_file
 from panscan.images.documents import COLUMNS, draw_document
-from panscan.settings import SAMPLE_RANGES
+from panscan.settings import range_of
 
 __all__ = ["QuestionRow", "document_name", "encode_document", "is_sample", "write_samples"]
 
@@ -105,7 +105,7 @@ def write_samples(
         InputError: ``directory`` cannot be written.
     """
     for name, value in (("count", count), ("columns", columns)):
-        SAMPLE_RANGES[name].check(name, value)
+        range_of(name, "samples").check(name, value)
     files = _files(count, seed, columns)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ def write_samples(
             raise SettingError(
                 f"{directory / foreign[-1]} exists and is not of these samples"
                 f" (count {count}, seed {seed}, columns {columns});"
-                " --overwrite (overwrite=True) replaces it"
+                " --force (overwrite=True) replaces it"
             )
         for name in stale:
             with replace_file(directory / name, durable=False) as file:

@@ -13,8 +13,7 @@ import io
 import os
 import re
 import threading
-from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -27,7 +26,7 @@ from panscan.core import ImageError, StorageError, UnsupportedError, now
 from panscan.core.errors import one_line
 from panscan.core.files import replace_file
 from panscan.core.ranges import Range, shorten
-from panscan.images.fetch import MAX_BYTES
+from panscan.images.fetch import MAX_BYTES, ContentCache
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -75,32 +74,7 @@ _FIXES = {
 }
 
 
-class _Cache:
-    """The objects that were read last, at most :data:`_CACHE_BYTES` of them. Safe for threads.
-
-    A document is opened several times: to count its pages, to plan its views, and for the pixels of each page.
-    """
-
-    def __init__(self) -> None:
-        self._found: OrderedDict[Hashable, bytes] = OrderedDict()
-        self._bytes = 0
-        self._lock = threading.Lock()
-
-    def get(self, key: Hashable) -> bytes | None:
-        with self._lock:
-            if key in self._found:
-                self._found.move_to_end(key)
-            return self._found.get(key)
-
-    def put(self, key: Hashable, content: bytes) -> None:
-        with self._lock:
-            self._bytes += len(content) - len(self._found.pop(key, b""))
-            self._found[key] = content
-            while self._bytes > _CACHE_BYTES:
-                self._bytes -= len(self._found.popitem(last=False)[1])
-
-
-_CACHE = _Cache()
+_CACHE = ContentCache(_CACHE_BYTES)
 
 
 def is_stored(source: str) -> bool:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from panscan.linear.layouts import Int4Values, channel_linear, int4_linear, order_of, unpack_words
+from panscan.linear.layouts import channel_linear, int4_linear, order_of, unpack_words
 from panscan.linear.quantized import QuantizedLinear
-from panscan.linear.schemes import check_pattern, field_of, unsupported_format
+from panscan.linear.schemes import StoredScheme, check_pattern, field_of, unsupported_format
 from panscan.linear.tensors import MatrixTensors
 
 __all__ = ["CompressedTensorsScheme"]
@@ -41,8 +41,8 @@ class _Group:
     quantizes_inputs: bool
 
 
-class CompressedTensorsScheme:
-    """The compressed-tensors format, as a :class:`panscan.linear.schemes.StoredScheme`.
+class CompressedTensorsScheme(StoredScheme):
+    """The compressed-tensors format.
 
     Args:
         config: ``quantization_config`` of config.json.
@@ -238,7 +238,7 @@ def _int4_of(group: _Group, tensors: MatrixTensors, outputs: int, inputs: int) -
     order = None
     if group.ordered or "weight_g_idx" in tensors:
         order = order_of(tensors.take("weight_g_idx", (inputs,), types=_INDICES), groups)
-    return int4_linear(Int4Values(levels[:, :inputs], scale.T, zero, order))
+    return int4_linear(levels[:, :inputs], scale.T, zero, order)
 
 
 def _zero_points(group: _Group, tensors: MatrixTensors, outputs: int, groups: int) -> torch.Tensor | None:

@@ -15,16 +15,15 @@ from typing import Any
 import torch
 
 from panscan.linear.layouts import (
-    Int4Values,
     awq_levels,
     channel_linear,
-    gptq_levels,
     gptq_zeros,
     int4_linear,
     order_of,
+    unpack_words,
 )
 from panscan.linear.quantized import QuantizedLinear
-from panscan.linear.schemes import check_pattern, field_of, names_match, unsupported_format
+from panscan.linear.schemes import StoredScheme, check_pattern, field_of, names_match, unsupported_format
 from panscan.linear.tensors import MatrixTensors
 
 __all__ = ["AwqScheme", "GptqScheme"]
@@ -51,8 +50,8 @@ class _Packing:
         return inputs // size
 
 
-class GptqScheme:
-    """The GPTQ formats, as a :class:`panscan.linear.schemes.StoredScheme`.
+class GptqScheme(StoredScheme):
+    """The GPTQ formats.
 
     Args:
         config: ``quantization_config`` of config.json.
@@ -62,9 +61,7 @@ class GptqScheme:
         ValueError: a field has a wrong type or value.
     """
 
-    markers: tuple[str, ...] = ("qweight",)
-    covers_all = False
-    notes: tuple[str, ...] = ()
+    markers = ("qweight",)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         layout = field_of(config, "checkpoint_format", str) or field_of(config, "format", str, "gptq")
@@ -86,7 +83,7 @@ class GptqScheme:
             check_pattern(_pattern_of(rule))
         listed = field_of(config, "modules_in_block_to_quantize", list)
         self._listed = None if listed is None else tuple(_flattened(listed))
-        self._excluded = tuple(map(str, field_of(config, "modules_to_not_convert", list, [])))
+        self.excluded = tuple(map(str, field_of(config, "modules_to_not_convert", list, [])))
         self.name = f"GPTQ ({layout}, {self._packing.bits} bits)"
 
     def quantizes(self, names: Sequence[str]) -> bool:
@@ -102,7 +99,7 @@ class GptqScheme:
         packing = self._find(names) or self._packing
         groups, per_word = packing.groups(inputs), 32 // packing.bits
         words = tensors.take("qweight", (-(-inputs // per_word), outputs), types=_INT32)
-        levels = gptq_levels(words, packing.bits)[:, :inputs]
+        levels = unpack_words(words.T, packing.bits)[:, :inputs]
         zeros = tensors.take("qzeros", (groups, -(-outputs // per_word)), types=_INT32)
         zero = gptq_zeros(zeros, packing.bits, minus_one=self._minus_one)[:, :outputs]
         scale = tensors.take_scale("scales", (groups, outputs))
@@ -110,7 +107,7 @@ class GptqScheme:
         if self._ordered or "g_idx" in tensors:  # old versions omit it without act-order
             order = order_of(tensors.take("g_idx", (inputs,), types=_INDICES), groups)
         if packing.bits == 4:
-            return int4_linear(Int4Values(levels, scale, zero, order))
+            return int4_linear(levels, scale, zero, order)
         if groups > 1:
             raise unsupported_format(f"GPTQ with 8 bits in groups of {packing.group_size}")
         if (zero != 128).any():
@@ -118,7 +115,7 @@ class GptqScheme:
         return channel_linear((levels ^ 0x80).view(torch.int8), scale, quantizes_inputs=False)
 
     def _find(self, names: Sequence[str]) -> _Packing | None:
-        if names_match(self._excluded, names):
+        if names_match(self.excluded, names):
             return None
         if self._listed is not None and not any(name.endswith(end) for name in names for end in self._listed):
             return None
@@ -128,8 +125,8 @@ class GptqScheme:
         return self._packing
 
 
-class AwqScheme:
-    """The AWQ format, as a :class:`panscan.linear.schemes.StoredScheme`.
+class AwqScheme(StoredScheme):
+    """The AWQ format.
 
     Args:
         config: ``quantization_config`` of config.json.
@@ -139,9 +136,7 @@ class AwqScheme:
         ValueError: a field has a wrong type or value.
     """
 
-    markers: tuple[str, ...] = ("qweight",)
-    covers_all = False
-    notes: tuple[str, ...] = ()
+    markers = ("qweight",)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         version = field_of(config, "version", str) or field_of(config, "checkpoint_format", str)
@@ -157,12 +152,8 @@ class AwqScheme:
         self._packing = _packing(named)
         if self._packing.bits != 4:
             raise unsupported_format(f"AWQ with {self._packing.bits} bits")
-        self._excluded = tuple(map(str, field_of(config, "modules_to_not_convert", list, [])))
+        self.excluded = tuple(map(str, field_of(config, "modules_to_not_convert", list, [])))
         self.name = "AWQ (gemm, 4 bits)"
-
-    def quantizes(self, names: Sequence[str]) -> bool:
-        """See :class:`StoredScheme`."""
-        return not names_match(self._excluded, names)
 
     def describe(self, names: Sequence[str], tensors: MatrixTensors) -> str:
         """See :class:`StoredScheme`."""
@@ -176,7 +167,7 @@ class AwqScheme:
         levels = awq_levels(tensors.take("qweight", (inputs, outputs // 8), types=_INT32))
         zero = awq_levels(tensors.take("qzeros", (groups, outputs // 8), types=_INT32))
         scale = tensors.take_scale("scales", (groups, outputs))
-        return int4_linear(Int4Values(levels.T, scale, zero))
+        return int4_linear(levels.T, scale, zero)
 
 
 def _packing(config: Mapping[str, Any]) -> _Packing:

@@ -13,11 +13,9 @@ from panscan.linear.quantized import QuantizedLinear, WeightFormat, pack_int4
 
 __all__ = [
     "AWQ_ORDER",
-    "Int4Values",
     "awq_levels",
     "byte_levels",
     "channel_linear",
-    "gptq_levels",
     "gptq_zeros",
     "int4_linear",
     "order_of",
@@ -40,11 +38,6 @@ def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 8:
         return octets
     return torch.stack([octets & 0xF, octets >> 4], -1).flatten(-2)
-
-
-def gptq_levels(qweight: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the levels of GPTQ's ``qweight``, int32 ``[inputs * bits / 32, outputs]``."""
-    return unpack_words(qweight.T, bits)
 
 
 def gptq_zeros(qzeros: torch.Tensor, bits: int, *, minus_one: bool) -> torch.Tensor:
@@ -103,49 +96,41 @@ def order_of(g_idx: torch.Tensor, groups: int) -> torch.Tensor | None:
     return torch.argsort(g_idx, stable=True)
 
 
-class Int4Values:
-    """Values of a 4-bit matrix, independent of the layout.
+def int4_linear(
+    levels: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None = None,
+    order: torch.Tensor | None = None,
+) -> QuantizedLinear:
+    """Return the module of a 4-bit matrix, on the device of its values.
+
+    Groups of more than 128 input channels, such as whole rows, are split into groups with the same scale, because the
+    kernels support groups of 32, 64 and 128.
 
     Args:
         levels: uint8 ``[outputs, inputs]`` in the order of the inputs.
         scale: floating-point ``[groups, outputs]``.
         zero: uint8 or float32 ``[groups, outputs]``, the level of a weight of 0; None: 8.
         order: order of the input channels from :func:`order_of`.
-    """
-
-    def __init__(
-        self,
-        levels: torch.Tensor,
-        scale: torch.Tensor,
-        zero: torch.Tensor | None = None,
-        order: torch.Tensor | None = None,
-    ) -> None:
-        self.levels, self.scale, self.order = levels, scale, order
-        self.zero = None if zero is None or (zero == _ZERO).all() else zero
-
-
-def int4_linear(values: Int4Values) -> QuantizedLinear:
-    """Return the module of a 4-bit matrix, on the device of its values.
-
-    Groups of more than 128 input channels, such as whole rows, are split into groups with the same scale, because the
-    kernels support groups of 32, 64 and 128.
 
     Raises:
         ValueError: the group size does not divide the inputs, or the kernels do not support it.
     """
-    outputs, inputs = values.levels.shape
-    width = inputs // len(values.scale)
-    if inputs % len(values.scale):
-        raise ValueError(f"{len(values.scale)} groups do not divide {inputs} input channels")
+    if zero is not None and (zero == _ZERO).all():
+        zero = None
+    outputs, inputs = levels.shape
+    width = inputs // len(scale)
+    if inputs % len(scale):
+        raise ValueError(f"{len(scale)} groups do not divide {inputs} input channels")
     size = gcd(width, _MOST_CHANNELS)
     if size < _LEAST_CHANNELS:
         raise ValueError(f"groups of {width} input channels: expected a multiple of {_LEAST_CHANNELS}")
-    weight_format = WeightFormat("int4", size, zero_points=values.zero is not None, ordered=values.order is not None)
+    weight_format = WeightFormat("int4", size, zero_points=zero is not None, ordered=order is not None)
     linear = QuantizedLinear(inputs, outputs, weight_format, device=torch.device("meta"))
-    linear.weight = pack_int4(values.levels if values.order is None else values.levels[:, values.order])
-    linear.scale = values.scale.repeat_interleave(width // size, 0).contiguous()
-    linear.zero = None if values.zero is None else values.zero.repeat_interleave(width // size, 0).contiguous()
-    linear.order = values.order
+    linear.weight = pack_int4(levels if order is None else levels[:, order])
+    linear.scale = scale.repeat_interleave(width // size, 0).contiguous()
+    linear.zero = None if zero is None else zero.repeat_interleave(width // size, 0).contiguous()
+    linear.order = order
     return linear
 
 

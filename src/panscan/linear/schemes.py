@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from panscan.core import UnsupportedError
 from panscan.linear.quantized import QuantizedLinear
@@ -19,28 +20,22 @@ _READABLE = (
 """Supported alternatives, for error messages."""
 
 
-class StoredScheme(Protocol):
-    """Quantisation format of a checkpoint, as described by its configuration."""
+class StoredScheme(ABC):
+    """Quantisation format of a checkpoint, as described by its configuration.
 
-    @property
-    def name(self) -> str:
-        """Format, for messages and reports."""
-        ...
+    ``name``: format, for messages and reports.
+    ``notes``: differences between the checkpoint's computation and ours, one line each.
+    ``markers``: leaf names that identify quantised modules: each module has at least one of these tensors.
+    ``covers_all``: whether the configuration also covers matrices outside the decoder layers; False: their tensors
+    decide.
+    ``excluded``: parts of the paths of matrices that are not quantised.
+    """
 
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Differences between the checkpoint's computation and ours, one line each."""
-        ...
-
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """Leaf names that identify quantised modules: each module has at least one of these tensors."""
-        ...
-
-    @property
-    def covers_all(self) -> bool:
-        """Whether the configuration also covers matrices outside the decoder layers; False: their tensors decide."""
-        ...
+    name: str
+    notes: tuple[str, ...] = ()
+    markers: tuple[str, ...]
+    covers_all = False
+    excluded: tuple[str, ...] = ()
 
     def quantizes(self, names: Sequence[str]) -> bool:
         """Return whether a matrix, given by all its aliases, is quantised according to the configuration.
@@ -48,12 +43,13 @@ class StoredScheme(Protocol):
         Raises:
             UnsupportedError: the matrix has an unsupported format.
         """
-        ...
+        return not names_match(self.excluded, names)
 
+    @abstractmethod
     def describe(self, names: Sequence[str], tensors: MatrixTensors) -> str:
         """Return type and granularity of the quantised matrix with these names, such as ``int4, groups of 128``."""
-        ...
 
+    @abstractmethod
     def linear_of(self, names: Sequence[str], tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
         """Return the matrix with these names.
 
@@ -61,7 +57,6 @@ class StoredScheme(Protocol):
             ValueError: the tensors contradict the configuration, or are damaged.
             UnsupportedError: the tensors have an unsupported format.
         """
-        ...
 
 
 def unsupported_format(what: str) -> UnsupportedError:

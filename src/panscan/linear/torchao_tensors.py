@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from panscan.linear.layouts import Int4Values, byte_levels, channel_linear, int4_linear
+from panscan.linear.layouts import byte_levels, channel_linear, int4_linear
 from panscan.linear.quantized import QuantizedLinear
-from panscan.linear.schemes import field_of, names_match, unsupported_format
+from panscan.linear.schemes import StoredScheme, field_of, unsupported_format
 from panscan.linear.tensors import MatrixTensors
 
 __all__ = ["TorchAoScheme"]
@@ -33,8 +33,8 @@ _STATIC = ("_weight_act_quant_scale", "_weight_act_quant_zero_point")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-class TorchAoScheme:
-    """The torchao formats, as a :class:`panscan.linear.schemes.StoredScheme`.
+class TorchAoScheme(StoredScheme):
+    """The torchao formats.
 
     Args:
         config: ``quantization_config`` of config.json.
@@ -44,8 +44,7 @@ class TorchAoScheme:
         ValueError: a field has a wrong type or value.
     """
 
-    markers: tuple[str, ...] = ("_weight_qdata",)
-    covers_all = False
+    markers = ("_weight_qdata",)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         kind = field_of(config, "quant_type", dict, {}).get("default")
@@ -54,16 +53,11 @@ class TorchAoScheme:
         if not self._by_name and name not in _CLASSES:
             raise unsupported_format(f"torchao {name or config.get('quant_type')!r:.60}")
         self._class = None if self._by_name else _CLASSES[str(name)]
-        self._excluded = tuple(map(str, field_of(config, "modules_to_not_convert", list, [])))
+        self.excluded = tuple(map(str, field_of(config, "modules_to_not_convert", list, [])))
         self.name = f"torchao {name}"
         static = "StaticActivation" in str(name)
-        self.notes: tuple[str, ...] = (
-            ("inputs are quantised per token; the checkpoint's static scales are ignored",) if static else ()
-        )
-
-    def quantizes(self, names: Sequence[str]) -> bool:
-        """See :class:`StoredScheme`."""
-        return not names_match(self._excluded, names)
+        if static:
+            self.notes = ("inputs are quantised per token; the checkpoint's static scales are ignored",)
 
     def describe(self, names: Sequence[str], tensors: MatrixTensors) -> str:
         """See :class:`StoredScheme`."""
@@ -116,10 +110,10 @@ def _int4(tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
     scale = tensors.take_scale("_weight_scale", (groups, outputs))
     offset = tensors.take_scale("_weight_zero_point", (groups, outputs))
     if not offset.any():
-        return int4_linear(Int4Values(levels, scale))
+        return int4_linear(levels, scale)
     if (scale == 0).any():
         raise ValueError(f"{tensors.weight_name} has scales of 0: the file is damaged")
-    return int4_linear(Int4Values(levels, scale, 8 - offset.float() / scale.float()))
+    return int4_linear(levels, scale, 8 - offset.float() / scale.float())
 
 
 def _intx(fields: Mapping[str, Any], tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
@@ -138,7 +132,7 @@ def _intx(fields: Mapping[str, Any], tensors: MatrixTensors, outputs: int, input
     if values.min() < -8 or values.max() > 7:
         raise ValueError(f"{tensors.weight_name} has values that exceed 4 bits: the file is damaged")
     whole = (zero + 8).to(torch.uint8) if not zero.is_floating_point() else 8 + zero.float()
-    return int4_linear(Int4Values((values + 8).to(torch.uint8), scale.T, whole.T))
+    return int4_linear((values + 8).to(torch.uint8), scale.T, whole.T)
 
 
 def _groups(tensors: MatrixTensors, inputs: int, *, by_output: bool) -> int:

@@ -5,23 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from panscan.core import SettingError
 
-__all__ = [
-    "Arrivals",
-    "BurstArrivals",
-    "ConstantArrivals",
-    "GammaArrivals",
-    "RampArrivals",
-    "RampStrategy",
-    "TraceArrivals",
-]
-
-RampStrategy = Literal["linear", "exponential"]
+__all__ = ["Arrivals", "BurstArrivals", "ConstantArrivals", "GammaArrivals", "TraceArrivals"]
 
 
 class Arrivals(Protocol):
@@ -93,46 +83,6 @@ class GammaArrivals:
         if not times[-1] > 0:  # a tiny burstiness underflows: every interval is 0
             return [count / self.rate] * count
         return [float(time) for time in times * (count / self.rate / times[-1])]
-
-
-@dataclass(frozen=True, slots=True)
-class RampArrivals:
-    """A rate that changes from the first request to the last, as with vLLM's ``--ramp-up-strategy``.
-
-    Args:
-        start_rate: requests per second at the first request.
-        end_rate: requests per second at the last request.
-        strategy: growth of the rate with the number of sent requests.
-        burstiness: shape of the gamma distribution of the intervals; None: no randomness.
-        seed: seed of the random intervals.
-
-    Raises:
-        SettingError: a rate or the burstiness is not positive and finite.
-    """
-
-    start_rate: float
-    end_rate: float
-    strategy: RampStrategy = "linear"
-    burstiness: float | None = 1.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        _check_positive("--ramp-up-start-rps", self.start_rate)
-        _check_positive("--ramp-up-end-rps", self.end_rate)
-        if self.burstiness is not None:
-            _check_positive("--burstiness", self.burstiness)
-        if self.strategy not in ("linear", "exponential"):
-            raise SettingError(f"--ramp-up-strategy: expected linear or exponential, got {self.strategy!r}")
-
-    def times(self, count: int) -> list[float]:
-        """See :meth:`Arrivals.times`."""
-        progress = np.arange(count) / max(count - 1, 1)
-        if self.strategy == "linear":
-            rates = self.start_rate + (self.end_rate - self.start_rate) * progress
-        else:
-            rates = self.start_rate * (self.end_rate / self.start_rate) ** progress
-        random = np.ones(count) if self.burstiness is None else _unit_intervals(count, self.burstiness, self.seed)
-        return [float(time) for time in np.cumsum(random / rates)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import signal
-import socket
-import subprocess
-import sys
+import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
 from panscan.core import SettingError, now
-from panscan.core.process import worker_command
+from panscan.core.child import Child, ChildEndedError, Inbox
 from panscan.load.chat import ChatRequest, Endpoint, RequestOutcome
-from panscan.load.workers import (
-    CANCEL,
-    HEARTBEAT,
-    LevelShare,
-    Outcomes,
-    Sender,
-    SenderLoad,
-    frame,
-    prepared_process,
-    read_frame,
-    share_frames,
-)
+from panscan.load.workers import HEARTBEAT, LevelShare, Outcomes, Sender, SenderLoad, WorkerSignal, prepared_process
 from panscan.records.schema import ClientFigures
 
 __all__ = ["ClientFigures", "LevelResult", "run_level"]
@@ -38,7 +25,7 @@ _LEAD = 0.02  # seconds from the decision to start to the start
 _LEAD_PROCESSES = 0.25  # with the message to the subprocesses
 _START_SECONDS = 120.0  # longest start of a subprocess, with the transfer of its requests
 _SILENCE_SECONDS = 30.0
-_EXIT_SECONDS = 5.0
+_POLL_SECONDS = 0.05  # until a cancellation or a silent process is noticed
 _MOST_CPU = 0.9  # share of a core
 _SHORTEST = 0.5  # seconds of a level whose share of a core says something
 _MOST_LAG_MEDIAN = 0.005  # seconds
@@ -90,27 +77,27 @@ def run_level(
     Raises:
         SettingError: the arguments do not fit together.
     """
-    _check(requests, arrivals, max_concurrency, processes)
+    _check_level(requests, arrivals, max_concurrency, processes)
     level = _Level(len(requests), on_done, cancelled or threading.Event())
     processes = min(processes, len(requests) or 1, max_concurrency or processes)
     shares = [
         LevelShare(
             endpoint,
-            requests[each::processes],
-            None if arrivals is None else arrivals[each::processes],
-            None if max_concurrency is None else len(range(each, max_concurrency, processes)),
+            requests[first::processes],
+            None if arrivals is None else arrivals[first::processes],
+            None if max_concurrency is None else len(range(first, max_concurrency, processes)),
         )
-        for each in range(processes)
+        for first in range(processes)
     ]
     if processes == 1:
         with prepared_process(max_concurrency or len(requests)):
             asyncio.run(level.run_here(shares[0]))
     else:
-        asyncio.run(level.run_processes(shares))
+        level.run_processes(shares)
     return level.result(shares)
 
 
-def _check(
+def _check_level(
     requests: Sequence[ChatRequest], arrivals: Sequence[float] | None, max_concurrency: int | None, processes: int
 ) -> None:
     if processes < 1:
@@ -132,7 +119,7 @@ class _Level:
         self, count: int, on_done: Callable[[RequestOutcome], None] | None, cancelled: threading.Event
     ) -> None:
         self._on_done, self._cancelled = on_done, cancelled
-        self._found: list[RequestOutcome | None] = [None] * count
+        self._outcomes: list[RequestOutcome | None] = [None] * count
         self._loads: list[SenderLoad] = []
         self._started = self._ended = 0.0
 
@@ -143,63 +130,81 @@ class _Level:
         self._loads.append(await sender.run(self._started))
         self._ended = now()
 
-    async def run_processes(self, shares: Sequence[LevelShare]) -> None:
-        """Run each share in a subprocess."""
-        workers = [_Worker(share) for share in shares]
-        watching = asyncio.create_task(self._watch(workers))
-        try:
-            await asyncio.gather(*(worker.open() for worker in workers))
-            self._started = now() + _LEAD_PROCESSES
-            if self._cancelled.is_set():  # while they started
-                return
-            await asyncio.gather(*(self._run(worker, each, len(workers)) for each, worker in enumerate(workers)))
-        finally:
-            self._ended = now()
-            watching.cancel()
+    def run_processes(self, shares: Sequence[LevelShare]) -> None:
+        """Run each share in a child process."""
+        inbox: Inbox = queue.SimpleQueue()
+        with ExitStack() as stack:
+            workers = [_Worker(stack.enter_context(Child("panscan.load.workers")), share) for share in shares]
             for worker in workers:
-                worker.close()
+                worker.child.listen_into(inbox)
+                threading.Thread(target=_send_if_alive, args=(worker.child, worker.share), daemon=True).start()
+            try:
+                while any(worker.load is None and worker.failure is None for worker in workers):
+                    if self._started == 0.0 and all(worker.ready or worker.failure for worker in workers):
+                        self._start(workers)
+                    self._handle_next(inbox, workers)
+                    if self._cancelled.is_set() and self._cancel(workers):
+                        break
+            finally:
+                self._ended = now()
+        self._started = self._started or self._ended
+        self._loads += [worker.load for worker in workers if worker.load is not None]
+        if not self._cancelled.is_set():
+            for first, worker in enumerate(workers):
+                self._take(self._lost(worker, first, len(workers)), first, len(workers))
 
-    async def _watch(self, workers: Sequence[_Worker]) -> None:
-        while not self._cancelled.is_set():
-            await asyncio.sleep(0.05)
+    def _start(self, workers: Sequence[_Worker]) -> None:
+        self._started = now() + _LEAD_PROCESSES
         for worker in workers:
-            worker.cancel()
+            worker.heard = time.monotonic()
+            _send_if_alive(worker.child, self._started)
 
-    async def _run(self, worker: _Worker, first: int, step: int) -> None:
-        load = await worker.run(self._started, lambda batch: self._take(batch, first, step))
-        if load is not None:
-            self._loads.append(load)
-        elif not self._cancelled.is_set():
-            self._take(self._lost(worker, first, step), first, step)
+    def _cancel(self, workers: Sequence[_Worker]) -> bool:
+        """Have the processes drop their open requests and end; return whether none has started."""
+        for worker in workers:
+            if self._started and not worker.cancelled:
+                worker.cancelled = True
+                _send_if_alive(worker.child, WorkerSignal.CANCEL)
+        return self._started == 0.0
+
+    def _handle_next(self, inbox: Inbox, workers: Sequence[_Worker]) -> None:
+        """Handle the next message if one arrives soon, and processes that are silent."""
+        with suppress(queue.Empty):
+            child, message = inbox.get(timeout=_POLL_SECONDS)
+            first = next(number for number, worker in enumerate(workers) if worker.child is child)
+            if (batch := workers[first].take(message)) is not None:
+                self._take(batch, first, len(workers))
+        for worker in workers:
+            worker.check_silence(started=self._started != 0.0)
 
     def _lost(self, worker: _Worker, first: int, step: int) -> Outcomes:
-        """Return failures of the requests that a subprocess left without an outcome."""
-        at, batch = now(), []
+        """Return failures of the requests that a process left without an outcome."""
+        ended, batch = now(), []
         for position, request in enumerate(worker.share.requests):
-            if self._found[first + position * step] is None:
+            if self._outcomes[first + position * step] is None:
                 arrivals = worker.share.arrivals
                 due = self._started + (0.0 if arrivals is None else arrivals[position])
                 lost = RequestOutcome(
-                    request.id, due, 0.0, due, end=max(at, due), error=worker.failure, error_kind="client"
+                    request.id, due, 0.0, due, end=max(ended, due), error=worker.failure, error_kind="client"
                 )
                 batch.append((position, lost))
         return batch
 
     def _take(self, batch: Outcomes, first: int, step: int) -> None:
         for position, exchange in batch:
-            self._found[first + position * step] = exchange
+            self._outcomes[first + position * step] = exchange
             if self._on_done is not None:
                 self._on_done(exchange)
 
     def result(self, shares: Sequence[LevelShare]) -> LevelResult:
         """Return the result of the level that has run."""
-        exchanges = [exchange for exchange in self._found if exchange is not None]
+        exchanges = [exchange for exchange in self._outcomes if exchange is not None]
         ended = max((exchange.end for exchange in exchanges), default=self._ended)
         return LevelResult(exchanges, self._started, ended, self._client(exchanges, shares))
 
     def _client(self, exchanges: Sequence[RequestOutcome], shares: Sequence[LevelShare]) -> ClientFigures:
         lags = [exchange.lag for exchange in exchanges if exchange.error_kind != "client"] or [0.0]
-        median, p99 = (float(np.percentile(lags, each)) for each in (50, 99))
+        median, p99 = (float(np.percentile(lags, rank)) for rank in (50, 99))
         cpu = max((load.cpu_share for load in self._loads), default=0.0)
         delay = max((load.delay_p99 for load in self._loads), default=0.0)
         failure = next((exchange.error for exchange in exchanges if exchange.error_kind == "client"), None)
@@ -219,95 +224,57 @@ class _Level:
         return ClientFigures(len(shares), 1e3 * median, 1e3 * p99, cpu, bool(reason), reason)
 
 
+@dataclass(eq=False, slots=True)
 class _Worker:
-    """A subprocess, as its parent manages it. Its failures are kept in ``failure``.
+    """A child process that sends a share.
 
     Args:
+        child: the process.
         share: requests that it sends.
+        ready: whether it waits for the start.
+        cancelled: whether it was told to drop its open requests.
+        load: how busy it was, once it has sent everything.
+        failure: why it failed.
+        heard: time of its last message, in seconds of ``time.monotonic()``.
     """
 
-    def __init__(self, share: LevelShare) -> None:
-        self.share = share
-        self.failure: str | None = None
-        self._running = False
-        self._writer: asyncio.StreamWriter | None = None
-        self._connection, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                # A new session: Ctrl-C in a terminal must reach the parent only.
-                worker_command("panscan.load.workers", str(theirs.fileno())),
-                stdin=subprocess.DEVNULL,
-                stdout=sys.stderr,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
+    child: Child
+    share: LevelShare
+    ready: bool = False
+    cancelled: bool = False
+    load: SenderLoad | None = None
+    failure: str | None = None
+    heard: float = field(default_factory=time.monotonic)
 
-    async def open(self) -> None:
-        """Transfer the share, and wait until the subprocess is ready."""
-        try:
-            async with asyncio.timeout(_START_SECONDS):
-                self._reader, self._writer = await asyncio.open_connection(sock=self._connection)
-                for part in share_frames(self.share):
-                    self._writer.write(part)
-                    await self._writer.drain()
-                await read_frame(self._reader)
-        except TimeoutError:
-            self._fail(f"a load process did not start within {_START_SECONDS:g} s")
-        except (asyncio.IncompleteReadError, OSError):
-            self._fail(None)
-
-    async def run(self, start: float, on_batch: Callable[[Outcomes], None]) -> SenderLoad | None:
-        """Send the share; return how busy the subprocess was, or None if it failed.
-
-        Args:
-            start: when the level starts.
-            on_batch: called with outcomes.
-        """
-        if self.failure is not None or self._writer is None:
-            return None
-        try:
-            self._running = True
-            self._writer.write(frame(start))
-            while True:
-                # Before the start, and if the process waits for a core, it may be silent for longer than a heartbeat.
-                async with asyncio.timeout(_SILENCE_SECONDS + HEARTBEAT):
-                    message = await read_frame(self._reader)
-                if isinstance(message, SenderLoad):
-                    return message
-                on_batch(message)
-        except TimeoutError:
-            self._fail(f"a load process was silent for {_SILENCE_SECONDS:g} s")
-        except (asyncio.IncompleteReadError, OSError):
-            self._fail(None)
+    def take(self, message: WorkerSignal | SenderLoad | Outcomes | None) -> Outcomes | None:
+        """Handle a message, None at the end of the process; return the outcomes if it has some."""
+        self.heard = time.monotonic()
+        match message:
+            case None:
+                if self.load is None and self.failure is None:
+                    self.failure = f"a load process {self.child.ending()}"
+            case WorkerSignal():
+                self.ready = True
+            case SenderLoad():
+                self.load = message
+            case _:
+                return message
         return None
 
-    def cancel(self) -> None:
-        """Ask the subprocess to drop its open requests and end; kill it if it has not begun to send."""
-        if not self._running:  # a message within the transfer of the share would be read as part of it
-            self._process.kill()
-        elif self._writer is not None and self.failure is None:
-            self._writer.write(frame(CANCEL))
+    def check_silence(self, *, started: bool) -> None:
+        """Give the process up if it has sent nothing for too long."""
+        # Before the start, and if the process waits for a core, it may be silent for longer than a heartbeat.
+        limit = _SILENCE_SECONDS + HEARTBEAT if started else _START_SECONDS
+        if self.load is None and self.failure is None and time.monotonic() - self.heard > limit:
+            self.failure = (
+                f"a load process was silent for {_SILENCE_SECONDS:g} s"
+                if started
+                else f"a load process did not start within {_START_SECONDS:g} s"
+            )
+            self.child.kill()
 
-    def close(self) -> None:
-        """Kill the subprocess, unless it has exited, and wait for it."""
-        if self._writer is not None:
-            self._writer.transport.abort()
-        self._connection.close()
-        self._process.kill()
-        with suppress(subprocess.TimeoutExpired):  # the kernel cannot end it yet; nothing waits for it
-            self._process.wait(_EXIT_SECONDS)
 
-    def _fail(self, reason: str | None) -> None:
-        """Record why the subprocess failed: the reason, or its exit."""
-        if reason is None:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_EXIT_SECONDS)
-            code = self._process.returncode
-            if code is None:
-                reason = "a load process closed its connection"
-            elif code < 0:
-                reason = f"a load process was killed by {signal.Signals(-code).name}"
-            else:
-                reason = f"a load process exited with code {code}"
-        self.failure = reason
-        self._process.kill()
+def _send_if_alive(child: Child, message: object) -> None:
+    """Send a message; the end of the child's connection tells that it died."""
+    with suppress(ChildEndedError):
+        child.send(message)

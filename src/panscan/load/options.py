@@ -8,31 +8,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from panscan.core import SettingError
 from panscan.core.ranges import Range, shorten
-from panscan.core.request import SAMPLING_RANGES
 from panscan.load.arrivals import (
     Arrivals,
     BurstArrivals,
     ConstantArrivals,
     GammaArrivals,
-    RampArrivals,
-    RampStrategy,
     TraceArrivals,
 )
-from panscan.settings import nearest
+from panscan.settings import MAX_PROMPTS, RATE, TrafficTable, check_options, default_of, nearest, range_of
 
 __all__ = [
     "GOODPUT_METRICS",
     "LATENCY_METRICS",
-    "LOAD_RANGES",
-    "MAX_PROMPTS",
-    "RATE",
     "LoadLevel",
     "LoadOptions",
-    "RampUp",
     "Trace",
     "parse_concurrencies",
     "parse_goodput",
@@ -44,29 +37,13 @@ __all__ = [
 
 LATENCY_METRICS = ("ttft", "tpot", "itl", "e2el")
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
-MAX_PROMPTS = 1_000_000
-"""Requests of one level."""
-
 MAX_LEVELS = 100
 _MAX_TRACE_BYTES = 2**28
 _LEAST_SECONDS = 10.0
 _DELAY_SHARE = 11.0  # duration of a level over the limit on a delay
+_CONCURRENCY = range_of("max_concurrencies", "load")
+_LENGTHS = range_of("max_new_tokens", "load")
 _TRACE_FIELDS = ("timestamp", "output_length", "input_length", "hash_ids")
-RATE = Range(gt=0, le=1_000_000)
-"""Requests per second."""
-LOAD_RANGES = {
-    "num_prompts": Range(integer=True, ge=1, le=MAX_PROMPTS),
-    "num_warmups": Range(integer=True, ge=0, le=MAX_PROMPTS),
-    "max_concurrency": Range(integer=True, ge=1, le=100_000),
-    "burstiness": Range(gt=0, le=1_000_000),
-    "goodput_attainment": Range(gt=0, le=1),
-    "image_reuse": Range(ge=0, le=1),
-    "level_seconds": Range(gt=0, le=86_400),
-    "processes": Range(integer=True, ge=1, le=256),
-    "trace_speedup": Range(gt=0, le=1_000_000),
-    "min_tokens": SAMPLING_RANGES["max_new_tokens"],
-    "max_tokens": SAMPLING_RANGES["max_new_tokens"],
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +51,10 @@ class LoadLevel:
     """One load level.
 
     Args:
-        rate: requests per second; None: unlimited, or given by a trace or a ramp.
+        rate: requests per second; None: unlimited, or given by a trace.
         max_concurrency: requests in flight at most; None: unlimited.
         burstiness: shape of the gamma distribution of the intervals; None where intervals are not random.
-        name: prefix of the cell id instead of the rate's, for a trace or a ramp.
+        name: prefix of the cell id instead of the rate's, for a trace.
     """
 
     rate: float | None = None
@@ -104,19 +81,6 @@ class LoadLevel:
 
 
 @dataclass(frozen=True, slots=True)
-class RampUp:
-    """A request rate that grows during a level, as with vLLM's ``--ramp-up-strategy``; rates in requests per second."""
-
-    strategy: RampStrategy
-    start: float
-    end: float
-
-    def __post_init__(self) -> None:
-        RATE.check("--ramp-up-start-rps", self.start)
-        RATE.check("--ramp-up-end-rps", self.end)
-
-
-@dataclass(frozen=True, slots=True)
 class Trace:
     """Recorded arrivals.
 
@@ -129,34 +93,23 @@ class Trace:
     output_lengths: tuple[int, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """The options of a load run, without its endpoint and documents.
+@dataclass(frozen=True, kw_only=True)
+class LoadOptions(TrafficTable):
+    """The options of a load run, without its endpoint and documents; :class:`TrafficTable` has the rest of them.
 
     Args:
         rates: requests per second, one level each; None: unlimited.
         max_concurrencies: requests in flight at most, combined with every rate; None: unlimited.
-        arrival: random intervals (a gamma distribution with shape ``burstiness``; 1: Poisson), or equal ones.
-        burstiness: see :class:`panscan.load.arrivals.GammaArrivals`.
-        ramp_up: a growing rate, instead of ``rates``.
         trace: recorded arrivals, instead of ``rates``.
-        trace_speedup: factor by which the trace is replayed faster.
-        num_prompts: requests per level.
-        num_warmups: discarded requests before the first level.
         seed: seed of arrivals, documents, prompts and lengths.
         goodput: limits in milliseconds, by name of :data:`GOODPUT_METRICS`.
-        goodput_attainment: share of requests that must meet the limits, above 0 and up to 1.
-        find_max_rate: search for the highest rate with that share; ``rates`` holds the first rate to try.
-        level_seconds: duration of a level of the search at least; None: see :attr:`search_seconds`.
         metric_percentiles: percentiles to report.
         percentile_metrics: times to report, of :data:`LATENCY_METRICS`.
         ignore_eos: ask the server for exactly the requested number of tokens.
-        image_reuse: share of requests that send an image that the level sent before; 0: every image is distinct.
-        min_tokens: shortest answer; None: ``max_tokens``. Lengths are drawn uniformly between both.
-        max_tokens: longest answer, tokens.
-        processes: processes of the client; None: chosen by the load.
+        max_tokens: longest answer, tokens; lengths are drawn uniformly from ``min_tokens``, or all are this long.
         scenario: name of the scenario, for the records.
         mm_processor_kwargs: pan-and-scan settings to send with each request; None: the server's own.
+        level_seconds: duration of a level of the search at least; None: see :attr:`search_seconds`.
 
     Raises:
         SettingError: a value is out of range, or options exclude each other.
@@ -164,40 +117,29 @@ class LoadOptions:
 
     rates: tuple[float | None, ...] = (None,)
     max_concurrencies: tuple[int | None, ...] = (None,)
-    arrival: Literal["poisson", "constant"] = "poisson"
-    burstiness: float = 1.0
-    ramp_up: RampUp | None = None
     trace: Trace | None = None
-    trace_speedup: float = 1.0
-    num_prompts: int = 64
-    num_warmups: int = 1
     seed: int = 0
     goodput: Mapping[str, float] = field(default_factory=dict)
-    goodput_attainment: float = 0.95
-    find_max_rate: bool = False
-    level_seconds: float | None = None
     metric_percentiles: tuple[float, ...] = (50.0, 90.0, 95.0, 99.0)
     percentile_metrics: tuple[str, ...] = LATENCY_METRICS
     ignore_eos: bool = False
-    image_reuse: float = 0.0
-    min_tokens: int | None = None
-    max_tokens: int = 128
-    processes: int | None = None
+    max_tokens: int = default_of("max_new_tokens", "load")
     scenario: str | None = None
     mm_processor_kwargs: Mapping[str, Any] | None = None
+    level_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        for name, allowed in LOAD_RANGES.items():
-            if name != "max_concurrency" and (value := getattr(self, name)) is not None:
-                allowed.check(f"--{name.replace('_', '-')}", value)
+        check_options(self, "load")
+        _LENGTHS.check("--max-new-tokens", self.max_tokens)
         for rate in self.rates:
             if rate is not None:
                 RATE.check("--request-rate", rate)
         for limit in self.max_concurrencies:
             if limit is not None:
-                LOAD_RANGES["max_concurrency"].check("--max-concurrency", limit)
+                _CONCURRENCY.check("--max-concurrency", limit)
         if self.min_tokens is not None and self.min_tokens > self.max_tokens:
-            raise SettingError(f"--min-tokens {self.min_tokens}: more than --max-tokens {self.max_tokens}; lower it")
+            shortest, longest = self.min_tokens, self.max_tokens
+            raise SettingError(f"--min-tokens {shortest}: more than --max-new-tokens {longest}; lower it")
         if len(self.rates) * len(self.max_concurrencies) > MAX_LEVELS:
             raise SettingError(f"--request-rate and --max-concurrency give more than {MAX_LEVELS} levels: give fewer")
         _check_goodput(self.goodput)
@@ -207,14 +149,11 @@ class LoadOptions:
 
     def _check_arrivals(self) -> None:
         limited = any(rate is not None for rate in self.rates)
-        if self.ramp_up is not None and self.trace is not None:
-            raise SettingError("--ramp-up-strategy and --trace exclude each other: choose one")
-        if limited and (self.ramp_up is not None or self.trace is not None):
-            other = "--trace" if self.trace is not None else "--ramp-up-strategy"
-            raise SettingError(f"--request-rate and {other} exclude each other: choose one")
+        if limited and self.trace is not None:
+            raise SettingError("--request-rate and --trace exclude each other: choose one")
         if self.burstiness != 1.0 and self.arrival == "constant":
             raise SettingError("--burstiness has no effect with --arrival constant: remove one of them")
-        if self.burstiness != 1.0 and not (limited or self.ramp_up is not None or self.find_max_rate):
+        if self.burstiness != 1.0 and not (limited or self.find_max_rate):
             raise SettingError("--burstiness needs a finite --request-rate: give one, such as --request-rate 4")
         if self.trace_speedup != 1.0 and self.trace is None:
             raise SettingError("--trace-speedup needs --trace FILE")
@@ -225,8 +164,8 @@ class LoadOptions:
     def _check_search(self) -> None:
         if not self.goodput:
             raise SettingError("--find-max-rate needs limits: add --goodput, such as --goodput ttft:500 tpot:50")
-        if self.ramp_up is not None or self.trace is not None:
-            raise SettingError("--find-max-rate chooses the rates: remove --trace and --ramp-up-strategy")
+        if self.trace is not None:
+            raise SettingError("--find-max-rate chooses the rates: remove --trace")
         if len(self.rates) > 1 or len(self.max_concurrencies) > 1:
             raise SettingError("--find-max-rate takes one --request-rate to start from, and one --max-concurrency")
 
@@ -235,15 +174,11 @@ class LoadOptions:
         """The levels in order, without those that a search adds; equal ones once."""
         if self.find_max_rate:
             return []
-        found = [self._level(rate, limit) for limit in self.max_concurrencies for rate in self.rates]
-        return list({level.cell: level for level in found}.values())
-
-    def _level(self, rate: float | None, limit: int | None) -> LoadLevel:
-        if self.trace is not None or self.ramp_up is not None:
-            name = "trace" if self.trace is not None else "ramp"
-            random = self.ramp_up is not None and self.arrival == "poisson"
-            return LoadLevel(None, limit, self.burstiness if random else None, name)
-        return self.level_at(rate, limit)
+        if self.trace is not None:
+            levels = [LoadLevel(max_concurrency=limit, name="trace") for limit in self.max_concurrencies]
+        else:
+            levels = [self.level_at(rate, limit) for limit in self.max_concurrencies for rate in self.rates]
+        return list({level.cell: level for level in levels}.values())
 
     def level_at(self, rate: float | None, limit: int | None) -> LoadLevel:
         """Return the level of a request rate (None: unlimited) and a limit of requests in flight."""
@@ -260,9 +195,6 @@ class LoadOptions:
     def _process(self, level: LoadLevel) -> Arrivals:
         if self.trace is not None:
             return TraceArrivals(self.trace.times, self.trace_speedup)
-        if self.ramp_up is not None:
-            ramp, random = self.ramp_up, self.burstiness if self.arrival == "poisson" else None
-            return RampArrivals(ramp.start, ramp.end, ramp.strategy, random, self.seed)
         if level.rate is None:
             return BurstArrivals()
         if self.arrival == "constant":
@@ -286,8 +218,6 @@ class LoadOptions:
         """The arrival process as records name it (:data:`panscan.records.schema.ARRIVALS`)."""
         if self.trace is not None:
             return "trace"
-        if self.ramp_up is not None:
-            return "ramp"
         if not self.find_max_rate and all(rate is None for rate in self.rates):
             return "burst" if None in self.max_concurrencies else "closed"
         if self.arrival == "constant":
@@ -324,7 +254,7 @@ def parse_concurrencies(text: str) -> tuple[int, ...]:
         SettingError: a value is not a whole number from 1.
     """
     option = "--max-concurrency"
-    return tuple(int(LOAD_RANGES["max_concurrency"].parse(option, part)) for part in _parts(option, text))
+    return tuple(int(_CONCURRENCY.parse(option, part)) for part in _parts(option, text))
 
 
 def parse_goodput(words: Iterable[str]) -> dict[str, float]:
@@ -431,7 +361,7 @@ def _trace_row(where: str, line: str) -> tuple[float, int | None]:
     if isinstance(time, bool) or not isinstance(time, int | float) or not 0 <= time < 1e15:
         raise SettingError(f"{where}: timestamp: expected milliseconds from 0, got {shorten(time)}")
     if length is not None:
-        LOAD_RANGES["max_tokens"].check(f"{where}: output_length", length)
+        _LENGTHS.check(f"{where}: output_length", length)
     return time / 1e3, length
 
 

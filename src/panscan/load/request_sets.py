@@ -19,7 +19,8 @@ from panscan.core.files import replace_file
 from panscan.images.documents import COLUMNS, draw_document
 from panscan.images.samples import document_name, encode_document
 from panscan.images.views import plan_views
-from panscan.settings import SAMPLE_RANGES, nearest
+from panscan.load.chat import chat_parts
+from panscan.settings import nearest, range_of
 
 __all__ = [
     "FORMATS",
@@ -85,25 +86,18 @@ def document_requests(count: int, seed: int, *, columns: int = COLUMNS) -> Itera
 
 def _aiperf_row(request: DocumentRequest) -> dict[str, Any]:
     # A line with "text" and "image" (single_turn) would send the text before the image.
-    return {"messages": _messages(request), "output_length": request.output_tokens}
+    return {"messages": [{"role": "user", **_vllm_row(request)}], "output_length": request.output_tokens}
 
 
 def guidellm_row(request: DocumentRequest) -> dict[str, Any]:
     """Return the line of a request in a request set for guidellm."""
     # With "prompt" and "image" guidellm would send the text first and encode the image again as JPEG.
-    return {"messages": _messages(request), "output_tokens_count": request.output_tokens}
+    return {"messages": [{"role": "user", **_vllm_row(request)}], "output_tokens_count": request.output_tokens}
 
 
 def _vllm_row(request: DocumentRequest) -> dict[str, Any]:
-    return {"content": _content(request)}  # with "prompt" and "image_files" vLLM would send the text first
-
-
-def _messages(request: DocumentRequest) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": _content(request)}]
-
-
-def _content(request: DocumentRequest) -> list[dict[str, Any]]:
-    return [{"type": "image_url", "image_url": {"url": request.image}}, {"type": "text", "text": request.prompt}]
+    # With "prompt" and "image_files" vLLM would send the text first.
+    return {"content": chat_parts([request.image], request.prompt)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,14 +174,14 @@ def write_request_set(
     if format not in FORMATS:
         raise SettingError(f"format: expected one of {', '.join(FORMATS)}, got {format!r}{nearest(format, FORMATS)}")
     for name, value in (("count", count), ("columns", columns)):
-        SAMPLE_RANGES[name].check(name, value)
+        range_of(name, "samples").check(name, value)
     path = directory / f"{format}.jsonl"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with replace_file(path, durable=False) as file:
             views = _write_rows(file, FORMATS[format], document_requests(count, seed, columns=columns))
             if path.exists() and not overwrite and not filecmp.cmp(file.name, path, shallow=False):
-                raise SettingError(f"{path} exists with other contents; --overwrite (overwrite=True) replaces it")
+                raise SettingError(f"{path} exists with other contents; --force (overwrite=True) replaces it")
     except OSError as error:
         raise InputError(f"the request set cannot be written to {directory}: {error.strerror}") from error
     return RequestSet(path, views, FORMATS[format].command.format(path=shlex.quote(str(path)), count=count))

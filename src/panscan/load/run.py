@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from panscan.bench.run import finish
+from panscan.bench.workload import content_digest
 from panscan.core import RecordsError, Stamps
 from panscan.core.files import write_file
 from panscan.load.chat import Endpoint, RequestOutcome
-from panscan.load.content import Content, LoadRequest, RequestMix, content_digest
+from panscan.load.content import Content, LoadRequest, RequestMix
 from panscan.load.generator import LevelResult, run_level
-from panscan.load.options import MAX_PROMPTS, LoadLevel, LoadOptions
+from panscan.load.options import LoadLevel, LoadOptions
 from panscan.load.probe import EndpointFacts, address
 from panscan.load.search import RateSearch, Trial, undisturbed
 from panscan.load.vllm_result import vllm_result
@@ -42,6 +43,7 @@ from panscan.records.schema import (
     SearchRecord,
 )
 from panscan.records.store import RecordWriter, Run
+from panscan.settings import MAX_PROMPTS
 
 __all__ = ["LoadObserver", "LoadPlan", "new_salt", "run_load"]
 

@@ -9,22 +9,31 @@ attends to, and chosen values show which ones those are. This works for any impl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from panscan.core import UnsupportedError
+from panscan.core.errors import brief
 from panscan.model.build import build_model, one_layer_config
 from panscan.model.machine import resolve_device
 from panscan.model.support import attention_reason
 
-__all__ = ["PROBE_COLUMNS", "Attend", "LayerKind", "effective_mask", "kernel_reason", "measured_mask"]
+__all__ = [
+    "PROBE_COLUMNS",
+    "Attend",
+    "LayerKind",
+    "effective_mask",
+    "flash_reference",
+    "kernel_reason",
+    "measured_mask",
+]
 
 LayerKind = Literal["global", "local"]
 _KINDS: Mapping[LayerKind, str] = {"global": "full_attention", "local": "sliding_attention"}
@@ -226,27 +235,23 @@ def _switched(model: Any, implementation: str, kernel: bool) -> Iterator[None]:
         if implementation not in ALL_MASK_ATTENTION_FUNCTIONS:
             raise UnsupportedError(f"--attention {implementation}: Transformers prepares no mask under this name")
         model.config._attn_implementation = implementation  # set_attn_implementation() would look for the kernel
-    with nullcontext() if kernel else _reference_kernel(implementation):
+    if kernel:
         yield
-
-
-def _refused(implementation: str, error: Exception) -> UnsupportedError:
-    return UnsupportedError(f"--attention {implementation}: {' '.join(str(error).split())[:200]}")
-
-
-@contextmanager
-def _reference_kernel(implementation: str) -> Iterator[None]:
-    """Replace a kernel by PyTorch operators that attend to what a flash-attention kernel would, while in the block."""
-    ALL_ATTENTION_FUNCTIONS[implementation] = _flash_reference  # shadows the registered function
+        return
+    ALL_ATTENTION_FUNCTIONS[implementation] = flash_reference  # shadows the registered function
     try:
         yield
     finally:
         del ALL_ATTENTION_FUNCTIONS[implementation]
 
 
-def _flash_reference(
+def _refused(implementation: str, error: Exception) -> UnsupportedError:
+    return UnsupportedError(f"--attention {implementation}: {brief(error)}")
+
+
+def flash_reference(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **options: Any
-) -> tuple[torch.Tensor, None]:
+) -> Any:
     """Attend as a flash-attention kernel does to these arguments: causal, within a window, and not to padding.
 
     Args:
@@ -264,5 +269,5 @@ def _flash_reference(
         attended &= keys > last - window
     if mask is not None:
         attended = attended & mask[:, None, None, :].bool()
-    output = scaled_dot_product_attention(query, key, value, attended, scale=options.get("scaling"))
-    return output.transpose(1, 2).contiguous(), None
+    attended = attended.expand(len(query), 1, *attended.shape[-2:])
+    return sdpa_attention_forward(module, query, key, value, attended, **options)

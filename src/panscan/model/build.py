@@ -113,7 +113,7 @@ def build_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     """Build the model of a configuration, without changing random states."""
     kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-        return kind.from_config(config, dtype=dtype)
+        return kind.from_config(config, dtype=dtype, trust_remote_code=False)  # None would ask on the terminal
 
 
 def _allocate(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:

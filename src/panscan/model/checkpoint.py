@@ -29,7 +29,7 @@ from panscan.images.pixels import PixelSpec
 from panscan.linear.quantized import WeightFormat
 from panscan.linear.schemes import StoredScheme
 from panscan.linear.tensors import StoredTensors
-from panscan.model.build import empty_quantized_model
+from panscan.model.build import build_model, empty_quantized_model
 from panscan.model.bundled import bundled_directory
 from panscan.model.hub import checkpoint_directory
 from panscan.model.hub_errors import PICKLED, friendly_errors, quiet_transformers, read_by_transformers
@@ -53,7 +53,6 @@ __all__ = [
     "load_model",
     "load_random",
     "load_random_meta_model",
-    "load_random_shard",
     "load_reader",
     "load_shard_of",
     "open_stored",
@@ -236,11 +235,10 @@ def load_reader(name: str, revision: str | None = None) -> Reader:
     with friendly_errors(name):
         config = _config(name, source)
         if config.model_type == TEXT_MODEL:
-            tokenizer = _read_tools(AutoTokenizer, source, *_TOKENIZER_FILES)
-            reader = _text_reader(name, tokenizer, config, template_file(Path(source)))
+            tools = _read_tools(AutoTokenizer, source, *_TOKENIZER_FILES)
         else:
-            processor = _read_tools(AutoProcessor, source, *_PROCESSOR_FILES, *_TOKENIZER_FILES)
-            reader = _image_reader(name, processor, config, template_file(Path(source)))
+            tools = _read_tools(AutoProcessor, source, *_PROCESSOR_FILES, *_TOKENIZER_FILES)
+        reader = _reader_of(name, tools, config, template_file(Path(source)))
         check_tokenizer(reader.tokenizer)
         reader.prompts.check_template()
     reader.prompts.vocabulary = int(config.get_text_config().vocab_size)
@@ -257,6 +255,8 @@ def load_random(
     dtype: torch.dtype,
     device: torch.device,
     *,
+    rank: int = 0,
+    size: int = 1,
     drawn_on: torch.device | None = None,
     weight_format: WeightFormat | None = None,
 ) -> Loaded:
@@ -267,43 +267,28 @@ def load_random(
         shape: a shape, or the name of one.
         dtype: dtype of the weights.
         device: device of the model.
+        rank: rank whose part is built, from 0.
+        size: number of ranks.
         drawn_on: device whose random generator draws the weights, because CPUs and GPUs draw different ones; None:
             ``device``.
         weight_format: weight format of the decoder's matrices, which are quantised as they are drawn; None: dense.
-    """
-    from panscan.model.random_weights import random_model
-
-    model, tools = random_model(shape, dtype=dtype, device=device, drawn_on=drawn_on, weight_format=weight_format)
-    return ready_model(model, _reader_of(name, tools, model.config))
-
-
-def load_random_shard(
-    name: str,
-    shape: str,
-    rank: int,
-    size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    weight_format: WeightFormat | None = None,
-) -> tuple[Loaded, int]:
-    """Load one rank's part of :func:`load_random`; return it with the size of the full vocabulary.
 
     Raises:
         UnsupportedError: ``size`` does not divide the shape.
     """
-    from panscan.model.random_weights import random_shard
+    from panscan.model.random_weights import random_model
 
-    model, tools, vocabulary = random_shard(shape, rank, size, dtype=dtype, device=device, weight_format=weight_format)
-    return ready_model(model, _reader_of(name, tools, model.config)), vocabulary
+    model, tools = random_model(
+        shape, dtype=dtype, device=device, rank=rank, size=size, drawn_on=drawn_on, weight_format=weight_format
+    )
+    return ready_model(model, _reader_of(name, tools, model.config))
 
 
 def load_random_meta_model(name: str, shape: str, dtype: torch.dtype, device: torch.device) -> Loaded:
     """Build the model of :func:`load_random` on the meta device, without weights (:func:`load_meta_model`)."""
-    from panscan.model.random_weights import random_meta_model
-
-    model, tools = random_meta_model(shape, dtype)
-    model.hf_device_map = {"": str(device)}
-    return ready_model(model, _reader_of(name, tools, model.config))
+    loaded = load_random(name, shape, dtype, torch.device("meta"))
+    loaded.model.hf_device_map = {"": str(device)}
+    return loaded
 
 
 def load_shard_of(
@@ -336,9 +321,7 @@ def load_shard_of(
     check_divides(config, size)
     part = shard_config(config, size) if size > 1 else config
     if weight_format is None:
-        kind = AutoModelForImageTextToText if whole.reader.reads_images else AutoModelForCausalLM
-        with device:
-            shard = kind.from_config(part, dtype=dtype)
+        shard = build_model(part, dtype, device)
     else:
         shard = empty_quantized_model(part, weight_format, dtype, device)
     fill_shard(shard, whole.model.named_parameters(), rank, size)
@@ -358,34 +341,25 @@ def drop_weights(loaded: Loaded) -> None:
     model.hf_device_map = {"": str(device)}
 
 
-def _reader_of(name: str, tools: Any, config: Any) -> Reader:
-    make = _image_reader if hasattr(tools, "image_processor") else _text_reader
-    return make(name, tools, config)
+def _reader_of(name: str, tools: Any, config: Any, template: str = "chat_template.jinja") -> Reader:
+    """Return the reader of a configuration's model whose processor, or tokenizer if it is text-only, is ``tools``."""
+    tokenizer, image_tokens, spec = tools, 0, None
+    if hasattr(config, "vision_config"):
+        images = getattr(tools, "image_processor", None)
+        side, image_tokens = config.vision_config.image_size, config.mm_tokens_per_image
+        if images is None or (images.size["height"], getattr(tools, "image_seq_length", None)) != (side, image_tokens):
+            raise DamagedFileError(
+                f"processor_config.json: it does not fit config.json, which expects views of {side} pixels and"
+                f" {image_tokens} tokens"
+            )
+        spec = PixelSpec(side, images.rescale_factor, tuple(images.image_mean), tuple(images.image_std))
+        tokenizer = tools.tokenizer
+    context = int(config.get_text_config().max_position_embeddings)
+    return Reader(name, tools, tokenizer, PromptWriter(tokenizer, image_tokens, context, template), spec)
 
 
 def _read_tools(kind: Any, source: str, *files: str) -> Any:
     return read_by_transformers(lambda directory: kind.from_pretrained(directory, **_NO_CODE), source, *files)
-
-
-def _text_reader(name: str, tokenizer: Any, config: Any, template: str = "chat_template.jinja") -> Reader:
-    return Reader(name, tokenizer, tokenizer, _prompt_writer(tokenizer, 0, config, template), None)
-
-
-def _prompt_writer(tokenizer: Any, image_tokens: int, config: Any, template: str) -> PromptWriter:
-    return PromptWriter(tokenizer, image_tokens, int(config.get_text_config().max_position_embeddings), template)
-
-
-def _image_reader(name: str, processor: Any, config: Any, template: str = "chat_template.jinja") -> Reader:
-    images = getattr(processor, "image_processor", None)
-    expected = (config.vision_config.image_size, config.mm_tokens_per_image)
-    if images is None or (images.size["height"], getattr(processor, "image_seq_length", None)) != expected:
-        raise DamagedFileError(
-            f"processor_config.json: it does not fit config.json, which expects views of {expected[0]} pixels and"
-            f" {expected[1]} tokens"
-        )
-    spec = PixelSpec(expected[0], images.rescale_factor, tuple(images.image_mean), tuple(images.image_std))
-    tokenizer = processor.tokenizer
-    return Reader(name, processor, tokenizer, _prompt_writer(tokenizer, expected[1], config, template), spec)
 
 
 def load_model(name: str, placement: Placement, *, revision: str | None = None) -> Loaded:
@@ -519,12 +493,10 @@ def load_meta_model(
     """
     source = str(checkpoint_source(name, revision, weights=embedding))
     reader = load_reader(name, revision)
-    kind = AutoModelForImageTextToText if reader.reads_images else AutoModelForCausalLM
     scheme = None if embedding else stored_scheme_of(name, revision)
     with friendly_errors(name):
         config = _config(name, source)
-        with torch.device("meta"):
-            model = kind.from_config(config if scheme is None else _unquantized(config), dtype=dtype, **_NO_CODE)
+        model = build_model(config if scheme is None else _unquantized(config), dtype, torch.device("meta"))
         model.generation_config = _generation_config(model, source)
         if embedding:
             tied = _is_tied(model)

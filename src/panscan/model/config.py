@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import transformers
 from transformers import (
@@ -16,7 +17,7 @@ from transformers import (
 from transformers.utils import is_torchvision_available
 
 from panscan.core import UnsupportedError
-from panscan.model.shapes import PATTERN, SHAPES, Shape, TextShape, VisionShape
+from panscan.model.shapes import SHAPES, TEXT_FIELDS, VISION_FIELDS, Shape, TextShape, VisionShape, first_global_layer
 from panscan.model.tokenizer import END_MARKS, MARKS
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def gemma3_config(shape: Shape, tokenizer: PreTrainedTokenizerBase) -> Gemma3Con
         return text
     return Gemma3Config(
         text_config=text,
-        vision_config=_vision_config(shape.vision),
+        vision_config=SiglipVisionConfig(**_renamed_fields(shape.vision, VISION_FIELDS), vision_use_head=False),
         mm_tokens_per_image=shape.image_tokens,
         boi_token_index=tokenizer.boi_token_id,
         eoi_token_index=tokenizer.eoi_token_id,
@@ -49,17 +50,8 @@ def _text_config(text: TextShape, tokenizer: PreTrainedTokenizerBase) -> Gemma3T
         {"rope_type": "default"} if text.rope_factor is None else {"rope_type": "linear", "factor": text.rope_factor}
     )
     return Gemma3TextConfig(
-        vocab_size=text.vocabulary,
-        hidden_size=text.hidden,
-        intermediate_size=text.intermediate,
-        num_hidden_layers=text.layers,
-        num_attention_heads=text.heads,
-        num_key_value_heads=text.kv_heads,
-        head_dim=text.head_size,
-        sliding_window=text.window,
+        **_renamed_fields(text, TEXT_FIELDS),
         layer_types=_layer_types(text.layers, text.pattern),
-        query_pre_attn_scalar=text.query_scale,
-        max_position_embeddings=text.max_positions,
         rope_parameters={
             "full_attention": {**scaling, "rope_theta": text.rope_theta_global},
             "sliding_attention": {"rope_type": "default", "rope_theta": text.rope_theta_local},
@@ -71,16 +63,9 @@ def _text_config(text: TextShape, tokenizer: PreTrainedTokenizerBase) -> Gemma3T
     )
 
 
-def _vision_config(vision: VisionShape) -> SiglipVisionConfig:
-    return SiglipVisionConfig(
-        hidden_size=vision.hidden,
-        intermediate_size=vision.intermediate,
-        num_hidden_layers=vision.layers,
-        num_attention_heads=vision.heads,
-        image_size=vision.image_size,
-        patch_size=vision.patch_size,
-        vision_use_head=False,
-    )
+def _renamed_fields(shape: TextShape | VisionShape, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return a part of a shape under Transformers' names."""
+    return {name: getattr(shape, ours) for name, ours in names.items()}
 
 
 def shape_of_config(config: Gemma3Config | Gemma3TextConfig) -> Shape:
@@ -97,7 +82,8 @@ def shape_of_config(config: Gemma3Config | Gemma3TextConfig) -> Shape:
     others = {
         "attention biases": text.attention_bias,
         "an output matrix of its own": not config.tie_word_embeddings,
-        "an irregular order of layers": list(text.layer_types) != _layer_types(len(text.layer_types), _pattern(text)),
+        "an irregular order of layers": list(text.layer_types)
+        != _layer_types(len(text.layer_types), first_global_layer(text.layer_types)),
         "a vision head": vision is not None and getattr(vision, "vision_use_head", True),
         "pictures of other than 3 channels": vision is not None and vision.num_channels != 3,
     }
@@ -106,7 +92,8 @@ def shape_of_config(config: Gemma3Config | Gemma3TextConfig) -> Shape:
             raise UnsupportedError(f"the checkpoint has {what}: its costs are not known")
     shape = Shape("gemma3", _text_shape(text))
     if vision is not None:
-        shape = replace(shape, vision=_vision_shape(vision), image_tokens=config.mm_tokens_per_image)
+        tower = VisionShape(**{ours: getattr(vision, name) for name, ours in VISION_FIELDS.items()})
+        shape = replace(shape, vision=tower, image_tokens=config.mm_tokens_per_image)
     published = (name for name, known in SHAPES.items() if replace(known, name=shape.name) == shape)
     return replace(shape, name=next(published, shape.name))
 
@@ -114,44 +101,16 @@ def shape_of_config(config: Gemma3Config | Gemma3TextConfig) -> Shape:
 def _text_shape(text: Gemma3TextConfig) -> TextShape:
     rope = text.rope_parameters
     return TextShape(
-        vocabulary=text.vocab_size,
-        hidden=text.hidden_size,
-        intermediate=text.intermediate_size,
-        layers=text.num_hidden_layers,
-        heads=text.num_attention_heads,
-        kv_heads=text.num_key_value_heads,
-        head_size=text.head_dim,
-        window=text.sliding_window,
-        query_scale=text.query_pre_attn_scalar,
-        max_positions=text.max_position_embeddings,
+        **{ours: getattr(text, name) for name, ours in TEXT_FIELDS.items()},
         rope_factor=rope["full_attention"].get("factor"),
         rope_theta_global=rope["full_attention"]["rope_theta"],
         rope_theta_local=rope["sliding_attention"]["rope_theta"],
-        pattern=_pattern(text),
+        pattern=first_global_layer(text.layer_types),
     )
-
-
-def _pattern(text: Gemma3TextConfig) -> int:
-    """Which layer is the first global one. Without any: the published number, or one more than there are layers."""
-    kinds = list(text.layer_types)
-    if "full_attention" in kinds:
-        return kinds.index("full_attention") + 1
-    return max(PATTERN, len(kinds) + 1)
 
 
 def _layer_types(layers: int, pattern: int) -> list[str]:
     return ["sliding_attention" if layer % pattern else "full_attention" for layer in range(1, layers + 1)]
-
-
-def _vision_shape(vision: SiglipVisionConfig) -> VisionShape:
-    return VisionShape(
-        hidden=vision.hidden_size,
-        intermediate=vision.intermediate_size,
-        layers=vision.num_hidden_layers,
-        heads=vision.num_attention_heads,
-        image_size=vision.image_size,
-        patch_size=vision.patch_size,
-    )
 
 
 def generation_config(tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:

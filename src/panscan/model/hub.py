@@ -21,6 +21,7 @@ from tqdm import tqdm
 from panscan.checkpoints.headers import index_files
 from panscan.core import ModelError, PanscanWarning
 from panscan.core.activity import activity
+from panscan.core.errors import brief
 from panscan.model.hub_errors import friendly_errors
 from panscan.settings import MODEL_SHAPES
 
@@ -104,7 +105,7 @@ def _snapshot(name: str, revision: str | None, *, weights: bool) -> Path:
         except (ModelError, OSError) as error:  # HfHubHTTPError is an OSError
             if cached is None:
                 raise
-            reason = " ".join(str(error).removeprefix(f"--model {name}: ").split())[:150]
+            reason = brief(str(error).removeprefix(f"--model {name}: "), 150)
             message = f"--model {name}: using the cached copy, because the latest commit was not downloaded: {reason}"
             warnings.warn(message, PanscanWarning, stacklevel=2)
             directory = cached
@@ -180,7 +181,7 @@ def _download(name: str, revision: str | None, commit: str, files: dict[str, int
             except HfHubHTTPError:
                 raise
             except (_TransportError, XetDownloadError, RuntimeError) as error:  # hf_xet raises RuntimeError, too
-                reason = " ".join(str(error).split())[:150]
+                reason = brief(error, 150)
                 raise ModelError(f"--model {name}: the download broke off ({reason}): run the command again") from error
 
 
@@ -212,25 +213,18 @@ def _repo_info(name: str, revision: str | None) -> Any:
     seconds = float(constants.HF_HUB_ETAG_TIMEOUT) if own else _DEADLINE_S
     with activity(f"contacting {constants.ENDPOINT}"):
         try:
-            return _run_within(
-                seconds, lambda: HfApi().model_info(name, revision=revision, files_metadata=True, timeout=seconds)
-            )
+            # HTTP timeouts alone are not enough: they apply to each address of the host, and exclude name resolution.
+            return _started(
+                lambda: HfApi().model_info(name, revision=revision, files_metadata=True, timeout=seconds)
+            ).result(seconds)
         except (HfHubHTTPError, HFValidationError):
             raise
         except Exception as error:  # of httpx or httpx2, by the version of huggingface_hub, or a proxy's page, not JSON
             reason = f"no answer within {seconds:g} s" if "Timeout" in type(error).__name__ else str(error)
             raise ModelError(
                 f"--model {name}: not downloaded, and {constants.ENDPOINT} cannot be reached"
-                f" ({' '.join(reason.split())[:150]}): check the network, or give a local directory"
+                f" ({brief(reason, 150)}): check the network, or give a local directory"
             ) from error
-
-
-def _run_within(seconds: float, function: Callable[[], _T]) -> _T:
-    """Return a function's result, or raise TimeoutError after a deadline.
-
-    HTTP timeouts alone are not enough: they apply to each address of the host, and exclude name resolution.
-    """
-    return _started(function).result(seconds)
 
 
 def _started(function: Callable[[], _T]) -> Future[_T]:

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 
 from panscan.checkpoints.files import DamagedFileError, read_json
 from panscan.core import ModelError, PanscanError, UnsupportedError
+from panscan.core.errors import brief
 
 __all__ = ["PICKLED", "friendly_errors", "quiet_transformers", "read_by_transformers"]
 
@@ -38,11 +39,11 @@ def friendly_errors(name: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise UnsupportedError(f"--model {name}: {' '.join(str(error).split())[:300]}") from error
+        raise UnsupportedError(f"--model {name}: {brief(error, 300)}") from error
     except (OSError, ValueError, SafetensorError, HFValidationError) as error:
         raise ModelError(f"--model {name}: {_load_advice(name, error)}") from error
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        reason = brief(f"{type(error).__name__}: {error}")
         raise ModelError(f"--model {name}: config.json or another of its files is damaged ({reason})") from error
 
 
@@ -69,7 +70,7 @@ def _load_advice(name: str, error: BaseException) -> str:
     offline = any(isinstance(link, LocalEntryNotFoundError | OfflineModeIsEnabled | ConnectionError) for link in chain)
     if offline or "connect" in text.lower():
         return "not downloaded, and the hub cannot be reached: check the network, or give a local directory"
-    return " ".join(str(error).split())[:300]
+    return brief(error, 300)
 
 
 def read_by_transformers(read: Callable[[str], T], source: str, *files: str) -> T:
@@ -98,7 +99,7 @@ def read_by_transformers(read: Callable[[str], T], source: str, *files: str) -> 
         for path in present:
             read_json(path)  # raises if it is not even JSON
         named = " or ".join(path.name for path in present)
-        reason = " ".join(str(error).split())[:200]
+        reason = brief(error)
         raise DamagedFileError(f"{named}: Transformers cannot read it ({type(error).__name__}: {reason})") from error
 
 

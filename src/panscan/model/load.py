@@ -20,7 +20,6 @@ from panscan.model.checkpoint import (
     load_model,
     load_random,
     load_random_meta_model,
-    load_random_shard,
     load_shard_of,
     stored_format,
 )
@@ -69,11 +68,19 @@ def load_shard(settings: Settings, rank: int, size: int) -> tuple[Loaded, int, t
     weight_format = requested_format(settings)
     if settings.random_weights:
         assert settings.model_shape is not None  # Settings holds this
-        found = load_random_shard(settings.model_name, settings.model_shape, rank, size, dtype, device, weight_format)
-    else:
-        found = load_shard_of(
-            settings.model, rank, size, dtype, device, revision=settings.revision, weight_format=weight_format
+        loaded = load_random(
+            settings.model_name,
+            settings.model_shape,
+            dtype,
+            device,
+            rank=rank,
+            size=size,
+            weight_format=weight_format,
         )
+        return loaded, SHAPES[settings.model_shape].text.vocabulary, device
+    found = load_shard_of(
+        settings.model, rank, size, dtype, device, revision=settings.revision, weight_format=weight_format
+    )
     return *found, device
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from panscan.core import SettingError
 from panscan.linear.quantized import WeightFormat
-from panscan.model.build import empty_quantized_model
+from panscan.model.build import build_model, empty_quantized_model
 from panscan.model.config import gemma3_config, generation_config, processor_for
 from panscan.model.shapes import SHAPES, Shape
 from panscan.model.sharding import check_divides, fill_shard, shard_config
@@ -21,7 +20,7 @@ from panscan.model.tokenizer import tokenizer_for
 if TYPE_CHECKING:
     from transformers import Gemma3Processor, GemmaTokenizer, PreTrainedModel
 
-__all__ = ["random_meta_model", "random_model", "random_shard", "write_shape"]
+__all__ = ["random_model", "write_shape"]
 
 _DEVIATION = 0.02
 
@@ -32,7 +31,8 @@ def random_model(
     *,
     dtype: torch.dtype,
     device: str | torch.device,
-    seed: int = 0,
+    rank: int = 0,
+    size: int = 1,
     drawn_on: torch.device | None = None,
     weight_format: WeightFormat | None = None,
 ) -> tuple[PreTrainedModel, Gemma3Processor | GemmaTokenizer]:
@@ -41,91 +41,40 @@ def random_model(
     It is returned with a processor, or for a text-only shape with a tokenizer; the tokenizer is a bundled model's.
     Weights are N(0, 0.02), those of SigLIP's layer norms N(1, 0.02); the image projection, which Transformers leaves
     at zero, is drawn like the rest. The embedding keeps all its rows; ids beyond the tokenizer's decode to nothing.
-    The same seed gives the same weights on the same kind of device. Global random states stay as they are.
+    The weights are the same each time on the same kind of device. Global random states stay as they are.
 
     Args:
         shape: what to build.
         dtype: of the weights.
-        device: of the model.
-        seed: of the weights.
+        device: of the model; on the meta device it has no weights.
+        rank: which shard, from 0.
+        size: number of shards, each of which is built without ever holding more than one whole parameter.
         drawn_on: another device to draw the weights on, one parameter at a time.
         weight_format: format that the decoder's matrices are quantised to as they are drawn; None: dense.
 
     Raises:
         SettingError: for an unknown name.
-        UnsupportedError: the group size does not divide a matrix.
-    """
-    shape, device = _shape_named(shape), torch.device(device)
-    tokenizer = tokenizer_for(shape.text.vocabulary)
-    config = gemma3_config(shape, tokenizer)
-    model = _undrawn(shape, config, dtype, device, weight_format)
-    if drawn_on is not None or weight_format is not None:
-        drawn_on = drawn_on or device
-        whole = _undrawn(shape, config, dtype, torch.device("meta"))
-        fill_shard(model, _drawn_model(whole, torch.Generator(drawn_on).manual_seed(seed), dtype, drawn_on), 0, 1)
-        return _with_reader(model, shape, tokenizer)
-    for _ in _drawn_model(model, torch.Generator(device).manual_seed(seed), dtype, device):
-        pass  # each parameter was filled in place
-    return _with_reader(model, shape, tokenizer)
-
-
-def random_shard(
-    shape: str | Shape,
-    rank: int,
-    size: int,
-    *,
-    dtype: torch.dtype,
-    device: str | torch.device,
-    seed: int = 0,
-    weight_format: WeightFormat | None = None,
-) -> tuple[PreTrainedModel, Gemma3Processor | GemmaTokenizer, int]:
-    """Build one rank's shard of :func:`random_model` without ever holding more than one whole parameter.
-
-    Returns:
-        The shard, its processor or tokenizer, and the size of the full vocabulary.
-
-    Raises:
-        SettingError: an unknown name.
-        UnsupportedError: ``size`` does not divide the shape.
+        UnsupportedError: the group size does not divide a matrix, or ``size`` the shape.
     """
     shape, device = _shape_named(shape), torch.device(device)
     tokenizer = tokenizer_for(shape.text.vocabulary)
     config = gemma3_config(shape, tokenizer)
     check_divides(config, size)
-    whole = _undrawn(shape, config, dtype, torch.device("meta"))
-    shard = _undrawn(shape, shard_config(config, size), dtype, device, weight_format)
-    fill_shard(shard, _drawn_model(whole, torch.Generator(device).manual_seed(seed), dtype, device), rank, size)
-    return *_with_reader(shard, shape, tokenizer), shape.text.vocabulary
-
-
-def random_meta_model(
-    shape: str | Shape, dtype: torch.dtype
-) -> tuple[PreTrainedModel, Gemma3Processor | GemmaTokenizer]:
-    """Build ``shape`` on the meta device, without weights, with its processor or tokenizer.
-
-    Raises:
-        SettingError: an unknown name.
-    """
-    shape = _shape_named(shape)
-    tokenizer = tokenizer_for(shape.text.vocabulary)
-    model = _undrawn(shape, gemma3_config(shape, tokenizer), dtype, torch.device("meta"))
-    return _with_reader(model, shape, tokenizer)
-
-
-def _undrawn(
-    shape: Shape, config: Any, dtype: torch.dtype, device: torch.device, weight_format: WeightFormat | None = None
-) -> PreTrainedModel:
-    if weight_format is not None:
-        model: PreTrainedModel = empty_quantized_model(config, weight_format, dtype, device)
-        return model
-    auto = AutoModelForCausalLM if shape.vision is None else AutoModelForImageTextToText
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-        return auto.from_config(config, dtype=dtype).eval()
-
-
-def _with_reader(
-    model: PreTrainedModel, shape: Shape, tokenizer: GemmaTokenizer
-) -> tuple[PreTrainedModel, Gemma3Processor | GemmaTokenizer]:
+    part = shard_config(config, size) if size > 1 else config
+    if weight_format is None:
+        model = build_model(part, dtype, device).eval()
+    else:
+        model = empty_quantized_model(part, weight_format, dtype, device)
+    if device.type != "meta":
+        in_place = size == 1 and drawn_on is None and weight_format is None
+        drawn_on = drawn_on or device
+        generator = torch.Generator(drawn_on).manual_seed(0)
+        if in_place:
+            for _ in _drawn_model(model, generator, dtype, device):
+                pass  # each parameter was filled in place
+        else:
+            whole = build_model(config, dtype, torch.device("meta"))
+            fill_shard(model, _drawn_model(whole, generator, dtype, drawn_on), rank, size)
     model.generation_config = generation_config(tokenizer)
     if shape.vision is None:
         return model, tokenizer

@@ -16,33 +16,20 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 from panscan.core import Sampling, UnsupportedError
 from panscan.linear.quantized import is_quantized
 
-__all__ = ["converted_model", "float32_model", "head_logits", "one_view_at_a_time", "warped_scores", "weights_digest"]
+__all__ = ["converted_model", "head_logits", "one_view_at_a_time", "warped_scores", "weights_digest"]
 
 _DRAWN = 64  # values of each parameter that the digest looks at
 _HEAD_ROWS = 32_768  # of the output matrix that are float32 at once
 
 
 @contextmanager
-def float32_model(model: Any) -> Iterator[None]:
-    """Make every part of a loaded model compute in float32 while in the ``with`` block.
-
-    The values are the loaded ones: bfloat16 loses nothing on its way to float32.
-
-    Raises:
-        UnsupportedError: see :func:`converted_model`.
-    """
-    with converted_model(model, torch.float32):
-        yield
-
-
-@contextmanager
 def converted_model(
-    model: Any, dtype: torch.dtype, linear: Callable[[torch.Tensor], torch.Tensor] | None = None
+    model: Any, dtype: torch.dtype = torch.float32, linear: Callable[[torch.Tensor], torch.Tensor] | None = None
 ) -> Iterator[None]:
     """Make every part of a loaded model compute in ``dtype`` while in the ``with`` block.
 
     Each layer's weights are converted when it is entered and put back when it is left, so a model of any size needs
-    room for one converted layer (or the output matrix) beside itself.
+    room for one converted layer (or the output matrix) beside itself. bfloat16 loses nothing on its way to float32.
 
     Args:
         model: a Transformers model.
@@ -175,7 +162,7 @@ def weights_digest(model: Any) -> str:
     frequencies, which every machine computes for itself, count without their last bits.
 
     Raises:
-        UnsupportedError: as :func:`float32_model`.
+        UnsupportedError: as :func:`converted_model`.
     """
     _refuse(model)
     digest = sha256()

@@ -12,6 +12,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from panscan.core import PanscanWarning, UnsupportedError
+from panscan.core.errors import brief
 
 __all__ = ["apply_attention", "apply_compile", "apply_tf32", "quiet_libraries", "reference_computation"]
 
@@ -39,7 +40,7 @@ def apply_attention(model: Any, name: str) -> None:
     try:
         model.set_attn_implementation(name)
     except (ImportError, ValueError, RuntimeError, OSError) as error:
-        raise UnsupportedError(f"--attention {name}: {' '.join(str(error).split())[:200]}") from error
+        raise UnsupportedError(f"--attention {name}: {brief(error)}") from error
     _forget_compilations(model)
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import distributed
@@ -25,7 +25,6 @@ __all__ = [
     "SINGLE_RANK",
     "ProcessRanks",
     "Ranks",
-    "SingleRank",
     "check_divides",
     "fill_shard",
     "shard_config",
@@ -38,64 +37,38 @@ _ONCE = re.compile(r"\.(o_proj|down_proj)\.bias$")  # added to the sum of all ra
 _WHOLE = ("vision_tower.", "multi_modal_projector.")
 
 
-class Ranks(Protocol):
-    """The processes that share one model. All of them make the same calls in the same order."""
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that share one model, here a single one. All of them make the same calls in the same order."""
 
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
+    rank: int = 0
+    size: int = 1
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the tensor, summed over the ranks in place."""
-        ...
+        return tensor
 
     def all_gather_columns(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``[n, size * m]``: every rank's ``[n, m]`` next to each other."""
-        ...
+        return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's tensor; they have one shape."""
-        ...
-
-    def all_reduce_min(self, numbers: Iterable[int]) -> list[int]:
-        """Return the least of each number over the ranks."""
-        ...
-
-
-class SingleRank:
-    """A single rank: nothing to exchange."""
-
-    rank, size = 0, 1
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See :class:`Ranks`."""
-        return tensor
-
-    def all_gather_columns(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See :class:`Ranks`."""
-        return tensor
-
-    def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """See :class:`Ranks`."""
         return [tensor]
 
     def all_reduce_min(self, numbers: Iterable[int]) -> list[int]:
-        """See :class:`Ranks`."""
+        """Return the least of each number over the ranks."""
         return list(numbers)
 
 
-SINGLE_RANK = SingleRank()
+SINGLE_RANK = Ranks()
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessRanks:
+@dataclass(frozen=True)
+class ProcessRanks(Ranks):
     """One process per rank, joined by ``torch.distributed``'s default group: NCCL on GPUs, gloo on CPUs."""
 
-    rank: int
-    size: int
-    device: torch.device
+    device: torch.device | str = "cpu"
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """See :class:`Ranks`."""

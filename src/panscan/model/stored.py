@@ -11,7 +11,7 @@ Quantised matrices outside the decoder layers (vision tower, projector) become d
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -32,7 +32,7 @@ __all__ = ["load_stored", "stored_scheme"]
 
 log = logging.getLogger("panscan.model")
 
-_SCHEMES: dict[str, type[CompressedTensorsScheme | GptqScheme | AwqScheme | TorchAoScheme]] = {
+_SCHEMES: dict[str, Callable[[Mapping[str, Any]], StoredScheme]] = {
     "compressed-tensors": CompressedTensorsScheme,
     "gptq": GptqScheme,
     "awq": AwqScheme,

@@ -23,11 +23,11 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText
 from transformers.utils import logging
 
 from panscan.core import ModelError
 from panscan.core.files import WriteLock, cache_directory
+from panscan.model.build import build_model
 from panscan.model.config import gemma3_config, generation_config, processor_for
 from panscan.model.shapes import SHAPES
 from panscan.model.tokenizer import END_MARKS, MARKS, build_tokenizer
@@ -108,8 +108,7 @@ def write_tiny(directory: Path) -> None:
     """
     shape, tokenizer = SHAPES["tiny"], build_tokenizer()
     config = gemma3_config(shape, tokenizer)
-    with torch.random.fork_rng(devices=[]):
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.bfloat16)
+    model = build_model(config, torch.bfloat16, torch.device("cpu"))
     vocabulary = tokenizer.get_vocab()
     row_scales = np.ones(len(vocabulary))
     for token, row in vocabulary.items():

@@ -1,21 +1,27 @@
-"""From layouts to advice: which one to run, with which commands, what to watch out for, and what would fit instead."""
+"""What ``panscan plan`` answers: the recommended layout or fleet, its commands, what does not fit, and warnings."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 from panscan.core.hardware import supports
 from panscan.engine.options import EngineOptions
-from panscan.plan.gpus import Gpu, all_gpus
+from panscan.plan.fleet import Fleet, Traffic, with_replicas
+from panscan.plan.gpus import all_gpus
 from panscan.plan.layouts import GPUS_PER_HOST, Goal, Layout, PlanInputs, find_layouts, kind_reason, layout_of
+from panscan.plan.models import PlannedModel
 from panscan.settings import WEIGHT_KINDS
 
 __all__ = [
     "Caution",
     "LayoutAdvice",
+    "PlanAnswer",
     "Rejection",
     "advise",
+    "answer_data",
     "command_words",
     "rejections",
     "warnings_for",
@@ -59,6 +65,58 @@ class Caution:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class PlanAnswer:
+    """Layouts and, with traffic, fleets, best first. ``limit``: number of available GPUs, if known."""
+
+    model: PlannedModel
+    inputs: PlanInputs
+    layouts: list[Layout]
+    limit: int | None
+    traffic: Traffic | None = None
+    fleets: tuple[Fleet, ...] = ()
+
+    @property
+    def fitting(self) -> list[Layout]:
+        """Layouts that fit, best first."""
+        return [layout for layout in self.layouts if layout.fits]
+
+    @property
+    def simulated(self) -> list[Layout]:
+        """Layouts that a fleet is chosen from: those with the recommended kind of weights."""
+        best = advise(self.layouts, self.inputs.goal)
+        kind = None if best is None else best.layout.variant.weights
+        return [layout for layout in self.fitting if layout.variant.weights == kind]
+
+    @property
+    def advice(self) -> LayoutAdvice | None:
+        """The recommendation; with fleets, the one with the fewest GPUs."""
+        best = advise(self.layouts, self.inputs.goal)
+        if best is None or not self.fleets:
+            return best
+        return replace(best, layout=with_replicas(self.fleets[0]), faster=None, gain=None)
+
+    @property
+    def unmet(self) -> bool:
+        """Whether no fleet meets the limits."""
+        return bool(self.fleets) and self.fleets[0].replicas is None
+
+    @property
+    def within_limit(self) -> bool | None:
+        """Whether there are enough GPUs for the best fleet; None without a fleet or a known number of GPUs."""
+        needed = self.fleets[0].gpus if self.fleets else None
+        return None if needed is None or self.limit is None else needed <= self.limit
+
+    @property
+    def verbs(self) -> tuple[str, ...]:
+        """Commands that can run the model: batch jobs need documents."""
+        return ("serve", "batch") if self.inputs.shape.vision is not None else ("serve",)
+
+    def command(self, verb: str, layout: Layout) -> str:
+        """The command line that runs a layout."""
+        return shlex.join(command_words(self.inputs, verb, layout, self.model.id))
+
+
 def advise(layouts: Iterable[Layout], goal: Goal) -> LayoutAdvice | None:
     """Return the recommendation; None if nothing fits.
 
@@ -69,39 +127,38 @@ def advise(layouts: Iterable[Layout], goal: Goal) -> LayoutAdvice | None:
         layouts: layouts as :func:`panscan.plan.layouts.find_layouts` returns them, best first.
         goal: what "best" means.
     """
-    asked = list(layouts)
-    fitting = [each for each in asked if each.speed is not None]
-    if not fitting:
+    layouts = list(layouts)
+    best = next((layout for layout in layouts if layout.fits), None)
+    exact = next((layout for layout in layouts if layout.fits and layout.exact), None)
+    if best is None:
         return None
-    exact = next((each for each in fitting if each.exact), None)
     if exact is None:
-        return LayoutAdvice(fitting[0], f"not exact: {_why_inexact(asked)}")
-    gain = _figure(exact, goal) / _figure(fitting[0], goal)
+        return LayoutAdvice(best, f"not exact: {_why_inexact(layouts)}")
     rule = "exact: unquantised weights, which give the reference's answers"
-    return LayoutAdvice(exact, rule, fitting[0], gain) if gain >= _GAIN else LayoutAdvice(exact, rule)
+    if goal == "latency":
+        gain = exact.speed.e2e.value / best.speed.e2e.value
+    else:
+        gain = best.speed.requests_per_s.value / exact.speed.requests_per_s.value
+    return LayoutAdvice(exact, rule, best, gain) if gain >= _GAIN else LayoutAdvice(exact, rule)
 
 
 def _why_inexact(layouts: Sequence[Layout]) -> str:
     """Return why no exact layout is recommended."""
-    if any(each.exact for each in layouts):
+    if any(layout.exact for layout in layouts):
         return "unquantised weights do not fit"
-    if all(each.variant.weights for each in layouts):
+    if all(layout.variant.weights for layout in layouts):
         return "--quantization excludes unquantised weights"
     return "--kv-cache-dtype fp8 rounds keys and values"
 
 
-def command_words(
-    verb: str, layout: Layout, model: str, options: EngineOptions, gpu: Gpu, *, reads_images: bool = True
-) -> list[str]:
+def command_words(inputs: PlanInputs, verb: str, layout: Layout, model: str) -> list[str]:
     """Return the words of a ``panscan serve`` or ``panscan batch`` command that runs a layout.
 
     Args:
+        inputs: the plan's; sizes that differ from the defaults become options.
         verb: ``serve`` or ``batch``.
         layout: what to run.
         model: value of ``--model``.
-        options: sizes; those that differ from the defaults become options.
-        gpu: where it runs.
-        reads_images: whether the model has a vision tower.
     """
     words = ["panscan", verb]
     if verb == "batch":
@@ -113,14 +170,14 @@ def command_words(
         words += ["--tensor-parallel-size", str(layout.variant.tensor_parallel_size)]
     if layout.variant.weights is not None:
         words += ["--quantization", layout.variant.weights]
-    if gpu.capability is None:
+    if inputs.gpu.capability is None:
         words += ["--device", "cpu"]
-    elif reads_images:
+    elif inputs.shape.vision is not None:
         words += ["--preprocess", "device"]
-    plain = EngineOptions()
+    default = EngineOptions()
     for item in fields(EngineOptions):
-        value = getattr(options, item.name)
-        if value != getattr(plain, item.name) and item.name != "preprocess":
+        value = getattr(inputs.options, item.name)
+        if value != getattr(default, item.name) and item.name != "preprocess":
             words += [f"--{item.name.replace('_', '-')}", str(value).lower()]
     return words
 
@@ -130,18 +187,18 @@ def rejections(layouts: Iterable[Layout]) -> list[Rejection]:
     groups: dict[tuple[str, str], list[int]] = {}
     for layout in layouts:
         if layout.reason is not None:
-            key = layout.variant.weights or layout.variant.dtype, layout.reason
+            key = layout.variant.weights_name, layout.reason
             groups.setdefault(key, []).append(layout.variant.tensor_parallel_size)
     return [Rejection(weights, tuple(sizes), reason) for (weights, reason), sizes in groups.items()]
 
 
 def warnings_for(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[Caution]:
     """Return warnings about common misconceptions and hardware limits that apply to this setup."""
-    gpu, found = inputs.gpu, []
-    alone = [each for each in layouts if each.variant.tensor_parallel_size == 1]
+    gpu, cautions = inputs.gpu, list[Caution]()
+    sizes = {layout.variant.tensor_parallel_size for layout in layouts if layout.fits}
     if gpu.capability is not None and inputs.count > 1:
-        why = "" if any(each.speed for each in alone) else " (often used for models larger than one GPU)"
-        found.append(
+        why = "" if 1 in sizes else " (often used for models larger than one GPU)"
+        cautions.append(
             Caution(
                 "device_map",
                 f'device_map="auto" in Transformers{why} places layers on several GPUs, but only one GPU works at a'
@@ -155,9 +212,9 @@ def warnings_for(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[Caution]
         )
         if gpu.assumed or supports("fp8", gpu.capability):
             text = f"{gpu.label}: no fp8 rate given: add fp8=TFLOP/s to --gpu if it has fp8 tensor cores."
-        found.append(Caution("fp8", text))
+        cautions.append(Caution("fp8", text))
     if supports("flash_attention_2", gpu.capability) and inputs.shape.vision is not None:
-        found.append(
+        cautions.append(
             Caution(
                 "flash_attention",
                 "attn_implementation=flash_attention_2 in Transformers makes image tokens causal: Gemma 3 needs"
@@ -165,38 +222,27 @@ def warnings_for(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[Caution]
             )
         )
     if gpu.note:
-        found.append(Caution("gpu", f"{gpu.label}: {gpu.note}."))
-    biggest = max((each.variant.tensor_parallel_size for each in layouts if each.speed), default=1)
-    if biggest > 1 and gpu.link.startswith("PCIe"):
-        found.append(
+        cautions.append(Caution("gpu", f"{gpu.label}: {gpu.note}."))
+    if max(sizes, default=1) > 1 and gpu.link.startswith("PCIe"):
+        cautions.append(
             Caution(
                 "link",
                 f"{gpu.label} is linked by {gpu.link}: each all-reduce of a tensor-parallel group waits for it."
                 " Prefer one GPU per replica where the model fits.",
             )
         )
-    return found
+    return cautions
 
 
 def what_would_fit(inputs: PlanInputs) -> list[str]:
     """Return changes, each of which makes the model fit: other weights, more GPUs, or a larger GPU."""
-    return [each for each in (_other_weights(inputs), _more_gpus(inputs), _larger_gpu(inputs)) if each is not None]
-
-
-def _figure(layout: Layout, goal: Goal) -> float:
-    """Return what a layout is judged by; smaller is better."""
-    assert layout.speed is not None  # it fits
-    return layout.speed.e2e.value if goal == "latency" else 1 / layout.speed.requests_per_s.value
-
-
-def _fits(inputs: PlanInputs) -> list[Layout]:
-    return [each for each in find_layouts(inputs) if each.speed is not None]
+    return [change for change in (_other_weights(inputs), _more_gpus(inputs), _larger_gpu(inputs)) if change]
 
 
 def _other_weights(inputs: PlanInputs) -> str | None:
     others = tuple(kind for kind in (None, *WEIGHT_KINDS) if kind not in inputs.kinds)
-    kinds = [each.variant.weights or "none" for each in _fits(replace(inputs, kinds=others))]
-    return f"--quantization {kinds[0]}" if kinds else None
+    best = find_layouts(replace(inputs, kinds=others))[:1]
+    return f"--quantization {best[0].variant.weights or 'none'}" if best and best[0].fits else None
 
 
 def _more_gpus(inputs: PlanInputs) -> str | None:
@@ -204,18 +250,82 @@ def _more_gpus(inputs: PlanInputs) -> str | None:
         if count > inputs.count:
             for kind in inputs.kinds:
                 layout = layout_of(replace(inputs, count=count), kind, count)
-                if layout is not None and layout.speed is not None:
-                    return f"--count {count} (--tensor-parallel-size {count}, {kind or layout.variant.dtype})"
+                if layout is not None and layout.fits:
+                    return f"--count {count} (--tensor-parallel-size {count}, {layout.variant.weights_name})"
     return None
 
 
 def _larger_gpu(inputs: PlanInputs) -> str | None:
-    found: dict[str, None] = {}  # the smallest GPU for each kind of weights, unquantised ones first
+    smallest: dict[str, None] = {}  # for each kind of weights, unquantised ones first
     for kind in inputs.kinds:
-        for gpu in sorted(all_gpus().values(), key=lambda each: each.memory_bytes):
+        for gpu in sorted(all_gpus().values(), key=lambda gpu: gpu.memory_bytes):
             if gpu.capability is None or gpu.name == inputs.gpu.name or kind_reason(kind, gpu) is not None:
                 continue
-            if _fits(replace(inputs, gpu=gpu, kinds=(kind,), ceilings=None)):
-                found[f"--gpu {gpu.name} ({kind or 'bf16'})"] = None
+            if find_layouts(replace(inputs, gpu=gpu, kinds=(kind,), ceilings=None))[0].fits:
+                smallest[f"--gpu {gpu.name} ({kind or 'bf16'})"] = None
                 break
-    return " or ".join(list(found)[:2]) or None
+    return " or ".join(list(smallest)[:2]) or None
+
+
+def answer_data(answer: PlanAnswer) -> dict[str, Any]:
+    """Return everything as plain data, times in milliseconds."""
+    inputs, advice = answer.inputs, answer.advice
+    data: dict[str, Any] = {
+        "model": answer.model.id,
+        "gpu": {"name": inputs.gpu.name, "label": inputs.gpu.label, "sources": list(inputs.gpu.sources)},
+        "count": inputs.count,
+        "within_count": answer.within_limit,
+        "goal": inputs.goal,
+        "mix": asdict(inputs.mix),
+        "recommended": None,
+        "layouts": [_layout_data(layout) for layout in answer.fitting],
+        "does_not_fit": [asdict(rejection) for rejection in rejections(answer.layouts)],
+        "warnings": [asdict(caution) for caution in warnings_for(inputs, answer.layouts)],
+        "fleets": [_fleet_data(fleet) for fleet in answer.fleets],
+    }
+    if advice is not None and not answer.unmet:
+        data["recommended"] = _runnable(answer, advice.layout, {"rule": advice.rule})
+        if advice.faster is not None:
+            data["faster_not_exact"] = _runnable(answer, advice.faster, {"gain": advice.gain})
+    return data
+
+
+def _runnable(answer: PlanAnswer, layout: Layout, others: dict[str, Any]) -> dict[str, Any]:
+    """Return a layout with the commands that run it."""
+    commands = {verb: answer.command(verb, layout) for verb in answer.verbs}
+    return {**_layout_data(layout), **others, "commands": commands}
+
+
+def _layout_data(layout: Layout) -> dict[str, Any]:
+    speed, times = layout.speed, ("ttft", "tpot_alone", "tpot_full", "e2e")
+    others = ("prefill_bound", "decode_bound", "prefill_share", "basis", "measured")
+    return {
+        "replicas": layout.replicas,
+        **_variant_data(layout),
+        "memory": asdict(layout.memory),
+        "requests_at_once_per_replica": layout.running,
+        "requests_per_s": asdict(speed.requests_per_s),
+        **{
+            f"{name}_ms": {part: 1e3 * seconds for part, seconds in asdict(getattr(speed, name)).items()}
+            for name in times
+        },
+        **{name: getattr(speed, name) for name in others},
+    }
+
+
+def _fleet_data(fleet: Fleet) -> dict[str, Any]:
+    return {
+        **_variant_data(fleet.layout),
+        "replicas": fleet.replicas,
+        "replicas_range": list(fleet.replicas_range),
+        "gpus": fleet.gpus,
+        "rate_of_one": fleet.rate_of_one,
+        "breaks_at": fleet.breaks_at,
+        "level": asdict(fleet.level),
+    }
+
+
+def _variant_data(layout: Layout) -> dict[str, Any]:
+    variant = layout.variant
+    size = variant.tensor_parallel_size
+    return {"tensor_parallel_size": size, "weights": variant.weights_name, "exact": layout.exact}

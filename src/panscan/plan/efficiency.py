@@ -16,7 +16,6 @@ reaches of its data sheet. ``efficiency.json`` holds the factors; ``benchmarks/p
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -29,7 +28,7 @@ from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS, Size, graph_s
 from panscan.plan.cost import Variant, Work, pass_work, vision_work
 from panscan.plan.gpus import Gpu, all_gpus
 
-__all__ = ["Clock", "Efficiency", "Factors", "GpuCeilings", "Interval", "committed_efficiency"]
+__all__ = ["Clock", "Efficiency", "Factors", "Interval", "committed_efficiency"]
 
 _VECTOR_ROWS = 2  # int4: up to this many rows, a kernel without tensor cores; see panscan.linear.multiply
 _FEW_ROWS = 64  # int4: more rows multiply dequantised weights; engines measure it at startup, an H200 finds this
@@ -40,14 +39,11 @@ _OPTIONS = EngineOptions()
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """Seconds that are predicted, and the bounds that the records justify."""
+    """A predicted figure, and the bounds that the records justify."""
 
     low: float
     value: float
     high: float
-
-    def __add__(self, other: Interval) -> Interval:
-        return Interval(self.low + other.low, self.value + other.value, self.high + other.high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,57 +151,18 @@ def committed_efficiency() -> Efficiency:
     return Efficiency.from_dict(json.loads(text))
 
 
-@dataclass(frozen=True, slots=True)
-class GpuCeilings:
-    """Ceilings of one GPU.
-
-    Args:
-        flops_per_s: rate of a large product by operand type.
-        bytes_per_s: rate of a large copy, read and written counted.
-        link_bytes_per_s: bandwidth to its peers in each direction.
-    """
-
-    flops_per_s: Mapping[str, float]
-    bytes_per_s: float
-    link_bytes_per_s: float
-
-    @classmethod
-    def expected(cls, gpu: Gpu, efficiency: Efficiency) -> GpuCeilings:
-        """Return the ceilings to expect from a data sheet: the same share of it as on the GPU of the records."""
-        flops, copied = efficiency.reached()
-        rates = {kind: rate * flops for kind, rate in gpu.flops_per_s.items()}
-        return cls(rates, gpu.bytes_per_s * copied, gpu.link_bytes_per_s)
-
-    @classmethod
-    def measured(cls, gpu: Gpu, flops_per_s: float, bytes_per_s: float) -> GpuCeilings:
-        """Return ceilings measured on this machine (:mod:`panscan.model.ceilings`).
-
-        Other operand types and the link, which are not measured, keep their data sheet's ratio to bf16.
-
-        Args:
-            gpu: the data sheet.
-            flops_per_s: measured rate of a large bf16 product (fp16 without bf16 units).
-            bytes_per_s: measured rate of a large copy.
-        """
-        rates = {kind: flops_per_s * rate / gpu.half_rate for kind, rate in gpu.flops_per_s.items()}
-        return cls(rates, bytes_per_s, gpu.link_bytes_per_s)
-
-    def of(self, kind: str) -> float:
-        """Return the rate of an operand type; without units for it, that of the 16-bit type it is converted to."""
-        rates = self.flops_per_s
-        return rates.get(kind) or rates.get("bf16") or rates["fp16"]
-
-
 class Clock:
     """Predicted times of one variant on one GPU (with tensor parallelism, of the whole group).
 
-    ``measured``: the factors are from records of this GPU. ``basis``: what the prediction rests on, one line.
+    ``widening``: by how much a time may be longer or shorter than predicted, as a factor. ``measured``: the factors are
+    from records of this GPU. ``basis``: what the prediction rests on, one line.
 
     Args:
         gpu: the GPU.
         variant: what runs on it.
-        ceilings: FLOP/s of a large bf16 product and bytes/s of a large copy, measured on the GPU; None: expected from
-            its data sheet.
+        ceilings: FLOP/s of a large 16-bit product and bytes/s of a large copy, measured on the GPU
+            (:mod:`panscan.model.ceilings`); None: the same share of its data sheet as on the GPU of the records. Other
+            operand types and the link, which are not measured, keep their data sheet's ratio to 16 bits.
         efficiency: factors; None: the committed ones.
         graphs: sizes of CUDA graphs; None: those that the engine records.
     """
@@ -219,22 +176,36 @@ class Clock:
         efficiency: Efficiency | None = None,
         graphs: tuple[Size, ...] | None = None,
     ) -> None:
-        found = efficiency or committed_efficiency()
+        efficiency = efficiency or committed_efficiency()
         self.gpu, self.variant = gpu, variant
-        self.measured = gpu.name == found.gpu
-        self._factors, self._graphs = found.factors, graphs
-        self._rates = GpuCeilings.expected(gpu, found) if ceilings is None else GpuCeilings.measured(gpu, *ceilings)
-        self._widening = self._widened(found, ceilings is not None)
-        self.basis = self._basis(found, ceilings is not None)
+        self._factors, self._graphs = efficiency.factors, graphs
+        reached = efficiency.reached()
+        flops, copied = ceilings or (reached[0] * gpu.half_rate, reached[1] * gpu.bytes_per_s)
+        self._share, self._copied = flops / gpu.half_rate, copied
+        self._split = variant.tensor_parallel_size > 1
+        self.measured = gpu.name == efficiency.gpu
+        spread = efficiency.spread_ranks if self._split else efficiency.spread
+        self.widening = 1 + spread if self.measured else self._widened(spread, min(reached), ceilings is not None)
+        label = all_gpus()[efficiency.gpu].label
+        if self.measured:
+            self.basis = f"records of {label}: within {spread:.0%} in nine of ten measurements"
+        else:
+            rates = "its data sheet" if ceilings is None else "its measured ceilings"
+            factor = f"range: a factor of {self.widening:.2f} either way"
+            self.basis = f"no record of this GPU: {rates} with the efficiency of {label}; {factor}"
 
-    @classmethod
-    def of(cls, gpu: Gpu, variant: Variant, *, ceilings: tuple[float, float] | None = None) -> Clock:
-        """Return the clock of a variant on a GPU, with the committed factors."""
-        return cls(gpu, variant, ceilings=ceilings)
+    def interval(self, seconds: float, exact: float = 0.0) -> Interval:
+        """Return a time, or another figure in proportion to times, with its bounds.
 
-    def vision_seconds(self, views: int) -> Interval:
+        Args:
+            seconds: the predicted figure.
+            exact: what the bounds have in addition, whatever the GPU.
+        """
+        return Interval(*(exact + figure for figure in (seconds / self.widening, seconds, seconds * self.widening)))
+
+    def vision_seconds(self, views: int) -> float:
         """Return the time of encoding views together; 0 without any."""
-        return self._interval(self._vision(views))
+        return max(self._vision_device(views), self._vision_host(views))
 
     def pass_seconds(
         self,
@@ -243,8 +214,11 @@ class Clock:
         views: int = 0,
         *,
         graph: bool | None = None,
-    ) -> Interval:
-        """Return the time of one pass of the engine.
+    ) -> float:
+        """Return the time of one pass of the engine, from the start of its vision batch or of the pass before.
+
+        The decoder starts when the GPU has encoded the views and the host has launched them and prepared the graph; a
+        pass without a graph ends no sooner than the host has launched its last layer.
 
         Args:
             decode_contexts: tokens of each decoding request, the new one included.
@@ -252,7 +226,15 @@ class Clock:
             views: views that the pass encodes first.
             graph: whether a CUDA graph is replayed; None: as the engine would.
         """
-        return self._interval(self._pass(decode_contexts, prefill, views, graph))
+        singles, others = len(decode_contexts), sum(end - start for start, end in prefill)
+        if not singles + others:
+            return self.vision_seconds(views)
+        rows = padded_rows(singles, others, self._graphs) if graph is not False else None
+        computed = self._decoder(decode_contexts, prefill, rows)
+        host = self._vision_host(views) + self._pass_host(singles + len(prefill))
+        if rows is None:
+            return max(self.vision_seconds(views) + computed, host + self.variant.text.layers * self._host("launch"))
+        return max(self._vision_device(views), host) + computed if views else max(computed, host)
 
     def bound(self, work: Work, rows: int) -> str:
         """Return what takes the largest part of some work: ``compute``, ``bandwidth``, ``link`` or ``host``.
@@ -261,12 +243,12 @@ class Clock:
             work: counts of a pass or a phase.
             rows: rows of the pass; one of more than a CUDA graph holds is launched kernel by kernel.
         """
-        variant, factors, rates = self.variant, self._factors, self._rates
-        copied, kind = rates.bytes_per_s, variant.weights or "bf16"
-        narrow = rates.of(kind) * getattr(factors, f"compute_{kind}") if work.products else 1.0
-        plain = rates.of(variant.dtype)
-        latency = factors.layer_seconds if rows <= MOST_CHUNK_ROWS else self._launch
-        found = {
+        variant, factors, copied = self.variant, self._factors, self._copied
+        kind = variant.weights or "bf16"
+        narrow = self._rate(kind) * getattr(factors, f"compute_{kind}") if work.products else 1.0
+        plain = self._rate(variant.dtype)
+        latency = factors.layer_seconds if rows <= MOST_CHUNK_ROWS else self._host("launch")
+        times = {
             "compute": work.products / narrow
             + work.dense / (plain * factors.compute_bf16)
             + work.attention / (plain * factors.attention),
@@ -276,46 +258,24 @@ class Clock:
             "link": self._between(work.link_bytes, work.reductions),
             "host": variant.text.layers * latency + factors.pass_seconds,
         }
-        return max(found, key=lambda name: found[name])
+        return max(times, key=lambda name: times[name])
 
     def prepare_seconds(self, views: int) -> float:
         """Return the host time to prepare a request: to decode its images and to cut and scale their views."""
-        factors = self._factors
-        return views * (factors.prepare_ranks_seconds if self._split else factors.prepare_seconds)
+        return views * self._host("prepare")
 
-    @property
-    def _split(self) -> bool:
-        return self.variant.tensor_parallel_size > 1
+    def _host(self, name: str) -> float:
+        """Return a factor of the host, which has more to do with tensor parallelism."""
+        factor: float = getattr(self._factors, f"{name}_ranks_seconds" if self._split else f"{name}_seconds")
+        return factor
 
-    @property
-    def _launch(self) -> float:
-        """Return the host time to launch a layer."""
-        return self._factors.launch_ranks_seconds if self._split else self._factors.launch_seconds
-
-    def _pass(
-        self, decode_contexts: Sequence[int], prefill: Sequence[tuple[int, int]], views: int, graph: bool | None
-    ) -> float:
-        """Return the time of a pass, from the start of its vision batch or of the pass before.
-
-        The decoder starts when the GPU has encoded the views and the host has launched them and prepared the graph; a
-        pass without a graph ends no sooner than the host has launched its last layer.
-        """
-        singles, others = len(decode_contexts), sum(end - start for start, end in prefill)
-        if not singles + others:
-            return self._vision(views)
-        rows = padded_rows(singles, others, self._graphs) if graph is not False else None
-        computed = self._decoder(decode_contexts, prefill, rows)
-        host = self._vision_host(views) + self._pass_host(singles + len(prefill))
-        if rows is None:
-            return max(self._vision(views) + computed, host + self.variant.text.layers * self._launch)
-        return max(self._vision_device(views), host) + computed if views else max(computed, host)
+    def _rate(self, kind: str) -> float:
+        """Return the FLOP/s of an operand type; without units for it, of the 16-bit type that it is converted to."""
+        return self._share * (self.gpu.flops_per_s.get(kind) or self.gpu.half_rate)
 
     def _pass_host(self, requests: int) -> float:
         """Return the host time of a pass without its launches."""
-        factors = self._factors
-        if self._split:
-            return factors.replay_ranks_seconds + requests * factors.sequence_ranks_seconds
-        return factors.replay_seconds
+        return self._host("replay") + requests * self._factors.sequence_ranks_seconds * self._split
 
     def _decoder(self, decode_contexts: Sequence[int], prefill: Sequence[tuple[int, int]], rows: int | None) -> float:
         """Return the time of the decoder on the GPU. ``rows``: of its CUDA graph; None: launched kernel by kernel."""
@@ -333,16 +293,13 @@ class Clock:
             + factors.pass_seconds
         )
 
-    def _vision(self, views: int) -> float:
-        return max(self._vision_device(views), self._vision_host(views))
-
     def _vision_host(self, views: int) -> float:
         vision = self.variant.shape.vision
-        return vision.layers * self._launch if vision is not None and views else 0.0
+        return vision.layers * self._host("launch") if vision is not None and views else 0.0
 
     def _vision_device(self, views: int) -> float:
         work = vision_work(self.variant, views)
-        rate = self._rates.of(self.variant.dtype) * self._factors.vision
+        rate = self._rate(self.variant.dtype) * self._factors.vision
         if not supports("warpgroup_products", self.gpu.capability):
             rate *= _CUDNN_VISION
         return (work.dense + work.attention) / rate + self._between(work.link_bytes, work.reductions)
@@ -351,17 +308,17 @@ class Clock:
         """Return the time of one layer's products."""
         variant, factors = self.variant, self._factors
         kind, matrices = variant.weights or "bf16", sum(inputs * outputs for inputs, outputs in variant.matrices())
-        compute = 2.0 * rows * matrices / (self._rates.of(variant.dtype) * factors.compute_bf16)
+        compute = 2.0 * rows * matrices / (self._rate(variant.dtype) * factors.compute_bf16)
         if kind == "int4":
             return self._int4_products(rows, matrices, compute)
         if kind != "bf16":
-            compute = 2.0 * rows * matrices / (self._rates.of(kind) * getattr(factors, f"compute_{kind}"))
-        read = variant.layer_bytes() / (self._rates.bytes_per_s * getattr(factors, f"read_{kind}"))
+            compute = 2.0 * rows * matrices / (self._rate(kind) * getattr(factors, f"compute_{kind}"))
+        read = variant.layer_bytes() / (self._copied * getattr(factors, f"read_{kind}"))
         return _norm(compute, read, _OVERLAP_INT8 if kind == "int8" else _OVERLAP)
 
     def _int4_products(self, rows: int, matrices: int, compute: float) -> float:
         """Return the time of one layer's products with int4 weights, by the method for this many rows."""
-        factors, stored, copied = self._factors, self.variant.layer_bytes(), self._rates.bytes_per_s
+        factors, stored, copied = self._factors, self.variant.layer_bytes(), self._copied
         if rows <= _VECTOR_ROWS:
             return stored / (copied * factors.read_int4)
         if rows <= _FEW_ROWS:
@@ -372,51 +329,38 @@ class Clock:
     def _output(self, sampled: int) -> float:
         """Return the time of the output matrix for the rows whose logits are computed."""
         weights = self.variant.vocabulary() * self.variant.text.hidden
-        compute = 2.0 * sampled * weights / (self._rates.of(self.variant.dtype) * self._factors.compute_bf16)
-        read = weights * self.variant.width / (self._rates.bytes_per_s * self._factors.read_bf16)
+        compute = 2.0 * sampled * weights / (self._rate(self.variant.dtype) * self._factors.compute_bf16)
+        read = weights * self.variant.width / (self._copied * self._factors.read_bf16)
         return _norm(compute, read, _OVERLAP)
 
     def _attention(self, decode: Work, chunks: Work) -> float:
         """Return the time of attention and of the elementwise kernels."""
-        factors, copied = self._factors, self._rates.bytes_per_s
+        factors, copied = self._factors, self._copied
         activations = decode.activation_bytes + chunks.activation_bytes
         return (
-            chunks.attention / (self._rates.of(self.variant.dtype) * factors.attention)
+            chunks.attention / (self._rate(self.variant.dtype) * factors.attention)
             + decode.kv_bytes / (copied * factors.kv)
             + activations / (copied * factors.activations)
         )
 
     def _between(self, sent_bytes: float, messages: int) -> float:
         """Return the time of the messages between GPUs."""
-        sent = sent_bytes / (self._rates.link_bytes_per_s * self._factors.link)
+        sent = sent_bytes / (self.gpu.link_bytes_per_s * self._factors.link)
         return sent + messages * self._factors.message_seconds
 
-    def _interval(self, seconds: float) -> Interval:
-        return Interval(seconds / self._widening, seconds, seconds * self._widening)
+    def _widened(self, spread: float, reached: float, ceilings: bool) -> float:
+        """Return the factor to both bounds on a GPU without records: their spread, and what a data sheet leaves open.
 
-    def _widened(self, found: Efficiency, ceilings: bool) -> float:
-        """Return the factor to both bounds: the records' spread; for another GPU also what a data sheet leaves open.
-
-        A GPU may reach all of its data sheet, or fall as far short of what is expected; with measured ceilings, half as
+        It may reach all of its data sheet, or fall as far short of what is expected; with measured ceilings, half as
         far. Without CUDA, other kernels run: twice as far. (Distances are logs of ratios.)
+
+        Args:
+            spread: of the records.
+            reached: share of its data sheet that the GPU of the records reaches.
+            ceilings: whether the GPU's own were measured.
         """
-        widening = 1 + self._spread(found)
-        if self.measured:
-            return widening
-        gap = 1 / min(found.reached())
-        widening *= math.sqrt(gap) if ceilings else gap
+        widening = (1 + spread) * (reached**-0.5 if ceilings else 1 / reached)
         return widening if self.gpu.capability is not None else widening**2
-
-    def _spread(self, found: Efficiency) -> float:
-        return found.spread_ranks if self._split else found.spread
-
-    def _basis(self, found: Efficiency, ceilings: bool) -> str:
-        label = all_gpus()[found.gpu].label
-        if self.measured:
-            return f"records of {label}: within {self._spread(found):.0%} in nine of ten measurements"
-        rates = "its measured ceilings" if ceilings else "its data sheet"
-        factor = f"{self._widening:.2f}"
-        return f"no record of this GPU: {rates} with the efficiency of {label}; range: a factor of {factor} either way"
 
 
 @lru_cache(maxsize=4096)

@@ -11,12 +11,12 @@ import numpy as np
 
 from panscan.core import Stamps
 from panscan.core.ranges import Range
-from panscan.engine.options import SERVED_TPOT_MS
 from panscan.plan.efficiency import Interval
 from panscan.plan.layouts import ClockTimes, Layout, Level, PlanInputs
 from panscan.plan.simulate import SimulatedEngine, SimulatedRequest, route_arrivals
 from panscan.records.goodput import Goodput, Limits, goodput_of, missed_limits
 from panscan.records.schema import RequestTimes
+from panscan.settings import default_of
 
 __all__ = [
     "ArrivalTimes",
@@ -149,7 +149,6 @@ def size_fleets(
 
 def _rate_per_gpu(layout: Layout) -> float:
     """Return the requests per second and GPU with all places taken."""
-    assert layout.speed is not None  # it fits
     return layout.speed.requests_per_s.value / layout.gpus
 
 
@@ -212,7 +211,7 @@ def _engine_maker(inputs: PlanInputs, layout: Layout, level: Level) -> Callable[
         block_size=sizes.block_size * factor,
         global_blocks=sizes.global_blocks // factor,
         local_blocks=sizes.local_blocks // factor,
-        tpot_target=SERVED_TPOT_MS / 1e3,
+        tpot_target=default_of("tpot_target_ms", "serve") / 1e3,
     )
     times = ClockTimes(inputs.clock(layout.variant), level)
     return lambda on_done: SimulatedEngine(sizes, times, on_done)
@@ -220,7 +219,6 @@ def _engine_maker(inputs: PlanInputs, layout: Layout, level: Level) -> Callable[
 
 def _one_layout(inputs: PlanInputs, layout: Layout, traffic: Traffic) -> Fleet:
     """Return the fleet of one layout, without the range of its replicas."""
-    assert layout.speed is not None  # it fits
     rate_of_one = _highest_rate(inputs, layout, traffic, layout.speed.requests_per_s.value / layout.replicas)
     needed = _replicas(traffic.rate, rate_of_one)
     if needed is None:
@@ -357,7 +355,6 @@ def _percentiles(seconds: Sequence[float]) -> dict[int, float]:
 def with_replicas(fleet: Fleet) -> Layout:
     """Return the layout of a fleet with the number of replicas that it needs, and their requests per second."""
     layout, replicas = fleet.layout, fleet.replicas or fleet.layout.replicas
-    assert layout.speed is not None  # it fits
     share, rate = replicas / layout.replicas, layout.speed.requests_per_s
     scaled = Interval(share * rate.low, share * rate.value, share * rate.high)
-    return replace(layout, replicas=replicas, speed=replace(layout.speed, requests_per_s=scaled))
+    return replace(layout, replicas=replicas, predicted=replace(layout.speed, requests_per_s=scaled))

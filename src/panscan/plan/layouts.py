@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from typing import Literal
 
 from panscan.core import SettingError
@@ -38,7 +38,8 @@ GPUS_PER_HOST = 8
 _PREPARE_THREADS = 4  # see panscan.engine.loop
 _SERVED_SECONDS = 0.015
 """From an HTTP request to the engine: body, base64, image file, processes. With it, the median TTFT of mixed documents
-at 3.3 requests/s is 5% too low for w3-27b-panscan and 4% too high for w3-27b-unpaced."""
+at 3.3 requests/s is 10% too low for w3-27b-panscan and 13% too low for w3-27b-unpaced, whose engine prepared requests
+between passes only."""
 _LOAD_SHARE = 0.43
 """What remains of a preparation if the pixels of its views are not computed: stage "load" of a request alone in
 w1-27b.json over "load" and "preprocess"."""
@@ -73,7 +74,7 @@ class PlanInputs:
 
     def clock(self, variant: Variant) -> Clock:
         """Return the predicted times of a variant."""
-        return Clock.of(self.gpu, variant, ceilings=self.ceilings)
+        return Clock(self.gpu, variant, ceilings=self.ceilings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ class Layout:
         variant: what each GPU runs.
         memory: memory of one GPU.
         running: requests that one replica computes at once.
-        speed: predicted times; None if the layout does not fit.
+        predicted: predicted times; None if the layout does not fit.
         reason: why it does not fit; None if it does.
     """
 
@@ -127,8 +128,19 @@ class Layout:
     variant: Variant
     memory: MemoryPlan
     running: int
-    speed: LayoutSpeed | None
+    predicted: LayoutSpeed | None
     reason: str | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether it can run."""
+        return self.predicted is not None
+
+    @property
+    def speed(self) -> LayoutSpeed:
+        """Predicted times of a layout that fits."""
+        assert self.predicted is not None
+        return self.predicted
 
     @property
     def gpus(self) -> int:
@@ -166,20 +178,21 @@ class ClockTimes:
     Implements :class:`panscan.plan.simulate.PassTimes`.
 
     Args:
-        clock: predicts intervals.
+        clock: predicts times.
         level: which part of each interval counts.
         served: whether requests come over HTTP.
     """
 
     def __init__(self, clock: Clock, level: Level = "value", *, served: bool = True) -> None:
-        self._clock, self._level, self._served = clock, level, served
+        self._clock, self._served = clock, served
+        self._scale = clock.widening ** {"low": -1, "value": 0, "high": 1}[level]
         self._window = clock.variant.text.window
         self._known: dict[tuple[object, ...], float] = {}
 
     def pass_seconds(
         self, decode_contexts: Sequence[int], prefill: Sequence[tuple[int, int]], views: int, *, graph: bool
     ) -> float:
-        """See :class:`panscan.plan.simulate.PassTimes`.
+        """Return the seconds of a pass.
 
         Passes with the same chunks and about the same number of decode tokens take the same time.
         """
@@ -187,15 +200,15 @@ class ClockTimes:
         seen = sum(decode_contexts) // _SAME_TOKENS
         local = sum(context if context < window else window for context in decode_contexts) // _SAME_TOKENS
         key = len(decode_contexts), seen, local, tuple(prefill), views, graph
-        if (known := self._known.get(key)) is None:
+        if (seconds := self._known.get(key)) is None:
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
-            interval = self._clock.pass_seconds(decode_contexts, prefill, views, graph=graph)
-            known = self._known[key] = getattr(interval, self._level)
-        return known
+            seconds = self._scale * self._clock.pass_seconds(decode_contexts, prefill, views, graph=graph)
+            self._known[key] = seconds
+        return seconds
 
     def prepare_seconds(self, views: int, known: int = 0) -> float:
-        """See :class:`panscan.plan.simulate.PassTimes`."""
+        """Return the seconds that a thread needs to prepare a request, of whose views ``known`` are cached."""
         preparing = self._clock.prepare_seconds(views - known) + _LOAD_SHARE * self._clock.prepare_seconds(known)
         return preparing + self._served * _SERVED_SECONDS
 
@@ -208,9 +221,8 @@ def find_layouts(inputs: PlanInputs) -> list[Layout]:
     most = 1 if inputs.gpu.capability is None else min(inputs.count, GPUS_PER_HOST)
     sizes = [size for size in (1, 2, 4, 8) if size <= most]
     found = [layout_of(inputs, kind, size) for kind in inputs.kinds for size in sizes]
-    fitting = [each for each in found if each is not None and each.speed is not None]
-    others = [each for each in found if each is not None and each.speed is None]
-    return sorted(fitting, key=lambda layout: _rank(layout, inputs.goal)) + others
+    layouts = [layout for layout in found if layout is not None]
+    return sorted(layouts, key=lambda layout: _rank(layout, inputs.goal))
 
 
 def layout_of(inputs: PlanInputs, kind: str | None, size: int) -> Layout | None:
@@ -263,89 +275,68 @@ def _memory_reason(
 
 
 def _rank(layout: Layout, goal: Goal) -> tuple[float, int]:
-    """Return the key that orders layouts that fit, best first; of equal ones that with the fewest GPUs."""
-    assert layout.speed is not None  # it fits
+    """Return the key that orders layouts: those that fit, best first, of equal ones that with the fewest GPUs."""
+    if not layout.fits:
+        return inf, 0
     figure = layout.speed.e2e.value if goal == "latency" else -layout.speed.requests_per_s.value
     return figure, layout.gpus
 
 
 def _speed(inputs: PlanInputs, variant: Variant, replicas: int, running: int) -> LayoutSpeed:
     """Return the predicted times of a layout that fits."""
-    clock, mix, options = inputs.clock(variant), inputs.mix, inputs.options
-    steady = {level: _Steady.of(ClockTimes(clock, level), mix, options, running) for level in _LEVELS}
+    clock, mix = inputs.clock(variant), inputs.mix
+    times = ClockTimes(clock)
     views, tokens, outputs = round(mix.mean_views), ceil(mix.mean_prompt_tokens), mix.mean_output_tokens
-    alone = {level: _alone(ClockTimes(clock, level), views, tokens, outputs, options) for level in _LEVELS}
-    contexts = [ceil(tokens + outputs / 2)] * running
+    rate, tpot, prefill_share = _steady(times, mix, inputs.options, running)
+    preparation, first = times.prepare_seconds(views), _first_token_seconds(times, views, tokens, inputs.options)
+    context = ceil(tokens + outputs / 2)
+    alone = times.pass_seconds([context], [], 0, graph=True)
     prefill = vision_work(variant, views) + pass_work(variant, prefill=[(0, tokens)])
-    middle = steady["value"]
-    preparing = middle.requests_per_s * clock.prepare_seconds(views) > _PREPARE_THREADS
+    preparing = rate * clock.prepare_seconds(views) > _PREPARE_THREADS
     return LayoutSpeed(
-        ttft=_interval(alone[level][0] for level in _LEVELS),
-        tpot_alone=_interval(alone[level][1] for level in _LEVELS),
-        e2e=_interval(alone[level][0] + (outputs - 1) * alone[level][1] for level in _LEVELS),
-        tpot_full=_interval(steady[level].tpot for level in _LEVELS),
-        requests_per_s=_interval(replicas * steady[level].requests_per_s for level in reversed(_LEVELS)),
+        ttft=clock.interval(first, preparation),
+        tpot_alone=clock.interval(alone),
+        e2e=clock.interval(first + (outputs - 1) * alone, preparation),
+        tpot_full=clock.interval(tpot),
+        requests_per_s=clock.interval(replicas * rate),
         prefill_bound="host" if preparing else clock.bound(prefill, tokens),
-        decode_bound=clock.bound(pass_work(variant, decode_contexts=contexts), running),
-        prefill_share=middle.prefill_share,
+        decode_bound=clock.bound(pass_work(variant, decode_contexts=[context] * running), running),
+        prefill_share=prefill_share,
         basis=clock.basis,
         measured=clock.measured,
     )
 
 
-_LEVELS: tuple[Level, ...] = ("low", "value", "high")
-
-
-def _interval(values: Iterable[float]) -> Interval:
-    low, value, high = values
-    return Interval(low, value, high)
-
-
-def _alone(times: ClockTimes, views: int, tokens: int, outputs: float, options: EngineOptions) -> tuple[float, float]:
-    """Return the seconds to the first token of a request that runs alone, and those of each further one."""
-    chunk = options.prefill_chunk_size
-    ttft, left = times.prepare_seconds(views), views
+def _first_token_seconds(times: ClockTimes, views: int, tokens: int, options: EngineOptions) -> float:
+    """Return the seconds of the passes up to the first token of a request that runs alone."""
+    chunk, seconds, remaining = options.prefill_chunk_size, 0.0, views
     for start in range(0, tokens, chunk):
         end = min(tokens, start + chunk)
-        seen = min(left, ceil(views * (end - start) / tokens))
-        ttft += times.pass_seconds([], [(start, end)], seen, graph=end - start <= MOST_CHUNK_ROWS)
-        left -= seen
-    return ttft, times.pass_seconds([ceil(tokens + outputs / 2)], [], 0, graph=True)
+        seen = min(remaining, ceil(views * (end - start) / tokens))
+        seconds += times.pass_seconds([], [(start, end)], seen, graph=end - start <= MOST_CHUNK_ROWS)
+        remaining -= seen
+    return seconds
 
 
-@dataclass(frozen=True, slots=True)
-class _Steady:
-    """One replica that always has the same number of requests in flight.
+def _steady(times: ClockTimes, mix: WorkloadMix, options: EngineOptions, running: int) -> tuple[float, float, float]:
+    """Return the steady state of a replica that always has ``running`` requests in flight: requests per second, seconds
+    per output token with passes that prefill included, and the share of the time that vision and prefill take.
 
-    Args:
-        requests_per_s: requests per second.
-        tpot: seconds per output token, passes with prefill included.
-        prefill_share: share of the time that vision and prefill take.
+    It follows from two kinds of passes: decode rows alone, and decode rows with a prefill chunk. A request is in
+    ``outputs`` passes, and ``running`` requests have ``running * prompt / chunk`` passes with prefill among them. If
+    that is more than all passes, prefill limits the number of requests that decode.
     """
-
-    requests_per_s: float
-    tpot: float
-    prefill_share: float
-
-    @classmethod
-    def of(cls, times: ClockTimes, mix: WorkloadMix, options: EngineOptions, running: int) -> _Steady:
-        """Return the steady state from two kinds of passes: decode rows alone, and decode rows with a prefill chunk.
-
-        A request is in ``outputs`` passes, and ``running`` requests have ``running * prompt / chunk`` passes with
-        prefill among them. If that is more than all passes, prefill limits the number of requests that decode.
-        """
-        prompt, outputs = mix.mean_prompt_tokens, max(1.0, mix.mean_output_tokens)
-        chunk = min(float(options.prefill_chunk_size), running * prompt)
-        share = min(1.0, running * prompt / (chunk * outputs))  # passes that have a prefill chunk
-        decoding = min(running, max(1, round(outputs * chunk / prompt)))
-        contexts = [ceil(prompt + outputs / 2)]
-        graph = chunk <= MOST_CHUNK_ROWS
-        mixed = times.pass_seconds(contexts * decoding, _chunks(chunk, prompt), 0, graph=graph)
-        mixed += _vision_seconds(times, mix.mean_views * chunk / prompt)
-        plain = times.pass_seconds(contexts * decoding, [], 0, graph=True)
-        seconds = share * mixed + (1 - share) * plain
-        rate = decoding / (outputs * seconds) if share < 1 else chunk / prompt / mixed
-        return cls(rate, seconds, share * (mixed - plain) / seconds)
+    prompt, outputs = mix.mean_prompt_tokens, max(1.0, mix.mean_output_tokens)
+    chunk = min(float(options.prefill_chunk_size), running * prompt)
+    share = min(1.0, running * prompt / (chunk * outputs))  # passes that have a prefill chunk
+    decoding = min(running, max(1, round(outputs * chunk / prompt)))
+    contexts = [ceil(prompt + outputs / 2)] * decoding
+    mixed = times.pass_seconds(contexts, _chunks(chunk, prompt), 0, graph=chunk <= MOST_CHUNK_ROWS)
+    mixed += _vision_seconds(times, mix.mean_views * chunk / prompt)
+    plain = times.pass_seconds(contexts, [], 0, graph=True)
+    seconds = share * mixed + (1 - share) * plain
+    rate = decoding / (outputs * seconds) if share < 1 else chunk / prompt / mixed
+    return rate, seconds, share * (mixed - plain) / seconds
 
 
 def _chunks(rows: float, prompt: float) -> list[tuple[int, int]]:

@@ -181,12 +181,12 @@ def mix_of_sizes(
 
 
 def parse_output_tokens(text: str) -> tuple[int, int]:
-    """Return the shortest and the longest answer of an ``--output-tokens`` value: ``256``, or a range ``16-256``.
+    """Return the shortest and the longest answer of an ``--max-new-tokens`` value: ``256``, or a range ``16-256``.
 
     Raises:
         SettingError: neither a number nor an ascending range.
     """
-    option, allowed = "--output-tokens", SAMPLING_RANGES["max_new_tokens"]
+    option, allowed = "--max-new-tokens", SAMPLING_RANGES["max_new_tokens"]
     least, dash, most = text.partition("-")
     if dash and not (least and most):
         raise SettingError(f"{option}: expected a number such as 256 or a range such as 16-256, got {shorten(text)}")

@@ -1,7 +1,8 @@
 """A discrete-event simulation of engines: the real scheduler, block tables and vision cache, with predicted pass times.
 
 What :mod:`panscan.engine.loop` does in threads and on a device happens here on a simulated clock: a few requests are
-prepared in advance, one pass is launched while the previous one computes, and tokens arrive when their pass ends.
+prepared in advance, from their arrival on, one pass is launched while the previous one computes, and tokens arrive when
+their pass ends.
 """
 
 from __future__ import annotations
@@ -226,7 +227,6 @@ class SimulatedEngine:
         """Compute until the host's clock reaches ``until``, or nothing is left to do."""
         while self.now < until and not self.stopped:
             self._receive()
-            self._prepare_ahead()
             if self.step():
                 continue
             message = min(
@@ -251,21 +251,28 @@ class SimulatedEngine:
         return True
 
     def _receive(self) -> None:
-        """Handle the messages that have arrived by now: new requests and prepared ones."""
+        """Handle what has happened by now: start preparations, and queue the requests that are prepared.
+
+        A request is prepared from its arrival on, or, if too many are ready, when the loop finds that they are fewer.
+        """
+        self._prepare_ahead(self.now)
         while self._arriving and self._arriving[0].arrived <= self.now:
-            self._accepted.append((next(self._numbers), self._arriving.popleft()))
+            request = self._arriving.popleft()
+            self._accepted.append((next(self._numbers), request))
+            self._prepare_ahead(request.arrived)
         while self._preparing and self._preparing[0][0] <= self.now:
             _, number, request = heappop(self._preparing)
             self._add(number, request)
 
-    def _prepare_ahead(self) -> None:
+    def _prepare_ahead(self, earliest: float) -> None:
         most = inf if self._sizes.ahead is None else self._sizes.ahead
         while self._accepted and len(self._preparing) + len(self._scheduler.waiting) < most:
             number, request = self._accepted.popleft()
-            others = sum(free > self.now for free in self._threads[1:])
+            start = max(earliest, self._threads[0])
+            others = sum(free > start for free in self._threads[1:])
             known = sum(self._vision.holds(span.key) for span in request.sketch.layout.spans)
             seconds = self._times.prepare_seconds(request.sketch.views, known) * (1 + _CONTENTION * others)
-            ready = max(self.now, self._threads[0]) + seconds
+            ready = start + seconds
             heapreplace(self._threads, ready)
             heappush(self._preparing, (ready, number, request))
 

@@ -6,32 +6,33 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from panscan.analysis.cells import number_text
 from panscan.core.files import write_file
 from panscan.profile.run import Profiled
-from panscan.trace.figures import Summary
-from panscan.trace.html import page
+from panscan.report.table import Column, Table
+from panscan.trace.figures import StepTime, Summary
+from panscan.trace.output import comparison_lines, lines, page
 from panscan.trace.read import open_trace
 from panscan.trace.summary import summarize
-from panscan.trace.tables import FigureTable, TableCell
-from panscan.trace.text import comparison_lines, lines, table_lines
 
 __all__ = ["PAGE_NAME", "SUMMARY_NAME", "document", "printed", "summary_of", "write_results"]
 
 PAGE_NAME, SUMMARY_NAME = "summary.html", "summary.json"
 _TOP = 12  # rows of each table
 _COMPARED = 1_000  # names to match between traces
-_HEADINGS = (
-    "",
-    "TTFT ms",
-    "TPOT ms",
-    "tokens/s",
-    "profiled TPOT ms",
-    "busy/step ms",
-    "idle/step ms",
-    "launches/step",
+
+_Mode: TypeAlias = tuple[Profiled, Summary]
+_TIMES: tuple[Column[_Mode], ...] = (
+    Column("", lambda mode: mode[0].mode.label),
+    Column("TTFT ms", lambda mode: mode[0].facts["without_profiler"]["ttft_ms"]),
+    Column("TPOT ms", lambda mode: mode[0].facts["without_profiler"]["tpot_ms"]),
+    Column("tokens/s", lambda mode: mode[0].facts["without_profiler"]["tokens_per_s"]),
+    Column("profiled TPOT ms", lambda mode: mode[0].facts["profiled"]["tpot_ms"]),
+    Column("busy/step ms", lambda mode: None if (step := _decode_step(mode[1])) is None else step.busy_ms),
+    Column("idle/step ms", lambda mode: None if (step := _decode_step(mode[1])) is None else step.idle_ms),
+    Column("launches/step", lambda mode: _launches(mode[1])),
 )
 
 
@@ -48,7 +49,7 @@ def summary_of(profiled: Profiled, *, compared: bool) -> Summary:
 def printed(profiles: Sequence[Profiled], summaries: Sequence[Summary], *, width: int) -> list[str]:
     """Return lines for the terminal: the summary or the comparison, then the times with and without the profiler."""
     shown = lines(summaries[0], width=width) if len(summaries) == 1 else comparison_lines(summaries, width=width)
-    return [*shown, "", *table_lines(_timing_table(profiles, summaries), width=width)]
+    return [*shown, "", *_timing_table(profiles, summaries).lines(width)]
 
 
 def document(profiles: Sequence[Profiled], summaries: Sequence[Summary]) -> dict[str, Any]:
@@ -81,18 +82,19 @@ def write_results(folder: Path, profiles: Sequence[Profiled], summaries: Sequenc
     return folder / PAGE_NAME
 
 
-def _timing_table(profiles: Sequence[Profiled], summaries: Sequence[Summary]) -> FigureTable:
-    rows = []
-    for profiled, summary in zip(profiles, summaries, strict=True):
-        plain, traced, step = profiled.facts["without_profiler"], profiled.facts["profiled"], summary.steps
-        decodes = step is not None and step.name == "decode step"
-        values = [plain["ttft_ms"], plain["tpot_ms"], plain["tokens_per_s"], traced["tpot_ms"]]
-        values += [step.busy_ms, step.idle_ms] if decodes and step is not None else [None, None]
-        gpu_step = step if decodes and summary.gpus else None
-        values.append(None if gpu_step is None else gpu_step.kernel_launches + gpu_step.graph_launches)
-        rows.append((TableCell(profiled.mode.label), *(TableCell(number_text(value), value=value) for value in values)))
+def _timing_table(profiles: Sequence[Profiled], summaries: Sequence[Summary]) -> Table[_Mode]:
     note = "TTFT, TPOT and tokens/s without the profiler, which slows the host down; the rest with it."
-    return FigureTable("Time per token", _HEADINGS, tuple(rows), note)
+    return Table(_TIMES, list(zip(profiles, summaries, strict=True)), "Time per token", note)
+
+
+def _decode_step(summary: Summary) -> StepTime | None:
+    step = summary.steps
+    return step if step is not None and step.name == "decode step" else None
+
+
+def _launches(summary: Summary) -> float | None:
+    step = _decode_step(summary)
+    return None if step is None or not summary.gpus else step.kernel_launches + step.graph_launches
 
 
 def _timing_note(profiled: Profiled) -> str:

@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import psutil
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from panscan.core import Request, SettingError
 from panscan.model.checkpoint import Loaded
@@ -45,7 +47,7 @@ def check_prompt_memory(tokens: Sequence[int], config: Mapping[str, Any], dtype:
     if needed > (available := psutil.virtual_memory().available):
         raise SettingError(
             f"--calibration: {len(tokens)} prompts need {needed / 1e9:.1f} GB of host memory, {available / 1e9:.1f} GB"
-            " are available: lower --num-samples or --max-pages"
+            " are available: lower --num-prompts or --max-pages"
         )
 
 
@@ -82,7 +84,7 @@ class Calibration:
                 item = prepare(read_images(request), loaded.reader, self._device, loaded.dtype, on_device=False)
                 loaded.model.model(**collate([item], loaded, None), use_cache=False)
                 self._states.append(recorders[0].hidden.cpu())
-                self._arguments.append({each.kind: _stored(each.arguments) for each in recorders})
+                self._arguments.append({recorder.kind: tree_map(_stored, recorder.arguments) for recorder in recorders})
                 on_done(number)
         finally:
             self._decoder.layers = layers
@@ -99,8 +101,11 @@ class Calibration:
     @torch.no_grad()
     def hessians(self, layer: nn.Module) -> dict[str, torch.Tensor]:
         """Return the Hessian of each matrix of the present layer, by the matrix's name."""
-        found = {name: Hessian() for name in _WATCHED}
-        hooks = [layer.get_submodule(name).register_forward_pre_hook(_adder(found[name])) for name in _WATCHED]
+        watched = {name: Hessian() for name in _WATCHED}
+        hooks = [
+            layer.get_submodule(name).register_forward_pre_hook(lambda _, inputs, hessian=hessian: hessian.add(*inputs))
+            for name, hessian in watched.items()
+        ]
         try:
             for number in range(len(self._states)):
                 self._run(layer, number)
@@ -109,7 +114,7 @@ class Calibration:
                 hook.remove()
         return {
             matrix: hessian.values
-            for name, hessian in found.items()
+            for name, hessian in watched.items()
             for matrix in _WATCHED[name]
             if hessian.values is not None
         }
@@ -122,7 +127,7 @@ class Calibration:
 
     def _run(self, layer: nn.Module, number: int) -> torch.Tensor:
         kind = self._loaded.model.config.get_text_config().layer_types[self._at]
-        arguments = _restored(self._arguments[number][kind], self._device)
+        arguments = tree_map(partial(_restored, device=self._device), self._arguments[number][kind])
         output: torch.Tensor = layer(self._states[number].to(self._device), **arguments)
         return output
 
@@ -150,13 +155,6 @@ class _Recorder(nn.Module):
         return hidden_states
 
 
-def _adder(hessian: Hessian) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-    def add(_module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        hessian.add(inputs[0])
-
-    return add
-
-
 @dataclass(frozen=True, slots=True)
 class _PackedMask:
     """A boolean tensor with eight values in a byte."""
@@ -181,25 +179,14 @@ def _bit_shifts(device: torch.device) -> torch.Tensor:
 
 
 def _stored(value: Any) -> Any:
-    """Return nested containers with their tensors on the host and their masks packed."""
+    """Return a tensor on the host, a mask packed, and any other value unchanged."""
     if isinstance(value, torch.Tensor):
         return _PackedMask.of(value) if value.dtype == torch.bool else value.cpu()
-    return _mapped(value, _stored)
+    return value
 
 
 def _restored(value: Any, device: torch.device) -> Any:
-    """Return nested containers with their tensors on a device and their masks unpacked."""
+    """Return a stored tensor on a device, a mask unpacked, and any other value unchanged."""
     if isinstance(value, _PackedMask):
         return value.unpacked(device)
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    return _mapped(value, lambda each: _restored(each, device))
-
-
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a container with its elements changed; any other value unchanged."""
-    if isinstance(value, dict):
-        return {key: change(each) for key, each in value.items()}
-    if isinstance(value, tuple):
-        return tuple(change(each) for each in value)
-    return value
+    return value.to(device) if isinstance(value, torch.Tensor) else value

@@ -11,8 +11,10 @@ import panscan
 from panscan.linear.quantized import WeightFormat
 from panscan.quantize.measure import MeasuredWeights, Measurement
 from panscan.records.quality import accuracy_title
+from panscan.report.formatting import nats
+from panscan.report.table import Column, Medium, Table
 
-__all__ = ["HEADINGS", "CardFacts", "described_format", "model_card", "notes", "table_rows"]
+__all__ = ["CardFacts", "described_format", "measured_table", "model_card", "notes"]
 
 _FORMATS = {
     "int4": "4-bit weights in groups of {group}, bf16 products (W4A16)",
@@ -25,7 +27,6 @@ _FRONT_MATTER = {
     "pipeline_tag": "image-text-to-text",
     "tags": ["compressed-tensors", "panscan"],
 }
-HEADINGS = ("Weights", "Verdict", "KL, answers", "KL, images", "Top-1", "Accuracy", "Difference")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,31 +89,37 @@ def model_card(facts: CardFacts, sizes: tuple[int, int], found: Measurement | No
     return "\n".join(lines) + "\n"
 
 
-def table_rows(found: Measurement) -> list[tuple[str, ...]]:
-    """Return the cells below :data:`HEADINGS`, one row for each measured model."""
-    return [_row(row) for row in found.rows]
+def _kl_column(title: str, kind: str) -> Column[MeasuredWeights]:
+    return Column(title, lambda row: nats(row.kl(kind)))
 
 
-def _row(row: MeasuredWeights) -> tuple[str, ...]:
-    reference = row.name == "dense"
-    word = "reference" if reference else "unverified" if row.figures is None else row.figures.verdict
-    kl = ["-" if (value := row.kl(kind)) is None else f"{value:.2g}" for kind in ("answer", "image")]
-    top1 = "-" if row.top1 is None else f"{100 * row.top1:.1f}%"
-    accuracy = "-" if row.accuracy is None else f"{100 * row.accuracy:.1f}%"
-    against = "-"
-    if row.difference is not None:
-        gap = row.difference
-        against = f"{100 * gap.value:+.1f} [{100 * gap.low:+.0f}, {100 * gap.high:+.0f}]"
-    return (row.name, word, *kl, top1, accuracy, against)
+def measured_table(found: Measurement) -> Table[MeasuredWeights]:
+    """Return the table of the card and of the terminal: a row for each measured model."""
+    columns: list[Column[MeasuredWeights]] = [
+        Column("Weights", lambda row: row.name, text=Medium.ALL),
+        Column("Verdict", _verdict_word, text=Medium.ALL),
+        _kl_column("KL, answers", "answer"),
+        _kl_column("KL, images", "image"),
+        Column("Top-1", lambda row: "-" if row.top1 is None else f"{100 * row.top1:.1f}%"),
+        Column("Accuracy", lambda row: "-" if row.accuracy is None else f"{100 * row.accuracy:.1f}%"),
+        Column("Difference", _difference_points),
+    ]
+    return Table(columns, found.rows)
+
+
+def _verdict_word(row: MeasuredWeights) -> str:
+    return "reference" if row.name == "dense" else "unverified" if row.figures is None else row.figures.verdict
+
+
+def _difference_points(row: MeasuredWeights) -> str:
+    gap = row.difference
+    return "-" if gap is None else f"{100 * gap.value:+.1f} [{100 * gap.low:+.0f}, {100 * gap.high:+.0f}]"
 
 
 def _measured(found: Measurement | None) -> list[str]:
     if found is None:
         return ["## Evaluation", "", "Not evaluated."]
-    lines = ["## Evaluation", "", f"| {' | '.join(HEADINGS)} |", "|" + " --- |" * len(HEADINGS)]
-    lines += [f"| {' | '.join(row)} |" for row in table_rows(found)]
-    lines += ["", *notes(found)]
-    return lines
+    return ["## Evaluation", "", measured_table(found).markdown(), "", *notes(found)]
 
 
 def notes(found: Measurement) -> list[str]:

@@ -13,7 +13,7 @@ from panscan.core import DatasetError, ImageError, InputError, SettingError
 from panscan.core.request import MAX_PAGES
 from panscan.quantize.measure import Steps
 
-__all__ = ["CalibrationSource", "DatasetSample", "digest_of", "load_calibration", "load_documents"]
+__all__ = ["CalibrationSource", "digest_of", "load_calibration", "load_documents"]
 
 _HELD_OUT = 5  # one of so many calibration documents is kept for the measurement
 _MOST_HELD_OUT = 8
@@ -53,28 +53,21 @@ class CalibrationSource:
         return len(self.sources) == 1 and self.sources[0].endswith(_DATASETS)
 
 
-@dataclass(frozen=True, slots=True)
-class DatasetSample:
-    """Labelled questions to measure on.
+def load_documents(
+    dataset: str | None,
+    num_samples: int,
+    seed: int,
+    on_problem: Callable[[InputError], None],
+    on_step: Steps,
+    *,
+    reads_images: bool = True,
+) -> tuple[Workload, Source]:
+    """Return labelled questions to measure on, and their source.
 
     Args:
         dataset: file or directory; None for the bundled sample documents.
         num_samples: maximum number of questions of a dataset.
         seed: random seed for sampling them.
-    """
-
-    dataset: str | None = None
-    num_samples: int = 128
-    seed: int = 0
-
-
-def load_documents(
-    wanted: DatasetSample, on_problem: Callable[[InputError], None], on_step: Steps, *, reads_images: bool = True
-) -> tuple[Workload, Source]:
-    """Return labelled questions: a sample of a dataset's, or those of the bundled sample documents.
-
-    Args:
-        wanted: dataset and size of the sample.
         on_problem: called for each document that cannot be read.
         on_step: called after each document.
         reads_images: False: a text prompt instead of the bundled documents.
@@ -82,13 +75,13 @@ def load_documents(
     Raises:
         InputError: the dataset cannot be read, or none of its questions is usable.
     """
-    if wanted.dataset is not None:
-        source = Source(dataset=wanted.dataset, num_samples=wanted.num_samples, seed=wanted.seed)
+    if dataset is not None:
+        source = Source(dataset=dataset, num_samples=num_samples, seed=seed)
     elif reads_images:
         source = Source(dataset=str(sample_dataset()))
     else:
         source = Source(no_images=True, prompt=_TEXT_PROMPT)
-    return _workload(source, on_problem, on_step), source
+    return _open_workload(source, on_problem, on_step), source
 
 
 def load_calibration(
@@ -115,42 +108,39 @@ def load_calibration(
     else:
         source = Source(images=wanted.sources, prompt=first, max_pages=wanted.max_pages)
     try:
-        items = _workload(source, on_problem, on_step).items
+        items = _open_workload(source, on_problem, on_step).items
     except (ImageError, DatasetError) as error:
         text = re.sub("--(images|dataset)", "--calibration", str(error), count=1)
         raise type(error)(text if "--calibration" in text else f"--calibration {wanted.sources[0]}: {text}") from error
     items += [replace(item, id=f"{item.id}.{n}", prompt=prompt) for n, prompt in enumerate(others) for item in [*items]]
-    kept, held_out = _split(_drawn(items, wanted.seed))
+    items.sort(key=lambda item: hashlib.sha256(f"{wanted.seed} {digest_of([item])}".encode()).digest())
+    kept, held_out = _without_held_out(items)
     return kept[: wanted.num_samples], held_out[: wanted.num_samples], source
 
 
 def digest_of(items: Sequence[Item]) -> str:
     """Return a digest of documents and prompts."""
-    facts = [[[document.sha256 for document in item.documents], item.prompt_sha256] for item in items]
+    facts = [[_contents(item), item.prompt_sha256] for item in items]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def _drawn(items: Sequence[Item], seed: int) -> list[Item]:
-    keys = {item.id: hashlib.sha256(f"{seed} {digest_of([item])}".encode()).digest() for item in items}
-    return sorted(items, key=lambda item: keys[item.id])
+def _contents(item: Item) -> tuple[str, ...]:
+    return tuple(document.sha256 for document in item.documents)
 
 
-def _workload(source: Source, on_problem: Callable[[InputError], None], on_step: Steps) -> Workload:
+def _open_workload(source: Source, on_problem: Callable[[InputError], None], on_step: Steps) -> Workload:
     """Return a workload in which a dataset with fewer questions than are wanted is not repeated."""
-    found = load_workload(
+    workload = load_workload(
         source, on_problem=on_problem, on_document=lambda done, total: on_step("opening documents", done, total)
     )
-    return found if found.dataset is None else replace(found, items=found.items[: found.dataset.used])
+    return workload if workload.dataset is None else replace(workload, items=workload.items[: workload.dataset.used])
 
 
-def _split(items: list[Item]) -> tuple[list[Item], list[Item]]:
+def _without_held_out(items: list[Item]) -> tuple[list[Item], list[Item]]:
     """Return prompts about most documents, and those about the others; none that have a document on both sides."""
-    contents = [tuple(document.sha256 for document in item.documents) for item in items]
-    groups = list(dict.fromkeys(contents))
+    groups = list(dict.fromkeys(map(_contents, items)))
     count = min(len(groups) // _HELD_OUT, _MOST_HELD_OUT)
     held_out = set(groups[len(groups) - count :])
     shown = {content for group in held_out for content in group}
-    kept = [
-        item for item, group in zip(items, contents, strict=True) if group not in held_out and shown.isdisjoint(group)
-    ]
-    return kept, [item for item, group in zip(items, contents, strict=True) if group in held_out]
+    kept = [item for item in items if shown.isdisjoint(_contents(item)) and _contents(item) not in held_out]
+    return kept, [item for item in items if _contents(item) in held_out]

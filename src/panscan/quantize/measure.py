@@ -13,6 +13,7 @@ from panscan.bench.divergence import DivergenceTally, Noise
 from panscan.bench.reference import Reference, compute_reference, eager_settings, observe_eager
 from panscan.bench.workload import Item, Source, Workload, request_of
 from panscan.core import ModelError, PanscanError, UnsupportedError
+from panscan.core.errors import brief
 from panscan.model.checkpoint import Loaded, drop_weights
 from panscan.model.machine import is_out_of_memory, release_memory
 from panscan.model.runtime import reference_computation
@@ -129,17 +130,16 @@ def measure(
     """
     asked = [item for item in workload.items if item.answers]
     metric = workload.quality_metric(None)
-    found = Measurement(metric, len(asked))
+    measurement = Measurement(metric, len(asked))
     session = _Session(settings, workload.items[:VERDICT_REQUESTS], asked, metric, source, on_step)
     if reference is not None:
-        found.rows.append(session.reference(reference))
-    for candidate in candidates:
-        found.rows.append(session.candidate(candidate))
-    dense = found.rows[0].scores if reference is not None else None
-    for row in found.rows[1:] if dense else ():
+        measurement.rows.append(session.measured(reference, is_reference=True))
+    measurement.rows += map(session.measured, candidates)
+    dense = measurement.rows[0].scores if reference is not None else None
+    for row in measurement.rows[1:]:
         if row.scores and dense:
-            row.difference = paired_difference([ours - base for ours, base in zip(row.scores, dense, strict=True)])
-    return found
+            row.difference = paired_difference([score - base for score, base in zip(row.scores, dense, strict=True)])
+    return measurement
 
 
 @dataclass(slots=True)
@@ -154,36 +154,24 @@ class _Session:
     _noise: Noise | None = None
     _head: Loaded | None = None
 
-    def reference(self, candidate: WeightsToMeasure) -> MeasuredWeights:
-        """Answer with the unquantised weights, and compute the reference."""
-        row = MeasuredWeights(candidate.name)
+    def measured(self, weights: WeightsToMeasure, *, is_reference: bool = False) -> MeasuredWeights:
+        """Answer with weights, and compare their distributions with the reference, or compute it from them."""
+        row, loaded = MeasuredWeights(weights.name), None
         try:
-            self.on_step(f"loading {candidate.name}", 0, 1)
-            loaded = candidate.load()
+            self.on_step(f"loading {weights.name}", 0, 1)
+            loaded = weights.load()
             self._answer(loaded, row)
-            with reference_computation(loaded.model):
-                self._compute_reference(loaded)
-            drop_weights(loaded)
-            self._head = loaded
-        except Exception as error:  # whatever fails here, the finished checkpoint is published
-            row.problem = _reason(error)
-        release_memory()
-        return row
-
-    def candidate(self, candidate: WeightsToMeasure) -> MeasuredWeights:
-        """Answer with quantised weights, and compare their distributions with the reference."""
-        row, loading = MeasuredWeights(candidate.name), True
-        try:
-            self.on_step(f"loading {candidate.name}", 0, 1)
-            loaded = candidate.load()
-            loading = False
-            self._answer(loaded, row)
-            if self._reference is not None:
+            if is_reference:
+                with reference_computation(loaded.model):
+                    self._compute_reference(loaded)
+                drop_weights(loaded)
+                self._head = loaded
+            elif self._reference is not None:
                 row.figures = self._compare(loaded, self._reference)
-        except Exception as error:  # as in `reference`
-            if loading and candidate.required and isinstance(error, ModelError | UnsupportedError):
+        except Exception as error:  # whatever fails here, the finished checkpoint is published
+            if loaded is None and weights.required and isinstance(error, ModelError | UnsupportedError):
                 raise
-            row.problem = _reason(error)
+            row.problem = _measurement_problem(error)
         release_memory()
         return row
 
@@ -198,8 +186,8 @@ class _Session:
         row.repetitive = fmean(_is_repetitive(result.token_ids) for result in results)
         if self.metric is not None and self.asked:
             scores = [scores_of(result.text, item.answers) for result, item in zip(results, items, strict=True)]
-            row.contains = fmean(each["contains_answer"] for each in scores)
-            row.scores = [each.get(self.metric, 0.0) for each in scores]
+            row.contains = fmean(score["contains_answer"] for score in scores)
+            row.scores = [score.get(self.metric, 0.0) for score in scores]
 
     def _compute_reference(self, loaded: Loaded) -> None:
         plain = eager_settings(self.settings, self.settings.preprocess, VERDICT_TOKENS)
@@ -212,8 +200,8 @@ class _Session:
         else:
             tally = DivergenceTally()
             seen = observe_eager(loaded, plain, requests, reference, self._say)
-            for expected, each in zip(reference.requests, seen, strict=True):
-                tally.add(loaded, expected.answer, each.answer, expected.image, each.image)
+            for expected, eager in zip(reference.requests, seen, strict=True):
+                tally.add(loaded, expected.answer, eager.answer, expected.image, eager.image)
             self._noise = tally.noise()
         self._reference = reference
 
@@ -246,8 +234,8 @@ def _is_repetitive(tokens: Sequence[int]) -> bool:
     return False
 
 
-def _reason(error: Exception) -> str:
+def _measurement_problem(error: Exception) -> str:
     if is_out_of_memory(error):
         return "out of memory"
-    text = " ".join(str(error).split())[:200]
+    text = brief(error)
     return text if isinstance(error, PanscanError) else f"{type(error).__name__}: {text}"

@@ -164,7 +164,7 @@ class PartialCheckpoint:
             changed = [key for key in keys if not isinstance(found, dict) or found.get(key) != self.job.get(key)]
             raise SettingError(
                 f"{self.path} holds another job's partial work (different: {', '.join(changed)}): use that job's"
-                " options to resume it, or --overwrite to discard it"
+                " options to resume it, or --force to discard it"
             )
         for entry in entries:
             if entry.is_file() and entry.name != JOB_FILE:  # which shows until the end whose work this is
@@ -206,8 +206,8 @@ def resolved_output(out: Path, *, overwrite: bool) -> Path:
         raise SettingError(f"{out}: give a directory for the checkpoint, not the root or the current directory")
     if found.exists() or found.is_symlink():
         if not overwrite:
-            raise SettingError(f"{out} exists: choose another directory, or replace it with --overwrite")
-        _check_own(found, "--overwrite does not replace it")
+            raise SettingError(f"{out} exists: choose another directory, or replace it with --force")
+        _check_own(found, "--force does not replace it")
     if _beside(found, "partial").is_symlink():
         raise SettingError(f"{_beside(found, 'partial')} is a symbolic link: move it, or choose another OUT")
     replaced = _beside(found, "replaced")

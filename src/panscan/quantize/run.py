@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import panscan
 from panscan.bench.workload import Item, Source, Workload, plans_of, request_of
 from panscan.core import InputError, SettingError
@@ -19,7 +17,7 @@ from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.quantize.audit import garbage_reason
 from panscan.quantize.calibration import check_prompt_memory
 from panscan.quantize.card import CardFacts, described_format, model_card
-from panscan.quantize.documents import CalibrationSource, DatasetSample, digest_of, load_calibration, load_documents
+from panscan.quantize.documents import CalibrationSource, digest_of, load_calibration, load_documents
 from panscan.quantize.measure import Measurement, Steps, WeightsToMeasure, measure
 from panscan.quantize.partial import CARD_FILE, PartialCheckpoint, resolved_output
 from panscan.quantize.source import DenseCheckpoint, choose_format
@@ -88,16 +86,6 @@ class Quantized:
         return described_format(self.weight_format)
 
 
-@dataclass(frozen=True, slots=True)
-class _Documents:
-    """Calibration prompts, and what the result is measured on."""
-
-    calibration: list[Item]
-    calibration_source: Source
-    measured: Workload
-    measured_source: Source
-
-
 def quantize_checkpoint(
     options: QuantizeOptions, on_step: Steps, on_problem: Callable[[InputError], None]
 ) -> Quantized:
@@ -112,124 +100,93 @@ def quantize_checkpoint(
         PanscanError: a document, the checkpoint or the output cannot be used; raised before any long work if possible.
     """
     out = resolved_output(options.out, overwrite=options.overwrite)
-    device = resolve_device(options.settings.device)
-    source = DenseCheckpoint(options.settings.model, options.settings.revision)
-    documents = _documents(options, source, on_problem, on_step)
-    weight_format = choose_format(source, options.kind, options.group_size)
-    calibrated = bool(documents.calibration) and weight_format.kind == "int4"
-    if calibrated:
-        dtype = resolve_dtype("auto", device)
-        check_prompt_memory(_lengths(documents.calibration, options.settings), source.files.config, dtype)
-    job = _job(source, weight_format, documents, options, calibrated=calibrated)
-    with PartialCheckpoint(out, job, overwrite=options.overwrite) as target:
-        writer = CheckpointWriter(source, weight_format, target, on_step)
-        target.check_space(writer.bytes)
-        _write(writer, options, documents, device, calibrated=calibrated)
-        found = None
-        if options.verify:
-            found = _measured(options, weight_format, target.path, documents, on_step, calibrated=calibrated)
-        size = sum(file.stat().st_size for file in target.path.glob("*.safetensors"))
-        prompts = len(documents.calibration) if calibrated else 0
-        facts = CardFacts(options.settings.model, out.name, weight_format, prompts)
-        target.write_bytes(CARD_FILE, model_card(facts, (source.dense_bytes, size), found).encode())
+    job = _QuantizeJob(options, on_step, on_problem)
+    with PartialCheckpoint(out, job.identity(), overwrite=options.overwrite) as target:
+        job.write(target)
+        measurement = job.measured(str(target.path)) if options.verify else None
+        sizes = job.source.dense_bytes, sum(file.stat().st_size for file in target.path.glob("*.safetensors"))
+        facts = CardFacts(options.settings.model, out.name, job.weight_format, len(job.prompts))
+        target.write_bytes(CARD_FILE, model_card(facts, sizes, measurement).encode())
         resumed = target.resumed
         target.publish()
-    garbage = None if found is None else garbage_reason(found.rows[1], found.rows[0])
-    return Quantized(options.out, weight_format, source.dense_bytes, size, found, resumed, garbage)
+    garbage = None if measurement is None else garbage_reason(measurement.rows[1], measurement.rows[0])
+    return Quantized(options.out, job.weight_format, *sizes, measurement, resumed, garbage)
 
 
-def _write(
-    writer: CheckpointWriter,
-    options: QuantizeOptions,
-    documents: _Documents,
-    device: torch.device,
-    *,
-    calibrated: bool,
-) -> None:
-    """Write all files that loading needs."""
-    writer.write_dense()
-    if calibrated:
-        asked = [request_of(item, options.settings, documents.calibration_source) for item in documents.calibration]
-        writer.calibrate_layers(asked, device, options.settings.revision)
-        release_memory()
-    else:
-        writer.round_layers(device)
-    writer.finish(calibrated=calibrated)
+class _QuantizeJob:
+    """A dense checkpoint, the format of the new one, and the documents: all that is known before weights are read.
+
+    Args:
+        options: validated options.
+        on_step: called after each step of a stage.
+        on_problem: called for each document that cannot be read.
+
+    Attributes:
+        prompts: calibration prompts; empty if weights are rounded.
+    """
+
+    def __init__(self, options: QuantizeOptions, on_step: Steps, on_problem: Callable[[InputError], None]) -> None:
+        settings, wanted = options.settings, options.calibration
+        self._settings, self._on_step = settings, on_step
+        self._device = resolve_device(settings.device)
+        self._dtype = resolve_dtype("auto", self._device)
+        self.source = source = DenseCheckpoint(settings.model, settings.revision)
+        prompts: list[Item] = []
+        held_out: list[Item] = []
+        self._origin = Source()
+        if wanted.sources:
+            if not source.reads_images:
+                raise SettingError(f"--calibration: {source.name} does not read images; leave out --calibration")
+            prompts, held_out, self._origin = load_calibration(wanted, on_problem, on_step)
+        self._measured_on = Workload(held_out), self._origin
+        if options.dataset is not None or (options.verify and not held_out):
+            sample = options.dataset, wanted.num_samples, wanted.seed
+            self._measured_on = load_documents(*sample, on_problem, on_step, reads_images=source.reads_images)
+        self.weight_format = choose_format(source, options.kind, options.group_size)
+        self.prompts = prompts if options.kind == "int4" else []
+        check_prompt_memory([_prompt_length(item, settings) for item in self.prompts], source.files.config, self._dtype)
+
+    def identity(self) -> dict[str, Any]:
+        """Return what decides the contents of the weights' files."""
+        calibration = f"{digest_of(self.prompts)} {self._settings.pan_and_scan!r} {self._dtype}"
+        return {
+            "panscan": panscan.__version__,
+            "weights": self.source.fingerprint(),
+            "quantization": self.weight_format.kind,
+            "group_size": self.weight_format.group_size if self.weight_format.kind == "int4" else None,
+            "calibration": hashlib.sha256(calibration.encode()).hexdigest()[:16] if self.prompts else None,
+        }
+
+    def write(self, target: PartialCheckpoint) -> None:
+        """Write all files that loading needs."""
+        writer = CheckpointWriter(self.source, self.weight_format, target, self._on_step)
+        target.check_space(writer.bytes)
+        writer.write_dense()
+        if self.prompts:
+            requests = [request_of(item, self._settings, self._origin) for item in self.prompts]
+            writer.calibrate_layers(requests, self._device, self._settings.revision)
+            release_memory()
+        else:
+            writer.round_layers(self._device)
+        writer.finish(calibrated=bool(self.prompts))
+
+    def measured(self, path: str) -> Measurement:
+        """Measure the checkpoint against the dense one, and beside round-to-nearest if it is calibrated."""
+        settings, kind = self._settings, self.weight_format.kind
+        placement = Placement(self._device, self._dtype)
+        method = "GPTQ" if self.prompts else "rounded"
+        candidates = [WeightsToMeasure(f"{kind} ({method})", lambda: load_model(path, placement))]
+        if self.prompts:
+            candidates.append(WeightsToMeasure(f"{kind} (rounded)", self._load_rounded))
+        dense = WeightsToMeasure("dense", lambda: load_model(settings.model, placement, revision=settings.revision))
+        return measure(dense, candidates, settings, *self._measured_on, self._on_step)
+
+    def _load_rounded(self) -> Loaded:
+        place = self._settings.model, 0, 1, self._dtype, self._device
+        return load_shard_of(*place, revision=self._settings.revision, weight_format=self.weight_format)[0]
 
 
-def _documents(
-    options: QuantizeOptions, source: DenseCheckpoint, on_problem: Callable[[InputError], None], on_step: Steps
-) -> _Documents:
-    """Read calibration documents and those of the measurement, before any weight is read."""
-    calibration: list[Item] = []
-    held_out: list[Item] = []
-    origin = Source()
-    if options.calibration.sources:
-        if not source.reads_images:
-            raise SettingError(f"--calibration: {source.name} does not read images; leave out --calibration")
-        calibration, held_out, origin = load_calibration(options.calibration, on_problem, on_step)
-    if options.dataset is None and (held_out or not options.verify):
-        return _Documents(calibration, origin, Workload(held_out), origin)
-    wanted = DatasetSample(options.dataset, options.calibration.num_samples, options.calibration.seed)
-    measured = load_documents(wanted, on_problem, on_step, reads_images=source.reads_images)
-    return _Documents(calibration, origin, *measured)
-
-
-def _lengths(items: list[Item], settings: Settings) -> list[int]:
-    """Return the estimated number of tokens of each prompt."""
-    return [
-        sum(plan.prompt_tokens for plan in plans_of(item, settings)) + len(item.prompt.encode()) // _BYTES_PER_TOKEN
-        for item in items
-    ]
-
-
-def _job(
-    source: DenseCheckpoint,
-    weight_format: WeightFormat,
-    documents: _Documents,
-    options: QuantizeOptions,
-    *,
-    calibrated: bool,
-) -> dict[str, Any]:
-    """Return what decides the contents of the weights' files."""
-    job: dict[str, Any] = {
-        "panscan": panscan.__version__,
-        "weights": source.fingerprint(),
-        "quantization": weight_format.kind,
-        "group_size": weight_format.group_size if weight_format.kind == "int4" else None,
-        "calibration": None,
-    }
-    if calibrated:
-        dtype = resolve_dtype("auto", resolve_device(options.settings.device))
-        views = repr(options.settings.pan_and_scan)
-        text = f"{digest_of(documents.calibration)} {views} {dtype}"
-        job["calibration"] = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return job
-
-
-def _measured(
-    options: QuantizeOptions,
-    weight_format: WeightFormat,
-    path: Path,
-    documents: _Documents,
-    on_step: Steps,
-    *,
-    calibrated: bool,
-) -> Measurement:
-    """Measure the checkpoint against the dense one, and beside round-to-nearest if it is calibrated."""
-    settings = options.settings
-    device = resolve_device(settings.device)
-    dtype = resolve_dtype("auto", device)
-    placement = Placement(device, dtype)
-    method = "GPTQ" if calibrated else "rounded"
-    candidates = [WeightsToMeasure(f"{weight_format.kind} ({method})", lambda: load_model(str(path), placement))]
-    if calibrated:
-
-        def load_rounded() -> Loaded:
-            return load_shard_of(
-                settings.model, 0, 1, dtype, device, revision=settings.revision, weight_format=weight_format
-            )[0]
-
-        candidates.append(WeightsToMeasure(f"{weight_format.kind} (rounded)", load_rounded))
-    dense = WeightsToMeasure("dense", lambda: load_model(settings.model, placement, revision=settings.revision))
-    return measure(dense, candidates, settings, documents.measured, documents.measured_source, on_step)
+def _prompt_length(item: Item, settings: Settings) -> int:
+    """Return the estimated number of tokens of a prompt."""
+    views = sum(plan.prompt_tokens for plan in plans_of(item, settings))
+    return views + len(item.prompt.encode()) // _BYTES_PER_TOKEN

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from panscan.core import RecordsError
 from panscan.core.files import write_file
 from panscan.records.load_runs import is_load_run
 from panscan.records.store import Run
+
+if TYPE_CHECKING:
+    from panscan.report.load import LoadReport
+    from panscan.report.sweep import SweepReport
 
 __all__ = [
     "GALLERY_NAME",
@@ -30,17 +35,9 @@ def write_report(run: Run, path: Path) -> None:
     Raises:
         InputError: the file could not be written, or a cell's stamps contradict its counts.
     """
-    if is_load_run(run):
-        from panscan.report.load_data import load_report_of
-        from panscan.report.load_html import render_load_html
+    from panscan.report.html import render_html
 
-        page = render_load_html(load_report_of(run))
-    else:
-        from panscan.report.html import render_html
-        from panscan.report.report_data import report_data_of
-
-        page = render_html(report_data_of(run))
-    write_file(path, page)
+    write_file(path, render_html(_facts_of(run)))
 
 
 def write_gallery(run: Run, path: Path) -> None:
@@ -64,15 +61,9 @@ def to_markdown(run: Run) -> str:
     Raises:
         RecordsError: a cell's stamps contradict its counts.
     """
-    if is_load_run(run):
-        from panscan.report.load_data import load_report_of
-        from panscan.report.load_markdown import render_load_markdown
-
-        return render_load_markdown(load_report_of(run))
     from panscan.report.markdown import render_markdown
-    from panscan.report.report_data import report_data_of
 
-    return render_markdown(report_data_of(run))
+    return render_markdown(_facts_of(run))
 
 
 def write_markdown(run: Run, path: Path) -> None:
@@ -104,20 +95,24 @@ def write_pictures(run: Run, directory: Path) -> list[Path]:
 
 def _pictures(run: Run) -> Iterator[tuple[str, bytes]]:
     from panscan.report.draw import png
-    from panscan.report.report_data import report_data_of
+    from panscan.report.load import LoadReport
 
-    if is_load_run(run):
-        from panscan.report.load_data import load_report_of
-
-        report = load_report_of(run)
-        for curve in report.latency:
-            yield curve.name, png(curve, report.legend)
-        for curve in report.throughput:
+    facts = _facts_of(run)
+    if isinstance(facts, LoadReport):
+        for curve in facts.latency:
+            yield curve.name, png(curve, facts.legend)
+        for curve in facts.throughput:
             yield curve.name, png(curve)
         return
-    facts = report_data_of(run)
     for comparison in (facts.decision, *facts.comparisons, facts.latency):
         for panel in comparison.panels:
             yield panel.name, png(panel, comparison.legend)
     if facts.front is not None:
         yield "front", png(facts.front)
+
+
+def _facts_of(run: Run) -> SweepReport | LoadReport:
+    from panscan.report.load import LoadReport
+    from panscan.report.sweep import SweepReport
+
+    return LoadReport(run) if is_load_run(run) else SweepReport(run)

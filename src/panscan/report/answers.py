@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from panscan.analysis.cells import MeasuredCell
 from panscan.analysis.significance import compare_with_baseline
@@ -18,17 +18,16 @@ from panscan.records.quality import (
 )
 from panscan.records.schema import RequestRecord
 from panscan.records.store import Run
-from panscan.report.formatting import FEW, clean, percent
+from panscan.report.formatting import FEW, clean
+from panscan.report.table import Column, Medium, Table, quality_cell
 
 __all__ = [
     "SHAPES",
     "Answers",
     "Breakdown",
     "CellAnswers",
-    "Groups",
     "answers_of",
     "breakdowns",
-    "quality_text",
     "shape_of",
 ]
 
@@ -61,6 +60,16 @@ class Breakdown:
     groups: tuple[tuple[str, int], ...]
     left_out: int
     cells: Mapping[str, tuple[Quality | None, ...]]
+
+    @property
+    def least(self) -> int:
+        """Return the number of questions in the smallest group."""
+        return min(questions for _, questions in self.groups)
+
+    @property
+    def small(self) -> bool:
+        """Return whether a group has too few questions to compare settings."""
+        return self.least < FEW
 
 
 def breakdowns(run: Run, cells: Sequence[str]) -> list[Breakdown]:
@@ -114,42 +123,18 @@ class CellAnswers:
     """The answers of a cell.
 
     Args:
-        name: the cell's settings in words.
+        cell: its id.
+        name: its settings in words.
         scores: in the order of :attr:`Answers.metrics`.
         empty: number of empty answers; None in runs of versions that did not count them.
-        word: the comparison with the baseline, in a word.
-        against: the comparison with its figures.
+        against: the comparison with the baseline, with its figures.
     """
 
+    cell: str
     name: str
     scores: tuple[Quality | None, ...]
     empty: int | None
-    word: str
     against: str
-
-
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """A breakdown.
-
-    Args:
-        name: how questions are grouped.
-        headings: the groups, with their numbers of questions.
-        least: number of questions in the smallest group.
-        left_out: number of smaller groups that are not shown.
-        rows: (settings in words, quality in each group).
-    """
-
-    name: str
-    headings: tuple[str, ...]
-    least: int
-    left_out: int
-    rows: tuple[tuple[str, tuple[Quality | None, ...]], ...]
-
-    @property
-    def small(self) -> bool:
-        """Return whether a group has too few questions to compare settings."""
-        return self.least < FEW
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +145,43 @@ class Answers:
         metrics: titles of all metrics, that of the run's quality first.
         baseline: name of the cell that others are compared with; None if there is only one.
         cells: those with scores.
-        groups: breakdowns by the run's metric of quality.
+        breakdowns: groups of questions, by the run's metric of quality.
     """
 
     metrics: tuple[str, ...]
     baseline: str | None
     cells: tuple[CellAnswers, ...]
-    groups: tuple[Groups, ...]
+    breakdowns: Callable[[], list[Breakdown]]
+
+    @property
+    def table(self) -> Table[CellAnswers]:
+        """Return the table of every metric, and of each cell against the baseline."""
+        columns = [
+            _NAME,
+            *(_quality_column(title, f"{title}, 95%", index) for index, title in enumerate(self.metrics)),
+            Column("empty answers", lambda cell: cell.empty),
+        ]
+        if self.baseline is not None:
+            columns.append(Column(f"against {self.baseline}", lambda cell: cell.against or "-", text=Medium.ALL))
+        return Table(columns, self.cells)
+
+    @property
+    def grouped(self) -> list[tuple[str, Breakdown, Table[CellAnswers]]]:
+        """Return each breakdown with its title and its table."""
+        metric = f"{self.metrics[0][:1].upper()}{self.metrics[0][1:]}"
+        return [(f"{metric} by {found.name}", found, self._group_table(found)) for found in self.breakdowns()]
+
+    def _group_table(self, found: Breakdown) -> Table[CellAnswers]:
+        headings = (f"{clean(name)} ({questions:,})" for name, questions in found.groups)
+        columns = [_NAME, *(_quality_column(heading, "", index) for index, heading in enumerate(headings))]
+        return Table(columns, [replace(cell, scores=found.cells[cell.cell]) for cell in self.cells])
+
+
+_NAME: Column[CellAnswers] = Column("setting", lambda cell: cell.name, text=Medium.ALL)
+
+
+def _quality_column(title: str, markdown: str, index: int) -> Column[CellAnswers]:
+    return Column(title, lambda cell: quality_cell(cell.scores[index]), markdown=markdown)
 
 
 def answers_of(run: Run, rows: Sequence[MeasuredCell], names: Mapping[str, str]) -> Answers | None:
@@ -179,36 +194,20 @@ def answers_of(run: Run, rows: Sequence[MeasuredCell], names: Mapping[str, str])
     """
     metrics = list(dict.fromkeys([metric_of(run), *metrics_in(run)]))
     scores = {row.cell: tuple(quality_of(run, row.cell, metric=metric) for metric in metrics) for row in rows}
-    scored = [row for row in rows if any(scores[row.cell])]
-    if not scored:
+    views = {row.cell: row.metrics.values["mean_views"] or 0.0 for row in rows if any(scores[row.cell])}
+    if not views:
         return None
-    views = {row.cell: row.metrics.values["mean_views"] or 0.0 for row in scored}
-    compared = compare_with_baseline(run, [row.cell for row in scored], views.__getitem__)
-    baseline, others = compared if compared is not None else (None, [])
-    words = {each.cell: (each.word, each.text) for each in others}
+    baseline, others = compare_with_baseline(run, list(views), views.__getitem__) or (None, [])
+    against = {comparison.cell: comparison.text for comparison in others}
     counted = run.header.settings.quality_metric is not None
-    empty = {row.cell: empty_answers(run, row.cell) if counted else None for row in scored}
-    cells = tuple(
-        CellAnswers(names[row.cell], scores[row.cell], empty[row.cell], *words.get(row.cell, ("", "")))
-        for row in scored
-    )
     return Answers(
         tuple(map(accuracy_title, metrics)),
         None if baseline is None else names[baseline],
-        cells,
-        tuple(_groups(each, names) for each in breakdowns(run, [row.cell for row in scored])),
+        tuple(
+            CellAnswers(
+                cell, names[cell], scores[cell], empty_answers(run, cell) if counted else None, against.get(cell, "")
+            )
+            for cell in views
+        ),
+        lambda: breakdowns(run, list(views)),
     )
-
-
-def _groups(found: Breakdown, names: Mapping[str, str]) -> Groups:
-    headings = tuple(f"{clean(name)} ({count:,})" for name, count in found.groups)
-    rows = tuple((names[cell], qualities) for cell, qualities in found.cells.items())
-    least = min(count for _, count in found.groups)
-    return Groups(found.name, headings, least, found.left_out, rows)
-
-
-def quality_text(quality: Quality | None) -> str:
-    """``71.2% (68.9%–73.4%)``, or a dash."""
-    if quality is None:
-        return "-"
-    return f"{percent(quality.mean)} ({percent(quality.low)}–{percent(quality.high)})"

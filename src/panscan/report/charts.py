@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+import numpy as np
 
 from panscan.analysis.candidates import pareto_front
 from panscan.analysis.cells import MeasuredCell, Sweep, count, speed, sweeps
+from panscan.analysis.levels import TIME_NAMES, MeasuredLevel
 from panscan.analysis.setting_words import setting_title
+from panscan.records.intervals import cluster_intervals
+from panscan.records.metrics import percentile_name
 from panscan.records.quality import Quality
-from panscan.records.schema import VERDICTS
+from panscan.records.schema import VERDICTS, LoadRunSettings, RequestRecord
+from panscan.records.store import Run
 from panscan.records.verdict import EXACT_RATIO
-from panscan.report.formatting import Measured, clean, measured
+from panscan.report.formatting import FEW, clean
+from panscan.report.table import Measured, measured
 
 __all__ = [
     "LONGEST_NAME",
@@ -25,9 +33,13 @@ __all__ = [
     "Panel",
     "Point",
     "Series",
+    "attainment",
+    "by_request",
     "comparisons",
     "decision_charts",
     "front_of",
+    "latency_curves",
+    "throughput_curves",
 ]
 
 MOST_SERIES = 6
@@ -349,3 +361,145 @@ def _merit(value: Measured, by_quality: bool) -> float:
     """Larger is better. Ratios within the limit of exact are equal: what differs there is noise."""
     known = value.value or 0.0
     return known if by_quality else -max(known, EXACT_RATIO)
+
+
+_LOGARITHMIC = 30
+"""The ratio of the largest to the least value from which an axis is logarithmic."""
+
+
+def latency_curves(levels: Sequence[MeasuredLevel], settings: LoadRunSettings) -> list[Panel]:
+    """Return a chart for each time that the run shows but ITL: its percentiles over the answered requests per second.
+
+    ITL has the scale of TPOT, and would only repeat it. A chart without a point is left out.
+    """
+    names = [percentile_name(percent) for percent in sorted(settings.metric_percentiles)[:MOST_SERIES]]
+    panels = []
+    for time in settings.percentile_metrics:
+        series = [
+            Series(name, tuple(_level_point(level.achieved, level, f"{name}_{time}_ms") for level in shown))
+            for name in names
+            if (shown := [level for level in levels if level.value(f"{name}_{time}_ms") is not None])
+        ]
+        if time == "itl" or not series:
+            continue
+        limit = settings.goodput.get(time)
+        label = "" if limit is None else f"limit {limit:g} ms"
+        panel = Panel(f"load-{time}", "curve", TIME_NAMES[time], "ms", "completed requests/s", tuple(series))
+        low, high = min(panel.values), max(panel.values)
+        logarithmic = low > 0 and high > _LOGARITHMIC * low
+        panels.append(replace(panel, limit=limit, limit_label=label, logarithmic=logarithmic))
+    return panels
+
+
+def throughput_curves(levels: Sequence[MeasuredLevel], settings: LoadRunSettings) -> list[Panel]:
+    """Return answered requests per second, and the share that meets the limits, over the offered requests per second.
+
+    Without offered rates, over the concurrency; without either, nothing.
+    """
+    places = [(level.offered, level) for level in levels if level.offered is not None]
+    axis, open_loop = "offered requests/s", bool(places)
+    if not places:
+        places = [(float(level.concurrency), level) for level in levels if level.concurrency is not None]
+        axis = "concurrency"
+    answered = tuple(_level_point(x, level, "request_throughput") for x, level in places if level.metrics is not None)
+    panels = []
+    if answered:
+        series = (Series("", answered),)
+        panels.append(Panel("load-throughput", "curve", "Throughput", "requests/s", axis, series, diagonal=open_loop))
+    if settings.goodput and places:
+        shares = tuple(Point(x, attainment(level), level.name, "", level.client_limited) for x, level in places)
+        target = 100 * settings.attainment
+        title, text, series = "Requests that meet the limits", f"target {target:.4g}%", (Series("", shares),)
+        panels.append(Panel("load-attainment", "curve", title, "%", axis, series, limit=target, limit_label=text))
+    return panels
+
+
+def _level_point(x: float, level: MeasuredLevel, metric: str) -> Point:
+    return Point(x, measured(level.metrics, metric), level.name, "", level.client_limited)
+
+
+def attainment(level: MeasuredLevel) -> Measured:
+    """Return the share of a level's requests that meet the limits, in percent."""
+    low, high = level.goodput.interval
+    return Measured(100 * level.goodput.attainment, 100 * low, 100 * high)
+
+
+_ASPECTS = (1.0, 1.2, 1.6, 2.0, 2.5, 4.0)
+"""Lower ends of the groups of longer over shorter side; from 1.2 Gemma 3's processor crops, the presets begin later."""
+
+_Times: TypeAlias = list[tuple[float, tuple[int, int, int]]]
+"""Milliseconds, and the (replica, repeat, batch) they come from."""
+
+
+def by_request(run: Run, rows: Sequence[MeasuredCell], names: Mapping[str, str]) -> ChartGroup:
+    """Return the median E2E latency of the fastest cells by view count and by aspect ratio.
+
+    A panel is omitted where all requests are alike, or where the sizes of their images were not recorded.
+
+    Args:
+        run: the run.
+        rows: measured cells.
+        names: settings in words by cell id.
+    """
+    fastest = sorted(rows, key=lambda row: -speed(row))[:MOST_SERIES]
+    chosen = [row for row in rows if row in fastest]
+    panels, few = [], False
+    for name, group, axis, key, label in (
+        ("views", "view count", "views per request", _views, "{:g}".format),
+        ("aspect", "aspect ratio", "longer side / shorter side", _aspect_of, _aspect_label),
+    ):
+        grouped = {row.cell: _times_by(run, row.cell, key) for row in chosen}
+        values = sorted({value for groups in grouped.values() for value in groups})
+        if len(values) < 2:
+            continue
+        few |= any(len(times) < FEW for groups in grouped.values() for times in groups.values())
+        series = tuple(
+            Series(
+                names[row.cell],
+                tuple(
+                    _median_point(values.index(value), times, names[row.cell], row.verdict.word in _DOUBTED)
+                    for value, times in sorted(grouped[row.cell].items())
+                ),
+            )
+            for row in chosen
+            if grouped[row.cell]
+        )
+        title, ticks = f"Median E2E latency by {group}", tuple(map(label, values))
+        panels.append(Panel(f"latency-{name}", "steps", title, "ms", axis, series, ticks))
+    note = f"The {len(chosen)} fastest of {count(len(rows), 'setting')}." if len(chosen) < len(rows) else ""
+    legend = tuple(names[row.cell] for row in chosen) if panels and len(chosen) > 1 else ()
+    return ChartGroup("By view count and aspect ratio", note, legend, tuple(panels), folded=few)
+
+
+def _views(request: RequestRecord) -> float:
+    return float(request.views or 0)
+
+
+def _aspect_of(request: RequestRecord) -> float | None:
+    """The group of :data:`_ASPECTS` of a request's longest image; None where no size was kept."""
+    sides = [size for size in request.image_size if min(size) > 0]
+    longest = max((max(size) / min(size) for size in sides), default=None)
+    return None if longest is None else max(low for low in _ASPECTS if low <= longest)
+
+
+def _aspect_label(low: float) -> str:
+    above = [end for end in _ASPECTS if end > low]
+    return f"{low:g}–{above[0]:g}" if above else f"≥{low:g}"
+
+
+def _times_by(run: Run, cell: str, key: Callable[[RequestRecord], float | None]) -> dict[float, _Times]:
+    """Return the E2E latencies of a cell's answered requests, in groups."""
+    groups: dict[float, _Times] = defaultdict(list)
+    for request in run.answered(cell):
+        value, seconds = key(request), request.e2e
+        if value is not None and seconds is not None:
+            groups[value].append((seconds * 1e3, (request.replica, request.repeat, request.batch)))
+    return groups
+
+
+def _median_point(at: int, times: _Times, name: str, doubted: bool) -> Point:
+    milliseconds = [time for time, _ in times]
+    found = cluster_intervals(milliseconds, [batch for _, batch in times], (50,), seed=0)
+    low, high = found[1] if found else (None, None)
+    median = Measured(float(np.percentile(milliseconds, 50)), low, high)
+    return Point(at, median, name, count(len(times), "request"), doubted)

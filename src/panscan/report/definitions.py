@@ -16,7 +16,16 @@ from panscan.records.schema import FLOOR, InputCheck, LoadRecord
 from panscan.records.store import Run
 from panscan.report.formatting import clean
 
-__all__ = ["ReferenceSummary", "definitions", "environment", "machine", "model_names", "random_note", "references"]
+__all__ = [
+    "ReferenceSummary",
+    "definitions",
+    "environment",
+    "load_definitions",
+    "machine",
+    "model_names",
+    "random_note",
+    "references",
+]
 
 _WORDS = {
     "panscan": "panscan",
@@ -270,5 +279,42 @@ def _about_quality() -> list[tuple[str, str]]:
             "exact test for right and wrong; Holm over all cells), and the 95% interval excludes a loss of more than "
             f"{100 * significance.WORST_LOSS:g} points, over at least "
             f"{significance.LEAST_QUESTIONS} questions. p-values are before that correction.",
+        ),
+    ]
+
+
+def load_definitions() -> list[tuple[str, str]]:
+    """The terms of a load run's report."""
+    samples = ", ".join(f"{least} for p{percent}" for percent, least in LEAST_SAMPLES.items())
+    return [
+        ("Offered", "requests per second that the arrival process sends."),
+        ("Answered", "answered requests over the time from the first request to the last answer."),
+        ("TTFT", "time to first token: from sending the request to its first content chunk."),
+        ("TPOT", "from the first to the last content chunk, over the output tokens after the first."),
+        ("ITL", "time between content chunks; a chunk may hold several tokens."),
+        ("E2E", "from sending the request to its last content chunk."),
+        (
+            "Goodput",
+            "requests per second that meet all limits; a failed request meets none. The wait for a slot of "
+            "--max-concurrency counts towards the limits on TTFT and E2E.",
+        ),
+        (
+            "Keeps up",
+            "whether completions follow arrivals: their 10th and 90th percentiles lie at most a ninth further apart.",
+        ),
+        (
+            "Queued",
+            "mean time that requests waited for --max-concurrency; excluded from latencies, counted in goodput.",
+        ),
+        ("Lag", "how late the load generator sent requests, excluding waits for --max-concurrency: median / p99."),
+        ("Generator CPU", "share of one core that the load generator's busiest process used."),
+        (
+            "Intervals",
+            "95% confidence by a seeded bootstrap over blocks of consecutive requests, at least as many as are in "
+            "flight together; omitted for fewer than two blocks. Shares of requests have Wilson intervals.",
+        ),
+        (
+            "~",
+            f"a percentile of too few samples for 99% confidence (at least {samples}: MLPerf's early-stopping rule).",
         ),
     ]

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from panscan.analysis.cells import number_text
+from panscan.analysis.cells import count, number_text
 from panscan.core import escape_controls
-from panscan.records.metrics import Metrics
 from panscan.records.schema import FLOOR
 from panscan.records.verdict import Verdict
 
@@ -20,10 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FEW",
-    "Measured",
     "clean",
     "cut",
-    "measured",
+    "nats",
     "percent",
     "print_line",
     "safe_text",
@@ -35,37 +32,6 @@ __all__ = [
 FEW = 20
 """Groups of fewer samples are too small to compare settings: they are folded."""
 _ASCII = str.maketrans({"±": "+-", "≤": "<=", "–": "-", "█": "#", "─": "-", "│": "|"} | dict.fromkeys("┌┐└┘├┤┬┴┼", "+"))
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One figure: its value (None if it was not measured), its 95% interval if there is one, and whether the samples
-    are too few to certify it."""
-
-    value: float | None
-    low: float | None = None
-    high: float | None = None
-    uncertified: bool = False
-
-    @property
-    def text(self) -> str:
-        return ("~" if self.uncertified else "") + number_text(self.value)
-
-    @property
-    def bounds(self) -> str:
-        """``low–high``, or nothing."""
-        return "" if self.low is None or self.high is None else f"{number_text(self.low)}–{number_text(self.high)}"
-
-    @property
-    def whole(self) -> str:
-        """The value with its interval in parentheses."""
-        return f"{self.text} ({self.bounds})" if self.bounds else self.text
-
-
-def measured(metrics: Metrics, name: str) -> Measured:
-    """A metric of a cell, by its name in :data:`panscan.records.metrics.COLUMNS`."""
-    low, high = metrics.intervals.get(name, (None, None))
-    return Measured(metrics.values[name], low, high, name in metrics.uncertified)
 
 
 def clean(text: object) -> str:
@@ -85,6 +51,11 @@ def _is_unfit(letter: str) -> bool:
 def cut(text: str, most: int) -> str:
     """At most so many characters; an ellipsis stands for the rest."""
     return text if len(text) <= most else text[: most - 1].rstrip() + "…"
+
+
+def nats(divergence: float | None) -> str:
+    """A KL divergence: two digits, or a dash."""
+    return "-" if divergence is None else f"{divergence:.2g}"
 
 
 def times(ratio: float) -> str:
@@ -129,10 +100,12 @@ def templates() -> Environment:
     """The pages' templates: everything that is filled in is escaped, and a name that is missing is an error."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    return Environment(
+    environment = Environment(
         loader=PackageLoader("panscan.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters.update(number=number_text, percent=percent, times=times, count=count, clean=clean)
+    return environment

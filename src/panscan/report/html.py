@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from panscan.analysis.cells import count, number_text
-from panscan.analysis.task_cost import TITLE
+from panscan.analysis.levels import VERIFY_HINT
 from panscan.records.schema import STAGES
 from panscan.report import draw
-from panscan.report.charts import ChartGroup, Panel
-from panscan.report.formatting import percent, templates, times, verdict_figures
-from panscan.report.report_data import ReportCell, ReportData
+from panscan.report.charts import ChartGroup, Panel, attainment
+from panscan.report.formatting import templates
+from panscan.report.load import LoadReport
+from panscan.report.sweep import ReportCell, SweepReport
 
 __all__ = ["render_html"]
 
@@ -16,26 +16,30 @@ _FLOORED = ("vision", "prefill", "decode", "E2E")
 _SIGNS = {"exact": "✓", "close": "≈", "different": "✗", "unverified": "?"}
 
 
-def render_html(facts: ReportData) -> str:
+def render_html(facts: SweepReport | LoadReport) -> str:
     """Return the page of a run. The same facts give the same text."""
-    environment = templates()
-    environment.filters.update(number=number_text, percent=percent, times=times, count=count)
-    return environment.get_template("report.html.j2").render(
-        facts=facts,
-        stages=STAGES,
-        cost_title=TITLE,
-        floored_stages=_FLOORED,
-        signs=_SIGNS,
-        light=draw.LIGHT,
-        dark=draw.DARK,
-        longest=max((cell.e2e or 0.0 for cell in facts.cells), default=0.0),
-        front_cells=_front_cells(facts),
-        figures_of=verdict_figures,
-        chart=draw.chart_markup,
-        key=draw.key_markup,
-        bar=_bar,
-        rows_of=_rows_of,
-        floor_of=_floor_of,
+    pictures = {"light": draw.LIGHT, "dark": draw.DARK, "chart": draw.chart_markup, "key": draw.key_markup}
+    if isinstance(facts, LoadReport):
+        return (
+            templates()
+            .get_template("load.html.j2")
+            .render(facts=facts, verify_hint=VERIFY_HINT, attainment=attainment, **pictures)
+        )
+    return (
+        templates()
+        .get_template("report.html.j2")
+        .render(
+            facts=facts,
+            stages=STAGES,
+            floored_stages=_FLOORED,
+            signs=_SIGNS,
+            longest=max((cell.e2e or 0.0 for cell in facts.cells), default=0.0),
+            front_cells=_front_cells(facts),
+            bar=_bar,
+            rows_of=_rows_of,
+            floor_of=_floor_of,
+            **pictures,
+        )
     )
 
 
@@ -60,11 +64,11 @@ def _rows_of(comparison: ChartGroup, panel: Panel) -> list[tuple[str, ...]]:
     ]
 
 
-def _front_cells(facts: ReportData) -> list[ReportCell]:
+def _front_cells(facts: SweepReport) -> list[ReportCell]:
     """Return the cells on the front, the fastest first."""
     points = () if facts.front is None else facts.front.points
     best = sorted((point for point in points if point.on_front), key=lambda point: -(point.speed.value or 0.0))
-    return [facts.numbered(point.cell) for point in best]
+    return [facts.cells[point.cell - 1] for point in best]
 
 
 def _floor_of(cell: ReportCell) -> list[tuple[float | None, float | None, float | None]]:
@@ -84,5 +88,5 @@ def _floor_of(cell: ReportCell) -> list[tuple[float | None, float | None, float 
         (prefill, stages["prefill"], ratios.get("mean_prefill_ms")),
         (floor.decode_ms, stages["decode"], ratios.get("mean_decode_ms")),
         (floor.e2e_ms, cell.e2e, ratios.get("mean_e2el_ms")),
-        (floor.request_throughput, cell.throughput.value, ratios.get("request_throughput")),
+        (floor.request_throughput, cell.measured("request_throughput").value, ratios.get("request_throughput")),
     ]

@@ -15,6 +15,7 @@ from PIL import Image
 from transformers import Gemma3ImageProcessorPil
 
 from panscan.core import PanAndScan, Request
+from panscan.core.errors import brief
 from panscan.images.pixels import pixels_pil
 from panscan.images.views import ViewPlan
 from panscan.model.checkpoint import Reader
@@ -47,7 +48,7 @@ def check_inputs(reader: Reader, requests: Sequence[Request]) -> dict[str, Any]:
         try:
             found, count = _input_difference(reader, read)
         except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
-            notes.append(f"request {request.id}: the processor raised: {' '.join(str(error).split())[:120]}")
+            notes.append(f"request {request.id}: the processor raised: {brief(error, 120)}")
             continue
         views += count
         if found is not None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 
-from panscan.model.random_weights import random_meta_model
+from panscan.model.random_weights import random_model
 
 __all__ = ["Resolution", "resolve", "resolve_part"]
 
@@ -61,7 +61,7 @@ def resolve_part(path: str) -> Resolution:
 
 @cache
 def _meta_model() -> Any:
-    model, _ = random_meta_model("tiny", torch.float32)
+    model, _ = random_model("tiny", dtype=torch.float32, device="meta")
     return model
 
 

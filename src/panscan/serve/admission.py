@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from typing import Any, Literal, TypeVar
+from functools import partial
+from types import TracebackType
+from typing import Literal, Self, TypeVar
 
 from python_multipart.multipart import parse_options_header
 from starlette.requests import ClientDisconnect, Request
@@ -73,22 +76,36 @@ class RefusedError(Exception):
 class AdmissionSlot:
     """A request from its arrival to its end. It counts against the server's limit once its body has arrived.
 
+    As a context manager, it is released at the end, unless :attr:`streaming` is set.
+
     Args:
         admission: admission control that issued the slot.
+        request: HTTP request.
         seconds: time until the deadline.
+
+    Attributes:
+        ends: deadline on the event loop's clock.
+        size: bytes of the body received so far, and of images sent to the engine.
+        waiting: whether the request will be sent to the engine, and was not yet.
+        streaming: whether a streaming response releases the slot.
     """
 
-    def __init__(self, admission: AdmissionControl, seconds: float) -> None:
-        self._admission = admission
+    def __init__(self, admission: AdmissionControl, request: Request, seconds: float) -> None:
+        self._admission, self.request = admission, request
         self._timer: asyncio.Timeout | None = None
         self.deadline = Deadline(now() + seconds)
         self.ends = asyncio.get_running_loop().time() + seconds
-        """The deadline on the event loop's clock."""
         self.size = 0
-        """Bytes of the body received so far, and of images sent to the engine."""
-        self.taken = self.released = self.stopped = False
-        self.waiting = False
-        """Whether the request will be sent to the engine, and was not yet."""
+        self.taken = self.released = self.stopped = self.waiting = self.streaming = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.streaming:
+            self.release()
 
     def grow(self, size: int) -> None:
         """Count bytes of the body, or of images sent to the engine.
@@ -137,6 +154,54 @@ class AdmissionSlot:
             self.deadline.abandon()
             self._admission.leave(self)
 
+    async def in_thread(self, work: Callable[[], Answer], pool: Pool = "read") -> Answer:
+        """Run blocking work in a thread and return its result. The body must have been read.
+
+        Args:
+            work: function to run. It must check the slot's deadline; its result is discarded if the request has ended.
+            pool: threads to use: downloads, documents and decoding never delay requests of another kind.
+
+        Raises:
+            TimeoutError, ClientDisconnect, EngineError: see :meth:`until_disconnect`.
+        """
+        future: Future[Answer] = Future()
+        queued = [work]  # emptied if the request ends first: the work holds its body
+        del work
+
+        def run() -> None:
+            with suppress(InvalidStateError):  # the request has ended
+                try:
+                    self.deadline.check()
+                    future.set_result(queued.pop()())
+                except Exception as error:
+                    future.set_exception(error)
+
+        self._admission.pools[pool].submit(run)
+        try:
+            return await self.until_disconnect(asyncio.wrap_future(future))
+        finally:
+            queued.clear()
+
+    async def until_disconnect(self, work: Awaitable[Answer]) -> Answer:
+        """Return the result of ``work``; cancel it if the client disconnects or the deadline passes.
+
+        Raises:
+            TimeoutError: the deadline passed.
+            ClientDisconnect: the client disconnected.
+            EngineError: the server is shutting down.
+        """
+        task = asyncio.ensure_future(work)
+        disconnected = asyncio.ensure_future(disconnection(self.request.receive))
+        try:
+            await self.within(asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED))
+            if not task.done():
+                raise ClientDisconnect
+            return task.result()
+        finally:
+            for pending in (task, disconnected):
+                pending.cancel()
+            await asyncio.gather(task, disconnected, return_exceptions=True)
+
 
 class AdmissionControl:
     """The admission control of the server: bounds the number of requests and their bytes, and runs blocking work.
@@ -155,7 +220,7 @@ class AdmissionControl:
         self._slots: set[AdmissionSlot] = set()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._pools = {name: DaemonThreads(size, f"panscan-{name}") for name, size in _POOLS.items()}
+        self.pools = {name: DaemonThreads(size, f"panscan-{name}") for name, size in _POOLS.items()}
 
     @property
     def waiting(self) -> int:
@@ -170,7 +235,7 @@ class AdmissionControl:
             FieldError: the header ``X-Request-Timeout`` is not a number of seconds.
         """
         self._check_capacity()
-        slot = AdmissionSlot(self, _timeout(request, self.options.request_timeout))
+        slot = AdmissionSlot(self, request, _timeout(request, self.options.request_timeout))
         self._slots.add(slot)
         return slot
 
@@ -222,61 +287,10 @@ class AdmissionControl:
         """Wait until no request is active."""
         await self._idle.wait()
 
-    async def in_thread(
-        self, request: Request, slot: AdmissionSlot, work: Callable[[], Answer], pool: Pool = "read"
-    ) -> Answer:
-        """Run blocking work of a request in a thread and return its result.
-
-        Args:
-            request: request whose body has been read.
-            slot: slot of the request.
-            work: function to run. It must check the slot's deadline; its result is discarded if the request has ended.
-            pool: threads to use: downloads, documents and decoding never delay requests of another kind.
-
-        Raises:
-            TimeoutError: the deadline passed.
-            ClientDisconnect: the client disconnected.
-            EngineError: the server is shutting down.
-        """
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[Answer] = loop.create_future()
-        queued = [work]  # emptied if the request ends first: the work holds its body
-        del work
-
-        def run() -> None:
-            with suppress(RuntimeError):  # the event loop is closed: the server has ended
-                loop.call_soon_threadsafe(_settle, ended, *_outcome(slot.deadline, queued))
-
-        self._pools[pool].submit(run)
-        try:
-            return await self.until_disconnect(request, slot, ended)
-        finally:
-            queued.clear()
-
-    async def until_disconnect(self, request: Request, slot: AdmissionSlot, work: Awaitable[Answer]) -> Answer:
-        """Return the result of ``work``; cancel it if the client disconnects or the deadline passes.
-
-        Raises:
-            TimeoutError: the deadline passed.
-            ClientDisconnect: the client disconnected.
-            EngineError: the server is shutting down.
-        """
-        task = asyncio.ensure_future(work)
-        disconnected = asyncio.ensure_future(disconnection(request.receive))
-        try:
-            await slot.within(asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED))
-            if not task.done():
-                raise ClientDisconnect
-            return task.result()
-        finally:
-            for pending in (task, disconnected):
-                pending.cancel()
-            await asyncio.gather(task, disconnected, return_exceptions=True)
-
     def close(self) -> None:
         """End all requests, and the threads after their current document. Nothing waits for the threads."""
         self.stop()
-        for pool in self._pools.values():
+        for pool in self.pools.values():
             pool.shutdown()
 
     def _check_capacity(self) -> None:
@@ -294,25 +308,6 @@ class AdmissionControl:
         if self._active >= most:
             message = f"the server is at capacity: {most} requests are running or waiting"
             raise RefusedError(429, message, self.metrics.retry_after, "queue_full")
-
-
-def _outcome(deadline: Deadline, queued: list[Callable[[], Answer]]) -> tuple[Answer | None, Exception | None]:
-    """Run queued work, and return its result or its error."""
-    try:
-        deadline.check()
-        return queued.pop()(), None
-    except Exception as error:  # delivered to the request, which may have ended
-        return None, error
-
-
-def _settle(future: asyncio.Future[Any], answer: Any, error: Exception | None) -> None:
-    """Settle a future, unless its request has ended."""
-    if future.done():
-        return
-    if error is None:
-        future.set_result(answer)
-    else:
-        future.set_exception(error)
 
 
 async def disconnection(receive: Receive) -> None:
@@ -336,15 +331,14 @@ def _timeout(request: Request, most: float) -> float:
 
 
 async def read_body(
-    request: Request, slot: AdmissionSlot, admission: AdmissionControl, *, generates: bool
+    slot: AdmissionSlot, admission: AdmissionControl, *, generates: bool
 ) -> tuple[bytes, dict[str, bytes]]:
     """Return the JSON of a request, and the files of a multipart body by field name, once the slot is taken.
 
     Everything stays in memory, within the limits of ``--max-body-mb`` and of all bodies in flight.
 
     Args:
-        request: request whose body has not been read.
-        slot: slot of the request.
+        slot: slot of a request whose body has not been read.
         admission: admission control that issued the slot.
         generates: see :meth:`AdmissionControl.take`.
 
@@ -356,19 +350,15 @@ async def read_body(
         FieldError: the multipart body is malformed.
         BodyTooLargeError: see :mod:`panscan.serve.guards`.
     """
-    given = request.headers.get("content-type", "")
-    kind = given.partition(";")[0].strip().lower()
-    if kind not in ("application/json", "multipart/form-data"):
+    kind, parameters = parse_options_header(slot.request.headers.get("content-type", ""))
+    if kind not in (b"application/json", b"multipart/form-data"):
         raise RefusedError(415, "the content type must be application/json or multipart/form-data")
-    content = await _arrived(request, slot)
+    content = await _arrived(slot)
     admission.take(slot, generates=generates)
-    if kind == "application/json":
+    if kind == b"application/json":
         return content, {}
-    boundary = parse_options_header(given)[1].get(b"boundary", b"")
-    most = admission.options.max_images
-    if len(content) < _INLINE:
-        return parse_form(content, boundary, most)
-    return await admission.in_thread(request, slot, lambda: parse_form(content, boundary, most), "parse")
+    form = partial(parse_form, content, parameters.get(b"boundary", b""), admission.options.max_images)
+    return form() if len(content) < _INLINE else await slot.in_thread(form, "parse")
 
 
 def body_limit(start: float, size: int) -> float:
@@ -381,7 +371,7 @@ def body_limit(start: float, size: int) -> float:
     return start + min(_BODY_SECONDS, _BODY_GRACE + size / _BODY_RATE)
 
 
-async def _arrived(request: Request, slot: AdmissionSlot) -> bytes:
+async def _arrived(slot: AdmissionSlot) -> bytes:
     """Return the whole body.
 
     Raises:
@@ -393,7 +383,7 @@ async def _arrived(request: Request, slot: AdmissionSlot) -> bytes:
     more = True
     while more:
         try:
-            message = await slot.within(request.receive(), body_limit(start, slot.size))
+            message = await slot.within(slot.request.receive(), body_limit(start, slot.size))
         except EngineError as error:
             raise RefusedError(503, str(error), 5, close=True) from None
         except TimeoutError:

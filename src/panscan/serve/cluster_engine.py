@@ -22,7 +22,7 @@ from panscan.images.files import Page, PageBytes, expand_images
 from panscan.serve.backend import RequestWork
 from panscan.serve.batch_replica import BatchReplica, InvisibleFiles, ReplicaLostError
 from panscan.serve.ray_session import check_gpus, gpus_per_replica, ray_session
-from panscan.settings import RANGES, Settings
+from panscan.settings import Settings, range_of
 
 if TYPE_CHECKING:
     from panscan.serve.fleet import FleetReplica
@@ -117,7 +117,7 @@ class ClusterEngine:
             SettingError: ``max_concurrency`` is out of range.
         """
         if max_concurrency is not None:
-            RANGES["max_concurrency"].check("max_concurrency", max_concurrency)
+            range_of("max_concurrency", "bench").check("max_concurrency", max_concurrency)
         if self._inflight:
             raise EngineError("another iterator over results is open: close it first")
         return self._results(requests, max_concurrency or self._max_concurrency or self._replicas * self._most)

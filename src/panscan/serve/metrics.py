@@ -110,14 +110,11 @@ class ServerMetrics:
         ):
             counter.labels(self._model).inc(amount)
         stamps, stages = result.stamps, result.stamps.stages()
-        tpot = None
-        if stamps.ttft is not None and stamps.e2e is not None and result.output_tokens > 1:
-            tpot = (stamps.e2e - stamps.ttft) / (result.output_tokens - 1)
         if stamps.e2e is not None:
             self._recent += 0.1 * (stamps.e2e - self._recent)
         for histogram, value in (
             (self._ttft, stamps.ttft),
-            (self._tpot, tpot),
+            (self._tpot, stamps.tpot),
             (self._e2e, stamps.e2e),
             (self._queue, stages["queue"]),
             (self._prefill, stages["prefill"]),

@@ -8,34 +8,16 @@ import ipaddress
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from panscan.core import SettingError
-from panscan.core.ranges import Range, shorten
-from panscan.images.decode import MAX_PIXELS
-from panscan.settings import Settings
+from panscan.core.ranges import shorten
+from panscan.settings import ServerTable, Settings, check_options, default_of
 
-__all__ = ["ROUTING", "SERVE_RANGES", "ApiKeys", "ServeOptions", "read_api_keys"]
-
-SERVE_RANGES = {
-    "port": Range(integer=True, ge=0, le=65_535, note="0 takes a free port"),
-    "max_body_mb": Range(gt=0, le=4096),
-    "max_images": Range(integer=True, ge=0, le=10_000),
-    "max_pages": Range(integer=True, ge=1, le=1_000_000),
-    "max_pixels": Range(integer=True, ge=1, le=MAX_PIXELS),
-    "max_output_tokens": Range(integer=True, ge=1, le=2**20),
-    "max_choices": Range(integer=True, ge=1, le=128),
-    "max_queued_requests": Range(integer=True, ge=0, le=1_000_000),
-    "request_timeout": Range(gt=0, le=86_400, note="seconds"),
-    "drain_timeout": Range(ge=0, le=86_400, note="seconds"),
-}
-"""The range of each numeric option."""
+__all__ = ["ApiKeys", "ServeOptions", "read_api_keys"]
 
 _HOST = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,252}[a-z0-9_])?")
-
-ROUTING = ("affinity", "work", "random")
-"""Routing policies: least predicted work with a preference for cached images, without it, or random."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +34,17 @@ class ApiKeys:
             SettingError: a key is empty, or contains spaces, control characters or characters other than ASCII, which
                 clients cannot send in a header.
         """
-        found = [key.strip() for key in keys]
-        if not all(key and key.isprintable() and " " not in key for key in found):
+        stripped = [key.strip() for key in keys]
+        if not all(key and key.isprintable() and " " not in key for key in stripped):
             raise SettingError("--api-key: a key is empty, or contains spaces or control characters")
-        if not all(map(str.isascii, found)):
+        if not all(map(str.isascii, stripped)):
             raise SettingError("--api-key: a key contains characters other than ASCII, which no HTTP header can carry")
-        return cls(tuple(hashlib.sha256(key.encode()).digest() for key in found))
+        return cls(tuple(hashlib.sha256(key.encode()).digest() for key in stripped))
 
     def accept(self, key: str) -> bool:
         """Return whether this is one of the keys, in a time that does not depend on the key."""
         digest = hashlib.sha256(key.encode(errors="surrogatepass")).digest()
-        matches = [hmac.compare_digest(digest, each) for each in self.digests]
+        matches = [hmac.compare_digest(digest, known) for known in self.digests]
         return any(matches)
 
     def __bool__(self) -> bool:
@@ -79,10 +61,10 @@ def read_api_keys(path: Path) -> list[str]:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(f"--api-key-file {path}: {error}") from error
-    found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-    if not found:
+    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not keys:
         raise SettingError(f"--api-key-file {path}: contains no key; write one per line")
-    return found
+    return keys
 
 
 def _host_name(flag: str, given: str) -> str:
@@ -116,60 +98,24 @@ def _in_url(name: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions:
-    """The options of a server: what it runs and what it allows.
+class ServeOptions(ServerTable):
+    """The options of a server: what it runs and what it allows; the rest is in the table of options.
 
     Args:
         settings: settings of the model and its runner, and the defaults of requests.
-        host: address to bind.
-        port: TCP port; 0 for a free one.
-        served_model_name: the model's name in the API; None: the name of the checkpoint.
         api_keys: accepted API keys; empty: no authentication.
-        allowed_hosts: host names that are accepted besides the bound address.
-        allowed_media_domains: domains from which images may be fetched; empty: no remote images.
-        allowed_local_media_path: directory below which ``file:`` URLs may lie; None: no local files.
-        max_body_mb: maximum size of a request body, in MB (10^6 bytes).
-        max_images: maximum number of images and documents per request.
         max_pages: maximum number of pages per document.
-        max_pixels: maximum number of pixels per image or page, checked before decoding.
-        max_output_tokens: maximum number of output tokens per answer.
-        max_choices: maximum number of answers per request (``n``).
-        max_queued_requests: maximum number of waiting requests; further ones get status 429.
-        request_timeout: seconds from acceptance to the end of an answer.
-        drain_timeout: seconds that running requests have to finish after SIGTERM.
-        routing: routing policy, one of :data:`ROUTING`.
-        otlp_traces_endpoint: URL that receives OpenTelemetry traces; None: no traces.
 
     Raises:
         SettingError: a number is out of range, the routing policy is unknown, or a host name is none.
     """
 
     settings: Settings
-    host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_name: str | None = None
     api_keys: ApiKeys = field(default_factory=ApiKeys)
-    allowed_hosts: tuple[str, ...] = ()
-    allowed_media_domains: tuple[str, ...] = ()
-    allowed_local_media_path: Path | None = None
-    max_body_mb: float = 64.0
-    max_images: int = 16
-    max_pages: int = 50
-    max_pixels: int = MAX_PIXELS
-    max_output_tokens: int = 16_384
-    max_choices: int = 16
-    max_queued_requests: int = 256
-    request_timeout: float = 600.0
-    drain_timeout: float = 60.0
-    routing: str = "affinity"
-    otlp_traces_endpoint: str | None = None
+    max_pages: int = default_of("max_pages", "serve")
 
     def __post_init__(self) -> None:
-        if self.routing not in ROUTING:
-            raise SettingError(f"--routing: expected {', '.join(ROUTING)}, got {self.routing!r}")
-        for item in fields(self):
-            if item.name in SERVE_RANGES:
-                SERVE_RANGES[item.name].check(f"--{item.name.replace('_', '-')}", getattr(self, item.name))
+        check_options(self, "serve")
         hosts = (_in_header(_host_name("--allowed-hosts", name)) for name in self.allowed_hosts)
         domains = (_in_url(_host_name("--allowed-media-domains", name)) for name in self.allowed_media_domains)
         object.__setattr__(self, "allowed_hosts", tuple(hosts))

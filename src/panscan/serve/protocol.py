@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
-from pydantic_core import PydanticCustomError
+import msgspec
+from msgspec import Meta
 
-from panscan.core import SettingError
+from panscan.core import Sampling, SettingError
 from panscan.core.ranges import shorten
 from panscan.settings import nearest
 
 __all__ = [
+    "MOST_PARTS",
+    "Body",
     "ChatCompletionRequest",
     "ChatMessage",
     "CompletionRequest",
@@ -21,6 +26,7 @@ __all__ = [
     "FilePart",
     "ImagePart",
     "MmProcessorKwargs",
+    "Parsed",
     "ResponseFormat",
     "SamplingFields",
     "TextPart",
@@ -32,15 +38,11 @@ __all__ = [
 
 _MOST_VALUES = 50_000  # JSON values of a body
 _LONGEST_SHOWN = 100  # characters of a client's name in a message
-_LONGEST_PROBLEM = 300  # characters of a validation error
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)  # matches at every quote: linear work
 
-_MOST_STOPS = 16
-_LONGEST_STOP = 1024  # characters
-_MOST_MESSAGES = 4096
-_MOST_PARTS = 4096  # maximum over all messages
-_MOST_METADATA = 128  # names; OpenAI's API allows 16
-_LONGEST_REFERENCE = 2**31  # characters of a data URL; the size of the body is limited
+MOST_PARTS = 4096
+"""Maximum number of parts over all messages."""
+_OFF = {"top_p": (1,), "top_k": (-1, 0), "min_p": (0,)}  # values that switch a filter off
 
 
 class FieldError(SettingError):
@@ -51,57 +53,16 @@ class FieldError(SettingError):
         self.param = param
 
 
-class _Body(BaseModel):
-    """A request body that refuses unknown fields and treats ``null`` as absent.
+class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """An object of a request body. It refuses unknown fields and treats ``null`` as absent.
 
     ``NEUTRAL``: fields of OpenAI's API that are accepted only with these values, which have no effect.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    NEUTRAL: ClassVar[dict[str, tuple[Any, ...]]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        given = {name: value for name, value in data.items() if value is not None}
-        for name, accepted in cls.NEUTRAL.items():
-            if name in given and not any(type(given[name]) is type(each) and given[name] == each for each in accepted):
-                values = " or ".join(repr(each) for each in accepted)
-                hint = f"; it may be {values}" if accepted else ""
-                raise PydanticCustomError("unsupported", "{name} is not supported{hint}", {"name": name, "hint": hint})
-            given.pop(name, None)
-        unknown = next((name for name in given if name not in cls.model_fields), None)
-        if unknown is not None:
-            hint = nearest(unknown[:_LONGEST_SHOWN], cls.model_fields)
-            raise _unknown(unknown, hint)
-        _check_parts(given.get("messages"))
-        return given
+    NEUTRAL: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
 
-def _unknown(name: str, hint: str) -> PydanticCustomError:
-    name = name[:_LONGEST_SHOWN]
-    shown = name if name.isprintable() and name else repr(name)
-    return PydanticCustomError(
-        "unknown", "{shown} is not supported{hint}", {"name": name, "shown": shown, "hint": hint}
-    )
-
-
-def _check_parts(messages: Any) -> None:
-    """Refuse a conversation with too many parts, before validating each part.
-
-    Raises:
-        PydanticCustomError: too many parts.
-    """
-    if not isinstance(messages, list):
-        return
-    contents = (each.get("content") for each in messages if isinstance(each, dict))
-    if sum(len(content) for content in contents if isinstance(content, list)) > _MOST_PARTS:
-        raise PydanticCustomError("messages", "at most {most} parts per request", {"most": _MOST_PARTS})
-
-
-class MmProcessorKwargs(_Body):
+class MmProcessorKwargs(Body):
     """The pan-and-scan settings of a request, named as in Transformers' processor. Defaults: the server's settings."""
 
     do_pan_and_scan: bool | None = None
@@ -110,51 +71,48 @@ class MmProcessorKwargs(_Body):
     pan_and_scan_min_ratio_to_activate: float | None = None
 
 
-class TextPart(_Body):
+Reference = Annotated[str, Meta(max_length=2**31)]  # a data URL; the size of the body is limited
+
+
+class TextPart(Body, tag_field="type", tag="text"):
     """Text of a message."""
 
-    type: Literal["text"]
     text: str
 
 
-class _ImageUrl(_Body):
-    url: str = Field(max_length=_LONGEST_REFERENCE)
+class _ImageUrl(Body):
+    url: Reference
     detail: Literal["auto", "high"] = "auto"
 
 
-class ImagePart(_Body):
+class ImagePart(Body, tag_field="type", tag="image_url"):
     """An image or document of a message, by ``data:``, ``https:``, ``file:`` or ``attachment:`` URL."""
 
-    type: Literal["image_url"]
     image_url: _ImageUrl
 
+    @property
+    def url(self) -> str:
+        """The URL of the image."""
+        return self.image_url.url
 
-class _File(_Body):
-    file_data: str = Field(max_length=_LONGEST_REFERENCE)
-    filename: str | None = Field(default=None, max_length=1024)
+
+class _File(Body):
+    file_data: Reference
+    filename: Annotated[str, Meta(max_length=1024)] | None = None
 
 
-class FilePart(_Body):
+class FilePart(Body, tag_field="type", tag="file"):
     """A document of a message: ``file_data`` is a ``data:`` or ``attachment:`` URL."""
 
-    type: Literal["file"]
     file: _File
 
-
-Part = Annotated[TextPart | ImagePart | FilePart, Field(discriminator="type")]
-
-
-def _content_kind(value: Any) -> str:
-    return "text" if isinstance(value, str) else "parts"
+    @property
+    def url(self) -> str:
+        """The URL of the document."""
+        return self.file.file_data
 
 
-Content = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[Part], Tag("parts"), Field(min_length=1, max_length=_MOST_MESSAGES)],
-    Discriminator(_content_kind),
-]
-
-
-class ChatMessage(_Body):
+class ChatMessage(Body):
     """One turn of a conversation."""
 
     NEUTRAL: ClassVar = {
@@ -167,68 +125,57 @@ class ChatMessage(_Body):
     }
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    content: str | Annotated[list[TextPart | ImagePart | FilePart], Meta(min_length=1, max_length=MOST_PARTS)]
+
+    @property
+    def parts(self) -> list[TextPart | ImagePart | FilePart]:
+        """The content as parts."""
+        return [TextPart(text=self.content)] if isinstance(self.content, str) else self.content
 
 
-class _JsonSchema(_Body):
-    """A named JSON schema. ``schema`` is an alias, because it would shadow a method of pydantic."""
+Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, populate_by_name=False)
 
-    name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
-    json_schema: dict[str, Any] | bool = Field(alias="schema")
+class _JsonSchema(Body):
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    schema: dict[str, Any] | bool
     strict: bool | None = None
     description: str | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        given = {name: value for name, value in data.items() if value is not None}
-        known = ("name", "schema", "strict", "description")
-        unknown = next((name for name in given if name not in known), None)
-        if unknown is not None:
-            hint = nearest(unknown[:_LONGEST_SHOWN], known)
-            raise _unknown(unknown, hint)
-        return given
 
-
-class ResponseFormat(_Body):
+class ResponseFormat(Body):
     """The format of the answer: any text, any JSON object, or JSON that matches a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _JsonSchema | None = None
 
-    @model_validator(mode="after")
-    def _check(self) -> ResponseFormat:
+    def __post_init__(self) -> None:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise PydanticCustomError("schema", "json_schema and type 'json_schema' require each other")
-        return self
+            raise ValueError("json_schema and type 'json_schema' require each other")
+
+    @property
+    def schema_text(self) -> str | None:
+        """The JSON schema of the answer; None for plain text."""
+        schema: Any = {"type": "object"} if self.json_schema is None else self.json_schema.schema
+        return None if self.type == "text" else json.dumps(schema)
 
 
-class _StreamOptions(_Body):
+class _StreamOptions(Body):
     NEUTRAL: ClassVar = {"include_obfuscation": (False,)}
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
-    @model_validator(mode="after")
-    def _check(self) -> _StreamOptions:
+    def __post_init__(self) -> None:
         if self.continuous_usage_stats and not self.include_usage:
-            raise PydanticCustomError("usage", "continuous_usage_stats requires include_usage: true")
-        return self
+            raise ValueError("continuous_usage_stats requires include_usage: true")
 
 
-Stop = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
+Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
 
 
-def _stop_kind(value: Any) -> str:
-    return "text" if isinstance(value, str) else "list"
-
-
-class SamplingFields(_Body):
-    """The fields that chat and text completions share."""
+class SamplingFields(Body):
+    """The fields that chat and text completions share. Those of :class:`panscan.core.Sampling` have its names."""
 
     NEUTRAL: ClassVar = {
         "frequency_penalty": (0, 0.0),
@@ -241,7 +188,7 @@ class SamplingFields(_Body):
         "suffix": (),
     }
 
-    model: str | None = Field(default=None, max_length=1024)
+    model: Annotated[str, Meta(max_length=1024)] | None = None
     stream: bool = False
     stream_options: _StreamOptions | None = None
     max_tokens: int | None = None
@@ -251,35 +198,75 @@ class SamplingFields(_Body):
     min_p: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    stop: (
-        Annotated[
-            Annotated[Stop, Tag("text")] | Annotated[list[Stop], Tag("list"), Field(max_length=_MOST_STOPS)],
-            Discriminator(_stop_kind),
-        ]
-        | None
-    ) = None
-    stop_token_ids: Annotated[list[int], Field(max_length=_MOST_STOPS)] | None = None
-    n: int = Field(default=1, ge=1)
+    stop: Stop | Annotated[list[Stop], Meta(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[int], Meta(max_length=16)] | None = None
+    n: Annotated[int, Meta(ge=1)] = 1
     ignore_eos: bool = False
     response_format: ResponseFormat | None = None
-    user: str | None = Field(default=None, description="Accepted for compatibility; not used or stored.")
-    metadata: dict[str, str] | None = Field(default=None, description="Accepted for compatibility; not used or stored.")
+    user: Annotated[str | None, Meta(description="Accepted for compatibility; not used or stored.")] = None
+    metadata: Annotated[
+        Annotated[dict[str, str], Meta(max_length=128)] | None,  # OpenAI's API allows 16 names
+        Meta(description="Accepted for compatibility; not used or stored."),
+    ] = None
 
-    @field_validator("metadata", mode="before")
-    @classmethod
-    def _check_metadata(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > _MOST_METADATA:  # before each value is validated
-            raise PydanticCustomError("metadata", "at most {most} names", {"most": _MOST_METADATA})
-        return value
-
-    @model_validator(mode="after")
-    def _check_stream_options(self) -> SamplingFields:
+    def __post_init__(self) -> None:
         if self.stream_options is not None and not self.stream:
-            raise PydanticCustomError("stream_options", "stream_options requires stream: true")
-        return self
+            raise ValueError("stream_options requires stream: true")
+
+    @property
+    def output_tokens(self) -> int | None:
+        """Maximum number of output tokens; None: the server's default."""
+        return self.max_tokens
+
+    @property
+    def logprobs_per_token(self) -> int | None:
+        """Number of log-probabilities per token besides its own; None: no log-probabilities."""
+        raise NotImplementedError
+
+    def sampling(self, defaults: Sampling, *, most_tokens: int) -> Sampling:
+        """Return the sampling parameters.
+
+        With temperature 0 the filters cannot change the token, so they are checked and dropped.
+
+        Args:
+            defaults: parameters that the request lacks.
+            most_tokens: maximum number of output tokens.
+
+        Raises:
+            FieldError: a value is out of its range.
+        """
+        tokens = min(defaults.max_new_tokens, most_tokens) if self.output_tokens is None else self.output_tokens
+        if tokens > most_tokens:
+            raise FieldError(f"max_tokens: at most {most_tokens}, got {shorten(tokens)}", "max_tokens")
+        values = {item.name: getattr(self, item.name, None) for item in fields(Sampling)}
+        chosen = {name: value for name, value in values.items() if value is not None}
+        chosen |= {name: None for name, off in _OFF.items() if chosen.get(name) in off}
+        chosen |= {
+            "max_new_tokens": tokens,
+            "logprobs": self.logprobs_per_token,
+            "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "json_schema": None if self.response_format is None else self.response_format.schema_text,
+        }
+        try:
+            if chosen.get("temperature", defaults.temperature) == 0:
+                replace(defaults, temperature=1.0, **{name: chosen[name] for name in _OFF if name in chosen})
+                chosen |= dict.fromkeys(_OFF)
+            return replace(defaults, **chosen)
+        except SettingError as error:
+            raise _sampling_error(str(error)) from error
 
 
-class ChatCompletionRequest(SamplingFields):
+def _sampling_error(message: str) -> FieldError:
+    """Return an error of :class:`panscan.core.Sampling` with the name of the request's field."""
+    name = message.split(" ", 1)[0].rstrip(":")
+    if name == "max_new_tokens":
+        return FieldError(f"max_tokens{message.removeprefix(name)}", "max_tokens")
+    param = "response_format" if name == "json_schema" else name
+    return FieldError(message, param if param in SamplingFields.__struct_fields__ else None)
+
+
+class ChatCompletionRequest(SamplingFields, kw_only=True):
     """Body of ``/v1/chat/completions``."""
 
     NEUTRAL: ClassVar = {
@@ -297,67 +284,87 @@ class ChatCompletionRequest(SamplingFields):
         "verbosity": (),
     }
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=_MOST_MESSAGES)]
+    messages: Messages
     mm_processor_kwargs: MmProcessorKwargs | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
-    @model_validator(mode="after")
-    def _check_fields(self) -> ChatCompletionRequest:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.top_logprobs is not None and not self.logprobs:
-            raise PydanticCustomError("top_logprobs", "top_logprobs requires logprobs: true")
+            raise ValueError("top_logprobs requires logprobs: true")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
-            raise PydanticCustomError("max_tokens", "max_tokens and max_completion_tokens differ; give one of them")
-        return self
+            raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
+
+    @property
+    def output_tokens(self) -> int | None:
+        """See :class:`SamplingFields`."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def logprobs_per_token(self) -> int | None:
+        """See :class:`SamplingFields`."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(SamplingFields, kw_only=True):
     """Body of ``/v1/completions``: raw text, without the chat template."""
 
-    prompt: Annotated[
-        Annotated[str, Tag("text")] | Annotated[list[str], Tag("list"), Field(min_length=1, max_length=128)],
-        Discriminator(_stop_kind),
-    ]
-    logprobs: int | None = Field(default=None, ge=0, le=20)
+    prompt: str | Annotated[list[str], Meta(min_length=1, max_length=128)]
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+    @property
+    def logprobs_per_token(self) -> int | None:
+        """See :class:`SamplingFields`."""
+        return self.logprobs
 
 
-class TokenizeRequest(_Body):
+class TokenizeRequest(Body):
     """Body of ``/tokenize``: a conversation or a raw prompt."""
 
     NEUTRAL: ClassVar = {"add_generation_prompt": (True,), "add_special_tokens": (True, False)}
 
-    model: str | None = Field(default=None, max_length=1024)
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=_MOST_MESSAGES)] | None = None
+    model: Annotated[str, Meta(max_length=1024)] | None = None
+    messages: Messages | None = None
     prompt: str | None = None
     mm_processor_kwargs: MmProcessorKwargs | None = None
 
-    @model_validator(mode="after")
-    def _check(self) -> TokenizeRequest:
+    def __post_init__(self) -> None:
         if (self.messages is None) == (self.prompt is None):
-            raise PydanticCustomError("prompt", "give either messages or prompt")
+            raise ValueError("prompt: give either messages or prompt")
         if self.prompt is not None and self.mm_processor_kwargs is not None:
-            raise PydanticCustomError("mm_processor_kwargs", "mm_processor_kwargs requires messages")
-        return self
+            raise ValueError("mm_processor_kwargs requires messages")
 
 
-class ViewsRequest(_Body):
+class ViewsRequest(Body):
     """Body of ``/v1/views``: an image, or only its size."""
 
-    image: str | None = Field(default=None, max_length=_LONGEST_REFERENCE)
-    width: int | None = Field(default=None, ge=1, le=2**20)
-    height: int | None = Field(default=None, ge=1, le=2**20)
+    image: Reference | None = None
+    width: Annotated[int, Meta(ge=1, le=2**20)] | None = None
+    height: Annotated[int, Meta(ge=1, le=2**20)] | None = None
     mm_processor_kwargs: MmProcessorKwargs | None = None
     preview: bool = False
 
-    @model_validator(mode="after")
-    def _check(self) -> ViewsRequest:
+    def __post_init__(self) -> None:
         if (self.image is None) == (self.width is None) or (self.width is None) != (self.height is None):
-            raise PydanticCustomError("image", "give either image, or width and height")
-        return self
+            raise ValueError("image: give either image, or width and height")
 
 
-Parsed = TypeVar("Parsed", bound=BaseModel)
+Parsed = TypeVar("Parsed", bound=Body)
+
+_PARTS: Mapping[str, type[Body]] = {"text": TextPart, "image_url": ImagePart, "file": FilePart}
+_NESTED: Mapping[str, type[Body] | Mapping[str, type[Body]]] = {
+    "messages": ChatMessage,
+    "content": _PARTS,
+    "image_url": _ImageUrl,
+    "file": _File,
+    "mm_processor_kwargs": MmProcessorKwargs,
+    "response_format": ResponseFormat,
+    "json_schema": _JsonSchema,
+    "stream_options": _StreamOptions,
+}
+"""The fields that hold objects, or lists of them. Parts differ by ``type``."""
 
 
 def parse(kind: type[Parsed], body: bytes) -> Parsed:
@@ -369,19 +376,14 @@ def parse(kind: type[Parsed], body: bytes) -> Parsed:
     if count_values(body) > _MOST_VALUES and count_values(_STRING.sub(b"", body)) > _MOST_VALUES:
         raise FieldError(f"the body has more than {_MOST_VALUES} JSON values")
     try:
-        parsed = kind.model_validate_json(body)
+        content = msgspec.json.decode(body)
         json.loads(body, object_pairs_hook=_unique)
-        return parsed
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-    param = _path(first["loc"]) or (first["type"] if first["type"] in kind.model_fields else None)
-    problem = first["msg"] if len(first["msg"]) <= _LONGEST_PROBLEM else f"{first['msg'][:_LONGEST_PROBLEM]}..."
-    if first["type"] == "json_invalid":
-        raise FieldError(f"the body is not valid JSON: {problem.removeprefix('Invalid JSON: ')}")
-    if first["type"] in ("unknown", "unsupported"):
-        name = first["ctx"]["name"]
-        raise FieldError(problem if param is None else f"{param}: {problem}", f"{param}.{name}" if param else name)
-    raise FieldError(f"{param}: {problem}" if param else problem, param)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise FieldError(f"the body is not valid JSON: {error}") from None
+    try:
+        return msgspec.convert(_supported_fields(content, kind), kind)
+    except msgspec.ValidationError as error:
+        raise _conversion_error(str(error), kind) from None
 
 
 def count_values(body: bytes) -> int:
@@ -400,28 +402,91 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
-                shown = _shown(name)
+                shown = _printable(name)
                 raise FieldError(f"{shown}: the JSON body repeats this field", shown)
             seen.add(name)
     return unique
 
 
-def _shown(name: str) -> str:
+def _printable(name: str) -> str:
     """Return a client's name for a message: one line, and not long."""
     return name[:_LONGEST_SHOWN] if name.isprintable() else shorten(name)
 
 
-def _path(location: tuple[int | str, ...]) -> str:
-    """Return the path of a field as the client wrote it, without the union tags that pydantic adds."""
-    tagged = ("content", "stop", "prompt")
-    steps = zip(location, (None, *location), strict=False)
-    names = [
-        part if isinstance(part, int) else _shown(part)
-        for part, before in steps
-        if isinstance(part, int) or not _is_tag(part, before, tagged)
-    ]
-    return ".".join(map(str, names[:8]))
+def _supported_fields(value: Any, kind: type[Body] | Mapping[str, type[Body]], path: str = "") -> Any:
+    """Return a JSON object without nulls and neutral fields; any other value as it is.
+
+    Args:
+        value: JSON value.
+        kind: type of the object, or its types by the field ``type``.
+        path: path of the object with a final dot; empty for the body.
+
+    Raises:
+        FieldError: a field of the object, or of one in it, is not supported, or has none of a list of values.
+    """
+    if not isinstance(value, dict):
+        return value
+    if isinstance(kind, Mapping):
+        _check_choice(f"{path}type", value.get("type"), tuple(kind))
+        kind = kind[value["type"]]
+    supported = {}
+    for name, inner in value.items():
+        if inner is None or _is_neutral(kind, name, inner, path):
+            continue
+        if name not in (*kind.__struct_fields__, kind.__struct_config__.tag_field):
+            raise _unsupported(path, name, nearest(name[:_LONGEST_SHOWN], kind.__struct_fields__))
+        if name in _choices(kind):
+            _check_choice(f"{path}{name}", inner, _choices(kind)[name])
+        nested = _NESTED.get(name)
+        if nested is None:
+            supported[name] = inner
+        elif isinstance(inner, list):
+            items = enumerate(inner)
+            supported[name] = [_supported_fields(item, nested, f"{path}{name}.{index}.") for index, item in items]
+        else:
+            supported[name] = _supported_fields(inner, nested, f"{path}{name}.")
+    return supported
 
 
-def _is_tag(part: str, before: int | str | None, tagged: tuple[str, ...]) -> bool:
-    return part in ("text", "image_url", "file", "parts", "list") and (isinstance(before, int) or before in tagged)
+def _is_neutral(kind: type[Body], name: str, value: Any, path: str) -> bool:
+    """Return whether a field has no effect.
+
+    Raises:
+        FieldError: the field is supported only with values that have no effect, and this is none of them.
+    """
+    accepted = kind.NEUTRAL.get(name)
+    if accepted is not None and not any(type(value) is type(item) and value == item for item in accepted):
+        raise _unsupported(path, name, f"; it may be {' or '.join(map(repr, accepted))}" if accepted else "")
+    return accepted is not None
+
+
+def _unsupported(path: str, name: str, hint: str) -> FieldError:
+    name = name[:_LONGEST_SHOWN]
+    shown = name if name.isprintable() and name else repr(name)
+    return FieldError(f"{path[:-1]}{': ' if path else ''}{shown} is not supported{hint}", f"{path}{name}")
+
+
+@cache
+def _choices(kind: type[Body]) -> dict[str, tuple[str, ...]]:
+    """Return the values of each field that takes one of a few."""
+    hints = get_type_hints(kind)
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+
+
+def _check_choice(path: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raise a FieldError unless a value is one of a few."""
+    if value not in choices:
+        expected = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+        raise FieldError(f"{path}: expected {expected}, got {shorten(value)}", path)
+
+
+def _conversion_error(message: str, kind: type[Body]) -> FieldError:
+    """Return msgspec's error with the path of the field as OpenAI writes it, such as ``messages.0.role``."""
+    problem, _, location = message.partition(" - at `$")
+    path = re.sub(r"\[(\d+)\]", r".\1", location.rstrip("`")).replace("[...]", "").removeprefix(".")
+    if missing := re.fullmatch(r"Object missing required field `(\w+)`", problem):
+        path, problem = f"{path}.{missing[1]}".removeprefix("."), "this field is required"
+    elif not path and (name := re.split("[ :]", problem)[0]) in kind.__struct_fields__:
+        return FieldError(problem, name)
+    problem = problem[:1].lower() + problem[1:]
+    return FieldError(f"{path}: {problem}" if path else problem, path or None)

@@ -125,7 +125,7 @@ class ReplicaBackend:
             result = entry.unanswered(None)
         except TimeoutError:
             seconds = self._options.request_timeout
-            result = entry.unanswered(EngineError(f"no answer within --request-timeout ({seconds:g} s)"))
+            result = entry.unanswered(EngineError(f"no answer within --timeout ({seconds:g} s)"))
         except PanscanError as error:
             result = entry.unanswered(error)
         except Exception as error:  # a bug must not leave the client waiting

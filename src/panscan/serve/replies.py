@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
 
 from panscan.core import (
     EngineError,
@@ -23,23 +25,34 @@ from panscan.core import (
     UnsupportedError,
 )
 from panscan.serve.backend import ServeBackend
-from panscan.serve.protocol import FieldError
+from panscan.serve.protocol import ChatCompletionRequest, CompletionRequest, FieldError
 
-__all__ = ["DONE", "TIMED_OUT", "Reply", "TokenNames", "error_body", "error_of", "error_status", "server_sent"]
+__all__ = [
+    "DONE",
+    "TIMED_OUT",
+    "Reply",
+    "TokenNames",
+    "error_body",
+    "error_of",
+    "error_status",
+    "json_response",
+    "server_sent",
+]
 
 DONE = b"data: [DONE]\n\n"
 _LONGEST_MESSAGE = 1000  # characters: some errors quote what a client sent
 _LOWEST = -9999.0  # JSON has no minus infinity
-_LEVELS = 5  # depth of the part of a response that grows: choices, choice, logprobs, content, token
-_ITEMS = 64  # items that are encoded at a time
-TIMED_OUT = "the request timed out (--request-timeout, or its header X-Request-Timeout)"
-
-Kind = Literal["chat", "text"]
+TIMED_OUT = "the request timed out (--timeout, or its header X-Request-Timeout)"
 
 
 def server_sent(body: Mapping[str, Any]) -> bytes:
     """Return one server-sent event."""
-    return b"data: " + _dumps(body) + b"\n\n"
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return a response with a JSON body."""
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
 def error_status(error: PanscanError) -> int:
@@ -77,36 +90,6 @@ def error_body(message: str, status: int, param: str | None = None, code: str | 
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def encoded(body: Mapping[str, Any]) -> bytes:
-    """Return a response as JSON, encoded in pieces: other threads run between them, such as the event loop's."""
-    return b"".join(_pieces(body, _LEVELS))
-
-
-def _pieces(value: Any, levels: int) -> Iterator[bytes]:
-    """Yield the JSON of a value. Containers are split down to a number of levels, and lists below it by items."""
-    if isinstance(value, Mapping) and levels:
-        for index, (name, inner) in enumerate(value.items()):
-            yield b"%s%s:" % (b"," if index else b"{", _dumps(name))
-            yield from _pieces(inner, levels - 1)
-        yield b"}" if value else b"{}"
-    elif isinstance(value, list) and levels and len(value) <= _ITEMS:
-        for index, inner in enumerate(value):
-            yield b"," if index else b"["
-            yield from _pieces(inner, levels - 1)
-        yield b"]" if value else b"[]"
-    elif isinstance(value, list):
-        for start in range(0, len(value), _ITEMS):
-            yield b"," if start else b"["
-            yield _dumps(value[start : start + _ITEMS])[1:-1]
-        yield b"]" if value else b"[]"
-    else:
-        yield _dumps(value)
-
-
-def _dumps(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-
-
 def error_of(error: PanscanError) -> dict[str, Any]:
     """Return an exception in OpenAI's format."""
     param = error.param if isinstance(error, FieldError) else _PARAMS.get(str(error).partition(":")[0])
@@ -134,10 +117,14 @@ class TokenNames:
         """Return a token's text, with replacement characters for incomplete UTF-8."""
         return self._known[token].decode(errors="replace")
 
-    def entry(self, token: int, logprobs: TokenLogprobs) -> dict[str, Any]:
-        """Return one token of OpenAI's ``logprobs.content``."""
+    def entry(self, token: int, logprobs: TokenLogprobs) -> msgspec.Raw:
+        """Return one token of OpenAI's ``logprobs.content`` as JSON.
+
+        A response with all tokens takes long to encode. In one piece, it would hold Python's lock, and with it the
+        event loop, all that time.
+        """
         top = [self._one(id, value) for id, value in logprobs.top]
-        return {**self._one(token, logprobs.logprob), "top_logprobs": top}
+        return msgspec.Raw(msgspec.json.encode({**self._one(token, logprobs.logprob), "top_logprobs": top}))
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token": self.text(token), "bytes": list(self._known[token]), "logprob": max(logprob, _LOWEST)}
@@ -147,22 +134,19 @@ class Reply:
     """The response to one HTTP request.
 
     Args:
-        kind: chat or text completion.
+        body: request body; only its options are kept.
         model: the model's name in the API.
         names: token texts, for log-probabilities.
-        logprobs: whether the request asks for log-probabilities.
-        continuous_usage: whether each chunk of a stream has the token counts of its choice so far, as in vLLM.
     """
 
-    def __init__(
-        self, kind: Kind, model: str, names: TokenNames, *, logprobs: bool, continuous_usage: bool = False
-    ) -> None:
-        self._kind, self._names, self.logprobs = kind, names, logprobs
-        self._continuous_usage = continuous_usage
-        self._offsets: dict[int, int] = {}  # characters of each streamed choice so far
+    def __init__(self, body: ChatCompletionRequest | CompletionRequest, model: str, names: TokenNames) -> None:
+        self._chat, self._names, self._per_prompt = isinstance(body, ChatCompletionRequest), names, body.n
+        self.logprobs = body.logprobs_per_token is not None
+        self.include_usage = body.stream_options is not None and body.stream_options.include_usage
+        self._continuous_usage = body.stream_options is not None and body.stream_options.continuous_usage_stats
+        self._offsets: Counter[int] = Counter()  # characters of each streamed choice so far
         self._counts: Counter[int] = Counter()  # tokens of each streamed choice so far
-        prefix = "chatcmpl" if kind == "chat" else "cmpl"
-        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self.id = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
 
     async def fetch_token_bytes(self, results: Sequence[Result]) -> None:
@@ -175,26 +159,15 @@ class Reply:
             for result in results:
                 await self._names.fetch(result.logprobs or (), result.token_ids)
 
-    def whole(self, results: Sequence[Result], per_prompt: int) -> dict[str, Any]:
-        """Return the response with all choices, after :meth:`fetch_token_bytes`.
-
-        Args:
-            results: results of all choices, grouped by prompt.
-            per_prompt: number of choices per prompt.
-        """
-        object_name = "chat.completion" if self._kind == "chat" else "text_completion"
+    def whole(self, results: Sequence[Result]) -> dict[str, Any]:
+        """Return the response with all choices, grouped by prompt, after :meth:`fetch_token_bytes`."""
+        object_name = "chat.completion" if self._chat else "text_completion"
         choices = [self._choice(index, result) for index, result in enumerate(results)]
-        return {
-            **self._head,
-            "object": object_name,
-            "choices": choices,
-            "usage": usage(results, per_prompt),
-            "panscan": figures(results),
-        }
+        return {**self._head, "object": object_name, "choices": choices, **self._totals(results)}
 
     def first(self, count: int) -> list[dict[str, Any]]:
         """Return the first chunks of a stream: for a chat, the role of each choice."""
-        if self._kind == "text":
+        if not self._chat:
             return []
         opening = {"role": "assistant", "content": ""}
         return [self._chunk([{"index": index, "delta": opening, "finish_reason": None}]) for index in range(count)]
@@ -210,15 +183,14 @@ class Reply:
         if not event.text and reason is None and (event.logprobs is None or not self.logprobs):
             return None
         choice: dict[str, Any] = {"index": index, "finish_reason": reason}
-        if self._kind == "chat":
+        if self._chat:
             choice["delta"] = {"content": event.text} if event.text else {}
         else:
             choice["text"] = event.text
         if self.logprobs and event.logprobs is not None and event.token_id is not None:
             await self._names.fetch([event.logprobs], [event.token_id])
-            offset = self._offsets.get(index, 0)
-            choice["logprobs"] = self._logprobs_of([event.token_id], [event.logprobs], offset)
-            self._offsets[index] = offset + len(self._names.text(event.token_id))
+            choice["logprobs"] = self._logprobs_of([event.token_id], [event.logprobs], self._offsets[index])
+            self._offsets[index] += len(self._names.text(event.token_id))
         chunk = self._chunk([choice])
         if self._continuous_usage:
             prompt, completion = event.prompt_tokens, self._counts[index]
@@ -226,24 +198,28 @@ class Reply:
             chunk["usage"] = counts
         return chunk
 
-    def last(self, results: Sequence[Result], per_prompt: int) -> dict[str, Any]:
+    def last(self, results: Sequence[Result]) -> dict[str, Any]:
         """Return the chunk with the usage."""
-        return {**self._chunk([]), "usage": usage(results, per_prompt), "panscan": figures(results)}
+        return {**self._chunk([]), **self._totals(results)}
+
+    def _totals(self, results: Sequence[Result]) -> dict[str, Any]:
+        """Return the token counts, where each prompt counts once, and the figures of the first choice."""
+        return {"usage": _usage(results, results[:: self._per_prompt]), "panscan": _figures(results[0])}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        object_name = "chat.completion.chunk" if self._kind == "chat" else "text_completion"
+        object_name = "chat.completion.chunk" if self._chat else "text_completion"
         return {**self._head, "object": object_name, "choices": choices}
 
     def _choice(self, index: int, result: Result) -> dict[str, Any]:
         logprobs = self._logprobs_of(result.token_ids, result.logprobs or []) if self.logprobs else None
         choice = {"index": index, "finish_reason": result.finish_reason, "logprobs": logprobs}
-        if self._kind == "chat":
+        if self._chat:
             return {**choice, "message": {"role": "assistant", "content": result.text, "refusal": None}}
         return {**choice, "text": result.text}
 
     def _logprobs_of(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int = 0) -> dict[str, Any]:
         pairs = list(zip(tokens, logprobs, strict=False))
-        if self._kind == "chat":
+        if self._chat:
             return {"content": [self._names.entry(token, each) for token, each in pairs], "refusal": None}
         texts = [self._names.text(token) for token, _ in pairs]
         offsets = list(accumulate(map(len, texts), initial=offset))[:-1]
@@ -252,14 +228,8 @@ class Reply:
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
 
 
-def usage(results: Sequence[Result], per_prompt: int) -> dict[str, Any]:
-    """Return token counts: each prompt counts once, and every choice counts.
-
-    Args:
-        results: results of all choices, grouped by prompt.
-        per_prompt: number of choices per prompt.
-    """
-    prompts = results[::per_prompt]
+def _usage(results: Sequence[Result], prompts: Sequence[Result]) -> dict[str, Any]:
+    """Return the token counts of all choices, and of one choice per prompt."""
     prompt_tokens = sum(result.prompt_tokens for result in prompts)
     completion_tokens = sum(result.output_tokens for result in results)
     details = {
@@ -275,12 +245,10 @@ def usage(results: Sequence[Result], per_prompt: int) -> dict[str, Any]:
     }
 
 
-def figures(results: Sequence[Result]) -> dict[str, Any]:
-    """Return the measurements of the first choice: views, TTFT, TPOT, end-to-end latency and stages, milliseconds."""
-    result = results[0]
-    ttft, e2e, count = result.stamps.ttft, result.stamps.e2e, result.output_tokens
-    tpot = (e2e - ttft) / (count - 1) if ttft is not None and e2e is not None and count > 1 else None
-    times = {"ttft_ms": ttft, "tpot_ms": tpot, "e2e_ms": e2e}
+def _figures(result: Result) -> dict[str, Any]:
+    """Return the measurements of a choice: views, TTFT, TPOT, end-to-end latency and stages, milliseconds."""
+    stamps = result.stamps
+    times = {"ttft_ms": stamps.ttft, "tpot_ms": stamps.tpot, "e2e_ms": stamps.e2e}
     return {
         "views": result.views,
         "crops": result.crops,

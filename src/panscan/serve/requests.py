@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import base64
-import json
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from msgspec.structs import asdict
 
 from panscan.core import PanAndScan, Request, Sampling, SettingError
 from panscan.core.deadline import Deadline
@@ -18,16 +19,15 @@ from panscan.serve.backend import RequestWork
 from panscan.serve.media import MediaFile, MediaReader
 from panscan.serve.options import ServeOptions
 from panscan.serve.protocol import (
+    MOST_PARTS,
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
     FieldError,
-    FilePart,
-    ImagePart,
     MmProcessorKwargs,
-    ResponseFormat,
     SamplingFields,
     TextPart,
+    TokenizeRequest,
 )
 
 __all__ = ["PreparedRequest", "RequestBuilder", "check_used", "media_pool", "message_urls"]
@@ -76,22 +76,12 @@ class RequestBuilder:
             ImageError: an image cannot be read, or exceeds a limit.
             TimeoutError: the deadline has passed.
         """
-        tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        sampling = self._sampling(body, tokens, (body.top_logprobs or 0) if body.logprobs else None)
+        sampling = self._sampling(body)
         _check_logprobs(body.n, sampling, "top_logprobs", "n, max_tokens or top_logprobs")
-        messages, documents = self.conversation(body.messages, uploads, deadline)
-        pan_and_scan = self.pan_and_scan(body.mm_processor_kwargs)
-        pages = [page for document in documents for page in document.pages]
-        request = Request(
-            messages=messages,
-            images=pages,
-            pan_and_scan=pan_and_scan,
-            sampling=sampling,
-            max_pages=self._options.max_pages,
-        )
-        text = sum(len(part.get("text", "")) for turn in messages for part in turn["content"])
-        work = self._work(documents, pan_and_scan, text, sampling.max_new_tokens)
-        return PreparedRequest(self._choices(request, body.n), work)
+        request, documents = self._conversation_request(body.messages, body.mm_processor_kwargs, uploads, deadline)
+        text = sum(len(part.text) for turn in body.messages for part in turn.parts if isinstance(part, TextPart))
+        work = self._work(documents, request.pan_and_scan, text, sampling.max_new_tokens)
+        return PreparedRequest(_choices(replace(request, sampling=sampling), body.n), work)
 
     def completion(self, body: CompletionRequest, uploads: Mapping[str, bytes]) -> PreparedRequest:
         """Return the requests of a plain completion: for each prompt, ``n`` choices.
@@ -100,18 +90,26 @@ class RequestBuilder:
             FieldError: a value is out of range, or the body has files, which a prompt cannot reference.
         """
         check_used(uploads, ())
-        sampling = self._sampling(body, body.max_tokens, body.logprobs)
-        prompts = [body.prompt] if isinstance(body.prompt, str) else list(body.prompt)
-        if len(prompts) * body.n > self._options.max_choices:
+        sampling = self._sampling(body)
+        prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        count = len(prompts) * body.n
+        if count > self._options.max_choices:
             raise FieldError(f"prompt and n: at most {self._options.max_choices} choices per request", "prompt")
-        _check_logprobs(len(prompts) * body.n, sampling, "logprobs", "the number of prompts, n, max_tokens or logprobs")
-        requests = [
-            choice
-            for prompt in prompts
-            for choice in self._choices(Request(prompt=prompt, raw=True, sampling=sampling), body.n)
-        ]
-        longest = max(map(len, prompts))
-        return PreparedRequest(requests, self._work([], PanAndScan(), longest, sampling.max_new_tokens))
+        _check_logprobs(count, sampling, "logprobs", "the number of prompts, n, max_tokens or logprobs")
+        requests = [Request(prompt=prompt, raw=True, sampling=sampling) for prompt in prompts]
+        work = self._work([], PanAndScan(), max(map(len, prompts)), sampling.max_new_tokens)
+        return PreparedRequest([choice for request in requests for choice in _choices(request, body.n)], work)
+
+    def counted(self, body: TokenizeRequest, uploads: Mapping[str, bytes], deadline: Deadline) -> Request:
+        """Return the request whose tokens to count.
+
+        Raises:
+            FieldError, ImageError, TimeoutError: see :meth:`chat`.
+        """
+        if body.messages is None:
+            check_used(uploads, ())
+            return Request(prompt=body.prompt, raw=True)
+        return self._conversation_request(body.messages, body.mm_processor_kwargs, uploads, deadline)[0]
 
     def conversation(
         self, messages: Sequence[ChatMessage], uploads: Mapping[str, bytes], deadline: Deadline
@@ -122,33 +120,34 @@ class RequestBuilder:
 
         Raises:
             ImageError: a document cannot be read, or exceeds a limit.
-            FieldError: too many images, too many bytes in total, or an unreferenced file.
+            FieldError: too many parts or images, too many bytes in total, or an unreferenced file.
             TimeoutError: the deadline has passed.
         """
-        found: list[MediaFile] = []
+        if sum(len(message.parts) for message in messages) > MOST_PARTS:
+            raise FieldError(f"messages: at most {MOST_PARTS} parts per request", "messages")
+        documents: list[MediaFile] = []
         turns = []
         size = 0
         used: set[str] = set()
         for message in messages:
             parts: list[dict[str, Any]] = []
-            content = message.content
-            for part in [TextPart(type="text", text=content)] if isinstance(content, str) else content:
+            for part in message.parts:
                 if isinstance(part, TextPart):
                     parts.append({"type": "text", "text": part.text})
                     continue
-                url = _url(part)
-                used.add(url.partition(":")[2] if url.startswith("attachment:") else "")
-                if len(found) >= self._options.max_images:
+                used.add(part.url.partition(":")[2] if part.url.startswith("attachment:") else "")
+                if len(documents) >= self._options.max_images:
                     raise FieldError(f"messages: at most {self._options.max_images} images per request", "messages")
-                found.append(self._media.read(url, uploads, f"image {len(found) + 1}", deadline))
-                size += found[-1].size
+                document = self._media.read(part.url, uploads, f"image {len(documents) + 1}", deadline)
+                documents.append(document)
+                size += document.size
                 if size > self._options.max_body_mb * 1e6:
                     most = f"{self._options.max_body_mb:g} MB"
                     raise FieldError(f"messages: the images exceed {most} in total", "messages")
-                parts += [{"type": "image"} for _ in found[-1].pages]
+                parts += [{"type": "image"} for _ in document.pages]
             turns.append({"role": "system" if message.role == "developer" else message.role, "content": parts})
         check_used(uploads, used)
-        return turns, found
+        return turns, documents
 
     def document(self, url: str, uploads: Mapping[str, bytes], deadline: Deadline) -> MediaFile:
         """Return the document behind a URL (see :meth:`panscan.serve.media.MediaReader.read`).
@@ -168,55 +167,37 @@ class RequestBuilder:
         own = self._options.settings.pan_and_scan
         if given is None:
             return own
-        values = given.model_dump(exclude_none=True)
-        changed = {name.removeprefix("pan_and_scan_"): value for name, value in values.items()}
-        if "do_pan_and_scan" in changed:
-            changed["enabled"] = changed.pop("do_pan_and_scan")
+        values = {
+            **own.processor_kwargs(),
+            **{name: value for name, value in asdict(given).items() if value is not None},
+        }
+        enabled = values.pop("do_pan_and_scan")
         try:
-            return replace(own, **changed)
+            return PanAndScan(enabled, **{name.removeprefix("pan_and_scan_"): value for name, value in values.items()})
         except SettingError as error:
             raise FieldError(str(error), "mm_processor_kwargs") from error
 
-    def _sampling(self, body: SamplingFields, max_tokens: int | None, logprobs: int | None) -> Sampling:
-        own = self._options.settings.sampling
-        if body.n > self._options.max_choices:
-            raise FieldError(f"n: at most {self._options.max_choices}, got {shorten(body.n)}", "n")
-        most = self._options.max_output_tokens
-        tokens = min(own.max_new_tokens, most) if max_tokens is None else max_tokens
-        if tokens > most:
-            raise FieldError(f"max_tokens: at most {most}, got {shorten(tokens)}", "max_tokens")
-        given = {name: value for name in _SHARED if (value := getattr(body, name)) is not None}
-        stop = body.stop or ()
-        try:
-            return _sampling(
-                own,
-                {
-                    **given,
-                    "max_new_tokens": tokens,
-                    "logprobs": logprobs,
-                    "ignore_eos": body.ignore_eos,
-                    "stop": (stop,) if isinstance(stop, str) else tuple(stop),
-                    "stop_token_ids": tuple(body.stop_token_ids or ()),
-                    **_schema(body.response_format),
-                },
-            )
-        except SettingError as error:
-            name = str(error).split(" ", 1)[0].rstrip(":")
-            known = {"max_new_tokens": "max_tokens", "json_schema": "response_format"}
-            param = known.get(name, name if name in SamplingFields.model_fields else None)
-            message = f"max_tokens{str(error).removeprefix(name)}" if name == "max_new_tokens" else str(error)
-            raise FieldError(message, param) from error
+    def _conversation_request(
+        self,
+        messages: Sequence[ChatMessage],
+        given: MmProcessorKwargs | None,
+        uploads: Mapping[str, bytes],
+        deadline: Deadline,
+    ) -> tuple[Request, list[MediaFile]]:
+        turns, documents = self.conversation(messages, uploads, deadline)
+        request = Request(
+            messages=turns,
+            images=[page for document in documents for page in document.pages],
+            pan_and_scan=self.pan_and_scan(given),
+            max_pages=self._options.max_pages,
+        )
+        return request, documents
 
-    def _choices(self, request: Request, count: int) -> list[Request]:
-        """Return ``count`` copies with unique ids; a seed increases by one per copy, modulo 2^64."""
-        choices = []
-        for index in range(count):
-            sampling = request.sampling
-            if index and sampling.seed is not None:
-                seed = sampling.seed + index
-                sampling = replace(sampling, seed=seed - 2**64 if seed >= 2**64 else seed)
-            choices.append(replace(request, id=uuid.uuid4().hex, sampling=sampling))
-        return choices
+    def _sampling(self, body: SamplingFields) -> Sampling:
+        options = self._options
+        if body.n > options.max_choices:
+            raise FieldError(f"n: at most {options.max_choices}, got {shorten(body.n)}", "n")
+        return body.sampling(options.settings.sampling, most_tokens=options.max_output_tokens)
 
     def _work(
         self, documents: Sequence[MediaFile], pan_and_scan: PanAndScan, characters: int, max_new_tokens: int
@@ -233,6 +214,18 @@ class RequestBuilder:
         tokens = sum(plan.prompt_tokens for plan in plans) + characters // _CHARACTERS_PER_TOKEN
         views = sum(len(plan.views) for plan in plans)
         return RequestWork(views, tokens, max_new_tokens, tuple(document.digest for document in documents))
+
+
+def _choices(request: Request, count: int) -> list[Request]:
+    """Return ``count`` copies with unique ids; a seed increases by one per copy, modulo 2^64."""
+    choices = []
+    for index in range(count):
+        sampling = request.sampling
+        if index and sampling.seed is not None:
+            seed = sampling.seed + index
+            sampling = replace(sampling, seed=seed - 2**64 if seed >= 2**64 else seed)
+        choices.append(replace(request, id=uuid.uuid4().hex, sampling=sampling))
+    return choices
 
 
 def _check_logprobs(choices: int, sampling: Sampling, param: str, remedy: str) -> None:
@@ -261,35 +254,9 @@ def check_used(uploads: Mapping[str, bytes], used: Collection[str]) -> None:
         raise FieldError(f"{name}: the request does not reference this file; use the URL attachment:{name}", name)
 
 
-_SHARED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-
-
-def _sampling(own: Sampling, given: dict[str, Any]) -> Sampling:
-    """Return sampling parameters; values that switch a filter off become None.
-
-    With temperature 0 the filters cannot change the token, so they are dropped.
-    """
-    off = {"top_p": (1, 1.0), "top_k": (-1, 0), "min_p": (0, 0.0)}
-    chosen: dict[str, Any] = {name: None if value in off.get(name, ()) else value for name, value in given.items()}
-    if chosen.get("temperature", own.temperature) == 0:
-        filters = {name: value for name, value in chosen.items() if name in off and value is not None}
-        replace(own, **{"temperature": 1.0, **filters})  # raises for values that are out of range
-        chosen |= dict.fromkeys(off)
-    return replace(own, **chosen)
-
-
-def _schema(given: ResponseFormat | None) -> dict[str, str]:
-    """Return the sampling parameter of a response format; none for plain text."""
-    if given is None or given.type == "text":
-        return {}
-    schema: Any = {"type": "object"} if given.json_schema is None else given.json_schema.json_schema
-    return {"json_schema": json.dumps(schema)}
-
-
 def message_urls(messages: Sequence[ChatMessage]) -> list[str]:
     """Return the URLs of a conversation's images and documents."""
-    parts = [part for message in messages if not isinstance(message.content, str) for part in message.content]
-    return [_url(part) for part in parts if not isinstance(part, TextPart)]
+    return [part.url for message in messages for part in message.parts if not isinstance(part, TextPart)]
 
 
 def media_pool(urls: Sequence[str], uploads: Mapping[str, bytes]) -> Pool:
@@ -311,7 +278,3 @@ def _is_plain_image(url: str, uploads: Mapping[str, bytes]) -> bool:
         return base64.b64decode(url[start : start + 12]).startswith((_PNG, _JPEG))
     except ValueError:
         return False
-
-
-def _url(part: ImagePart | FilePart) -> str:
-    return part.image_url.url if isinstance(part, ImagePart) else part.file.file_data

@@ -75,7 +75,7 @@ class Router:
         patience: factor on the saved work; with 1, each request goes where it would finish first. In a simulation of
             follow-up questions about documents, 8 kept 98% of one engine's cache hits and 1 kept 90%, and 8 finished
             13% sooner (see ``test_follow_ups_keep_their_cache`` in tests/serve/test_routing.py).
-        policy: routing policy, one of :data:`panscan.serve.options.ROUTING`.
+        policy: routing policy, one of ``--routing``.
     """
 
     def __init__(

@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
 
-from panscan.analysis.cells import number_text
 from panscan.report.formatting import times
 from panscan.trace.figures import StepTime, Summary
-from panscan.trace.tables import FigureTable, TableCell
 from panscan.trace.wording import filler_name, milliseconds, short_name, short_names
 
-__all__ = ["ComparedFigure", "TraceComparison", "compare", "comparison_tables", "letters"]
+__all__ = ["ComparedFigure", "TraceComparison", "compare", "letters"]
 
 _MOST = 15  # rows of kernels and of functions
 _SMALLEST = 0.01  # part of the largest row of a table
@@ -69,36 +67,9 @@ def compare(summaries: Sequence[Summary]) -> TraceComparison:
     return TraceComparison(_names(summaries), _headline(summaries), tuple(figures))
 
 
-def comparison_tables(comparison: TraceComparison) -> Iterator[FigureTable]:
-    """Yield one table per group of figures."""
-    change = len(comparison.names) > 1
-    for group in dict.fromkeys(figure.group for figure in comparison.figures):
-        rows = []
-        for figure in comparison.figures:
-            if figure.group != group:
-                continue
-            values = tuple(TableCell(number_text(value), value=value) for value in figure.values)
-            rows.append((TableCell(figure.name, full=figure.full), *values, *_change(figure)))
-        headings = ("", *letters(comparison), *(("change", "") if change else ()))
-        yield FigureTable(group, headings, tuple(rows))
-
-
 def letters(comparison: TraceComparison) -> tuple[str, ...]:
     """Return the column titles of the traces: A, B and so on."""
     return tuple(ascii_uppercase[: len(comparison.names)])
-
-
-def _change(figure: ComparedFigure) -> tuple[TableCell, TableCell]:
-    difference, first = figure.difference, figure.values[0]
-    if difference is None or first is None:
-        return TableCell(""), TableCell("")
-    sign = "+" if difference > 0 else ""
-    relative = f"{100 * difference / first:+.1f}%" if first else ""
-    if first and difference >= 9 * first:
-        relative = times((first + difference) / first)
-    if relative in ("+0.0%", "-0.0%"):
-        return TableCell("0", value=difference), TableCell("0%", value=0.0)
-    return TableCell(f"{sign}{number_text(difference)}", value=difference), TableCell(relative)
 
 
 def _names(summaries: Sequence[Summary]) -> tuple[str, ...]:
@@ -179,7 +150,7 @@ def _fillers(summaries: Sequence[Summary]) -> Iterator[ComparedFigure]:
     for summary in summaries:
         fillers = summary.steps.fillers if summary.steps else ()
         tables.append({each.name: each.total_ms for each in fillers})
-        titles |= {each.name: filler_name(each).removesuffix(" (outside operators)") for each in fillers}
+        titles |= {each.name: filler_name(each, outside=False) for each in fillers}
     yield from _largest("CPU functions in idle time, with what they call, ms", tables, titles, complete=True)
 
 

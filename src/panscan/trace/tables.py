@@ -1,248 +1,201 @@
-"""The tables of a summary, for the terminal and the page alike."""
+"""The tables of a summary and of a comparison, for the terminal and the page alike: a new column is a line here."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from panscan.analysis.cells import number_text
-from panscan.report.formatting import percent
-from panscan.trace.figures import GpuTime, KernelTime, StepTime, Summary
-from panscan.trace.wording import bandwidth, ceiling, filler_name, milliseconds, rate, short_name, short_names
+from panscan.report.formatting import percent, times
+from panscan.report.table import Column, Content, Table, TableCell, share_cell
+from panscan.trace.compare import ComparedFigure, TraceComparison, letters
+from panscan.trace.figures import Filler, GpuTime, KernelTime, OperatorTime, PhaseTime, ProductTime, StepTime, Summary
+from panscan.trace.wording import filler_name, milliseconds, short_name, short_names
 
-__all__ = ["FigureTable", "TableCell", "tables_of"]
+__all__ = ["comparison_tables", "tables_of"]
 
 _SMALLEST_SHARE = 0.05  # of the idle time: functions on the stack with less are not shown
 _FILLERS = 10
 
+_Figure: TypeAlias = tuple[str, str]
+"""Name and text of one figure of the mean step."""
 
-@dataclass(frozen=True, slots=True)
-class TableCell:
-    """One cell of a table.
+_GPUS: tuple[Column[GpuTime], ...] = (
+    Column("ms", lambda gpu: f"GPU {gpu.device}"),
+    Column("span", lambda gpu: gpu.span_ms),
+    Column("compute", lambda gpu: gpu.compute_ms),
+    Column("communication", lambda gpu: gpu.communication_ms),
+    Column("memory", lambda gpu: gpu.memory_ms),
+    Column("idle", lambda gpu: gpu.idle_ms),
+    Column("idle", lambda gpu: share_cell(gpu.idle_ms, gpu.span_ms)),
+    Column("host wait", lambda gpu: gpu.idle.host_wait_ms),
+    Column("kernel wait", lambda gpu: gpu.idle.kernel_wait_ms),
+    Column("other", lambda gpu: gpu.idle.other_ms),
+)
+_PRODUCTS: tuple[Column[ProductTime], ...] = (
+    Column("product", lambda product: product.label),
+    Column("count", lambda product: product.count),
+    Column("ms", lambda product: product.total_ms),
+    Column("GB/s", lambda product: product.bytes_per_s / 1e9),
+    Column("TFLOP/s", lambda product: product.flops_per_s / 1e12),
+    Column("bound", lambda product: product.bound or ""),
+    Column("of the limit", lambda product: _limit_share(product.ceiling_share)),
+)
+_OPERATORS: tuple[Column[OperatorTime], ...] = (
+    Column("operator", lambda operator: TableCell(short_name(operator.name), full=operator.name)),
+    Column("count", lambda operator: operator.count),
+    Column("self ms", lambda operator: operator.self_ms),
+    Column("total ms", lambda operator: operator.total_ms),
+)
+_KERNEL_RATES: tuple[Column[KernelTime], ...] = (
+    Column("GB/s", lambda kernel: _rate(kernel.bytes_per_s, 1e9)),
+    Column("TFLOP/s", lambda kernel: _rate(kernel.flops_per_s, 1e12)),
+    Column("of the limit", lambda kernel: _limit_share(kernel.ceiling_share)),
+)
 
-    Args:
-        text: displayed text.
-        full: the whole name where ``text`` is shortened; empty: it is not.
-        value: sort key in a sortable table; None: the text.
-    """
 
-    text: str
-    full: str = ""
-    value: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class FigureTable:
-    """One table: the first column is text, all others are figures.
-
-    Args:
-        title: heading above it.
-        headings: headings of the columns.
-        rows: cells, as many per row as there are headings.
-        note: one sentence below it; empty: none.
-    """
-
-    title: str
-    headings: tuple[str, ...]
-    rows: tuple[tuple[TableCell, ...], ...]
-    note: str = ""
-
-
-def tables_of(summary: Summary, *, top: int | None = None) -> Iterator[FigureTable]:
+def tables_of(summary: Summary, *, top: int | None = None) -> Iterator[Table[Any]]:
     """Yield the tables of a summary that have rows.
 
     Args:
         summary: summary of one trace.
         top: number of rows of kernels, matrix multiplications and operators; None: all rows of the summary.
     """
-    for table in (
-        _phases(summary),
-        _steps(summary),
-        _gpus(summary.gpus),
-        _fillers(summary),
-        _callers(summary),
-        _kernels(summary, top),
-        _products(summary, top),
-        _operators(summary, top),
-    ):
-        if table.rows:
-            yield table
-
-
-def _ms(value: float) -> TableCell:
-    return TableCell(number_text(value), value=value)
-
-
-def _count(value: int) -> TableCell:
-    return TableCell(str(value), value=value)
-
-
-def _share(part: float, whole: float) -> TableCell:
-    share = part / whole if whole > 0 else 0.0
-    return TableCell(percent(share), value=share)
-
-
-def _phases(summary: Summary) -> FigureTable:
-    on = "GPU" if summary.gpus else "CPU"
-    rows = tuple(
-        (
-            TableCell(phase.name),
-            _count(phase.count),
-            _ms(phase.total_ms),
-            _ms(phase.busy_ms),
-            _ms(phase.idle_ms),
-            _share(phase.idle_ms, phase.total_ms),
-            _count(phase.launches),
-        )
-        for phase in summary.phases
-    )
-    headings = ("phase", "ranges", "ms", f"{on} busy ms", f"{on} idle ms", "idle", "launches")
-    return FigureTable("Time by phase", headings, rows)
-
-
-def _steps(summary: Summary) -> FigureTable:
+    limits = f"Limits: data sheet of {summary.limits}." if any(each.bound for each in summary.products) else ""
+    waits = "Host wait, kernel wait and other are the parts of the idle time."
+    products = "Matrix products, from recorded shapes"
+    operators = "CPU operators by self time"
     steps = summary.steps
-    if steps is None or steps.name == "trace":
-        return FigureTable("", (), ())
-    pairs = [
+    tables = (
+        _phase_table(summary),
+        *([_step_table(summary, steps)] if steps is not None and steps.name != "trace" else ()),
+        Table(_GPUS, summary.gpus, "GPU time from the first to the last activity", waits),
+        *(_idle_tables(summary, steps) if steps is not None else ()),
+        _kernel_table(summary, top),
+        Table(_PRODUCTS, summary.products[:top], products, limits),
+        Table(_OPERATORS, summary.operators[:top], operators, _thread_note(summary)),
+    )
+    yield from (table for table in tables if table.rows)
+
+
+def _rate(value: float | None, unit: float) -> Content:
+    return "" if value is None else value / unit
+
+
+def _limit_share(share: float | None) -> Content:
+    """Return the achieved part of the GPU's limit; empty if unknown."""
+    return "" if share is None else TableCell(percent(share), share)
+
+
+def _phase_table(summary: Summary) -> Table[PhaseTime]:
+    device = "GPU" if summary.gpus else "CPU"
+    columns: tuple[Column[PhaseTime], ...] = (
+        Column("phase", lambda phase: phase.name),
+        Column("ranges", lambda phase: phase.count),
+        Column("ms", lambda phase: phase.total_ms),
+        Column(f"{device} busy ms", lambda phase: phase.busy_ms),
+        Column(f"{device} idle ms", lambda phase: phase.idle_ms),
+        Column("idle", lambda phase: share_cell(phase.idle_ms, phase.total_ms)),
+        Column("launches", lambda phase: phase.launches),
+    )
+    return Table(columns, summary.phases, "Time by phase")
+
+
+def _step_table(summary: Summary, steps: StepTime) -> Table[_Figure]:
+    figures = [
         ("wall time", milliseconds(steps.step_ms)),
         ("busy", milliseconds(steps.busy_ms)),
-        ("idle", f"{milliseconds(steps.idle_ms)}"),
+        ("idle", milliseconds(steps.idle_ms)),
         ("longest idle stretch", milliseconds(steps.gap_ms)),
     ]
     if summary.gpus:
-        pairs += [
+        figures += [
             ("kernel launches", number_text(steps.kernel_launches)),
             ("graph launches", number_text(steps.graph_launches)),
             ("kernels", number_text(steps.kernels)),
             ("copies and fills", number_text(steps.copies)),
         ]
-    title = f"Mean {steps.name} of {steps.count}"
-    return FigureTable(title, ("", "mean"), tuple((TableCell(name), TableCell(text)) for name, text in pairs))
-
-
-def _gpus(gpus: Sequence[GpuTime]) -> FigureTable:
-    rows = tuple(
-        (
-            TableCell(f"GPU {gpu.device}"),
-            _ms(gpu.span_ms),
-            _ms(gpu.compute_ms),
-            _ms(gpu.communication_ms),
-            _ms(gpu.memory_ms),
-            _ms(gpu.idle_ms),
-            _share(gpu.idle_ms, gpu.span_ms),
-            _ms(gpu.idle.host_wait_ms),
-            _ms(gpu.idle.kernel_wait_ms),
-            _ms(gpu.idle.other_ms),
-        )
-        for gpu in gpus
+    columns: tuple[Column[_Figure], ...] = (
+        Column("", lambda figure: figure[0]),
+        Column("mean", lambda figure: figure[1]),
     )
-    headings = (
-        "ms",
-        "span",
-        "compute",
-        "communication",
-        "memory",
-        "idle",
-        "idle",
-        "host wait",
-        "kernel wait",
-        "other",
-    )
-    note = "Host wait, kernel wait and other are the parts of the idle time."
-    return FigureTable("GPU time from the first to the last activity", headings, rows, note)
+    return Table(columns, figures, f"Mean {steps.name} of {steps.count}")
 
 
-def _fillers(summary: Summary) -> FigureTable:
-    steps = summary.steps
-    if steps is None:
-        return FigureTable("", (), ())
-    named = [each for each in steps.fillers if each.self_ms >= 0.005 * steps.idle_ms > 0][:_FILLERS]
-    rows = tuple(
-        (TableCell(filler_name(each), full=each.name), _ms(each.self_ms), _share(each.self_ms, steps.idle_ms))
-        for each in named
-    )
-    return FigureTable(f"{_idle_title(summary, steps)}: innermost function", ("function", "ms", "of the idle"), rows)
-
-
-def _callers(summary: Summary) -> FigureTable:
-    steps = summary.steps
-    if steps is None:
-        return FigureTable("", (), ())
-    large = [each for each in steps.fillers if each.depth >= 0 and each.name and each.total_ms > each.self_ms]
-    large = [each for each in large if each.total_ms >= _SMALLEST_SHARE * steps.idle_ms > 0]
-    large = sorted(large, key=lambda each: (-each.total_ms, each.depth))[: 2 * _FILLERS]
-    rows = tuple(
-        (
-            TableCell(filler_name(each).removesuffix(" (outside operators)"), full=each.name),
-            _ms(each.total_ms),
-            _share(each.total_ms, steps.idle_ms),
-        )
-        for each in large
-    )
-    title = f"{_idle_title(summary, steps)}: functions with what they call"
-    return FigureTable(title, ("function", "ms", "of the idle"), rows)
-
-
-def _idle_title(summary: Summary, steps: StepTime) -> str:
+def _idle_tables(summary: Summary, steps: StepTime) -> Iterator[Table[Filler]]:
+    """Yield the innermost functions in idle time, and those on the stack that call others."""
     per = "" if steps.name == "trace" else f" per {steps.name}"
-    return f"CPU while the GPU is idle{per}" if summary.gpus else f"CPU outside operators{per}"
+    title = f"CPU while the GPU is idle{per}" if summary.gpus else f"CPU outside operators{per}"
+    inner = [filler for filler in steps.fillers if filler.self_ms >= 0.005 * steps.idle_ms > 0][:_FILLERS]
+    columns: tuple[Column[Filler], ...] = (
+        Column("function", lambda filler: TableCell(filler_name(filler), full=filler.name)),
+        Column("ms", lambda filler: filler.self_ms),
+        Column("of the idle", lambda filler: share_cell(filler.self_ms, steps.idle_ms)),
+    )
+    yield Table(columns, inner, f"{title}: innermost function")
+    callers = [filler for filler in steps.fillers if filler.depth >= 0 and filler.name]
+    callers = [filler for filler in callers if filler.total_ms > filler.self_ms]
+    callers = [filler for filler in callers if filler.total_ms >= _SMALLEST_SHARE * steps.idle_ms > 0]
+    callers = sorted(callers, key=lambda filler: (-filler.total_ms, filler.depth))[: 2 * _FILLERS]
+    columns = (
+        Column("function", lambda filler: TableCell(filler_name(filler, outside=False), full=filler.name)),
+        Column("ms", lambda filler: filler.total_ms),
+        Column("of the idle", lambda filler: share_cell(filler.total_ms, steps.idle_ms)),
+    )
+    yield Table(columns, callers, f"{title}: functions with what they call")
 
 
-def _kernels(summary: Summary, top: int | None) -> FigureTable:
-    known = any(each.bytes_per_s or each.flops_per_s for each in summary.kernels[:top])
-    rates = ("GB/s", "TFLOP/s", "of the limit") if known else ()
-    headings = ("kernel", "type", "count", "ms", "mean us", "share", *rates)
-    labels = short_names(each.name for each in summary.kernels[:top])
-    rows = tuple(_kernel(each, labels[each.name], known) for each in summary.kernels[:top])
-    others = summary.other_kernels_ms + sum(each.total_ms for each in summary.kernels[len(rows) :])
+def _kernel_table(summary: Summary, top: int | None) -> Table[KernelTime]:
+    kernels = summary.kernels[:top]
+    names = short_names(kernel.name for kernel in kernels)
+    known = any(kernel.bytes_per_s or kernel.flops_per_s for kernel in kernels)
+    columns: tuple[Column[KernelTime], ...] = (
+        Column("kernel", lambda kernel: TableCell(names[kernel.name], full=kernel.name)),
+        Column("type", lambda kernel: kernel.kind),
+        Column("count", lambda kernel: kernel.count),
+        Column("ms", lambda kernel: kernel.total_ms),
+        Column("mean us", lambda kernel: kernel.mean_us),
+        Column("share", lambda kernel: TableCell(percent(kernel.share), kernel.share)),
+        *(_KERNEL_RATES if known else ()),
+    )
+    others = summary.other_kernels_ms + sum(kernel.total_ms for kernel in summary.kernels[len(kernels) :])
     note = f"All others: {milliseconds(others)}." if others > 1e-6 else ""
-    return FigureTable("Kernels by total time", headings, rows, note)
+    return Table(columns, kernels, "Kernels by total time", note)
 
 
-def _kernel(each: KernelTime, label: str, known: bool) -> tuple[TableCell, ...]:
-    cells = (
-        TableCell(label, full=each.name),
-        TableCell(each.kind),
-        _count(each.count),
-        _ms(each.total_ms),
-        _ms(each.mean_us),
-        TableCell(percent(each.share), value=each.share),
-    )
-    if not known:
-        return cells
-    figures = (bandwidth(each.bytes_per_s), rate(each.flops_per_s), ceiling(each.ceiling_share))
-    return cells + tuple(TableCell(text.partition(" ")[0]) for text in figures)
-
-
-def _products(summary: Summary, top: int | None) -> FigureTable:
-    rows = tuple(
-        (
-            TableCell(each.label),
-            _count(each.count),
-            _ms(each.total_ms),
-            _ms(each.bytes_per_s / 1e9),
-            _ms(each.flops_per_s / 1e12),
-            TableCell(each.bound or ""),
-            TableCell(ceiling(each.ceiling_share)),
-        )
-        for each in summary.products[:top]
-    )
-    headings = ("product", "count", "ms", "GB/s", "TFLOP/s", "bound", "of the limit")
-    note = f"Limits: data sheet of {summary.limits}." if any(each.bound for each in summary.products) else ""
-    return FigureTable("Matrix products, from recorded shapes", headings, rows, note)
-
-
-def _operators(summary: Summary, top: int | None) -> FigureTable:
-    rows = tuple(
-        (TableCell(short_name(each.name), full=each.name), _count(each.count), _ms(each.self_ms), _ms(each.total_ms))
-        for each in summary.operators[:top]
-    )
+def _thread_note(summary: Summary) -> str:
     cpu = summary.cpu
-    note = ""
-    if cpu is not None:
-        note = (
-            f"Thread {cpu.thread}: busy for {milliseconds(cpu.busy_ms)} of {milliseconds(cpu.span_ms)}, "
-            f"idle for {milliseconds(cpu.idle_ms)}."
-        )
-    return FigureTable("CPU operators by self time", ("operator", "count", "self ms", "total ms"), rows, note)
+    if cpu is None:
+        return ""
+    busy, span, idle = map(milliseconds, (cpu.busy_ms, cpu.span_ms, cpu.idle_ms))
+    return f"Thread {cpu.thread}: busy for {busy} of {span}, idle for {idle}."
+
+
+def comparison_tables(comparison: TraceComparison) -> Iterator[Table[ComparedFigure]]:
+    """Yield one table per group of figures."""
+    columns: list[Column[ComparedFigure]] = [Column("", lambda figure: TableCell(figure.name, full=figure.full))]
+    columns += [_value_column(letter, index) for index, letter in enumerate(letters(comparison))]
+    if len(comparison.names) > 1:
+        columns += [
+            Column("change", lambda figure: _change_cells(figure)[0]),
+            Column("", lambda figure: _change_cells(figure)[1]),
+        ]
+    for group in dict.fromkeys(figure.group for figure in comparison.figures):
+        yield Table(columns, [figure for figure in comparison.figures if figure.group == group], group)
+
+
+def _value_column(letter: str, index: int) -> Column[ComparedFigure]:
+    return Column(letter, lambda figure: figure.values[index])
+
+
+def _change_cells(figure: ComparedFigure) -> Sequence[TableCell]:
+    """Return the difference, and the relative change."""
+    difference, first = figure.difference, figure.values[0]
+    if difference is None or first is None:
+        return TableCell(""), TableCell("")
+    relative = f"{100 * difference / first:+.1f}%" if first else ""
+    if first and difference >= 9 * first:
+        relative = times((first + difference) / first)
+    if relative in ("+0.0%", "-0.0%"):
+        return TableCell("0", difference), TableCell("0%", 0.0)
+    return TableCell(f"{'+' if difference > 0 else ''}{number_text(difference)}", difference), TableCell(relative)

@@ -10,7 +10,7 @@ from panscan.analysis.cells import number_text
 from panscan.report.formatting import clean, percent
 from panscan.trace.figures import NOTHING, Filler, StepTime, Summary
 
-__all__ = ["bandwidth", "ceiling", "filler_name", "headline", "milliseconds", "rate", "short_name", "short_names"]
+__all__ = ["filler_name", "headline", "milliseconds", "short_name", "short_names"]
 
 _LONGEST = 60  # characters of a name
 _IDLE_WORTH_WORDS = 0.05  # share of the step
@@ -99,11 +99,11 @@ def cut_middle(text: str, most: int = _LONGEST) -> str:
     return text if len(text) <= most else f"{text[: 2 * most // 3]}…{text[-(most - 2 * most // 3 - 1) :]}"
 
 
-def filler_name(filler: Filler) -> str:
-    """Return the name of what fills idle time."""
+def filler_name(filler: Filler, *, outside: bool = True) -> str:
+    """Return the name of what fills idle time; with ``outside``, of an annotation that this is outside operators."""
     if filler.name == NOTHING:
         return "(nothing recorded)"
-    if filler.kind == "annotation":
+    if outside and filler.kind == "annotation":
         return f"{short_name(filler.name)} (outside operators)"
     return short_name(filler.name)
 
@@ -111,18 +111,3 @@ def filler_name(filler: Filler) -> str:
 def milliseconds(value: float) -> str:
     """Return milliseconds with their unit; microseconds below 0.1 ms."""
     return f"{number_text(value)} ms" if value >= 0.1 or value == 0 else f"{number_text(1e3 * value)} us"
-
-
-def bandwidth(value: float | None) -> str:
-    """Return bytes per second as GB/s; empty if unknown."""
-    return "" if value is None else f"{number_text(value / 1e9)} GB/s"
-
-
-def rate(value: float | None) -> str:
-    """Return operations per second as TFLOP/s; empty if unknown."""
-    return "" if value is None else f"{number_text(value / 1e12)} TFLOP/s"
-
-
-def ceiling(share: float | None) -> str:
-    """Return the achieved part of the GPU's limit; empty if unknown."""
-    return "" if share is None else percent(share)

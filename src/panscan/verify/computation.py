@@ -1,19 +1,24 @@
-"""Final hidden states of one sequence, with changes to the mask, the weights, the image features or the positions."""
+"""Final hidden states of one sequence, with changes to the mask, the weights, the image features or the positions.
+
+Changed weights are those that quantised checkpoints hold, in float32: rounded to the grid of a format and back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from panscan.model.reference import converted_model, one_view_at_a_time
-from panscan.verify.weights import ROUNDED
 
 __all__ = ["changed_model", "final_states", "rope_factor", "view_features"]
 
 _SCALE = "exact-embedding-scale"
+_GROUP = 32  # weights
+_FP8 = torch.float8_e4m3fn
 
 
 def view_features(model: Any, pixels: torch.Tensor) -> torch.Tensor:
@@ -99,7 +104,7 @@ def changed_model(model: Any, changes: Collection[str], dtype: torch.dtype = tor
         UnsupportedError: see :func:`panscan.model.reference.converted_model`.
     """
     text = getattr(model.model, "language_model", model.model)
-    linear = next((ROUNDED[change] for change in changes if change in ROUNDED), None)
+    linear = next((_ROUNDED[change] for change in changes if change in _ROUNDED), None)
     buffers = []
     if "no-rope-factor" in changes and (factor := rope_factor(model)) != 1:
         name = "full_attention_inv_freq"
@@ -123,3 +128,34 @@ def rope_factor(model: Any) -> float:
     text = getattr(model.model, "language_model", model.model)
     parameters = text.config.rope_parameters["full_attention"]
     return float(parameters.get("factor", 1)) if parameters.get("rope_type") == "linear" else 1.0
+
+
+def _rounded_int8(weight: torch.Tensor) -> torch.Tensor:
+    """Symmetric int8 with one scale per output channel, as torchao's weight-only quantisation rounds."""
+    scale = (weight.abs().amax(-1, keepdim=True) / 127.5).clamp_min(torch.finfo(torch.float32).tiny)
+    return (weight * scale.reciprocal()).round_().clamp_(-128, 127).mul_(scale)
+
+
+def _rounded_int4(weight: torch.Tensor) -> torch.Tensor:
+    """Groups of 32 weights with one float16 scale, as GGUF's Q4_0 rounds: the largest weight becomes -8."""
+    rows, columns = weight.shape
+    groups = functional.pad(weight, (0, -columns % _GROUP)).view(rows, -1, _GROUP)
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    scale = largest / -8
+    inverse = torch.where(scale == 0, scale, scale.reciprocal())
+    levels = (groups * inverse + 8.5).floor_().clamp_(0, 15)
+    return levels.sub_(8).mul_(scale.half().float()).view(rows, -1)[:, :columns].contiguous()
+
+
+def _rounded_fp8(weight: torch.Tensor) -> torch.Tensor:
+    """Quantise to E4M3 with one scale per matrix, as vLLM does on load."""
+    scale = (weight.abs().amax() / torch.finfo(_FP8).max).clamp_min(torch.finfo(torch.float32).tiny)
+    return (weight / scale).to(_FP8).float().mul_(scale)
+
+
+_ROUNDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "int8-weights": _rounded_int8,
+    "int4-weights": _rounded_int4,
+    "fp8-weights": _rounded_fp8,
+}
+"""By the name of the change: float32 weights ``[outputs, inputs]`` to those that a quantised server computes with."""

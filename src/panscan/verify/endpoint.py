@@ -15,7 +15,7 @@ from typing import Any
 
 from PIL import Image
 
-from panscan.core import EndpointError, PanAndScan, Request, SettingError
+from panscan.core import EndpointError, Request, SettingError
 from panscan.core.foreign import is_count
 from panscan.load.chat import MOST_TEXT, Endpoint, chat_body, data_url, fetch_json, served_models
 from panscan.verify.evidence import ReportedStep, ReportedToken
@@ -176,7 +176,10 @@ class EndpointClient:
             extra["logprobs"] = True
             if can.top_logprobs:
                 extra["top_logprobs"] = can.top_logprobs
-        crops = _processor_kwargs(request.pan_and_scan) if request.images and can.mm_processor_kwargs else None
+        settings = request.pan_and_scan
+        crops: dict[str, Any] | None = None
+        if request.images and can.mm_processor_kwargs:
+            crops = settings.processor_kwargs() if settings.enabled else {"do_pan_and_scan": False}
         return chat_body(
             self.endpoint.model,
             _messages(request),
@@ -215,18 +218,6 @@ class EndpointClient:
 def _refusal_text(error: EndpointError) -> str:
     """Return the message of an error, without the request that it names."""
     return str(error).partition(": ")[2] or str(error)
-
-
-def _processor_kwargs(settings: PanAndScan) -> dict[str, Any]:
-    """Return pan-and-scan settings as Transformers' processor and vLLM name them."""
-    if not settings.enabled:
-        return {"do_pan_and_scan": False}
-    return {
-        "do_pan_and_scan": True,
-        "pan_and_scan_min_crop_size": settings.min_crop_size,
-        "pan_and_scan_max_num_crops": settings.max_num_crops,
-        "pan_and_scan_min_ratio_to_activate": settings.min_ratio_to_activate,
-    }
 
 
 def _messages(request: Request) -> list[dict[str, Any]]:

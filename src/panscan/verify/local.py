@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import re
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from hashlib import sha256
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -28,12 +29,14 @@ from panscan.settings import Settings
 from panscan.verify.computation import changed_model, final_states, rope_factor, view_features
 from panscan.verify.hypotheses import CHANGES, HYPOTHESES, Hypothesis
 from panscan.verify.inputs import ChangedPrompt, changed_pixels, changed_prompt
-from panscan.verify.token_index import TokenIndex
 
 __all__ = ["LocalModel"]
 
 _REQUESTS, _VIEWS, _STATES = 32, 96, 512  # cache sizes: decoded requests, features of views, hidden states
 _Value = TypeVar("_Value")
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_BY_ID = re.compile(rb"token_id:([0-9]{1,9})")  # vLLM with --return-tokens-as-token-ids
+_SPACE = "▁"
 
 
 @dataclass(slots=True)
@@ -62,7 +65,7 @@ class LocalModel:
 
     def __init__(self, loaded: Loaded, settings: Settings) -> None:
         self._loaded, self._settings = loaded, settings
-        self._texts = TokenIndex(loaded.reader.tokenizer, self.vocabulary)
+        self._texts = _TokenIndex(loaded.reader.tokenizer, self.vocabulary)
         self._requests: OrderedDict[Hashable, _KnownRequest] = OrderedDict()
         self._features: OrderedDict[Hashable, torch.Tensor] = OrderedDict()
         self._states: OrderedDict[Hashable, torch.Tensor] = OrderedDict()
@@ -262,3 +265,53 @@ def _kept(cache: OrderedDict[Hashable, _Value], key: Hashable, most: int, comput
             cache.popitem(last=False)
     cache.move_to_end(key)
     return cache[key]
+
+
+class _TokenIndex:
+    """The texts of a tokenizer's tokens, in both directions.
+
+    Endpoints write a token as decoded text, as the tokenizer's piece (``▁total``, ``<0x0A>``) or as ``token_id:123``; a
+    byte that is no character, as the replacement character; a special token, by its name.
+
+    Args:
+        tokenizer: a Gemma tokenizer of Transformers.
+        vocabulary: number of token ids of the model; those without a token have no text.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: int) -> None:
+        self._tokenizer, self._vocabulary = tokenizer, vocabulary
+
+    def text(self, token: int) -> bytes:
+        """Return the UTF-8 bytes of a token; of a special token, those of its name; empty for ids without a token."""
+        return self._texts[token] if 0 <= token < len(self._texts) else b""
+
+    def ids(self, text: str | bytes) -> list[int]:
+        """Return every token id that an endpoint writes like this, ascending: a character may be a token and a byte."""
+        written = text.encode("utf-8", "replace") if isinstance(text, str) else text
+        by_id = _BY_ID.fullmatch(written)
+        if by_id is not None and int(by_id[1]) < self._vocabulary:
+            return [int(by_id[1])]
+        return self._ids.get(written, [])
+
+    @cached_property
+    def _pieces(self) -> list[str]:
+        count = min(self._vocabulary, len(self._tokenizer))
+        return [piece or "" for piece in self._tokenizer.convert_ids_to_tokens(range(count))]
+
+    @cached_property
+    def _texts(self) -> list[bytes]:
+        return [_bytes_of(piece) for piece in self._pieces]
+
+    @cached_property
+    def _ids(self) -> dict[bytes, list[int]]:
+        found: defaultdict[bytes, list[int]] = defaultdict(list)
+        for token, (piece, text) in enumerate(zip(self._pieces, self._texts, strict=True)):
+            decoded = text.decode("utf-8", "replace").encode()
+            for written in {text, piece.encode(), decoded} - {b""}:
+                found[written].append(token)
+        return dict(found)
+
+
+def _bytes_of(piece: str) -> bytes:
+    byte = _BYTE.fullmatch(piece)
+    return bytes([int(byte[1], 16)]) if byte else piece.replace(_SPACE, " ").encode()

@@ -4,32 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from panscan.core.ranges import Range
-from panscan.settings import Settings
+from panscan.settings import Settings, VerifyTable, check_options, default_of
 
-__all__ = ["VERIFY_RANGES", "VerifyOptions"]
-
-VERIFY_RANGES = {
-    "max_requests": Range(integer=True, ge=3, le=32),
-    "max_tokens": Range(integer=True, ge=1, le=256),
-    "top_logprobs": Range(integer=True, ge=0, le=20),
-    "timeout": Range(gt=0, le=86_400),
-}
-"""Ranges of the numbers in :class:`VerifyOptions`."""
+__all__ = ["VerifyOptions"]
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyOptions:
-    """Options of a verification.
+@dataclass(frozen=True)
+class VerifyOptions(VerifyTable):
+    """Options of a verification; the numbers are in the table of options.
 
     Args:
         url: URL of the endpoint.
         settings: checkpoint and pan-and-scan settings; the reference.
         served_model: the endpoint's name of the model; None: the only one that it lists.
         api_key: bearer token.
-        max_requests: HTTP requests at most.
-        max_tokens: output tokens per request.
-        top_logprobs: log-probabilities per position to ask for.
         timeout: seconds per request.
     """
 
@@ -37,11 +25,7 @@ class VerifyOptions:
     settings: Settings
     served_model: str | None = None
     api_key: str | None = field(default=None, repr=False)
-    max_requests: int = 32
-    max_tokens: int = 16
-    top_logprobs: int = 20
-    timeout: float = 120.0
+    timeout: float = default_of("timeout", "verify")
 
     def __post_init__(self) -> None:
-        for name, allowed in VERIFY_RANGES.items():
-            allowed.check(f"--{name.replace('_', '-')}", getattr(self, name))
+        check_options(self, "verify")

@@ -86,8 +86,7 @@ _HEIGHT = (1.3, 1.2, 1.6, 2.3)  # lines that a field takes, by layout
 
 def form(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Document:
     """A form that fills the sheet; ``layout`` is below :data:`LAYOUTS`."""
-    margin = 0.05 * min(sheet.width, sheet.height)
-    flow = Flow(sheet, margin, sheet.width - margin, 0.3 * sheet.step, sheet.height - 0.6 * sheet.step)
+    flow = sheet.flow(0.3, 0.6)
     title = a_name(rng, _TITLES, invented)
     flow.centre(title, 1.35, bold=True) if layout != 1 else flow.line(title, 1.3, bold=True)
     flow.rule(weight=max(1, sheet.style.size // 14))

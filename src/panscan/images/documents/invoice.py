@@ -165,10 +165,9 @@ def _invoice_lines(rng: Random, flow: Flow, layout: int, until: float, invented:
 
 def invoice(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Document:
     """An invoice that fills the sheet; ``layout`` is below :data:`LAYOUTS`."""
-    margin = 0.05 * min(sheet.width, sheet.height)
-    flow = Flow(sheet, margin, sheet.width - margin, 0.2 * sheet.step, sheet.height - 0.5 * sheet.step)
+    flow = sheet.flow(0.2)
     sign = rng.choice(("$", "$", "$", ""))
-    company = sheet.pick(rng, lambda r: a_name(r, COMPANIES, invented), flow.width / 1.25, bold=True)
+    [company] = sheet.names(rng, 1, COMPANIES, invented, flow.width / 1.25, bold=True)
     _heading(rng, flow, layout, company)
     questions = _invoice_facts(rng, flow, layout, invented)
     questions.append(Question("Which company sent the invoice?", (company,), "name"))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from random import Random
 
-from panscan.images.documents.sheet import Document, Flow, Question, Sheet
+from panscan.images.documents.sheet import Document, Question, Sheet
 from panscan.images.documents.words import GOODS, PEOPLE, TASKS, TOWNS, a_code, a_name
 
 __all__ = ["LAYOUTS", "notes"]
@@ -16,27 +16,17 @@ LAYOUTS = 8
 """The last one is held out."""
 
 _TITLES = ("To do", "Minutes", "House rules", "Shopping list", "Log", "Agenda", "Statement")
-
-
-_WAYS = ("{}.", "{})", "{}", "({})", "{}:", "#{}")
+_WAYS = ("{}.", "{})", "{}", "({})", "{}:", "#{}", "", "No {}")  # the empty one: one of the words below
 _WORDS = ("Line", "Item", "Row", "Step", "Art.", "Pos", "Point", "Rule", "Day", "Part", "§", "P.", "Nr", "L")
-
-
-def _way(rng: Random, layout: int) -> str:
-    """How a line is numbered, with {} for the number."""
-    if layout < len(_WAYS):
-        return _WAYS[layout]
-    return f"{rng.choice(_WORDS)} {{}}" if layout < LAYOUTS - 1 else "No {}"
 
 
 def notes(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Document:
     """Numbered lines that fill the sheet; ``layout`` is below :data:`LAYOUTS`."""
-    margin = 0.05 * min(sheet.width, sheet.height)
-    flow = Flow(sheet, margin, sheet.width - margin, 0.3 * sheet.step, sheet.height - 0.5 * sheet.step)
+    flow = sheet.flow(0.3)
     title = a_name(rng, _TITLES, invented)
     flow.line(title, 1.35, bold=True)
     flow.rule()
-    way = _way(rng, layout)
+    way = _WAYS[layout] or f"{rng.choice(_WORDS)} {{}}"
     start = flow.left + sheet.long(way.format(88)) + sheet.style.size * 0.5
     pool = rng.choice((TASKS, GOODS, PEOPLE, TOWNS, TASKS))
     questions, said = [Question("What is the title?", (title,), "title")], set[str]()

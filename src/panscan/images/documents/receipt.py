@@ -174,8 +174,7 @@ def _foot(rng: Random, flow: Flow) -> None:
 def receipt(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Document:
     """A receipt that fills the sheet; ``layout`` picks one of :data:`LAYOUTS`."""
     chosen = LAYOUTS[layout]
-    margin = chosen.margin * min(sheet.width, sheet.height)
-    flow = Flow(sheet, margin, sheet.width - margin, 0.3 * sheet.step, sheet.height - 0.5 * sheet.step)
+    flow = sheet.flow(0.3, margin=chosen.margin)
     room, sign, questions = flow.room, rng.choice(("$", "$", "$", "")), list[Question]()
     address = [f"{rng.randint(2, 98)} {rng.choice(STREETS)}", a_name(rng, TOWNS, invented), f"Tel. {a_phone(rng)}"]
     shop = a_name(rng, SHOPS + COMPANIES, invented)

@@ -8,7 +8,7 @@ from random import Random
 
 from PIL import Image, ImageDraw
 
-from panscan.images.documents.words import a_word
+from panscan.images.documents.words import a_name, a_word
 from panscan.images.ink import AILERON, Box, Face, mean_advance, text_width, write
 
 __all__ = ["Document", "Flow", "Print", "Question", "Sheet", "Text", "choose"]
@@ -135,6 +135,20 @@ class Sheet:
         while not tries:
             tries = [word for word in (a_word(rng), a_word(rng) + a_word(rng).lower()) if word not in known]
         return min(tries, key=len)
+
+    def names(
+        self, rng: Random, count: int, known: tuple[str, ...], invented: float, limit: float, *, bold: bool = False
+    ) -> list[str]:
+        """``count`` different names, ``known`` or invented, that take at most ``limit`` pixels; see :func:`a_name`."""
+        chosen = list[str]()
+        while len(chosen) < count:
+            chosen.append(self.pick(rng, lambda r: a_name(r, known, invented), limit, bold=bold, known=chosen))
+        return chosen
+
+    def flow(self, top: float, bottom: float = 0.5, margin: float = 0.05) -> Flow:
+        """A cursor within margins: lines at the top and bottom, and a share of the short side at the left and right."""
+        edge = margin * min(self.width, self.height)
+        return Flow(self, edge, self.width - edge, top * self.step, self.height - bottom * self.step)
 
     def rule(
         self, left: float, right: float, y: float, *, fill: str | None = None, weight: int = 1, dash: float = 0

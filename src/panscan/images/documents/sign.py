@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 
 from panscan.images.documents.sheet import Document, Flow, Question, Sheet
@@ -61,7 +62,7 @@ def _notice(rng: Random, flow: Flow, invented: float) -> list[Question]:
 
 def _hours(rng: Random, flow: Flow, invented: float, *, stacked: bool = False) -> list[Question]:
     """The opening hours of a shop, beside the days or under them."""
-    shop = flow.sheet.pick(rng, lambda r: a_name(r, SHOPS, invented), flow.width / 1.3, bold=True)
+    [shop] = flow.sheet.names(rng, 1, SHOPS, invented, flow.width / 1.3, bold=True)
     flow.feed(0.3)
     flow.centre(shop, 1.3, bold=True)
     flow.rule()
@@ -83,18 +84,12 @@ def _hours(rng: Random, flow: Flow, invented: float, *, stacked: bool = False) -
     return questions
 
 
-def _hours_below(rng: Random, flow: Flow, invented: float) -> list[Question]:
-    return _hours(rng, flow, invented, stacked=True)
-
-
 def _door(rng: Random, flow: Flow, invented: float) -> list[Question]:
     """Who sits in which room."""
     rooms = sorted(rng.sample(range(1, 400), max(2, min(8, flow.room - 2))))
-    people = list[str]()
     sheet = flow.sheet
     limit = flow.width - sheet.long("000") - sheet.style.size
-    while len(people) < len(rooms):
-        people.append(sheet.pick(rng, lambda r: a_name(r, PEOPLE, max(invented, 0.1)), limit, known=people))
+    people = sheet.names(rng, len(rooms), PEOPLE, max(invented, 0.1), limit)
     flow.feed(0.2)
     floor = f"Floor {rng.randint(1, 40)}"
     flow.line(floor, 1.3, bold=True)
@@ -114,18 +109,16 @@ def _directions(rng: Random, flow: Flow, invented: float) -> list[Question]:
     flow.feed(0.4)
     flow.centre("Walking routes", 1.2, bold=True)
     flow.rule()
-    places, questions = list[str](), list[Question]()
-    while len(places) < max(2, min(8, flow.room)):
-        limit = flow.width * 0.6
-        places.append(flow.sheet.pick(rng, lambda r: a_name(r, TOWNS, max(invented, 0.1)), limit, known=places))
-    for place in places:
+    questions = list[Question]()
+    count = max(2, min(8, flow.room))
+    for place in flow.sheet.names(rng, count, TOWNS, max(invented, 0.1), flow.width * 0.6):
         distance = f"{rng.randint(0, 29)}.{rng.randrange(10)} km"
         flow.pair(place, distance)
         questions.append(Question(f"How far is it to {place}?", (distance,), "number"))
     return questions
 
 
-_DRAW = (_notice, _hours, _door, _directions, _hours_below)
+_DRAW = (_notice, _hours, _door, _directions, partial(_hours, stacked=True))
 
 
 def sign(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Document:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from panscan.images.documents.sheet import Document, Question, Sheet
-from panscan.images.documents.words import GOODS, MONTHS, TOWNS, a_name
+from panscan.images.documents.words import GOODS, MONTHS, TOWNS
 
 __all__ = ["LAYOUTS", "table"]
 
@@ -80,20 +80,14 @@ def _heads(rng: Random, sheet: Sheet, count: int, invented: float) -> list[str]:
     if pool is not None and count <= len(pool):
         start = rng.randrange(len(pool) - count + 1)
         return list(pool[start : start + count])
-    return _distinct(rng, sheet, count, max(invented, 0.3), 6.0 * sheet.style.size * 0.6)
-
-
-def _distinct(rng: Random, sheet: Sheet, count: int, invented: float, limit: float) -> list[str]:
-    pool, names = rng.choice((GOODS, TOWNS)), list[str]()
-    while len(names) < count:
-        names.append(sheet.pick(rng, lambda r: a_name(r, pool, invented), limit, bold=True, known=names))
-    return names
+    limit = 6.0 * sheet.style.size * 0.6
+    return sheet.names(rng, count, rng.choice((GOODS, TOWNS)), max(invented, 0.3), limit, bold=True)
 
 
 def table(rng: Random, sheet: Sheet, layout: int, invented: float = 0.0) -> Document:
     """A table that fills the sheet; ``layout`` is below :data:`LAYOUTS`. Figures of a table are all different."""
     rows = max(2, min(14, int((sheet.height - 3.2 * sheet.step) / sheet.step)))
-    labels = _distinct(rng, sheet, rows, max(invented, 0.1), 0.42 * sheet.height)
+    labels = sheet.names(rng, rows, rng.choice((GOODS, TOWNS)), max(invented, 0.1), 0.42 * sheet.height, bold=True)
     most = rng.choice((90, 900, 9000))
     cell = max(sheet.long(f"{most:,}", bold=True), 2.4 * sheet.style.size) + 0.9 * sheet.style.size
     space = sheet.width * 0.92 - max(sheet.long(label, bold=True) for label in labels)

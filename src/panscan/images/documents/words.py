@@ -73,69 +73,12 @@ LABELS = _name_list(
 )
 MONTHS = _name_list("January, February, March, April, May, June, July, August, September, October, November, December")
 
-_HEADS = [
-    "b",
-    "bl",
-    "br",
-    "c",
-    "ch",
-    "cl",
-    "cr",
-    "d",
-    "dr",
-    "f",
-    "fl",
-    "g",
-    "gr",
-    "h",
-    "j",
-    "k",
-    "l",
-    "m",
-    "n",
-    "p",
-    "pl",
-    "pr",
-    "qu",
-    "r",
-    "s",
-    "sc",
-    "sh",
-    "sl",
-    "st",
-    "t",
-    "th",
-    "tr",
-    "v",
-    "w",
-    "y",
-    "z",
-]
-_HEARTS = ["a", "e", "i", "o", "u", "ai", "ea", "ee", "oa", "oo", "ou"]
-_TAILS = [
-    "b",
-    "ck",
-    "d",
-    "ft",
-    "g",
-    "l",
-    "ll",
-    "m",
-    "n",
-    "nd",
-    "ng",
-    "nt",
-    "p",
-    "r",
-    "rd",
-    "rn",
-    "s",
-    "ss",
-    "st",
-    "t",
-    "x",
-    "y",
-]
+_HEADS = _name_list(
+    "b, bl, br, c, ch, cl, cr, d, dr, f, fl, g, gr, h, j, k, l, m, n, p, pl, pr, qu, r, s, sc, sh, sl, st, t, th, tr,"
+    " v, w, y, z"
+)
+_HEARTS = _name_list("a, e, i, o, u, ai, ea, ee, oa, oo, ou")
+_TAILS = _name_list("b, ck, d, ft, g, l, ll, m, n, nd, ng, nt, p, r, rd, rn, s, ss, st, t, x, y")
 
 
 def a_word(rng: Random) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from panscan.core import DatasetError, UnsupportedError
+from panscan.core.errors import brief
 from panscan.core.files import replace_file
 from panscan.quality.datasets.rows import ANSWER_KEYS, MOST_ROWS, Boundary, Embedded, LoadedDataset, is_file
 
@@ -297,7 +298,7 @@ def _opened(source: Any) -> Any:
 
 
 def _unreadable(path: Path, called: str, error: Exception) -> DatasetError:
-    return DatasetError(f"{called}: {path.name}: not a table that can be read: {' '.join(str(error).split())[:200]}")
+    return DatasetError(f"{called}: {path.name}: not a table that can be read: {brief(error)}")
 
 
 def require_pyarrow(called: str) -> Any:

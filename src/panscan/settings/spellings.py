@@ -1,11 +1,16 @@
-"""Option names of vLLM, Transformers and others that panscan does not share: replacements, or reasons to refuse them.
-
-Names that mean the same as one of our settings are aliases in :mod:`panscan.settings`, not here.
-"""
+"""Names of options that panscan does not show: other names of one option, other tools' options, removed options."""
 
 from __future__ import annotations
 
-__all__ = ["FOREIGN_OPTIONS", "FOREIGN_VALUES", "SWITCHES"]
+__all__ = ["FOREIGN_OPTIONS", "FOREIGN_VALUES", "SAME_OPTION", "SWITCHES"]
+
+SAME_OPTION: dict[str, tuple[str, ...]] = {
+    "max-new-tokens": ("max_tokens", "output_tokens"),
+    "num-prompts": ("num_samples", "limit"),
+    "force": ("overwrite", "again"),
+    "timeout": ("request_timeout",),
+}
+"""Flag -> other names that every command with this option accepts."""
 
 SWITCHES: dict[str, tuple[str, str]] = {
     "load_in_4bit": ("quantization", "bnb-4bit"),
@@ -62,10 +67,14 @@ FOREIGN_OPTIONS: dict[str, str] = {
     "speculative_config": "speculative decoding is not supported; leave it out",
     "disable_log_requests": "requests are not logged; leave it out",
     "disable_log_stats": "leave it out; GET /metrics has the figures of a server",
-    "num_prompts": "use --num-samples for the requests of a cell",
     "request_rate": "use 'panscan load' to send requests at a rate",
     "concurrency": "use --max-concurrency",
     "seed": "use --sampling-seed",
+    # removed
+    **dict.fromkeys(
+        ("ramp_up_strategy", "ramp_up_start_rps", "ramp_up_end_rps"), "removed; use --trace with growing rates"
+    ),
+    "level_seconds": "removed; --find-max-rate takes the time from the limits of --goodput",
     # Transformers
     "do_sample": "use --temperature above 0 to sample",
     "max_length": "use --max-new-tokens, which excludes the prompt",
@@ -84,4 +93,5 @@ FOREIGN_OPTIONS: dict[str, str] = {
     "question": "use -p",
     "verbose": "use --debug for tracebacks",
 }
-"""Options without an equivalent of the same meaning, with what to do instead. A command's own options come first."""
+"""Options without an equivalent of the same meaning, and removed ones, with what to do instead. A command's own options
+come first."""

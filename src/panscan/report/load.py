@@ -1,0 +1,263 @@
+"""Everything that the report of a load run shows, as plain data derived from its records alone; its tables. Pure."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from typing import TypeAlias
+
+from panscan.analysis.cells import count, number_text
+from panscan.analysis.levels import (
+    TIME_NAMES,
+    ErrorGroup,
+    MeasuredLevel,
+    error_groups,
+    levels_of,
+    limits_text,
+    load_result,
+    load_warnings,
+    unfinished_levels,
+)
+from panscan.records.load_runs import load_settings
+from panscan.records.metrics import percentile_name
+from panscan.records.store import Run
+from panscan.report import definitions
+from panscan.report.charts import Panel, attainment, latency_curves, throughput_curves
+from panscan.report.formatting import clean, percent
+from panscan.report.table import Column, Measured, Medium, Table, TableCell, measured, plain_text, with_interval
+
+__all__ = ["LoadReport", "TimeRow"]
+
+_ARRIVALS = {
+    "poisson": "Poisson arrivals",
+    "gamma": "gamma arrivals",
+    "constant": "constant intervals",
+    "ramp": "ramped rate",
+    "trace": "trace replay",
+    "burst": "all requests at once",
+    "closed": "closed loop",
+}
+_COUNTED = {"image_tokens": "image tokens", "views": "views"}
+
+TimeRow: TypeAlias = tuple[MeasuredLevel, str]
+"""A level and one of its times: ``ttft``, ``tpot``, ..."""
+
+
+def _metric(metric: str) -> Callable[[MeasuredLevel], Measured]:
+    return lambda level: measured(level.metrics, metric)
+
+
+class LoadReport:
+    """The report of a load run; also of one without a measured level. Every part is computed when it is first read.
+
+    Raises:
+        RecordsError: stamps contradict counts.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.settings, self.rows = run, load_settings(run), levels_of(run)
+        self.run_id, self.created = clean(run.header.run_id), clean(run.header.created)
+        self.command = clean(shlex.join(run.header.command))
+        self.title = clean(f"{self.settings.model} at {self.settings.endpoint}")
+        self.found = load_result(run, self.rows)
+        self.limits = limits_text(self.settings.goodput)
+        self.warnings = [f"{clean(warning).rstrip('.')}." for warning in load_warnings(run, self.rows)]
+        self.times = [(time, TIME_NAMES[time]) for time in self.settings.percentile_metrics]
+        self.percentiles = [percentile_name(each) for each in sorted(self.settings.metric_percentiles)]
+        self.environment = definitions.environment(run)
+        self.definitions = definitions.load_definitions()
+
+    @property
+    def headline(self) -> str:
+        """The main message, as a sentence without its full stop."""
+        return clean(self.found.headline)
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences that qualify it."""
+        return [clean(note) for note in self.found.notes]
+
+    @property
+    def best(self) -> MeasuredLevel | None:
+        """The level that the headline is about, unless it misses the limits."""
+        return None if self.found.meets is False else self.found.level
+
+    def figure(self, level: MeasuredLevel, metric: str) -> Measured:
+        """Return a metric of a level."""
+        return measured(level.metrics, metric)
+
+    @property
+    def columns(self) -> list[Column[MeasuredLevel]]:
+        """The columns of the levels: a new one is a line here."""
+        goodput: list[Column[MeasuredLevel]] = [
+            Column("goodput req/s", lambda level: level.goodput.throughput),
+            Column("within limits, %", _attainment_cell, terminal="within\nlimits"),
+        ]
+        return [
+            Column("level", self._name, text=Medium.ALL),
+            Column("offered req/s", lambda level: level.offered),
+            Column("answered req/s", lambda level: with_interval(measured(level.metrics, "request_throughput"))),
+            Column(
+                "output tokens/s",
+                lambda level: with_interval(measured(level.metrics, "output_throughput"), terminal=False),
+                terminal="output\ntok/s",
+            ),
+            *(goodput if self.limits else ()),
+            Column("sent", lambda level: level.goodput.sent, on=Medium.HTML | Medium.CSV),
+            Column("failed", _failures),
+            Column("keeps up", lambda level: {None: "-", True: "yes", False: "no"}[level.keeps_up]),
+            Column("queued ms", lambda level: level.queued_ms, optional=Medium.HTML),
+            Column("lag ms", _lag, terminal="lag ms\np50 / p99"),
+            Column("generator CPU", _generator_cpu, on=Medium.HTML | Medium.CSV),
+        ]
+
+    @property
+    def table(self) -> Table[MeasuredLevel]:
+        """The table of levels; the terminal leaves out columns that no level fills."""
+        return Table(self.columns, self.rows, "Levels", sparse=Medium.TERMINAL)
+
+    def _name(self, level: MeasuredLevel) -> TableCell:
+        terminal = f"{level.name}{' *' if level is self.best else ''}{' !' if level.client_limited else ''}"
+        limited = " (generator-limited)" if level.client_limited else ""
+        return TableCell(level.name, terminal=terminal, markdown=plain_text(level.name) + limited)
+
+    @property
+    def latencies(self) -> Table[MeasuredLevel]:
+        """The percentiles of each time in milliseconds, for pages: a row per level."""
+        columns: list[Column[MeasuredLevel]] = [Column("level", lambda level: level.name, text=Medium.ALL)]
+        for time, name in self.times:
+            columns.append(Column("mean", _metric(f"mean_{time}_ms"), on=Medium.HTML, group=name))
+            columns += [
+                Column(percentile, _metric(f"{percentile}_{time}_ms"), group=name) for percentile in self.percentiles
+            ]
+        return Table(columns, self.rows, "Latency")
+
+    @property
+    def latency_rows(self) -> Table[TimeRow]:
+        """The same for the terminal: a row per level and time."""
+        first = self.times[0][0] if self.times else ""
+
+        def figure(statistic: str) -> Callable[[TimeRow], Measured]:
+            return lambda row: measured(row[0].metrics, f"{statistic}_{row[1]}_ms")
+
+        columns: list[Column[TimeRow]] = [
+            Column("level", lambda row: row[0].name if row[1] == first else "", text=Medium.ALL),
+            Column("ms", lambda row: TIME_NAMES[row[1]], text=Medium.ALL),
+            *(Column(statistic, figure(statistic)) for statistic in ("mean", *self.percentiles)),
+        ]
+        return Table(columns, [(level, time) for level in self.rows for time, _ in self.times])
+
+    @property
+    def uncertified(self) -> bool:
+        """Whether a shown percentile has too few samples for 99% confidence."""
+        names = {f"{percentile}_{time}_ms" for percentile in self.percentiles for time, _ in self.times}
+        return any(level.metrics is not None and names & set(level.metrics.uncertified) for level in self.rows)
+
+    @cached_property
+    def latency(self) -> list[Panel]:
+        """Throughput-latency curves, which share a legend of percentiles."""
+        return latency_curves(self.rows, self.settings)
+
+    @cached_property
+    def throughput(self) -> list[Panel]:
+        """Answered over offered requests, and the share that meets the limits."""
+        return throughput_curves(self.rows, self.settings)
+
+    @property
+    def legend(self) -> tuple[str, ...]:
+        """The names of the series of the latency curves."""
+        return tuple(series.label for series in self.latency[0].series) if self.latency else ()
+
+    @cached_property
+    def errors(self) -> list[ErrorGroup]:
+        """Failed requests by kind of error."""
+        groups = error_groups(self.run, self.rows)
+        return [replace(group, kind=clean(group.kind), example=clean(group.example)) for group in groups]
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Levels without a result."""
+        return [
+            clean(f"{name}: {outcome}" + (f", {reason}" if reason else ""))
+            for name, outcome, reason in unfinished_levels(self.run)
+        ]
+
+    @cached_property
+    def shared(self) -> list[tuple[str, str]]:
+        """What all levels share, and what the probe found, as (name, text)."""
+        settings, reuse = self.settings, self.settings.image_reuse
+        warm_ups = count(settings.num_warmups, "warm-up request")
+        repeated = "" if reuse is None else f"{percent(reuse)} of requests repeat an image that was sent before"
+        found = [
+            ("endpoint", settings.endpoint),
+            ("server", settings.server or ""),
+            ("model", settings.model),
+            ("arrivals", f"{_ARRIVALS[settings.arrival]}, seed {settings.seed}"),
+            ("requests", f"{settings.num_prompts:,} per level after {warm_ups}"),
+            ("scenario", settings.scenario or ""),
+            ("image reuse", repeated),
+            ("output length", "fixed (ignore_eos)" if settings.ignore_eos else "decided by the model"),
+            ("goodput", self.limits),
+            ("image tokens", _probe_text(self.run)),
+            ("prompts", _prompt_text(self.run)),
+        ]
+        return [(name, clean(text)) for name, text in found if text]
+
+    @property
+    def search(self) -> str:
+        """What the search for the highest rate says, unless the headline says it, too."""
+        search, highest = self.run.search, self.found.highest
+        if search is None:
+            return ""
+        stopped = any(level.limited for level in search.levels)
+        said = not stopped and highest is not None and highest.short is not None and highest.rate == search.rate
+        return "" if said else clean(search.note)
+
+
+def _attainment_cell(level: MeasuredLevel) -> TableCell:
+    share = attainment(level)
+    return replace(with_interval(share), terminal=f"{share.text}%")
+
+
+def _failures(level: MeasuredLevel) -> TableCell:
+    return TableCell(str(level.failed), level.failed, markdown=f"{level.failed} of {level.goodput.sent}")
+
+
+def _lag(level: MeasuredLevel) -> str:
+    """Return the median and the 99th percentile of the load generator's delay."""
+    client = level.client
+    return "-" if client is None else f"{number_text(client.lag_median_ms)} / {number_text(client.lag_p99_ms)}"
+
+
+def _generator_cpu(level: MeasuredLevel) -> str:
+    """Return the share of one core that the generator's busiest process used."""
+    return "-" if level.client is None or level.client.cpu_share is None else percent(level.client.cpu_share)
+
+
+def _probe_text(run: Run) -> str:
+    """Return what the probe before the run found about image tokens; empty if it found nothing."""
+    probe = run.probe
+    if probe is None or probe.image_prompt_tokens is None or probe.text_prompt_tokens is None:
+        return ""
+    counted = probe.image_prompt_tokens - probe.text_prompt_tokens
+    expected = "" if probe.expected_image_tokens is None else f", {probe.expected_image_tokens:,} expected"
+    return f"the same prompt with an image has {counted:,} more prompt tokens{expected}"
+
+
+def _prompt_text(run: Run) -> str:
+    """Return what the endpoint counted in the prompts of answered requests; empty if it counted nothing."""
+    answered = [request for requests in run.requests.values() for request in requests if request.error is None]
+    totals = {}
+    for name in ("prompt_tokens", "image_tokens", "views", "cached_tokens"):
+        known = [value for request in answered if (value := getattr(request, name)) is not None]
+        if known:
+            totals[name] = sum(known) / len(known)
+    if not totals.get("prompt_tokens"):
+        return ""
+    parts = [f"{number_text(totals['prompt_tokens'])} tokens on average"]
+    parts += [f"{number_text(totals[name])} {text}" for name, text in _COUNTED.items() if name in totals]
+    if "cached_tokens" in totals:
+        parts.append(f"{percent(totals['cached_tokens'] / totals['prompt_tokens'])} of the tokens cached")
+    return ", ".join(parts)

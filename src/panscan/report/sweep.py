@@ -1,0 +1,460 @@
+"""Everything that a report of a sweep shows, as plain data derived from a run's records alone; its tables. Pure."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from panscan.analysis.candidates import cell_names
+from panscan.analysis.cells import (
+    MeasuredCell,
+    Unmeasured,
+    alias_lines,
+    count,
+    distinguishing_names,
+    measured_rows,
+    memory_metric,
+    number_text,
+    queueing_note,
+    shared_settings,
+    short_name,
+    speedup_lines,
+    unmeasured,
+)
+from panscan.analysis.floors import Floor, floor_of, ratios
+from panscan.analysis.quantization import NOTE, Tradeoff, tradeoffs_of
+from panscan.analysis.recommend import Recommendation, recommend
+from panscan.analysis.setting_words import label
+from panscan.analysis.significance import p_text, points_text
+from panscan.analysis.task_cost import TITLE, TaskCost, cost_lines, costs_of_cells
+from panscan.core import RecordsError
+from panscan.records.metrics import ReplicaShare
+from panscan.records.quality import Quality, metric_title, quality_of
+from panscan.records.schema import STAGES
+from panscan.records.store import Run
+from panscan.records.summary import replica_shares
+from panscan.records.verdict import Verdict, is_quantized, token_lines
+from panscan.report import definitions
+from panscan.report.answers import Answers, answers_of
+from panscan.report.charts import ChartGroup, Front, by_request, comparisons, decision_charts, front_of
+from panscan.report.formatting import clean, nats, times, verdict_figures
+from panscan.report.table import (
+    Column,
+    Measured,
+    Medium,
+    Table,
+    TableCell,
+    measured,
+    plain_text,
+    quality_cell,
+    with_interval,
+)
+
+__all__ = ["Advice", "ReportCell", "SweepReport", "unmeasured_text"]
+
+_SHOWN_LATENCIES = {"median_ttft_ms", "median_tpot_ms", "p95_e2el_ms"}
+_UNFIT = re.compile(r"[^\w.-]")  # for code in a table: no id of panscan's own has any
+_WEIGHTS = ("quantization", "quantization_group_size", "model", "revision")
+
+
+@dataclass(frozen=True, slots=True)
+class ReportCell:
+    """A measured cell.
+
+    Args:
+        number: its row in the table, from 1.
+        name: its preset and settings in words.
+        row: its metrics and verdict.
+        memory: the metric that is its peak memory.
+        footnote: the number of the reason why it is unverified; None if it is not.
+        cost: the accuracy cost of its verdict; None for an exact cell, and without accepted answers.
+        ratios: see :func:`panscan.analysis.floors.ratios`.
+        replicas: empty for a run of one process.
+    """
+
+    number: int
+    name: str
+    row: MeasuredCell
+    memory: str
+    footnote: int | None
+    quality: Quality | None
+    cost: TaskCost | None
+    floor: Floor | None
+    ratios: Mapping[str, float]
+    replicas: tuple[ReplicaShare, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        return self.row.verdict
+
+    def measured(self, metric: str) -> Measured:
+        """Return a metric with its interval."""
+        return measured(self.row.metrics, metric)
+
+    @property
+    def memory_gib(self) -> Measured:
+        """Return the peak memory."""
+        peak = self.row.metrics.values[self.memory]
+        return Measured(None if peak is None else peak / 2**30)
+
+    @property
+    def stages(self) -> tuple[float | None, ...]:
+        """Mean milliseconds, in the order of :data:`panscan.records.schema.STAGES`."""
+        return tuple(self.row.metrics.values[f"mean_{stage}_ms"] for stage in STAGES)
+
+    @property
+    def e2e(self) -> float | None:
+        """Mean milliseconds from accepted to the last token."""
+        return self.row.metrics.values["mean_e2el_ms"]
+
+    @property
+    def too_quick(self) -> set[str]:
+        """The names in ``ratios`` of times and rates below their floor: their ceilings were measured too low."""
+        return {name for name, ratio in self.ratios.items() if ratio < 1 and name != "peak_allocated_bytes"}
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A recommendation, see :class:`panscan.analysis.recommend.Recommendation`; ``rejected`` holds (name, reason)."""
+
+    cell: ReportCell
+    decision: str
+    reason: str
+    costs: tuple[str, ...]
+    runner_up: ReportCell | None
+    rejected: tuple[tuple[str, str], ...]
+
+
+def _metric(title: str, metric: str, terminal: str = "") -> Column[ReportCell]:
+    return Column(title, lambda cell: cell.measured(metric), terminal=terminal)
+
+
+def _mean(title: str, metric: str, spare: int) -> Column[ReportCell]:
+    """Return a column of counts, without decimals on the terminal where there are none."""
+
+    def read(cell: ReportCell) -> TableCell:
+        figure = cell.measured(metric)
+        value = figure.value
+        whole = value is not None and (value == round(value) or value >= 100)
+        terminal = "-" if value is None else f"{value:,.0f}" if whole else f"{value:.1f}"
+        return TableCell(figure.text, value, figure.bounds, terminal=terminal)
+
+    return Column(title, read, spare=spare)
+
+
+class SweepReport:
+    """The report of a sweep; also of one without a measured cell. Every part is computed when it is first read.
+
+    Raises:
+        RecordsError: a cell's stamps contradict its counts.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.rows = measured_rows(run)
+        self.names = {cell: clean(name) for cell, name in cell_names(run).items()}
+        self.settings = [row.display_settings for row in self.rows] or list(run.cells.values())
+        self.run_id, self.created = clean(run.header.run_id), clean(run.header.created)
+        self.command = clean(shlex.join(run.header.command))
+        self.models = definitions.model_names(run)
+        self.machine = definitions.machine(run)
+        self.note = definitions.random_note(run, self.settings)
+        self.quality_title = metric_title(run)
+        self.queueing = queueing_note(self.rows)
+        self.speedups = speedup_lines(self.rows)
+        self.definitions = definitions.definitions()
+        facts = run.header.settings.dataset
+        self.dataset = "" if facts is None else clean(f"Dataset {facts.text}.")
+        self.aliases = [clean(line) for line in alias_lines(run, self.names)]
+        self.tokens = [clean(line) for line in token_lines([row.verdict for row in self.rows])]
+        self.memory_metric, self.memory = memory_metric(self.rows)
+        self.uncertified = any(_SHOWN_LATENCIES & set(row.metrics.uncertified) for row in self.rows)
+
+    @cached_property
+    def footnotes(self) -> tuple[str, ...]:
+        """Why cells are unverified."""
+        return tuple(dict.fromkeys(clean(row.verdict.reason) for row in self.rows if row.verdict.word == "unverified"))
+
+    @cached_property
+    def cells(self) -> tuple[ReportCell, ...]:
+        """The measured cells."""
+        costs = costs_of_cells(self.run)
+        return tuple(self._cell(row, number, costs.get(row.cell)) for number, row in enumerate(self.rows, 1))
+
+    def _cell(self, row: MeasuredCell, number: int, cost: TaskCost | None) -> ReportCell:
+        unverified, floor = row.verdict.word == "unverified", floor_of(self.run, row.cell)
+        return ReportCell(
+            number=number,
+            name=self.names[row.cell],
+            row=row,
+            memory=self.memory_metric,
+            footnote=self.footnotes.index(clean(row.verdict.reason)) + 1 if unverified else None,
+            quality=quality_of(self.run, row.cell),
+            cost=cost,
+            floor=floor,
+            ratios={} if floor is None else ratios(floor, row.metrics),
+            replicas=tuple(replica_shares(self.run, row.cell)),
+        )
+
+    @cached_property
+    def columns(self) -> tuple[Column[ReportCell], ...]:
+        """The columns of the measured cells: a new one is a line here."""
+        title = self.quality_title
+        return (
+            Column("setting", self._setting, text=Medium.ALL),
+            Column(title, lambda cell: quality_cell(cell.quality), optional=Medium.ALL, markdown=f"{title}, 95%"),
+            Column(TITLE, _cost_cell, optional=Medium.ALL, terminal=TITLE.replace(" ", "\n", 1)),
+            Column(
+                "requests/s",
+                lambda cell: with_interval(cell.measured("request_throughput")),
+                terminal="req/s",
+                markdown="requests/s (95%)",
+            ),
+            _metric("TTFT ms", "median_ttft_ms"),
+            _metric("TPOT ms", "median_tpot_ms"),
+            _metric("p95 E2E ms", "p95_e2el_ms", "E2E p95\nms"),
+            Column("verdict", lambda cell: cell.verdict.word, text=Medium.HTML),
+        )
+
+    @cached_property
+    def details(self) -> tuple[Column[ReportCell], ...]:
+        """The columns that pages fold and narrow terminals leave out."""
+        return (
+            Column("id", _cell_id, on=Medium.PAGES, text=Medium.HTML),
+            Column("distance from the reference", _distance, on=Medium.PAGES, text=Medium.HTML),
+            _mean("views", "mean_views", spare=2),
+            _mean("image tokens", "mean_image_tokens", spare=1),
+            Column(f"{self.memory} GiB", lambda cell: cell.memory_gib, spare=3),
+        )
+
+    def _setting(self, cell: ReportCell) -> TableCell:
+        chosen = self.advice is not None and cell is self.advice.cell
+        return TableCell(cell.name, markdown=f"**{plain_text(cell.name)}**" if chosen else "")
+
+    @cached_property
+    def table(self) -> Table[ReportCell]:
+        """The table of measured cells, on pages."""
+        return Table(self.columns, self.cells)
+
+    @cached_property
+    def details_table(self) -> Table[ReportCell]:
+        """What only some readers need: ids, distances from the reference, views and memory."""
+        return Table((Column("setting", lambda cell: cell.name, text=Medium.ALL), *self.details), self.cells)
+
+    @cached_property
+    def whole_table(self) -> Table[ReportCell]:
+        """The table of measured cells with its details, on the terminal."""
+        return Table((*self.columns, *self.details), self.cells)
+
+    @cached_property
+    def tradeoffs(self) -> Table[Tradeoff] | None:
+        """Trade-offs of quantised cells, each group below the unquantised one; None without any."""
+        rows = tradeoffs_of(self.run, self.rows)
+        return Table(self._tradeoff_columns(rows), rows, "Quantisation trade-offs", NOTE) if rows else None
+
+    def _tradeoff_columns(self, rows: Sequence[Tradeoff]) -> list[Column[Tradeoff]]:
+        varying = distinguishing_names([tradeoff.row.display_settings for tradeoff in rows])
+        others = [name for name in varying if name not in _WEIGHTS]
+
+        def weights(row: Tradeoff) -> str:
+            setting = label({name: row.row.display_settings.get(name) for name in others})
+            return clean("; ".join(filter(None, (row.weights or "unquantised", setting))))
+
+        columns = [
+            Column("setting", lambda row: self.names[row.row.cell], on=Medium.PAGES, text=Medium.HTML),
+            Column("weights", weights, text=Medium.ALL),
+            Column("weights GiB", lambda row: _with_ratio(_gib(row.weight_bytes), row.relative_size)),
+            Column(
+                f"peak {self.memory} GiB",
+                lambda row: number_text(_gib(row.row.metrics.values[self.memory_metric])),
+                on=Medium.PAGES,
+            ),
+            Column("req/s", lambda row: _with_ratio(row.row.metrics.values["request_throughput"], row.relative_speed)),
+            Column("TTFT ms", lambda row: number_text(row.row.metrics.values["median_ttft_ms"]), on=Medium.PAGES),
+            Column("TPOT ms", lambda row: number_text(row.row.metrics.values["median_tpot_ms"]), on=Medium.PAGES),
+            Column("verdict", lambda row: row.row.verdict.word, on=Medium.PAGES, text=Medium.HTML),
+            Column("KL answers", lambda row: nats(row.kl[0])),
+            Column("KL images", lambda row: nats(row.kl[1])),
+            Column("top-1", _top1),
+        ]
+        if any(row.quality for row in rows):
+            columns += [
+                Column(self.quality_title, _tradeoff_quality, on=Medium.PAGES),
+                Column("vs unquantised", _tradeoff_difference),
+            ]
+        return [replace(column, fold=True) for column in columns]
+
+    @cached_property
+    def costs(self) -> list[str]:
+        """Explanation of the column "accuracy vs exact"; empty if no cell has one."""
+        return cost_lines({cell.row.cell: cell.cost for cell in self.cells if cell.cost is not None})
+
+    @cached_property
+    def _recommendation(self) -> Recommendation | str:
+        """The recommendation, or why there is none."""
+        try:
+            return recommend(self.run)
+        except RecordsError as error:
+            return clean(str(error).removeprefix(f"{self.run.path}: "))
+
+    @property
+    def no_advice(self) -> str:
+        """Why no cell is recommended; empty if one is."""
+        return self._recommendation if isinstance(self._recommendation, str) else ""
+
+    @cached_property
+    def advice(self) -> Advice | None:
+        """The recommendation; None if no cell qualifies."""
+        found = self._recommendation
+        if isinstance(found, str):
+            return None
+        cells = {cell.row.cell: cell for cell in self.cells}
+        return Advice(
+            cells[found.cell],
+            clean(found.decision),
+            clean(found.reason),
+            tuple(map(clean, found.cost)),
+            None if found.runner_up is None else cells[found.runner_up],
+            tuple((self.names[cell], clean(why)) for cell, why in found.rejected.items() if cell in cells),
+        )
+
+    @cached_property
+    def _qualities(self) -> dict[str, Quality | None]:
+        return {cell.row.cell: cell.quality for cell in self.cells}
+
+    @cached_property
+    def decision(self) -> ChartGroup:
+        """Charts of the recommended cell and its alternatives."""
+        found = self._recommendation
+        compared = () if isinstance(found, str) else (found.cell, found.alternative, found.runner_up)
+        first = [cell for cell in compared if cell is not None]
+        return decision_charts(self.rows, self._qualities, self.names, first, self.quality_title)
+
+    @cached_property
+    def comparisons(self) -> list[ChartGroup]:
+        """Throughput and latency over each swept setting."""
+        return comparisons(self.rows, self.names)
+
+    @cached_property
+    def front(self) -> Front | None:
+        """Speed against quality, or against the distance from the reference."""
+        best = None if self.advice is None else self.advice.cell.number
+        numbers = {cell.row.cell: cell.number for cell in self.cells}
+        return front_of(self.rows, self._qualities, numbers, self.names, best, self.quality_title)
+
+    @cached_property
+    def latency(self) -> ChartGroup:
+        """Latency by view count and aspect ratio."""
+        return by_request(self.run, self.rows, self.names)
+
+    @cached_property
+    def answers(self) -> Answers | None:
+        """Answers against the baseline; None for a run without scores."""
+        return answers_of(self.run, self.rows, self.names)
+
+    @cached_property
+    def unmeasured(self) -> list[Unmeasured]:
+        """Cells without a result, by their fate."""
+        return [
+            replace(group, reason=clean(group.reason), shared=clean(group.shared)) for group in unmeasured(self.run)
+        ]
+
+    @cached_property
+    def references(self) -> list[definitions.ReferenceSummary]:
+        """The references, and what was compared with them."""
+        return definitions.references(self.run, self.names)
+
+    @cached_property
+    def environment(self) -> list[tuple[str, str]]:
+        """Hardware and versions, as (name, text)."""
+        return definitions.environment(self.run)
+
+    @cached_property
+    def constant(self) -> str:
+        """The settings that are alike; those of crops mean nothing in a cell without any."""
+        every, crops = shared_settings(self.settings), {}
+        if not all(cell.get("do_pan_and_scan", True) for cell in self.settings):
+            crops = {name: every.pop(name) for name in list(every) if short_name(name) != name}
+        return clean("; ".join(filter(None, (label(every), f"{label(crops)} with pan and scan" if crops else ""))))
+
+    @cached_property
+    def warnings(self) -> list[str]:
+        """Caveats about the figures."""
+        words = Counter(cell.verdict.word for cell in self.cells)
+        found = []
+        if words["unverified"]:
+            every = words["unverified"] == len(self.cells)
+            who = "No setting was" if every else _some_of(words["unverified"], len(self.cells), "was", "were") + " not"
+            reasons = "; ".join(filter(None, self.footnotes))
+            compared = f"{who} compared with the reference" + (f": {reasons}." if reasons else ".")
+            found.append(f"{compared} Faster settings may have changed the model's answers.")
+        if words["different"]:
+            different = [cell.row.cell for cell in self.cells if cell.verdict.word == "different"]
+            why = ": the weights are quantised" if all(is_quantized(self.run, cell) for cell in different) else ""
+            who = _some_of(len(different), len(self.cells), "gives", "give")
+            found.append(f"{who} different answers from the reference{why}.")
+        requests = (request for requests in self.run.requests.values() for request in requests)
+        if failed := sum(request.error is not None for request in requests):
+            found.append(f"{count(failed, 'request')} failed and {'is' if failed == 1 else 'are'} excluded.")
+        if any(cell.too_quick for cell in self.cells):
+            found.append(
+                "Some times are below their floor: the machine was busy when its ceilings were measured, so these"
+                " floors are too high."
+            )
+        return found + [clean(f"{note[:1].upper()}{note[1:]}.") for note in self.run.notes]
+
+
+def _some_of(some: int, every: int, one: str, several: str) -> str:
+    return f"{some} of {count(every, 'setting')} {one if some == 1 else several}"
+
+
+def unmeasured_text(group: Unmeasured) -> str:
+    """Return how many cells have a fate, why, and the settings that they share."""
+    reason, shared = (f": {group.reason}" if group.reason else ""), (f" ({group.shared})" if group.shared else "")
+    return f"{count(len(group.cells), 'setting')} {group.outcome}{reason}{shared}"
+
+
+def _cell_id(cell: ReportCell) -> TableCell:
+    return TableCell(cell.row.cell, markdown=f"`{_UNFIT.sub('_', cell.row.cell)}`")
+
+
+def _cost_cell(cell: ReportCell) -> TableCell:
+    if cell.cost is None:
+        return TableCell("-")
+    return TableCell(cell.cost.text, None if cell.cost.difference is None else cell.cost.difference.value)
+
+
+def _distance(cell: ReportCell) -> TableCell:
+    figures = verdict_figures(cell.verdict)
+    markdown = " ".join(("; ".join(figures) or cell.verdict.reason).split())
+    return TableCell(", ".join(figures) or "-", markdown=plain_text(markdown) or "-")
+
+
+def _gib(size: float | None) -> float | None:
+    return None if size is None else size / 2**30
+
+
+def _with_ratio(value: float | None, ratio: float | None) -> str:
+    return number_text(value) + ("" if ratio is None else f" ({times(ratio)})")
+
+
+def _top1(tradeoff: Tradeoff) -> str:
+    top1 = tradeoff.row.verdict.top1
+    return "-" if top1 is None else f"{top1.share:.1%}"
+
+
+def _tradeoff_quality(tradeoff: Tradeoff) -> str:
+    quality = tradeoff.quality
+    return "-" if quality is None else f"{quality.mean:.1%} ({100 * quality.low:.1f} to {100 * quality.high:.1f})"
+
+
+def _tradeoff_difference(tradeoff: Tradeoff) -> str:
+    found = tradeoff.difference
+    if found is not None:
+        interval = f"{points_text(found.low)} to {points_text(found.high)}"
+        return f"{points_text(found.value)} ({interval}), {p_text(found.p_value)}"
+    return "no unquantised cell" if tradeoff.weights and tradeoff.quality is not None else "-"

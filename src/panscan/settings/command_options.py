@@ -1,0 +1,845 @@
+"""The options of the commands that are not settings: documents, measurement, output, and each command's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from panscan.core.ranges import Range
+from panscan.core.request import MAX_PAGES, SAMPLING_RANGES
+from panscan.settings.declaration import Option, declared_options, option
+from panscan.settings.sweep_settings import Settings
+
+__all__ = [
+    "MAX_PIXELS",
+    "MAX_PROMPTS",
+    "RATE",
+    "Options",
+    "ServerTable",
+    "TrafficTable",
+    "VerifyTable",
+    "check_options",
+    "default_of",
+    "fields_from",
+    "options_of",
+    "range_of",
+]
+
+MAX_PIXELS = 178_956_970
+"""Pixels of one image; Pillow's own limit."""
+MAX_PROMPTS = 1_000_000
+"""Requests of one load level, or of one cell."""
+RATE = Range(gt=0, le=1_000_000)
+"""Requests per second."""
+_COUNT = Range(integer=True, ge=1, le=MAX_PROMPTS)
+_LARGE = Range(integer=True, ge=1, le=2**31 - 1)
+_SECONDS = Range(gt=0, le=86_400)
+_VERIFIED = Range(integer=True, ge=1, le=4096)
+_PROCESSES = Range(integer=True, ge=1, le=1024)
+_TOKENS = SAMPLING_RANGES["max_new_tokens"]
+_RUN_METRIC = {"help": "Quality metric.  [default: the run's]", "rare": False}
+_SEEDED_SAMPLES = {"help": "Seed of the generated documents."}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerTable:
+    """Limits and addresses of a server."""
+
+    host: str = option("127.0.0.1", "Server", "Address to bind.", "serve", metavar="ADDRESS")
+    port: int = option(
+        8000,
+        "Server",
+        "TCP port; 0 selects a free port.",
+        "serve",
+        range=Range(integer=True, ge=0, le=65_535, note="0 takes a free port"),
+    )
+    served_model_name: str | None = option(None, "Server", "Model name in the API.", "serve", metavar="NAME")
+    allowed_hosts: tuple[str, ...] = option(
+        (), "Server", "Host name to accept; repeatable.", "serve", metavar="NAME", rare=True
+    )
+    allowed_media_domains: tuple[str, ...] = option(
+        (), "Server", "Domain to fetch images from; repeatable.", "serve", metavar="DOMAIN", rare=True
+    )
+    allowed_local_media_path: Path | None = option(
+        None, "Server", "Directory that file: URLs may read.", "serve", metavar="DIR", rare=True
+    )
+    max_queued_requests: int = option(
+        256,
+        "Server",
+        "Maximum queued requests; more get status 429.",
+        "serve",
+        range=Range(integer=True, ge=0, le=1_000_000),
+    )
+    request_timeout: float = option(
+        600.0,
+        "Server",
+        "Seconds until a request fails with status 504.",
+        "serve",
+        flag="timeout",
+        range=Range(gt=0, le=86_400, note="seconds"),
+        metavar="SECONDS",
+    )
+    drain_timeout: float = option(
+        60.0,
+        "Server",
+        "Time to finish requests after SIGTERM, seconds.",
+        "serve",
+        range=Range(ge=0, le=86_400, note="seconds"),
+        metavar="SECONDS",
+        rare=True,
+    )
+    max_body_mb: float = option(
+        64.0, "Server", "Maximum size of a request body, MB.", "serve", range=Range(gt=0, le=4096), rare=True
+    )
+    max_images: int = option(
+        16,
+        "Server",
+        "Maximum images and documents per request.",
+        "serve",
+        range=Range(integer=True, ge=0, le=10_000),
+    )
+    max_pixels: int = option(
+        MAX_PIXELS,
+        "Server",
+        "Maximum pixels per image or page.",
+        "serve",
+        range=Range(integer=True, ge=1, le=MAX_PIXELS),
+        rare=True,
+    )
+    max_output_tokens: int = option(16_384, "Server", "Hard limit of output tokens per answer.", "serve", range=_TOKENS)
+    max_choices: int = option(
+        16,
+        "Server",
+        "Maximum answers per request (n).",
+        "serve",
+        range=Range(integer=True, ge=1, le=128),
+        rare=True,
+    )
+    otlp_traces_endpoint: str | None = option(
+        None, "Server", "Endpoint for OpenTelemetry traces.", "serve", metavar="URL", rare=True
+    )
+    routing: Literal["affinity", "work", "random"] = option(
+        "affinity", "Server", "Routing policy: affinity, work or random.", "serve", metavar="NAME", rare=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RateTable:
+    """How much a load run sends, as text or a file."""
+
+    request_rates: str | None = option(
+        None,
+        "Traffic",
+        "Rates, requests/s, comma list.",
+        "load",
+        flag="request-rate",
+        range=RATE,
+        metavar="RATES",
+        shown_default="inf",
+    )
+    request_rate: float | None = option(
+        None, "Traffic", "Load to size a fleet for, requests/s.", "plan", range=RATE, metavar="RATE"
+    )
+    max_concurrencies: str | None = option(
+        None,
+        "Traffic",
+        "Maximum requests in flight, comma list.",
+        "load",
+        flag="max-concurrency",
+        range=Range(integer=True, ge=1, le=100_000),
+        metavar="INTS",
+    )
+    trace: str | None = option(
+        None, "Traffic", "Arrivals to replay: JSON Lines with timestamp in ms.", "load", metavar="FILE"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrafficTable:
+    """What a load run sends, and when."""
+
+    arrival: Literal["poisson", "constant"] = option("poisson", "Traffic", "Arrival process.", "load")
+    burstiness: float = option(
+        1.0,
+        "Traffic",
+        "Gamma shape of arrivals; below 1 is burstier.",
+        "load plan",
+        range=Range(gt=0, le=1_000_000),
+    )
+    trace_speedup: float = option(
+        1.0, "Traffic", "Speed-up of the replayed trace.", "load", range=Range(gt=0, le=1_000_000), rare=True
+    )
+    num_prompts: int = option(64, "Traffic", "Requests per level.", "load", range=_COUNT)
+    num_warmups: int = option(
+        1,
+        "Traffic",
+        "Discarded requests before the first level.",
+        "load",
+        range=Range(integer=True, ge=0, le=MAX_PROMPTS),
+    )
+    find_max_rate: bool = option(False, "Traffic", "Search for the highest rate that meets --goodput.", "load")
+    processes: int | None = option(
+        None,
+        "Traffic",
+        "Client processes.",
+        "load",
+        range=Range(integer=True, ge=1, le=256),
+        shown_default="by the rate",
+        rare=True,
+    )
+    goodput_attainment: float = option(
+        0.95,
+        "Measurement",
+        "Share of requests that must meet the limits.",
+        "load plan",
+        range=Range(gt=0, le=1),
+    )
+    min_tokens: int | None = option(
+        None, "Generation", "Minimum of output lengths drawn up to --max-new-tokens.", "load", range=_TOKENS
+    )
+    image_reuse: float = option(
+        0.0, "Traffic", "Share of requests that repeat an image.", "load plan", range=Range(ge=0, le=1)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyTable:
+    """What ``panscan verify`` asks an endpoint for."""
+
+    max_requests: int = option(
+        32, "Server", "Maximum requests to send.", "verify", range=Range(integer=True, ge=3, le=32)
+    )
+    max_tokens: int = option(
+        16,
+        "Measurement",
+        "Output tokens per request.",
+        "verify",
+        flag="max-new-tokens",
+        range=Range(integer=True, ge=1, le=256),
+    )
+    top_logprobs: int = option(
+        20,
+        "Measurement",
+        "Log-probabilities per token to request.",
+        "verify",
+        range=Range(integer=True, ge=0, le=20),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, init=False, eq=False, repr=False)
+class Options(ServerTable, TrafficTable, _RateTable, VerifyTable):
+    """The options of a command line. Those that the command does not have are at their defaults.
+
+    Args:
+        settings: settings that the user gave (:func:`panscan.settings.axes`), as text.
+        given: names of all options that the user gave.
+    """
+
+    settings: Mapping[str, str]
+    given: frozenset[str]
+
+    @classmethod
+    def parsed(cls, values: Mapping[str, Any], settings: Mapping[str, str], given: frozenset[str]) -> Options:
+        """Return the options of a command line; ``values`` are those that are not settings."""
+        options = cls.__new__(cls)
+        options.__dict__.update(values, settings=settings, given=given)
+        return options
+
+    # Documents, prompts and datasets
+    scenario: str | None = option(
+        None, "Input", "Built-in scenario (see below), or a YAML file.", "load", metavar="NAME|FILE"
+    )
+    images: tuple[str, ...] = option(
+        (),
+        "Input",
+        "Glob, directory, file (PDF too) or URL; repeatable.",
+        "bench load plan verify",
+        metavar="PATH",
+        by_verb={"verify": {"help": "Documents to ask about; repeatable."}},
+    )
+    prompts: str | None = option(
+        None, "Input", "Prompts for every document, one per line.", "bench load", metavar="FILE"
+    )
+    calibration: tuple[str, ...] = option(
+        (), "Input", "Documents to calibrate int4 on; repeatable.", "quantize", metavar="PATH"
+    )
+    prompt: str | None = option(
+        None,
+        "Input",
+        "Prompt; '-' or none reads standard input.",
+        "ask attention batch bench load profile",
+        short="p",
+        by_verb={
+            "bench load": {"help": "Prompt for every document."},
+            "profile": {"help": "Prompt.", "shown_default": "one for the sample documents"},
+        },
+    )
+    prompt_list: tuple[str, ...] = option(
+        (),
+        "Input",
+        "Prompt for the documents; repeatable.",
+        "quantize verify",
+        flag="prompt",
+        short="p",
+        by_verb={"quantize": {"help": "Prompt for calibration documents; repeatable."}},
+    )
+    dataset: str | None = option(
+        None,
+        "Input",
+        "Labelled questions: JSON Lines, DocVQA, ChartQA, ...",
+        "bench load quantize",
+        metavar="PATH",
+        by_verb={"quantize": {"group": "Measurement", "help": "Labelled questions to measure accuracy on."}},
+    )
+    dataset_format: str | None = option(
+        None, "Input", "Layout of --dataset: jsonl, docvqa, ...; found by default.", "bench", metavar="NAME"
+    )
+    dataset_split: str | None = option(
+        None, "Input", "Split of a dataset that has several.", "bench", metavar="NAME", rare=True
+    )
+    no_images: bool = option(False, "Input", "Send prompts alone, for text-only checkpoints.", "bench", rare=True)
+    limit: int | None = option(
+        None,
+        "Input",
+        "Requests per cell, sampled or repeated.",
+        "batch bench",
+        flag="num-prompts",
+        range=_COUNT,
+        by_verb={"batch": {"help": "Maximum documents (pages, questions) to process.", "range": _LARGE}},
+    )
+    num_questions: int = option(
+        128,
+        "Input",
+        "Maximum prompts and questions.",
+        "quantize",
+        flag="num-prompts",
+        range=Range(integer=True, ge=1, le=100_000),
+    )
+    system: str | None = option(
+        None,
+        "Input",
+        "System message.",
+        "ask attention batch bench",
+        by_verb={"batch bench": {"help": "System message for every request."}},
+    )
+    raw_prompt: bool = option(
+        False,
+        "Input",
+        "Send -p as is, with one <start_of_image> per image.",
+        "ask attention batch bench",
+        rare=True,
+        by_verb={"attention": {"rare": False}},
+    )
+    whole_files: bool = option(False, "Input", "Send all pages of a file in one request.", "batch")
+    image_column: str | None = option(
+        None, "Input", "Image column of Parquet.", "batch", metavar="NAME", shown_default="image", rare=True
+    )
+    id_column: str | None = option(
+        None, "Input", "Id column of Parquet.", "batch", metavar="NAME", shown_default="id", rare=True
+    )
+    prompt_column: str | None = option(
+        None, "Input", "Prompt column of Parquet.", "batch", metavar="NAME", shown_default="question"
+    )
+    view_mix: str | None = option(
+        None,
+        "Input",
+        "Views per page, with relative shares: 1:20,3:50.",
+        "plan",
+        metavar="MIX",
+        shown_default="4",
+    )
+    text_tokens: int = option(42, "Input", "Tokens of the question and the chat template.", "plan", range=_COUNT)
+    count: int = option(
+        12,
+        "Input",
+        "Documents to generate.",
+        "demo samples",
+        range=Range(integer=True, ge=1, le=10_000),
+        by_verb={"demo": {"default": 18, "range": Range(integer=True, ge=2, le=10_000)}},
+    )
+    seed: int = option(
+        0,
+        "Input",
+        "Seed of the samples.",
+        "bench demo load plan quantize samples",
+        range=SAMPLING_RANGES["seed"],
+        by_verb={
+            "bench": {"group": "Measurement", "help": "Seed of the cell order and the sample."},
+            "demo": {**_SEEDED_SAMPLES, "default": 2},
+            "load": {"group": "Traffic", "help": "Seed of arrivals and content."},
+            "plan": {"group": "Traffic", "help": "Seed of arrivals, pages and lengths."},
+            "samples": _SEEDED_SAMPLES,
+        },
+    )
+    columns: int = option(
+        30,
+        "Input",
+        "Characters per short side; 110 suits Google's models.",
+        "samples",
+        range=Range(integer=True, ge=12, le=200),
+    )
+    step: str | None = option(
+        None,
+        "Input",
+        "Range or function that begins each step.",
+        "trace",
+        metavar="NAME",
+        shown_default="panscan.decode",
+    )
+    storage_timeout: float | None = option(
+        None,
+        "Input",
+        "Deadline per stored object, seconds.",
+        "batch",
+        range=_SECONDS,
+        metavar="SECONDS",
+        shown_default="60",
+        rare=True,
+    )
+    allow_external_images: bool = option(
+        False, "Input", "Allow dataset images from URLs and other folders.", "batch bench load", rare=True
+    )
+    allow_private_urls: bool = option(
+        False,
+        "Input",
+        "Fetch URLs of local and private addresses, too.",
+        "ask attention batch bench crops load plan profile quantize verify",
+        rare=True,
+    )
+    max_pages: int = option(
+        MAX_PAGES,
+        "Input",
+        "Maximum pages per PDF or TIFF.",
+        "ask attention batch bench crops load plan profile quantize serve",
+        range=Range(integer=True, ge=1, le=1_000_000),
+        rare=True,
+        by_verb={"serve": {"group": "Server", "help": "Maximum pages per document.", "default": 50}},
+    )
+
+    # Model, GPUs and replicas
+    preset: str | None = option(
+        None,
+        "Model",
+        "Preset (baseline, balanced, ...) or YAML file.",
+        "ask attention batch bench crops serve",
+        metavar="NAME|FILE",
+        by_verb={
+            "bench": {
+                "group": "Measurement",
+                "help": "Presets (baseline, balanced, ...) or YAML files.",
+                "metavar": "NAMES",
+            }
+        },
+    )
+    planned_model: str = option(
+        "", "Model", "Size (27b), hub id, or directory.", "plan", flag="model", metavar="NAME", required=True
+    )
+    gpu: str | None = option(
+        None,
+        "Model",
+        "GPU name, or a specification (see below).",
+        "plan trace",
+        metavar="NAME|SPEC",
+        by_verb={
+            "trace": {
+                "group": "Input",
+                "help": "GPU to compare rates with.",
+                "metavar": "NAME",
+                "shown_default": "the trace's",
+            }
+        },
+    )
+    gpu_count: int | None = option(
+        None,
+        "Model",
+        "GPUs.",
+        "plan",
+        flag="count",
+        range=_VERIFIED,
+        shown_default="1; with --request-rate: any",
+    )
+    measure: bool = option(False, "Model", "Measure this machine's GPU or CPU (needs PyTorch).", "plan")
+    weight_kinds: str | None = option(
+        None,
+        "Model",
+        "Weights: none, fp8, int8, int4.",
+        "plan",
+        flag="quantization",
+        metavar="KINDS",
+        shown_default="all",
+    )
+    weight_format: str | None = option(
+        None,
+        "Model",
+        "Format of the decoder's weights.",
+        "quantize",
+        flag="quantization",
+        metavar="int4|int8|fp8",
+    )
+    group_size: int | None = option(
+        None,
+        "Model",
+        "Input channels per int4 scale; none: 128 if it fits.",
+        "quantize",
+        flag="quantization-group-size",
+        range=Range(integer=True, ge=1, le=65_536),
+    )
+    audit: str | None = option(
+        None, "Model", "Quantised checkpoint to describe and judge.", "quantize", metavar="CHECKPOINT"
+    )
+    reference_model: str | None = option(
+        None,
+        "Model",
+        "Dense checkpoint to compare with, for --audit.",
+        "quantize",
+        flag="model",
+        metavar="BASE",
+    )
+    sent_model: str | None = option(
+        None,
+        "Model",
+        "Model name to send.",
+        "load",
+        flag="model",
+        metavar="NAME",
+        shown_default="the server's only model",
+    )
+    profiled_runners: str | None = option(
+        None,
+        "Runner",
+        "Runners: generate, engine.",
+        "profile",
+        flag="runner",
+        metavar="NAMES",
+        shown_default="both",
+    )
+    mode: str | None = option(
+        None, "Runner", "Modes of generate(), or all.", "profile", metavar="NAMES", shown_default="dynamic"
+    )
+    implementations: str = option(
+        "sdpa,engine",
+        "Runner",
+        "Implementations to compare with eager.",
+        "attention",
+        flag="attention",
+        aliases=("attn_impl", "attn_implementation"),
+        metavar="NAMES",
+    )
+    replicas: int | None = option(
+        None,
+        "Engine",
+        "Engine replicas on Ray; none: this process.",
+        "batch serve",
+        range=_PROCESSES,
+        by_verb={
+            "serve": {
+                "group": "Server",
+                "help": "Replicas on Ray Serve; none: this process.",
+                "range": Range(integer=True, ge=1, le=10_000),
+            }
+        },
+    )
+    max_replicas: int | None = option(
+        None,
+        "Server",
+        "Maximum replicas under load.",
+        "serve",
+        range=Range(integer=True, ge=1, le=10_000),
+        rare=True,
+    )
+    ray_address: str | None = option(
+        None,
+        "Engine",
+        "Ray cluster to join instead of starting one.",
+        "batch serve",
+        metavar="URL",
+        rare=True,
+        by_verb={"serve": {"group": "Server"}},
+    )
+    json_schema: str | None = option(
+        None, "Generation", "Constrain answers to a JSON schema.", "ask batch", metavar="FILE"
+    )
+    answer_lengths: str = option(
+        "256", "Generation", "Answer length, tokens.", "plan", flag="max-new-tokens", metavar="N|A-B"
+    )
+
+    # Servers and endpoints
+    api_keys: tuple[str, ...] = option(
+        (), "Server", "API key to require; repeatable.", "serve", flag="api-key", metavar="KEY"
+    )
+    api_key_file: Path | None = option(None, "Server", "File with API keys to require.", "serve", metavar="FILE")
+    served_model: str | None = option(
+        None, "Server", "Model name in the API, if the endpoint has several.", "verify", metavar="NAME"
+    )
+    api_key: str | None = option(
+        None,
+        "Server",
+        "Bearer token; or set PANSCAN_API_KEY.",
+        "load verify",
+        metavar="KEY",
+        environment=("PANSCAN_API_KEY", "OPENAI_API_KEY"),
+        by_verb={
+            "verify": {"help": "API key; or set PANSCAN_API_KEY.", "environment": ("PANSCAN_API_KEY",)},
+        },
+    )
+    header: tuple[str, ...] = option((), "Server", "Request header; repeatable.", "load", metavar="NAME:VALUE")
+    timeout: float = option(
+        600.0,
+        "Server",
+        "Timeout of a request, seconds.",
+        "doctor load verify",
+        range=_SECONDS,
+        metavar="SECONDS",
+        by_verb={
+            "doctor": {
+                "group": "Measurement",
+                "help": "Timeout of all checks, seconds.",
+                "default": 120.0,
+                "range": Range(le=3600, ge=1),
+            },
+            "verify": {"default": 120.0},
+        },
+    )
+    ready_check_timeout_sec: float = option(
+        60.0,
+        "Server",
+        "Time for the server to start, seconds.",
+        "load",
+        range=Range(ge=0, le=86_400),
+        metavar="SECONDS",
+        rare=True,
+    )
+
+    # Measurement
+    grid: str | None = option(None, "Measurement", "YAML file of 'setting: [values]'.", "bench", metavar="FILE")
+    repeats: int = option(
+        1, "Measurement", "Measurements per cell.", "bench", range=Range(integer=True, ge=1, le=10_000)
+    )
+    warmup: int = option(
+        1, "Measurement", "Warm-up batches to discard.", "bench", range=Range(integer=True, ge=0, le=10_000)
+    )
+    verify: bool = option(
+        True,
+        "Measurement",
+        "Compare the result with the dense model.",
+        "bench quantize",
+        by_verb={"bench": {"help": "Compare the answers with the reference."}},
+    )
+    verify_requests: int = option(
+        16, "Measurement", "Requests to verify per cell.", "bench", range=_VERIFIED, rare=True
+    )
+    verify_tokens: int = option(
+        32, "Measurement", "Reference output tokens per request.", "bench", range=_VERIFIED, rare=True
+    )
+    check_invariance: bool = option(
+        False, "Measurement", "Repeat requests alone, reordered, chunked.", "bench", rare=True
+    )
+    reference: str | None = option(
+        None, "Measurement", "Run or file with a reference to reuse.", "bench", metavar="PATH", rare=True
+    )
+    max_p95_ms: float | None = option(
+        None,
+        "Measurement",
+        "Maximum p95 of end-to-end latency, ms.",
+        "recommend",
+        range=Range(gt=0, le=1_000_000_000),
+        metavar="MS",
+    )
+    min_quality: float | None = option(
+        None, "Measurement", "Minimum quality, 0 to 1.", "recommend", range=Range(ge=0, le=1), metavar="SHARE"
+    )
+    quality_metric: str | None = option(
+        None,
+        "Measurement",
+        "Quality metric; the dataset's by default.",
+        "bench recommend report",
+        metavar="NAME",
+        rare=True,
+        by_verb={"recommend report": _RUN_METRIC},
+    )
+    allow_different: tuple[str, ...] = option(
+        (), "Measurement", "Id of a cell to allow whatever its verdict; repeatable.", "recommend", metavar="CELL"
+    )
+    model_replicas: int = option(
+        1,
+        "Measurement",
+        "Model replicas that run in parallel, without Ray.",
+        "bench",
+        flag="replicas",
+        range=_PROCESSES,
+    )
+    gpus_per_replica: int = option(1, "Measurement", "GPUs per replica.", "bench", range=_PROCESSES, rare=True)
+    goal: Literal["throughput", "latency"] = option("throughput", "Measurement", "Goal to optimise.", "plan")
+    goodput: tuple[str, ...] = option(
+        (),
+        "Measurement",
+        "Limits in ms: ttft:500 tpot:50.",
+        "load plan",
+        metavar="METRIC:MS...",
+        by_verb={"plan": {"help": "Limits in ms.", "shown_default": "ttft:2000 tpot:50"}},
+    )
+    percentile_metrics: str | None = option(
+        None,
+        "Measurement",
+        "Times to report.",
+        "load",
+        metavar="NAMES",
+        shown_default="ttft,tpot,itl,e2el",
+        rare=True,
+    )
+    metric_percentiles: str | None = option(
+        None,
+        "Measurement",
+        "Percentiles to report.",
+        "load",
+        metavar="INTS",
+        shown_default="50,90,95,99",
+        rare=True,
+    )
+    fail_on: tuple[str, ...] = option(
+        (), "Measurement", "Exit with 5 if it holds; repeatable.", "compare", metavar="CONDITION"
+    )
+    strict: bool = option(False, "Measurement", "Exit with 5 for undecided conditions, too.", "compare")
+    only: str | None = option(
+        None,
+        "Measurement",
+        "Groups (gpu, links, packages, gemma, fit, host) or checks.",
+        "doctor",
+        metavar="NAMES",
+    )
+    symbols: bool = option(False, "Measurement", "Check each Transformers name that panscan uses.", "doctor")
+    record_shapes: bool = option(False, "Measurement", "Record tensor shapes: a larger trace.", "profile")
+    memory: bool = option(False, "Measurement", "Record allocations of generate(): a larger trace.", "profile")
+    stacks: bool = option(False, "Measurement", "Record Python calls: a larger, slower trace.", "profile")
+
+    # Output
+    output: str | None = option(
+        None,
+        "Output",
+        "Picture to write.",
+        "attention crops",
+        short="o",
+        metavar="FILE",
+        shown_default="attention.png",
+        by_verb={
+            "crops": {
+                "help": "PNG file or directory.",
+                "metavar": "PATH",
+                "shown_default": "NAME-views.png",
+            }
+        },
+    )
+    answers_path: str = option(
+        "answers.jsonl",
+        "Output",
+        "Answers: JSON Lines, or .parquet.",
+        "batch",
+        flag="output",
+        short="o",
+        metavar="PATH",
+    )
+    preset_path: Path = option(
+        Path("preset.yaml"), "Output", "Preset to write.", "recommend", flag="output", short="o", metavar="FILE"
+    )
+    report_format: Literal["html", "md", "png", "gallery"] = option(
+        "html", "Output", "Format of the report.", "report", flag="format"
+    )
+    comparison_format: Literal["text", "md", "json"] = option(
+        "text", "Output", "Format of the output.", "compare", flag="format"
+    )
+    request_set: Literal["aiperf", "guidellm", "vllm"] | None = option(
+        None, "Output", "Load generator to write a request set for.", "samples", flag="format"
+    )
+    output_file: Path | None = option(
+        None,
+        "Output",
+        "File; for png, directory.",
+        "report verify",
+        flag="output",
+        short="o",
+        metavar="PATH",
+        by_verb={"verify": {"help": "Verdict file to write, JSON.", "metavar": "FILE"}},
+    )
+    order: Literal["input", "finished"] = option("input", "Output", "Order of the answers.", "batch")
+    output_dir: Path = option(
+        Path("runs"),
+        "Output",
+        "Parent of run directories.",
+        "bench load profile",
+        metavar="DIR",
+        by_verb={"profile": {"help": "Parent of profile directories.", "default": Path("profiles")}},
+    )
+    resume: bool = option(False, "Output", "Continue the output: skip answered documents.", "batch")
+    resume_run: str | None = option(
+        None, "Output", "Continue this run directory with its own settings.", "bench", flag="resume", metavar="RUN"
+    )
+    retry_failed: bool = option(False, "Output", "Retry failed documents, with --resume.", "batch")
+    force: bool = option(
+        False,
+        "Output",
+        "Replace an existing output.",
+        "batch demo quantize recommend samples",
+        by_verb={
+            "demo": {"help": "Replace documents and preset; keep earlier runs."},
+            "quantize": {"help": "Replace OUT if this command wrote all of it."},
+            "recommend": {"help": "Replace a file that panscan did not write."},
+            "samples": {"help": "Replace documents of another count or seed."},
+        },
+    )
+    cost_per_hour: float | None = option(
+        None,
+        "Output",
+        "Machine cost per hour, for page prices.",
+        "batch",
+        range=Range(gt=0, le=1_000_000),
+        metavar="PRICE",
+    )
+    save_result: bool = option(False, "Output", "Write each level as vLLM's result JSON, too.", "load")
+    dry_run: bool = option(False, "Output", "Show cells, views, tokens and a rough time only.", "bench")
+    include_content: bool = option(False, "Output", "Keep prompts and answers in the records.", "bench load")
+    print_config: bool = option(False, "Output", "Print a Ray Serve config file and exit.", "serve", rare=True)
+    top: int = option(12, "Output", "Rows per table.", "trace", range=Range(integer=True, ge=1, le=1_000))
+    html: Path | None = option(None, "Output", "Web page to write, too.", "trace", metavar="FILE")
+    json: bool = option(
+        False,
+        "Output",
+        "Print one JSON object.",
+        "ask attention crops doctor plan recommend trace",
+        by_verb={"attention crops": {"help": "Print JSON; draws only with --output."}},
+    )
+    debug: bool = option(False, "Output", "Show tracebacks of errors.", "")
+    help_all: bool = option(False, "Output", "Show all options and exit.", "")
+
+
+@cache
+def options_of(verb: str) -> dict[str, Option]:
+    """Return the options of a command by name, in the order of ``--help`` within a group."""
+    tables = {**declared_options(Options), **declared_options(Settings)}
+    return {name: item.of_verb(verb) for name, item in tables.items() if not item.verbs or verb in item.verbs.split()}
+
+
+def default_of(name: str, verb: str) -> Any:
+    """Return the default of an option of a command."""
+    return options_of(verb)[name].default
+
+
+def range_of(name: str, verb: str) -> Range:
+    """Return the numbers that an option of a command accepts."""
+    allowed = options_of(verb)[name].range
+    assert allowed is not None, name
+    return allowed
+
+
+def check_options(values: object, verb: str) -> None:
+    """Raise a SettingError unless the fields of an object that are options of a command have accepted values."""
+    for name, item in options_of(verb).items():
+        if item.choices or (item.range is not None and item.kind is not str):  # a text holds several numbers
+            item.check(getattr(values, name, item.default))
+
+
+def fields_from(options: Options, table: type) -> dict[str, Any]:
+    """Return the values of the options that a table declares, as keyword arguments of a class that extends it."""
+    return {item.name: getattr(options, item.name) for item in fields(table)}

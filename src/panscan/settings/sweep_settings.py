@@ -1,0 +1,604 @@
+"""What a sweep varies: model, runner, engine, views, sampling. Options, YAML keys and records use these names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property
+from importlib.util import find_spec
+from typing import Any
+
+from panscan.core import PanAndScan, Sampling, SettingError
+from panscan.core.ranges import Range, shorten
+from panscan.core.request import PAN_AND_SCAN_RANGES, SAMPLING_RANGES
+from panscan.settings.declaration import Option, declared_options, nearest, option
+from panscan.settings.spellings import FOREIGN_OPTIONS, SWITCHES
+
+__all__ = [
+    "ATTENTION",
+    "ATTENTION_BACKENDS",
+    "GROUP_SIZES",
+    "KV_CACHE_DTYPES",
+    "MODEL_SHAPES",
+    "PREFILL_CHUNK_SIZE",
+    "QUANTIZATION",
+    "WEIGHT_KINDS",
+    "Settings",
+    "axes",
+    "axis_name",
+    "axis_names",
+    "check_weight_kind",
+    "missing_package",
+    "recorded_settings",
+    "settings_from",
+]
+
+ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+ATTENTION_BACKENDS = ("auto", "triton", "sdpa")
+"""What the engine attends with; see :func:`panscan.engine.model_runner.choose_backend`."""
+GROUP_SIZES = (128, 64, 32)
+"""Supported input channels per scale of 4-bit weights, preferred size first."""
+WEIGHT_KINDS = ("fp8", "int8", "int4")
+"""panscan's own quantisations, supported by every runner except vLLM; only int4 has groups."""
+QUANTIZATION = (*WEIGHT_KINDS, "bnb-8bit", "bnb-4bit")
+MODEL_SHAPES = ("mini", "tiny", "270m", "1b", "4b", "12b", "27b")
+KV_CACHE_DTYPES = ("auto", "fp8")
+PREFILL_CHUNK_SIZE = 2048
+"""The engine's default: a prompt of seven views in one pass."""
+_REQUESTS = Range(integer=True, ge=1, le=65_536)  # arrays have a row for each
+_TOKENS = SAMPLING_RANGES["max_new_tokens"]
+
+
+def _gigabytes(note: str) -> Range:
+    return Range(gt=0, le=1_000_000, note=note)
+
+
+# The verbs that have a setting.
+_BATCHED = "batch bench serve"
+_ANSWER = f"ask {_BATCHED}"
+_PROFILED = f"{_ANSWER} profile"
+_SIMULATED = f"{_ANSWER} plan"
+_CROPS = f"{_PROFILED} attention crops load plan quantize verify"
+_GENERATE = "ask bench"
+_SERVER_DEFAULT = {"load": {"shown_default": "the server's"}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One point of a sweep. Values are checked on construction; what a machine cannot do is checked by the runner."""
+
+    runner: str = option(
+        "generate",
+        "Runner",
+        "Runner: engine, generate, pipeline, generate_batch or vllm.",
+        _ANSWER,
+        choices=("generate", "pipeline", "generate_batch", "engine", "vllm"),
+        shown_default="engine; generate with options of generate()",
+        level="load",
+        by_verb={"batch serve": {"hidden": True}},
+    )
+    model: str = option(
+        "mini",
+        "Model",
+        "Hub id, directory, 'mini' or 'tiny'.",
+        f"{_PROFILED} attention crops verify",
+        aliases=("model_id",),
+        level="load",
+        by_verb={"crops": {"shown_default": "the released Gemma 3"}, "verify": {"required": True}},
+    )
+    revision: str | None = option(
+        None,
+        "Model",
+        "Branch, tag or commit of a hub checkpoint.",
+        f"{_PROFILED} attention crops quantize verify",
+        level="load",
+        rare=True,
+    )
+    random_weights: bool = option(
+        False, "Model", "Use random weights of --model-shape: no download.", f"{_PROFILED} attention", level="load"
+    )
+    model_shape: str | None = option(
+        None,
+        "Model",
+        "Random shape: mini, tiny, 270m, 1b, 4b, 12b or 27b.",
+        f"{_PROFILED} attention",
+        choices=MODEL_SHAPES,
+        level="load",
+    )
+    dtype: str = option(
+        "auto",
+        "Model",
+        "Precision; auto: bf16 on a GPU, fp32 on a CPU.",
+        f"{_PROFILED} verify",
+        aliases=("precision", "torch_dtype"),
+        choices=("auto", "bf16", "fp32", "fp16"),
+        level="load",
+    )
+    quantization: str | None = option(
+        None,
+        "Model",
+        "Quantise weights: fp8, int8, int4, bnb-8bit or bnb-4bit.",
+        _PROFILED,
+        choices=QUANTIZATION,
+        level="load",
+    )
+    quantization_group_size: int | None = option(
+        None,
+        "Model",
+        "Input channels per int4 scale; none: 128 if it fits.",
+        _PROFILED,
+        range=Range(integer=True, ge=GROUP_SIZES[-1], le=GROUP_SIZES[0]),
+        level="load",
+        rare=True,
+    )
+    device: str = option(
+        "auto",
+        "Model",
+        "Device: auto, cpu, cuda, cuda:N or mps.",
+        f"{_PROFILED} attention quantize verify",
+        level="load",
+    )
+    device_map: str | None = option(
+        None,
+        "Model",
+        "Spread layers: auto, balanced, balanced_low_0, sequential.",
+        _GENERATE,
+        choices=("auto", "balanced", "balanced_low_0", "sequential"),
+        level="load",
+        rare=True,
+    )
+    max_memory: str | None = option(
+        None,
+        "Model",
+        "Memory per device for --device-map: '0=30GiB;cpu=60GiB'.",
+        _GENERATE,
+        level="load",
+        rare=True,
+    )
+    tp_plan: str | None = option(
+        None,
+        "Runner",
+        "Tensor parallelism of generate(), under torchrun.",
+        _GENERATE,
+        choices=("auto",),
+        level="load",
+        rare=True,
+    )
+    tensor_parallel_size: int = option(
+        1,
+        "Engine",
+        "GPUs that share one model.",
+        _PROFILED,
+        aliases=("tp",),
+        range=Range(integer=True, ge=1, le=64),
+        level="load",
+        only="engine",
+    )
+    attention: str = option(
+        "sdpa",
+        "Runner",
+        "Attention of generate(): sdpa, eager, flex_attention, ...",
+        f"{_GENERATE} profile",
+        aliases=("attn_impl", "attn_implementation"),
+    )
+    vllm_attention: str | None = option(
+        None,
+        "Runner",
+        "Attention backend of vLLM; TRITON_ATTN matches Gemma 3.",
+        _GENERATE,
+        level="load",
+        only="vllm",
+        rare=True,
+    )
+    cache: str = option(
+        "dynamic",
+        "Runner",
+        "KV cache of generate(); static compiles GPU decoding.",
+        _GENERATE,
+        choices=("dynamic", "static"),
+    )
+    compile: str | None = option(
+        None,
+        "Runner",
+        "Compile mode: default, reduce-overhead or max-autotune.",
+        _GENERATE,
+        choices=("default", "reduce-overhead", "max-autotune"),
+        rare=True,
+    )
+    tf32: bool = option(False, "Runner", "Use TF32 for float32 matrix products.", f"{_GENERATE} profile", rare=True)
+    batch_size: int = option(
+        1,
+        "Runner",
+        "Requests per generate() call; selects --runner generate.",
+        "bench profile",
+        range=_REQUESTS,
+        by_verb={"profile": {"help": "Requests at once."}},
+    )
+    max_concurrency: int | None = option(
+        None,
+        "Engine",
+        "Maximum requests in flight; none: no limit.",
+        "batch bench",
+        range=Range(integer=True, ge=1, le=2**31 - 1),
+        only="engine",
+    )
+    max_num_seqs: int = option(
+        128, "Engine", "Maximum sequences per engine step.", f"{_BATCHED} plan", range=_REQUESTS, only="engine"
+    )
+    gpu_memory_utilization: float = option(
+        0.92,
+        "Engine",
+        "Maximum share of each GPU's memory.",
+        f"{_SIMULATED} profile",
+        range=Range(gt=0, le=1, note="a share: 0.92 is 92% of the memory"),
+        only="engine",
+    )
+    gpu_memory_gb: float | None = option(
+        None,
+        "Engine",
+        "Maximum memory per GPU, GB (10^9 bytes).",
+        f"{_SIMULATED} profile",
+        range=_gigabytes("leave it out to set no limit in GB"),
+        only="engine",
+        rare=True,
+    )
+    kv_cache_gb: float | None = option(
+        None,
+        "Engine",
+        "KV cache per GPU, GB; none: from free memory.",
+        f"{_SIMULATED} profile",
+        range=_gigabytes("leave it out to take most of the free memory"),
+        only="engine",
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "Engine",
+        "Data type of the KV cache; auto: the model's.",
+        f"{_SIMULATED} profile",
+        choices=KV_CACHE_DTYPES,
+        only="engine",
+    )
+    prefix_caching: bool = option(
+        True,
+        "Engine",
+        "Reuse the KV cache of equal prompt prefixes.",
+        _PROFILED,
+        aliases=("enable_prefix_caching",),
+        only="engine",
+    )
+    vision_cache_gb: float = option(
+        1.0,
+        "Engine",
+        "Cache of encoded views, GB.",
+        _SIMULATED,
+        range=_gigabytes("it holds the encoded views of a pass"),
+        only="engine",
+        rare=True,
+    )
+    image_memory_gb: float = option(
+        2.0,
+        "Engine",
+        "Memory for decoded images, GB.",
+        _ANSWER,
+        range=_gigabytes("an image that is larger is read alone"),
+        only="engine",
+        rare=True,
+    )
+    tpot_target_ms: float | None = option(
+        None,
+        "Engine",
+        "TPOT to keep by limiting prefill, ms; none: no limit.",
+        _ANSWER,
+        range=Range(gt=0, le=600_000, note="leave it out to set no target"),
+        only="engine",
+        by_verb={"serve": {"default": 50.0}},
+    )
+    vision_batch_size: int = option(
+        16,
+        "Engine",
+        "Maximum views encoded at once.",
+        f"{_SIMULATED} profile",
+        range=_REQUESTS,
+        only="engine",
+        rare=True,
+    )
+    attention_backend: str = option(
+        "auto",
+        "Engine",
+        "Paged attention; triton: NVIDIA GPUs only.",
+        f"{_PROFILED} attention",
+        choices=ATTENTION_BACKENDS,
+        only="engine",
+        rare=True,
+    )
+    equal_views: bool = option(False, "Runner", "Batch requests with equal view counts together.", "bench", rare=True)
+    prefill_chunk_size: int | None = option(
+        None,
+        "Engine",
+        "Prompt tokens per engine step; breaks images in generate().",
+        f"{_SIMULATED} attention profile",
+        range=_TOKENS,
+        shown_default=str(PREFILL_CHUNK_SIZE),
+        by_verb={"attention batch plan serve": {"help": "Prompt tokens per engine step."}},
+    )
+    pad_to_multiple_of: int | None = option(
+        None, "Runner", "Pad prompts to a multiple of this many tokens.", _GENERATE, range=_TOKENS, rare=True
+    )
+    preprocess: str = option(
+        "cpu",
+        "Runner",
+        "Resize views as Pillow (cpu) or PyTorch (device) does.",
+        _PROFILED,
+        choices=("cpu", "device"),
+    )
+    do_pan_and_scan: bool = option(
+        True,
+        "Pan and scan",
+        "Add crops to the whole image.",
+        _CROPS,
+        flag="pan-and-scan",
+        by_verb=_SERVER_DEFAULT,
+    )
+    pan_and_scan_min_crop_size: int = option(
+        256,
+        "Pan and scan",
+        "Minimum side of a crop, pixels.",
+        _CROPS,
+        flag="min-crop-size",
+        aliases=("grid_min_crop_size",),
+        range=PAN_AND_SCAN_RANGES["min_crop_size"],
+        by_verb=_SERVER_DEFAULT,
+    )
+    pan_and_scan_max_num_crops: int = option(
+        4,
+        "Pan and scan",
+        "Maximum crops per image.",
+        _CROPS,
+        flag="max-num-crops",
+        aliases=("grid_max_crops",),
+        range=PAN_AND_SCAN_RANGES["max_num_crops"],
+        by_verb=_SERVER_DEFAULT,
+    )
+    pan_and_scan_min_ratio_to_activate: float = option(
+        1.2,
+        "Pan and scan",
+        "Minimum longer/shorter side for crops.",
+        _CROPS,
+        flag="min-ratio-to-activate",
+        aliases=("grid_min_ratio",),
+        range=PAN_AND_SCAN_RANGES["min_ratio_to_activate"],
+        by_verb=_SERVER_DEFAULT,
+    )
+    max_new_tokens: int = option(
+        128,
+        "Generation",
+        "Maximum output tokens.",
+        f"{_PROFILED} load quantize",
+        range=_TOKENS,
+        by_verb={
+            "serve": {"help": "Output tokens of a request without max_tokens."},
+            "profile": {"default": 16},
+        },
+    )
+    temperature: float = option(
+        0.0, "Generation", "Sampling temperature; 0 is greedy.", _ANSWER, range=SAMPLING_RANGES["temperature"]
+    )
+    top_k: int | None = option(
+        None, "Generation", "Sample from the k most probable tokens.", _ANSWER, range=SAMPLING_RANGES["top_k"]
+    )
+    top_p: float | None = option(
+        None,
+        "Generation",
+        "Sample from top tokens with this total probability.",
+        _ANSWER,
+        range=SAMPLING_RANGES["top_p"],
+    )
+    min_p: float | None = option(
+        None,
+        "Generation",
+        "Drop tokens below this share of the most probable.",
+        _ANSWER,
+        range=SAMPLING_RANGES["min_p"],
+        rare=True,
+    )
+    repetition_penalty: float | None = option(
+        None,
+        "Generation",
+        "Penalty on repeated tokens; above 1 repeats less.",
+        _ANSWER,
+        range=SAMPLING_RANGES["repetition_penalty"],
+        rare=True,
+    )
+    sampling_seed: int | None = option(
+        None, "Generation", "Seed of the sampler.", _ANSWER, range=SAMPLING_RANGES["seed"]
+    )
+    ignore_eos: bool = option(
+        False,
+        "Generation",
+        "Ignore end tokens: always generate the full length.",
+        f"{_PROFILED} load",
+        by_verb={"profile": {"default": True}},
+    )
+
+    def __post_init__(self) -> None:
+        for axis in axes().values():
+            axis.check(getattr(self, axis.name))
+        if self.attention not in ATTENTION and not re.fullmatch(r"[\w.-]+/[\w.@:-]+", self.attention):
+            hint = nearest(self.attention, ATTENTION)
+            raise SettingError(
+                f"--attention takes {', '.join(ATTENTION)} or a kernels-hub name (owner/kernel);"
+                f" got {shorten(self.attention)}{hint}"
+            )
+        if not re.fullmatch(r"auto|cpu|mps|cuda(:\d+)?", self.device):
+            raise SettingError(f"--device takes auto, cpu, mps, cuda or cuda:N; got {shorten(self.device)}")
+        self._check_contradictions()
+        self.pan_and_scan, self.sampling  # noqa: B018 - both check their values
+
+    def _check_contradictions(self) -> None:
+        if self.random_weights and self.model_shape is None:
+            raise SettingError(f"--random-weights: no shape is given; add --model-shape {'|'.join(MODEL_SHAPES)}")
+        if self.model_shape is not None and not self.random_weights:
+            raise SettingError(f"--model-shape {self.model_shape}: requires --random-weights; add it, or use --model")
+        if self.random_weights and self.model != "mini":
+            raise SettingError("--model: not supported with --random-weights; leave out one of them")
+        for name in ("device_map", "tp_plan", "revision"):
+            if self.random_weights and getattr(self, name) is not None:
+                raise SettingError(f"--{axes()[name].flag}: not supported with --random-weights; leave it out")
+        if self.device_map is not None and self.tp_plan is not None:
+            raise SettingError("--tp-plan: not supported with --device-map; leave out one of them")
+        if self.device_map is not None and self.device != "auto":
+            raise SettingError(f"--device {self.device}: --device-map places the layers; leave out one of them")
+        self._check_quantization()
+        self._check_tensor_parallel()
+        if self.max_memory is not None and self.device_map is None:
+            raise SettingError("--max-memory: requires --device-map; add --device-map auto")
+        for part in self.max_memory.split(";") if self.max_memory is not None else ():
+            if not re.fullmatch(r"\s*(\d+|cpu|disk|mps)=\d+(\.\d+)?\s*[KMGT]i?B\s*", part):
+                raise SettingError(f"--max-memory takes e.g. '0=30GiB;cpu=60GiB'; got {shorten(part.strip())}")
+
+    def _check_quantization(self) -> None:
+        kind, size = self.quantization, self.quantization_group_size
+        if size is not None and kind != "int4":
+            raise SettingError(f"--quantization-group-size {size}: only int4 has groups; add --quantization int4")
+        if size is not None and size not in GROUP_SIZES:
+            sizes = _or([str(each) for each in GROUP_SIZES])
+            raise SettingError(f"--quantization-group-size takes {sizes}; got {size}")
+        if kind is None:
+            return
+        if kind not in WEIGHT_KINDS:
+            if self.random_weights:
+                raise SettingError(
+                    f"--random-weights: --quantization {kind} requires a checkpoint; use {_or(WEIGHT_KINDS)}"
+                )
+            return
+        for name in ("device_map", "tp_plan"):
+            if getattr(self, name) is not None:
+                raise SettingError(
+                    f"--{axes()[name].flag}: not supported with --quantization {kind}; use --tensor-parallel-size, or"
+                    " --quantization bnb-8bit or bnb-4bit"
+                )
+
+    def _check_tensor_parallel(self) -> None:
+        if self.tensor_parallel_size == 1:
+            return
+        for name in ("device_map", "tp_plan"):
+            if getattr(self, name) is not None:
+                raise SettingError(
+                    f"--{axes()[name].flag}: not supported with --tensor-parallel-size; leave out one of them"
+                )
+        if self.device.startswith("cuda:"):
+            raise SettingError(
+                f"--device {self.device}: --tensor-parallel-size takes the first visible GPUs; use --device cuda,"
+                " and CUDA_VISIBLE_DEVICES to choose them"
+            )
+        if self.quantization not in (None, *WEIGHT_KINDS):
+            raise SettingError(
+                f"--tensor-parallel-size: --quantization {self.quantization} cannot be split; use {_or(WEIGHT_KINDS)}"
+            )
+
+    @cached_property
+    def pan_and_scan(self) -> PanAndScan:
+        return PanAndScan(
+            enabled=self.do_pan_and_scan,
+            min_crop_size=self.pan_and_scan_min_crop_size,
+            max_num_crops=self.pan_and_scan_max_num_crops,
+            min_ratio_to_activate=self.pan_and_scan_min_ratio_to_activate,
+        )
+
+    @cached_property
+    def sampling(self) -> Sampling:
+        return Sampling(
+            self.max_new_tokens,
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            self.repetition_penalty,
+            self.sampling_seed,
+            self.ignore_eos,
+        )
+
+    @property
+    def load_key(self) -> tuple[Any, ...]:
+        """Cells with equal keys share one loaded model."""
+        return tuple(getattr(self, axis.name) for axis in axes().values() if axis.level == "load")
+
+    @property
+    def model_name(self) -> str:
+        return f"{self.model_shape} shape, random weights" if self.random_weights else self.model
+
+    def changed(self) -> dict[str, Any]:
+        """The settings that differ from the defaults."""
+        plain = Settings()
+        return {name: value for name, value in asdict(self).items() if value != getattr(plain, name)}
+
+
+def axes() -> dict[str, Option]:
+    """Return every setting by name, in the order of :class:`Settings`."""
+    return declared_options(Settings)
+
+
+@cache
+def axis_names() -> dict[str, str]:
+    """Return the canonical name of every spelling of a setting."""
+    return {spelling: axis.name for axis in axes().values() for spelling in axis.spellings}
+
+
+def _or(words: Sequence[str]) -> str:
+    return f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def check_weight_kind(kind: str) -> None:
+    """Raise a SettingError unless ``panscan quantize`` can write weights of a kind."""
+    if kind not in WEIGHT_KINDS:
+        raise SettingError(f"--quantization takes {', '.join(WEIGHT_KINDS)}; got {kind!r}{nearest(kind, WEIGHT_KINDS)}")
+
+
+def missing_package(quantization: str | None) -> str | None:
+    """Return which package a quantisation lacks on this machine, and how to install it; None if none."""
+    if quantization is None or quantization in WEIGHT_KINDS or find_spec("bitsandbytes"):
+        return None
+    return f"--quantization {quantization} needs bitsandbytes: pip install bitsandbytes"
+
+
+def settings_from(values: Mapping[str, Any]) -> Settings:
+    """Settings from names (aliases and dashes too) and values (typed or text).
+
+    Raises:
+        SettingError: an unknown name (the nearest one is suggested), a name given twice, a value out of its choices.
+    """
+    found: dict[str, Any] = {}
+    for spelling, value in values.items():
+        name = axis_name(spelling)
+        if name in found:
+            raise SettingError(f"{spelling}: {name} is set twice")
+        found[name] = axes()[name].parse(value)
+    return Settings(**found)
+
+
+def recorded_settings(values: Mapping[str, Any]) -> Settings:
+    """Return the settings of a record. Settings that later versions removed, and that changed no answer, are ignored.
+
+    Raises:
+        SettingError: a value that this version does not accept.
+        TypeError: an unknown setting.
+    """
+    return Settings(**{name: value for name, value in values.items() if name != "fast_start"})
+
+
+def axis_name(spelling: str) -> str:
+    """Return the canonical name of a setting, from any of its spellings.
+
+    Raises:
+        SettingError: an unknown name, or another tool's without an equivalent; the message has the fix.
+    """
+    key = spelling.lstrip("-").replace("-", "_")
+    if key in axis_names():
+        return axis_names()[key]
+    if key in SWITCHES:
+        name, value = SWITCHES[key]
+        raise SettingError(f"{spelling}: unknown setting; use {name}: {value}")
+    if (reason := FOREIGN_OPTIONS.get(key)) is not None:
+        raise SettingError(f"{spelling}: {reason}")
+    raise SettingError(f"unknown setting {spelling!r}{nearest(key, axis_names())}")

@@ -1,0 +1,119 @@
+"""Child processes: messages of any size, how they end, and that they end with their parent."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from panscan.core import now
+from panscan.core.child import Child, ChildEndedError, Inbox
+
+ROOT = Path(__file__).parents[2]
+PATHS = os.pathsep.join(map(str, (ROOT / "src", ROOT)))
+SECONDS = 30.0
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], tuple[Child, Inbox]]]:
+    """Starts children that keep their output, with two channels; all are closed."""
+    monkeypatch.setenv("PYTHONPATH", PATHS)
+    children: list[Child] = []
+
+    def start_child() -> tuple[Child, Inbox]:
+        child = Child("tests.core.echo_child", keep_output=True, channels=2)
+        inbox: Inbox = queue.SimpleQueue()
+        children.append(child)
+        child.listen_into(inbox)
+        return child, inbox
+
+    yield start_child
+    for child in children:
+        child.close()
+
+
+def gone(*processes: int) -> bool:
+    deadline = time.monotonic() + SECONDS
+    while any(map(psutil.pid_exists, processes)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(psutil.pid_exists, processes))
+
+
+def test_messages_of_any_size_arrive_in_order_on_their_channels(start: Callable[[], tuple[Child, Inbox]]) -> None:
+    child, inbox = start()
+    pixels = np.arange(5_000_000, dtype=np.uint8)
+    sent: list[Any] = ["short", pixels, b"x" * 300_000, {"views": [1, 2]}]
+    for content in sent:
+        child.send(("echo", content))
+    child.send(("from", 1))
+    child.send("over the other channel", 1)
+    received = [inbox.get(timeout=SECONDS) for _ in range(len(sent) + 1)]
+    assert {sender for sender, _ in received} == {child}
+    assert (received[1][1] == pixels).all()
+    assert [message for _, message in (received[0], *received[2:])] == [sent[0], *sent[2:], "over the other channel"]
+    before = now()
+    child.send("time")
+    assert before <= inbox.get(timeout=SECONDS)[1] <= now(), "both processes use one time line"
+
+
+@pytest.mark.parametrize(
+    ("message", "ending"),
+    [
+        ("exit", r"exited with code 3: the library is\\x1b broken"),
+        ("abort", "was killed by SIGABRT"),
+        (None, "was killed by SIGKILL, as the system does when memory runs out"),
+    ],
+)
+def test_an_ending_is_told_with_the_last_line(
+    start: Callable[[], tuple[Child, Inbox]], message: str | None, ending: str
+) -> None:
+    child, inbox = start()
+    if message is None:
+        os.kill(child.pid, signal.SIGKILL)
+    else:
+        child.send(message)
+    assert inbox.get(timeout=SECONDS) == (child, None)
+    assert child.ending() == ending.replace("\\\\", "\\")
+    with pytest.raises(ChildEndedError, match=ending.split(":")[0]):
+        child.send("more")
+
+
+def test_closing_kills_a_child_that_hangs_and_what_it_started(start: Callable[[], tuple[Child, Inbox]]) -> None:
+    child, inbox = start()
+    child.send("start")
+    _, grandchild = inbox.get(timeout=SECONDS)
+    child.send("hang")
+    child.close()
+    assert gone(child.pid, grandchild)
+    child.close()  # again
+
+
+def test_a_child_ends_with_its_killed_parent_even_if_a_forked_copy_keeps_the_connection() -> None:
+    code = """
+import os, time
+from panscan.core.child import Child
+child = Child("tests.core.echo_child")
+child.send("hang")
+copy = os.fork()
+if copy:
+    print(child.pid, copy, flush=True)
+time.sleep(600)
+"""
+    environment = {**os.environ, "PYTHONPATH": PATHS}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        child, copy = map(int, parent.stdout.readline().split())
+        time.sleep(1)
+        parent.kill()
+    assert gone(child)
+    os.kill(copy, signal.SIGKILL)
