@@ -210,7 +210,7 @@ def plan_of(run: Run, *, on_problem: Callable[[InputError], None], later: Mappin
             )
             for cell, settings in run.cells.items()
         ]
-        if missing := [name for name in _PLAN if name not in chosen]:
+        if missing := [name for name in ("workload_sha256", *_PLAN) if getattr(kept, name) is None]:
             raise KeyError(missing[0])
     except (KeyError, TypeError) as error:
         raise RecordsError(f"--resume {run.path.parent}: its header is another version's ({error})") from error

@@ -7,10 +7,11 @@ computes the reference's choice at every position (:class:`ReferenceRows`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf, isfinite
 
 import torch
+from msgspec import structs
 
 from panscan.core import Result
 from panscan.engine.sampling import DRAWS, draw
@@ -122,7 +123,7 @@ def compared_with_reference(
                 answer = _within_context(judge, expected[result.id], result)
                 total += compared(judge, result.id, answer, result.token_ids, seed or 0)
         return total
-    return replace(total, note=note)
+    return structs.replace(total, note=note)
 
 
 def _wrong_end(judge: Judge, result: Result) -> TokenCheck:
@@ -132,7 +133,7 @@ def _wrong_end(judge: Judge, result: Result) -> TokenCheck:
     if result.error is not None or result.finish_reason != "stop" or marked:
         return TokenCheck()
     departure = judge.departure(result.id, len(tokens), (None, None), None)
-    return TokenCheck(departed=1, equal=False, first=replace(departure, found=_END, wanted="another token"))
+    return TokenCheck(departed=1, equal=False, first=structs.replace(departure, found=_END, wanted="another token"))
 
 
 def _departed(compared: int, departure: Departure) -> TokenCheck:
