@@ -28,12 +28,11 @@ _SETTINGS = {
         "max_num_seqs",
         "max_concurrency",
         "equal_views",
-        "pad_to_multiple_of",
         "vision_batch_size",
     ),
     "chunk": ("prefill_chunk_size",),
     "cache": ("prefix_caching", "vision_cache_gb", "kv_cache_gb", "gpu_memory_utilization", "gpu_memory_gb"),
-    "gpus": ("device_map", "max_memory", "tp_plan", "tensor_parallel_size"),
+    "gpus": ("device_map", "max_memory", "tensor_parallel_size"),
 }
 """The settings of each axis, which may not change any answer."""
 

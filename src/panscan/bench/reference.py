@@ -117,9 +117,7 @@ def eager_settings(settings: Settings, pixels: str, steps: int = TOKENS) -> Sett
         attention="eager",
         cache="dynamic",
         compile=None,
-        tf32=False,
         prefill_chunk_size=None,
-        pad_to_multiple_of=None,
         preprocess=pixels,
         max_new_tokens=steps,
     )

@@ -35,7 +35,6 @@ __all__ = [
     "check_plan",
     "check_same_machine",
     "finish",
-    "follow",
     "header",
     "new_directory",
     "plan_of",
@@ -95,12 +94,6 @@ def _sweep(
         run_sweep(plan, writer, done, observer, verifier)
     else:
         run_replicas(plan, writer.path.parent, writer, done, observer)
-
-
-def follow(plan: SweepPlan, done: set[tuple[str, int | None]], observer: Observer) -> None:
-    """Run the sweep in a torchrun process other than the first: the same calls in the same order, without records."""
-    writer = _NullWriter()
-    run_sweep(plan, writer, done, observer, verifier_of(plan, writer, observer.stage, None))
 
 
 def verifier_of(

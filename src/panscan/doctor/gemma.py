@@ -305,4 +305,6 @@ def compilation() -> Findings:
     if found.later[-1] == 0:
         yield ok(f"{fact}; later lengths reuse them")
     else:
-        yield warning(f"{fact}: each new length compiles again", "Pad prompts with --pad-to-multiple-of.")
+        yield warning(
+            f"{fact}: each new length compiles again", "Use --runner engine, whose graphs do not depend on the length."
+        )

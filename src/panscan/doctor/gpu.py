@@ -221,12 +221,12 @@ def tf32() -> Findings:
     product = (left.float().cuda() @ right.float().cuda()).double().cpu()
     error = float((product - left.float().double() @ right.float().double()).abs().max() / 512**0.5)
     if error < _TF32_ERROR:
-        yield ok(f"{fact}: a float32 product is computed in float32; panscan sets both for each run (--tf32)")
+        yield ok(f"{fact}: a float32 product is computed in float32; panscan sets both for each run")
         return
     where = " and ".join(named) or "a setting outside of PyTorch"
     yield warning(
         f"{fact}, but float32 products are computed in TF32 ({where}): float32 references are rounded to 10 bits",
-        f"Unset {' and '.join(each.split('=')[0] for each in named) or 'it'}; use --tf32 where you want TF32.",
+        f"Unset {' and '.join(each.split('=')[0] for each in named) or 'it'}.",
     )
 
 

@@ -38,7 +38,7 @@ from panscan.engine.scheduling.batch import FlatBatch
 from panscan.model.checkpoint import Loaded
 from panscan.model.load import load_shard
 from panscan.model.machine import peak_memory, release_memory, reset_peak_memory
-from panscan.model.runtime import apply_tf32, quiet_libraries
+from panscan.model.runtime import forbid_tf32, quiet_libraries
 from panscan.model.sharding import ProcessRanks
 
 __all__ = ["main"]
@@ -110,7 +110,7 @@ class _Worker:
             timeout=timedelta(minutes=10),
             device_id=device if device.type == "cuda" else None,
         )
-        apply_tf32(load.settings.tf32)
+        forbid_tf32()
         self._ranks = ProcessRanks(load.rank, load.size, device)
         self._ranks.all_reduce(torch.zeros(1, device=device))  # opens the connections
 
