@@ -190,7 +190,7 @@ def _mixed(roofline: Roofline, requests: Sequence[RequestCounts], limits: Sequen
         e2e = max(e2e, float(flops.cumsum().mean()) / roofline.flops_per_s)
     seconds = roofline.mixed_seconds(requests, min(limit for limit in (*limits, number) if limit is not None))
     vision, prefill, decode = map(float, stages)
-    return _Batch(number, (vision, prefill, decode), e2e, seconds, max(each.cache_bytes for each in alone.values()))
+    return _Batch(number, (vision, prefill, decode), e2e, seconds, max(floor.cache_bytes for floor in alone.values()))
 
 
 def _cell_floor(weight_bytes: int, batches: Mapping[tuple[Any, ...], _Batch]) -> Floor:

@@ -117,17 +117,17 @@ class SweepPlan:
         """Why cells cannot run on this machine, by id; found out once, before any model is loaded."""
         from panscan.model.support import unsupported_reason
 
-        found = {}
+        reasons = {}
         for cell in self.cells:
             try:
                 for item in self.items:
                     plans_of(item, cell.settings)
             except SettingError as error:  # crops without pixels, for one of these images
-                found[cell.id] = str(error)
+                reasons[cell.id] = str(error)
                 continue
             if (reason := unsupported_reason(cell.settings)) is not None:
-                found[cell.id] = reason
-        return found
+                reasons[cell.id] = reason
+        return reasons
 
     def order(self) -> Iterator[list[Visit]]:
         """Visits, one list per loaded model; within a model each repeat visits its cells shuffled.
@@ -149,4 +149,4 @@ class SweepPlan:
 
 def _stretch(item: Item) -> float:
     """Sum of the images' longer over shorter sides: more views in any cell, whichever cells a plan has."""
-    return sum(max(each.width, each.height) / min(each.width, each.height) for each in item.documents)
+    return sum(max(page.width, page.height) / min(page.width, page.height) for page in item.documents)

@@ -187,12 +187,12 @@ def vision_work(variant: Variant, views: int) -> Work:
     shape, vision, size = variant.shape, variant.shape.vision, variant.tensor_parallel_size
     if vision is None or views < 1:
         return Work()
-    own = ceil(views / size)
-    attention = own * vision.attention_flops()
-    states = own * vision.patches * vision.layers * (20 * vision.hidden + 4 * vision.intermediate)
-    features = own * shape.image_tokens * variant.text.hidden * variant.width
+    encoded = ceil(views / size)
+    attention = encoded * vision.attention_flops()
+    states = encoded * vision.patches * vision.layers * (20 * vision.hidden + 4 * vision.intermediate)
+    features = encoded * shape.image_tokens * variant.text.hidden * variant.width
     return Work(
-        dense=shape.vision_flops(own) - attention,
+        dense=shape.vision_flops(encoded) - attention,
         attention=attention,
         weight_bytes=variant.vision_bytes(),
         activation_bytes=states * variant.width,

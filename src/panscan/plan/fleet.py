@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil, inf
 
 import numpy as np
@@ -132,7 +133,8 @@ class FleetSimulation:
 
     def __init__(self, inputs: PlanInputs, layout: Layout, traffic: Traffic, level: Level = "value") -> None:
         self._mix, self._traffic = inputs.mix, traffic
-        self._times = ClockTimes(inputs.clock(layout.variant), level)
+        self._new_times = partial(ClockTimes, inputs.clock(layout.variant), level)
+        self._times = self._new_times()
         sizes = layout.sizes(inputs.options, prefix_caching=inputs.mix.image_reuse > 0, gpu=inputs.gpu)
         # Larger blocks than the engine's are simulated faster, and round each request's memory up by a few tokens only.
         factor = max(1, _BLOCK // sizes.block_size)
@@ -207,7 +209,9 @@ class FleetSimulation:
         """Return engines, and the requests after they have answered them."""
         simulated, traffic = self._simulated(rate, replicas), self._traffic
         share = rate * simulated / replicas
-        engines = [SimulatedEngine(self._sizes, self._times, on_done) for _ in range(simulated)]
+        # Times are rounded to those of similar passes. Figures must not depend on what was simulated before.
+        times = self._times if on_done else self._new_times()
+        engines = [SimulatedEngine(self._sizes, times, on_done) for _ in range(simulated)]
         count = self._requests(share)
         # At lower rates too, no request waits for another; and time stamps of centuries would lose their digits.
         arrivals = traffic.arrivals(max(share, _ALONE_RATE), count)
@@ -302,7 +306,7 @@ def _ranged(inputs: PlanInputs, fleet: Fleet, traffic: Traffic) -> Fleet:
         return fleet
     ends: tuple[Level, Level] = ("low", "high")
     simulations = [FleetSimulation(inputs, fleet.layout, traffic, end) for end in ends]
-    low, high = (_replicas(traffic.rate, each.highest_rate(fleet.rate_of_one)) for each in simulations)
+    low, high = (_replicas(traffic.rate, simulation.highest_rate(fleet.rate_of_one)) for simulation in simulations)
     low = fleet.replicas if low is None else min(low, fleet.replicas)
     return replace(fleet, replicas_range=(low, None if high is None else max(high, fleet.replicas)))
 

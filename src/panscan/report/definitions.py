@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from panscan.report.formatting import clean
 
 __all__ = [
     "ReferenceSummary",
+    "RunFacts",
     "environment",
     "machine",
     "model_names",
@@ -38,6 +40,16 @@ _WORDS = {
 
 _BYTES = ((2**30, "GiB"), (2**20, "MiB"))
 _RATES = ((1e12, "T"), (1e9, "G"))
+
+
+class RunFacts:
+    """What every report says of its run."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.run_id, self.created = clean(run.header.run_id), clean(run.header.created)
+        self.command = clean(shlex.join(run.header.command))
+        self.environment = environment(run)
 
 
 def model_names(run: Run) -> list[str]:
@@ -79,15 +91,15 @@ def environment(run: Run) -> list[tuple[str, str]]:
 
 
 def _load_text(load: LoadRecord) -> tuple[str, str]:
-    parts = [f"{_scaled(load.weight_bytes, _BYTES)} of weights, loaded in {number_text(load.seconds)} s"]
+    parts = [f"{_with_unit(load.weight_bytes, _BYTES)} of weights, loaded in {number_text(load.seconds)} s"]
     if load.flops_per_s:
-        parts.append(f"{_scaled(load.flops_per_s, _RATES)}FLOP/s in a large product")
+        parts.append(f"{_with_unit(load.flops_per_s, _RATES)}FLOP/s in a large product")
     if load.bytes_per_s:
-        parts.append(f"{_scaled(load.bytes_per_s, _RATES)}B/s in a large copy")
+        parts.append(f"{_with_unit(load.bytes_per_s, _RATES)}B/s in a large copy")
     return f"loaded on {clean(load.device)}, {clean(load.dtype)}", ", ".join(parts)
 
 
-def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
+def _with_unit(value: float, units: Sequence[tuple[float, str]]) -> str:
     """Three digits, in the largest unit that the value reaches; else in the smallest."""
     size, unit = next((each for each in units if value >= each[0]), units[-1])
     return f"{number_text(value / size)} {unit}"
@@ -95,12 +107,12 @@ def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
 
 def _environment_text(name: str, value: Any) -> str:
     if name == "memory_bytes":
-        return _scaled(value, _BYTES)
+        return _with_unit(value, _BYTES)
     if name in ("packages", "bundled"):
         return ", ".join(f"{package} {version}" for package, version in value.items())
     if name == "gpus":
         return "; ".join(
-            f"{gpu.get('name')}, {_scaled(gpu.get('memory_bytes') or 0, _BYTES)}, driver {gpu.get('driver')}"
+            f"{gpu.get('name')}, {_with_unit(gpu.get('memory_bytes') or 0, _BYTES)}, driver {gpu.get('driver')}"
             for gpu in value
         )
     return str(value)

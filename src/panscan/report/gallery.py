@@ -111,19 +111,16 @@ def entries_of(run: Run) -> tuple[dict[str, str], list[GalleryEntry]]:
         raise RecordsError(f"{run.path.parent}: no request is finished yet")
     if all(record.content is None for record in records):
         raise RecordsError(f"{run.path.parent}: its records hold no answers: measure with --include-content")
-    cells = _names(run, {record.cell for record in records})
+    used = {record.cell for record in records}
+    cells = {cell: clean(name) for cell, name in cell_names(run).items() if cell in used}
     short = _short_names({name for record in records for name in record.image})
     by_document: dict[tuple[str, ...], list[RequestRecord]] = {}
     for record in records:
         if record.content is not None:
             by_document.setdefault(tuple(record.image), []).append(record)
     found = [_entry(run, names, group, cells, short) for names, group in by_document.items()]
-    found.sort(key=lambda one: not any(each.differs for each in one.questions))
+    found.sort(key=lambda one: not any(question.differs for question in one.questions))
     return cells, found
-
-
-def _names(run: Run, used: set[str]) -> dict[str, str]:
-    return {cell: clean(name) for cell, name in cell_names(run).items() if cell in used}
 
 
 def _short_names(names: Collection[str]) -> dict[str, str]:
@@ -158,13 +155,13 @@ def _entry(
         for name, size in zip(names, sizes, strict=False)
     ]
     digests = group[0].image_sha256
-    images = [_opened(name, digest) for name, digest in zip(names, digests, strict=True)]
+    images = [_unchanged_image(name, digest) for name, digest in zip(names, digests, strict=True)]
     views = {record.cell: record.views or 0 for record in group if record.error is None}
     pictures = _pictures(run, images, views, cells)
     return GalleryEntry(", ".join(called) or "without an image", pictures, tuple(questions))
 
 
-def _opened(name: str, digest: str) -> Image.Image | None:
+def _unchanged_image(name: str, digest: str) -> Image.Image | None:
     """Return an image, or None if its file has moved or changed since the run. URLs are not fetched."""
     if "://" in name:
         return None
@@ -296,7 +293,7 @@ def _totals(cells: dict[str, str], found: Sequence[GalleryEntry]) -> list[tuple[
     """Return the id, mean score, number of scored questions and mean view count of each cell."""
     totals: list[tuple[str, float | None, int, float]] = []
     for cell in cells:
-        answers = [a for one in found for each in one.questions for a in each.answers if a.cell == cell]
+        answers = [a for one in found for question in one.questions for a in question.answers if a.cell == cell]
         scores = [answer.score for answer in answers if answer.score is not None]
         mean = sum(scores) / len(scores) if scores else None
         totals.append((cell, mean, len(scores), sum(answer.views for answer in answers) / max(1, len(answers))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
@@ -49,7 +48,7 @@ def _metric(metric: str) -> Callable[[MeasuredLevel], Measured]:
     return lambda level: measured(level.metrics, metric)
 
 
-class LoadReport:
+class LoadReport(definitions.RunFacts):
     """The report of a load run; also of one without a measured level. Every part is computed when it is first read.
 
     Raises:
@@ -57,16 +56,14 @@ class LoadReport:
     """
 
     def __init__(self, run: Run) -> None:
-        self.run, self.settings, self.rows = run, load_settings(run), levels_of(run)
-        self.run_id, self.created = clean(run.header.run_id), clean(run.header.created)
-        self.command = clean(shlex.join(run.header.command))
+        super().__init__(run)
+        self.settings, self.rows = load_settings(run), levels_of(run)
         self.title = clean(f"{self.settings.model} at {self.settings.endpoint}")
         self.found = load_result(run, self.rows)
         self.limits = limits_text(self.settings.goodput)
         self.warnings = [f"{clean(warning).rstrip('.')}." for warning in load_warnings(run, self.rows)]
         self.times = [(time, TIME_NAMES[time]) for time in self.settings.percentile_metrics]
-        self.percentiles = [percentile_name(each) for each in sorted(self.settings.metric_percentiles)]
-        self.environment = definitions.environment(run)
+        self.percentiles = [percentile_name(percent) for percent in sorted(self.settings.metric_percentiles)]
 
     @property
     def headline(self) -> str:

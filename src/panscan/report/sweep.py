@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -146,7 +145,7 @@ def _mean(title: str, metric: str, spare: int) -> Column[ReportCell]:
     return Column(title, read, spare=spare)
 
 
-class SweepReport:
+class SweepReport(definitions.RunFacts):
     """The report of a sweep; also of one without a measured cell. Every part is computed when it is first read.
 
     Raises:
@@ -154,12 +153,10 @@ class SweepReport:
     """
 
     def __init__(self, run: Run) -> None:
-        self.run = run
+        super().__init__(run)
         self.rows = measured_rows(run)
         self.names = {cell: clean(name) for cell, name in cell_names(run).items()}
         self.settings = [row.display_settings for row in self.rows] or list(run.cells.values())
-        self.run_id, self.created = clean(run.header.run_id), clean(run.header.created)
-        self.command = clean(shlex.join(run.header.command))
         self.models = definitions.model_names(run)
         self.machine = definitions.machine(run)
         self.note = definitions.random_note(run, self.settings)
@@ -365,11 +362,6 @@ class SweepReport:
     def references(self) -> list[definitions.ReferenceSummary]:
         """The references, and what was compared with them."""
         return definitions.references(self.run, self.names)
-
-    @cached_property
-    def environment(self) -> list[tuple[str, str]]:
-        """Hardware and versions, as (name, text)."""
-        return definitions.environment(self.run)
 
     @cached_property
     def constant(self) -> str:

@@ -205,7 +205,7 @@ def _end_series(curve: Panel) -> list[Series]:
 
 def _load_plot(curve: Panel, width: int) -> str:
     """Return one plot as text; a limit within it is a horizontal line."""
-    series = [[(point.at, point.value.value or 0.0) for point in each.points] for each in _end_series(curve)]
+    series = [[(point.at, point.value.value or 0.0) for point in shown.points] for shown in _end_series(curve)]
     places, heights = (list(values) for values in zip(*(point for points in series for point in points), strict=True))
     lines = list(reversed(list(zip(_MARKERS, series, strict=False))))  # the median on top
     if curve.limit is not None and curve.limit <= max(heights):

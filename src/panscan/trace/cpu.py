@@ -84,10 +84,10 @@ def idle_fillers(columns: Columns, thread: int, idle: Spans, windows: Spans) -> 
         )
         for name in np.flatnonzero(total_us > 0).tolist()
     ]
-    rest = idle.total / 1e3 - sum(each.self_ms for each in found)
+    rest = idle.total / 1e3 - sum(filler.self_ms for filler in found)
     if rest > 1e-6:
         found.append(Filler(NOTHING, "", rest, rest, rest, 0.0))
-    return tuple(sorted(found, key=lambda each: -each.self_ms))
+    return tuple(sorted(found, key=lambda filler: -filler.self_ms))
 
 
 def _calls(columns: Columns, thread: int) -> Ints:

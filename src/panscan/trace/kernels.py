@@ -64,7 +64,7 @@ def kernel_times(columns: Columns, kinds: Ints, gpu: Gpu | None, most: int) -> t
                 ceiling_share=float(work.least_s[name]) / seconds if whole and work.least_s[name] else None,
             )
         )
-    return tuple(found), float(total.sum()) / 1e3 - sum(each.total_ms for each in found)
+    return tuple(found), float(total.sum()) / 1e3 - sum(kernel.total_ms for kernel in found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +90,9 @@ def _recorded_work(columns: Columns, gpu: Gpu | None) -> _Work:
     product = _products_of_activities(columns)
     _, inverse, kernels = np.unique(data.external, return_inverse=True, return_counts=True)
     product = np.where(kernels[inverse] == 1, product, len(products))
-    flops = np.array([*(each.flops for each in products), 0.0])
-    moved = np.array([*(each.bytes for each in products), 0.0])
-    least = np.array([*(max(_bounds(each, gpu).values(), default=0.0) for each in products), 0.0])
+    flops = np.array([*(matrix_product.flops for matrix_product in products), 0.0])
+    moved = np.array([*(matrix_product.bytes for matrix_product in products), 0.0])
+    least = np.array([*(max(_bounds(matrix_product, gpu).values(), default=0.0) for matrix_product in products), 0.0])
 
     def by_name(values: npt.NDArray[Any]) -> Floats:
         return np.bincount(data.name, values, len(columns.names)).astype(np.float64)
@@ -107,7 +107,7 @@ def _products_of_activities(columns: Columns) -> Ints:
     ids = np.array(sorted(columns.product_of_external), dtype=np.int64)
     if not len(ids):
         return np.full(len(columns.gpu.start), none, dtype=np.int64)
-    products = np.array([columns.product_of_external[each] for each in ids.tolist()], dtype=np.int64)
+    products = np.array([columns.product_of_external[id] for id in ids.tolist()], dtype=np.int64)
     at = np.minimum(np.searchsorted(ids, columns.gpu.external), len(ids) - 1)
     return np.where(ids[at] == columns.gpu.external, products[at], none)
 
