@@ -12,7 +12,7 @@ from panscan.bench.workload import Item, request_of
 from panscan.core import PanscanError, Request, Result, UnsupportedError, now
 from panscan.core.errors import brief
 from panscan.quality.scores import scores_of
-from panscan.records.schema import AnyRecord, CellRecord, Content, LoadRecord, RepeatRecord, RequestRecord
+from panscan.records.schema import AnyRecord, CellRecord, LoadRecord, RecordedAnswer, RepeatRecord, RequestRecord
 from panscan.settings import ALL_AT_ONCE, Settings
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ def _request_record(
         tags=item.tag_values,
         scores=scores_of(result.text, item.answers),
         empty=bool(item.answers) and not result.text.strip(),
-        content=Content(item.prompt, list(item.answers), result.text) if plan.include_content else None,
+        content=RecordedAnswer(item.prompt, list(item.answers), result.text) if plan.include_content else None,
     )
 
 

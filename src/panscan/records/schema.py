@@ -39,12 +39,10 @@ __all__ = [
     "CellRecord",
     "CellsRecord",
     "ClientFigures",
-    "Content",
     "DatasetFacts",
     "Departure",
     "Divergence",
     "Environment",
-    "Gpu",
     "InputCheck",
     "LevelLoad",
     "LevelSettings",
@@ -52,7 +50,9 @@ __all__ = [
     "LoadRunSettings",
     "ProbeRecord",
     "Process",
+    "RecordedAnswer",
     "RecordedCell",
+    "RecordedGpu",
     "RepeatRecord",
     "ReplicaRecord",
     "RequestRecord",
@@ -113,7 +113,7 @@ Percent = Annotated[float, Meta(gt=0, lt=100)]
 LimitedTime = Annotated[str, _one_of(LIMITED_TIMES)]
 
 
-class Gpu(Struct, frozen=True):
+class RecordedGpu(Struct, frozen=True):
     """A GPU of the machine."""
 
     name: str | None = None
@@ -152,7 +152,7 @@ class Environment(Struct, kw_only=True):
     memory_bytes: Count | None = None
     packages: dict[str, str] = {}
     cuda: str | None = None
-    gpus: list[Gpu] = []
+    gpus: list[RecordedGpu] = []
     bundled: dict[str, str] = {}
 
 
@@ -382,7 +382,7 @@ class CellRecord(Struct, tag_field="type", tag="cell", omit_defaults=True, kw_on
     time: Number | None = None
 
 
-class Content(Struct):
+class RecordedAnswer(Struct):
     """What was asked and answered."""
 
     prompt: str
@@ -501,7 +501,7 @@ class RequestRecord(RequestTimes, tag_field="type", tag="request", omit_defaults
     tags: dict[str, list[str]] = {}
     scores: dict[str, Number] = {}
     empty: bool = False
-    content: Content | None = None
+    content: RecordedAnswer | None = None
     replica: Count = 0
     status: Count | None = None
     error_kind: str | None = None
