@@ -217,8 +217,6 @@ def measure(*, short: bool) -> dict[str, Any]:
                 dataset,
                 folder / "runs",
                 "--find-max-rate",
-                "--level-seconds",
-                f"{seconds:g}",
                 "--num-prompts",
                 "4" if short else "32",
             )

@@ -19,6 +19,7 @@ from tests.load.fake_server import fake_server
 
 from panscan.bench.workload import DocumentFile, Item
 from panscan.core import EndpointError
+from panscan.load import options
 from panscan.load.chat import Endpoint, RequestOutcome
 from panscan.load.content import RequestMix
 from panscan.load.generator import LevelResult
@@ -148,8 +149,15 @@ def test_a_cancelled_run_keeps_what_it_has(url: str, tmp_path: Path) -> None:
     assert "concurrency-2" not in run.outcomes
 
 
+@pytest.fixture
+def short_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Levels of a search that take half a second."""
+    monkeypatch.setattr(options, "_LEAST_SECONDS", 0.5)
+    monkeypatch.setattr(options, "_DELAY_SHARE", 0.0)
+
+
 @pytest.mark.parametrize("limit", [None, 2])
-def test_the_search_finds_the_capacity_of_an_endpoint(tmp_path: Path, limit: int | None) -> None:
+def test_the_search_finds_the_capacity_of_an_endpoint(tmp_path: Path, limit: int | None, short_levels: None) -> None:
     with fake_server(ttft_ms=20, slots=1) as url:  # 50 requests per second
         run = load(
             url,
@@ -159,7 +167,6 @@ def test_the_search_finds_the_capacity_of_an_endpoint(tmp_path: Path, limit: int
             rates=(20.0,),
             goodput={"ttft": 90.0},
             arrival="constant",
-            level_seconds=0.5,
             num_prompts=8,
             max_tokens=1,
             max_concurrencies=(limit,),
@@ -175,7 +182,7 @@ def test_the_search_finds_the_capacity_of_an_endpoint(tmp_path: Path, limit: int
     assert len(run.requests[fastest, 0]) == max(8, math.ceil(max(rates) * 0.5))
 
 
-def test_a_search_for_an_impossible_goodput_ends_soon(url: str, tmp_path: Path) -> None:
+def test_a_search_for_an_impossible_goodput_ends_soon(url: str, tmp_path: Path, short_levels: None) -> None:
     run = load(
         url,
         tmp_path,
@@ -184,7 +191,6 @@ def test_a_search_for_an_impossible_goodput_ends_soon(url: str, tmp_path: Path) 
         rates=(8.0,),
         goodput={"ttft": 1.0},
         arrival="constant",
-        level_seconds=0.5,
         num_prompts=8,
     )
     assert run.search is not None and run.search["rate"] is None and "out of reach" in run.search["note"]
