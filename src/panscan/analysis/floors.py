@@ -182,15 +182,13 @@ def _mixed(roofline: Roofline, requests: Sequence[RequestCounts], limits: Sequen
         limits: requests of a pass at most, and requests in flight at most; None: no limit.
     """
     number, (_, concurrency) = len(requests), limits
-    alone = {request: _batch(roofline, [request]) for request in set(requests)}
-    stages = np.mean([alone[request].stages for request in requests], axis=0)
-    e2e = float(stages.sum())
+    vision, prefill, decode = np.mean([roofline.alone_seconds(request) for request in requests], axis=0).tolist()
+    e2e = vision + prefill + decode
     if concurrency is None or concurrency >= number:
         flops = np.sort([roofline.request_flops(request) for request in requests])
         e2e = max(e2e, float(flops.cumsum().mean()) / roofline.flops_per_s)
     seconds = roofline.mixed_seconds(requests, min(limit for limit in (*limits, number) if limit is not None))
-    vision, prefill, decode = map(float, stages)
-    return _Batch(number, (vision, prefill, decode), e2e, seconds, max(floor.cache_bytes for floor in alone.values()))
+    return _Batch(number, (vision, prefill, decode), e2e, seconds, max(map(roofline.cache_bytes, requests)))
 
 
 def _cell_floor(weight_bytes: int, batches: Mapping[tuple[Any, ...], _Batch]) -> Floor:
