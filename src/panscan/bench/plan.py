@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Protocol
 
 from panscan.bench.grid import Cell
 from panscan.bench.workload import Item, Source, plans_of, view_counts
 from panscan.core import SettingError
-from panscan.quality.datasets import DatasetFacts
+from panscan.records.schema import AnyRecord, DatasetFacts
 from panscan.runners.base import calls
 from panscan.settings import Settings
 
@@ -28,7 +28,7 @@ Visit = tuple[Cell, int | None]
 class Writer(Protocol):
     """Takes records, such as a :class:`panscan.records.store.RecordWriter`."""
 
-    def write(self, records: Sequence[Mapping[str, Any]]) -> None: ...
+    def write(self, records: Sequence[AnyRecord]) -> None: ...
 
 
 class Observer(Protocol):

@@ -32,7 +32,6 @@ from panscan.images.files import Page, expand_images, find_pages, load_page, pag
 from panscan.images.samples import write_samples
 from panscan.images.views import GEMMA3_COST, PromptCost, ViewPlan, plan_views
 from panscan.quality.datasets import (
-    DatasetFacts,
     DatasetRow,
     Embedded,
     LoadedDataset,
@@ -43,7 +42,7 @@ from panscan.quality.datasets import (
     write_pictures,
 )
 from panscan.quality.scores import ANNOTATORS, metrics_for
-from panscan.records.schema import EXACT_MATCH, METRICS
+from panscan.records.schema import EXACT_MATCH, METRICS, DatasetFacts
 from panscan.settings import Settings, nearest
 
 __all__ = [

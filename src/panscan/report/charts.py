@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -15,11 +15,9 @@ from panscan.analysis.cells import MeasuredCell, Sweep, count, speed, sweeps
 from panscan.analysis.levels import TIME_NAMES, MeasuredLevel
 from panscan.analysis.setting_words import setting_title
 from panscan.records.intervals import cluster_intervals
-from panscan.records.load_runs import LoadRunSettings
 from panscan.records.metrics import percentile_name
 from panscan.records.quality import Quality
-from panscan.records.requests import RequestMetrics
-from panscan.records.schema import VERDICTS
+from panscan.records.schema import VERDICTS, LoadRunSettings, RequestRecord
 from panscan.records.store import Run
 from panscan.records.verdict import EXACT_RATIO
 from panscan.report.formatting import FEW, clean
@@ -448,13 +446,13 @@ def by_request(run: Run, rows: Sequence[MeasuredCell], names: Mapping[str, str])
     return ChartGroup("By view count and aspect ratio", note, legend, tuple(panels), folded=few)
 
 
-def _views(record: Mapping[str, Any]) -> float:
-    return float(record["views"])
+def _views(request: RequestRecord) -> float:
+    return float(request.views or 0)
 
 
-def _aspect_of(record: Mapping[str, Any]) -> float | None:
+def _aspect_of(request: RequestRecord) -> float | None:
     """The group of :data:`_ASPECTS` of a request's longest image; None where no size was kept."""
-    sides = [size for size in record.get("image_size") or () if len(size) == 2 and min(size) > 0]
+    sides = [size for size in request.image_size if min(size) > 0]
     longest = max((max(size) / min(size) for size in sides), default=None)
     return None if longest is None else max(low for low in _ASPECTS if low <= longest)
 
@@ -464,14 +462,13 @@ def _aspect_label(low: float) -> str:
     return f"{low:g}–{above[0]:g}" if above else f"≥{low:g}"
 
 
-def _times_by(run: Run, cell: str, key: Callable[[Mapping[str, Any]], float | None]) -> dict[float, _Times]:
+def _times_by(run: Run, cell: str, key: Callable[[RequestRecord], float | None]) -> dict[float, _Times]:
     """Return the E2E latencies of a cell's answered requests, in groups."""
     groups: dict[float, _Times] = defaultdict(list)
-    for repeat in sorted(repeat for repeat in run.repeats if repeat[0] == cell):
-        for record in run.requests[repeat]:
-            value, seconds = key(record), RequestMetrics.from_record(record).e2e
-            if record["error"] is None and value is not None and seconds is not None:
-                groups[value].append((seconds * 1e3, (record.get("replica", 0), record["repeat"], record["batch"])))
+    for request in run.answered(cell):
+        value, seconds = key(request), request.e2e
+        if value is not None and seconds is not None:
+            groups[value].append((seconds * 1e3, (request.replica, request.repeat, request.batch)))
     return groups
 
 

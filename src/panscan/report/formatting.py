@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from panscan.analysis.cells import count, number_text
 from panscan.core import escape_controls
-from panscan.records.verdict import FLOOR, Verdict
+from panscan.records.schema import FLOOR
+from panscan.records.verdict import Verdict
 
 if TYPE_CHECKING:
     from jinja2 import Environment

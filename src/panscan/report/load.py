@@ -207,9 +207,9 @@ class LoadReport(definitions.RunFacts):
         search, highest = self.run.search, self.found.highest
         if search is None:
             return ""
-        stopped = any(isinstance(each, dict) and each.get("limited") for each in search["levels"])
-        said = not stopped and highest is not None and highest.short is not None and highest.rate == search["rate"]
-        return "" if said else clean(search["note"])
+        stopped = any(level.limited for level in search.levels)
+        said = not stopped and highest is not None and highest.short is not None and highest.rate == search.rate
+        return "" if said else clean(search.note)
 
 
 def _attainment_cell(level: MeasuredLevel) -> TableCell:
@@ -235,19 +235,19 @@ def _generator_cpu(level: MeasuredLevel) -> str:
 def _probe_text(run: Run) -> str:
     """Return what the probe before the run found about image tokens; empty if it found nothing."""
     probe = run.probe
-    if probe is None or probe["image_prompt_tokens"] is None or probe["text_prompt_tokens"] is None:
+    if probe is None or probe.image_prompt_tokens is None or probe.text_prompt_tokens is None:
         return ""
-    counted = probe["image_prompt_tokens"] - probe["text_prompt_tokens"]
-    expected = "" if probe["expected_image_tokens"] is None else f", {probe['expected_image_tokens']:,} expected"
+    counted = probe.image_prompt_tokens - probe.text_prompt_tokens
+    expected = "" if probe.expected_image_tokens is None else f", {probe.expected_image_tokens:,} expected"
     return f"the same prompt with an image has {counted:,} more prompt tokens{expected}"
 
 
 def _prompt_text(run: Run) -> str:
     """Return what the endpoint counted in the prompts of answered requests; empty if it counted nothing."""
-    answered = [each for records in run.requests.values() for each in records if each["error"] is None]
+    answered = [request for requests in run.requests.values() for request in requests if request.error is None]
     totals = {}
     for name in ("prompt_tokens", "image_tokens", "views", "cached_tokens"):
-        known = [record[name] for record in answered if record.get(name) is not None]
+        known = [value for request in answered if (value := getattr(request, name)) is not None]
         if known:
             totals[name] = sum(known) / len(known)
     if not totals.get("prompt_tokens"):

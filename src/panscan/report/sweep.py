@@ -25,19 +25,18 @@ from panscan.analysis.cells import (
     unmeasured,
 )
 from panscan.analysis.floors import Floor, floor_of, ratios
-from panscan.analysis.quantization import NOTE, Tradeoff, is_quantized, tradeoffs_of
+from panscan.analysis.quantization import NOTE, Tradeoff, tradeoffs_of
 from panscan.analysis.recommend import Recommendation, recommend
 from panscan.analysis.setting_words import label
 from panscan.analysis.significance import p_text, points_text
 from panscan.analysis.task_cost import TITLE, TaskCost, cost_lines, costs_of_cells
 from panscan.core import RecordsError
-from panscan.quality.datasets import facts_of_header
 from panscan.records.metrics import ReplicaShare
 from panscan.records.quality import Quality, metric_title, quality_of
-from panscan.records.requests import STAGES
+from panscan.records.schema import STAGES
 from panscan.records.store import Run
 from panscan.records.summary import replica_shares
-from panscan.records.verdict import Verdict, token_lines
+from panscan.records.verdict import Verdict, is_quantized, token_lines
 from panscan.report import definitions
 from panscan.report.answers import Answers, answers_of
 from panscan.report.charts import ChartGroup, Panel, by_request, comparisons, decision_charts, front_of
@@ -103,7 +102,7 @@ class ReportCell:
 
     @property
     def stages(self) -> tuple[float | None, ...]:
-        """Mean milliseconds, in the order of :data:`panscan.records.requests.STAGES`."""
+        """Mean milliseconds, in the order of :data:`panscan.records.schema.STAGES`."""
         return tuple(self.row.metrics.values[f"mean_{stage}_ms"] for stage in STAGES)
 
     @property
@@ -164,7 +163,7 @@ class SweepReport(definitions.RunFacts):
         self.quality_title = metric_title(run)
         self.queueing = queueing_note(self.rows)
         self.speedups = speedup_lines(self.rows)
-        facts = facts_of_header(run.header)
+        facts = run.header.settings.dataset
         self.dataset = "" if facts is None else clean(f"Dataset {facts.text}.")
         self.aliases = [clean(line) for line in alias_lines(run, self.names)]
         self.tokens = [clean(line) for line in token_lines([row.verdict for row in self.rows])]
@@ -396,10 +395,8 @@ class SweepReport(definitions.RunFacts):
             why = ": the weights are quantised" if all(is_quantized(self.run, cell) for cell in different) else ""
             who = _some_of(len(different), len(self.cells), "gives", "give")
             found.append(f"{who} different answers from the reference{why}.")
-        requests = (
-            record for key, records in self.run.requests.items() if key in self.run.repeats for record in records
-        )
-        if failed := sum(record["error"] is not None for record in requests):
+        requests = (request for requests in self.run.requests.values() for request in requests)
+        if failed := sum(request.error is not None for request in requests):
             found.append(f"{count(failed, 'request')} failed and {'is' if failed == 1 else 'are'} excluded.")
         if any(cell.too_quick for cell in self.cells):
             found.append(
