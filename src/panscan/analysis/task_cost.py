@@ -68,13 +68,7 @@ def costs_of_cells(run: Run) -> dict[str, TaskCost]:
 
 def _views(run: Run, cell: str) -> Mapping[tuple[str, ...], int]:
     """Views of each request that was answered, by its id and pictures."""
-    return {
-        (record["request"], *record["image_sha256"]): record["views"]
-        for key, records in run.requests.items()
-        if key[0] == cell
-        for record in records
-        if record["error"] is None
-    }
+    return {(request.request, *request.image_sha256): request.views or 0 for request in run.answered(cell)}
 
 
 def _same_views(ours: Mapping[tuple[str, ...], int], theirs: Mapping[tuple[str, ...], int]) -> bool:
@@ -83,7 +77,8 @@ def _same_views(ours: Mapping[tuple[str, ...], int], theirs: Mapping[tuple[str, 
 
 def _comparable(run: Run, cell: str, peer: str) -> bool:
     ours, theirs = run.cells[cell], run.cells[peer]
-    base = run.loads.get(cell, {}).get("base_model")  # of a quantised checkpoint
+    load = run.loads.get(cell)
+    base = None if load is None else load.base_model  # of a quantised checkpoint
     if base is not None and same_model(base, theirs.get("model")):
         ours = {**ours, "model": base, "revision": theirs.get("revision")}
     same_settings = all(ours.get(name) == theirs.get(name) for name in _SAME)

@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from panscan.batch.jsonl import AnswerLog, HeldAnswers, Record, encode
 from panscan.batch.ledger import ledger_path
@@ -28,7 +28,7 @@ from panscan.core.foreign import parse_json
 __all__ = ["AnswerFile", "Mode", "refuse_answers", "refuse_sources"]
 
 Mode = Literal["new", "resume", "force"]
-Check = Callable[[Mapping[str, Any], Mapping[str, Any]], str | None]
+Check = Callable[[Record, Record], str | None]
 
 _MOST_HEADER = 16 * 2**20  # bytes; it has the prompt and a schema
 _SIDECARS = (".run.json", ".held", ".lock", ".torn", ".held.torn", ".ledger.json")
@@ -56,7 +56,7 @@ class AnswerFile:
             cannot be read or written.
     """
 
-    def __init__(self, path: Path, header: Mapping[str, Any], mode: Mode, check: Check) -> None:
+    def __init__(self, path: Path, header: Record, mode: Mode, check: Check) -> None:
         self.path = Path(os.path.realpath(path))
         self.header_path, self._held_path, self._lock_path, *_ = _sidecars(self.path)
         self.original_header = header
@@ -91,7 +91,7 @@ class AnswerFile:
         """Yield the held answers, each with the id of the failed answer that it replaces, or None."""
         return iter(self._held)
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: Record) -> None:
         """Append one answer.
 
         Raises:
@@ -101,7 +101,7 @@ class AnswerFile:
         if record["id"] in self._held:
             self._held.drop(record["id"])
 
-    def hold(self, record: Mapping[str, Any], replaces: str | None = None) -> None:
+    def hold(self, record: Record, replaces: str | None = None) -> None:
         """Store an answer until :meth:`write_held`, or until :meth:`finish` if it replaces a failed one.
 
         Args:
@@ -167,7 +167,7 @@ class AnswerFile:
     def _refusal(self, holder: str) -> RecordsError:
         return RecordsError(f"{self.path} is being written by {holder}; choose another -o for this job")
 
-    def _resume(self, header: Mapping[str, Any], mode: Mode, check: Check) -> None:
+    def _resume(self, header: Record, mode: Mode, check: Check) -> None:
         if mode == "new":
             refuse_answers(self.path)
         self.original_header = self._stored_header()
@@ -186,7 +186,7 @@ class AnswerFile:
             self._log = AnswerLog(self.path)
         return self._log
 
-    def _stored_header(self) -> Mapping[str, Any]:
+    def _stored_header(self) -> Record:
         fix = "replace the job with --force"
         try:
             with self.header_path.open("rb") as file:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 
@@ -47,43 +48,37 @@ class BatchItem:
     document: str | None = None
 
 
+@dataclass(slots=True)
 class BatchWork:
     """The items of a job in input order; can be iterated once. Files are opened during iteration to count their pages.
 
     Args:
         groups: items of each file or row.
-        count: number of files or rows.
+        count: number of files or rows that have not been opened.
         limit: maximum number of items; None: all.
         files: all files and URLs that the job reads.
         has_questions: whether each item has its own prompt.
     """
 
-    def __init__(
-        self,
-        groups: Iterator[list[BatchItem]],
-        count: int,
-        limit: int | None,
-        files: Sequence[str],
-        *,
-        has_questions: bool,
-    ) -> None:
-        self._groups, self._left, self._limit = groups, count, limit
-        self._opened = 0
-        self.files = files
-        self.has_questions = has_questions
+    groups: Iterator[list[BatchItem]]
+    count: int
+    limit: int | None
+    files: Sequence[str]
+    has_questions: bool
+    _opened: int = 0
 
     @property
     def expected(self) -> int:
         """Estimated number of items: a file that has not been opened counts as one."""
-        known = self._opened + self._left
-        return known if self._limit is None else min(known, self._limit)
+        known = self._opened + self.count
+        return known if self.limit is None else min(known, self.limit)
 
     def __iter__(self) -> Iterator[BatchItem]:
-        return islice(self._all(), self._limit)
+        return islice(self._all(), self.limit)
 
     def _all(self) -> Iterator[BatchItem]:
-        for group in self._groups:
-            self._left -= 1
+        for group in self.groups:
+            self.count -= 1
             self._opened += len(group)
             yield from group
 
@@ -202,46 +197,44 @@ def _refuse_repeated_ids(tables: Iterable[ParquetTable]) -> None:
         DatasetError: two rows have the same id.
     """
     known: set[str] = set()
-    for row in chain.from_iterable(tables):
-        if row.id in known:
-            raise DatasetError(f"{row.name}: another row has the id {row.id!r}: choose another --id-column")
-        known.add(row.id)
+    for row_id, name, *_ in chain.from_iterable(tables):
+        if row_id in known:
+            raise DatasetError(f"{name}: another row has the id {row_id!r}: choose another --id-column")
+        known.add(row_id)
 
 
 def _table_items(tables: Iterable[ParquetTable]) -> Iterator[list[BatchItem]]:
     for table in tables:
-        for row in table:
-            empty = row.prompt is not None and not row.prompt.strip()
-            problem = DatasetError(f"{row.name}: the prompt is empty") if empty else None
-            yield [BatchItem(row.id, row.images, (row.name,), row.prompt, problem)]
+        for row_id, name, prompt, images in table:
+            is_empty = prompt is not None and not prompt.strip()
+            problem = DatasetError(f"{name}: the prompt is empty") if is_empty else None
+            yield [BatchItem(row_id, images, (name,), prompt, problem)]
         table.close()
 
 
 def _opened_ahead(files: Iterable[str], document: Callable[[str], list[BatchItem]]) -> Iterator[list[BatchItem]]:
     """Yield the items of each file in order. Stored multi-page documents are downloaded a few in advance."""
     threads = DaemonThreads(_AHEAD, "panscan-storage")
-    waiting: deque[tuple[str, Future[list[BatchItem]] | None]] = deque()
+    waiting: deque[Callable[[], list[BatchItem]]] = deque()
     rest = iter(files)
     try:
         while True:
             for file in islice(rest, _AHEAD - len(waiting)):
-                waiting.append((file, _submitted(threads, document, file) if _has_pages(file) else None))
+                opened = partial(document, file)
+                waiting.append(_submitted(threads, opened).result if _has_pages(file) else opened)
             if not waiting:
                 return
-            file, future = waiting.popleft()
-            yield document(file) if future is None else future.result()
+            yield waiting.popleft()()
     finally:
         threads.shutdown()
 
 
-def _submitted(
-    threads: DaemonThreads, document: Callable[[str], list[BatchItem]], file: str
-) -> Future[list[BatchItem]]:
+def _submitted(threads: DaemonThreads, work: Callable[[], list[BatchItem]]) -> Future[list[BatchItem]]:
     future: Future[list[BatchItem]] = Future()
 
     def run() -> None:
         try:
-            future.set_result(document(file))
+            future.set_result(work())
         except BaseException as error:  # raised where the result is awaited
             future.set_exception(error)
 

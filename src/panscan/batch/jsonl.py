@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,7 +103,7 @@ def _is_answer(record: Any) -> bool:
     return all(record.get(name) is None or _VALID[kind](record[name]) for name, kind in ANSWER_FIELDS.items())
 
 
-def encode(record: Mapping[str, Any]) -> bytes:
+def encode(record: Record) -> bytes:
     """Return a record as a line."""
     # File names that are not Unicode contain lone surrogates: written as \\udcxx, JSON's escape for them.
     return json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
@@ -138,7 +138,7 @@ class HeldAnswers:
         for id, (_, replaces) in self._lines.items():
             yield self.get(id), replaces
 
-    def add(self, record: Mapping[str, Any], replaces: str | None = None) -> None:
+    def add(self, record: Record, replaces: str | None = None) -> None:
         """Add an answer.
 
         Raises:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,12 @@ from panscan.images.storage import MAX_OBJECTS, is_stored, open_object
 from panscan.quality.datasets import Boundary
 from panscan.quality.datasets.tables import IDS, IMAGES, QUESTIONS, check_table, image_bytes, require_pyarrow
 
-__all__ = ["ParquetTable", "RowImages", "TableColumns", "TableRow", "is_table", "write_answers"]
+__all__ = ["ParquetTable", "RowImages", "TableColumns", "is_table", "write_answers"]
 
 _IMAGE_ROWS = 16  # rows whose images are read at once
 _TEXT_ROWS = 250
 _BUFFER_BYTES = 8 * 2**20
+_IMAGE_TYPES = ("binary", "large_binary", "fixed_size_binary", "string", "large_string", "struct<")
 _TEXTS = ("string", "large_string", "string_view", "null", "dictionary<values=string", "dictionary<values=large_string")
 
 
@@ -35,30 +37,8 @@ class TableColumns:
     prompt: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RowImages:
-    """The images of one row, read when its request is made."""
-
-    table: ParquetTable
-    row: int
-
-    def read(self) -> tuple[bytes | str, ...]:
-        """Return the images as bytes, or as paths where the table has paths.
-
-        Raises:
-            InputError: the row has no image, references a forbidden one, or cannot be read.
-        """
-        return self.table.images(self.row)
-
-
-@dataclass(frozen=True, slots=True)
-class TableRow:
-    """One row: its unique id, its name (``pages.parquet#row=1``), its prompt or None, and its images."""
-
-    id: str
-    name: str
-    prompt: str | None
-    images: RowImages
+RowImages = Callable[[], tuple[bytes | str, ...]]
+"""Reads the images of a row, as :meth:`ParquetTable.images` does."""
 
 
 def is_table(source: str) -> bool:
@@ -108,8 +88,8 @@ class ParquetTable:
         self._images: Iterator[Any] | None = None
         self._next = 0  # next row of _images
 
-    def __iter__(self) -> Iterator[TableRow]:
-        """Yield the rows in order. Images are not read.
+    def __iter__(self) -> Iterator[tuple[str, str, str | None, RowImages]]:
+        """Yield each row's unique id, its name (``pages.parquet#row=1``), its prompt or None, and its images, unread.
 
         Raises:
             DatasetError: a row has no id.
@@ -121,10 +101,10 @@ class ParquetTable:
             if row_id is None or row_id == "":
                 raise DatasetError(f"{name}: column {self._id!r} is empty: every row needs an id")
             prompt = (row[self._prompt] or "") if self._prompt is not None else None
-            yield TableRow(str(row_id), name, prompt, RowImages(self, number))
+            yield str(row_id), name, prompt, partial(self.images, number)
 
     def images(self, row: int) -> tuple[bytes | str, ...]:
-        """Return the images of a row. Sequential calls read the file once.
+        """Return the images of a row: bytes, or paths where the table has paths. Sequential calls read the file once.
 
         Raises:
             DatasetError: the row has no image, or references one outside the table's folder.
@@ -195,14 +175,12 @@ class ParquetTable:
     def _check_types(self, schema: Any) -> None:
         kind = str(schema.field(self._image).type)
         inner = kind.removeprefix("large_").removeprefix("list<").partition(": ")[2] if "list<" in kind[:11] else kind
-        allowed = ("binary", "large_binary", "fixed_size_binary", "string", "large_string", "struct<")
-        if not inner.startswith(allowed) or (inner.startswith("struct<") and "bytes: " not in inner):
+        if not inner.startswith(_IMAGE_TYPES) or (inner.startswith("struct<") and "bytes: " not in inner):
             raise DatasetError(
                 f"{self.source}: column {self._image!r} is {kind}, not images (bytes, or structs of bytes and path):"
                 " choose another with --image-column"
             )
-        if self._prompt is not None and not str(schema.field(self._prompt).type).startswith(_TEXTS):
-            kind = str(schema.field(self._prompt).type)
+        if self._prompt is not None and not (kind := str(schema.field(self._prompt).type)).startswith(_TEXTS):
             raise DatasetError(f"{self.source}: the prompts in column {self._prompt!r} are {kind}, not text")
 
     def _resolved(self, value: Any, name: str) -> bytes | str:

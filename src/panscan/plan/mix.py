@@ -150,10 +150,10 @@ def mix_of_views(text: str, shape: Shape, *, text_tokens: int, output_tokens: tu
         views, colon, share = part.partition(":")
         if not views or (colon and not share):
             raise SettingError(f"{option}: expected views:share pairs such as 1:20,3:50, got {shorten(text)}")
-        found = PageShare(int(VIEWS.parse(option, views)), _SHARE.parse(option, share) if colon else 1.0)
-        if any(page.views == found.views for page in pages):
-            raise SettingError(f"{option}: {found.views} views are given twice: add up their shares")
-        pages.append(found)
+        page_share = PageShare(int(VIEWS.parse(option, views)), _SHARE.parse(option, share) if colon else 1.0)
+        if any(page.views == page_share.views for page in pages):
+            raise SettingError(f"{option}: {page_share.views} views are given twice: add up their shares")
+        pages.append(page_share)
     return _mix_for(WorkloadMix(tuple(pages), text_tokens, output_tokens), shape, option)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib.metadata import version
 
 import yaml
@@ -14,7 +13,7 @@ from panscan.records.quality import accuracy_title
 from panscan.report.formatting import nats
 from panscan.report.table import Column, Medium, Table
 
-__all__ = ["CardFacts", "described_format", "measured_table", "model_card", "notes"]
+__all__ = ["described_format", "measured_table", "model_card", "notes"]
 
 _FORMATS = {
     "int4": "4-bit weights in groups of {group}, bf16 products (W4A16)",
@@ -29,51 +28,39 @@ _FRONT_MATTER = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class CardFacts:
-    """How a checkpoint was made.
-
-    Args:
-        base: the dense checkpoint, as the user named it.
-        name: name of the new checkpoint.
-        weight_format: format of its decoder matrices.
-        prompts: calibration prompts; 0: rounded to nearest.
-    """
-
-    base: str
-    name: str
-    weight_format: WeightFormat
-    prompts: int
-
-
 def described_format(weight_format: WeightFormat) -> str:
     """Return a format in words."""
     return _FORMATS[weight_format.kind].format(group=weight_format.group_size)
 
 
-def model_card(facts: CardFacts, sizes: tuple[int, int], found: Measurement | None) -> str:
+def model_card(
+    base: str, name: str, described: str, prompts: int, sizes: tuple[int, int], found: Measurement | None
+) -> str:
     """Return the model card as markdown with front matter.
 
     Args:
-        facts: how the checkpoint was made.
+        base: the dense checkpoint, as the user named it.
+        name: name of the new checkpoint.
+        described: format of its decoder matrices in words.
+        prompts: calibration prompts; 0: rounded to nearest.
         sizes: bytes of the dense weights and of the quantised ones.
         found: measured values; None if nothing was measured.
     """
     calibration = (
-        f"GPTQ on {facts.prompts} prompts with images, prepared with pan and scan"
-        if facts.prompts
+        f"GPTQ on {prompts} prompts with images, prepared with pan and scan"
+        if prompts
         else "round to nearest, without calibration"
     )
     dense, quantized = (f"{size / 1e9:.2f} GB" for size in sizes)
-    libraries = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "safetensors"))
+    libraries = ", ".join(f"{library} {version(library)}" for library in ("torch", "transformers", "safetensors"))
     lines = [
         "---",
-        *yaml.safe_dump(_FRONT_MATTER | {"base_model": facts.base}, allow_unicode=True).splitlines(),
+        *yaml.safe_dump(_FRONT_MATTER | {"base_model": base}, allow_unicode=True).splitlines(),
         "---",
         "",
-        f"# {facts.name}",
+        f"# {name}",
         "",
-        f"{facts.base} with quantised decoder layers: {described_format(facts.weight_format)}.",
+        f"{base} with quantised decoder layers: {described}.",
         "",
         "| | |",
         "| --- | --- |",
@@ -84,7 +71,7 @@ def model_card(facts: CardFacts, sizes: tuple[int, int], found: Measurement | No
         f"| Size | {quantized} (dense: {dense}) |",
         f"| Made with | panscan {panscan.__version__}, {libraries} |",
         "",
-        *_measured(found),
+        *_evaluation(found),
     ]
     return "\n".join(lines) + "\n"
 
@@ -108,7 +95,7 @@ def measured_table(found: Measurement) -> Table[MeasuredWeights]:
 
 
 def _verdict_word(row: MeasuredWeights) -> str:
-    return "reference" if row.name == "dense" else str((row.figures or {}).get("verdict", "unverified"))
+    return "reference" if row.name == "dense" else "unverified" if row.figures is None else row.figures.verdict
 
 
 def _difference_points(row: MeasuredWeights) -> str:
@@ -116,7 +103,7 @@ def _difference_points(row: MeasuredWeights) -> str:
     return "-" if gap is None else f"{100 * gap.value:+.1f} [{100 * gap.low:+.0f}, {100 * gap.high:+.0f}]"
 
 
-def _measured(found: Measurement | None) -> list[str]:
+def _evaluation(found: Measurement | None) -> list[str]:
     if found is None:
         return ["## Evaluation", "", "Not evaluated."]
     return ["## Evaluation", "", measured_table(found).markdown(), "", *notes(found)]

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -15,11 +15,9 @@ from panscan.analysis.cells import MeasuredCell, Sweep, count, speed, sweeps
 from panscan.analysis.levels import TIME_NAMES, MeasuredLevel
 from panscan.analysis.setting_words import setting_title
 from panscan.records.intervals import cluster_intervals
-from panscan.records.load_runs import LoadRunSettings
 from panscan.records.metrics import percentile_name
 from panscan.records.quality import Quality
-from panscan.records.requests import RequestMetrics
-from panscan.records.schema import VERDICTS
+from panscan.records.schema import VERDICTS, LoadRunSettings, RequestRecord
 from panscan.records.store import Run
 from panscan.records.verdict import EXACT_RATIO
 from panscan.report.formatting import FEW, clean
@@ -30,8 +28,6 @@ __all__ = [
     "MOST_NAMED",
     "MOST_SERIES",
     "ChartGroup",
-    "Front",
-    "FrontPoint",
     "Panel",
     "Point",
     "Series",
@@ -67,8 +63,10 @@ class Point:
         value: the value with its interval.
         name: the setting or the level that was measured.
         note: what else to show in its tooltip and in the table of numbers.
-        hollow: whether to draw it hollow, because its value needs a caveat.
+        hollow: whether to draw it hollow: its value needs a caveat, or it is not on the front.
         chosen: whether it is the recommended one.
+        cell: the number of its cell, on the front.
+        across: ``at`` with its interval, on the front; None elsewhere.
     """
 
     at: float
@@ -77,6 +75,13 @@ class Point:
     note: str = ""
     hollow: bool = False
     chosen: bool = False
+    cell: int = 0
+    across: Measured | None = None
+
+    @property
+    def height(self) -> float:
+        """Return the value, 0 where nothing was measured."""
+        return self.value.value or 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,8 @@ class Panel:
     Args:
         name: name of its file, and prefix of its ids.
         kind: ``steps``: ticks at equal distances from left to right, joined points; ``dots``: a row per tick;
-            ``curve``: numbers on both axes, joined points.
+            ``curve``: numbers on both axes, joined points; ``front``: speed against quality, or, on a logarithmic axis,
+            against the distance from the reference.
         title: title of the values.
         unit: unit of the values.
         axis: title of the other axis.
@@ -107,7 +113,7 @@ class Panel:
     """
 
     name: str
-    kind: Literal["steps", "dots", "curve"]
+    kind: Literal["steps", "dots", "curve", "front"]
     title: str
     unit: str
     axis: str
@@ -119,15 +125,21 @@ class Panel:
     logarithmic: bool = False
 
     @property
+    def points(self) -> list[Point]:
+        """Return all points."""
+        return [point for series in self.series for point in series.points]
+
+    @property
     def values(self) -> list[float]:
         """Return all values."""
-        return [point.value.value or 0.0 for series in self.series for point in series.points]
+        return [point.height for point in self.points]
 
     @property
     def top(self) -> float:
         """Return the highest value, intervals included."""
-        bounds = [point.value.high for series in self.series for point in series.points]
-        return max([*self.values, *(bound for bound in bounds if bound is not None)])
+        return max(
+            point.height if point.value.high is None else max(point.height, point.value.high) for point in self.points
+        )
 
     @property
     def line(self) -> float | None:
@@ -137,10 +149,22 @@ class Panel:
     @property
     def caption(self) -> str:
         """Return the title with its unit and limit."""
+        if self.kind == "front":
+            return f"Throughput and {self.title}"
         text = f"{self.title}, {self.unit}"
         if self.limit is None:
             return text
         return f"{text} (dashed: {self.limit_label})" if self.line else f"{text} ({self.limit_label}: above the chart)"
+
+    @property
+    def numbered(self) -> bool:
+        """Return whether the front shows numbers instead of names."""
+        return len(self.points) > MOST_NAMED or any(len(point.name) > LONGEST_NAME for point in self.points)
+
+    @property
+    def verdicts(self) -> tuple[str, ...]:
+        """Return the verdicts of the front's points, the best first."""
+        return tuple(word for word in VERDICTS if any(point.note == word for point in self.points))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,47 +179,6 @@ class ChartGroup:
     legend: tuple[str, ...]
     panels: tuple[Panel, ...]
     folded: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class FrontPoint:
-    """A cell by its number and name; ``speed`` in requests per second."""
-
-    cell: int
-    name: str
-    speed: Measured
-    value: Measured
-    verdict: str
-    on_front: bool
-    recommended: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Front:
-    """Speed against quality, or against the distance from the reference.
-
-    Args:
-        measure: ``quality``, a share that is better when larger, or ``ratio`` to the rounding noise, better when
-            smaller.
-        title: name of the measure.
-        points: the cells that have both.
-        absent: numbers of the other measured cells.
-    """
-
-    measure: Literal["quality", "ratio"]
-    title: str
-    points: tuple[FrontPoint, ...]
-    absent: tuple[int, ...]
-
-    @property
-    def numbered(self) -> bool:
-        """Return whether the chart shows numbers instead of names."""
-        return len(self.points) > MOST_NAMED or any(len(point.name) > LONGEST_NAME for point in self.points)
-
-    @property
-    def verdicts(self) -> tuple[str, ...]:
-        """Return the verdicts of its points, the best first."""
-        return tuple(word for word in VERDICTS if any(point.verdict == word for point in self.points))
 
 
 def decision_charts(
@@ -220,30 +203,30 @@ def decision_charts(
     kept = list(dict.fromkeys(order))[:_MOST_DECIDED]
     chosen = [row for row in rows if row.cell in kept]
     panels = []
-    scored = [(at, row, each) for at, row in enumerate(chosen) if (each := qualities.get(row.cell)) is not None]
-    if any(each.mean for _, _, each in scored):
+    scored = [(at, row, quality) for at, row in enumerate(chosen) if (quality := qualities.get(row.cell)) is not None]
+    if any(quality.mean for _, _, quality in scored):
         shares = tuple(
-            _point(at, row, Measured(100 * each.mean, 100 * each.low, 100 * each.high), names, first)
-            for at, row, each in scored
+            _point(at, row, Measured(100 * quality.mean, 100 * quality.low, 100 * quality.high), names, first)
+            for at, row, quality in scored
         )
-        panels.append(_dots("decision-accuracy", title[:1].upper() + title[1:], "%", chosen, names, shares))
-    for metric, metric_name, unit in _METRICS[: 2 - len(panels)]:
-        points = _points(list(enumerate(chosen)), metric, names, first)
-        if points:
-            panels.append(_dots(f"decision-{_slug(metric_name)}", metric_name, unit, chosen, names, points))
+        ticks = tuple(names[row.cell] for row in chosen)
+        title = title[:1].upper() + title[1:]
+        panels.append(Panel("decision-accuracy", "dots", title, "%", "setting", (Series("", shares),), ticks))
+    panels += _dot_panels("decision-{}", chosen, names, first)[: 2 - len(panels)]
     note = f"{len(chosen)} of {len(rows)} settings are shown." if len(chosen) < len(rows) else ""
     return ChartGroup("", note, (), tuple(panels))
 
 
-def _dots(
-    name: str,
-    title: str,
-    unit: str,
-    rows: Sequence[MeasuredCell],
-    names: Mapping[str, str],
-    points: tuple[Point, ...],
-) -> Panel:
-    return Panel(name, "dots", title, unit, "setting", (Series("", points),), tuple(names[row.cell] for row in rows))
+def _dot_panels(
+    name: str, rows: Sequence[MeasuredCell], names: Mapping[str, str], first: Sequence[str] = ()
+) -> list[Panel]:
+    """Return the throughput and the latency of cells, a row of dots for each metric that any of them has."""
+    ticks = tuple(names[row.cell] for row in rows)
+    return [
+        Panel(name.format(_slug(title)), "dots", title, unit, "setting", (Series("", points),), ticks)
+        for metric, title, unit in _METRICS
+        if (points := _points(list(enumerate(rows)), metric, names, first))
+    ]
 
 
 def comparisons(rows: Sequence[MeasuredCell], names: Mapping[str, str]) -> list[ChartGroup]:
@@ -255,7 +238,7 @@ def comparisons(rows: Sequence[MeasuredCell], names: Mapping[str, str]) -> list[
     """
     found = [_comparison(sweep, names) for sweep in sweeps(rows)]
     if not found and len(rows) > 1:
-        found = [_cells(rows, names)]
+        found = [_all_cells(rows, names)]
     return [comparison for comparison in found if comparison.panels]
 
 
@@ -269,7 +252,7 @@ def _comparison(sweep: Sweep, names: Mapping[str, str]) -> ChartGroup:
             Series(clean(name), _points([(sweep.at(row), row) for row in rows], metric, names))
             for name, rows in chosen.items()
         )
-        if any(each.points for each in series):
+        if any(sery.points for sery in series):
             kind: Literal["steps", "dots"] = "steps" if sweep.numeric else "dots"
             name = clean(setting_title(sweep.name))
             panels.append(Panel(_slug(f"{title} {sweep.name}"), kind, title, unit, name, series, ticks))
@@ -279,16 +262,11 @@ def _comparison(sweep: Sweep, names: Mapping[str, str]) -> ChartGroup:
     return ChartGroup(heading, note if left_out else "", legend, tuple(panels))
 
 
-def _cells(rows: Sequence[MeasuredCell], names: Mapping[str, str]) -> ChartGroup:
+def _all_cells(rows: Sequence[MeasuredCell], names: Mapping[str, str]) -> ChartGroup:
     """Return one dot per cell, the fastest first: no two cells differ in one setting alone (presets)."""
     chosen = sorted(rows, key=lambda row: -speed(row))[:_MOST_CELLS]
-    panels = []
-    for metric, title, unit in _METRICS:
-        points = _points(list(enumerate(chosen)), metric, names)
-        if points:
-            panels.append(_dots(_slug(f"{title} cells"), title, unit, chosen, names, points))
     note = f"The {len(chosen)} fastest of {count(len(rows), 'setting')}." if len(chosen) < len(rows) else ""
-    return ChartGroup("All settings", note, (), tuple(panels))
+    return ChartGroup("All settings", note, (), tuple(_dot_panels("{}-cells", chosen, names)))
 
 
 def _points(
@@ -310,53 +288,48 @@ def _slug(text: str) -> str:
 def front_of(
     rows: Sequence[MeasuredCell],
     qualities: Mapping[str, Quality | None],
-    numbers: Mapping[str, int],
     names: Mapping[str, str],
-    recommended: int | None,
+    recommended: str | None,
     title: str,
-) -> Front | None:
+) -> Panel | None:
     """Return speed against quality if any cell answers anything right, else against the verdict's ratio.
 
     Args:
-        rows: measured cells.
+        rows: measured cells, numbered from 1.
         qualities: accuracies by cell id.
-        numbers: numbers of the cells by id.
         names: settings in words by cell id.
-        recommended: number of the recommended cell.
+        recommended: id of the recommended cell.
         title: name of the run's metric of quality.
 
     Returns:
         None if fewer than two cells could be drawn.
     """
     by_quality = any(quality is not None and quality.mean > 0 for quality in qualities.values())
-    placed: list[tuple[MeasuredCell, Measured]] = []
-    for row in rows:
-        quality = qualities.get(row.cell)
-        if by_quality and quality is not None:
-            placed.append((row, Measured(quality.mean, quality.low, quality.high)))
-        elif not by_quality and row.verdict.ratio is not None:
-            placed.append((row, Measured(row.verdict.ratio)))
-    placed = [(row, value) for row, value in placed if row.metrics.values["request_throughput"] is not None]
+    placed: list[tuple[int, MeasuredCell, Measured]] = []
+    for number, row in enumerate(rows, 1):
+        quality, value = qualities.get(row.cell), Measured(row.verdict.ratio)
+        if by_quality:
+            value = Measured(None) if quality is None else Measured(quality.mean, quality.low, quality.high)
+        if value.value is not None and row.metrics.values["request_throughput"] is not None:
+            placed.append((number, row, value))
     if len(placed) < 2:
         return None
-    merits = [(speed(row), _merit(value, by_quality)) for row, value in placed]
+    merits = [(speed(row), _merit(value, by_quality)) for _, row, value in placed]
     points = tuple(
-        FrontPoint(
-            cell=numbers[row.cell],
-            name=names[row.cell],
-            speed=measured(row.metrics, "request_throughput"),
+        Point(
+            at=speed(row),
             value=value,
-            verdict=row.verdict.word,
-            on_front=on_front,
-            recommended=numbers[row.cell] == recommended,
+            name=names[row.cell],
+            note=row.verdict.word,
+            hollow=not on_front,
+            chosen=row.cell == recommended,
+            cell=number,
+            across=measured(row.metrics, "request_throughput"),
         )
-        for (row, value), on_front in zip(placed, pareto_front(merits), strict=True)
+        for (number, row, value), on_front in zip(placed, pareto_front(merits), strict=True)
     )
-    present = {point.cell for point in points}
-    absent = tuple(numbers[row.cell] for row in rows if numbers[row.cell] not in present)
-    if by_quality:
-        return Front("quality", title, points, absent)
-    return Front("ratio", "distance from the reference", points, absent)
+    measure = title if by_quality else "distance from the reference"
+    return Panel("front", "front", measure, "", "requests/s", (Series("", points),), logarithmic=not by_quality)
 
 
 def _merit(value: Measured, by_quality: bool) -> float:
@@ -473,13 +446,13 @@ def by_request(run: Run, rows: Sequence[MeasuredCell], names: Mapping[str, str])
     return ChartGroup("By view count and aspect ratio", note, legend, tuple(panels), folded=few)
 
 
-def _views(record: Mapping[str, Any]) -> float:
-    return float(record["views"])
+def _views(request: RequestRecord) -> float:
+    return float(request.views or 0)
 
 
-def _aspect_of(record: Mapping[str, Any]) -> float | None:
+def _aspect_of(request: RequestRecord) -> float | None:
     """The group of :data:`_ASPECTS` of a request's longest image; None where no size was kept."""
-    sides = [size for size in record.get("image_size") or () if len(size) == 2 and min(size) > 0]
+    sides = [size for size in request.image_size if min(size) > 0]
     longest = max((max(size) / min(size) for size in sides), default=None)
     return None if longest is None else max(low for low in _ASPECTS if low <= longest)
 
@@ -489,14 +462,13 @@ def _aspect_label(low: float) -> str:
     return f"{low:g}–{above[0]:g}" if above else f"≥{low:g}"
 
 
-def _times_by(run: Run, cell: str, key: Callable[[Mapping[str, Any]], float | None]) -> dict[float, _Times]:
+def _times_by(run: Run, cell: str, key: Callable[[RequestRecord], float | None]) -> dict[float, _Times]:
     """Return the E2E latencies of a cell's answered requests, in groups."""
     groups: dict[float, _Times] = defaultdict(list)
-    for repeat in sorted(repeat for repeat in run.repeats if repeat[0] == cell):
-        for record in run.requests[repeat]:
-            value, seconds = key(record), RequestMetrics.from_record(record).e2e
-            if record["error"] is None and value is not None and seconds is not None:
-                groups[value].append((seconds * 1e3, (record.get("replica", 0), record["repeat"], record["batch"])))
+    for request in run.answered(cell):
+        value, seconds = key(request), request.e2e
+        if value is not None and seconds is not None:
+            groups[value].append((seconds * 1e3, (request.replica, request.repeat, request.batch)))
     return groups
 
 

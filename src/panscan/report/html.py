@@ -7,7 +7,7 @@ from panscan.analysis.levels import VERIFY_HINT
 from panscan.quality import scores
 from panscan.records import verdict
 from panscan.records.metrics import LEAST_SAMPLES
-from panscan.records.requests import STAGES
+from panscan.records.schema import STAGES
 from panscan.report import draw
 from panscan.report.charts import ChartGroup, Panel, attainment
 from panscan.report.formatting import templates
@@ -79,8 +79,8 @@ def _rows_of(comparison: ChartGroup, panel: Panel) -> list[tuple[str, ...]]:
 
 def _front_cells(facts: SweepReport) -> list[ReportCell]:
     """Return the cells on the front, the fastest first."""
-    points = () if facts.front is None else facts.front.points
-    best = sorted((point for point in points if point.on_front), key=lambda point: -(point.speed.value or 0.0))
+    points = [] if facts.front is None else facts.front.points
+    best = sorted((point for point in points if not point.hollow), key=lambda point: -point.at)
     return [facts.cells[point.cell - 1] for point in best]
 
 
