@@ -201,7 +201,8 @@ class SweepReport(definitions.RunFacts):
         """The columns of the measured cells: a new one is a line here."""
         title = self.quality_title
         return (
-            Column("setting", self._setting, text=Medium.ALL),
+            Column("setting", lambda cell: cell.name, on=~Medium.MARKDOWN, text=Medium.ALL),
+            Column("setting", self._marked_setting, on=Medium.MARKDOWN),
             Column(title, lambda cell: quality_cell(cell.quality), optional=Medium.ALL, markdown=f"{title}, 95%"),
             Column(TITLE, _cost_cell, optional=Medium.ALL, terminal=TITLE.replace(" ", "\n", 1)),
             Column(
@@ -227,7 +228,8 @@ class SweepReport(definitions.RunFacts):
             Column(f"{self.memory} GiB", lambda cell: cell.memory_gib, spare=3),
         )
 
-    def _setting(self, cell: ReportCell) -> TableCell:
+    def _marked_setting(self, cell: ReportCell) -> TableCell:
+        """Return a setting's name, the recommended one in bold."""
         chosen = self.advice is not None and cell is self.advice.cell
         return TableCell(cell.name, markdown=f"**{plain_text(cell.name)}**" if chosen else "")
 
@@ -296,6 +298,12 @@ class SweepReport(definitions.RunFacts):
             return recommend(self.run)
         except RecordsError as error:
             return clean(str(error).removeprefix(f"{self.run.path}: "))
+
+    @property
+    def recommendation(self) -> str:
+        """The recommendation in one sentence, or why there is none."""
+        found = self._recommendation
+        return f"No recommendation: {found}." if isinstance(found, str) else clean(found.decision)
 
     @property
     def no_advice(self) -> str:

@@ -72,10 +72,8 @@ def print_decision(run: Run, console: Console) -> None:
     """Print the recommendation of a sweep in one sentence; why there is none, if several settings were measured."""
     if is_load_run(run):
         return
-    facts = SweepReport(run)
-    text = f"No recommendation: {facts.no_advice}." if facts.advice is None else facts.advice.decision
     print_line(console, "")
-    console.print(safe_text(console, text), style="bold")
+    console.print(safe_text(console, SweepReport(run).recommendation), style="bold")
 
 
 def _remarks(facts: SweepReport) -> list[str]:
