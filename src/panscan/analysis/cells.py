@@ -126,12 +126,12 @@ def display_settings_of(run: Run, cell: str) -> Mapping[str, Any]:
 
 def aliases_of(run: Run, cell: str) -> list[Mapping[str, Any]]:
     """Return the settings of a cell's aliases."""
-    return [alias["settings"] for alias in run.aliases.get(cell, ())]
+    return [alias.settings for alias in run.aliases.get(cell, ())]
 
 
 def preset_of(run: Run, cell: str) -> str | None:
     """Return the preset that a cell started from, and those of its aliases; None without any."""
-    aliases = [alias["preset"] for alias in run.aliases.get(cell, ())]
+    aliases = [alias.preset for alias in run.aliases.get(cell, ())]
     return " or ".join(dict.fromkeys(filter(None, (run.presets.get(cell), *aliases)))) or None
 
 
@@ -389,7 +389,7 @@ def unmeasured(run: Run) -> list[Unmeasured]:
 
 def _only_error(run: Run, cell: str) -> str | None:
     """The first request's error where no request of a cell was answered; None where one was, or none was sent."""
-    requests = [record for key in sorted(run.repeats) if key[0] == cell for record in run.requests[key]]
-    if not requests or any(record["error"] is None for record in requests):
+    requests = run.requests_of(cell)
+    if not requests or any(request.error is None for request in requests):
         return None
-    return f"every request failed, the first with: {requests[0]['error']}"
+    return f"every request failed, the first with: {requests[0].error}"

@@ -7,15 +7,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil, inf
-from typing import Any
 
 import numpy as np
 
+from panscan.core import Stamps
 from panscan.core.ranges import Range
 from panscan.plan.efficiency import Interval
 from panscan.plan.layouts import ClockTimes, Layout, Level, PlanInputs
 from panscan.plan.simulate import SimulatedEngine, SimulatedRequest, route_arrivals
 from panscan.records.goodput import Goodput, Limits, goodput_of, missed_limits
+from panscan.records.schema import RequestTimes
 from panscan.settings import default_of
 
 __all__ = [
@@ -176,7 +177,7 @@ class FleetSimulation:
 
         def on_done(request: SimulatedRequest) -> bool:
             nonlocal missed
-            missed += bool(missed_limits(_record(request), self._traffic.limits))
+            missed += bool(missed_limits(_request_times(request), self._traffic.limits))
             return missed <= count - ceil(attainment * count)
 
         engines, requests = self._run(rate, replicas, on_done)
@@ -220,7 +221,7 @@ class FleetSimulation:
         """Return which requests meet the limits, and the seconds from the first arrival to the last token."""
         end = max((request.tokens[-1] for request in requests if not request.refused), default=0.0)
         seconds = end - min((request.arrived for request in requests), default=0.0)
-        return goodput_of(map(_record, requests), self._traffic.limits, seconds, has_rate=True), seconds
+        return goodput_of(map(_request_times, requests), self._traffic.limits, seconds, has_rate=True), seconds
 
     def _requests(self, rate: float) -> int:
         """Return the number of requests of a level."""
@@ -232,16 +233,14 @@ class FleetSimulation:
         return max(1, min(replicas, _MOST_ENGINES, int(_MOST_REQUESTS / of_one)))
 
 
-def _record(request: SimulatedRequest) -> dict[str, Any]:
-    """Return a request as the part of a record that :func:`panscan.records.goodput.goodput_of` reads."""
-    return {
-        "request": "",
-        "error": "refused" if request.refused else None,
-        "stamps": {"accepted": request.arrived, "tokens": request.tokens},
-        "output_tokens": len(request.tokens),
-        "due": request.arrived,
-        "queued": 0.0,
-    }
+def _request_times(request: SimulatedRequest) -> RequestTimes:
+    return RequestTimes(
+        error="refused" if request.refused else None,
+        stamps=Stamps(request.arrived, tokens=request.tokens),
+        output_tokens=len(request.tokens),
+        due=request.arrived,
+        queued=0.0,
+    )
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[int, float]:
@@ -307,7 +306,7 @@ def _ranged(inputs: PlanInputs, fleet: Fleet, traffic: Traffic) -> Fleet:
         return fleet
     ends: tuple[Level, Level] = ("low", "high")
     simulations = [FleetSimulation(inputs, fleet.layout, traffic, end) for end in ends]
-    low, high = (_replicas(traffic.rate, each.highest_rate(fleet.rate_of_one)) for each in simulations)
+    low, high = (_replicas(traffic.rate, simulation.highest_rate(fleet.rate_of_one)) for simulation in simulations)
     low = fleet.replicas if low is None else min(low, fleet.replicas)
     return replace(fleet, replicas_range=(low, None if high is None else max(high, fleet.replicas)))
 

@@ -95,7 +95,7 @@ def measured_table(found: Measurement) -> Table[MeasuredWeights]:
 
 
 def _verdict_word(row: MeasuredWeights) -> str:
-    return "reference" if row.name == "dense" else str((row.figures or {}).get("verdict", "unverified"))
+    return "reference" if row.name == "dense" else "unverified" if row.figures is None else row.figures.verdict
 
 
 def _difference_points(row: MeasuredWeights) -> str:

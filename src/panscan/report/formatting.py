@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from panscan.analysis.cells import count, number_text
 from panscan.core import escape_controls
-from panscan.records.verdict import FLOOR, Verdict
+from panscan.records.schema import FLOOR
+from panscan.records.verdict import Verdict
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -71,9 +72,9 @@ def percent(share: float) -> str:
 def verdict_figures(verdict: Verdict) -> tuple[str, ...]:
     """What a verdict rests on: times the noise by kind of position, top-1 agreement, equal tokens where compared."""
     found = [
-        f"{name} below {FLOOR:g} nats" if each.negligible else f"{name} {times(each.ratio)}"
-        for name, each in (("answer", verdict.answer), ("image", verdict.image))
-        if each is not None
+        f"{name} below {FLOOR:g} nats" if divergence.negligible else f"{name} {times(divergence.ratio)}"
+        for name, divergence in (("answer", verdict.answer), ("image", verdict.image))
+        if divergence is not None
     ]
     if verdict.top1 is not None:
         found.append(f"top-1 {percent(verdict.top1.share)}")
