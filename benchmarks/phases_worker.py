@@ -31,7 +31,7 @@ from panscan.engine.ranks import RankGroup
 from panscan.model.ceilings import measure_ceilings
 from panscan.model.load import load_for, load_meta_model_for
 from panscan.model.machine import peak_memory, release_memory, reset_peak_memory
-from panscan.model.runtime import apply_attention, apply_tf32
+from panscan.model.runtime import apply_attention, forbid_tf32
 from panscan.records.environment import environment
 from panscan.settings import Settings, settings_from
 
@@ -55,7 +55,7 @@ class _Bench:
         else:
             self.loaded = load_for(settings)
             apply_attention(self.loaded.model, settings.attention)
-            apply_tf32(settings.tf32)
+            forbid_tf32()
 
     def open(self, settings: Settings) -> list[str]:
         """Open an engine of these settings in place of the one before, and return what it decided at startup."""

@@ -129,7 +129,7 @@ def test_the_engine_runs_what_it_supports(
         ({"batch_size": "two"}, "--batch-size takes a whole number"),
         ({"batch_size": 0}, "--batch-size is out of range: it must be a whole number from 1 to 65536, got 0"),
         ({"batch_size": "none"}, "takes no 'none'"),
-        ({"tf32": "perhaps"}, "true or false"),
+        ({"equal_views": "perhaps"}, "true or false"),
         ({"temperature": "hot"}, "a number"),
         ({"temperature": -1}, "^--temperature is out of range: it must be a number from 0 to 1000000, got -1"),
         ({"temperature": "nan"}, "--temperature is out of range"),
@@ -154,12 +154,10 @@ def test_the_engine_runs_what_it_supports(
         ({"random_weights": True, "model_shape": "4b", "device_map": "auto"}, "^--device-map: not supported with"),
         ({"attention": "flsh"}, "kernels-hub name"),
         ({"device": "tpu"}, "--device takes"),
-        ({"device_map": "auto", "tp_plan": "auto"}, "^--tp-plan: not supported with --device-map; leave out one"),
         ({"device_map": "auto", "device": "cpu"}, "^--device cpu: --device-map places the layers; leave out one"),
         ({"max_memory": "0=1GiB"}, "^--max-memory: requires --device-map; add --device-map auto"),
         ({"tensor_parallel_size": 0}, "--tensor-parallel-size is out of range: .* from 1 to 64, got 0"),
         ({"tensor_parallel_size": 2, "device_map": "auto"}, "^--device-map: not supported with --tensor-parallel-s"),
-        ({"tensor_parallel_size": 2, "tp_plan": "auto"}, "^--tp-plan: not supported with --tensor-parallel-size"),
         ({"tensor_parallel_size": 2, "device": "cuda:1"}, "^--device cuda:1: .*; use --device cuda,"),
         ({"tensor_parallel_size": 2, "quantization": "bnb-8bit"}, "bnb-8bit cannot be split; use fp8, int8 or int4"),
         ({"quantization": "torchao-int8"}, "--quantization takes fp8, int8, int4, bnb-8bit, bnb-4bit; got"),
@@ -207,7 +205,10 @@ def test_a_record_of_settings_makes_them_again() -> None:
 
 def test_a_record_may_hold_settings_that_were_removed() -> None:
     chosen = Settings(runner="engine", max_num_seqs=4)
-    assert recorded_settings({**asdict(chosen), "fast_start": True}) == chosen
+    removed = {"fast_start": True, "tf32": False, "tp_plan": None, "pad_to_multiple_of": None}
+    assert recorded_settings({**asdict(chosen), **removed}) == chosen
+    with pytest.raises(SettingError, match=r"^tf32 True: .* has no such setting; measure again"):
+        recorded_settings({"tf32": True})
     with pytest.raises(TypeError, match="unheard_of"):
         recorded_settings({"unheard_of": 1})
 

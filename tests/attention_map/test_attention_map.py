@@ -10,11 +10,20 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
-from panscan.attention_map.differences import cause, differences, statements
 from panscan.attention_map.engine_probe import engine_mask
-from panscan.attention_map.measure import MOST_TOKENS, Masks, PromptAttention, check_names, measure
+from panscan.attention_map.measure import (
+    MOST_TOKENS,
+    Masks,
+    PromptAttention,
+    Segment,
+    cause,
+    check_names,
+    differences,
+    measure,
+    segments_of,
+    statements,
+)
 from panscan.attention_map.picture import draw_attention
-from panscan.attention_map.segments import Segment, segments_of
 from panscan.attention_map.terminal import attention_lines
 from panscan.core import Request, SettingError
 from panscan.engine.options import EngineOptions

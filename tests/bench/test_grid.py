@@ -107,10 +107,10 @@ def test_bad_grid_files_are_one_line(tmp_path: Path, text: str, message: str) ->
 
 def test_values_stay_text_until_a_setting_types_them(tmp_path: Path) -> None:
     path = tmp_path / "grid.yaml"
-    path.write_text("revision: 2026-01-01\ntf32: [yes, off]\nkv-cache-gb: [null, ~, 'none', 1e-1]\ntop_k: 1_0\n")
+    path.write_text("revision: 2026-01-01\nequal_views: [yes, off]\nkv-cache-gb: [null, ~, 'none', 1e-1]\ntop_k: 1_0\n")
     assert read_grid_file(path) == {
         "revision": ["2026-01-01"],
-        "tf32": [True, False],
+        "equal_views": [True, False],
         "kv_cache_gb": [None, None, None, 0.1],
         "top_k": [10],
     }

@@ -245,7 +245,7 @@ def test_no_replica_outlives_the_command(folder: Path, sign: signal.Signals) -> 
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["--replicas", "2", "--tp-plan", "auto"], 2, "--tp-plan is not supported with --replicas"),
+        (["--tp-plan", "auto"], 2, "--tp-plan: removed; use --tensor-parallel-size with the engine"),
         (["--replicas", "2", "--device", "cuda:0"], 2, "--device cuda:0: --replicas chooses the GPUs"),
         (["--replicas", "2", "--gpus-per-replica", "2", "--device", "cpu"], 2, "--gpus-per-replica 2: this runs on"),
         (["--replicas", "2", "--gpus-per-replica", "2", "--device", "cuda"], 2, "needs --device-map or --tensor-p"),

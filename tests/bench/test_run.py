@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from tests.conftest import noise
 import panscan
 from panscan.bench.grid import Cell, build_cells
 from panscan.bench.plan import SweepPlan
-from panscan.bench.run import follow, new_directory, plan_of, resume, start
+from panscan.bench.run import new_directory, plan_of, resume, start
 from panscan.bench.workload import Source, build_workload
 from panscan.cli.main import run as cli
 from panscan.core import InputError, RecordsError
@@ -141,16 +141,6 @@ def test_the_plan_comes_back_out_of_the_records(folder: Path) -> None:
     measured = start(chosen, folder / "run", [], RecordingObserver())
     assert plan_of(measured, on_problem=refuse) == chosen
     assert list(plan_of(measured, on_problem=refuse).order()) == list(chosen.order())
-
-
-def test_the_other_processes_make_the_same_calls_and_write_nothing(folder: Path) -> None:
-    watch = RecordingObserver()
-    chosen = plan({**QUICK, "batch_size": [3], "max_new_tokens": [1]}, warmup=0)
-    before = sorted(folder.rglob("*"))
-    follow(replace(chosen, cells=[*chosen.cells, *build_cells(SKIPPED)]), set(), watch)
-    assert (watch.loads, watch.batches) == (["tiny"], 1)
-    assert [outcome for _, outcome in watch.problems] == ["skipped"]
-    assert sorted(folder.rglob("*")) == before
 
 
 @pytest.mark.parametrize("change", ["pixels", "prompt", "fewer"])

@@ -81,7 +81,7 @@ EXACT: list[Record] = [
     {"attention": "eager"},
     {"attention": "sdpa"},
     {"cache": "static"},
-    {"batch_size": 3, "pad_to_multiple_of": 64},
+    {"batch_size": 3},
     {"batch_size": 2, "equal_views": True, "temperature": 0.9},
     {"do_pan_and_scan": False},
     {"preprocess": "device"},

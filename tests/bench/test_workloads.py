@@ -95,10 +95,19 @@ def test_generate_is_measured_on_the_same_model(tmp_path: Path) -> None:
 
 
 def test_what_the_user_says_wins_over_what_the_workload_sets() -> None:
-    words = ["--output", "x", "--max-num-seqs", "64", "--prefix-caching=false", "--kv-cache-gb", "2", "--tf32"]
+    words = [
+        "--output",
+        "x",
+        "--max-num-seqs",
+        "64",
+        "--prefix-caching=false",
+        "--kv-cache-gb",
+        "2",
+        "--no-pan-and-scan",
+    ]
     settings = parse("w1", "", words, requests=4, max_num_seqs=128).settings
     assert (settings.max_num_seqs, settings.prefix_caching, settings.kv_cache_gb) == (64, False, 2.0)
-    assert settings.tf32 and settings.ignore_eos
+    assert not settings.do_pan_and_scan and settings.ignore_eos
 
 
 @pytest.mark.parametrize(

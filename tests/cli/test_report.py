@@ -68,7 +68,7 @@ BAD = {
     "half a record": ("RECORDS{garbled\n{}\n", [], 3, "not a JSON object"),
     "only half a header": ('{"type": "ru', [], 3, "holds no records"),
     "no curve": ("RECORDS", ["--format", "png"], 3, "no curve to draw"),
-    "another format": ("RECORDS", ["--format", "pdf"], 2, "'pdf' is not one of"),
+    "another format": ("RECORDS", ["--format", "pdf"], 2, "got 'pdf'"),
     "a folder to write": ("RECORDS", ["-o", "."], 2, "--output . is a folder"),
     "no folder": ("RECORDS", ["-o", "nowhere/x.html"], 3, "nowhere/x.html could not be written"),
     "a file as folder": ("RECORDS", ["--format", "png", "-o", "records.jsonl/x"], 3, "--output records.jsonl/x"),

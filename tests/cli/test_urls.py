@@ -22,7 +22,6 @@ SECRETS = ("annika7", "hunter2", "s1gned")
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setenv(fetch.ALLOW_PRIVATE, "")  # so that what --allow-private-urls sets ends with the test
     fetch._CACHE = fetch.ContentCache(fetch.CACHE_BYTES)
     picture = io.BytesIO()
     noise(90, 60).save(picture, "PNG")

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from panscan.doctor.findings import Check, CheckFinding, ok
+from panscan.doctor.checks import Check, CheckFinding, ok
 
 ROOT = Path(__file__).parents[2]
 

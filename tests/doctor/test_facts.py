@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from types import MappingProxyType
 
 import pynvml
 import pytest
+from huggingface_hub import constants
 
-from panscan.doctor.findings import CheckFinding
+from panscan.doctor.checks import CheckFinding
 from panscan.doctor.fit import fit_finding
 from panscan.doctor.gpu import GpuLoad, build_finding, ceilings_finding, load_finding
 from panscan.doctor.host import Limits, checkpoints, cores_finding, hub_access, memory_finding, read_limits
@@ -120,7 +119,7 @@ def test_gpus_are_counted_on_the_pci_bus(tmp_path: Path) -> None:
 
 
 def test_checkpoints_in_the_hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     [none] = checkpoints()
     assert none.fact.startswith("no Gemma 3 checkpoint")
     snapshot = tmp_path / "models--google--gemma-3-4b-it" / "snapshots" / "abc"
@@ -143,36 +142,18 @@ def test_checkpoints_in_the_hub_cache(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_hub_token_is_found_but_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     assert [finding.status for finding in hub_access()] == ["warning"]
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert [finding.status for finding in hub_access()] == ["ok"]
     (tmp_path / "token").write_text("hf_secret")
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     found = list(hub_access())
     assert [finding.status for finding in found] == ["ok", "ok"]
     assert "hf_secret" not in str(found)
-
-
-def test_the_hub_cache_and_the_token_are_where_huggingface_hub_has_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    places = ("HF_HOME", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN_PATH", "XDG_CACHE_HOME")
-    for name in (*places, "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    code = "from huggingface_hub import constants; print(constants.HF_HUB_CACHE, constants.HF_TOKEN_PATH)"
-    for name, value in ((None, ""), ("XDG_CACHE_HOME", str(tmp_path / "xdg")), ("HF_HOME", "~/hub-home")):
-        if name is not None:
-            monkeypatch.setenv(name, value)
-        command = [sys.executable, "-c", code]
-        cache, token = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()
-        assert next(checkpoints()).fact.startswith(f"no Gemma 3 checkpoint in the hub cache {cache};")
-        Path(token).parent.mkdir(parents=True)
-        Path(token).touch()
-        assert f"({token})" in next(hub_access()).fact
 
 
 def _fit(size: str, gpu: str, count: int = 1) -> CheckFinding:

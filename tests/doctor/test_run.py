@@ -24,7 +24,7 @@ def test_each_check_has_its_result_whatever_the_others_do() -> None:
         odd("elsewhere", function="fine", lane="b"),
     ]
     begun = []
-    fine, hung, failed, crashed, again, elsewhere = run_checks(checks, on_progress=lambda _, name: begun.append(name))
+    fine, hung, failed, crashed, again, elsewhere = run_checks(checks, 120.0, lambda _, name: begun.append(name))
     for result in (fine, again, elsewhere):
         assert [finding.fact for finding in result.findings] == ["one", "two"]
         assert result.seconds is not None
@@ -42,7 +42,7 @@ def test_each_check_has_its_result_whatever_the_others_do() -> None:
 
 def test_a_lane_is_given_up_after_three_lost_processes() -> None:
     checks = [odd(str(number), function="leaves") for number in range(4)] + [odd("fine")]
-    *lost, skipped, fine = run_checks(checks)
+    *lost, skipped, fine = run_checks(checks, 120.0)
     assert all("exited with code 3" in result.findings[0].fact for result in lost)
     for result in (skipped, fine):
         assert [finding.status for finding in result.findings] == ["not checked"]

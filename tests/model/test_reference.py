@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from panscan.core import PanAndScan, Request, UnsupportedError
 from panscan.model.inputs import collate, prepare, read_images
 from panscan.model.reference import converted_model, head_logits, one_view_at_a_time, weights_digest
-from panscan.model.runtime import apply_tf32
+from panscan.model.runtime import forbid_tf32
 from panscan.runners.generate import GenerateRunner
 
 
@@ -120,13 +120,13 @@ def test_the_truths_logits_are_never_in_tf32(tiny: GenerateRunner) -> None:
                 seen.append(torch.get_float32_matmul_precision())
             return function(*args, **(kwargs or {}))
 
-    apply_tf32(True)
+    torch.set_float32_matmul_precision("high")
     try:
         with Watching():
             head_logits(tiny.loaded.model, torch.zeros(1, tiny.loaded.model.config.text_config.hidden_size))
         assert torch.get_float32_matmul_precision() == "high"
     finally:
-        apply_tf32(False)
+        forbid_tf32()
     assert seen
     assert set(seen) == {"highest"}
 

@@ -10,7 +10,7 @@ from panscan.core import SettingError
 from panscan.engine.options import EngineOptions
 from panscan.load.arrivals import ConstantArrivals
 from panscan.model.shapes import SHAPES
-from panscan.plan.fleet import Traffic, measure_level, size_fleets
+from panscan.plan.fleet import FleetSimulation, Traffic, size_fleets
 from panscan.plan.gpus import gpu_named
 from panscan.plan.layouts import PlanInputs, layout_of
 from panscan.plan.mix import RequestSketch, mix_of_views
@@ -119,7 +119,7 @@ def test_a_fleet_meets_its_limits_and_one_replica_less_does_not() -> None:
     [fleet] = size_fleets(inputs, [layout], traffic(18.0), steps.append)
     assert fleet.replicas is not None and fleet.replicas > 1 and steps
     assert fleet.level.goodput.reaches(0.95) and fleet.level.percentiles_ms["ttft"][95] <= 1500
-    fewer = measure_level(inputs, layout, traffic(18.0), 18.0, fleet.replicas - 1)
+    fewer = FleetSimulation(inputs, layout, traffic(18.0)).level(18.0, fleet.replicas - 1)
     assert not fewer.goodput.reaches(0.95)
     low, high = fleet.replicas_range
     assert low is not None and high is not None and low <= fleet.replicas <= high

@@ -22,6 +22,7 @@ from tests.report.report_page import Element, check_bounds, close_to, page_of, s
 
 from panscan.records.store import Run
 from panscan.records.summary import cell_metrics
+from panscan.report.charts import Series
 from panscan.report.draw import LIGHT
 from panscan.report.sweep import SweepReport
 
@@ -78,7 +79,7 @@ def test_the_curves_hold_each_cell_once_where_it_belongs(known: tuple[Run, Eleme
 
 def test_the_drawings_hold_the_same_numbers(known: tuple[Run, Element]) -> None:
     """The points of matplotlib's axes, and the tooltip of each point in the page."""
-    from panscan.report.draw import front_figure, panel_figure
+    from panscan.report.draw import panel_figure
 
     facts = SweepReport(known[0])
     tips = [next(group.all("title")).text for group in known[1].all("g") if list(group.all("title"))]
@@ -105,8 +106,8 @@ def test_the_drawings_hold_the_same_numbers(known: tuple[Run, Element]) -> None:
         low = axes.get_xlim()[0] if panel.kind == "dots" else axes.get_ylim()[0]
         assert low == 0, "speeds and times begin at zero"
     assert facts.front is not None
-    drawn = {line.get_gid(): line for line in front_figure(facts.front, LIGHT).axes[0].lines if line.get_gid()}
-    shown = [tuple(map(float, np.asarray(drawn[f"front-{i}"].get_xydata(), float)[0])) for i in range(4)]
+    drawn = {line.get_gid(): line for line in panel_figure(facts.front, LIGHT).axes[0].lines if line.get_gid()}
+    shown = [tuple(map(float, np.asarray(drawn[f"front-0-{i}"].get_xydata(), float)[0])) for i in range(4)]
     ratios = {"fast": 1.25, "plain": 1.5, "wrong": 1540.0, "near": 5.25}
     assert shown == [(pytest.approx(throughput(cell)), pytest.approx(ratio)) for cell, ratio in ratios.items()]
 
@@ -114,8 +115,8 @@ def test_the_drawings_hold_the_same_numbers(known: tuple[Run, Element]) -> None:
 def test_the_front_by_distance_from_the_reference(known: tuple[Run, Element]) -> None:
     facts, box = SweepReport(known[0]), section(known[1], "front")
     assert facts.front is not None
-    assert [point.cell for point in facts.front.points if point.recommended] == [1]
-    assert {point.cell: point.on_front for point in facts.front.points} == {1: True, 2: False, 3: True, 4: False}
+    assert [point.cell for point in facts.front.points if point.chosen] == [1]
+    assert {point.cell: not point.hollow for point in facts.front.points} == {1: True, 2: False, 3: True, 4: False}
     assert "On the front: flash_attention_2 attention, batch size 2 (3.90 requests/s); balanced, sdpa" in box.text
     assert "1 setting without this figure is not shown" in box.text
     assert "exact up to 2x" in box.text
@@ -126,10 +127,9 @@ def test_the_front_by_distance_from_the_reference(known: tuple[Run, Element]) ->
 def test_the_front_by_quality(scored: tuple[Run, Element]) -> None:
     facts, box = SweepReport(scored[0]), section(scored[1], "front")
     assert facts.front is not None
-    assert facts.front.measure == "quality"
-    assert [point.cell for point in facts.front.points if point.on_front] == [3], "all are right as often"
+    assert not facts.front.logarithmic
+    assert [point.cell for point in facts.front.points if not point.hollow] == [3], "all are right as often"
     assert [point.value.value for point in facts.front.points] == [0.75] * 5
-    assert facts.front.absent == ()
     assert "exact match" in box.text
 
 
@@ -164,7 +164,7 @@ def test_latency_by_views_and_by_aspect_ratio(known: tuple[Run, Element]) -> Non
 @pytest.mark.parametrize("cells", [1, 2, 9, 10])
 def test_a_front_compares_and_its_names_do_not_pile_up(tmp_path: Path, cells: int) -> None:
     """Cell 0 is exact and the slowest, the last one the fastest and closest after it: these two are on the front."""
-    from panscan.report.draw import front_figure, tips
+    from panscan.report.draw import panel_figure, tips
 
     header = synthetic.header({str(number): {"batch_size": number} for number in range(cells)})
     records = [header]
@@ -178,8 +178,10 @@ def test_a_front_compares_and_its_names_do_not_pile_up(tmp_path: Path, cells: in
     assert front is not None
     assert len(tips(front)) == cells
     chosen = cells // 2
-    points = tuple(replace(point, recommended=point.cell == chosen) for point in front.points)
-    named = {text.get_text() for text in front_figure(replace(front, points=points), LIGHT).axes[0].texts}
+    points = tuple(replace(point, chosen=point.cell == chosen) for point in front.points)
+    named = {
+        text.get_text() for text in panel_figure(replace(front, series=(Series("", points),)), LIGHT).axes[0].texts
+    }
     if cells >= 10:
         assert {name for name in named if name.isdigit()} == {"1", str(chosen), str(cells)}
     else:
@@ -195,5 +197,5 @@ def test_answers_that_are_all_wrong_make_no_front(tmp_path: Path) -> None:
             record["scores"] = {"exact_match": 0.0}
     facts = SweepReport(run)
     assert facts.front is not None
-    assert facts.front.measure == "ratio"
+    assert facts.front.logarithmic
     assert facts.cells[0].quality is not None

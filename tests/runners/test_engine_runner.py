@@ -155,12 +155,11 @@ def test_each_call_begins_with_empty_caches(tiny: GenerateRunner) -> None:
     assert max(each.cached_tokens for each in [*first, *second]) < 20, "no more than how all turns begin"
 
 
-def test_an_engine_is_made_anew_for_other_products(tiny: GenerateRunner) -> None:
-    """The graphs that it recorded are of one kind."""
+def test_an_engine_is_kept_until_its_options_change(tiny: GenerateRunner) -> None:
     chosen = settings_from(SMALL)
     runner = EngineRunner(tiny.loaded, chosen)
     engines = []
-    for settings in (chosen, replace(chosen, max_new_tokens=3), replace(chosen, tf32=True)):
+    for settings in (chosen, replace(chosen, max_new_tokens=3), replace(chosen, max_num_seqs=2)):
         runner.settings = settings
         engines.append(runner.engine)
     runner.drop()
@@ -201,7 +200,6 @@ def test_a_request_that_fails_is_raised(tiny: GenerateRunner, tmp_path: Path) ->
 
 def test_what_only_one_of_them_has_is_refused() -> None:
     other = {"attention": "eager", "cache": "static", "compile": "default", "batch_size": 2, "equal_views": True}
-    other |= {"pad_to_multiple_of": 8, "tp_plan": "auto"}
     assert other.keys() == ENGINE_LIMITS.keys()
     for name, value in other.items():
         reason = unsupported_reason(replace(settings_from(SMALL), **{name: value}))

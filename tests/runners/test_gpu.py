@@ -42,7 +42,7 @@ def test_tokens_equal_the_cpus(on_gpu: GenerateRunner, tiny: GenerateRunner) -> 
         {"attention": "eager"},
         {"cache": "static"},
         {"compile": "default"},
-        {"batch_size": 3, "pad_to_multiple_of": 64},
+        {"batch_size": 3},
     ],
     ids=str,
 )

@@ -45,7 +45,6 @@ SETTINGS: list[Any] = [
     {},
     {"cache": "static"},
     {"attention": "eager"},
-    {"pad_to_multiple_of": 64},
     {"max_new_tokens": STEPS},
     {"temperature": 0.7, "repetition_penalty": 1.3},
     pytest.param({"prefill_chunk_size": 4096}, marks=needs_images_in_chunks, id="one chunk"),

@@ -242,7 +242,7 @@ def test_the_body_of_a_request_that_ended_is_not_kept_by_busy_threads() -> None:
 
     async def scenario() -> tuple[bool, bool]:
         options = ServeOptions(settings=Settings(runner="engine"))
-        backend = EngineProcess(options.settings, max_queued_requests=1)
+        backend = EngineProcess(options.settings)
         admission = AdmissionControl(options, backend, ServerMetrics("mini"))
         left, release = asyncio.Event(), threading.Event()
 

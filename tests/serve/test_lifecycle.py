@@ -217,7 +217,7 @@ def test_requests_survive_an_engine_that_cannot_load_for_a_while(
 
     async def scenario() -> tuple[str, str, int]:
         settings = Settings(runner="engine", model=str(model), device="cpu", kv_cache_gb=0.02)
-        backend = EngineProcess(settings, max_queued_requests=1)
+        backend = EngineProcess(settings)
         await backend.start()
         try:
             sampling = Sampling(max_new_tokens=200, ignore_eos=True)

@@ -451,7 +451,7 @@ def test_a_multipart_body_has_each_field_once(server: Server) -> None:
 
 def test_a_server_for_named_hosts_answers_to_them_to_local_names_and_to_probes() -> None:
     options = ServeOptions(settings=Settings(runner="engine"), host="0.0.0.0", allowed_hosts=("api.example.com",))
-    app = create_app(options, EngineProcess(options.settings, max_queued_requests=1))
+    app = create_app(options, EngineProcess(options.settings))
 
     async def statuses() -> list[int]:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:

@@ -13,7 +13,7 @@ from panscan.records.metrics import Metrics
 from panscan.records.store import Run, outcome_of
 from panscan.records.summary import cell_metrics
 from panscan.records.verdict import Verdict, verdict_of
-from panscan.settings import ENGINE_AXES, VLLM_AXES, VLLM_LIMITS, axes, foreign_settings
+from panscan.settings import ENGINE_AXES, REMOVED_SETTINGS, VLLM_AXES, VLLM_LIMITS, axes, foreign_settings
 
 __all__ = [
     "MeasuredCell",
@@ -99,12 +99,17 @@ def effective_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return settings with None for those without effect.
 
     These are crop settings without pan and scan, the checkpoint of random weights, and settings of other runners.
+    Removed settings of older records are left out where they were off.
     """
     idle = () if settings.get("do_pan_and_scan", True) else tuple(name for name in settings if name.startswith(CROPS))
     if settings.get("random_weights"):
         idle += ("model",)
     idle += _foreign(settings)
-    return {name: None if name in idle else value for name, value in settings.items()}
+    return {
+        name: None if name in idle else value
+        for name, value in settings.items()
+        if name not in REMOVED_SETTINGS or value != REMOVED_SETTINGS[name]
+    }
 
 
 def display_settings(settings: Mapping[str, Any], aliases: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -254,7 +254,7 @@ def _mean(candidate: Candidate) -> str:
 
 
 _MARK = "# Written by panscan recommend, which may replace it."
-_OF_THE_MACHINE = ("device", "device_map", "max_memory", "tp_plan", "tensor_parallel_size", "gpu_memory_gb")
+_OF_THE_MACHINE = ("device", "device_map", "max_memory", "tensor_parallel_size", "gpu_memory_gb")
 _OF_THE_MEASUREMENT = ("ignore_eos",)
 
 

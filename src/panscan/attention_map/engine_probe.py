@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from panscan.attention_map.segments import image_positions
 from panscan.engine.model_runner import choose_backend
 from panscan.engine.options import EngineOptions
 from panscan.engine.scheduling.batch import FlatBatch, PromptLayout, flatten
@@ -18,7 +17,7 @@ from panscan.engine.scheduling.scheduler import Scheduler
 from panscan.model.attention_masks import PROBE_COLUMNS, LayerKind, measured_mask
 from panscan.model.text_layers import LayerFacts
 
-__all__ = ["engine_mask"]
+__all__ = ["engine_mask", "image_positions"]
 
 
 def engine_mask(
@@ -39,26 +38,36 @@ def engine_mask(
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     facts = LayerFacts(False, 1, PROBE_COLUMNS, dtype, dtype, device)
     choice = choose_backend(options.attention_backend, facts)
-    image = image_positions(ids, soft_id)
     batches = list(_passes(ids, soft_id, window, options))
+    kinds: dict[LayerKind, bool] = {"global": False, "local": True}
     plans = {
-        local: [(batch, choice.backend.plan(batch, local=local, device=device)) for batch in batches]
-        for local in (False, True)
+        kind: [choice.backend.plan(batch, local=local, device=device) for batch in batches]
+        for kind, local in kinds.items()
     }
 
-    def means(values: torch.Tensor, *, local: bool) -> torch.Tensor:
+    def means(values: torch.Tensor, kind: LayerKind) -> torch.Tensor:
         parts = []
-        for batch, plan in plans[local]:
-            cached = _cache(batch, values, local=local).to(device, dtype)[:, None]
+        for batch, plan in zip(batches, plans[kind], strict=True):
+            cached = _cache(batch, values, local=kinds[kind]).to(device, dtype)[:, None]
             query = torch.zeros(batch.rows, 1, PROBE_COLUMNS, dtype=dtype, device=device)
             parts.append(plan.attend(query, torch.zeros_like(cached), cached, 1.0)[:, 0].float().cpu())
         return torch.cat(parts)
 
-    def attend(values: torch.Tensor) -> dict[LayerKind, torch.Tensor]:
-        return {"global": means(values, local=False), "local": means(values, local=True)}
-
     with torch.inference_mode():
-        return measured_mask(attend, image, window), choice.name
+        masks = measured_mask(
+            lambda values: {kind: means(values, kind) for kind in kinds}, image_positions(ids, soft_id), window
+        )
+    return masks, choice.name
+
+
+def image_positions(ids: Sequence[int], soft_id: int | None) -> NDArray[np.bool_]:
+    """Return which positions of a prompt are image tokens: bool ``[tokens]``.
+
+    Args:
+        ids: token ids of the prompt.
+        soft_id: id of image tokens; None for a text-only checkpoint.
+    """
+    return np.array([token == soft_id for token in ids], np.bool_)
 
 
 def _passes(ids: Sequence[int], soft_id: int | None, window: int, options: EngineOptions) -> Iterator[FlatBatch]:

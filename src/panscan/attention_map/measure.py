@@ -4,26 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from panscan.attention_map.engine_probe import engine_mask
-from panscan.attention_map.segments import Segment, image_positions, segments_of
+from panscan.attention_map.engine_probe import engine_mask, image_positions
 from panscan.core import Request, SettingError
 from panscan.core.ranges import shorten
 from panscan.engine.options import EngineOptions
 from panscan.images.files import image_size
 from panscan.images.views import plan_views
 from panscan.model.attention_masks import LayerKind, effective_mask, kernel_reason
-from panscan.model.checkpoint import Reader, load_config, load_random_meta_model, load_reader
+from panscan.model.checkpoint import load_config, load_random_meta_model, load_reader
 from panscan.model.inputs import count_prompt, images_of
 from panscan.model.machine import resolve_device
 from panscan.settings import ATTENTION, Settings, nearest
 
-__all__ = ["ENGINE", "MOST_TOKENS", "REFERENCE", "Masks", "PromptAttention", "check_names", "measure", "plain_token"]
+__all__ = [
+    "ENGINE",
+    "MOST_TOKENS",
+    "REFERENCE",
+    "MaskDifference",
+    "Masks",
+    "PromptAttention",
+    "Segment",
+    "cause",
+    "check_names",
+    "differences",
+    "measure",
+    "plain_token",
+    "segments_of",
+    "statements",
+]
 
 ENGINE = "engine"
 REFERENCE = "eager"
@@ -31,6 +46,38 @@ REFERENCE = "eager"
 MOST_TOKENS = 8192
 """Tokens of the longest prompt: masks take 5 bytes or more for each pair of positions."""
 _CAUSAL_KERNELS = tuple(name for name in ATTENTION if name.startswith("flash"))
+
+Mask = NDArray[np.bool_]
+"""Bool ``[queries, keys]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of text or the image tokens of a view: positions ``[start, end)`` of a prompt.
+
+    Args:
+        start: first position.
+        end: position behind the last one.
+        image: number of the image, starting at 1; None for text.
+        crop: number of the crop, starting at 1; 0 for the whole image; None for text.
+    """
+
+    start: int
+    end: int
+    image: int | None = None
+    crop: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Number of positions."""
+        return self.end - self.start
+
+    def label(self, *, images: int) -> str:
+        """Return its name in a prompt of ``images`` images, e.g. ``text``, ``crop 2`` or ``image 3, crop 2``."""
+        if self.image is None:
+            return "text"
+        view = f"crop {self.crop}" if self.crop else "whole"
+        return view if images == 1 else f"image {self.image}, {view}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,7 +91,7 @@ class Masks:
     """
 
     names: tuple[str, ...]
-    by_kind: dict[LayerKind, NDArray[np.bool_]]
+    by_kind: dict[LayerKind, Mask]
     notes: tuple[str, ...] = ()
 
 
@@ -115,82 +162,141 @@ def measure(request: Request, settings: Settings, names: Sequence[str]) -> Promp
         UnsupportedError: an implementation cannot run here.
     """
     check_names(names)
-    reader, config = _reader_and_config(settings)
-    text = config.get_text_config()
+    if settings.random_weights:
+        assert settings.model_shape is not None  # Settings holds this
+        device = resolve_device(settings.device)
+        meta_model = load_random_meta_model(settings.model_name, settings.model_shape, torch.float32, device)
+        reader, config = meta_model.reader, meta_model.model.config
+    else:
+        reader = load_reader(settings.model, settings.revision)
+        config = load_config(settings.model, settings.revision)
+    text, soft_id = config.get_text_config(), reader.prompts.soft_id
     ids, _, views = count_prompt(request, reader)
-    _check_length(len(ids), views)
+    if len(ids) > MOST_TOKENS:
+        fix = "give fewer images or a lower --max-num-crops" if views else "shorten -p"
+        raise SettingError(
+            f"the prompt has {len(ids):,} tokens ({views} views); the picture takes at most {MOST_TOKENS:,}: {fix}"
+        )
     images = images_of(request)
     crops = [plan_views(*image_size(image), request.pan_and_scan).crops for image in images]
-    image = image_positions(ids, reader.prompts.soft_id)
-    kinds = list(text.layer_types)
-    layers: dict[LayerKind, int] = {
-        "global": kinds.count("full_attention"),
-        "local": kinds.count("sliding_attention"),
-    }
-    found = _measured(ids, image, reader.prompts.soft_id, config, settings, [REFERENCE, *names])
+    kinds: dict[LayerKind, str] = {"global": "full_attention", "local": "sliding_attention"}
     return PromptAttention(
         model=settings.model_name,
         prompt=request.prompt or "",
         tokens=tuple(reader.tokenizer.convert_ids_to_tokens(ids)),
         images=len(images),
-        segments=segments_of(image, crops),
-        layers={kind: count for kind, count in layers.items() if count},
+        segments=segments_of(image_positions(ids, soft_id), crops),
+        layers={kind: text.layer_types.count(name) for kind, name in kinds.items() if name in text.layer_types},
         window=int(text.sliding_window),
-        groups=_grouped(found),
+        groups=_grouped(_measured_masks(names, ids, soft_id, config, settings)),
     )
 
 
-def _reader_and_config(settings: Settings) -> tuple[Reader, Any]:
-    """Return what writes the prompt, and the configuration that decides the masks."""
-    if settings.random_weights:
-        assert settings.model_shape is not None  # Settings holds this
-        meta_model = load_random_meta_model(
-            settings.model_name, settings.model_shape, torch.float32, resolve_device(settings.device)
-        )
-        return meta_model.reader, meta_model.model.config
-    reader = load_reader(settings.model, settings.revision)
-    return reader, load_config(settings.model, settings.revision)
-
-
-def _check_length(tokens: int, views: int) -> None:
-    if tokens > MOST_TOKENS:
-        fix = "give fewer images or a lower --max-num-crops" if views else "shorten -p"
-        raise SettingError(
-            f"the prompt has {tokens:,} tokens ({views} views); the picture takes at most {MOST_TOKENS:,}: {fix}"
-        )
-
-
-def _measured(
-    ids: Sequence[int],
-    image: NDArray[np.bool_],
-    soft_id: int | None,
-    config: Any,
-    settings: Settings,
-    names: Sequence[str],
+def _measured_masks(
+    names: Sequence[str], ids: Sequence[int], soft_id: int | None, config: Any, settings: Settings
 ) -> Iterator[Masks]:
-    """Yield the masks of each implementation, each name once."""
-    for name in dict.fromkeys(names):
+    """Yield the masks of the reference and of each implementation, each name once."""
+    for name in dict.fromkeys([REFERENCE, *names]):
         if name == ENGINE:
-            window = int(config.get_text_config().sliding_window)
-            device = resolve_device(settings.device)
+            window, device = config.get_text_config().sliding_window, resolve_device(settings.device)
             masks, backend = engine_mask(ids, soft_id, window, EngineOptions.of(settings), device)
             yield Masks((name,), masks, (f"{name}: attention backend {backend}",))
             continue
         reason = kernel_reason(name, settings.device) if name in _CAUSAL_KERNELS else None
+        image = image_positions(ids, soft_id)
         masks = effective_mask(image, name, config, device=settings.device, kernel=reason is None)
         note = f"{name}: as Transformers prepares it; the kernel itself cannot run here ({reason})"
         yield Masks((name,), masks, (note,) if reason else ())
 
 
-def _grouped(found: Iterator[Masks]) -> tuple[Masks, ...]:
+def segments_of(image: Mask, crops: Sequence[int]) -> tuple[Segment, ...]:
+    """Return the segments of a prompt, in order, covering each position once.
+
+    Args:
+        image: bool ``[tokens]``: which positions are image tokens. Text stands between the views.
+        crops: number of crops of each image.
+
+    Raises:
+        ValueError: the prompt has another number of views.
+    """
+    views = [(number, crop) for number, count in enumerate(crops, 1) for crop in range(count + 1)]
+    runs = list(pairwise([0, *(np.flatnonzero(np.diff(image)) + 1).tolist(), len(image)]))
+    shown = sum(bool(image[start]) for start, _ in runs)
+    if shown != len(views):
+        raise ValueError(f"{shown} views in the prompt, {len(views)} expected")
+    in_order = iter(views)
+    return tuple(Segment(start, end, *(next(in_order) if image[start] else ())) for start, end in runs)
+
+
+def _grouped(measured: Iterator[Masks]) -> tuple[Masks, ...]:
     """Return the masks with equal ones joined, in the order of their first names."""
     groups: list[Masks] = []
-    for each in found:
-        for at, group in enumerate(groups):
-            kinds = group.by_kind.keys() & each.by_kind.keys()
-            if all(np.array_equal(group.by_kind[kind], each.by_kind[kind]) for kind in kinds):
-                groups[at] = Masks((*group.names, *each.names), group.by_kind, (*group.notes, *each.notes))
+    for masks in measured:
+        for index, group in enumerate(groups):
+            if all(np.array_equal(mask, masks.by_kind.get(kind, mask)) for kind, mask in group.by_kind.items()):
+                groups[index] = Masks((*group.names, *masks.names), group.by_kind, (*group.notes, *masks.notes))
                 break
         else:
-            groups.append(each)
+            groups.append(masks)
     return tuple(groups)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskDifference:
+    """Cells, that is, pairs of a query and a key, in the layers of one kind.
+
+    Args:
+        kind: of layers.
+        reference: cells in which the reference attends.
+        missing: those of them in which the other implementation does not.
+        extra: cells in which only the other one does.
+        cause: what explains the difference; None without one.
+    """
+
+    kind: LayerKind
+    reference: int
+    missing: int
+    extra: int
+    cause: str | None
+
+
+def differences(shown: PromptAttention, other: Masks) -> list[MaskDifference]:
+    """Return how an implementation's masks differ from the reference's, by layer kind."""
+    found = []
+    for kind in shown.layers:
+        reference, mask = shown.reference.by_kind[kind], other.by_kind[kind]
+        attended, missing, extra = map(np.count_nonzero, (reference, reference & ~mask, mask & ~reference))
+        why = cause(shown.segments, reference, mask) if missing or extra else None
+        found.append(MaskDifference(kind, int(attended), int(missing), int(extra), why))
+    return found
+
+
+def statements(shown: PromptAttention, other: Masks) -> list[str]:
+    """Return a line for each layer kind in which an implementation differs from the reference."""
+    *others, last = other.names
+    name, reference = f"{', '.join(others)} and {last}" if others else last, shown.reference.names[0]
+    lines = []
+    for difference in differences(shown, other):
+        lacks = f"lacks {difference.missing:,} of the {difference.reference:,} token pairs in which {reference} attends"
+        adds = f"adds {difference.extra:,} token pairs"
+        parts = [lacks] * bool(difference.missing) + [adds] * bool(difference.extra)
+        statement = (
+            f"{' and '.join(parts)}: {difference.cause}" if parts else f"and {reference} agree on all token pairs"
+        )
+        lines.append(f"{difference.kind} layers: {name} {statement}")
+    return lines
+
+
+def cause(segments: Sequence[Segment], reference: Mask, other: Mask) -> str:
+    """Return what explains the difference of two masks; the first differing cell if nothing known does."""
+    later = np.zeros_like(reference)  # keys of a view behind the query
+    for segment in segments:
+        if segment.image is not None:
+            block = slice(segment.start, segment.end)
+            later[block, block] = np.triu(np.ones((segment.tokens, segment.tokens), np.bool_), 1)
+    if np.array_equal(other, reference & ~later):
+        return "image tokens attend only to earlier positions"
+    if not (other & ~reference).any() and not (reference & ~other & ~later).any():
+        return "some image tokens do not attend to all of their view"
+    query, key = np.argwhere(reference != other)[0]
+    return f"first at query {query}, key {key}"

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageColor, ImageDraw
 
-from panscan.attention_map.differences import differences, statements
-from panscan.attention_map.measure import Masks, PromptAttention, plain_token
-from panscan.attention_map.segments import Segment
+from panscan.attention_map.measure import Masks, PromptAttention, Segment, differences, plain_token, statements
 from panscan.images.ink import printable, shorten, text_width, wrap, write
 from panscan.model.attention_masks import LayerKind
 
@@ -64,67 +63,59 @@ def draw_attention(shown: PromptAttention) -> Image.Image:
         A new RGB image, at most 2,100 pixels wide.
     """
     scale = _Scale.of(len(shown.tokens))
-    panel = _BAND + scale.side
-    width = 2 * _MARGIN + _LABELS + len(shown.layers) * (panel + _GAP) - _GAP
-    width = max(width, 760)
-    rows = [_row_lines(shown, group, width - 2 * _MARGIN) for group in shown.groups]
-    facts = _facts(shown, width - 2 * _MARGIN)
-    legend_lines = _legend_layout(_legend_entries(shown, scale), width - 2 * _MARGIN)
-    heights = [_ROW_SIZE + 12 + _PITCH * len(lines) + _TOP + scale.side + _GAP for lines in rows]
-    top = _MARGIN + _TITLE_SIZE + _PITCH * len(facts) + _GAP
-    height = top + sum(heights) + len(legend_lines) * (_PITCH + 4) + _MARGIN
-    picture = Image.new("RGB", (width, height), _PAPER)
-    draw = ImageDraw.Draw(picture)
-    title = shorten("Which positions attend to which", _TITLE_SIZE, width - 2 * _MARGIN, bold=True)
-    write(draw, (_MARGIN, _MARGIN + _TITLE_SIZE - 6), title, _TITLE_SIZE, fill=_INK, bold=True)
-    for index, line in enumerate(facts):
-        write(draw, (_MARGIN, _MARGIN + _TITLE_SIZE + _PITCH * (index + 1) - 2), line, _FACTS_SIZE, fill=_GREY)
-    for group, lines, row_height in zip(shown.groups, rows, heights, strict=True):
-        _draw_row(picture, shown, group, lines, scale, top)
-        top += row_height
-    _draw_legend(draw, legend_lines, top)
+    width = max(2 * _MARGIN + _LABELS + len(shown.layers) * (_BAND + scale.side + _GAP) - _GAP, 760)
+    strips = [_header(shown, width), *(_panel_row(shown, group, scale, width) for group in shown.groups)]
+    strips.append(_legend(_legend_entries(shown, scale), width))
+    picture = Image.new("RGB", (width, sum(strip.height for strip in strips)))
+    top = 0
+    for strip in strips:
+        picture.paste(strip, (0, top))
+        top += strip.height
     return picture
 
 
-def _facts(shown: PromptAttention, width: int) -> list[str]:
-    """Return the lines below the title."""
+def _header(shown: PromptAttention, width: int) -> Image.Image:
+    """Return the title and the facts about the prompt."""
+    room = width - 2 * _MARGIN
     views = sum(segment.image is not None for segment in shown.segments)
     counts = f"{len(shown.tokens):,} tokens, {views} view{'' if views == 1 else 's'}"
-    prompt = shorten(printable(f'Prompt: "{shown.prompt}"'), _FACTS_SIZE, width)
+    prompt = shorten(printable(f'Prompt: "{shown.prompt}"'), _FACTS_SIZE, room)
     about = f"{shown.model} - {counts} - each row is a query, each column a key; measured on the attention code"
-    return [prompt, *wrap(printable(about), _FACTS_SIZE, width)]
+    facts = [prompt, *wrap(printable(about), _FACTS_SIZE, room)]
+    strip, draw = _strip(width, _MARGIN + _TITLE_SIZE + _PITCH * len(facts) + _GAP)
+    title = shorten("Which positions attend to which", _TITLE_SIZE, room, bold=True)
+    write(draw, (_MARGIN, _MARGIN + _TITLE_SIZE - 6), title, _TITLE_SIZE, fill=_INK, bold=True)
+    for index, line in enumerate(facts, 1):
+        write(draw, (_MARGIN, _MARGIN + _TITLE_SIZE + _PITCH * index - 2), line, _FACTS_SIZE, fill=_GREY)
+    return strip
 
 
-def _row_lines(shown: PromptAttention, group: Masks, width: int) -> list[str]:
-    """Return the lines below the names of a group: its notes and how it differs."""
-    lines = [] if group is shown.reference else statements(shown, group)
-    return [part for line in (*lines, *group.notes) for part in wrap(printable(line), _SMALL_SIZE, width)]
+def _strip(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
+    picture = Image.new("RGB", (width, height), _PAPER)
+    return picture, ImageDraw.Draw(picture)
 
 
-def _row_title(shown: PromptAttention, group: Masks) -> str:
-    if group is not shown.reference:
-        return ", ".join(group.names)
-    agreeing = ", ".join(group.names[1:])
-    return f"{group.names[0]} (reference)" + (f"; the same: {agreeing}" if agreeing else "")
-
-
-def _draw_row(
-    picture: Image.Image, shown: PromptAttention, group: Masks, lines: Sequence[str], scale: _Scale, top: int
-) -> None:
-    """Draw a group's names, lines and panels."""
-    draw = ImageDraw.Draw(picture)
-    title = shorten(printable(_row_title(shown, group)), _ROW_SIZE, picture.width - 2 * _MARGIN, bold=True)
-    write(draw, (_MARGIN, top + _ROW_SIZE - 4), title, _ROW_SIZE, fill=_INK, bold=True)
-    top += _ROW_SIZE + 12
-    for index, line in enumerate(lines):
-        fill = _GREY if group is shown.reference else _INK
-        write(draw, (_MARGIN, top + _PITCH * (index + 1) - 8), line, _SMALL_SIZE, fill=fill)
-    top += _PITCH * len(lines) + _TOP
+def _panel_row(shown: PromptAttention, group: Masks, scale: _Scale, width: int) -> Image.Image:
+    """Return a group's names, its notes and how it differs, and its panels."""
+    is_reference, room = group is shown.reference, width - 2 * _MARGIN
+    title = ", ".join(group.names)
+    if is_reference:
+        reference, *agreeing = group.names
+        title = f"{reference} (reference)" + (f"; the same: {', '.join(agreeing)}" if agreeing else "")
+    texts = (*(() if is_reference else statements(shown, group)), *group.notes)
+    lines = [line for text in texts for line in wrap(printable(text), _SMALL_SIZE, room)]
+    top = _ROW_SIZE + 12 + _PITCH * len(lines) + _TOP
+    strip, draw = _strip(width, top + scale.side + _GAP)
+    title = shorten(printable(title), _ROW_SIZE, room, bold=True)
+    write(draw, (_MARGIN, _ROW_SIZE - 4), title, _ROW_SIZE, fill=_INK, bold=True)
+    for index, line in enumerate(lines, 1):
+        write(draw, (_MARGIN, _ROW_SIZE + 4 + _PITCH * index), line, _SMALL_SIZE, fill=_GREY if is_reference else _INK)
     left = _MARGIN + _LABELS + _BAND
     _draw_query_labels(draw, shown, scale, left - _BAND - 8, top)
     for kind in shown.layers:
-        _draw_panel(picture, shown, group, kind, scale, (left, top))
+        _draw_panel(strip, shown, group, kind, scale, (left, top))
         left += scale.side + _BAND + _GAP
+    return strip
 
 
 def _draw_query_labels(draw: ImageDraw.ImageDraw, shown: PromptAttention, scale: _Scale, right: int, top: int) -> None:
@@ -221,50 +212,42 @@ def _ruled(picture: Image.Image, segments: Sequence[Segment], scale: _Scale) -> 
     return picture
 
 
-_Entry = tuple[tuple[str, ...], str]
+_Entry = tuple[Sequence[str], str]
 """Colours of a legend's entry, and its text."""
 
 
 def _legend_entries(shown: PromptAttention, scale: _Scale) -> list[_Entry]:
     """Return the entries of the legend that the picture needs."""
     views = min(sum(segment.image is not None for segment in shown.segments), len(_VIEWS))
-    entries: list[_Entry] = [((_NONE,), "no attention"), ((_TEXT,), "attends to text")]
+    entries: list[_Entry] = [([_NONE], "no attention"), ([_TEXT], "attends to text")]
     if views:
         entries.append((_VIEWS[:views], "attends to a view" + (" (colours in turn)" if views > 1 else "")))
-    if len(shown.groups) > 1:
-        reference = shown.reference.names[0]
-        found = [each for group in shown.groups[1:] for each in differences(shown, group)]
-        marks = ((_MISSING,), f"missing: only {reference} attends"), ((_EXTRA,), f"extra: {reference} does not attend")
-        needed = any(each.missing for each in found), any(each.extra for each in found)
-        entries += [mark for mark, there in zip(marks, needed, strict=True) if there]
+    reference = shown.reference.names[0]
+    found = [difference for group in shown.groups[1:] for difference in differences(shown, group)]
+    if any(difference.missing for difference in found):
+        entries.append(([_MISSING], f"missing: only {reference} attends"))
+    if any(difference.extra for difference in found):
+        entries.append(([_EXTRA], f"extra: {reference} does not attend"))
     if scale.blends:
         cells = scale.tokens / scale.side
-        entries.append(((), f"A pixel is {cells:.1f} x {cells:.1f} token pairs: paler where only some of them attend."))
+        entries.append(([], f"A pixel is {cells:.1f} x {cells:.1f} token pairs: paler where only some of them attend."))
     return entries
 
 
-def _entry_width(entry: _Entry) -> int:
-    return 20 * len(entry[0]) + 6 + ceil(text_width(printable(entry[1]), _SMALL_SIZE)) + 26
-
-
-def _legend_layout(entries: Sequence[_Entry], width: int) -> list[list[_Entry]]:
-    """Return the entries broken into lines of at most ``width`` pixels."""
-    lines: list[list[_Entry]] = [[]]
-    for entry in entries:
-        if lines[-1] and sum(map(_entry_width, [*lines[-1], entry])) > width:
-            lines.append([])
-        lines[-1].append(entry)
-    return lines
-
-
-def _draw_legend(draw: ImageDraw.ImageDraw, lines: Sequence[Sequence[_Entry]], top: int) -> None:
-    for line in lines:
-        left = _MARGIN
-        for entry in line:
-            for index, colour in enumerate(entry[0]):
-                box = (left + 20 * index, top, left + 20 * index + 15, top + 15)
-                draw.rectangle(box, fill=colour, outline=_LINE)
-            at = left + 20 * len(entry[0]) + (6 if entry[0] else 0)
-            write(draw, (at, top + 12), printable(entry[1]), _SMALL_SIZE, fill=_GREY)
-            left += _entry_width(entry)
-        top += _PITCH + 4
+def _legend(entries: Sequence[_Entry], width: int) -> Image.Image:
+    """Return the entries, in as many lines as they need."""
+    left, top, places = _MARGIN, 0, []
+    for colours, text in entries:
+        label = printable(text)
+        size = 20 * len(colours) + 6 + ceil(text_width(label, _SMALL_SIZE)) + 26
+        if left > _MARGIN and left + size > width - _MARGIN:
+            left, top = _MARGIN, top + _PITCH + 4
+        places.append((left, top, colours, label))
+        left += size
+    strip, draw = _strip(width, top + _PITCH + 4 + _MARGIN)
+    for left, top, colours, label in places:
+        for start, colour in zip(count(left, 20), colours, strict=False):
+            draw.rectangle((start, top, start + 15, top + 15), fill=colour, outline=_LINE)
+        text_left = left + 20 * len(colours) + 6 * bool(colours)
+        write(draw, (text_left, top + 12), label, _SMALL_SIZE, fill=_GREY)
+    return strip

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from panscan.attention_map.differences import statements
-from panscan.attention_map.measure import Masks, PromptAttention, plain_token
+from panscan.attention_map.measure import Masks, PromptAttention, plain_token, statements
 from panscan.model.attention_masks import LayerKind
 
 __all__ = ["attention_lines"]
@@ -20,8 +19,7 @@ _ALL, _SOME, _NO, _DIFFERS = "#", "+", ".", "x"
 _GAP = "   "
 
 
-@dataclass(frozen=True, slots=True)
-class _Bins:
+class _Bins(NamedTuple):
     """Runs of positions, each a row and a column of characters.
 
     Args:
@@ -59,8 +57,8 @@ def _bins(shown: PromptAttention) -> _Bins:
         return _Bins(tuple(range(count + 1)), tuple(map(plain_token, shown.tokens)), "tokens")
     segments = shown.segments
     if 2 <= len(segments) <= _MOST_CELLS:
-        labels = (f"{each.label(images=shown.images)} ({each.tokens})" for each in segments)
-        return _Bins((*(each.start for each in segments), count), tuple(labels), "segments (tokens)")
+        labels = (f"{segment.label(images=shown.images)} ({segment.tokens})" for segment in segments)
+        return _Bins((*(segment.start for segment in segments), count), tuple(labels), "segments (tokens)")
     edges = np.linspace(0, count, _MOST_CELLS + 1).round().astype(int).tolist()
     labels = (f"from token {start}" for start in edges[:-1])
     return _Bins(tuple(edges), tuple(labels), f"{_MOST_CELLS} equal runs of tokens")
@@ -71,14 +69,13 @@ def _group_lines(shown: PromptAttention, group: Masks, bins: _Bins, width: int) 
     names = ", ".join(group.names)
     lines = [f"{names} (reference)" if group is shown.reference and len(group.names) == 1 else names]
     panels = [_panel(shown, group, kind, bins) for kind in shown.layers]
-    labels = ["", *(f"{at + 1:>2} {label[:_LABEL]}" for at, label in enumerate(bins.labels))]
+    labels = ["", *(f"{number:>2} {label[:_LABEL]}" for number, label in enumerate(bins.labels, 1))]
     margin = max(map(len, labels)) + 1
-    beside = [panels] if margin + sum(len(panel[1]) + len(_GAP) for panel in panels) <= width else [[p] for p in panels]
-    for together in beside:
-        sizes = [max(map(len, panel)) for panel in together]
-        for label, *parts in zip(labels, *together, strict=True):
-            cells = _GAP.join(part.ljust(size) for part, size in zip(parts, sizes, strict=True))
-            lines.append(f"{label:<{margin}}{cells}".rstrip())
+    fit = margin + sum(len(panel[1]) + len(_GAP) for panel in panels) <= width
+    for row in [panels] if fit else [[panel] for panel in panels]:
+        padded = [[line.ljust(max(map(len, panel))) for line in panel] for panel in row]
+        for label, *parts in zip(labels, *padded, strict=True):
+            lines.append(f"{label:<{margin}}{_GAP.join(parts)}".rstrip())
     if group is not shown.reference:
         lines += statements(shown, group)
     return [*lines, *group.notes]

@@ -17,11 +17,10 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-from panscan.batch.jsonl import AnswerLog, Record, encode
+from panscan.batch.jsonl import AnswerLog, HeldAnswers, Record, encode
 from panscan.batch.ledger import ledger_path
-from panscan.batch.outbox import Outbox
 from panscan.core import RecordsError
 from panscan.core.files import WriteLock, write_errors, write_file
 from panscan.core.foreign import parse_json
@@ -29,7 +28,7 @@ from panscan.core.foreign import parse_json
 __all__ = ["AnswerFile", "Mode", "refuse_answers", "refuse_sources"]
 
 Mode = Literal["new", "resume", "force"]
-Check = Callable[[Mapping[str, Any], Mapping[str, Any]], str | None]
+Check = Callable[[Record, Record], str | None]
 
 _MOST_HEADER = 16 * 2**20  # bytes; it has the prompt and a schema
 _SIDECARS = (".run.json", ".held", ".lock", ".torn", ".held.torn", ".ledger.json")
@@ -57,19 +56,19 @@ class AnswerFile:
             cannot be read or written.
     """
 
-    def __init__(self, path: Path, header: Mapping[str, Any], mode: Mode, check: Check) -> None:
+    def __init__(self, path: Path, header: Record, mode: Mode, check: Check) -> None:
         self.path = Path(os.path.realpath(path))
         self.header_path, self._held_path, self._lock_path, *_ = _sidecars(self.path)
         self.original_header = header
-        self._lines: AnswerLog | None = None
-        self._held: Outbox | None = None
+        self._log: AnswerLog | None = None
+        self._held = HeldAnswers(self._held_path, resumed=False)
         self._created: list[Path] = []
         self._lock = WriteLock(self._lock_path, self._refusal)
         try:
             with write_errors(self.path, RecordsError):
                 _refuse_irregular(path)
                 self._acquire()
-                if mode != "force" and (_size(self.path) or _size(self._held_path)):
+                if mode != "force" and _has_answers(self.path):
                     self._resume(header, mode, check)
         except BaseException:
             self.close()
@@ -78,7 +77,7 @@ class AnswerFile:
     @property
     def begun(self) -> bool:
         """Whether the job has answers, written now or by an earlier start."""
-        return self._lines is not None
+        return self._log is not None
 
     def records(self) -> Iterator[Record]:
         """Yield the answers in the file.
@@ -86,24 +85,23 @@ class AnswerFile:
         Raises:
             RecordsError: a line is not an answer.
         """
-        return (line.record for line in self._lines or ())
+        return (line.record for line in self._log or ())
 
     def held(self) -> Iterator[tuple[Record, str | None]]:
         """Yield the held answers, each with the id of the failed answer that it replaces, or None."""
-        return iter(self._held or ())
+        return iter(self._held)
 
-    def write(self, record: Mapping[str, Any]) -> None:
+    def write(self, record: Record) -> None:
         """Append one answer.
 
         Raises:
             RecordsError: the answer cannot be written.
         """
-        lines, held = self._open()
-        lines.append(encode(record))
-        if record["id"] in held:
-            held.drop(record["id"])
+        self._begin().append(encode(record))
+        if record["id"] in self._held:
+            self._held.drop(record["id"])
 
-    def hold(self, record: Mapping[str, Any], replaces: str | None = None) -> None:
+    def hold(self, record: Record, replaces: str | None = None) -> None:
         """Store an answer until :meth:`write_held`, or until :meth:`finish` if it replaces a failed one.
 
         Args:
@@ -113,8 +111,8 @@ class AnswerFile:
         Raises:
             RecordsError: the answer cannot be written.
         """
-        _, held = self._open()
-        held.add(record, replaces)
+        self._begin()
+        self._held.add(record, replaces)
 
     def write_held(self, id: str) -> None:
         """Append a held answer to the file.
@@ -122,13 +120,11 @@ class AnswerFile:
         Raises:
             RecordsError: the answer cannot be written.
         """
-        _, held = self._open()
-        self.write(held.get(id))
+        self.write(self._held.get(id))
 
     def drop_held(self, id: str) -> None:
         """Delete a held answer."""
-        _, held = self._open()
-        held.drop(id)
+        self._held.drop(id)
 
     def finish(self) -> None:
         """Finish the job: replace failed answers by held ones, atomically.
@@ -136,24 +132,22 @@ class AnswerFile:
         Raises:
             RecordsError: a line is not an answer, or the new file cannot be written.
         """
-        if self._lines is None or self._held is None:
+        if self._log is None:
             return
-        self._lines.cut()
-        if not (replacing := self._held.replacing()):
-            return
-        self._lines.rewrite(_replaced(self._lines, self._held, replacing))
-        for id in [record["id"] for record, replaces in self._held if replaces is not None]:
-            self._held.drop(id)
+        self._log.cut()
+        if replacing := self._held.replacing():
+            self._log.rewrite(_replaced(self._log, self._held, replacing))
+            for id in [record["id"] for record, replaces in self._held if replaces is not None]:
+                self._held.drop(id)
 
     def close(self) -> None:
         """Flush everything to disk and release the file."""
-        if self._lines is not None:
-            self._lines.close()
+        if self._log is not None:
+            self._log.close()
         else:
             self._remove_created()
-        if self._held is not None:
-            self._held.close()
-        self._lines = self._held = None
+        self._held.close()
+        self._log = None
         self._lock.release()
 
     def __enter__(self) -> Self:
@@ -173,42 +167,40 @@ class AnswerFile:
     def _refusal(self, holder: str) -> RecordsError:
         return RecordsError(f"{self.path} is being written by {holder}; choose another -o for this job")
 
-    def _resume(self, header: Mapping[str, Any], mode: Mode, check: Check) -> None:
+    def _resume(self, header: Record, mode: Mode, check: Check) -> None:
         if mode == "new":
             refuse_answers(self.path)
-        self.original_header = self._header()
+        self.original_header = self._stored_header()
         if (reason := check(self.original_header, header)) is not None:
             raise RecordsError(f"{self.path} {reason}: resume with the same options, or replace it with --force")
-        self._lines = AnswerLog(self.path)
-        self._held = Outbox(self._held_path)
+        self._log = AnswerLog(self.path)
+        self._held = HeldAnswers(self._held_path, resumed=True)
 
-    def _open(self) -> tuple[AnswerLog, Outbox]:
-        if self._lines is None or self._held is None:
+    def _begin(self) -> AnswerLog:
+        if self._log is None:
             # In this order, so that answers never lie beside the header of another job.
             with write_errors(self.path, RecordsError):
                 for path in (self.path, self._held_path, ledger_path(self.path)):
                     path.unlink(missing_ok=True)
             write_file(self.header_path, json.dumps(self.original_header, indent=2) + "\n", RecordsError)
-            self._held = Outbox(self._held_path)
-            self._lines = AnswerLog(self.path)
-        return self._lines, self._held
+            self._log = AnswerLog(self.path)
+        return self._log
 
-    def _header(self) -> Mapping[str, Any]:
+    def _stored_header(self) -> Record:
+        fix = "replace the job with --force"
         try:
             with self.header_path.open("rb") as file:
-                found = parse_json(file.read(_MOST_HEADER + 1), most=_MOST_HEADER)
+                header = parse_json(file.read(_MOST_HEADER + 1), most=_MOST_HEADER)
         except FileNotFoundError as error:
             raise RecordsError(
                 f"{self.header_path} is missing, so {self.path.name} cannot be resumed: replace it with --force"
             ) from error
         except ValueError as error:
-            raise RecordsError(
-                f"{self.header_path} is not valid JSON ({error}): replace the job with --force"
-            ) from error
+            raise RecordsError(f"{self.header_path} is not valid JSON ({error}): {fix}") from error
         parts = ("settings", "versions")
-        if not isinstance(found, dict) or not all(isinstance(found.get(name, {}), dict) for name in parts):
-            raise RecordsError(f"{self.header_path} is not the header of a job: replace the job with --force")
-        return found
+        if not isinstance(header, dict) or not all(isinstance(header.get(name, {}), dict) for name in parts):
+            raise RecordsError(f"{self.header_path} is not the header of a job: {fix}")
+        return header
 
     def _remove_created(self) -> None:
         """Remove the lock file and the directories that this job created, because it never started."""
@@ -224,8 +216,7 @@ def refuse_answers(path: Path) -> None:
         RecordsError: it has answers, or answers are held for it.
     """
     path = Path(os.path.realpath(path))
-    held = _sidecars(path)[1]
-    if _size(path) or _size(held):
+    if _has_answers(path):
         raise RecordsError(f"{path} already has answers: continue with --resume, or replace them with --force")
 
 
@@ -241,13 +232,13 @@ def refuse_sources(output: Path, sources: Iterable[str]) -> None:
     """
     real = Path(os.path.realpath(output))
     # Compare files, not names: hard and symbolic links refer to the same file.
-    written = {_identity(path): path for path in (real, *_sidecars(real)) if path.exists()}
+    written = {_file_identity(path): path for path in (real, *_sidecars(real)) if path.exists()}
     for source in sources if written else ():
-        if (path := written.get(_identity(source))) is not None:
+        if (path := written.get(_file_identity(source))) is not None:
             raise RecordsError(f"-o {output} would overwrite {source}, a source of this job ({path.name})")
 
 
-def _identity(path: str | Path) -> tuple[int, int] | None:
+def _file_identity(path: str | Path) -> tuple[int, int] | None:
     try:
         found = os.stat(path)  # noqa: PTH116 - Path.stat takes no string
     except (OSError, ValueError):  # a URL, or a missing file, which is reported when it is read
@@ -268,7 +259,7 @@ def _refuse_irregular(path: Path) -> None:
     hint = "use a separate regular file, so that the job can be resumed"
     if str(path) == "-" or (path.exists() and not path.is_file()):
         raise RecordsError(f"-o {path}: not a regular file: {hint}")
-    ours = _identity(path)
+    ours = _file_identity(path)
     for stream in (1, 2):
         with contextlib.suppress(OSError):  # it is closed
             found = os.fstat(stream)
@@ -279,15 +270,16 @@ def _refuse_irregular(path: Path) -> None:
             raise RecordsError(f"-o {path}: {parent} is a file, not a directory")
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+def _has_answers(path: Path) -> bool:
+    """Return whether a file has answers, or answers are held for it."""
+    return any(file.exists() and file.stat().st_size for file in (path, _sidecars(path)[1]))
 
 
-def _replaced(lines: AnswerLog, held: Outbox, replacing: Mapping[str, list[str]]) -> Iterator[bytes]:
+def _replaced(log: AnswerLog, held: HeldAnswers, replacing: Mapping[str, list[str]]) -> Iterator[bytes]:
     """Yield the lines of the file, with failed answers replaced by the held ones."""
     remaining = dict(replacing)
     present = set()
-    for line in lines:
+    for line in log:
         present.add(line.record["id"])
         ids = remaining.pop(line.record["id"], None)
         yield line.raw if ids is None else b"".join(encode(held.get(id)) for id in ids)

@@ -101,18 +101,18 @@ def destination(output: str) -> Destination:
     table = is_table(location)
     if table:
         require_pyarrow(f"-o {output}")
-    if not is_stored(location):
-        if "://" in location:
-            raise SettingError(f"-o {conceal(output)}: unsupported URL: use s3://, gs://, az://, file:// or a path")
-        path = Path(location)
-        return Destination(output, path.with_name(f"{path.name}.jsonl"), path) if table else Destination(output, path)
-    if location.count("/") < 3 or location.endswith("/"):
-        raise SettingError(f"-o {output}: a bucket or prefix, not an object: add a name such as /answers.jsonl")
-    spool = cache_directory() / "batch" / hashlib.sha256(location.encode()).hexdigest()[:16]
-    path = spool / location.rpartition("/")[2]
+    if is_stored(location):
+        if location.count("/") < 3 or location.endswith("/"):
+            raise SettingError(f"-o {output}: a bucket or prefix, not an object: add a name such as /answers.jsonl")
+        spool = cache_directory() / "batch" / hashlib.sha256(location.encode()).hexdigest()[:16]
+        path, url = spool / location.rpartition("/")[2], location
+    elif "://" in location:
+        raise SettingError(f"-o {conceal(output)}: unsupported URL: use s3://, gs://, az://, file:// or a path")
+    else:
+        path, url = Path(location), None
     if not table:
-        return Destination(output, path, url=location)
-    return Destination(output, path.with_name(f"{path.name}.jsonl"), path, f"{location}.jsonl", location)
+        return Destination(output, path, url=url)
+    return Destination(output, path.with_name(f"{path.name}.jsonl"), path, url and f"{url}.jsonl", url)
 
 
 def fetch_previous(target: Destination, mode: Mode) -> None:
@@ -125,13 +125,11 @@ def fetch_previous(target: Destination, mode: Mode) -> None:
         RecordsError: the store has answers that a new job would replace, or that this machine lacks.
         StorageError: the store refused a request, or did not answer before the deadline.
     """
-    if target.url is None:
-        if target.table is not None and target.table.exists() and not target.path.exists():
-            _refuse_table(target, mode)
-        return
-    if not object_exists(target.url):
-        if target.table_url is not None and not target.path.exists() and object_exists(target.table_url):
-            _refuse_table(target, mode)
+    if target.url is None or not object_exists(target.url):
+        if mode != "force" and not target.path.exists() and _has_table(target):
+            lines = target.path if target.url is None else target.url
+            fix = "choose another -o, or replace it with --force"
+            raise RecordsError(f"{target.name} exists but {lines} does not: {fix}")
         return
     if mode == "force":
         return
@@ -148,15 +146,11 @@ def fetch_previous(target: Destination, mode: Mode) -> None:
                 download(target.url + suffix, target.path.with_name(target.path.name + suffix))
 
 
-def _refuse_table(target: Destination, mode: Mode) -> None:
-    """Refuse an existing Parquet file without the JSON Lines file that it would be resumed from.
-
-    Raises:
-        RecordsError: the mode is not ``force``.
-    """
-    if mode != "force":
-        lines = target.path if target.url is None else target.url
-        raise RecordsError(f"{target.name} exists but {lines} does not: choose another -o, or replace it with --force")
+def _has_table(target: Destination) -> bool:
+    """Return whether the Parquet file of an earlier job exists, which cannot be resumed without its lines."""
+    if target.url is None:
+        return target.table is not None and target.table.exists()
+    return target.table_url is not None and object_exists(target.table_url)
 
 
 def _refuse_older_spool(url: str, path: Path) -> None:

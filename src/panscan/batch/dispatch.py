@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
+from panscan.batch.answers import AnswerFile
 from panscan.batch.items import BatchItem
 from panscan.batch.job import Job
 from panscan.batch.jsonl import Record
@@ -14,7 +15,7 @@ from panscan.batch.pending import Task
 from panscan.core import EngineError, InputError, PanscanError, Request, Result, SettingError, StorageError, now
 from panscan.settings import Settings
 
-__all__ = ["Output", "SupportsStreamResults", "answer", "answers_ahead", "up_to_first_question"]
+__all__ = ["SupportsStreamResults", "answer", "answers_ahead", "up_to_first_question"]
 
 _SAME_ERRORS = 3  # first requests with the same setting error, after which the setting is at fault
 _STORAGE_ERRORS = 8  # consecutive storage errors, after which the object store is at fault
@@ -27,22 +28,6 @@ class SupportsStreamResults(Protocol):
         self, requests: Iterable[Request], *, max_concurrency: int | None = None
     ) -> Iterator[tuple[int, Result]]:
         """Yield (index, result) as requests finish; read further requests as others finish."""
-        ...
-
-
-class Output(Protocol):
-    """An output for answers, such as :class:`panscan.batch.answers.AnswerFile`."""
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Append an answer."""
-        ...
-
-    def hold(self, record: Mapping[str, Any], replaces: str | None = None) -> None:
-        """Store an answer until it can be written in order, or can replace a failed one."""
-        ...
-
-    def write_held(self, id: str) -> None:
-        """Append a held answer."""
         ...
 
 
@@ -65,7 +50,7 @@ def answer(
     engine: SupportsStreamResults | None,
     job: Job,
     tasks: Iterable[Task],
-    output: Output,
+    output: AnswerFile,
     *,
     window: int | None,
     proven: bool,
@@ -91,17 +76,25 @@ def answer(
     """
     lines = _OrderedWriter(output, window)
     streamed = _StreamedTasks(job, iter(tasks), lines, on_answer, proven=proven)
-    if engine is None:
-        deque(streamed.requests(), maxlen=0)
-        streamed.settle()
-        return
     # A stream ends early when the window is full: its requests finish, then the next stream continues.
-    most, before = job.settings.max_concurrency, -1
+    before = -1
     while lines.begun > before:
         before = lines.begun
-        for index, result in engine.stream_results(streamed.requests(), max_concurrency=most):
-            streamed.finished(index, result)
+        if engine is None:
+            deque(streamed.requests(), maxlen=0)
+        else:
+            results = engine.stream_results(streamed.requests(), max_concurrency=job.settings.max_concurrency)
+            for index, result in results:
+                streamed.finished(index, result)
         streamed.settle()
+
+
+class _Finished(NamedTuple):
+    """A result with the number of its task."""
+
+    number: int
+    task: Task
+    result: Result
 
 
 class _StreamedTasks:
@@ -116,11 +109,10 @@ class _StreamedTasks:
         *,
         proven: bool,
     ) -> None:
-        self._job, self._queue, self._lines, self._on_answer = job, queue, lines, on_answer
+        self._job, self._queue, self._lines, self._on_answer, self._proven = job, queue, lines, on_answer, proven
         self._in_flight: dict[int, tuple[int, Task]] = {}  # by index in the stream
-        self._undecided: list[tuple[int, Task, Result]] = []
-        self._storage_failures: list[tuple[int, Task, Result]] = []  # consecutive ones
-        self._proven = proven
+        self._undecided: list[_Finished] = []
+        self._storage_failures: list[_Finished] = []  # consecutive ones
 
     def requests(self) -> Iterator[Request]:
         """Yield the requests of the next stream; write failed and held tasks on the way."""
@@ -128,7 +120,7 @@ class _StreamedTasks:
         while self._lines.has_room and (task := next(self._queue, None)) is not None:
             number = self._lines.begin(task)
             if task.held:
-                self._lines.add_held(number, task)
+                self._lines.add(number, task)
                 continue
             problem: PanscanError | None = task.item.problem
             if problem is None:
@@ -137,7 +129,7 @@ class _StreamedTasks:
                 except InputError as error:  # a table row without an image, or a storage error
                     problem = error
             if problem is not None:
-                self._conclude(number, task, Result.unanswered(task.item.id, now(), problem))
+                self._conclude(_Finished(number, task, Result.unanswered(task.item.id, now(), problem)))
                 continue
             self._in_flight[next(index)] = number, task
             yield request
@@ -150,18 +142,18 @@ class _StreamedTasks:
             SettingError: the first requests all failed with this error.
             StorageError: too many consecutive requests failed with a storage error.
         """
-        number, task = self._in_flight.pop(index)
+        finished = _Finished(*self._in_flight.pop(index), result)
         if isinstance(result.error, EngineError):
             raise result.error
         if result.finish_reason == "cancelled":
             raise EngineError("the engine was closed during the job")
         if self._proven or isinstance(result.error, StorageError):
-            self._conclude(number, task, result)
+            self._conclude(finished)
             return
-        self._undecided.append((number, task, result))
+        self._undecided.append(finished)
         error = self._common_error()
         if error is None:
-            self._accept_undecided()
+            self._write_undecided()
         elif len(self._undecided) == _SAME_ERRORS:
             raise error
 
@@ -175,54 +167,46 @@ class _StreamedTasks:
         if error is not None and self._lines.begun == len(self._undecided):
             raise error
         if self._undecided:
-            self._accept_undecided()
-        self._write_storage_failures()
+            self._write_undecided()
+        self._write_all(self._storage_failures)
 
-    def _conclude(self, number: int, task: Task, result: Result) -> None:
+    def _conclude(self, finished: _Finished) -> None:
         """Write a result, or hold it back if the object store may be unreachable.
 
         Raises:
             StorageError: too many consecutive requests failed with a storage error.
         """
-        if isinstance(result.error, StorageError):
-            self._storage_failures.append((number, task, result))
-            if len(self._storage_failures) == _STORAGE_ERRORS:
-                raise StorageError(
-                    f"{len(self._storage_failures)} documents failed in a row; last error: {result.error}"
-                )
-            return
-        self._write_storage_failures()
-        self._done(number, task, result)
-
-    def _write_storage_failures(self) -> None:
-        for number, task, result in self._storage_failures:
-            self._done(number, task, result)
-        self._storage_failures.clear()
+        failures, error = self._storage_failures, finished.result.error
+        failures.append(finished)
+        if not isinstance(error, StorageError):
+            self._write_all(failures)
+        elif len(failures) == _STORAGE_ERRORS:
+            raise StorageError(f"{len(failures)} documents failed in a row; last error: {error}")
 
     def _common_error(self) -> SettingError | None:
-        errors = {str(result.error): result.error for _, _, result in self._undecided}
+        errors = {str(finished.result.error): finished.result.error for finished in self._undecided}
         [error, *others] = list(errors.values()) or [None]
         return error if isinstance(error, SettingError) and not others else None
 
-    def _accept_undecided(self) -> None:
+    def _write_undecided(self) -> None:
         self._proven = True
-        self._write_storage_failures()
-        for number, task, result in self._undecided:
-            self._done(number, task, result)
-        self._undecided.clear()
+        self._write_all(self._storage_failures)
+        self._write_all(self._undecided)
 
-    def _done(self, number: int, task: Task, result: Result) -> None:
-        record = _record(task.item, self._job.settings.model_name, result)
-        self._on_answer(record)
-        self._lines.add(number, task, record)
+    def _write_all(self, finished: list[_Finished]) -> None:
+        for number, task, result in finished:
+            record = _record(task.item, self._job.settings.model_name, result)
+            self._on_answer(record)
+            self._lines.add(number, task, record)
+        finished.clear()
 
 
 class _OrderedWriter:
     """Writes answers in the order of their tasks. Answers that replace failed ones are held at once."""
 
-    def __init__(self, output: Output, window: int | None) -> None:
+    def __init__(self, output: AnswerFile, window: int | None) -> None:
         self._output, self._window = output, window
-        self._held: dict[int, str] = {}
+        self._waiting: dict[int, str] = {}  # number -> id of a held answer
         self._ordered = self._turn = 0
         self.begun = 0
 
@@ -237,30 +221,26 @@ class _OrderedWriter:
         self._ordered += task.replaces is None
         return self._ordered - 1
 
-    def add(self, number: int, task: Task, record: Record) -> None:
-        """Write the answer of task ``number`` once all earlier ones are written; immediately without a window."""
-        if task.replaces is not None:
+    def add(self, number: int, task: Task, record: Record | None = None) -> None:
+        """Write the answer of task ``number`` once all earlier ones are written; immediately without a window.
+
+        Args:
+            number: result of :meth:`begin`.
+            task: the task.
+            record: its answer; None if the output already holds it.
+        """
+        if record is not None and task.replaces is not None:
             self._output.hold(record, task.replaces)
-        elif self._window is None or number == self._turn:
-            self._output.write(record)
-            self._advance()
+        elif self._window is not None and number != self._turn:
+            if record is not None:
+                self._output.hold(record)
+            self._waiting[number] = task.item.id
         else:
-            self._output.hold(record)
-            self._held[number] = record["id"]
-
-    def add_held(self, number: int, task: Task) -> None:
-        """Do the same as :meth:`add` for an answer that the output already holds."""
-        if self._window is None or number == self._turn:
-            self._output.write_held(task.item.id)
-            self._advance()
-        else:
-            self._held[number] = task.item.id
-
-    def _advance(self) -> None:
-        self._turn += 1
-        while (id := self._held.pop(self._turn, None)) is not None:
-            self._output.write_held(id)
+            self._output.write_held(task.item.id) if record is None else self._output.write(record)
             self._turn += 1
+            while (id := self._waiting.pop(self._turn, None)) is not None:
+                self._output.write_held(id)
+                self._turn += 1
 
 
 def _record(item: BatchItem, model: str, result: Result) -> Record:

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 
 from panscan.batch.tables import ParquetTable, RowImages, TableColumns, is_table
@@ -47,43 +47,37 @@ class BatchItem:
     document: str | None = None
 
 
+@dataclass(slots=True)
 class BatchWork:
     """The items of a job in input order; can be iterated once. Files are opened during iteration to count their pages.
 
     Args:
         groups: items of each file or row.
-        count: number of files or rows.
+        count: number of files or rows that have not been opened.
         limit: maximum number of items; None: all.
         files: all files and URLs that the job reads.
         has_questions: whether each item has its own prompt.
     """
 
-    def __init__(
-        self,
-        groups: Iterator[list[BatchItem]],
-        count: int,
-        limit: int | None,
-        files: Sequence[str],
-        *,
-        has_questions: bool,
-    ) -> None:
-        self._groups, self._left, self._limit = groups, count, limit
-        self._opened = 0
-        self.files = files
-        self.has_questions = has_questions
+    groups: Iterator[list[BatchItem]]
+    count: int
+    limit: int | None
+    files: Sequence[str]
+    has_questions: bool
+    _opened: int = 0
 
     @property
     def expected(self) -> int:
         """Estimated number of items: a file that has not been opened counts as one."""
-        known = self._opened + self._left
-        return known if self._limit is None else min(known, self._limit)
+        known = self._opened + self.count
+        return known if self.limit is None else min(known, self.limit)
 
     def __iter__(self) -> Iterator[BatchItem]:
-        return islice(self._all(), self._limit)
+        return islice(self._all(), self.limit)
 
     def _all(self) -> Iterator[BatchItem]:
-        for group in self._groups:
-            self._left -= 1
+        for group in self.groups:
+            self.count -= 1
             self._opened += len(group)
             yield from group
 
@@ -130,15 +124,13 @@ def find_work(
             raise SettingError(f"a dataset needs a separate job: do not combine {' '.join(sources)}")
         if whole_files:
             raise SettingError("--whole-files: not supported for datasets, where each row is one request")
-        items = _dataset(Path(sources[0]), external=external_images)
+        items = _dataset_items(Path(sources[0]), external=external_images)
         files = [sources[0], *(image for item in items if isinstance(item.images, tuple) for image in item.images)]
         return BatchWork(([item] for item in items), len(items), limit, files, has_questions=True)
-    found = [file for source in sources for file in _files(source, on_problem)]
-    if all(is_stored(file) for file in found):  # object names may look like globs
-        files = list(dict.fromkeys(found))
-    else:
-        files = find_files(found, on_problem=on_problem)  # removes duplicates
-    groups = _opened(files, lambda file: _document(file, max_pages, whole=whole_files))
+    files = list(dict.fromkeys(file for source in sources for file in _source_files(source, on_problem)))
+    if not all(map(is_stored, files)):  # object names may look like globs
+        files = find_files(files, on_problem=on_problem)  # removes other names of a file
+    groups = _opened_ahead(files, lambda file: _document_items(file, max_pages, whole=whole_files))
     return BatchWork(groups, len(files), limit, files, has_questions=False)
 
 
@@ -146,7 +138,7 @@ def _is_dataset(source: str) -> bool:
     return "://" not in source and source.lower().endswith(".jsonl")
 
 
-def _files(source: str, on_problem: Callable[[ImageError], None]) -> list[str]:
+def _source_files(source: str, on_problem: Callable[[ImageError], None]) -> list[str]:
     """Return the files of one source, checked before the model is loaded.
 
     Raises:
@@ -194,7 +186,7 @@ def _table_work(
 
 def _table_files(source: str, on_problem: Callable[[ImageError], None]) -> list[str]:
     glob = "*" in source or "?" in source
-    return _files(source, on_problem) if glob or not is_stored(source) else [source]
+    return _source_files(source, on_problem) if glob or not is_stored(source) else [source]
 
 
 def _refuse_repeated_ids(tables: Iterable[ParquetTable]) -> None:
@@ -204,23 +196,22 @@ def _refuse_repeated_ids(tables: Iterable[ParquetTable]) -> None:
         DatasetError: two rows have the same id.
     """
     known: set[str] = set()
-    for table in tables:
-        for row in table:
-            if row.id in known:
-                raise DatasetError(f"{row.name}: another row has the id {row.id!r}: choose another --id-column")
-            known.add(row.id)
+    for row_id, name, *_ in chain.from_iterable(tables):
+        if row_id in known:
+            raise DatasetError(f"{name}: another row has the id {row_id!r}: choose another --id-column")
+        known.add(row_id)
 
 
 def _table_items(tables: Iterable[ParquetTable]) -> Iterator[list[BatchItem]]:
     for table in tables:
-        for row in table:
-            empty = row.prompt is not None and not row.prompt.strip()
-            problem = DatasetError(f"{row.name}: the prompt is empty") if empty else None
-            yield [BatchItem(row.id, row.images, (row.name,), row.prompt, problem)]
+        for row_id, name, prompt, images in table:
+            is_empty = prompt is not None and not prompt.strip()
+            problem = DatasetError(f"{name}: the prompt is empty") if is_empty else None
+            yield [BatchItem(row_id, images, (name,), prompt, problem)]
         table.close()
 
 
-def _opened(files: Iterable[str], document: Callable[[str], list[BatchItem]]) -> Iterator[list[BatchItem]]:
+def _opened_ahead(files: Iterable[str], document: Callable[[str], list[BatchItem]]) -> Iterator[list[BatchItem]]:
     """Yield the items of each file in order. Stored multi-page documents are downloaded a few in advance."""
     threads = DaemonThreads(_AHEAD, "panscan-storage")
     waiting: deque[tuple[str, Future[list[BatchItem]] | None]] = deque()
@@ -228,8 +219,7 @@ def _opened(files: Iterable[str], document: Callable[[str], list[BatchItem]]) ->
     try:
         while True:
             for file in islice(rest, _AHEAD - len(waiting)):
-                ahead = _has_pages(file)
-                waiting.append((file, _submitted(threads, document, file) if ahead else None))
+                waiting.append((file, _submitted(threads, document, file) if _has_pages(file) else None))
             if not waiting:
                 return
             file, future = waiting.popleft()
@@ -258,7 +248,7 @@ def _has_pages(file: str) -> bool:
     return is_stored(file) and PurePosixPath(file).suffix.lower() not in _ONE_PAGE
 
 
-def _document(file: str, max_pages: int, *, whole: bool) -> list[BatchItem]:
+def _document_items(file: str, max_pages: int, *, whole: bool) -> list[BatchItem]:
     if is_stored(file) and not _has_pages(file):
         return [BatchItem(file, (file,), (file,), document=file)]
     try:
@@ -270,7 +260,7 @@ def _document(file: str, max_pages: int, *, whole: bool) -> list[BatchItem]:
     return [BatchItem(name, (name,), (name,), document=file) for name in names]
 
 
-def _dataset(path: Path, *, external: bool) -> list[BatchItem]:
+def _dataset_items(path: Path, *, external: bool) -> list[BatchItem]:
     boundary = Boundary([path.parent], external=external)
     items: dict[str, BatchItem] = {}
     for number, row in enumerate(dataset_rows(path, str(path))):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
-from typing import Any
 
 from panscan import __version__
 from panscan.batch.items import BatchItem
 from panscan.batch.jsonl import Record
-from panscan.batch.tables import RowImages
 from panscan.core import Request
 from panscan.core.request import MAX_PAGES
 from panscan.model.bundled import fingerprints
@@ -62,7 +59,7 @@ class Job:
         Raises:
             InputError: the images cannot be read.
         """
-        images = item.images.read() if isinstance(item.images, RowImages) else item.images
+        images = item.images() if callable(item.images) else item.images
         return Request(
             prompt=self.prompt if item.question is None else item.question,
             images=images,
@@ -97,7 +94,7 @@ def with_resolved_dtype(settings: Settings) -> Settings:
     return replace(settings, dtype=next(name for name in names if resolve_dtype(name, device) == dtype))
 
 
-def difference(begun: Mapping[str, Any], header: Mapping[str, Any]) -> str | None:
+def difference(begun: Record, header: Record) -> str | None:
     """Return why a job with one header cannot be resumed with another; None if the answers would be the same."""
     if begun.get("schema") != SCHEMA:
         return f"was made by another version of panscan (schema {begun.get('schema')!r}, not {SCHEMA})"
@@ -115,7 +112,7 @@ def difference(begun: Mapping[str, Any], header: Mapping[str, Any]) -> str | Non
     return None
 
 
-def changed_versions(begun: Mapping[str, Any], header: Mapping[str, Any]) -> list[str]:
+def changed_versions(begun: Record, header: Record) -> list[str]:
     """Return ``torch 2.11.0, now 2.12.0`` for each library whose version has changed, so that rounding may differ."""
     before = begun.get("versions", {})
     return [

@@ -9,18 +9,18 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec.structs import replace
 
 from panscan.batch.jsonl import Record
 from panscan.core import RecordsError, now
-from panscan.core.errors import one_line
 from panscan.core.files import write_file
 from panscan.core.foreign import parse_json
-from panscan.core.ranges import Range, shorten
 
 __all__ = ["SCHEMA", "JobStart", "Ledger", "LedgerWriter", "ledger_path", "read_ledger"]
 
@@ -33,10 +33,16 @@ _REASONS = 50  # different reasons with their own counts; the rest share one ent
 _OTHER = "other reasons"
 _MOST_BYTES = 16 * 2**20  # a start takes 200
 _FIX = "delete it to start a new one"
+_TOKENS = ("prompt_tokens", "image_tokens", "cached_tokens", "output_tokens")
+_DERIVED = ("seconds", "load_seconds", "retries", "pages_per_second", "price_per_million_pages")
 
 
-@dataclass(frozen=True, slots=True)
-class JobStart:
+_MOST = msgspec.Meta(ge=0, le=10**15)
+_Count = Annotated[int, _MOST]
+_Number = Annotated[float, _MOST]
+
+
+class JobStart(msgspec.Struct):
     """One start of a job.
 
     Args:
@@ -50,16 +56,15 @@ class JobStart:
     """
 
     began: str
-    load_seconds: float = 0.0
-    seconds: float = 0.0
-    pages: int = 0
-    successful_pages: int = 0
-    retries: int = 0
+    load_seconds: _Number = 0.0
+    seconds: _Number = 0.0
+    pages: _Count = 0
+    successful_pages: _Count = 0
+    retries: _Count = 0
     ending: Ending = "running"
 
 
-@dataclass(frozen=True, slots=True)
-class Ledger:
+class Ledger(msgspec.Struct, kw_only=True):
     """Totals of a job. Counts of answers are from the end of the last start.
 
     Args:
@@ -77,18 +82,18 @@ class Ledger:
         cost_per_hour: price of the machines, in any currency; None: not given.
     """
 
-    requests: int = 0
-    pages: int = 0
-    successful_pages: int = 0
-    failed_pages: int = 0
-    reasons: Mapping[str, int] = field(default_factory=dict)
-    prompt_tokens: int = 0
-    image_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    replica_retries: int = 0
-    starts: tuple[JobStart, ...] = ()
-    cost_per_hour: float | None = None
+    requests: _Count = 0
+    pages: _Count = 0
+    successful_pages: _Count = 0
+    failed_pages: _Count = 0
+    reasons: dict[str, int] = {}
+    prompt_tokens: _Count = 0
+    image_tokens: _Count = 0
+    cached_tokens: _Count = 0
+    output_tokens: _Count = 0
+    replica_retries: _Count = 0
+    starts: list[JobStart] = []
+    cost_per_hour: _Number | None = None
 
     @property
     def seconds(self) -> float:
@@ -134,20 +139,17 @@ def read_ledger(path: Path) -> Ledger:
     """
     try:
         with path.open("rb") as file:
-            found = parse_json(file.read(_MOST_BYTES + 1), most=_MOST_BYTES)
+            stored = parse_json(file.read(_MOST_BYTES + 1), most=_MOST_BYTES)
     except OSError as error:
         raise RecordsError(f"{path}: {error.strerror}") from error
     except ValueError as error:
         raise RecordsError(f"{path}: not a ledger: it is not JSON of at most {_MOST_BYTES:,} bytes ({_FIX})") from error
-    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+    if not isinstance(stored, dict) or stored.get("schema") != SCHEMA:
         raise RecordsError(f"{path}: not a ledger of schema {SCHEMA} ({_FIX})")
     try:
-        starts = tuple(_checked(JobStart, each) for each in found["starts"])
-        kept = {name: found[name] for name in (each.name for each in fields(Ledger)) if name != "starts"}
-        ledger: Ledger = _checked(Ledger, {**kept, "starts": starts})
-    except (KeyError, TypeError, ValueError) as error:
-        raise RecordsError(f"{path}: not a ledger: {one_line(str(error))} ({_FIX})") from error
-    return ledger
+        return msgspec.convert(stored, Ledger)
+    except msgspec.ValidationError as error:
+        raise RecordsError(f"{path}: not a ledger: {error} ({_FIX})") from error
 
 
 class LedgerWriter:
@@ -158,31 +160,30 @@ class LedgerWriter:
         resumed: whether to continue the ledger of earlier starts.
         cost_per_hour: price of the machines; None: the price from an earlier start.
 
+    Attributes:
+        path: the ledger file.
+        ledger: the ledger including the current start.
+
     Raises:
         RecordsError: the ledger of an earlier start cannot be read.
     """
 
     def __init__(self, answers: Path, *, resumed: bool, cost_per_hour: float | None) -> None:
         self.path = ledger_path(answers)
-        before = read_ledger(self.path) if resumed and self.path.exists() else Ledger()
-        cost = before.cost_per_hour if cost_per_hour is None else cost_per_hour
-        self._ledger = replace(before, cost_per_hour=cost)
+        self._before = read_ledger(self.path) if resumed and self.path.exists() else Ledger()
         self._start = JobStart(datetime.now(UTC).isoformat(timespec="seconds"))
+        cost = self._before.cost_per_hour if cost_per_hour is None else cost_per_hour
+        self.ledger = replace(self._before, cost_per_hour=cost, starts=[*self._before.starts, self._start])
         self._began = self._written = now()
-
-    @property
-    def ledger(self) -> Ledger:
-        """The ledger including the current start."""
-        return replace(self._ledger, starts=(*self._ledger.starts, self._start))
 
     def loaded(self, seconds: float) -> None:
         """Record how long the model took to load, and start the timer."""
         self._began = now()
-        self._start = replace(self._start, load_seconds=seconds)
+        self._start.load_seconds = seconds
 
     def retried(self) -> None:
         """Count a retried request."""
-        self._start = replace(self._start, retries=self._start.retries + 1)
+        self._start.retries += 1
 
     def add(self, record: Record) -> None:
         """Count an answer, and write the ledger if a write is due.
@@ -191,12 +192,10 @@ class LedgerWriter:
             RecordsError: the ledger cannot be written.
         """
         pages = len(record["image"])
-        self._start = replace(
-            self._start,
-            seconds=now() - self._began,
-            pages=self._start.pages + pages,
-            successful_pages=self._start.successful_pages + (pages if record["error"] is None else 0),
-        )
+        self._start.seconds = now() - self._began
+        self._start.pages += pages
+        if record["error"] is None:
+            self._start.successful_pages += pages
         if now() - self._written >= _INTERVAL_SECONDS:
             self._write()
 
@@ -211,12 +210,11 @@ class LedgerWriter:
         Raises:
             RecordsError: a line is not an answer.
         """
-        starts = self._ledger.starts
-        counts = _counts(records)
+        counts = _answer_counts(records)
         if not counts["requests"]:
             return True
-        written = bool(starts) and starts[-1].ending == "finished"
-        return written and all(getattr(self._ledger, name) == count for name, count in counts.items())
+        ended = [start.ending for start in self._before.starts][-1:] == ["finished"]
+        return ended and all(getattr(self._before, name) == count for name, count in counts.items())
 
     def end(self, records: Iterable[Record], ending: Ending) -> Ledger:
         """Count all answers, write the ledger and return it.
@@ -228,65 +226,40 @@ class LedgerWriter:
         Raises:
             RecordsError: the ledger cannot be written, or a line is not an answer.
         """
-        self._ledger = replace(self._ledger, **_counts(records))
-        self._start = replace(self._start, ending=ending)
+        self.ledger = replace(self.ledger, **_answer_counts(records))
+        self._start.ending = ending
         self._write()
         return self.ledger
 
     def _write(self) -> None:
-        ledger = self.ledger
-        names = ("seconds", "load_seconds", "retries", "pages_per_second", "price_per_million_pages")
-        derived = {name: getattr(ledger, name) for name in names}
-        data = json.dumps({"schema": SCHEMA, **asdict(ledger), **derived}, indent=2, ensure_ascii=False)
-        write_file(self.path, data + "\n", RecordsError)
+        derived = {name: getattr(self.ledger, name) for name in _DERIVED}
+        document = {"schema": SCHEMA, **msgspec.to_builtins(self.ledger), **derived}
+        write_file(self.path, json.dumps(document, indent=2, ensure_ascii=False) + "\n", RecordsError)
         self._written = now()
 
 
-def _counts(records: Iterable[Record]) -> dict[str, Any]:
-    sums: Counter[str] = Counter()
+def _answer_counts(records: Iterable[Record]) -> dict[str, Any]:
+    """Return the fields of a ledger that count answers."""
+    sums = dict.fromkeys(("requests", "pages", "successful_pages", "failed_pages", "replica_retries", *_TOKENS), 0)
     reasons: Counter[str] = Counter()
     for record in records:
         pages, failed = len(record["image"]), record.get("error") is not None
-        sums.update({"requests": 1, "pages": pages, "failed_pages" if failed else "successful_pages": pages})
-        sums.update({name: record.get(name) or 0 for name in _TOKENS})  # lines of older versions lack some
+        sums["requests"] += 1
+        sums["pages"] += pages
+        sums["failed_pages" if failed else "successful_pages"] += pages
         sums["replica_retries"] += record.get("retries") or 0
+        for name in _TOKENS:
+            sums[name] += record.get(name) or 0  # lines of older versions lack some
         if failed:
-            reason = _reason(record)
+            reason = _failure_reason(record)
             reasons[reason if reason in reasons or len(reasons) < _REASONS else _OTHER] += 1
-    names = ("requests", "pages", "successful_pages", "failed_pages", "replica_retries", *_TOKENS)
-    return {**{name: sums[name] for name in names}, "reasons": dict(reasons.most_common())}
+    return {**sums, "reasons": dict(reasons.most_common())}
 
 
-_TOKENS = ("prompt_tokens", "image_tokens", "cached_tokens", "output_tokens")
-
-
-def _reason(record: Record) -> str:
+def _failure_reason(record: Record) -> str:
     """Return the error of a record without document names, so that equal failures share one reason."""
     text = str(record["error"])
     for name in (record["id"], *record["image"]):
-        for each in (name, re.sub("#page=[0-9]+$", "", name)):
-            text = text.removeprefix(f"{each}: ")
+        for document in (name, re.sub("#page=[0-9]+$", "", name)):
+            text = text.removeprefix(f"{document}: ")
     return re.sub(r"^image \d+ of \d+: ", "", text)
-
-
-_NUMBERS = Range(ge=0, le=10**15)
-
-
-def _checked(kind: type[Any], values: Mapping[str, Any]) -> Any:
-    """Return a dataclass instance from JSON values; fields with numbers are checked.
-
-    Raises:
-        TypeError: a field is missing or unknown, or is not a number.
-        ValueError: ``ending`` has an unknown value.
-    """
-    found = kind(**values)
-    for each in fields(kind):
-        value = getattr(found, each.name)
-        number = each.type in ("int", "float", "float | None")
-        if number and not (value in _NUMBERS or (value is None and "None" in str(each.type))):
-            raise TypeError(f"{each.name} is {shorten(value)}, not a number")
-    if isinstance(found, Ledger) and not isinstance(found.reasons, dict):
-        raise TypeError(f"reasons is {shorten(found.reasons)}, not a mapping")
-    if isinstance(found, JobStart) and found.ending not in get_args(Ending):
-        raise ValueError(f"ending is {shorten(found.ending)}")
-    return found

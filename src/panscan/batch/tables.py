@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
-from panscan.batch.jsonl import Record
+from panscan.batch.jsonl import ANSWER_FIELDS, Record
 from panscan.core import DatasetError, RecordsError
 from panscan.core.errors import brief
 from panscan.core.files import replace_file, write_errors
@@ -17,30 +19,13 @@ from panscan.images.storage import MAX_OBJECTS, is_stored, open_object
 from panscan.quality.datasets import Boundary
 from panscan.quality.datasets.tables import IDS, IMAGES, QUESTIONS, check_table, image_bytes, require_pyarrow
 
-__all__ = ["ParquetTable", "RowImages", "TableColumns", "TableRow", "is_table", "write_answers"]
+__all__ = ["ParquetTable", "RowImages", "TableColumns", "is_table", "write_answers"]
 
 _IMAGE_ROWS = 16  # rows whose images are read at once
 _TEXT_ROWS = 250
 _BUFFER_BYTES = 8 * 2**20
+_IMAGE_TYPES = ("binary", "large_binary", "fixed_size_binary", "string", "large_string", "struct<")
 _TEXTS = ("string", "large_string", "string_view", "null", "dictionary<values=string", "dictionary<values=large_string")
-_ANSWERS = {
-    "id": "string",
-    "image": "list",
-    "question": "string",
-    "model": "string",
-    "answer": "string",
-    "finish_reason": "string",
-    "views": "int32",
-    "crops": "int32",
-    "image_tokens": "int32",
-    "prompt_tokens": "int32",
-    "output_tokens": "int32",
-    "error": "string",
-    "cached_tokens": "int32",
-    "ttft_ms": "float64",
-    "e2el_ms": "float64",
-    "retries": "int32",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,30 +37,8 @@ class TableColumns:
     prompt: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RowImages:
-    """The images of one row, read when its request is made."""
-
-    table: ParquetTable
-    row: int
-
-    def read(self) -> tuple[bytes | str, ...]:
-        """Return the images as bytes, or as paths where the table has paths.
-
-        Raises:
-            InputError: the row has no image, references a forbidden one, or cannot be read.
-        """
-        return self.table.images(self.row)
-
-
-@dataclass(frozen=True, slots=True)
-class TableRow:
-    """One row: its unique id, its name (``pages.parquet#row=1``), its prompt or None, and its images."""
-
-    id: str
-    name: str
-    prompt: str | None
-    images: RowImages
+RowImages = Callable[[], tuple[bytes | str, ...]]
+"""Reads the images of a row, as :meth:`ParquetTable.images` does."""
 
 
 def is_table(source: str) -> bool:
@@ -115,12 +78,9 @@ class ParquetTable:
         self._group_starts = [0, *accumulate(groups)]
         self._image = self._column(schema, "--image-column", columns.image, IMAGES)
         self._id = self._column(schema, "--id-column", columns.id, IDS, required=False)
-        wanted = (*QUESTIONS, "prompt")
-        self._prompt: str | None = self._column(
-            schema, "--prompt-column", columns.prompt, wanted, required=prompts is True
-        )
-        if prompts is False:
-            self._prompt = None
+        usual = (*QUESTIONS, "prompt")
+        prompt = self._column(schema, "--prompt-column", columns.prompt, usual, required=prompts is True)
+        self._prompt: str | None = None if prompts is False else prompt
         self.has_prompts = self._prompt is not None
         self._check_types(schema)
         names = [name for name in (self._image, self._id, self._prompt) if name is not None]
@@ -128,8 +88,8 @@ class ParquetTable:
         self._images: Iterator[Any] | None = None
         self._next = 0  # next row of _images
 
-    def __iter__(self) -> Iterator[TableRow]:
-        """Yield the rows in order. Images are not read.
+    def __iter__(self) -> Iterator[tuple[str, str, str | None, RowImages]]:
+        """Yield each row's unique id, its name (``pages.parquet#row=1``), its prompt or None, and its images, unread.
 
         Raises:
             DatasetError: a row has no id.
@@ -141,10 +101,10 @@ class ParquetTable:
             if row_id is None or row_id == "":
                 raise DatasetError(f"{name}: column {self._id!r} is empty: every row needs an id")
             prompt = (row[self._prompt] or "") if self._prompt is not None else None
-            yield TableRow(str(row_id), name, prompt, RowImages(self, number))
+            yield str(row_id), name, prompt, partial(self.images, number)
 
     def images(self, row: int) -> tuple[bytes | str, ...]:
-        """Return the images of a row. Sequential calls read the file once.
+        """Return the images of a row: bytes, or paths where the table has paths. Sequential calls read the file once.
 
         Raises:
             DatasetError: the row has no image, or references one outside the table's folder.
@@ -153,10 +113,9 @@ class ParquetTable:
         name = f"{self.source}#row={row + 1}"
         with self._reading():
             value = self._image_value(row)
-        found = [self._resolved(each, name) for each in (value if isinstance(value, list) else [value])]
-        if not found:
+        if value == []:
             raise DatasetError(f"{name}: column {self._image!r} has no image")
-        return tuple(found)
+        return tuple(self._resolved(image, name) for image in (value if isinstance(value, list) else [value]))
 
     def close(self) -> None:
         """Release images that were read in advance. A closed table reopens on the next read."""
@@ -166,7 +125,7 @@ class ParquetTable:
         group = bisect_right(self._group_starts, row) - 1
         if self._images is None or not self._group_starts[group] <= self._next <= row:
             self._next = self._group_starts[group]
-            self._images = (each[self._image] for each in self._records([self._image], group))
+            self._images = (row[self._image] for row in self._records([self._image], group))
         skipped = row - self._next
         self._next = row + 1
         try:
@@ -190,32 +149,38 @@ class ParquetTable:
         source = open_object(self.source) if is_stored(self.source) else self.source
         return parquet.ParquetFile(source, buffer_size=_BUFFER_BYTES)
 
-    def _reading(self) -> _Reading:
-        return _Reading(self.source, self._pa)
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Convert errors of reading Parquet to one line with the file's name."""
+        try:
+            yield
+        except (self._pa.ArrowException, OSError) as error:
+            raise DatasetError(f"{self.source}: not a readable Parquet file: {brief(error)}") from error
 
     def _column(
         self, schema: Any, option: str, given: str | None, usual: Sequence[str], *, required: bool = True
     ) -> str:
         names: list[str] = schema.names
-        found = given if given in names else next((name for name in usual if name in names), None)
-        if (given is not None and given not in names) or (required and found is None):
-            missing = f"no column {given!r}" if given is not None else f"no column {' or '.join(map(repr, usual))}"
-            raise DatasetError(f"{self.source}: {missing}; it has {', '.join(names)}: choose one with {option}")
-        if found is not None and names.count(found) > 1:
-            raise DatasetError(f"{self.source}: several columns are named {found!r}: rename all but one")
-        return found  # type: ignore[return-value]  # None only where it is not required
+        wanted = usual if given is None else (given,)
+        column = next((name for name in wanted if name in names), None)
+        if column is None and (required or given is not None):
+            missing = " or ".join(map(repr, wanted))
+            raise DatasetError(
+                f"{self.source}: no column {missing}; it has {', '.join(names)}: choose one with {option}"
+            )
+        if column is not None and names.count(column) > 1:
+            raise DatasetError(f"{self.source}: several columns are named {column!r}: rename all but one")
+        return column  # type: ignore[return-value]  # None only where it is not required
 
     def _check_types(self, schema: Any) -> None:
         kind = str(schema.field(self._image).type)
         inner = kind.removeprefix("large_").removeprefix("list<").partition(": ")[2] if "list<" in kind[:11] else kind
-        allowed = ("binary", "large_binary", "fixed_size_binary", "string", "large_string", "struct<")
-        if not inner.startswith(allowed) or (inner.startswith("struct<") and "bytes: " not in inner):
+        if not inner.startswith(_IMAGE_TYPES) or (inner.startswith("struct<") and "bytes: " not in inner):
             raise DatasetError(
                 f"{self.source}: column {self._image!r} is {kind}, not images (bytes, or structs of bytes and path):"
                 " choose another with --image-column"
             )
-        if self._prompt is not None and not str(schema.field(self._prompt).type).startswith(_TEXTS):
-            kind = str(schema.field(self._prompt).type)
+        if self._prompt is not None and not (kind := str(schema.field(self._prompt).type)).startswith(_TEXTS):
             raise DatasetError(f"{self.source}: the prompts in column {self._prompt!r} are {kind}, not text")
 
     def _resolved(self, value: Any, name: str) -> bytes | str:
@@ -230,23 +195,9 @@ class ParquetTable:
             return path
         if self._boundary is None:
             return f"{self.source.rpartition('/')[0]}/{path}"
-        beside = str(Path(self.source).parent / path)
-        self._boundary.check(beside, name)
-        return beside
-
-
-class _Reading:
-    """A context that converts errors of reading Parquet to one line with the file's name."""
-
-    def __init__(self, source: str, pa: Any) -> None:
-        self._source, self._expected = source, (pa.ArrowException, OSError)
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, self._expected):
-            text = brief(error)
-            raise DatasetError(f"{self._source}: not a readable Parquet file: {text}") from error
+        path = str(Path(self.source).parent / path)
+        self._boundary.check(path, name)
+        return path
 
 
 def write_answers(path: Path, records: Iterable[Record]) -> None:
@@ -260,7 +211,7 @@ def write_answers(path: Path, records: Iterable[Record]) -> None:
     from pyarrow import parquet
 
     kinds = {"list": pa.list_(pa.string()), "string": pa.string(), "int32": pa.int32(), "float64": pa.float64()}
-    schema = pa.schema([(name, kinds[kind]) for name, kind in _ANSWERS.items()])
+    schema = pa.schema([(name, kinds[kind]) for name, kind in ANSWER_FIELDS.items()])
     with write_errors(path, RecordsError), replace_file(path) as file, parquet.ParquetWriter(file, schema) as writer:
         rows = iter(records)
         while batch := [_unicode(row) for row in islice(rows, _TEXT_ROWS)]:
@@ -272,5 +223,5 @@ def _unicode(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, list):
-        return [_unicode(each) for each in value]
-    return {key: _unicode(each) for key, each in value.items()} if isinstance(value, dict) else value
+        return [_unicode(item) for item in value]
+    return {key: _unicode(item) for key, item in value.items()} if isinstance(value, dict) else value

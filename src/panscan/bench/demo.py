@@ -87,7 +87,12 @@ def run_demo(directory: Path, *, count: int, seed: int, again: bool, observer: D
         RecordsError: a file cannot be written, or no cell can be recommended.
     """
     documents, runs, preset = directory / "documents", directory / "runs", directory / "preset.yaml"
-    _check(directory, runs, again=again)
+    if runs.exists() and not runs.is_dir():
+        raise SettingError(f"{runs} is in the way of the demo's runs: name another folder")
+    if runs.exists() and not again:
+        raise SettingError(
+            f"{directory} already holds a demo: choose another folder, or add --force (earlier runs are kept)"
+        )
     observer.step(_line("samples", documents, "--count", count, "--seed", seed, "--force"))
     questions = write_samples(documents, count=count, seed=seed, overwrite=True)
     observer.documents_drawn(questions)
@@ -100,15 +105,6 @@ def run_demo(directory: Path, *, count: int, seed: int, again: bool, observer: D
     recommendation = recommend(run)
     write_preset(preset_text(run, recommendation), preset)
     return Demo(run, run_directory, documents, preset, recommendation=recommendation)
-
-
-def _check(directory: Path, runs: Path, *, again: bool) -> None:
-    if runs.exists() and not runs.is_dir():
-        raise SettingError(f"{runs} is in the way of the demo's runs: name another folder")
-    if runs.exists() and not again:
-        raise SettingError(
-            f"{directory} already holds a demo: choose another folder, or add --force (earlier runs are kept)"
-        )
 
 
 def _line(*words: object) -> list[str]:

@@ -97,8 +97,8 @@ def sweep_runners(
     """
     over = {**(file or {}), **parse_axes(flags)}
     bases = [load_preset(name) for name in presets] or [{}]
-    choices = [_runner_choice(over, base) for base in bases]
-    return [each for each in choices if each is not None]
+    choices = (_runner_choice(over, base) for base in bases)
+    return [choice for choice in choices if choice is not None]
 
 
 def _runner_choice(over: Axes, base: Axes) -> RunnerChoice | None:
@@ -121,11 +121,11 @@ def merge_equal_work(cells: Sequence[Cell], views: Callable[[Settings], Hashable
     """
     groups: dict[Hashable, list[Cell]] = {}
     for cell in cells:
-        groups.setdefault(_work(cell, views), []).append(cell)
+        groups.setdefault(_work_key(cell, views), []).append(cell)
     return [replace(first, aliases=tuple(others)) for first, *others in groups.values()]
 
 
-def _work(cell: Cell, views: Callable[[Settings], Hashable]) -> Hashable:
+def _work_key(cell: Cell, views: Callable[[Settings], Hashable]) -> Hashable:
     """Equal for cells that do the same work. vLLM plans its memory for the most crops, whatever the documents need."""
     if cell.settings.runner == "vllm":
         return cell.id

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from panscan.bench.tokens import Judge, ReferenceRows, Tokens, first_difference
-from panscan.core import PanscanError, Request, Result
-from panscan.core.errors import brief
+from panscan.core import Request, Result
+from panscan.core.errors import error_line
 from panscan.engine.options import EngineOptions
 from panscan.model.machine import release_memory
 from panscan.records.verdict import AxisCheck, Departure
@@ -28,12 +28,11 @@ _SETTINGS = {
         "max_num_seqs",
         "max_concurrency",
         "equal_views",
-        "pad_to_multiple_of",
         "vision_batch_size",
     ),
     "chunk": ("prefill_chunk_size",),
     "cache": ("prefix_caching", "vision_cache_gb", "kv_cache_gb", "gpu_memory_utilization", "gpu_memory_gb"),
-    "gpus": ("device_map", "max_memory", "tp_plan", "tensor_parallel_size"),
+    "gpus": ("device_map", "max_memory", "tensor_parallel_size"),
 }
 """The settings of each axis, which may not change any answer."""
 
@@ -109,15 +108,14 @@ def _variant(axis: str, note: str, run: Callable[[], Answers]) -> RunAnswers:
     try:
         return RunAnswers(axis, note, run())
     except Exception as error:  # out of memory, too: the measurement and its verdict stand
-        reason = f"{type(error).__name__}: {error}" if not isinstance(error, PanscanError) else str(error)
+        reason = error_line(error)
     release_memory()
-    return RunAnswers(axis, f"failed: {brief(reason)}", {})
+    return RunAnswers(axis, f"failed: {reason}", {})
 
 
 def _spread(count: int) -> list[int]:
     """Up to :data:`_ALONE` indices, spread evenly."""
-    step = max(1, count // _ALONE)
-    return list(range(0, count, step))[:_ALONE]
+    return list(range(0, count, max(1, count // _ALONE)))[:_ALONE]
 
 
 def _tokens_by_id(results: Sequence[Result]) -> Answers:
@@ -138,52 +136,44 @@ def _in_chunks(runner: Runner, requests: Sequence[Request], settings: Settings, 
         runner.configure(settings)
 
 
-@dataclass(frozen=True, slots=True)
-class _Difference:
-    request: str
-    at: int
-    a: Tokens
-    b: Tokens
-
-
 def compare(
-    variant: RunAnswers, own: Answers, judge: Judge, reference: ReferenceRows | None, *, same_cell: bool
+    variant: RunAnswers, measured: Answers, judge: Judge, reference: ReferenceRows | None, *, same_cell: bool
 ) -> AxisCheck:
-    """Compare two runs of the same requests.
+    """Compare two runs of the same requests. Answers of different length limits are equal as far as both reach.
 
     Args:
-        variant: the run that the cell's own is compared with.
-        own: the cell's measured answers.
+        variant: the run that the cell's measured answers are compared with.
+        measured: the cell's answers.
         judge: of the cell.
-        reference: hidden states along the cell's own answers; None where they cannot be computed.
+        reference: hidden states along the cell's answers; None where they cannot be computed.
         same_cell: whether the variant is another run of the cell, so that a fault in it is the cell's.
     """
-    other = variant.answers
-    both = [request for request in own if request in other]
-    different = [_difference(request, own[request], other[request]) for request in both]
-    found = [each for each in different if each is not None]
-    judged = [_judged(each, judge, reference) for each in found[:_JUDGED]]
-    clear = [each for each in judged if each[0].clear]
-    first, is_own = next(iter(clear or judged), (None, True))
-    return AxisCheck(variant.axis, len(both), len(found), first, same_cell or is_own, variant.note)
+    pairs = {
+        request: (measured[request], variant.answers[request]) for request in measured if request in variant.answers
+    }
+    parted = {request: first_difference(a[: len(b)], b[: len(a)]) for request, (a, b) in pairs.items()}
+    differences = [(request, position) for request, position in parted.items() if position is not None]
+    judged = [
+        _judged_difference(request, position, *pairs[request], judge, reference)
+        for request, position in differences[:_JUDGED]
+    ]
+    clear = [departure for departure in judged if departure[0].clear]
+    first, departs = next(iter(clear or judged), (None, True))
+    return AxisCheck(variant.axis, len(pairs), len(differences), first, same_cell or departs, variant.note)
 
 
-def _difference(request: str, a: Tokens, b: Tokens) -> _Difference | None:
-    """Where two answers part. Answers of different length limits are equal as far as both reach."""
-    at = first_difference(a[: len(b)], b[: len(a)])
-    return None if at is None else _Difference(request, at, a, b)
-
-
-def _judged(found: _Difference, judge: Judge, reference: ReferenceRows | None) -> tuple[Departure, bool]:
-    """The difference as a departure from the token that the reference prefers, and whether the cell's own departs."""
-    own, other, at = found.a[found.at], found.b[found.at], found.at
+def _judged_difference(
+    request: str, position: int, measured: Tokens, other: Tokens, judge: Judge, reference: ReferenceRows | None
+) -> tuple[Departure, bool]:
+    """Return the departure from the token that the reference prefers, and whether the measured answer departs."""
+    a, b = measured[position], other[position]
     try:
-        hidden = None if reference is None else reference.along(found.request, found.a[: at + 1])[at]
+        hidden = None if reference is None else reference.along(request, measured[: position + 1])[position]
     except Exception:  # quantised or offloaded weights, no memory, tokens that are no text: the margin is unknown
         hidden = None
     if hidden is None:
-        return judge.departure(found.request, at, (own, other), None), True
+        return judge.departure(request, position, (a, b), None), True
     row = judge.logits(hidden[None])[0]
     best = int(row.argmax())
-    departs, expected = (own, other) if best == other or row[own] < row[other] else (other, own)
-    return judge.departure(found.request, at, (departs, expected), hidden), departs == own
+    pair = (a, b) if best == b or row[a] < row[b] else (b, a)
+    return judge.departure(request, position, pair, hidden), pair[0] == a

@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any, Protocol
 
 from panscan.bench.grid import Cell
-from panscan.bench.workload import Item, Source, plans_of
+from panscan.bench.workload import Item, Source, plans_of, view_counts
 from panscan.core import SettingError
 from panscan.quality.datasets import DatasetFacts
 from panscan.runners.base import calls
@@ -110,8 +110,7 @@ class SweepPlan:
 
     def batches(self, settings: Settings) -> list[list[int]]:
         """Indices of items, batch by batch, in a cell."""
-        views = [sum(len(plan.views) for plan in plans_of(item, settings)) for item in self.items]
-        return calls(views, settings)
+        return calls(view_counts(self.items, settings), settings)
 
     @cached_property
     def skipped(self) -> dict[str, str]:

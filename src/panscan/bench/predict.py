@@ -11,7 +11,7 @@ from panscan.core import SettingError
 from panscan.images.views import GEMMA3_COST
 from panscan.model.shapes import SHAPES, Shape, shape_named
 from panscan.plan.cost import Variant, pass_work, vision_work
-from panscan.settings import ALL_AT_ONCE, Settings
+from panscan.settings import ALL_AT_ONCE, WEIGHT_KINDS, Settings
 
 __all__ = ["Prediction", "predict"]
 
@@ -45,16 +45,7 @@ def predict(plan: SweepPlan) -> list[Prediction]:
 
 def _predict_cell(plan: SweepPlan, cell: str, settings: Settings, skipped: str | None) -> Prediction:
     if skipped is not None:
-        return Prediction(
-            cell=cell,
-            settings=settings,
-            batches=0,
-            views=0,
-            image_tokens=0,
-            prompt_tokens=0,
-            seconds=None,
-            skipped=skipped,
-        )
+        return Prediction(cell, settings, 0, 0, 0, 0, None, skipped)
     shape = shape_of(settings)
     cost = GEMMA3_COST if shape is None else replace(GEMMA3_COST, image_tokens=shape.image_tokens)
     per_item = [plans_of(item, settings, cost) for item in plan.items]
@@ -65,21 +56,12 @@ def _predict_cell(plan: SweepPlan, cell: str, settings: Settings, skipped: str |
     seconds = None
     variant = None if shape is None else _variant_of(settings, shape)
     if variant is not None:
-        together = [each for call in todo for each in _together(call, settings)]
         seconds = sum(
             _batch_seconds(variant, settings, [views[i] for i in batch], [tokens[i] for i in batch])
-            for batch in together
+            for call in todo
+            for batch in _together(call, settings)
         )
-    return Prediction(
-        cell=cell,
-        settings=settings,
-        batches=len(todo),
-        views=sum(views),
-        image_tokens=sum(views) * cost.image_tokens,
-        prompt_tokens=sum(tokens),
-        seconds=seconds,
-        skipped=None,
-    )
+    return Prediction(cell, settings, len(todo), sum(views), sum(views) * cost.image_tokens, sum(tokens), seconds, None)
 
 
 def _together(call: Sequence[int], settings: Settings) -> list[Sequence[int]]:
@@ -87,7 +69,7 @@ def _together(call: Sequence[int], settings: Settings) -> list[Sequence[int]]:
     if settings.runner not in ALL_AT_ONCE:
         return [call]
     most = min(settings.max_num_seqs, settings.max_concurrency or len(call))
-    return [call[at : at + most] for at in range(0, len(call), most)]
+    return [call[first : first + most] for first in range(0, len(call), most)]
 
 
 def shape_of(settings: Settings) -> Shape | None:
@@ -100,6 +82,8 @@ def shape_of(settings: Settings) -> Shape | None:
 def _variant_of(settings: Settings, shape: Shape) -> Variant | None:
     """Return what runs; None if the settings do not fit the shape, which loading will refuse."""
     weights = _STORED_LIKE.get(settings.quantization or "", settings.quantization)
+    if weights not in (None, *WEIGHT_KINDS):
+        return None
     try:
         return Variant(
             shape,

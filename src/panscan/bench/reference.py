@@ -117,9 +117,7 @@ def eager_settings(settings: Settings, pixels: str, steps: int = TOKENS) -> Sett
         attention="eager",
         cache="dynamic",
         compile=None,
-        tf32=False,
         prefill_chunk_size=None,
-        pad_to_multiple_of=None,
         preprocess=pixels,
         max_new_tokens=steps,
     )
@@ -153,10 +151,8 @@ def compute_reference(
             lambda group: observe(loaded, settings, requests[group], steps=steps, dtype=torch.float32),
             lambda done: on_step(f"computing the reference: {done} of {len(requests)} requests"),
         )
-        found = [
-            _reference_request(request.id, observation) for request, observation in zip(requests, seen, strict=True)
-        ]
-    return Reference(*names, found)
+        pairs = zip(requests, seen, strict=True)
+        return Reference(*names, [_reference_request(request.id, observation) for request, observation in pairs])
 
 
 def observe_eager(
@@ -208,22 +204,21 @@ def _in_groups(
     run: Callable[[slice], list[Observation]],
     on_done: Callable[[int], None],
 ) -> Iterator[Observation]:
-    at, size = 0, _BATCH
+    done, size = 0, _BATCH
     with one_view_at_a_time(loaded.model):
-        while at < len(requests):
-            on_done(at)
+        while done < len(requests):
+            on_done(done)
             try:
-                found = run(slice(at, at + size))
+                observations = run(slice(done, done + size))
             except RuntimeError as error:
                 if size == 1 or not is_out_of_memory(error):
                     raise
-                found = []
-            if not found:  # outside the handler, where the exception no longer keeps tensors alive
+                observations = []
+            if not observations:  # outside the handler, where the exception no longer keeps tensors alive
                 release_memory()
                 size = 1
-                continue
-            yield from found
-            at += size
+            yield from observations
+            done += len(observations)
 
 
 def _reference_request(request: str, seen: Observation) -> ReferenceRequest:
@@ -268,18 +263,18 @@ def load_reference(path: Path) -> Reference:
         if metadata.get("panscan_truth") != FORMAT:
             raise RecordsError(f"{path} is not a reference file that this version of panscan can read")
         header: dict[str, Any] = json.loads(metadata["header"])
-        found = [
+        requests = [
             ReferenceRequest(
-                expected["request"],
-                expected["tokens"],
-                expected["places"],
+                lead["request"],
+                lead["tokens"],
+                lead["places"],
                 file.get_tensor(f"{index}.answer"),
                 file.get_tensor(f"{index}.image"),
             )
-            for index, expected in enumerate(header.pop("leads"))
+            for index, lead in enumerate(header.pop("leads"))
         ]
         noise = {name: Noise(**figures) for name, figures in header.pop("noise").items()}
-        return Reference(**header, requests=found, noise=noise)
+        return Reference(**header, requests=requests, noise=noise)
 
 
 def find_references(path: Path) -> list[tuple[Path, Reference]]:

@@ -24,7 +24,8 @@ from msgspec import Struct
 
 from panscan.bench.plan import Observer, SweepPlan, Writer
 from panscan.core import PanscanError, PanscanWarning, SettingError, UnsupportedError
-from panscan.core.child import Child, ChildEndedError, Inbox
+from panscan.core.access import remote_access
+from panscan.core.child import Child, Inbox
 from panscan.records.schema import Record
 
 __all__ = [
@@ -160,13 +161,9 @@ def _on_gpus(plan: SweepPlan) -> bool:
     """
     from panscan.model.machine import resolve_device
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise SettingError("--replicas starts its processes itself: leave torchrun out")
     kinds = set()
     for cell in plan.cells:
         settings = cell.settings
-        if settings.tp_plan is not None:
-            raise SettingError("--tp-plan is not supported with --replicas: each replica would need its own torchrun")
         if settings.device.startswith("cuda:"):
             raise SettingError(f"--device {settings.device}: --replicas chooses the GPUs; --device cuda is enough")
         kinds.add(settings.device if settings.device == "cuda" else resolve_device(settings.device).type)
@@ -202,14 +199,14 @@ def run_replicas(
         replicas = [stack.enter_context(_started_replica(slot, threads)) for slot in chosen]
         for number, replica in enumerate(replicas):
             replica.listen_into(inbox)
-            _send_if_alive(replica, Start(number, plan, done, directory))
+            replica.send_if_alive(Start(number, plan, done, directory))
         sync = ReplicaSync(
             plan,
             done,
             devices,
             writer=writer,
             observer=observer,
-            answer=lambda number, answer: _send_if_alive(replicas[number], answer),
+            answer=lambda number, answer: replicas[number].send_if_alive(answer),
         )
         running = set(range(len(replicas)))
         while running:
@@ -224,16 +221,10 @@ def run_replicas(
 
 
 def _started_replica(slot: Slot, threads: int) -> Child:
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    environment = {**os.environ, **remote_access().environment(), "OMP_NUM_THREADS": str(threads)}
     if slot.visible is not None:
         environment["CUDA_VISIBLE_DEVICES"] = slot.visible
     return Child("panscan.bench.replica_worker", environment=environment, keep_output=True)
-
-
-def _send_if_alive(replica: Child, message: Start | ReplicaSignal) -> None:
-    """Send a message; the end of a replica's connection tells that it died."""
-    with contextlib.suppress(ChildEndedError):
-        replica.send(message)
 
 
 def _threads_per_process(replicas: int, size: int, *, on_cpu: bool) -> int:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
-import json
 import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +17,7 @@ from panscan.bench.grid import Cell
 from panscan.bench.plan import Observer, SweepPlan, Writer
 from panscan.bench.replicas import run_replicas, slots
 from panscan.bench.sweep import run_sweep
-from panscan.bench.workload import Item, Source, build_workload
+from panscan.bench.workload import Source, build_workload, content_digest
 from panscan.core import InputError, RecordsError
 from panscan.model.bundled import fingerprints
 from panscan.records.environment import bundled_weights, environment
@@ -35,7 +33,6 @@ __all__ = [
     "check_plan",
     "check_same_machine",
     "finish",
-    "follow",
     "header",
     "new_directory",
     "plan_of",
@@ -90,12 +87,6 @@ def _sweep(
         run_sweep(plan, writer, done, observer, verifier)
     else:
         run_replicas(plan, writer.path.parent, writer, done, observer)
-
-
-def follow(plan: SweepPlan, done: set[tuple[str, int | None]], observer: Observer) -> None:
-    """Run the sweep in a torchrun process other than the first: the same calls in the same order, without records."""
-    writer = _NullWriter()
-    run_sweep(plan, writer, done, observer, verifier_of(plan, writer, observer.stage, None))
 
 
 def verifier_of(
@@ -209,7 +200,7 @@ def plan_of(run: Run, *, on_problem: Callable[[InputError], None], later: Mappin
     except (KeyError, TypeError) as error:
         raise RecordsError(f"--resume {run.path.parent}: its header is another version's ({error})") from error
     items = build_workload(source, on_problem=on_problem)
-    if _fingerprint(items) != chosen.pop("workload_sha256"):
+    if content_digest(items) != chosen.pop("workload_sha256"):
         raise RecordsError(
             f"--resume {run.path.parent}: documents or prompts have changed since the run began"
             " (resume from the folder in which it was started, or start a new run)"
@@ -276,7 +267,7 @@ def header(plan: SweepPlan, command: Sequence[str]) -> dict[str, Any]:
         "command": list(command),
         "settings": {
             "source": asdict(plan.source),
-            "workload_sha256": _fingerprint(plan.items),
+            "workload_sha256": content_digest(plan.items),
             "requests": len(plan.items),
             "repeats": plan.repeats,
             "warmup": plan.warmup,
@@ -309,9 +300,3 @@ def _alias(fields: Mapping[str, Any]) -> Cell:
 
 def _bundled(plan: SweepPlan) -> dict[str, str]:
     return fingerprints(cell.settings.model for cell in plan.cells if not cell.settings.random_weights)
-
-
-def _fingerprint(items: Sequence[Item]) -> str:
-    """One hash over every request's id, documents and prompt."""
-    facts = [[item.id, [document.sha256 for document in item.documents], item.prompt_sha256] for item in items]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

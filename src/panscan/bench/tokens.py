@@ -81,17 +81,16 @@ class Judge:
             pair: measured and expected token; None stands for the end of the answer.
             hidden: final hidden state before the token, float32 ``[hidden]``; None if unknown.
         """
-        found, expected = pair
-        texts = self.text(found), self.text(expected)
-        if found is None or expected is None or found in self.suppressed:
-            return Departure(request, position, found, expected, *texts, None, clear=True)
-        if hidden is None:
-            return Departure(request, position, found, expected, *texts, None, clear=None)
-        row = self.logits(hidden[None])[0]
-        margin = float(row[expected] - row[found])
-        if not isfinite(margin):  # the reference overflows, or suppresses one of the tokens
-            return Departure(request, position, found, expected, *texts, None, clear=None)
-        return Departure(request, position, found, expected, *texts, margin, margin > clear_margin(self.noise))
+        measured, expected = pair
+        margin, clear = None, None
+        if measured is None or expected is None or measured in self.suppressed:
+            clear = True
+        elif hidden is not None:
+            row = self.logits(hidden[None])[0]
+            difference = float(row[expected] - row[measured])
+            if isfinite(difference):  # otherwise the reference overflows, or suppresses one of the tokens
+                margin, clear = difference, difference > clear_margin(self.noise)
+        return Departure(request, position, measured, expected, self.text(measured), self.text(expected), margin, clear)
 
     def text(self, token: int | None) -> str:
         """Return a token's text in quotes, or the name of the end of the answer."""
@@ -116,10 +115,12 @@ def compared_with_reference(
     elif not settings.sampling.greedy and (settings.runner != "engine" or seed is None):
         note = f"runner {settings.runner} samples all requests from one stream: only the distributions were compared"
     else:
-        one = _greedy if settings.sampling.greedy else _sampled
-        known = [result for result in results if result.id in expected]
-        parts = ((each.id, _within_context(judge, expected[each.id], each), each.token_ids) for each in known)
-        return sum((one(judge, *part, seed or 0) for part in parts), total)
+        compared = _compared_draws if not settings.sampling.greedy else _compared_choices
+        for result in results:
+            if result.id in expected:
+                answer = _within_context(judge, expected[result.id], result)
+                total += compared(judge, result.id, answer, result.token_ids, seed or 0)
+        return total
     return replace(total, note=note)
 
 
@@ -129,8 +130,12 @@ def _wrong_end(judge: Judge, result: Result) -> TokenCheck:
     marked = bool(tokens) and tokens[-1] in judge.loaded.eos_ids and not judge.settings.ignore_eos
     if result.error is not None or result.finish_reason != "stop" or marked:
         return TokenCheck()
-    found = judge.departure(result.id, len(tokens), (None, None), None)
-    return TokenCheck(departed=1, equal=False, first=replace(found, found=_END, wanted="another token"))
+    departure = judge.departure(result.id, len(tokens), (None, None), None)
+    return TokenCheck(departed=1, equal=False, first=replace(departure, found=_END, wanted="another token"))
+
+
+def _departed(compared: int, departure: Departure) -> TokenCheck:
+    return TokenCheck(1, compared, 1, equal=False, first=departure)
 
 
 def _within_context(judge: Judge, expected: Expected, result: Result) -> Expected:
@@ -145,26 +150,28 @@ def _within_context(judge: Judge, expected: Expected, result: Result) -> Expecte
     return Expected(expected.tokens[: len(result.token_ids)], expected.hidden)
 
 
-def _greedy(judge: Judge, request: str, expected: Expected, tokens: Tokens, _: int) -> TokenCheck:
+def _compared_choices(judge: Judge, request: str, expected: Expected, tokens: Tokens, _: int) -> TokenCheck:
     reference = expected.tokens[: judge.settings.max_new_tokens]
     ends = not judge.settings.ignore_eos and reference[-1] in judge.loaded.eos_ids
-    at = first_difference(tokens, reference)
-    if at is None and ends and len(tokens) > len(reference):
-        at = len(reference)
-    if at is None:
+    position = first_difference(tokens, reference)
+    if position is None and ends and len(tokens) > len(reference):
+        position = len(reference)
+    if position is None:
         return TokenCheck(1, len(reference))
-    pair = tokens[at] if at < len(tokens) else None, reference[at] if at < len(reference) else None
-    found = judge.departure(request, at, pair, expected.hidden[at] if at < len(reference) else None)
-    return TokenCheck(1, at + 1, int(found.clear is True), equal=False, first=found if found.clear else None)
+    token = tokens[position] if position < len(tokens) else None
+    wanted, hidden = (reference[position], expected.hidden[position]) if position < len(reference) else (None, None)
+    departure = judge.departure(request, position, (token, wanted), hidden)
+    clear = departure.clear is True
+    return TokenCheck(1, position + 1, int(clear), equal=False, first=departure if clear else None)
 
 
 def first_difference(a: Tokens, b: Tokens) -> int | None:
     """Return the first position at which two answers differ; None if ``a`` starts with ``b``."""
-    at = next((at for at, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), None)
-    return len(a) if at is None and len(a) < len(b) else at
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((position for position, (x, y) in pairs if x != y), len(a) if len(a) < len(b) else None)
 
 
-def _sampled(judge: Judge, request: str, expected: Expected, tokens: Tokens, seed: int) -> TokenCheck:
+def _compared_draws(judge: Judge, request: str, expected: Expected, tokens: Tokens, seed: int) -> TokenCheck:
     """Compare draws with those from the reference's distributions, as long as the answer follows its tokens.
 
     A draw counts only if logits perturbed by the noise draw the same token. Transformers' warpers filter the
@@ -172,18 +179,17 @@ def _sampled(judge: Judge, request: str, expected: Expected, tokens: Tokens, see
     """
     generator = torch.Generator().manual_seed(0)
     sampling, compared = judge.settings.sampling, 0
-    for at, token in enumerate(tokens[: len(expected.tokens)]):
-        row = judge.logits(expected.hidden[at][None])
+    for position, token in enumerate(tokens[: len(expected.tokens)]):
+        row = judge.logits(expected.hidden[position][None])
         moves = (torch.rand(_PERTURBED, row.shape[-1], generator=generator) - 0.5) * clear_margin(judge.noise)
         versions = warped_scores(torch.cat([row, row + moves]), sampling).double().softmax(-1)
-        target = draw(seed, at) / DRAWS
+        target = draw(seed, position) / DRAWS
         drawn = (versions.cumsum(-1) <= target * versions.sum(-1, keepdim=True)).sum(-1).tolist()
         compared += 1
         if token not in drawn and len(set(drawn)) == 1:
             texts = judge.text(token), judge.text(drawn[0])
-            first = Departure(request, at, token, drawn[0], *texts, None, clear=True)
-            return TokenCheck(1, compared, 1, equal=False, first=first)
-        if token != expected.tokens[at]:
+            return _departed(compared, Departure(request, position, token, drawn[0], *texts, None, clear=True))
+        if token != expected.tokens[position]:
             break
     return TokenCheck(1, compared)
 
@@ -212,19 +218,18 @@ class ReferenceRows:
     def check(self, judge: Judge, request: str, tokens: Tokens, start: int) -> TokenCheck:
         """Compare an answer's tokens from position ``start`` on with the reference's choices after the same tokens."""
         marks = () if judge.settings.ignore_eos else judge.loaded.eos_ids
-        end = next((at for at, token in enumerate(tokens[:-1]) if token in marks), None)
+        compared = len(tokens) - start
+        end = next((position for position, token in enumerate(tokens[:-1]) if token in marks), None)
         if end is not None:
-            found = judge.departure(request, end + 1, (tokens[end + 1], None), None)
-            return TokenCheck(1, len(tokens) - start, 1, equal=False, first=found)
-        bad = next((at for at, token in enumerate(tokens) if token in judge.suppressed), None)
+            return _departed(compared, judge.departure(request, end + 1, (tokens[end + 1], None), None))
+        bad = next((position for position, token in enumerate(tokens) if token in judge.suppressed), None)
         if bad is not None:
-            found = judge.departure(request, bad, (tokens[bad], None), None)
-            return TokenCheck(1, len(tokens) - start, 1, equal=False, first=found)
+            return _departed(compared, judge.departure(request, bad, (tokens[bad], None), None))
         hidden = self.along(request, tokens)[start:]
         best = torch.cat([judge.logits(rows).argmax(-1) for rows in torch.split(hidden, 16)]).tolist()
-        for at, (token, choice) in enumerate(zip(tokens[start:], best, strict=True), start):
-            if token != choice:
-                found = judge.departure(request, at, (token, choice), hidden[at - start])
-                if found.clear:
-                    return TokenCheck(1, len(tokens) - start, 1, equal=False, first=found)
-        return TokenCheck(1, len(tokens) - start)
+        for position, pair in enumerate(zip(tokens[start:], best, strict=True), start):
+            if pair[0] != pair[1]:
+                departure = judge.departure(request, position, pair, hidden[position - start])
+                if departure.clear:
+                    return _departed(compared, departure)
+        return TokenCheck(1, compared)

@@ -33,7 +33,7 @@ from panscan.bench.reference import (
     views_digest,
 )
 from panscan.bench.tokens import Expected, Judge, ReferenceRows, Tokens, compared_with_reference, first_difference
-from panscan.bench.workload import Item, Source, plans_of, request_of
+from panscan.bench.workload import Item, Source, request_of, view_counts
 from panscan.core import (
     PanscanError,
     PanscanWarning,
@@ -252,7 +252,7 @@ class Verifier:
         Measured tokens are not recorded, so a resumed run first answers the requests as they were measured.
         """
         requests = [request_of(item, cell.settings, self.source) for item in self.everything]
-        views = [sum(len(plan.views) for plan in plans_of(item, cell.settings)) for item in self.everything]
+        views = view_counts(self.everything, cell.settings)
         if requests and not self._runs.get(cell.id):
             self.say("answering again: tokens measured before this run was resumed are not stored")
             try:
@@ -441,8 +441,7 @@ class Verifier:
     def _compare(self, runner: Runner, settings: Settings, reference: Reference) -> Record:
         requests = self._requests(settings)
         tally, top_logprobs = DivergenceTally(), None
-        views = [sum(len(plan.views) for plan in plans_of(item, settings)) for item in self.items]
-        todo = calls(views, settings)
+        todo = calls(view_counts(self.items, settings), settings)
         for number, batch in enumerate(todo):
             self.say(f"comparing answers: batch {number + 1} of {len(todo)}")
             forced = [reference.requests[index].forced_tokens(settings.max_new_tokens) for index in batch]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +53,13 @@ __all__ = [
     "Source",
     "Workload",
     "build_workload",
+    "content_digest",
     "load_workload",
     "plans_of",
     "request_of",
     "sample_dataset",
     "source_or_samples",
+    "view_counts",
     "views_of",
 ]
 
@@ -207,18 +211,26 @@ def load_workload(
         raise ImageError(f"--images {' '.join(source.images)}: no readable image is left")
     pictures: list[tuple[DocumentFile, ...]] = [(document,) for document in documents] or [()]
     if (count := len(pictures) * len(prompts)) > MAX_REQUESTS:
-        each = f"{len(prompts):,} prompts for each of {len(pictures):,} documents are {count:,} requests"
-        raise SettingError(f"--prompts {source.prompts}: {each}, the limit is {MAX_REQUESTS:,}")
-    items = [
-        Item(f"{number:05d}", picture, prompt)
-        for number, (picture, prompt) in enumerate((picture, prompt) for picture in pictures for prompt in prompts)
-    ]
+        product_text = f"{len(prompts):,} prompts for each of {len(pictures):,} documents are {count:,} requests"
+        raise SettingError(f"--prompts {source.prompts}: {product_text}, the limit is {MAX_REQUESTS:,}")
+    items = [Item(f"{number:05d}", *pair) for number, pair in enumerate(product(pictures, prompts))]
     return Workload(_sampled(items, source.num_samples, source.seed))
 
 
 def build_workload(source: Source, *, on_problem: Callable[[InputError], None]) -> list[Item]:
     """The items of :func:`load_workload`."""
     return load_workload(source, on_problem=on_problem).items
+
+
+def content_digest(items: Sequence[Item]) -> str:
+    """Return a hash over every item's id, documents and prompt."""
+    facts = [[item.id, [document.sha256 for document in item.documents], item.prompt_sha256] for item in items]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def view_counts(items: Sequence[Item], settings: Settings) -> list[int]:
+    """Return the number of views of each item's documents in a cell."""
+    return [sum(len(plan.views) for plan in plans_of(item, settings)) for item in items]
 
 
 def request_of(item: Item, settings: Settings, source: Source) -> Request:
@@ -436,18 +448,18 @@ def sample_dataset() -> Path:
         SettingError: the cache cannot be written, and the fallback is not private.
         InputError: neither can be written.
     """
-    name = f"samples-{panscan.__version__}-{_digest()}"
+    name = f"samples-{panscan.__version__}-{_drawing_digest()}"
     try:
         return write_samples(cache_directory() / name, overwrite=True)
     except InputError:
         return write_samples(fallback_directory() / name, overwrite=True)
 
 
-def _digest() -> str:
+def _drawing_digest() -> str:
     """Changes with the source that draws the documents and with the library that does."""
     images = files("panscan.images")
     sources = [images / "ink.py", images / "samples.py", *(images / "documents").iterdir()]
     digest = hashlib.sha256(PIL.__version__.encode())
-    for source in sorted((each for each in sources if each.name.endswith(".py")), key=lambda each: each.name):
+    for source in sorted((path for path in sources if path.name.endswith(".py")), key=lambda path: path.name):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:12]

@@ -113,16 +113,12 @@ def _print_attention(shown: PromptAttention, path: Path | None, *, as_json: bool
 
 
 def _attention_json(shown: PromptAttention, path: Path | None) -> dict[str, Any]:
-    from panscan.attention_map.differences import cause, differences
+    from panscan.attention_map.measure import differences
 
-    implementations = []
-    for group in shown.groups:
-        rows = []
-        for difference in differences(shown, group):
-            masks = shown.reference.by_kind[difference.kind], group.by_kind[difference.kind]
-            why = cause(shown.segments, *masks) if difference.missing or difference.extra else None
-            rows.append(asdict(difference) | {"cause": why})
-        implementations.append({"names": group.names, "differences": rows, "notes": group.notes})
+    implementations = [
+        {"names": group.names, "differences": list(map(asdict, differences(shown, group))), "notes": group.notes}
+        for group in shown.groups
+    ]
     return {
         "model": shown.model,
         "tokens": len(shown.tokens),

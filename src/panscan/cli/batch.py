@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from panscan.cli.console import errors, first_process, import_libraries, out, show_warnings, warn_mini
+from panscan.cli.console import errors, import_libraries, out, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_checkpoint
 from panscan.cli.options import (
     command_words,
@@ -295,7 +295,7 @@ def _resumable(file: Any, piped: str | None) -> Iterator[None]:
         yield
     except (KeyboardInterrupt, PanscanError) as error:
         # A setting or a model that is wrong would be as wrong the next time.
-        if first_process() and not isinstance(error, SettingError | ModelError | UnsupportedError):
+        if not isinstance(error, SettingError | ModelError | UnsupportedError):
             from panscan.images.fetch import conceal
 
             context = click.get_current_context()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from panscan.cli.console import errors, first_process, import_libraries, out, show_warnings, warn_mini
+from panscan.cli.console import errors, import_libraries, out, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_model_names
 from panscan.cli.options import given_axes, print_runner, print_skipped, utf8
 from panscan.cli.verb import verb
@@ -65,8 +65,6 @@ def command(options: Options, more_images: tuple[str, ...]) -> int:
 
         print_predictions(plan, out())
         return 0
-    if not first_process():
-        return _follow(plan, set())
     directory = run.new_directory(options.output_dir, plan.cells[0].settings.model_name)
     line = ["panscan", *map(conceal, click.get_current_context().obj["arguments"])]
     print_start(plan, directory)
@@ -90,23 +88,11 @@ def _resume(options: Options, run_directory: str) -> int:
     later = {"external_images": options.allow_external_images, "max_pages": options.max_pages}
     plan = run.plan_to_resume(before, on_problem=print_skipped, later=later)
     done = before.finished()
-    if not first_process():
-        return _follow(plan, done)
     repeats = len(plan.cells) * plan.repeats
     errors().print(f"resuming {directory}: {len(before.repeats)} of {repeats} repeats are done", soft_wrap=True)
     with sweep_progress(plan, done, directory) as progress:
         measured = run.resume(plan, directory, progress)
     return _print_results(measured, directory)
-
-
-def _follow(plan: SweepPlan, done: set[tuple[str, int | None]]) -> int:
-    """Do the part of a process beside torchrun's first; that one prints and returns the exit code."""
-    from panscan.bench.run import follow
-    from panscan.cli.progress import SweepProgress
-
-    with SweepProgress(plan, done, errors()) as progress:
-        follow(plan, done, progress)
-    return 0
 
 
 def _sweep_plan(options: Options, more_images: tuple[str, ...]) -> SweepPlan:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import warnings
 from functools import cache
@@ -17,7 +16,7 @@ from panscan.core import PanscanWarning, escape_controls
 from panscan.core.activity import activity
 from panscan.core.process import import_uncollected
 
-__all__ = ["echo", "errors", "first_process", "import_libraries", "out", "show_log", "show_warnings", "warn_mini"]
+__all__ = ["echo", "errors", "import_libraries", "out", "show_log", "show_warnings", "warn_mini"]
 
 
 class _Console(Console):
@@ -46,9 +45,9 @@ def out() -> Console:
 def errors() -> Console:
     """Return the one console for progress and remarks: standard error, so that results can be piped.
 
-    Under torchrun only the first process prints. There is one console, so that a remark does not break a progress bar.
+    There is one console, so that a remark does not break a progress bar.
     """
-    return _Console(stderr=True, quiet=not first_process(), markup=False, emoji=False, highlight=False)
+    return _Console(stderr=True, markup=False, emoji=False, highlight=False)
 
 
 class _LogHandler(logging.Handler):
@@ -63,11 +62,6 @@ def show_log() -> None:
         log.addHandler(_LogHandler())
         log.setLevel(logging.INFO)
         log.propagate = False
-
-
-def first_process() -> bool:
-    """Return whether this is the only process, or torchrun's first."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 def import_libraries(*, model: bool = True) -> None:

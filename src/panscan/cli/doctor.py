@@ -9,8 +9,7 @@ from panscan.cli.console import echo, out
 from panscan.cli.verb import verb
 from panscan.core import SettingError, UnsupportedError
 from panscan.core.activity import activity
-from panscan.doctor.checks import CHECKS, GROUPS, SYMBOLS
-from panscan.doctor.findings import Check
+from panscan.doctor.checks import CHECKS, GROUPS, SYMBOLS, Check
 from panscan.doctor.run import run_checks
 from panscan.doctor.text import as_json, lines, summary
 from panscan.settings import Options, nearest

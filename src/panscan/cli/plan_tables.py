@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from rich import box
-from rich.table import Table
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from panscan.analysis.cells import number_text
 from panscan.cli.console import out
 from panscan.plan.advice import PlanAnswer, rejections, warnings_for, what_would_fit
 from panscan.plan.fleet import with_replicas
 from panscan.report.formatting import percent
+from panscan.report.table import Column, Medium, Table, print_table
 
 if TYPE_CHECKING:
     from panscan.plan.advice import Rejection
@@ -51,11 +50,11 @@ def print_answer(found: PlanAnswer) -> None:
     for line in lines:
         out().print(line, soft_wrap=True)
     if found.fleets:
-        _table_of(_FLEET_HEADINGS, [_fleet_row(each) for each in found.fleets])
+        _print_rows(Table(_FLEETS, found.fleets), [fleet.layout for fleet in found.fleets])
         if missing := len(found.simulated) - len(found.fleets):
             out().print(f"not simulated: {missing} of {len(found.simulated)} layouts, which need as many GPUs or more")
     if found.fitting and not found.fleets:
-        _table_of(_HEADINGS, [_layout_row(each) for each in found.fitting])
+        _print_rows(Table(_LAYOUTS, found.fitting), found.fitting)
     for each in rejections(found.layouts):
         out().print(f"not possible: {_where(each)}: {each.reason}", soft_wrap=True)
     for caution in warnings_for(found.inputs, found.layouts):
@@ -172,74 +171,53 @@ def _requests_lines(found: PlanAnswer) -> list[str]:
     ]
 
 
-_HEADINGS = (
-    "replicas\nx GPUs",
-    "weights",
-    "weights\nGB/GPU",
-    "KV cache\nGB/GPU",
-    "requests\nat once",
-    "TTFT ms\nalone",
-    "TPOT ms\nalone",
-    "TPOT ms\nfull",
-    "requests/s\nfull",
-    "limits of\nprefill / decode",
+def _marked_weights(layout: Layout) -> str:
+    return layout.variant.weights_name if layout.exact else f"{layout.variant.weights_name} *"
+
+
+_LAYOUTS: tuple[Column[Layout], ...] = (
+    Column(
+        "replicas\nx GPUs", lambda layout: f"{layout.replicas} x {layout.variant.tensor_parallel_size}", text=Medium.ALL
+    ),
+    Column("weights", _marked_weights, text=Medium.ALL),
+    Column("weights\nGB/GPU", lambda layout: f"{layout.memory.weights / 1e9:.1f}"),
+    Column("KV cache\nGB/GPU", lambda layout: f"{layout.memory.kv_bytes / 1e9:.1f}"),
+    Column("requests\nat once", lambda layout: layout.replicas * layout.running),
+    Column("TTFT ms\nalone", lambda layout: _milliseconds(layout.speed.ttft)),
+    Column("TPOT ms\nalone", lambda layout: f"{1e3 * layout.speed.tpot_alone.value:.1f}"),
+    Column("TPOT ms\nfull", lambda layout: f"{1e3 * layout.speed.tpot_full.value:.0f}"),
+    Column("requests/s\nfull", lambda layout: _rate(layout.speed.requests_per_s)),
+    Column(
+        "limits of\nprefill / decode",
+        lambda layout: f"{layout.speed.prefill_bound} / {layout.speed.decode_bound}",
+        fold=True,
+    ),
 )
-_FLEET_HEADINGS = (
-    "GPUs per\nreplica",
-    "weights",
-    "replicas",
-    "GPUs",
-    "one replica\nreq/s",
-    "holds\nreq/s",
-    "TTFT p95\nms",
-    "TPOT p95\nms",
-    "E2E p95\nms",
-    "within\nlimits",
+_FLEETS: tuple[Column[Fleet], ...] = (
+    Column("GPUs per\nreplica", lambda fleet: str(fleet.layout.variant.tensor_parallel_size), text=Medium.ALL),
+    Column("weights", lambda fleet: _marked_weights(fleet.layout), text=Medium.ALL),
+    Column("replicas", lambda fleet: "none" if fleet.replicas is None else fleet.replicas),
+    Column("GPUs", lambda fleet: fleet.gpus),
+    Column("one replica\nreq/s", lambda fleet: fleet.rate_of_one),
+    Column("holds\nreq/s", lambda fleet: fleet.breaks_at),
+    Column("TTFT p95\nms", lambda fleet: _p95(fleet.level, "ttft")),
+    Column("TPOT p95\nms", lambda fleet: _p95(fleet.level, "tpot")),
+    Column("E2E p95\nms", lambda fleet: _p95(fleet.level, "e2el")),
+    Column("within\nlimits", lambda fleet: percent(fleet.level.goodput.attainment), fold=True),
 )
 
 
-def _layout_row(layout: Layout) -> tuple[str, ...]:
-    speed, memory = layout.speed, layout.memory
-    return (
-        f"{layout.replicas} x {layout.variant.tensor_parallel_size}",
-        layout.variant.weights_name if layout.exact else f"{layout.variant.weights_name} *",
-        f"{memory.weights / 1e9:.1f}",
-        f"{memory.kv_bytes / 1e9:.1f}",
-        f"{layout.replicas * layout.running}",
-        _milliseconds(speed.ttft),
-        f"{1e3 * speed.tpot_alone.value:.1f}",
-        f"{1e3 * speed.tpot_full.value:.0f}",
-        _rate(speed.requests_per_s),
-        f"{speed.prefill_bound} / {speed.decode_bound}",
-    )
+def _p95(level: FleetLevel, time: str) -> str:
+    percentiles = level.percentiles_ms[time]
+    return f"{percentiles[95]:,.0f}" if percentiles else "-"
 
 
-def _fleet_row(fleet: Fleet) -> tuple[str, ...]:
-    level = fleet.level
-    times = [f"{level.percentiles_ms[key][95]:,.0f}" if level.percentiles_ms[key] else "-" for key in _TIMES]
-    return (
-        str(fleet.layout.variant.tensor_parallel_size),
-        fleet.layout.variant.weights_name if fleet.layout.exact else f"{fleet.layout.variant.weights_name} *",
-        "none" if fleet.replicas is None else str(fleet.replicas),
-        "-" if fleet.gpus is None else str(fleet.gpus),
-        number_text(fleet.rate_of_one),
-        number_text(fleet.breaks_at),
-        *times,
-        percent(level.goodput.attainment),
-    )
-
-
-def _table_of(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-    """Print a table; * marks quantised weights."""
+def _print_rows(table: Table[Any], layouts: Iterable[Layout]) -> None:
+    """Print a table of layouts; * marks quantised weights."""
     console = out()
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if number < 2 else "right", no_wrap=number + 1 < len(headings))
-    for row in rows:
-        table.add_row(*row)
     console.width = max(console.width, _WIDTH)
-    console.print(table)
-    if any("*" in row[1] for row in rows):
+    print_table(table, console)
+    if not all(layout.exact for layout in layouts):
         console.print("* not exact: quantised weights may change answers (docs/quantization.md)")
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich.table import Table
 
 from panscan.cli.console import echo, errors, import_libraries, out, show_warnings
 from panscan.cli.options import given_values, print_skipped, utf8
@@ -18,7 +17,7 @@ from panscan.core.activity import activity
 from panscan.settings import Options, Settings, check_weight_kind, options_of
 
 if TYPE_CHECKING:
-    from panscan.quantize.audit import Audit
+    from panscan.quantize.audit import Audit, PartSummary
     from panscan.quantize.measure import Measurement
 
 __all__ = ["command"]
@@ -168,27 +167,27 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
 
 def _print_measurement(found: Measurement) -> None:
     """Print the table of measured weights."""
-    from panscan.quantize.card import HEADINGS, notes, table_rows
+    from panscan.quantize.card import measured_table, notes
+    from panscan.report.table import print_table
 
-    table = Table(box=None, pad_edge=False)
-    for heading in HEADINGS:
-        table.add_column(heading, justify="left" if heading in HEADINGS[:2] else "right")
-    for row in table_rows(found):
-        table.add_row(*row)
-    out().print(table)
+    print_table(measured_table(found), out(), frame="none", gap=2)
     for line in notes(found):
         out().print(line, style="dim", soft_wrap=True)
 
 
 def _print_audit(found: Audit) -> None:
     """Print what a checkpoint holds, how its answers compare, and what is wrong with it."""
-    table = Table(box=None, pad_edge=False)
-    for heading in ("Part", "Tensors", "Quantised", "Stored as", "Size"):
-        table.add_column(heading, justify="right" if heading in ("Tensors", "Quantised", "Size") else "left")
-    for part in found.parts:
-        table.add_row(part.name, str(part.tensors), str(part.quantized), part.stored_as, f"{part.bytes / 1e6:,.1f} MB")
+    from panscan.report.table import Column, Medium, Table, print_table
+
+    columns: list[Column[PartSummary]] = [
+        Column("Part", lambda part: part.name, text=Medium.ALL),
+        Column("Tensors", lambda part: part.tensors),
+        Column("Quantised", lambda part: part.quantized),
+        Column("Stored as", lambda part: part.stored_as, text=Medium.ALL),
+        Column("Size", lambda part: f"{part.bytes / 1e6:,.1f} MB"),
+    ]
     echo(f"{found.name}: {found.format}")
-    out().print(table)
+    print_table(Table(columns, found.parts), out(), frame="none", gap=2)
     for line in found.remarks:
         out().print(line, soft_wrap=True)
     if found.measurement is not None:

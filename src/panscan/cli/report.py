@@ -9,14 +9,16 @@ import click
 from panscan.cli.console import echo, errors, out
 from panscan.cli.verb import verb
 from panscan.core import RecordsError, SettingError
+from panscan.core.files import write_file
 from panscan.settings import Options
 
 __all__ = ["command"]
 
 EPILOG = """\
-html needs no network; md suits an issue tracker; png draws the curves; gallery shows every
-answer beside its document, for runs with --include-content. By default, html and gallery
-are written to RUN, png files too, and md is printed.
+html needs no network; md suits an issue tracker; csv is the table of measured settings or
+levels; png draws the curves; gallery shows every answer beside its document, for runs with
+--include-content. By default, html, gallery and png files are written to RUN, md and csv
+are printed.
 
 \b
 Examples
@@ -53,11 +55,13 @@ def command(options: Options, run: Path) -> None:
         report.write_gallery(records, written[0])
     elif form == "png":
         written = report.write_pictures(records, _folder(output or home))
-    elif output is not None:
-        written = [output]
-        report.write_markdown(records, output)
     else:
-        echo(report.to_markdown(records), nl=False)
+        text = report.to_markdown(records) if form == "md" else report.to_csv(records)
+        if output is None:
+            echo(text, nl=False)
+        else:
+            written = [output]
+            write_file(output, text)
     for path in written:
         out().print(str(path), soft_wrap=True)
     if not any(cell["outcome"] == "done" for cell in records.outcomes.values()):

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any, TypeAlias
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from panscan.analysis.cells import display_settings, distinguishing_names, short_name
+from panscan.analysis.cells import count, display_settings, distinguishing_names, short_name
 from panscan.analysis.setting_words import shown
 from panscan.bench.plan import SweepPlan
-from panscan.bench.predict import predict
-from panscan.core import Result
+from panscan.bench.predict import Prediction, predict
+from panscan.core import Result, View
 from panscan.images.views import ViewPlan
+from panscan.report.table import Column, Medium, Table, print_table
 
 __all__ = ["print_plan", "print_predictions", "print_result"]
 
@@ -23,18 +23,22 @@ def print_plan(name: str, plan: ViewPlan, *, model: str, estimated: bool, consol
     """Views of one image: kind, box, size and tokens as a model counts them."""
     about = "about " if estimated else ""
     console.print(
-        f"{name}: {plan.width} x {plan.height} px, {_count(len(plan.views), 'view')};"
+        f"{name}: {plan.width} x {plan.height} px, {count(len(plan.views), 'view')};"
         f" as {model} counts: {plan.image_tokens} image tokens, {about}{plan.prompt_tokens} prompt tokens",
         soft_wrap=True,
     )
-    table = Table()
-    for heading in ("view", "left", "top", "right", "bottom", "width", "height", "image tokens"):
-        table.add_column(heading, justify="left" if heading == "view" else "right")
-    each = plan.image_tokens // len(plan.views)
-    for index, view in enumerate(plan.views):
-        label = "whole" if view.kind == "whole" else f"crop {index}"
-        table.add_row(label, *map(str, view.box), *map(str, view.size), str(each))
-    console.print(table)
+    tokens = plan.image_tokens // len(plan.views)
+    columns: list[Column[tuple[int, View]]] = [
+        Column("view", lambda row: "whole" if row[1].kind == "whole" else f"crop {row[0]}", text=Medium.ALL),
+        Column("left", lambda row: row[1].box[0]),
+        Column("top", lambda row: row[1].box[1]),
+        Column("right", lambda row: row[1].box[2]),
+        Column("bottom", lambda row: row[1].box[3]),
+        Column("width", lambda row: row[1].size[0]),
+        Column("height", lambda row: row[1].size[1]),
+        Column("image tokens", lambda row: tokens),
+    ]
+    print_table(Table(columns, list(enumerate(plan.views))), console, frame="full")
 
 
 def print_predictions(plan: SweepPlan, console: Console) -> None:
@@ -45,29 +49,36 @@ def print_predictions(plan: SweepPlan, console: Console) -> None:
         for cell in plan.cells
     ]
     varying = distinguishing_names(cells)
-    counts = (_count(len(predictions), "cell"), _count(len(plan.items), "request"), _count(plan.repeats, "repeat"))
+    counts = (count(len(predictions), "cell"), count(len(plan.items), "request"), count(plan.repeats, "repeat"))
     console.print("{}, {} each, {}".format(*counts))
-    table = Table(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False)
-    table.add_column("cell", no_wrap=True)
-    for name in varying:
-        table.add_column(short_name(name).replace("_", "\n"), overflow="fold")
-    for heading in ("batches", "views", "image\ntokens", "prompt\ntokens", "about"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for p, cell in zip(predictions, cells, strict=True):
-        values = [shown(cell[name]) for name in varying]
-        costs = (
-            [str(p.batches), str(p.views), str(p.image_tokens), f"~{p.prompt_tokens}", _duration(p.seconds)]
-            if p.skipped is None
-            else ["", "", "", "", "skipped"]
-        )
-        table.add_row(p.cell, *values, *costs)
-    console.print(table)
+    columns: list[Column[_PredictedCell]] = [
+        Column("cell", lambda row: row[0].cell, text=Medium.ALL),
+        *(_setting_column(name) for name in varying),
+        Column("batches", lambda row: _cost(row[0], row[0].batches)),
+        Column("views", lambda row: _cost(row[0], row[0].views)),
+        Column("image tokens", lambda row: _cost(row[0], row[0].image_tokens)),
+        Column("prompt tokens", lambda row: _cost(row[0], f"~{row[0].prompt_tokens}")),
+        Column("about", lambda row: "skipped" if row[0].skipped is not None else _duration(row[0].seconds)),
+    ]
+    print_table(Table(columns, list(zip(predictions, cells, strict=True))), console, gap=0)
     for reason in dict.fromkeys(p.skipped for p in predictions if p.skipped is not None):
         console.print(f"skipped: {reason}", style="yellow", soft_wrap=True)
     known = [p.seconds for p in predictions if p.seconds is not None]
     if known:
         about = _duration(sum(known) * plan.repeats)
         console.print(f"all together about {about}, a rough figure: within a factor of two at best")
+
+
+_PredictedCell: TypeAlias = tuple[Prediction, Mapping[str, Any]]
+"""A cell's prediction and its settings for display."""
+
+
+def _setting_column(name: str) -> Column[_PredictedCell]:
+    return Column(short_name(name).replace("_", "\n"), lambda row: shown(row[1][name]), text=Medium.ALL)
+
+
+def _cost(prediction: Prediction, figure: int | str) -> int | str:
+    return figure if prediction.skipped is None else ""
 
 
 def print_result(result: Result, startup: Mapping[str, float], runner: str, console: Console) -> None:
@@ -83,17 +94,13 @@ def print_result(result: Result, startup: Mapping[str, float], runner: str, cons
     request = " + ".join(f"{name} {milliseconds:.0f}" for name, milliseconds in stages.items())
     before = " + ".join(f"{name} {seconds:.1f}" for name, seconds in startup.items())
     console.print(
-        f"runner {runner}: {_count(result.views, 'view')}, {result.image_tokens} image tokens,"
+        f"runner {runner}: {count(result.views, 'view')}, {result.image_tokens} image tokens,"
         f" {result.prompt_tokens} prompt tokens, {result.output_tokens} output tokens ({result.finish_reason})\n"
         f"startup: {before} = {sum(startup.values()):.1f} s\n"
         f"request: {request} = {sum(stages.values()):.0f} ms",
         style="dim",
         soft_wrap=True,
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _duration(seconds: float | None) -> str:

@@ -12,6 +12,7 @@ import click
 import cloup
 
 from panscan.core import SettingError
+from panscan.core.access import RemoteAccess, set_remote_access
 from panscan.core.ranges import shorten
 from panscan.settings import (
     BOOLEANS,
@@ -100,7 +101,9 @@ def verb(name: str, epilog: str) -> Callable[[Callable[..., Any]], Verb]:
             positional = {name: values.pop(name) for name in list(values) if name not in declared}
             settings = {name: values.pop(name) for name in axes() if name in declared}
             texts = {name: text for name, text in settings.items() if text is not None}
-            return function(Options.parsed(values, texts, given), **positional)
+            options = Options.parsed(values, texts, given)
+            set_remote_access(RemoteAccess(options.allow_private_urls, options.storage_timeout))
+            return function(options, **positional)
 
         return click.command(name, cls=Verb, epilog=epilog, formatter_settings=_FORMATTER)(call)
 

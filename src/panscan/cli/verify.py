@@ -6,7 +6,6 @@ import json
 from typing import TYPE_CHECKING
 
 import click
-from rich.table import Table
 
 from panscan.cli.console import echo, errors, import_libraries, out, show_warnings
 from panscan.cli.options import given_values, utf8
@@ -18,6 +17,7 @@ from panscan.settings import Options, Settings, VerifyTable, fields_from
 from panscan.verify.options import VerifyOptions
 
 if TYPE_CHECKING:
+    from panscan.verify.diagnosis import HypothesisFit
     from panscan.verify.run import Verification
 
 __all__ = ["command"]
@@ -97,7 +97,7 @@ def _print_verdict(found: Verification) -> None:
     out().print(found.message, style=f"bold {colour}", soft_wrap=True)
     if found.reference is not None:
         out().print()
-        out().print(_evidence(found))
+        _print_evidence(found)
     out().print()
     for line in found.not_visible:
         out().print(f"Not visible: {line}", soft_wrap=True)
@@ -105,21 +105,19 @@ def _print_verdict(found: Verification) -> None:
     echo(f"{found.requests} requests to {found.served_model}{server}; {found.tested} hypotheses compared.")
 
 
-def _evidence(found: Verification) -> Table:
-    """Return the table of hypotheses: the reference first, then the best ones."""
-    table = Table(title="Evidence", title_justify="left", box=None, pad_edge=False)
+def _print_evidence(found: Verification) -> None:
+    """Print the table of hypotheses: the reference first, then the best ones."""
+    from panscan.report.formatting import nats
+    from panscan.report.table import Column, Medium, Table, print_table
+
     reference = found.reference
     assert reference is not None  # checked by the caller
-    table.add_column("Hypothesis")
-    for name in ("KL (nats)", "x noise", "Tokens", "Prompt counts"):
-        table.add_column(name, justify="right")
-    for candidate in [reference, *found.candidates[: _ROWS - 1]]:
-        fit, ratio = candidate.fit, found.noise.ratio(candidate.fit)
-        table.add_row(
-            candidate.hypothesis.title,
-            "-" if fit.kl is None else f"{fit.kl:.2g}",
-            "-" if ratio is None else f"{ratio:.2g}",
-            f"{fit.agree}/{fit.clear}",
-            f"{fit.prompts_agree}/{fit.prompts}",
-        )
-    return table
+    columns: list[Column[HypothesisFit]] = [
+        Column("Hypothesis", lambda row: row.hypothesis.title, text=Medium.ALL),
+        Column("KL (nats)", lambda row: nats(row.fit.kl)),
+        Column("x noise", lambda row: nats(found.noise.ratio(row.fit))),
+        Column("Tokens", lambda row: f"{row.fit.agree}/{row.fit.clear}"),
+        Column("Prompt counts", lambda row: f"{row.fit.prompts_agree}/{row.fit.prompts}"),
+    ]
+    out().print("Evidence", style="italic")
+    print_table(Table(columns, [reference, *found.candidates[: _ROWS - 1]]), out(), frame="none", gap=2)

@@ -180,6 +180,11 @@ class Child(_ChildProcess):
         """
         self._write(lambda connection: _send_object(connection, message), channel)
 
+    def send_if_alive(self, message: object) -> None:
+        """Send an object; does nothing if the child has ended, which :meth:`listen` reports."""
+        with suppress(ChildEndedError):
+            self.send(message)
+
     def send_pickled(self, message: bytes) -> None:
         """Send an object that is pickled already, for example because several children receive it; see :meth:`send`."""
         self._write(lambda connection: connection.sendall(message), 0)

@@ -16,6 +16,7 @@ __all__ = [
     "StorageError",
     "UnsupportedError",
     "brief",
+    "error_line",
     "one_line",
 ]
 
@@ -37,6 +38,12 @@ class PanscanError(Exception):
     """Root of everything panscan raises on purpose. The message is one line that names the knob."""
 
     exit_code = 1
+
+
+def error_line(error: BaseException, most: int = 200) -> str:
+    """Return an error's text on one line, at most so many characters, with the type if panscan did not raise it."""
+    text = brief(error, most)
+    return text if isinstance(error, PanscanError) else f"{type(error).__name__}: {text}"
 
 
 class SettingError(PanscanError):

@@ -197,3 +197,8 @@ class Stats:
     kv_blocks_used: tuple[int, int]
     kv_blocks: tuple[int, int]
     block_size: int
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the blocks of global layers that are in use, 0 to 1."""
+        return self.kv_blocks_used[0] / self.kv_blocks[0] if self.kv_blocks[0] else 0.0

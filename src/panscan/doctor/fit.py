@@ -9,7 +9,7 @@ import psutil
 
 from panscan.core import SettingError
 from panscan.core.hardware import Capability, supports
-from panscan.doctor.findings import CheckFinding, ok, warning
+from panscan.doctor.checks import CheckFinding, Findings, ok, warning
 from panscan.doctor.host import read_limits
 from panscan.model.shapes import SHAPES, Shape
 from panscan.plan.cost import Variant
@@ -23,7 +23,7 @@ _SIZES = ("270m", "1b", "4b", "12b", "27b")
 _GB = 1e9
 
 
-def fits() -> Iterator[CheckFinding]:
+def fits() -> Findings:
     """Report for each released size which precision fits, on one GPU, on several, or in the host's memory."""
     import torch
 

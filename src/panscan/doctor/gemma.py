@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from functools import cache, wraps
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
 
-from panscan.core.errors import brief
-from panscan.doctor.findings import CheckFinding, not_checked, ok, problem, warning
+from panscan.core.errors import error_line
+from panscan.doctor.checks import CheckFinding, Findings, not_checked, ok, problem, warning
 
 if TYPE_CHECKING:
     from panscan.model.checkpoint import Loaded
@@ -62,11 +64,11 @@ def _response(implementation: str, dtype: str = "fp32") -> AttentionResponse:
         _tiny(dtype).model.set_attn_implementation("sdpa")
 
 
-def _on_tiny(check: Callable[[], Iterator[CheckFinding]]) -> Callable[[], Iterator[CheckFinding]]:
+def _on_tiny(check: Callable[[], Findings]) -> Callable[[], Findings]:
     """Return a check that needs the tiny model, and says so if it cannot be loaded."""
 
     @wraps(check)
-    def checked() -> Iterator[CheckFinding]:
+    def checked() -> Findings:
         try:
             _tiny()
         except Exception:  # the check "transformers" reports it
@@ -77,23 +79,19 @@ def _on_tiny(check: Callable[[], Iterator[CheckFinding]]) -> Callable[[], Iterat
     return checked
 
 
-def transformers() -> Iterator[CheckFinding]:
+def transformers() -> Findings:
     """Check that Transformers can be imported and loads the tiny model."""
-    from importlib.metadata import version
-
     try:
         loaded = _tiny()
     except Exception as error:  # imports of broken packages raise anything
-        text = brief(error)
-        yield problem(
-            f"the tiny model cannot be loaded: {type(error).__name__}: {text}", "Reinstall torch and transformers."
-        )
+        reason = error_line(error)
+        yield problem(f"the tiny model cannot be loaded: {reason}", "Reinstall torch and transformers.")
         return
     yield ok(f"Transformers {version('transformers')} loads the tiny model on {loaded.device.type}")
 
 
 @_on_tiny
-def attention() -> Iterator[CheckFinding]:
+def attention() -> Findings:
     """Check that image tokens attend to each other in both directions, with each implementation that runs here."""
     for name in ("eager", "sdpa"):
         yield _attention(name, "fp32")
@@ -103,7 +101,7 @@ def attention() -> Iterator[CheckFinding]:
 
 
 @_on_tiny
-def flex_attention() -> Iterator[CheckFinding]:
+def flex_attention() -> Findings:
     """Check FlexAttention as :func:`attention` does; it compiles, so it takes longer."""
     if _tiny().device.type == "cuda":
         yield _attention("flex_attention", "bf16")  # its kernels can need too much shared memory in float32
@@ -132,7 +130,7 @@ def _response_or_failure(name: str, dtype: str) -> AttentionResponse | CheckFind
     try:
         return _response(name, dtype)
     except Exception as error:  # kernels and their compilers raise anything; the other checks continue
-        text = brief(f"{type(error).__name__}: {error}", 150)
+        text = error_line(error, 150)
     if name in ("eager", "sdpa"):
         return problem(f"{name} attention fails: {text}", "Install another version of Transformers or PyTorch.")
     return not_checked(f"{name}: Transformers or the kernel refuses it: {text}")
@@ -164,11 +162,8 @@ def attention_finding(
 
 
 @_on_tiny
-def flash_masks() -> Iterator[CheckFinding]:
+def flash_masks() -> Findings:
     """Check whether the mask that Transformers makes for flash attention keeps image blocks, without a flash kernel."""
-    from importlib.metadata import version
-    from importlib.util import find_spec
-
     from panscan.runners.generate_check import FLASH_MASK
 
     installed = [name for name in ("flash_attn", "flash_attn_interface", "kernels") if find_spec(name) is not None]
@@ -187,50 +182,53 @@ def flash_masks() -> Iterator[CheckFinding]:
 
 
 @_on_tiny
-def prefill_chunks() -> Iterator[CheckFinding]:
+def prefill_chunks() -> Findings:
     """Check what ``generate(prefill_chunk_size=...)`` makes of an image prompt."""
     from panscan.runners.generate_check import chunked_prefill
 
+    call = "generate(prefill_chunk_size=...)"
     fix = "Do not set prefill_chunk_size with --runner generate; the engine's chunks keep image blocks whole."
-    found = _attempt(lambda: chunked_prefill(_tiny()))
-    if isinstance(found, CheckFinding):
-        yield found
-    elif found == "right":
-        yield ok("generate(prefill_chunk_size=...) computes what generate() computes")
-    elif found == "images dropped":
-        yield warning("generate(prefill_chunk_size=...) answers without the image, and without an error", fix)
-    else:
-        yield warning("generate(prefill_chunk_size=...) cuts image blocks: its logits differ from generate()'s", fix)
+    yield _outcome(
+        chunked_prefill,
+        {
+            "right": ok(f"{call} computes what generate() computes"),
+            "images dropped": warning(f"{call} answers without the image, and without an error", fix),
+        },
+        warning(f"{call} cuts image blocks: its logits differ from generate()'s", fix),
+    )
 
 
 @_on_tiny
-def generate_batch() -> Iterator[CheckFinding]:
+def generate_batch() -> Findings:
     """Check what ``generate_batch()`` makes of an image prompt."""
     from panscan.runners.generate_check import batch_answers
 
-    found = _attempt(lambda: batch_answers(_tiny()))
-    if isinstance(found, CheckFinding):
-        yield found
-    elif found == "images dropped":
-        yield warning(
-            "generate_batch() (continuous batching) answers an image prompt without the image, and without an error",
-            "Use panscan's engine for continuous batching with images; panscan refuses images with this runner.",
-        )
-    elif found == "refused":
-        yield ok("generate_batch() (continuous batching) refuses image prompts; panscan's engine batches them")
-    else:
-        yield ok("generate_batch() (continuous batching) takes the image into account")
+    call = "generate_batch() (continuous batching)"
+    yield _outcome(
+        batch_answers,
+        {
+            "images dropped": warning(
+                f"{call} answers an image prompt without the image, and without an error",
+                "Use panscan's engine for continuous batching with images; panscan refuses images with this runner.",
+            ),
+            "refused": ok(f"{call} refuses image prompts; panscan's engine batches them"),
+        },
+        ok(f"{call} takes the image into account"),
+    )
 
 
-def _attempt(test: Callable[[], str]) -> str | CheckFinding:
+def _outcome(
+    test: Callable[[Loaded], str], findings: Mapping[str, CheckFinding], otherwise: CheckFinding
+) -> CheckFinding:
+    """Return the finding of a test's result."""
     try:
-        return test()
+        return findings.get(test(_tiny()), otherwise)
     except Exception as error:  # a refusal of the installed version, whatever its type, is the result
-        return not_checked(f"Transformers raises {type(error).__name__}: {brief(error)}")
+        return not_checked(f"Transformers raises {error_line(error)}")
 
 
 @_on_tiny
-def padding() -> Iterator[CheckFinding]:
+def padding() -> Findings:
     """Check the tokenizer's padding side, and that a padded batch computes what single requests compute."""
     from panscan.runners.generate_check import padding_error
 
@@ -248,7 +246,7 @@ def padding() -> Iterator[CheckFinding]:
 
 
 @_on_tiny
-def image_processor() -> Iterator[CheckFinding]:
+def image_processor() -> Findings:
     """Check which image processor Transformers chooses, and panscan's crops, pixels and token ids against it."""
     from panscan.core import Request
     from panscan.runners.processor_check import check_inputs
@@ -271,7 +269,7 @@ def image_processor() -> Iterator[CheckFinding]:
 
 
 @_on_tiny
-def preprocessing() -> Iterator[CheckFinding]:
+def preprocessing() -> Findings:
     """Measure how long one core prepares the views of a page."""
     import torch
 
@@ -295,7 +293,7 @@ def _page(width: int, height: int) -> Image.Image:
 
 
 @_on_tiny
-def compilation() -> Iterator[CheckFinding]:
+def compilation() -> Findings:
     """Count compilations of a decoder with a static cache, over prompts of three lengths."""
     import torch
 
@@ -307,4 +305,6 @@ def compilation() -> Iterator[CheckFinding]:
     if found.later[-1] == 0:
         yield ok(f"{fact}; later lengths reuse them")
     else:
-        yield warning(f"{fact}: each new length compiles again", "Pad prompts with --pad-to-multiple-of.")
+        yield warning(
+            f"{fact}: each new length compiles again", "Use --runner engine, whose graphs do not depend on the length."
+        )

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import pynvml
 
-from panscan.core.errors import brief
+from panscan.core.errors import brief, error_line
 from panscan.core.hardware import FEATURES, runs_on, supports
-from panscan.doctor.findings import CheckFinding, not_checked, ok, problem, warning
-from panscan.doctor.nvml import Driver, driver, handle_of, pci_gpus, read
+from panscan.doctor.checks import NO_GPU, CheckFinding, Findings, not_checked, ok, on_gpus, problem, warning
+from panscan.doctor.nvml import Driver, driver, gpu_reader, pci_gpus
 from panscan.plan.gpus import reported_gpu
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "triton_kernels",
 ]
 
-_NO_GPU = "PyTorch uses no NVIDIA GPU here"
 _INSTALL = "pytorch.org/get-started/locally lists the index of each CUDA version"
 _GIB = 2**30
 _BUSY_SHARE, _BUSY_BYTES = 0.1, 2 * _GIB  # of a GPU's memory, used by others: both must be exceeded
@@ -51,7 +50,7 @@ _APPLICATION_CLOCKS = pynvml.nvmlClocksThrottleReasonApplicationsClocksSetting
 _POWER_CAP = pynvml.nvmlClocksThrottleReasonSwPowerCap
 
 
-def pytorch() -> Iterator[CheckFinding]:
+def pytorch() -> Findings:
     """Check that PyTorch can be imported, and that its build and the driver match."""
     try:
         import torch
@@ -137,13 +136,11 @@ def driver_finding(cuda: str, found: Driver, visible: int) -> CheckFinding:
     )
 
 
-def gpus() -> Iterator[CheckFinding]:
+@on_gpus
+def gpus() -> Findings:
     """Report each GPU, its memory, and who else uses it."""
     import torch
 
-    if not torch.cuda.is_available():
-        yield not_checked(_NO_GPU)
-        return
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         capability = facts.major, facts.minor
@@ -157,11 +154,12 @@ def gpus() -> Iterator[CheckFinding]:
             )
         else:
             yield ok(f"{label}, bfloat16" + (" and float8" if supports("fp8", capability) else ", no float8 products"))
-        yield from _used_memory(index, handle_of(str(facts.uuid)))
+        yield from _used_memory(index)
 
 
-def _used_memory(index: int, handle: Any | None) -> Iterator[CheckFinding]:
-    memory = None if handle is None else read(pynvml.nvmlDeviceGetMemoryInfo, handle)
+def _used_memory(index: int) -> Findings:
+    read = gpu_reader(index)
+    memory = read("MemoryInfo")
     if memory is None:
         yield not_checked(f"GPU {index}: the driver reports no memory use")
     elif memory.used > max(_BUSY_SHARE * memory.total, _BUSY_BYTES):
@@ -169,26 +167,20 @@ def _used_memory(index: int, handle: Any | None) -> Iterator[CheckFinding]:
             f"GPU {index}: {memory.used / _GIB:.1f} of {memory.total / _GIB:.1f} GiB are in use",
             "Stop the other processes (`nvidia-smi` lists them), or limit panscan with --gpu-memory-gb.",
         )
-    if handle is not None and read(pynvml.nvmlDeviceGetComputeMode, handle) == pynvml.NVML_COMPUTEMODE_PROHIBITED:
+    if read("ComputeMode") == pynvml.NVML_COMPUTEMODE_PROHIBITED:
         yield problem(f"GPU {index} is in compute mode 'prohibited'", "Run `nvidia-smi -c DEFAULT` as root.")
-    errors = None
-    if handle is not None:
-        uncorrected, volatile = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
-        errors = read(pynvml.nvmlDeviceGetTotalEccErrors, handle, uncorrected, volatile)
-    if errors:
+    if errors := read("TotalEccErrors", pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC):
         yield warning(
             f"GPU {index}: {errors} uncorrected memory errors since the driver was loaded",
             "Reset or replace the GPU; its results may be wrong.",
         )
 
 
-def kernels() -> Iterator[CheckFinding]:
+@on_gpus
+def kernels() -> Findings:
     """Check that the installed wheel has kernels for each GPU, and that a bfloat16 product is right on it."""
     import torch
 
-    if not torch.cuda.is_available():
-        yield not_checked(_NO_GPU)
-        return
     built = torch.cuda.get_arch_list()
     inputs = torch.randn(2, 256, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
     expected = inputs[0].double() @ inputs[1].double()
@@ -215,7 +207,7 @@ def kernels() -> Iterator[CheckFinding]:
             yield ok(f"{label}: this wheel has kernels for it; a bfloat16 product is correct")
 
 
-def tf32() -> Iterator[CheckFinding]:
+def tf32() -> Findings:
     """Check which precision float32 products have, by computing one where there is a GPU."""
     import torch
 
@@ -229,23 +221,23 @@ def tf32() -> Iterator[CheckFinding]:
     product = (left.float().cuda() @ right.float().cuda()).double().cpu()
     error = float((product - left.float().double() @ right.float().double()).abs().max() / 512**0.5)
     if error < _TF32_ERROR:
-        yield ok(f"{fact}: a float32 product is computed in float32; panscan sets both for each run (--tf32)")
+        yield ok(f"{fact}: a float32 product is computed in float32; panscan sets both for each run")
         return
     where = " and ".join(named) or "a setting outside of PyTorch"
     yield warning(
         f"{fact}, but float32 products are computed in TF32 ({where}): float32 references are rounded to 10 bits",
-        f"Unset {' and '.join(each.split('=')[0] for each in named) or 'it'}; use --tf32 where you want TF32.",
+        f"Unset {' and '.join(each.split('=')[0] for each in named) or 'it'}.",
     )
 
 
-def triton_kernels() -> Iterator[CheckFinding]:
+def triton_kernels() -> Findings:
     """Check that one of panscan's Triton kernels compiles and is right on the first GPU."""
     import torch
 
     from panscan.linear.multiply import has_kernels
 
     if not torch.cuda.is_available():
-        yield not_checked(f"{_NO_GPU}; panscan's Triton kernels run on NVIDIA GPUs only")
+        yield not_checked(f"{NO_GPU}; panscan's Triton kernels run on NVIDIA GPUs only")
         return
     device = torch.device("cuda:0")
     if not has_kernels(device):
@@ -258,9 +250,8 @@ def triton_kernels() -> Iterator[CheckFinding]:
     try:
         found = rms_norm(hidden, weight, 1e-6)
     except Exception as error:  # Triton raises what its compilers raise: CalledProcessError, RuntimeError, ...
-        text = brief(error)
         yield problem(
-            f"a Triton kernel does not compile or run: {type(error).__name__}: {text}",
+            f"a Triton kernel does not compile or run: {error_line(error)}",
             "Install a C compiler (gcc) and the triton that torch requires.",
         )
         return
@@ -278,23 +269,19 @@ def _half(torch: Any) -> Any:
     return torch.bfloat16 if supports("bf16", torch.cuda.get_device_capability(0)) else torch.float16
 
 
-def ceilings() -> Iterator[CheckFinding]:
+@on_gpus
+def ceilings() -> Findings:
     """Measure each GPU's product rate and bandwidth, and compare the GPUs with each other."""
     import torch
 
     from panscan.model.ceilings import measure_ceilings
 
-    if not torch.cuda.is_available():
-        yield not_checked(_NO_GPU)
-        return
-    dtype = _half(torch)
-    names, rates = [], []
+    rates: list[tuple[str, tuple[float, float]]] = []
     for index in range(torch.cuda.device_count()):
-        found = measure_ceilings(torch.device("cuda", index), dtype)
-        names.append(torch.cuda.get_device_name(index))
-        rates.append((found.flops_per_s, found.bytes_per_s))
-    for index, name in enumerate(names):
-        yield ceilings_finding(index, name, rates[index], [r for n, r in zip(names, rates, strict=True) if n == name])
+        measured = measure_ceilings(torch.device("cuda", index), _half(torch))
+        rates.append((torch.cuda.get_device_name(index), (measured.flops_per_s, measured.bytes_per_s)))
+    for index, (name, rate) in enumerate(rates):
+        yield ceilings_finding(index, name, rate, [alike for other, alike in rates if other == name])
 
 
 def ceilings_finding(
@@ -328,49 +315,42 @@ class GpuLoad:
     degrees: list[int] = field(default_factory=list)
     reasons: int = 0
 
-    def sample(self, handle: Any) -> None:
-        """Add what the driver reports now."""
-        milliwatts = read(pynvml.nvmlDeviceGetPowerUsage, handle)
-        for values, value in (
-            (self.clocks, read(pynvml.nvmlDeviceGetClockInfo, handle, pynvml.NVML_CLOCK_SM)),
-            (self.watts, milliwatts and milliwatts / 1000),
-            (self.degrees, read(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU)),
-        ):
+    def sample(self, read: Callable[..., Any | None]) -> None:
+        """Add what the driver reports now; see :func:`panscan.doctor.nvml.gpu_reader`."""
+        samples: tuple[tuple[list[Any], Any], ...] = (
+            (self.clocks, read("ClockInfo", pynvml.NVML_CLOCK_SM)),
+            (self.watts, _watts(read("PowerUsage"))),
+            (self.degrees, read("Temperature", pynvml.NVML_TEMPERATURE_GPU)),
+        )
+        for values, value in samples:
             if value is not None:
                 values.append(value)
-        self.reasons |= int(read(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0)
+        self.reasons |= int(read("CurrentClocksThrottleReasons") or 0)
 
 
-def load() -> Iterator[CheckFinding]:
+@on_gpus
+def load() -> Findings:
     """Keep all GPUs busy for a second and report clocks, power, temperature and why clocks are lowered."""
     import torch
 
-    if not torch.cuda.is_available():
-        yield not_checked(_NO_GPU)
-        return
-    indices = range(torch.cuda.device_count())
-    handles = [handle_of(str(torch.cuda.get_device_properties(index).uuid)) for index in indices]
-    dtype = _half(torch)
+    indices, dtype = range(torch.cuda.device_count()), _half(torch)
     squares = [torch.randn(4096, 4096, device=f"cuda:{index}", dtype=dtype) for index in indices]
-    products, loads = _products_per_sample(squares[0]), [GpuLoad() for _ in indices]
+    products, loads = _products_per_sample(squares[0]), [(gpu_reader(index), GpuLoad()) for index in indices]
     until = time.perf_counter() + _LOAD_SECONDS
     while time.perf_counter() < until:
         for square in squares:
             for _ in range(products):
                 torch.matmul(square, square)
-        for handle, each in zip(handles, loads, strict=True):  # while the products run
-            if handle is not None:
-                each.sample(handle)
+        for read, gpu_load in loads:  # while the products run
+            gpu_load.sample(read)
         for index in indices:
             torch.cuda.synchronize(index)
-    for index, handle, each in zip(indices, handles, loads, strict=True):
-        if handle is None or not each.clocks:
+    for index, (read, gpu_load) in enumerate(loads):
+        if not gpu_load.clocks:
             yield not_checked(f"GPU {index}: the driver reports no clocks (a MIG slice or a virtual GPU)")
         else:
-            highest = read(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM)
-            limit = _watts(read(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle))
-            default = _watts(read(pynvml.nvmlDeviceGetPowerManagementDefaultLimit, handle))
-            yield load_finding(index, each, highest, limit, default)
+            limits = _watts(read("EnforcedPowerLimit")), _watts(read("PowerManagementDefaultLimit"))
+            yield load_finding(index, gpu_load, read("MaxClockInfo", pynvml.NVML_CLOCK_SM), *limits)
 
 
 def _products_per_sample(square: Any) -> int:

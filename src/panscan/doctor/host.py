@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from huggingface_hub import constants
 
 from panscan.checkpoints.files import DamagedFileError
 from panscan.checkpoints.headers import index_files
 from panscan.core.files import cache_directory
-from panscan.doctor.findings import CheckFinding, not_checked, ok, warning
+from panscan.doctor.checks import CheckFinding, Findings, file_text, not_checked, ok, warning
 
 try:
     import resource
@@ -42,7 +42,7 @@ _LEAST_SHARED = 1 * _GIB
 _LEAST_DISK = 60 * _GIB  # Gemma 3 27B in bf16 takes 55 GB
 _LEAST_FILES = 4096
 _HUB_CACHE = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
-_TRUE = {"1", "ON", "YES", "TRUE"}
+_OFFLINE, _TOKENS = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +67,10 @@ class Limits:
 
 def read_limits(root: Path = _CGROUP) -> Limits:
     """Return the limits of the control group mounted at ``root``, version 2 or 1."""
-    quota, _, period = _content(root / "cpu.max").partition(" ")
+    quota, _, period = file_text(root / "cpu.max").partition(" ")
     if not quota:
-        quota, period = _content(root / "cpu/cpu.cfs_quota_us"), _content(root / "cpu/cpu.cfs_period_us")
-    memory = _content(root / "memory.max") or _content(root / "memory/memory.limit_in_bytes")
+        quota, period = file_text(root / "cpu/cpu.cfs_quota_us"), file_text(root / "cpu/cpu.cfs_period_us")
+    memory = file_text(root / "memory.max") or file_text(root / "memory/memory.limit_in_bytes")
     whole = quota.isdigit() and period.isdigit()  # "max" and -1 stand for no limit
     bounded = memory.isdigit() and int(memory) < psutil.virtual_memory().total  # version 1 writes 2**63 for no limit
     return Limits(
@@ -86,14 +86,14 @@ def _used_memory(root: Path) -> int:
         ("memory.current", "memory.stat", "inactive_file"),
         ("memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
     ):
-        if (total := _content(root / used)).isdigit():
-            pairs = (line.split() for line in _content(root / statistics).splitlines())
+        if (total := file_text(root / used)).isdigit():
+            pairs = (line.split() for line in file_text(root / statistics).splitlines())
             values = {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
             return max(0, int(total) - values.get(name, 0))
     return 0
 
 
-def cores() -> Iterator[CheckFinding]:
+def cores() -> Findings:
     """Report the cores that this process may use."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     yield cores_finding(os.cpu_count() or 1, usable, read_limits().cores)
@@ -124,7 +124,7 @@ def cores_finding(present: int, usable: int, quota: float | None) -> CheckFindin
     return ok(fact)
 
 
-def memory() -> Iterator[CheckFinding]:
+def memory() -> Findings:
     """Report the memory that this process may use."""
     found = psutil.virtual_memory()
     yield memory_finding(found.total, found.available, read_limits())
@@ -144,7 +144,7 @@ def memory_finding(total: int, available: int, limits: Limits) -> CheckFinding:
     return ok(fact)
 
 
-def shared_memory() -> Iterator[CheckFinding]:
+def shared_memory() -> Findings:
     """Report the size of /dev/shm, which NCCL (tensor parallel) and Ray (replicas) use."""
     if not _SHARED.is_dir():
         yield not_checked("this system has no /dev/shm")
@@ -160,7 +160,7 @@ def shared_memory() -> Iterator[CheckFinding]:
         yield ok(fact)
 
 
-def limits() -> Iterator[CheckFinding]:
+def limits() -> Findings:
     """Report the limits of open files and locked memory."""
     if resource is None:
         yield not_checked("this system has no resource limits (ulimit)")
@@ -168,46 +168,48 @@ def limits() -> Iterator[CheckFinding]:
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= files < _LEAST_FILES:  # -1: unlimited
         yield warning(
-            f"open files: {files} (hard limit {_number(most)}); each connection to `panscan serve` takes one",
+            f"open files: {files} (hard limit {_limit_text(most)}); each connection to `panscan serve` takes one",
             f"Run `ulimit -n {_LEAST_FILES}` before panscan serve and panscan load.",
         )
     else:
-        yield ok(f"open files: {_number(files)}")
+        yield ok(f"open files: {_limit_text(files)}")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     size = "unlimited" if locked < 0 else f"{locked / 2**20:.0f} MiB"
     yield ok(f"locked memory: {size}; one machine's GPUs need none, RDMA between machines does")
 
 
-def caches() -> Iterator[CheckFinding]:
+def caches() -> Findings:
     """Report free space and access rights of the hub cache and of panscan's cache."""
-    for name, path in (("hub cache", _hub_cache()), ("panscan's cache", cache_directory())):
-        there = next(each for each in (path, *path.parents) if each.exists())
-        free = shutil.disk_usage(there).free
+    # HF_HOME has no effect on the hub cache if another variable is set.
+    hub_variable = next((name for name in _HUB_CACHE if os.environ.get(name)), "HF_HOME")
+    for name, path, variable, needed in (
+        ("hub cache", Path(constants.HF_HUB_CACHE), hub_variable, _LEAST_DISK),
+        ("panscan's cache", cache_directory(), "PANSCAN_CACHE", 0),
+    ):
+        existing = next(directory for directory in (path, *path.parents) if directory.exists())
+        free = shutil.disk_usage(existing).free
         fact = f"{name} {path}: {free / _GIB:.0f} GiB free"
-        if not os.access(there, os.W_OK):
-            variable = _hub_variable() if path == _hub_cache() else "PANSCAN_CACHE"
+        if not os.access(existing, os.W_OK):
             yield warning(f"{fact}, not writable", f"Set {variable} to a directory that you can write.")
-        elif free < _LEAST_DISK and path == _hub_cache():
+        elif free < needed:
             yield warning(
                 f"{fact}; Gemma 3 27B in bf16 takes 55 GB, 12B 24 GB, 4B 9 GB",
-                f"Free space, or set {_hub_variable()} to a directory on a larger disk.",
+                f"Free space, or set {variable} to a directory on a larger disk.",
             )
         else:
             yield ok(fact)
 
 
-def hub_access() -> Iterator[CheckFinding]:
+def hub_access() -> Findings:
     """Report whether a hub token is present, and whether downloads are allowed. The token is neither read nor shown."""
-    offline = next(
-        (n for n in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(n, "").upper() in _TRUE), None
-    )
-    if offline is not None:
-        yield ok(f"{offline} is set: only checkpoints on this disk can be loaded")
-    file = _expanded(os.environ.get("HF_TOKEN_PATH") or _hub_home() / "token")
-    variable = next((name for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN") if os.environ.get(name)), None)
+    if constants.HF_HUB_OFFLINE:
+        name = next((name for name in _OFFLINE if os.environ.get(name)), _OFFLINE[0])
+        yield ok(f"{name} is set: only checkpoints on this disk can be loaded")
+    file = Path(constants.HF_TOKEN_PATH)
+    variable = next((name for name in _TOKENS if os.environ.get(name)), None)
     if variable is not None or file.is_file():
         yield ok(f"a hub token is present ({variable or file}); its access to Gemma 3 was not tested")
-    elif offline is None:
+    elif not constants.HF_HUB_OFFLINE:
         yield warning(
             "no hub token: google/gemma-3-* are gated and cannot be downloaded",
             "Accept the licence on the model's page, then run `hf auth login` or set HF_TOKEN."
@@ -215,12 +217,13 @@ def hub_access() -> Iterator[CheckFinding]:
         )
 
 
-def checkpoints() -> Iterator[CheckFinding]:
+def checkpoints() -> Findings:
     """Report Gemma 3 checkpoints in the hub cache, and whether they are complete."""
-    found = sorted(_hub_cache().glob("models--*gemma-3-*/snapshots/*/config.json"))
-    if not found:
-        yield ok(f"no Gemma 3 checkpoint in the hub cache {_hub_cache()}; panscan's mini and tiny need none")
-    for config in found:
+    cache = Path(constants.HF_HUB_CACHE)
+    configs = sorted(cache.glob("models--*gemma-3-*/snapshots/*/config.json"))
+    if not configs:
+        yield ok(f"no Gemma 3 checkpoint in the hub cache {cache}; panscan's mini and tiny need none")
+    for config in configs:
         name = config.parents[2].name.removeprefix("models--").replace("--", "/")
         yield _checkpoint(name, config.parent)
 
@@ -243,32 +246,5 @@ def _checkpoint(name: str, snapshot: Path) -> CheckFinding:
     return ok(f"{name} is in the hub cache, complete")
 
 
-def _hub_cache() -> Path:
-    named = next((os.environ[name] for name in _HUB_CACHE if os.environ.get(name)), None)
-    return _expanded(named or _hub_home() / "hub")
-
-
-def _hub_home() -> Path:
-    """Return the directory of huggingface_hub's cache and token. Its own constants would be those of its import."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    return _expanded(os.environ.get("HF_HOME") or cache / "huggingface")
-
-
-def _hub_variable() -> str:
-    """Return the environment variable that sets the hub cache here; HF_HOME has no effect on it if another is set."""
-    return next((name for name in _HUB_CACHE if os.environ.get(name)), "HF_HOME")
-
-
-def _expanded(path: str | Path) -> Path:
-    return Path(os.path.expandvars(path)).expanduser()
-
-
-def _number(limit: int) -> str:
+def _limit_text(limit: int) -> str:
     return "unlimited" if limit < 0 else str(limit)
-
-
-def _content(file: Path) -> str:
-    try:
-        return file.read_text("ascii").strip()
-    except OSError:
-        return ""

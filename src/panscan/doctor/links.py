@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pynvml
 
-from panscan.doctor.findings import CheckFinding, not_checked, ok, problem, warning
-from panscan.doctor.nvml import handle_of, read
+from panscan.doctor.checks import NO_GPU, CheckFinding, Findings, not_checked, ok, on_gpus, problem, warning
+from panscan.doctor.nvml import gpu_reader
 
 __all__ = ["host_links", "idle_gpus", "layout_finding", "peers"]
 
-_NO_GPU = "PyTorch uses no NVIDIA GPU here"
 _BYTES = 256 << 20
 _RUNS = 5
 _MOST_LINKS = 18  # of NVLink on one GPU; the driver refuses higher numbers
@@ -22,7 +21,7 @@ _FEWER_LANES = "The link runs with fewer lanes than the GPU and the slot have: r
 _SLOW = 5e9  # bytes/s; PCIe 3.0 x8 is faster
 
 
-def idle_gpus() -> Iterator[CheckFinding]:
+def idle_gpus() -> Findings:
     """Say how to use several GPUs, and that ``device_map="auto"`` uses one at a time."""
     import torch
 
@@ -32,7 +31,7 @@ def idle_gpus() -> Iterator[CheckFinding]:
 def layout_finding(count: int) -> CheckFinding:
     """Return how ``panscan serve`` uses ``count`` GPUs."""
     if count == 0:
-        return not_checked(_NO_GPU)
+        return not_checked(NO_GPU)
     if count == 1:
         return ok("one GPU: --device-map has no effect")
     layouts = [f"--replicas {count}"]
@@ -46,7 +45,7 @@ def layout_finding(count: int) -> CheckFinding:
     )
 
 
-def peers() -> Iterator[CheckFinding]:
+def peers() -> Findings:
     """Measure copies from each GPU to the next one, and check the copied values."""
     import torch
 
@@ -75,43 +74,34 @@ def _peer(torch: Any, source: int, target: int) -> CheckFinding:
             f"{label}: no peer-to-peer access, copies go through host memory at {rate}",
             "Prefer --replicas to --tensor-parallel-size on this machine.",
         )
-    links = _nvlinks(torch, source)
+    links = _nvlinks(source)
     by = f" ({links} active NVLink links on GPU {source})" if links else " (no active NVLink)"
     return ok(f"{label}: peer-to-peer copies at {rate}{by}")
 
 
-def _nvlinks(torch: Any, index: int) -> int:
-    handle = handle_of(str(torch.cuda.get_device_properties(index).uuid))
-    if handle is None:
-        return 0
-    states = (read(pynvml.nvmlDeviceGetNvLinkState, handle, link) for link in range(_MOST_LINKS))
-    return sum(state == pynvml.NVML_FEATURE_ENABLED for state in states)
+def _nvlinks(index: int) -> int:
+    read = gpu_reader(index)
+    return [read("NvLinkState", link) for link in range(_MOST_LINKS)].count(pynvml.NVML_FEATURE_ENABLED)
 
 
-def host_links() -> Iterator[CheckFinding]:
+@on_gpus
+def host_links() -> Findings:
     """Measure pinned copies between host and each GPU, and compare the PCIe link with what the GPU supports."""
     import torch
 
-    count = torch.cuda.device_count()
-    if count == 0:
-        yield not_checked(_NO_GPU)
-        return
     host = torch.empty(_BYTES, dtype=torch.uint8, pin_memory=True)
-    for index in range(count):
+    for index in range(torch.cuda.device_count()):
         there = torch.empty(_BYTES, dtype=torch.uint8, device=f"cuda:{index}")
         up = _BYTES / _best_seconds(torch, partial(there.copy_, host, non_blocking=True), (index,))
         down = _BYTES / _best_seconds(torch, partial(host.copy_, there, non_blocking=True), (index,))
-        handle = handle_of(str(torch.cuda.get_device_properties(index).uuid))
-        yield _host_link(index, up, down, handle)
+        yield _host_link(index, up, down)
         del there
 
 
-def _host_link(index: int, up: float, down: float, handle: Any | None) -> CheckFinding:
+def _host_link(index: int, up: float, down: float) -> CheckFinding:
+    read = gpu_reader(index)
+    width, most = read("CurrPcieLinkWidth"), read("MaxPcieLinkWidth")
     fact = f"GPU {index}: {up / 1e9:.0f} GB/s from the host, {down / 1e9:.0f} GB/s to the host"
-    width = most = None
-    if handle is not None:
-        width = read(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle)
-        most = read(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle)
     if width and most:
         fact += f", PCIe x{width} of x{most}"
     if width and most and width < most:

@@ -10,7 +10,9 @@ from typing import Any
 
 import pynvml
 
-__all__ = ["Driver", "driver", "handle_of", "pci_gpus", "read"]
+from panscan.doctor.checks import file_text
+
+__all__ = ["Driver", "driver", "gpu_reader", "pci_gpus"]
 
 _PCI = Path("/sys/bus/pci/devices")
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
@@ -37,21 +39,26 @@ def driver() -> Driver | None:
         return None
 
 
-def handle_of(uuid: str) -> Any | None:
-    """Return NVML's handle of a GPU; None without a driver, or for a part of a GPU (MIG).
+def gpu_reader(index: int) -> Callable[..., Any | None]:
+    """Return a function that asks the driver about a GPU.
+
+    It takes a name as in ``nvmlDeviceGet<name>``, and arguments. It returns None for what the GPU, the driver or the
+    installed bindings do not report: everything without a driver, or of a part of a GPU (MIG).
 
     Args:
-        uuid: as PyTorch reports it, without the prefix ``GPU-``.
+        index: PyTorch's number of the GPU.
     """
-    return None if driver() is None else read(pynvml.nvmlDeviceGetHandleByUUID, f"GPU-{uuid}")
+    import torch
 
+    def read(name: str, *arguments: Any) -> Any | None:
+        try:
+            return getattr(pynvml, f"nvmlDeviceGet{name}")(*arguments)
+        except (pynvml.NVMLError, AttributeError):
+            return None
 
-def read(function: Callable[..., Any], *arguments: Any) -> Any | None:
-    """Return what an NVML function reports; None if this GPU or driver does not report it."""
-    try:
-        return function(*arguments)
-    except (pynvml.NVMLError, AttributeError):  # AttributeError: the installed bindings are older than the function
-        return None
+    uuid = torch.cuda.get_device_properties(index).uuid
+    handle = None if driver() is None else read("HandleByUUID", f"GPU-{uuid}")
+    return lambda name, *arguments: None if handle is None else read(name, handle, *arguments)
 
 
 def pci_gpus(devices: Path = _PCI) -> int | None:
@@ -60,11 +67,6 @@ def pci_gpus(devices: Path = _PCI) -> int | None:
         entries = list(devices.iterdir())
     except OSError:
         return None
-    return sum(_content(entry / "vendor") == _NVIDIA and _content(entry / "class")[:4] == _DISPLAY for entry in entries)
-
-
-def _content(file: Path) -> str:
-    try:
-        return file.read_text("ascii").strip()
-    except OSError:
-        return ""
+    return sum(
+        file_text(entry / "vendor") == _NVIDIA and file_text(entry / "class")[:4] == _DISPLAY for entry in entries
+    )

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
 
-from panscan.core.errors import brief
-from panscan.doctor.findings import CheckFinding, not_checked, ok, problem, warning
+from panscan.core.errors import error_line
+from panscan.doctor.checks import Findings, not_checked, ok, problem, warning
 
 __all__ = ["attention_packages", "optional_packages", "requirements", "torchvision"]
 
 _OPTIONAL = {"bitsandbytes": "--quantization bnb-8bit and bnb-4bit", "ray": "--replicas"}
 
 
-def requirements() -> Iterator[CheckFinding]:
+def requirements() -> Findings:
     """Check that the installed versions are those that panscan's own package metadata requires."""
     try:
         needs = requires("panscan") or ()
@@ -39,7 +38,7 @@ def requirements() -> Iterator[CheckFinding]:
         yield ok(", ".join(shown))
 
 
-def torchvision() -> Iterator[CheckFinding]:
+def torchvision() -> Findings:
     """Check that torchvision, if installed, imports and belongs to the installed PyTorch."""
     found, torch = _version("torchvision"), _version("torch")
     if found is None:
@@ -61,7 +60,7 @@ def torchvision() -> Iterator[CheckFinding]:
         yield ok(f"torchvision {found} works with torch {torch}")
 
 
-def attention_packages() -> Iterator[CheckFinding]:
+def attention_packages() -> Findings:
     """Report attention kernel packages, and whether they work with the installed PyTorch."""
     from panscan.model.support import FLASH_PACKAGES
 
@@ -86,7 +85,7 @@ def attention_packages() -> Iterator[CheckFinding]:
         )
 
 
-def optional_packages() -> Iterator[CheckFinding]:
+def optional_packages() -> Findings:
     """Report packages that only some settings need."""
     for name, purpose in _OPTIONAL.items():
         installed = _version(name)
@@ -110,5 +109,5 @@ def _import_error(module: str) -> str | None:
     try:
         import_module(module)
     except Exception as error:  # extension modules raise anything: OSError, RuntimeError for operators, AttributeError
-        return f"{type(error).__name__}: {brief(error)}"
+        return error_line(error)
     return None

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from panscan.core.child import Child, ChildEndedError, Inbox
-from panscan.doctor.findings import Check, CheckFinding, CheckResult, not_checked, warning
+from panscan.core.child import Child, Inbox
+from panscan.doctor.checks import Check, CheckFinding, CheckResult, not_checked, warning
 
 __all__ = ["LANE_ENVIRONMENT", "Message", "run_checks"]
 
@@ -91,8 +91,7 @@ class _Lane:
             self.child = Child("panscan.doctor.worker", environment=environment, keep_output=True)
             self.child.listen_into(self._inbox)
             self.deadline = time.monotonic() + _STARTUP
-            with suppress(ChildEndedError):  # take() is told
-                self.child.send(list(self._todo))
+            self.child.send_if_alive(list(self._todo))
         return True
 
     def take(self, message: Message | None) -> str | None:

@@ -7,13 +7,12 @@ import; they are listed in :data:`METHODS` and :data:`PARTS`.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import panscan
 from panscan.core.errors import brief
-from panscan.doctor.findings import CheckFinding, not_checked, ok, problem
+from panscan.doctor.checks import CheckFinding, Findings, not_checked, ok, problem
 
 __all__ = ["METHODS", "PARTS", "SymbolUse", "findings", "symbols", "used_symbols"]
 
@@ -93,7 +92,7 @@ class SymbolUse:
     locations: list[str] = field(default_factory=list)
 
 
-def symbols() -> Iterator[CheckFinding]:
+def symbols() -> Findings:
     """Check each name and argument that panscan relies on."""
     try:
         from panscan.model.runtime import quiet_libraries
@@ -119,7 +118,7 @@ def used_symbols(root: Path) -> list[SymbolUse]:
     return [found[name] for name in sorted(found)]
 
 
-def findings(uses: list[SymbolUse]) -> Iterator[CheckFinding]:
+def findings(uses: list[SymbolUse]) -> Findings:
     """Look up uses, :data:`METHODS` and :data:`PARTS` in the installed Transformers."""
     from panscan.runners.symbols import resolve, resolve_part
 

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from panscan.doctor.checks import GROUPS
-from panscan.doctor.findings import STATUSES, CheckResult, Status
+from panscan.doctor.checks import GROUPS, STATUSES, CheckResult, Status
 
 __all__ = ["as_json", "lines", "summary"]
 

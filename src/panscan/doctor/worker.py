@@ -9,8 +9,8 @@ import time
 from importlib import import_module
 
 from panscan.core.child import Parent
-from panscan.core.errors import one_line
-from panscan.doctor.findings import Check, not_checked
+from panscan.core.errors import error_line, one_line
+from panscan.doctor.checks import Check, not_checked
 
 __all__ = ["main"]
 
@@ -27,7 +27,6 @@ def main() -> None:
             for finding in getattr(import_module(module), function)():
                 parent.send((check.name, finding))
         except Exception as error:  # a bug in one check must not hide what the others find
-            text = one_line(" ".join(str(error).split()))[:300]
-            parent.send((check.name, not_checked(f"the check failed: {type(error).__name__}: {text}")))
+            parent.send((check.name, not_checked(f"the check failed: {one_line(error_line(error, 300))}")))
         parent.send((check.name, time.perf_counter() - start))
     parent.receive()  # until the parent ends this process: threads of libraries and CUDA's own cleanup may hang

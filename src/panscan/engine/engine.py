@@ -43,7 +43,7 @@ from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import count_prompt
 from panscan.model.load import load_for, load_meta_model_for
 from panscan.model.observation import ForcedTokens, Observation
-from panscan.model.runtime import apply_attention, apply_tf32
+from panscan.model.runtime import apply_attention, forbid_tf32
 from panscan.model.support import require_supported
 from panscan.settings import Settings, axes, foreign_settings, range_of, settings_from
 from panscan.settings.preset_files import single_preset
@@ -142,7 +142,7 @@ class Engine:
             return cls._over_ranks(settings, max_queued_requests)
         loaded = load_for(settings)
         apply_attention(loaded.model, settings.attention)
-        apply_tf32(settings.tf32)
+        forbid_tf32()
         return cls(loaded, settings=settings, max_queued_requests=max_queued_requests)
 
     @classmethod

@@ -20,7 +20,7 @@ from torch import distributed
 
 from panscan.core import PanscanError
 from panscan.core.child import Parent
-from panscan.core.errors import brief
+from panscan.core.errors import error_line
 from panscan.engine.model_runner import ModelRunner
 from panscan.engine.passes import Launched, RunnerFacts
 from panscan.engine.ranks import (
@@ -39,7 +39,7 @@ from panscan.engine.scheduling.batch import FlatBatch
 from panscan.model.checkpoint import Loaded
 from panscan.model.load import load_shard
 from panscan.model.machine import peak_memory, release_memory, reset_peak_memory
-from panscan.model.runtime import apply_tf32, quiet_libraries
+from panscan.model.runtime import forbid_tf32, quiet_libraries
 from panscan.model.sharding import ProcessRanks
 
 __all__ = ["main"]
@@ -94,7 +94,7 @@ class _Worker:
             return error
         except Exception as error:  # whatever a library raises is the command's failure, and the parent's to report
             traceback.print_exc()
-            return PanscanError(f"--tensor-parallel-size: {_error_line(error)}")
+            return PanscanError(f"--tensor-parallel-size: {error_line(error, 300)}")
         return None
 
     def _load(self, load: LoadShard) -> None:
@@ -111,7 +111,7 @@ class _Worker:
             timeout=timedelta(minutes=10),
             device_id=device if device.type == "cuda" else None,
         )
-        apply_tf32(load.settings.tf32)
+        forbid_tf32()
         self._ranks = ProcessRanks(load.rank, load.size, device)
         self._ranks.all_reduce(torch.zeros(1, device=device))  # opens the connections
 
@@ -213,11 +213,7 @@ class _Worker:
     def _report_failure(self, error: Exception, number: int = 0) -> None:
         self._failed.set()
         traceback.print_exc()
-        self._parent.send(PassEnded(number, _error_line(error)))
-
-
-def _error_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {brief(error, 300)}"
+        self._parent.send(PassEnded(number, error_line(error, 300)))
 
 
 def main() -> None:

@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import ipaddress
 import math
-import os
 import re
 import socket
 import threading
@@ -20,6 +19,7 @@ import httpcore
 import httpx
 
 from panscan.core import ImageError, now
+from panscan.core.access import ALLOW_PRIVATE, remote_access
 from panscan.images.decode import image_error
 
 __all__ = [
@@ -51,9 +51,6 @@ TRANSFER_S = 60.0
 """Timeout for the whole transfer with all redirects, in seconds."""
 
 MAX_REDIRECTS = 20
-
-ALLOW_PRIVATE = "PANSCAN_ALLOW_PRIVATE_URLS"
-"""Environment variable that allows non-public addresses. Replica processes inherit it."""
 
 _HIDDEN = "***"
 _LOGIN = re.compile(r"(?i)(\bhttps?://)[^\s/?#]*@")
@@ -141,7 +138,7 @@ def rewritten(url: str, change: Callable[[str], str]) -> str:
 def fetch(url: str) -> bytes:
     """Return the content of a URL, from the cache or the network; follow redirects.
 
-    Non-public addresses are refused, unless the environment variable :data:`ALLOW_PRIVATE` is 1. Only then are the
+    Non-public addresses are refused, unless :func:`panscan.core.access.remote_access` allows them. Only then are the
     proxies in the environment used: a proxy resolves names itself, so their addresses cannot be checked.
 
     Raises:
@@ -152,7 +149,7 @@ def fetch(url: str) -> bytes:
     full = url.full if isinstance(url, ConcealedUrl) else url
     if f"{_HIDDEN}@" in full or f"={_HIDDEN}" in full:
         raise image_error(url, "its credentials are not stored in records: pass the full URL again")
-    private = _allows_private()
+    private = remote_access().private_urls
     key = full, private
     if (content := _CACHE.get(key)) is None:
         content = _Download(url, private=private).run(full)
@@ -176,12 +173,10 @@ def fetch_from(
         ImageError: see :func:`fetch`; also for another host.
     """
     name = named_url(url)
-    download = _Download(name, private=_allows_private(), domains=domains, max_bytes=max_bytes, deadline=deadline)
+    download = _Download(
+        name, private=remote_access().private_urls, domains=domains, max_bytes=max_bytes, deadline=deadline
+    )
     return download.run(name.full if isinstance(name, ConcealedUrl) else name)
-
-
-def _allows_private() -> bool:
-    return os.environ.get(ALLOW_PRIVATE, "").lower() in ("1", "true", "yes", "on")
 
 
 class _Download:

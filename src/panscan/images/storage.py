@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from panscan.core import ImageError, StorageError, UnsupportedError, now
+from panscan.core.access import remote_access
 from panscan.core.errors import one_line
 from panscan.core.files import replace_file
-from panscan.core.ranges import Range, shorten
+from panscan.core.ranges import shorten
 from panscan.images.fetch import MAX_BYTES, ContentCache
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_OBJECTS",
-    "STORAGE_TIMEOUT",
-    "STORAGE_TIMEOUT_RANGE",
     "check_object",
     "delete_object",
     "download",
@@ -46,11 +45,6 @@ __all__ = [
     "read_object",
     "upload",
 ]
-
-STORAGE_TIMEOUT = "PANSCAN_STORAGE_TIMEOUT"
-"""Environment variable with the seconds for one object, retries included; other processes inherit it."""
-
-STORAGE_TIMEOUT_RANGE = Range(gt=0, le=86_400)
 
 MAX_OBJECTS = 20_000_000
 """Objects that one listing may hold."""
@@ -305,8 +299,8 @@ class _RangeReader(io.RawIOBase):
 
 
 def _timeout() -> float:
-    text = os.environ.get(STORAGE_TIMEOUT)
-    return STORAGE_TIMEOUT_RANGE.parse(STORAGE_TIMEOUT, text) if text else _DEFAULT_TIMEOUT_S
+    chosen = remote_access().storage_timeout
+    return _DEFAULT_TIMEOUT_S if chosen is None else chosen
 
 
 def _store_and_path(url: str) -> tuple[ObjectStore, str]:

@@ -28,6 +28,7 @@ __all__ = [
     "ErrorKind",
     "RequestOutcome",
     "chat_body",
+    "chat_parts",
     "data_url",
     "fetch_json",
     "served_models",
@@ -171,6 +172,11 @@ class ChatRequest:
     id: str
     body: tuple[bytes, ...]
     max_tokens: int
+
+
+def chat_parts(images: Sequence[str | bytes], text: str) -> list[dict[str, Any]]:
+    """Return the content of a user message: images by their URLs, then text."""
+    return [*({"type": "image_url", "image_url": {"url": url}} for url in images), {"type": "text", "text": text}]
 
 
 def data_url(media_type: str, data: bytes) -> bytes:

@@ -396,18 +396,21 @@ def _not_http(data: bytes) -> str:
 
 def _connect_failure(error: OSError, server: ServerAddress) -> tuple[ErrorKind, str]:
     """Return the kind and the message of a connection that could not be opened."""
-    if error.errno in (errno.EMFILE, errno.ENFILE):
-        return "client", "too many open files: raise the limit (ulimit -n) or lower the request rate"
-    if error.errno == errno.EADDRNOTAVAIL:
-        return "client", "no free local port: lower the request rate or use --max-concurrency"
-    if isinstance(error, socket.gaierror):
-        return "connect", f"the host name {server.host} cannot be resolved"
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return "connect", f"the TLS certificate is not valid: {error.verify_message}"
-    if isinstance(error, ssl.SSLError):
-        return "connect", f"the TLS handshake failed ({error.reason}): check https:// in the URL"
-    if isinstance(error, ConnectionRefusedError):
-        return "connect", "connection refused"
-    if isinstance(error, ConnectionResetError):
-        return "connect", "connection reset while connecting"
-    return "connect", error.strerror or type(error).__name__
+    match error:
+        case OSError(errno=errno.EMFILE | errno.ENFILE):
+            return "client", "too many open files: raise the limit (ulimit -n) or lower the request rate"
+        case OSError(errno=errno.EADDRNOTAVAIL):
+            return "client", "no free local port: lower the request rate or use --max-concurrency"
+        case socket.gaierror():
+            message = f"the host name {server.host} cannot be resolved"
+        case ssl.SSLCertVerificationError():
+            message = f"the TLS certificate is not valid: {error.verify_message}"
+        case ssl.SSLError():
+            message = f"the TLS handshake failed ({error.reason}): check https:// in the URL"
+        case ConnectionRefusedError():
+            message = "connection refused"
+        case ConnectionResetError():
+            message = "connection reset while connecting"
+        case _:
+            message = error.strerror or type(error).__name__
+    return "connect", message

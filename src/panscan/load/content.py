@@ -8,7 +8,6 @@ purpose.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -18,12 +17,12 @@ from PIL import Image, UnidentifiedImageError
 from panscan.bench.workload import DocumentFile, Item
 from panscan.core import SettingError
 from panscan.images.files import Page, load_page, page_named
-from panscan.load.chat import ChatRequest, chat_body
+from panscan.load.chat import ChatRequest, chat_body, chat_parts
 from panscan.load.options import LoadOptions
 from panscan.load.scenario import Scenario
 from panscan.load.variants import VariantImage
 
-__all__ = ["MAX_BYTES", "Content", "LoadRequest", "RequestMix", "content_digest", "mix_of_items", "mix_of_scenario"]
+__all__ = ["MAX_BYTES", "Content", "LoadRequest", "RequestMix", "mix_of_items", "mix_of_scenario"]
 
 MAX_BYTES = 2**31
 """Encoded documents and request bodies of one level, bytes."""
@@ -133,9 +132,11 @@ class Content:
             ImageError: a document cannot be read.
             SettingError: the requests would need more than ``most_bytes``.
         """
-        found: list[LoadRequest] = []
+        requests: list[LoadRequest] = []
         sent: list[tuple[Item, int]] = []  # fresh images of this level
-        by_documents = self._by_documents()
+        by_documents: dict[tuple[DocumentFile, ...], list[Item]] = {}
+        for item in self._mix.items:
+            by_documents.setdefault(item.documents, []).append(item)
         order, draw = self._order(), Random(f"{self._options.seed}-reuse")
         total = 0
         for number in range(count):
@@ -147,22 +148,16 @@ class Content:
                 variant, self._variant = self._variant, self._variant + 1
                 sent.append((item, variant))
             chat = self._chat(number, item, variant)
-            total += sum(map(len, chat.body)) - self._shared(item)
+            total += sum(map(len, chat.body)) - sum(self._image(file).shared_bytes for file in item.documents)
             self._check_size(total, number + 1, count)
-            found.append(LoadRequest(chat, item))
+            requests.append(LoadRequest(chat, item))
         self._request_bytes = total / count
-        return found
+        return requests
 
     def _reuses(self, number: int) -> bool:
         """Return whether a request reuses an image: an even spread of the wanted share."""
         share = self._options.image_reuse
         return int((number + 1) * share) > int(number * share)
-
-    def _by_documents(self) -> dict[tuple[DocumentFile, ...], list[Item]]:
-        found: dict[tuple[DocumentFile, ...], list[Item]] = {}
-        for item in self._mix.items:
-            found.setdefault(item.documents, []).append(item)
-        return found
 
     def _order(self) -> Iterator[Item]:
         """Yield items without end, the same for the same seed."""
@@ -187,11 +182,9 @@ class Content:
     def _chat(self, number: int, item: Item, variant: int) -> ChatRequest:
         tokens = self._length(number)
         urls = [f"data:{self._image(file).media_type};base64,{_MARK}" for file in item.documents]
-        parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
-        content = [*parts, {"type": "text", "text": item.prompt}]
         body = chat_body(
             self._model,
-            [{"role": "user", "content": content}],
+            [{"role": "user", "content": chat_parts(urls, item.prompt)}],
             tokens,
             ignore_eos=self._options.ignore_eos,
             mm_processor_kwargs=self._options.mm_processor_kwargs,
@@ -208,9 +201,6 @@ class Content:
             self._document_bytes += image.shared_bytes
             self._check_size(0, 0, 0)
         return self._images[document.name]
-
-    def _shared(self, item: Item) -> int:
-        return sum(self._image(file).shared_bytes for file in item.documents)
 
     def _check_size(self, private: int, done: int, count: int) -> None:
         """Refuse more than the allowed bytes, with an estimate of what the level needs.
@@ -232,9 +222,3 @@ class Content:
         raise SettingError(
             f"--num-prompts {count}: the requests need about {need:,.0f} MB, the limit is {limit:,.0f} MB: send fewer"
         )
-
-
-def content_digest(items: Sequence[Item]) -> str:
-    """Return a hash over every item's documents and prompt."""
-    facts = [[item.id, [file.sha256 for file in item.documents], item.prompt_sha256] for item in items]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

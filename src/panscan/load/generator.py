@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from panscan.core import SettingError, now
-from panscan.core.child import Child, ChildEndedError, Inbox
+from panscan.core.child import Child, Inbox
 from panscan.load.chat import ChatRequest, Endpoint, RequestOutcome
 from panscan.load.workers import HEARTBEAT, LevelShare, Outcomes, Sender, SenderLoad, WorkerSignal, prepared_process
 
@@ -157,7 +157,7 @@ class _Level:
             workers = [_Worker(stack.enter_context(Child("panscan.load.workers")), share) for share in shares]
             for worker in workers:
                 worker.child.listen_into(inbox)
-                threading.Thread(target=_send_if_alive, args=(worker.child, worker.share), daemon=True).start()
+                threading.Thread(target=worker.child.send_if_alive, args=(worker.share,), daemon=True).start()
             try:
                 while any(worker.load is None and worker.failure is None for worker in workers):
                     if self._started == 0.0 and all(worker.ready or worker.failure for worker in workers):
@@ -177,14 +177,14 @@ class _Level:
         self._started = now() + _LEAD_PROCESSES
         for worker in workers:
             worker.heard = time.monotonic()
-            _send_if_alive(worker.child, self._started)
+            worker.child.send_if_alive(self._started)
 
     def _cancel(self, workers: Sequence[_Worker]) -> bool:
         """Have the processes drop their open requests and end; return whether none has started."""
         for worker in workers:
             if self._started and not worker.cancelled:
                 worker.cancelled = True
-                _send_if_alive(worker.child, WorkerSignal.CANCEL)
+                worker.child.send_if_alive(WorkerSignal.CANCEL)
         return self._started == 0.0
 
     def _handle_next(self, inbox: Inbox, workers: Sequence[_Worker]) -> None:
@@ -292,9 +292,3 @@ class _Worker:
                 else f"a load process did not start within {_START_SECONDS:g} s"
             )
             self.child.kill()
-
-
-def _send_if_alive(child: Child, message: object) -> None:
-    """Send a message; the end of the child's connection tells that it died."""
-    with suppress(ChildEndedError):
-        child.send(message)

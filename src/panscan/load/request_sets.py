@@ -19,6 +19,7 @@ from panscan.core.files import replace_file
 from panscan.images.documents import COLUMNS, draw_document
 from panscan.images.samples import document_name, encode_document
 from panscan.images.views import plan_views
+from panscan.load.chat import chat_parts
 from panscan.settings import nearest, range_of
 
 __all__ = [
@@ -85,25 +86,18 @@ def document_requests(count: int, seed: int, *, columns: int = COLUMNS) -> Itera
 
 def _aiperf_row(request: DocumentRequest) -> dict[str, Any]:
     # A line with "text" and "image" (single_turn) would send the text before the image.
-    return {"messages": _messages(request), "output_length": request.output_tokens}
+    return {"messages": [{"role": "user", **_vllm_row(request)}], "output_length": request.output_tokens}
 
 
 def guidellm_row(request: DocumentRequest) -> dict[str, Any]:
     """Return the line of a request in a request set for guidellm."""
     # With "prompt" and "image" guidellm would send the text first and encode the image again as JPEG.
-    return {"messages": _messages(request), "output_tokens_count": request.output_tokens}
+    return {"messages": [{"role": "user", **_vllm_row(request)}], "output_tokens_count": request.output_tokens}
 
 
 def _vllm_row(request: DocumentRequest) -> dict[str, Any]:
-    return {"content": _content(request)}  # with "prompt" and "image_files" vLLM would send the text first
-
-
-def _messages(request: DocumentRequest) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": _content(request)}]
-
-
-def _content(request: DocumentRequest) -> list[dict[str, Any]]:
-    return [{"type": "image_url", "image_url": {"url": request.image}}, {"type": "text", "text": request.prompt}]
+    # With "prompt" and "image_files" vLLM would send the text first.
+    return {"content": chat_parts([request.image], request.prompt)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from panscan.bench.run import finish
+from panscan.bench.workload import content_digest
 from panscan.core import RecordsError
 from panscan.core.files import write_file
 from panscan.load.chat import Endpoint, RequestOutcome
-from panscan.load.content import Content, LoadRequest, RequestMix, content_digest
+from panscan.load.content import Content, LoadRequest, RequestMix
 from panscan.load.generator import LevelResult, run_level
 from panscan.load.options import LoadLevel, LoadOptions
 from panscan.load.probe import EndpointFacts, address

@@ -107,7 +107,7 @@ class Scenario:
 
 def scenario_names() -> list[str]:
     """Return the names of the bundled scenarios."""
-    return sorted(each.name.removesuffix(".yaml") for each in _bundled().iterdir() if each.name.endswith(".yaml"))
+    return sorted(path.name.removesuffix(".yaml") for path in _bundled().iterdir() if path.name.endswith(".yaml"))
 
 
 def load_scenario(name: str) -> Scenario:
@@ -123,9 +123,7 @@ def load_scenario(name: str) -> Scenario:
         raise SettingError(
             f"--scenario: expected {known} or a YAML file, got {shorten(name)}{nearest(name, scenario_names())}"
         )
-    path = Path(name)
-    where = f"--scenario {name}"
-    return _scenario(path.stem, read_yaml_text(path, where), where)
+    return _scenario(Path(name).stem, read_yaml_text(Path(name), f"--scenario {name}"), f"--scenario {name}")
 
 
 def _bundled() -> Any:
@@ -133,12 +131,13 @@ def _bundled() -> Any:
 
 
 def _scenario(name: str, text: str, where: str) -> Scenario:
-    found = _parsed(text, where)
-    if not isinstance(found, dict):
+    given = _parsed(text, where)
+    if not isinstance(given, dict):
         raise SettingError(f"{where}: expected lines of 'field: value'")
-    known = [each.name for each in fields(Scenario) if each.name != "name"]
-    _check_known(where, found, known)
-    values = {field_name: _value(f"{where}, {field_name}", field_name, value) for field_name, value in found.items()}
+    _check_known(where, given, [field.name for field in fields(Scenario) if field.name != "name"])
+    values = {
+        field_name: _field_value(f"{where}, {field_name}", field_name, value) for field_name, value in given.items()
+    }
     if "prompts" in values and "documents" not in values:
         raise SettingError(f"{where}: prompts need documents; or give the prompts with --prompts FILE")
     return Scenario(name, **values)
@@ -184,7 +183,7 @@ def _check_known(where: str, found: Mapping[Any, Any], known: list[str]) -> None
             )
 
 
-def _value(where: str, name: str, value: Any) -> Any:
+def _field_value(where: str, name: str, value: Any) -> Any:
     """Return a field's value, checked and typed."""
     if name in _NUMBERS:
         _NUMBERS[name].check(where, value)
@@ -192,7 +191,7 @@ def _value(where: str, name: str, value: Any) -> Any:
     return _PARSERS[name](where, value)
 
 
-def _text(where: str, value: Any) -> str:
+def _nonempty_text(where: str, value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
         raise SettingError(f"{where}: expected text, got {shorten(value)}")
     return value
@@ -204,33 +203,30 @@ def _flag(where: str, value: Any) -> bool:
     return value
 
 
-def _listed(where: str, value: Any, most: int) -> list[Any]:
-    found = value if isinstance(value, list) else [value]
-    if not 1 <= len(found) <= most:
-        raise SettingError(f"{where}: expected 1 to {most} values, got {len(found):,}")
-    return found
+def _as_list(where: str, value: Any, most: int) -> list[Any]:
+    values = value if isinstance(value, list) else [value]
+    if not 1 <= len(values) <= most:
+        raise SettingError(f"{where}: expected 1 to {most} values, got {len(values):,}")
+    return values
 
 
 def _prompts(where: str, value: Any) -> tuple[str, ...]:
-    return tuple(_text(where, each) for each in _listed(where, value, _MAX_PROMPTS))
+    return tuple(_nonempty_text(where, prompt) for prompt in _as_list(where, value, _MAX_PROMPTS))
 
 
 def _rates(where: str, value: Any) -> tuple[float | None, ...]:
-    found: list[float | None] = []
-    for each in _listed(where, value, _MAX_DOCUMENTS):
-        if each == "inf" or each == math.inf:
-            found.append(None)
-            continue
-        _POSITIVE.check(where, each)
-        found.append(float(each))
-    return tuple(found)
+    rates = [None if rate in ("inf", math.inf) else rate for rate in _as_list(where, value, _MAX_DOCUMENTS)]
+    for rate in rates:
+        if rate is not None:
+            _POSITIVE.check(where, rate)
+    return tuple(None if rate is None else float(rate) for rate in rates)
 
 
 def _limits(where: str, value: Any) -> tuple[int, ...]:
-    found = _listed(where, value, _MAX_DOCUMENTS)
-    for each in found:
-        _CONCURRENCY.check(where, each)
-    return tuple(found)
+    limits = _as_list(where, value, _MAX_DOCUMENTS)
+    for limit in limits:
+        _CONCURRENCY.check(where, limit)
+    return tuple(limits)
 
 
 def _goodput(where: str, value: Any) -> dict[str, float]:
@@ -243,9 +239,9 @@ def _goodput(where: str, value: Any) -> dict[str, float]:
 
 
 def _documents(where: str, value: Any) -> tuple[DocumentShare, ...]:
-    known = [each.name for each in fields(DocumentShare)]
-    found = []
-    for number, entry in enumerate(_listed(where, value, _MAX_DOCUMENTS), 1):
+    known = [field.name for field in fields(DocumentShare)]
+    shares = []
+    for number, entry in enumerate(_as_list(where, value, _MAX_DOCUMENTS), 1):
         entry_name = f"{where} {number}"
         if not isinstance(entry, dict):
             raise SettingError(f"{entry_name}: expected {{kind, width, height, share}}, got {shorten(entry)}")
@@ -260,14 +256,14 @@ def _documents(where: str, value: Any) -> tuple[DocumentShare, ...]:
         for side in ("width", "height"):
             _SIDE.check(f"{entry_name}: {side}", entry[side])
         _POSITIVE.check(f"{entry_name}: share", entry.get("share", 1))
-        found.append(DocumentShare(**entry))
-    if len({each.name for each in found}) < len(found):
+        shares.append(DocumentShare(**entry))
+    if len({share.name for share in shares}) < len(shares):
         raise SettingError(f"{where}: two entries have the same kind and size: add their shares")
-    return tuple(found)
+    return tuple(shares)
 
 
 _PARSERS: dict[str, Callable[[str, Any], Any]] = {
-    "description": _text,
+    "description": _nonempty_text,
     "documents": _documents,
     "prompts": _prompts,
     "ignore_eos": _flag,

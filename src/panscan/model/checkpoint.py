@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +16,6 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
 )
-from transformers.distributed import DistributedConfig
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from panscan.checkpoints.check import check_directory, template_file
@@ -87,11 +85,10 @@ class Placement:
     """Devices, dtype and quantisation of a model that Transformers loads.
 
     Args:
-        device: device of all weights, unless ``device_map`` or ``tp_plan`` is given.
+        device: device of all weights, unless ``device_map`` is given.
         dtype: dtype of the weights; ``auto``: as stored.
         device_map: device map that distributes the weights, such as ``auto``.
         max_memory: memory limits for ``device_map``, such as ``0=30GiB;cpu=60GiB``.
-        tp_plan: tensor parallel plan of Transformers.
         quantization: quantisation configuration of Transformers.
     """
 
@@ -99,19 +96,13 @@ class Placement:
     dtype: torch.dtype | Literal["auto"]
     device_map: str | None = None
     max_memory: str | None = None
-    tp_plan: str | None = None
     quantization: Any = None
 
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments for ``from_pretrained``."""
-        chosen: dict[str, Any] = {"dtype": self.dtype}
+        chosen: dict[str, Any] = {"dtype": self.dtype, "device_map": self.device_map or {"": self.device}}
         if self.quantization is not None:
             chosen["quantization_config"] = self.quantization
-        if self.tp_plan is not None:
-            world = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun sets it
-            chosen["distributed_config"] = DistributedConfig(tp_plan=self.tp_plan, tp_size=world)
-        else:
-            chosen["device_map"] = self.device_map or {"": self.device}
         if self.max_memory is not None:
             pairs = (part.strip().split("=") for part in self.max_memory.split(";"))
             chosen["max_memory"] = {int(device) if device.isdigit() else device: size for device, size in pairs}
@@ -372,7 +363,7 @@ def load_model(name: str, placement: Placement, *, revision: str | None = None) 
     if (scheme := stored_scheme_of(name, revision)) is not None:
         if placement.quantization is not None:
             raise already_quantized(name, scheme.name, placement.quantization.quant_method.value)
-        for option in ("device_map", "max_memory", "tp_plan"):
+        for option in ("device_map", "max_memory"):
             if getattr(placement, option) is not None:
                 raise UnsupportedError(
                     f"--{option.replace('_', '-')}: not supported for quantised checkpoints (--model {name} is"

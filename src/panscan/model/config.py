@@ -17,37 +17,13 @@ from transformers import (
 from transformers.utils import is_torchvision_available
 
 from panscan.core import UnsupportedError
-from panscan.model.shapes import PATTERN, SHAPES, Shape, TextShape, VisionShape
+from panscan.model.shapes import SHAPES, TEXT_FIELDS, VISION_FIELDS, Shape, TextShape, VisionShape, first_global_layer
 from panscan.model.tokenizer import END_MARKS, MARKS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["gemma3_config", "generation_config", "processor_for", "shape_of_config"]
-
-
-_TEXT_FIELDS = {
-    "vocab_size": "vocabulary",
-    "hidden_size": "hidden",
-    "intermediate_size": "intermediate",
-    "num_hidden_layers": "layers",
-    "num_attention_heads": "heads",
-    "num_key_value_heads": "kv_heads",
-    "head_dim": "head_size",
-    "sliding_window": "window",
-    "query_pre_attn_scalar": "query_scale",
-    "max_position_embeddings": "max_positions",
-}
-"""Transformers' names of the fields of :class:`TextShape`."""
-_VISION_FIELDS = {
-    "hidden_size": "hidden",
-    "intermediate_size": "intermediate",
-    "num_hidden_layers": "layers",
-    "num_attention_heads": "heads",
-    "image_size": "image_size",
-    "patch_size": "patch_size",
-}
-"""Transformers' names of the fields of :class:`VisionShape`."""
 
 
 def gemma3_config(shape: Shape, tokenizer: PreTrainedTokenizerBase) -> Gemma3Config | Gemma3TextConfig:
@@ -60,7 +36,7 @@ def gemma3_config(shape: Shape, tokenizer: PreTrainedTokenizerBase) -> Gemma3Con
         return text
     return Gemma3Config(
         text_config=text,
-        vision_config=SiglipVisionConfig(**_renamed_fields(shape.vision, _VISION_FIELDS), vision_use_head=False),
+        vision_config=SiglipVisionConfig(**_renamed_fields(shape.vision, VISION_FIELDS), vision_use_head=False),
         mm_tokens_per_image=shape.image_tokens,
         boi_token_index=tokenizer.boi_token_id,
         eoi_token_index=tokenizer.eoi_token_id,
@@ -74,7 +50,7 @@ def _text_config(text: TextShape, tokenizer: PreTrainedTokenizerBase) -> Gemma3T
         {"rope_type": "default"} if text.rope_factor is None else {"rope_type": "linear", "factor": text.rope_factor}
     )
     return Gemma3TextConfig(
-        **_renamed_fields(text, _TEXT_FIELDS),
+        **_renamed_fields(text, TEXT_FIELDS),
         layer_types=_layer_types(text.layers, text.pattern),
         rope_parameters={
             "full_attention": {**scaling, "rope_theta": text.rope_theta_global},
@@ -106,7 +82,8 @@ def shape_of_config(config: Gemma3Config | Gemma3TextConfig) -> Shape:
     others = {
         "attention biases": text.attention_bias,
         "an output matrix of its own": not config.tie_word_embeddings,
-        "an irregular order of layers": list(text.layer_types) != _layer_types(len(text.layer_types), _pattern(text)),
+        "an irregular order of layers": list(text.layer_types)
+        != _layer_types(len(text.layer_types), first_global_layer(text.layer_types)),
         "a vision head": vision is not None and getattr(vision, "vision_use_head", True),
         "pictures of other than 3 channels": vision is not None and vision.num_channels != 3,
     }
@@ -115,7 +92,7 @@ def shape_of_config(config: Gemma3Config | Gemma3TextConfig) -> Shape:
             raise UnsupportedError(f"the checkpoint has {what}: its costs are not known")
     shape = Shape("gemma3", _text_shape(text))
     if vision is not None:
-        tower = VisionShape(**{ours: getattr(vision, name) for name, ours in _VISION_FIELDS.items()})
+        tower = VisionShape(**{ours: getattr(vision, name) for name, ours in VISION_FIELDS.items()})
         shape = replace(shape, vision=tower, image_tokens=config.mm_tokens_per_image)
     published = (name for name, known in SHAPES.items() if replace(known, name=shape.name) == shape)
     return replace(shape, name=next(published, shape.name))
@@ -124,20 +101,12 @@ def shape_of_config(config: Gemma3Config | Gemma3TextConfig) -> Shape:
 def _text_shape(text: Gemma3TextConfig) -> TextShape:
     rope = text.rope_parameters
     return TextShape(
-        **{ours: getattr(text, name) for name, ours in _TEXT_FIELDS.items()},
+        **{ours: getattr(text, name) for name, ours in TEXT_FIELDS.items()},
         rope_factor=rope["full_attention"].get("factor"),
         rope_theta_global=rope["full_attention"]["rope_theta"],
         rope_theta_local=rope["sliding_attention"]["rope_theta"],
-        pattern=_pattern(text),
+        pattern=first_global_layer(text.layer_types),
     )
-
-
-def _pattern(text: Gemma3TextConfig) -> int:
-    """Which layer is the first global one. Without any: the published number, or one more than there are layers."""
-    kinds = list(text.layer_types)
-    if "full_attention" in kinds:
-        return kinds.index("full_attention") + 1
-    return max(PATTERN, len(kinds) + 1)
 
 
 def _layer_types(layers: int, pattern: int) -> list[str]:

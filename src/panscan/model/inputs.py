@@ -150,15 +150,13 @@ def view_pixels(
     return pixels_torch(levels_to_device(image, device), views, spec)
 
 
-def collate(batch: Sequence[Prepared], loaded: Loaded, pad_to_multiple_of: int | None) -> dict[str, Any]:
+def collate(batch: Sequence[Prepared], loaded: Loaded) -> dict[str, Any]:
     """Keyword arguments of ``generate()`` for a batch, padded on the left.
 
     ``input_ids``, ``attention_mask``, ``token_type_ids`` (1 at image tokens): int64 ``[requests, tokens]``;
     ``pixel_values``: ``[views of all requests, 3, size, size]``.
     """
     longest = max(len(item.prompt.ids) for item in batch)
-    if pad_to_multiple_of is not None:
-        longest = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
     pad = loaded.model.generation_config.pad_token_id
     ids = torch.full((len(batch), longest), pad)
     mask = torch.zeros_like(ids)

@@ -122,7 +122,6 @@ def _load(settings: Settings, device: torch.device, dtype: torch.dtype, drawn_on
         dtype,
         settings.device_map,
         settings.max_memory,
-        settings.tp_plan,
         quantization_config(settings.quantization, dtype),
     )
     return load_model(settings.model, placement, revision=settings.revision)

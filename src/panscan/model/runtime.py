@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 from panscan.core import PanscanWarning, UnsupportedError
 from panscan.core.errors import brief
 
-__all__ = ["apply_attention", "apply_compile", "apply_tf32", "quiet_libraries", "reference_computation"]
+__all__ = ["apply_attention", "apply_compile", "forbid_tf32", "quiet_libraries", "reference_computation"]
 
 
 def apply_attention(model: Any, name: str) -> None:
@@ -66,7 +66,7 @@ def reference_computation(model: Any) -> Iterator[None]:
     compiled = [(module, module._compiled_call_impl) for module in _compilable(model)]
     precision, allowed = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     try:
-        apply_tf32(False)
+        forbid_tf32()
         apply_compile(model, None)
         apply_attention(model, "eager")
         yield
@@ -100,10 +100,10 @@ def _forget_compilations(model: Any) -> None:
     torch._dynamo.config.recompile_limit = 256 if strict else 8
 
 
-def apply_tf32(enabled: bool) -> None:
-    """Let float32 matrix products and convolutions use TF32, or forbid it. Process-wide, as PyTorch has it."""
-    torch.set_float32_matmul_precision("high" if enabled else "highest")
-    torch.backends.cudnn.allow_tf32 = enabled
+def forbid_tf32() -> None:
+    """Compute float32 matrix products and convolutions in float32, in the whole process."""
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
 
 
 def quiet_libraries() -> None:

@@ -9,7 +9,7 @@ models that see. A multiply-add counts as two FLOPs; norms, activations, softmax
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from math import ceil
 from typing import Any
@@ -22,10 +22,13 @@ __all__ = [
     "PATTERN",
     "SHAPES",
     "SIGLIP",
+    "TEXT_FIELDS",
+    "VISION_FIELDS",
     "Shape",
     "TextShape",
     "VisionShape",
     "decoder_working_bytes",
+    "first_global_layer",
     "shape_named",
     "split_reason",
     "vision_working_bytes",
@@ -332,6 +335,39 @@ SHAPES: dict[str, Shape] = {
     "tiny": Shape("tiny", _TINY_TEXT, _TINY_VISION, image_tokens=64),
 }
 """The published shapes, and those of :data:`BUNDLED`."""
+
+
+TEXT_FIELDS = {
+    "vocab_size": "vocabulary",
+    "hidden_size": "hidden",
+    "intermediate_size": "intermediate",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_size",
+    "sliding_window": "window",
+    "query_pre_attn_scalar": "query_scale",
+    "max_position_embeddings": "max_positions",
+}
+"""Transformers' names of the fields of :class:`TextShape`."""
+VISION_FIELDS = {
+    "hidden_size": "hidden",
+    "intermediate_size": "intermediate",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "image_size": "image_size",
+    "patch_size": "patch_size",
+}
+"""Transformers' names of the fields of :class:`VisionShape`."""
+
+
+def first_global_layer(kinds: Sequence[str]) -> int:
+    """Return the number of the first global layer. Without any: the published one, or one more than there are layers.
+
+    Args:
+        kinds: kind of each layer, as in a configuration: ``full_attention`` or ``sliding_attention``.
+    """
+    return kinds.index("full_attention") + 1 if "full_attention" in kinds else max(PATTERN, len(kinds) + 1)
 
 
 def shape_named(model: str) -> Shape | None:

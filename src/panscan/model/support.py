@@ -72,8 +72,6 @@ def _machine_reason(settings: Settings) -> str | None:
         device = resolve_device(settings.device)
     except UnsupportedError as error:
         return str(error)
-    if settings.tp_plan is not None and not torch.distributed.is_torchelastic_launched():
-        return "--tp-plan needs torchrun: torchrun --nproc-per-node N -m panscan bench ..."
     dtype = resolve_dtype(settings.dtype, device)
     if (reason := _tensor_parallel_reason(settings.tensor_parallel_size, device)) is not None:
         return reason

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from panscan.core import SettingError
 from panscan.engine.scheduling.kv_sizes import KVShape
 from panscan.model.shapes import Shape, TextShape, split_reason
-from panscan.settings import GROUP_SIZES, KV_CACHE_DTYPES, WEIGHT_KINDS, nearest, range_of
+from panscan.settings import GROUP_SIZES
 
 __all__ = [
     "DTYPE_BYTES",
@@ -57,7 +57,7 @@ class Variant:
         dtype: type of everything else: bf16, fp16 or fp32.
 
     Raises:
-        SettingError: an unknown value, or a size that does not divide the model.
+        SettingError: a size that does not divide the model.
     """
 
     shape: Shape
@@ -68,17 +68,10 @@ class Variant:
     dtype: str = "bf16"
 
     def __post_init__(self) -> None:
-        choices: tuple[tuple[str, object, tuple[object, ...]], ...] = (
-            ("quantization", self.weights, (None, *WEIGHT_KINDS)),
-            ("quantization-group-size", self.group_size, (None, *GROUP_SIZES)),
-            ("kv-cache-dtype", self.kv_cache_dtype, KV_CACHE_DTYPES),
-            ("dtype", self.dtype, tuple(DTYPE_BYTES)),
-        )
-        for flag, value, known in choices:
-            if value not in known:
-                names = ", ".join(str(each) for each in known if each is not None)
-                raise SettingError(f"--{flag} takes {names}; got {value!r}{nearest(str(value), map(str, known))}")
-        self._check_split()
+        text, size = self.text, self.tensor_parallel_size
+        reason = split_reason(heads=text.heads, kv_heads=text.kv_heads, intermediate=text.intermediate, size=size)
+        if reason is not None:
+            raise SettingError(reason)
         if self.weights == "int4":
             self.int4_group_size()
 
@@ -151,13 +144,6 @@ class Variant:
         raise SettingError(
             f"--quantization-group-size {self.group_size or GROUP_SIZES[-1]} does not divide the matrices; {use}"
         )
-
-    def _check_split(self) -> None:
-        text, size = self.text, self.tensor_parallel_size
-        range_of("tensor_parallel_size", "bench").check("--tensor-parallel-size", size)
-        reason = split_reason(heads=text.heads, kv_heads=text.kv_heads, intermediate=text.intermediate, size=size)
-        if reason is not None:
-            raise SettingError(reason)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,8 @@ __all__ = [
     "ArrivalTimes",
     "Fleet",
     "FleetLevel",
+    "FleetSimulation",
     "Traffic",
-    "level_of",
-    "measure_level",
     "size_fleets",
     "with_replicas",
 ]
@@ -117,6 +116,136 @@ class Fleet:
         return None if self.replicas is None else self.replicas * self.layout.variant.tensor_parallel_size
 
 
+class FleetSimulation:
+    """Replicas of a layout, simulated with the options of ``panscan serve``.
+
+    Of more than 4 replicas, 4 are simulated with their share of the requests; fewer where 512 requests are too few for
+    a queue to grow.
+
+    Args:
+        inputs: the mix and the sizes.
+        layout: what each replica runs; its own number of replicas does not count.
+        traffic: arrivals and limits; its rate does not count.
+        level: which end of the predicted times counts.
+    """
+
+    def __init__(self, inputs: PlanInputs, layout: Layout, traffic: Traffic, level: Level = "value") -> None:
+        self._mix, self._traffic = inputs.mix, traffic
+        self._times = ClockTimes(inputs.clock(layout.variant), level)
+        sizes = layout.sizes(inputs.options, prefix_caching=inputs.mix.image_reuse > 0, gpu=inputs.gpu)
+        # Larger blocks than the engine's are simulated faster, and round each request's memory up by a few tokens only.
+        factor = max(1, _BLOCK // sizes.block_size)
+        self._sizes = replace(
+            sizes,
+            block_size=sizes.block_size * factor,
+            global_blocks=sizes.global_blocks // factor,
+            local_blocks=sizes.local_blocks // factor,
+            tpot_target=default_of("tpot_target_ms", "serve") / 1e3,
+        )
+        delays = [limit for name, limit in traffic.limits.items() if name != "tpot"]
+        # Enough for a growing queue to miss the limits on delays.
+        self._seconds = max(_LEAST_SECONDS, _DELAY_SHARE * min(delays, default=0.0) / 1e3)
+
+    def level(self, rate: float, replicas: int = 1) -> FleetLevel:
+        """Return the figures of replicas that share requests at a rate."""
+        engines, requests = self._run(rate, replicas)
+        done = [request for request in requests if not request.refused]
+        goodput, seconds = self._goodput(requests)
+        times = {
+            "ttft": [request.ttft for request in done],
+            "tpot": [tpot for request in done if (tpot := request.tpot) is not None],
+            "e2el": [request.e2e for request in done],
+        }
+        return FleetLevel(
+            rate,
+            replicas,
+            len(requests),
+            len(done) / seconds if seconds > 0 else 0.0,
+            goodput,
+            {name: _percentiles(values) for name, values in times.items()},
+            sum(engine.preemptions for engine in engines),
+            len(requests) - len(done),
+        )
+
+    def holds(self, rate: float, replicas: int = 1) -> bool:
+        """Return whether replicas meet the limits at a rate; ends as soon as too many requests miss them."""
+        missed, attainment = 0, self._traffic.attainment
+        count = self._requests(rate * self._simulated(rate, replicas) / replicas)
+
+        def on_done(request: SimulatedRequest) -> bool:
+            nonlocal missed
+            missed += bool(missed_limits(_record(request), self._traffic.limits))
+            return missed <= count - ceil(attainment * count)
+
+        engines, requests = self._run(rate, replicas, on_done)
+        return not any(engine.stopped for engine in engines) and self._goodput(requests)[0].reaches(attainment)
+
+    def highest_rate(self, guess: float) -> float:
+        """Return the highest rate at which one replica meets the limits; 0 if none does.
+
+        Args:
+            guess: the first rate to simulate.
+        """
+        passing, failing, rate = 0.0, inf, max(guess, 1e-3)
+        for number in range(1, _MOST_LEVELS + 1):
+            if self.holds(rate):
+                passing = rate
+            else:
+                failing = rate
+            if passing and failing <= _CLOSE * passing:
+                break
+            if not passing:
+                rate /= _STEP**number  # larger and larger steps: the guess leaves out preparation on the host
+            else:
+                rate = rate * _STEP if failing == inf else (passing * failing) ** 0.5
+        return passing
+
+    def _run(
+        self, rate: float, replicas: int, on_done: Callable[[SimulatedRequest], bool] | None = None
+    ) -> tuple[list[SimulatedEngine], list[SimulatedRequest]]:
+        """Return engines, and the requests after they have answered them."""
+        simulated, traffic = self._simulated(rate, replicas), self._traffic
+        share = rate * simulated / replicas
+        engines = [SimulatedEngine(self._sizes, self._times, on_done) for _ in range(simulated)]
+        count = self._requests(share)
+        # At lower rates too, no request waits for another; and time stamps of centuries would lose their digits.
+        arrivals = traffic.arrivals(max(share, _ALONE_RATE), count)
+        return engines, route_arrivals(engines, self._mix.requests(count, traffic.seed), arrivals)
+
+    def _goodput(self, requests: Sequence[SimulatedRequest]) -> tuple[Goodput, float]:
+        """Return which requests meet the limits, and the seconds from the first arrival to the last token."""
+        end = max((request.tokens[-1] for request in requests if not request.refused), default=0.0)
+        seconds = end - min((request.arrived for request in requests), default=0.0)
+        return goodput_of(map(_record, requests), self._traffic.limits, seconds, has_rate=True), seconds
+
+    def _requests(self, rate: float) -> int:
+        """Return the number of requests of a level."""
+        return min(_MOST_REQUESTS, max(_LEAST_REQUESTS, round(rate * self._seconds)))
+
+    def _simulated(self, rate: float, replicas: int) -> int:
+        """Return how many of the replicas to simulate."""
+        of_one = max(1.0, rate / replicas * self._seconds)
+        return max(1, min(replicas, _MOST_ENGINES, int(_MOST_REQUESTS / of_one)))
+
+
+def _record(request: SimulatedRequest) -> dict[str, Any]:
+    """Return a request as the part of a record that :func:`panscan.records.goodput.goodput_of` reads."""
+    return {
+        "request": "",
+        "error": "refused" if request.refused else None,
+        "stamps": {"accepted": request.arrived, "tokens": request.tokens},
+        "output_tokens": len(request.tokens),
+        "due": request.arrived,
+        "queued": 0.0,
+    }
+
+
+def _percentiles(seconds: Sequence[float]) -> dict[int, float]:
+    if not seconds:
+        return {}
+    return dict(zip(_PERCENTILES, (1e3 * np.percentile(seconds, _PERCENTILES)).tolist(), strict=True))
+
+
 def size_fleets(
     inputs: PlanInputs, layouts: Sequence[Layout], traffic: Traffic, on_progress: Callable[[str], None]
 ) -> list[Fleet]:
@@ -151,206 +280,38 @@ def _rate_per_gpu(layout: Layout) -> float:
     return layout.speed.requests_per_s.value / layout.gpus
 
 
-def measure_level(
-    inputs: PlanInputs, layout: Layout, traffic: Traffic, rate: float, replicas: int = 1, level: Level = "value"
-) -> FleetLevel:
-    """Simulate replicas of a layout at a rate.
-
-    Of more than 4 replicas, 4 are simulated with their share of the requests; fewer where 512 requests are too few for
-    a queue to grow.
-
-    Args:
-        inputs: the mix and the sizes.
-        layout: what each replica runs.
-        traffic: arrivals and limits; its rate does not count.
-        rate: requests per second.
-        replicas: number of engines.
-        level: which end of the predicted times counts.
-    """
-    maker, simulated = _engine_maker(inputs, layout, level), _engines(rate, replicas, traffic)
-    share = rate * simulated / replicas
-    engines, answered = _simulated(maker, inputs, traffic, share, [None] * simulated)
-    return replace(level_of(answered, traffic, share, engines), rate=rate, replicas=replicas)
-
-
-def level_of(
-    requests: Sequence[SimulatedRequest], traffic: Traffic, rate: float, engines: Sequence[SimulatedEngine]
-) -> FleetLevel:
-    """Return the figures of simulated requests."""
-    done = [each for each in requests if not each.refused]
-    end = max((each.tokens[-1] for each in done), default=0.0)
-    seconds = end - min((each.arrived for each in requests), default=0.0)
-    goodput = goodput_of(map(_record, requests), traffic.limits, seconds, has_rate=True)
-    times = {
-        "ttft": [each.ttft for each in done],
-        "tpot": [tpot for each in done if (tpot := each.tpot) is not None],
-        "e2el": [each.e2e for each in done],
-    }
-    return FleetLevel(
-        rate,
-        len(engines),
-        len(requests),
-        len(done) / seconds if seconds > 0 else 0.0,
-        goodput,
-        {name: _percentiles(values) for name, values in times.items()},
-        sum(engine.preemptions for engine in engines),
-        len(requests) - len(done),
-    )
-
-
-OnDone = Callable[[SimulatedRequest], bool] | None
-
-
-def _engine_maker(inputs: PlanInputs, layout: Layout, level: Level) -> Callable[[OnDone], SimulatedEngine]:
-    sizes = layout.sizes(inputs.options, prefix_caching=inputs.mix.image_reuse > 0, gpu=inputs.gpu)
-    # Larger blocks than the engine's are simulated faster, and round each request's memory up by a few tokens only.
-    factor = _BLOCK // sizes.block_size if sizes.block_size < _BLOCK else 1
-    sizes = replace(
-        sizes,
-        block_size=sizes.block_size * factor,
-        global_blocks=sizes.global_blocks // factor,
-        local_blocks=sizes.local_blocks // factor,
-        tpot_target=default_of("tpot_target_ms", "serve") / 1e3,
-    )
-    times = ClockTimes(inputs.clock(layout.variant), level)
-    return lambda on_done: SimulatedEngine(sizes, times, on_done)
-
-
 def _one_layout(inputs: PlanInputs, layout: Layout, traffic: Traffic) -> Fleet:
     """Return the fleet of one layout, without the range of its replicas."""
-    rate_of_one = _highest_rate(inputs, layout, traffic, layout.speed.requests_per_s.value / layout.replicas)
-    needed = _replicas(traffic.rate, rate_of_one)
+    simulation, rate = FleetSimulation(inputs, layout, traffic), traffic.rate
+    rate_of_one = simulation.highest_rate(layout.speed.requests_per_s.value / layout.replicas)
+    needed = _replicas(rate, rate_of_one)
     if needed is None:
-        alone = measure_level(inputs, layout, traffic, _ALONE_RATE)
-        return Fleet(layout, None, (None, None), rate_of_one, alone, 0.0)
+        return Fleet(layout, None, (None, None), rate_of_one, simulation.level(_ALONE_RATE), 0.0)
     # Replicas behind one router balance their load: fewer of them may do.
-    maker = _engine_maker(inputs, layout, "value")
-    while needed > 1 and _holds(maker, inputs, traffic, traffic.rate, needed - 1):
+    while needed > 1 and simulation.holds(rate, needed - 1):
         needed -= 1
-    level = measure_level(inputs, layout, traffic, traffic.rate, needed)
+    level = simulation.level(rate, needed)
     while not level.goodput.reaches(traffic.attainment) and needed < REPLICAS.le:
         needed += 1
-        level = measure_level(inputs, layout, traffic, traffic.rate, needed)
-    return Fleet(layout, needed, (needed, needed), rate_of_one, level, max(traffic.rate, needed * rate_of_one))
+        level = simulation.level(rate, needed)
+    return Fleet(layout, needed, (needed, needed), rate_of_one, level, max(rate, needed * rate_of_one))
 
 
 def _ranged(inputs: PlanInputs, fleet: Fleet, traffic: Traffic) -> Fleet:
     """Return the fleet with the replicas needed at both ends of the predicted times."""
     if fleet.replicas is None:
         return fleet
-    found = {}
-    for level in _ENDS:
-        rate = _highest_rate(inputs, fleet.layout, traffic, fleet.rate_of_one, level)
-        found[level] = _replicas(traffic.rate, rate)
-    low, high = found["low"], found["high"]
+    ends: tuple[Level, Level] = ("low", "high")
+    simulations = [FleetSimulation(inputs, fleet.layout, traffic, end) for end in ends]
+    low, high = (_replicas(traffic.rate, each.highest_rate(fleet.rate_of_one)) for each in simulations)
     low = fleet.replicas if low is None else min(low, fleet.replicas)
     return replace(fleet, replicas_range=(low, None if high is None else max(high, fleet.replicas)))
 
 
-_ENDS: tuple[Level, ...] = ("low", "high")
-
-
 def _replicas(rate: float, rate_of_one: float) -> int | None:
+    """Return how many replicas serve a rate; None if more than 256."""
     count = max(1, ceil(rate / rate_of_one - 1e-9)) if rate_of_one > 0 else REPLICAS.le + 1
     return count if count <= REPLICAS.le else None
-
-
-def _highest_rate(inputs: PlanInputs, layout: Layout, traffic: Traffic, guess: float, level: Level = "value") -> float:
-    """Return the highest rate at which one replica meets the limits; 0 if none does.
-
-    Args:
-        inputs: the mix and the sizes.
-        layout: what the replica runs.
-        traffic: arrivals and limits.
-        guess: the first rate to simulate.
-        level: which end of the predicted times counts.
-    """
-    engine, rate = _engine_maker(inputs, layout, level), max(guess, 1e-3)
-    passing, failing = 0.0, inf
-    for number in range(1, _MOST_LEVELS + 1):
-        if _holds(engine, inputs, traffic, rate):
-            passing = rate
-        else:
-            failing = rate
-        if passing and failing <= _CLOSE * passing:
-            break
-        if not passing:
-            rate /= _STEP**number  # larger and larger steps: the guess leaves out preparation on the host
-        elif failing == inf:
-            rate *= _STEP
-        else:
-            rate = (passing * failing) ** 0.5
-    return passing
-
-
-def _holds(
-    maker: Callable[[OnDone], SimulatedEngine], inputs: PlanInputs, traffic: Traffic, rate: float, replicas: int = 1
-) -> bool:
-    """Return whether replicas meet the limits at a rate; ends as soon as too many requests miss them."""
-    missed = allowed = 0
-
-    def on_done(request: SimulatedRequest) -> bool:
-        nonlocal missed
-        missed += bool(missed_limits(_record(request), traffic.limits))
-        return missed <= allowed
-
-    simulated = _engines(rate, replicas, traffic)
-    share = rate * simulated / replicas
-    count = _requests(share, traffic)
-    allowed = count - ceil(traffic.attainment * count)
-    engines, answered = _simulated(maker, inputs, traffic, share, [on_done] * simulated)
-    if any(engine.stopped for engine in engines):
-        return False
-    return level_of(answered, traffic, share, engines).goodput.reaches(traffic.attainment)
-
-
-def _simulated(
-    maker: Callable[[OnDone], SimulatedEngine],
-    inputs: PlanInputs,
-    traffic: Traffic,
-    rate: float,
-    on_done: Sequence[OnDone],
-) -> tuple[list[SimulatedEngine], list[SimulatedRequest]]:
-    """Return engines, one for each callback, and the requests after they have answered them."""
-    engines, count = [maker(each) for each in on_done], _requests(rate, traffic)
-    sketches = inputs.mix.requests(count, traffic.seed)
-    # At lower rates too, no request waits for another; and time stamps of centuries would lose their digits.
-    return engines, route_arrivals(engines, sketches, traffic.arrivals(max(rate, _ALONE_RATE), count))
-
-
-def _requests(rate: float, traffic: Traffic) -> int:
-    """Return the number of requests of a level."""
-    return min(_MOST_REQUESTS, max(_LEAST_REQUESTS, round(rate * _seconds(traffic))))
-
-
-def _engines(rate: float, replicas: int, traffic: Traffic) -> int:
-    """Return how many of the replicas to simulate."""
-    of_one = max(1.0, rate / replicas * _seconds(traffic))
-    return max(1, min(replicas, _MOST_ENGINES, int(_MOST_REQUESTS / of_one)))
-
-
-def _seconds(traffic: Traffic) -> float:
-    """Return the seconds of a level: enough for a growing queue to miss the limits on delays."""
-    delays = [limit for name, limit in traffic.limits.items() if name != "tpot"]
-    return max(_LEAST_SECONDS, _DELAY_SHARE * min(delays, default=0.0) / 1e3)
-
-
-def _record(request: SimulatedRequest) -> dict[str, Any]:
-    """Return a request as the part of a record that :func:`panscan.records.goodput.goodput_of` reads."""
-    return {
-        "request": "",
-        "error": "refused" if request.refused else None,
-        "stamps": {"accepted": request.arrived, "tokens": request.tokens},
-        "output_tokens": len(request.tokens),
-        "due": request.arrived,
-        "queued": 0.0,
-    }
-
-
-def _percentiles(seconds: Sequence[float]) -> dict[int, float]:
-    if not seconds:
-        return {}
-    return dict(zip(_PERCENTILES, (1e3 * np.percentile(seconds, _PERCENTILES)).tolist(), strict=True))
 
 
 def with_replicas(fleet: Fleet) -> Layout:

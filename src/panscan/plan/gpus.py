@@ -100,12 +100,11 @@ def gpu_named(text: str) -> Gpu:
         SettingError: an unknown name, key or value.
     """
     if "=" in text:
-        return _custom(text)
-    known = all_gpus()
-    wanted = _plain(text)
-    names = {_plain(each): gpu for gpu in known.values() for each in (gpu.name, gpu.label, *gpu.aliases)}
-    if wanted in names:
-        return names[wanted]
+        return _custom_gpu(text)
+    known, wanted = all_gpus(), _letters(text)
+    for gpu in known.values():
+        if wanted in map(_letters, (gpu.name, gpu.label, *gpu.aliases)):
+            return gpu
     hint = nearest(text.strip().lower(), known)
     raise SettingError(f"--gpu: unknown GPU {shorten(text)}{hint}; known: {', '.join(known)}; or type {_EXAMPLE}")
 
@@ -134,12 +133,13 @@ def _variant(gpu: Gpu, name: str, memory: object) -> Gpu | None:
     return next((variant for variant in form if abs(variant.memory_bytes / memory - 1) < 0.1), None)
 
 
-def _plain(name: str) -> str:
+def _letters(name: str) -> str:
     """Return a name without case, spaces and punctuation."""
-    return "".join(each for each in name.lower() if each.isalnum())
+    return "".join(filter(str.isalnum, name.lower()))
 
 
 def _gpu(name: str, values: Mapping[str, Any]) -> Gpu:
+    """Return the GPU of an entry of the data file."""
     capability = values["capability"]
     return Gpu(
         name=name,
@@ -150,45 +150,38 @@ def _gpu(name: str, values: Mapping[str, Any]) -> Gpu:
         link=values["link"],
         link_bytes_per_s=values["link_gb_s"] * 1e9,
         capability=None if capability is None else (capability[0], capability[1]),
-        sources=tuple(values["sources"]),
+        sources=tuple(values.get("sources", ())),
         aliases=tuple(values.get("aliases", ())),
         note=values.get("note", ""),
+        assumed=values.get("assumed", False),
     )
 
 
-def _custom(text: str) -> Gpu:
+def _custom_gpu(text: str) -> Gpu:
     """Return the GPU of a specification such as ``memory=24,bandwidth=936,bf16=71``."""
-    given: dict[str, str] = {}
+    given: dict[str, Any] = {}
     for part in text.split(","):
-        key, _, value = (each.strip() for each in part.partition("="))
+        key, _, value = (word.strip() for word in part.partition("="))
         if key not in _CUSTOM:
             raise SettingError(f"--gpu: unknown key {shorten(key)}{nearest(key, _CUSTOM)}; expected {_EXAMPLE}")
         if key in given:
             raise SettingError(f"--gpu: {key} is given twice")
-        given[key] = value
+        given[key] = _capability(value) if key == "capability" else _figure(key, value)
     if missing := [key for key in _NEEDED if key not in given]:
         raise SettingError(f"--gpu: {', '.join(missing)} missing; expected {_EXAMPLE}")
-    capability, assumed = None, "capability" not in given
-    if not assumed:
-        capability = _capability(given.pop("capability"))
-    numbers = {key: _number(key, value) for key, value in given.items()}
-    rates = {kind: numbers[kind] * 1e12 for kind in _RATES if kind in numbers}
-    if capability is None:
-        capability = FEATURES["fp8" if "fp8" in rates else "int8"].first
-    return Gpu(
-        name="custom",
-        label=f"custom GPU ({numbers['memory']:g} GB)",
-        memory_bytes=round(numbers["memory"] * 1e9),
-        bytes_per_s=numbers["bandwidth"] * 1e9,
-        flops_per_s=MappingProxyType(rates),
-        link="custom" if "link" in numbers else "PCIe 4.0 x16, assumed",
-        link_bytes_per_s=numbers.get("link", _LINK) * 1e9,
-        capability=capability,
-        assumed=assumed,
-    )
+    values = {
+        "label": f"custom GPU ({given['memory']:g} GB)",
+        "memory_gib": given["memory"] * 1e9 / 2**30,
+        "bandwidth_gb_s": given["bandwidth"],
+        "link": "custom" if "link" in given else "PCIe 4.0 x16, assumed",
+        "link_gb_s": given.get("link", _LINK),
+        "capability": given.get("capability", FEATURES["fp8" if "fp8" in given else "int8"].first),
+        "assumed": "capability" not in given,
+    }
+    return _gpu("custom", given | values)
 
 
-def _number(key: str, value: str) -> float:
+def _figure(key: str, value: str) -> float:
     try:
         number = float(value)
     except ValueError:

@@ -68,7 +68,7 @@ def memory_plan(variant: Variant, gpu: Gpu, options: EngineOptions | None = None
         options: sizes; None: the defaults. ``kv_cache_dtype`` is the variant's.
     """
     options = options or EngineOptions()
-    facts, graphs = _facts(variant, gpu, options)
+    facts, graphs = _memory_facts(variant, gpu, options)
     weights, budget = variant.weight_bytes(), MemoryBudget.of(options, gpu.memory_bytes)
     vision_cache = round(options.vision_cache_gb * 1e9) if facts.view_bytes else 0
     tokens, reason = (0, 0), gpu.refusal(variant.weights, variant.kv_cache_dtype, variant.dtype)
@@ -128,7 +128,7 @@ def _fragments(variant: Variant) -> int:
     return _FRAGMENTS + round(share * text.layers * text.hidden * text.intermediate * variant.width)
 
 
-def _facts(variant: Variant, gpu: Gpu, options: EngineOptions) -> tuple[MemoryFacts, int]:
+def _memory_facts(variant: Variant, gpu: Gpu, options: EngineOptions) -> tuple[MemoryFacts, int]:
     """Return what the model needs besides its weights, and the part that is for CUDA graphs."""
     shape, text, vision = variant.shape, variant.text, variant.shape.vision
     image_tokens = shape.image_tokens if vision else 0

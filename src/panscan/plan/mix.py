@@ -154,7 +154,7 @@ def mix_of_views(text: str, shape: Shape, *, text_tokens: int, output_tokens: tu
         if any(page.views == found.views for page in pages):
             raise SettingError(f"{option}: {found.views} views are given twice: add up their shares")
         pages.append(found)
-    return _checked(WorkloadMix(tuple(pages), text_tokens, output_tokens), shape, option)
+    return _mix_for(WorkloadMix(tuple(pages), text_tokens, output_tokens), shape, option)
 
 
 def mix_of_sizes(
@@ -177,7 +177,7 @@ def mix_of_sizes(
     if not counts:
         raise SettingError("--images: no readable page; give a file, directory or glob with images")
     pages = tuple(PageShare(views, count) for views, count in sorted(counts.items()))
-    return _checked(WorkloadMix(pages, text_tokens, output_tokens), shape, "--images")
+    return _mix_for(WorkloadMix(pages, text_tokens, output_tokens), shape, "--images")
 
 
 def parse_output_tokens(text: str) -> tuple[int, int]:
@@ -197,7 +197,7 @@ def parse_output_tokens(text: str) -> tuple[int, int]:
     return low, high
 
 
-def _checked(mix: WorkloadMix, shape: Shape, option: str) -> WorkloadMix:
+def _mix_for(mix: WorkloadMix, shape: Shape, option: str) -> WorkloadMix:
     """Return the mix with the model's tokens per view."""
     most = max(page.views for page in mix.pages)
     if shape.vision is None and most:

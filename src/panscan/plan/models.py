@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from panscan.checkpoints.check import check_directory
 from panscan.checkpoints.fields import ConfigSizes
 from panscan.checkpoints.files import DamagedFileError, read_json
 from panscan.core import BUNDLED, ModelError, SettingError
 from panscan.core.ranges import shorten
-from panscan.model.shapes import PATTERN, SHAPES, Shape, TextShape, VisionShape
+from panscan.model.shapes import (
+    PATTERN,
+    SHAPES,
+    TEXT_FIELDS,
+    VISION_FIELDS,
+    Shape,
+    TextShape,
+    VisionShape,
+    first_global_layer,
+)
 from panscan.settings import nearest
 
 __all__ = ["PlannedModel", "model_named"]
@@ -79,40 +86,10 @@ def _shape_of(path: Path) -> Shape:
     except DamagedFileError as error:
         raise ModelError(f"--model {path.parent}: {error}") from error
     part = config if sizes.vision is None else config.get("text_config") or {}
-    return _shape_of_sizes(sizes, _pattern(part, sizes.text["num_hidden_layers"]))
-
-
-def _shape_of_sizes(sizes: ConfigSizes, pattern: int) -> Shape:
-    text, vision = sizes.text, sizes.vision
-    decoder = TextShape(
-        vocabulary=text["vocab_size"],
-        hidden=text["hidden_size"],
-        intermediate=text["intermediate_size"],
-        layers=text["num_hidden_layers"],
-        heads=text["num_attention_heads"],
-        kv_heads=text["num_key_value_heads"],
-        head_size=text["head_dim"],
-        window=text["sliding_window"],
-        query_scale=text["query_pre_attn_scalar"],
-        max_positions=text["max_position_embeddings"],
-        pattern=pattern,
-    )
-    if vision is None:
+    kinds = part.get("layer_types")
+    pattern = int(part.get("sliding_window_pattern") or PATTERN) if kinds is None else first_global_layer(kinds)
+    decoder = TextShape(**{ours: sizes.text[name] for name, ours in TEXT_FIELDS.items()}, pattern=pattern)
+    if sizes.vision is None:
         return Shape("gemma3", decoder)
-    tower = VisionShape(
-        hidden=vision["hidden_size"],
-        intermediate=vision["intermediate_size"],
-        layers=vision["num_hidden_layers"],
-        heads=vision["num_attention_heads"],
-        image_size=vision["image_size"],
-        patch_size=vision["patch_size"],
-    )
+    tower = VisionShape(**{ours: sizes.vision[name] for name, ours in VISION_FIELDS.items()})
     return Shape("gemma3", decoder, vision=tower, image_tokens=sizes.image_tokens)
-
-
-def _pattern(config: Mapping[str, Any], layers: int) -> int:
-    """Return the number of the first global layer."""
-    kinds = config.get("layer_types")
-    if kinds is None:
-        return int(config.get("sliding_window_pattern") or PATTERN)
-    return kinds.index("full_attention") + 1 if "full_attention" in kinds else max(PATTERN, layers + 1)

@@ -161,7 +161,7 @@ class SimulatedPass:
 
 
 @dataclass(frozen=True, slots=True)
-class _InFlight:
+class _LaunchedPass:
     step: Step
     sampled: list[Sequence]
     size: PassSize
@@ -206,7 +206,7 @@ class SimulatedEngine:
         self.outstanding = 0.0
         self._numbers = count()
         self._device_free = 0.0
-        self._inflight: _InFlight | None = None
+        self._inflight: _LaunchedPass | None = None
         self._requests: dict[Sequence, SimulatedRequest] = {}
         self._arriving: deque[SimulatedRequest] = deque()
         self._accepted: deque[tuple[int, SimulatedRequest]] = deque()
@@ -295,7 +295,7 @@ class SimulatedEngine:
         requests = ((sequence, each.arrived, each.tokens) for sequence, each in self._requests.items())
         return self._pacer.limit(self.now, inflight, requests)
 
-    def _launch(self, step: Step) -> _InFlight:
+    def _launch(self, step: Step) -> _LaunchedPass:
         """Return the pass, with the time when the device finishes it."""
         prefill, keys = [], []
         contexts = self._tokens_read([chunk for chunk in step.chunks if chunk.sequence.decodes])
@@ -310,7 +310,7 @@ class SimulatedEngine:
         self.passes.append(SimulatedPass(self._device_free, len(contexts), rows, views))
         sampled = [chunk.sequence for chunk in step.chunks if chunk.samples]
         vision = self._times.pass_seconds([], [], views, graph=False) if views and self._pacer is not None else 0.0
-        return _InFlight(step, sampled, PassSize.of(step, views, self.now), vision, self._device_free)
+        return _LaunchedPass(step, sampled, PassSize.of(step, views, self.now), vision, self._device_free)
 
     def _tokens_read(self, decoding: abc.Sequence[Chunk]) -> list[int]:
         """Return how many tokens each decoding request reads. Up to eight that share pages read those together, as in

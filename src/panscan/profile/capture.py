@@ -16,11 +16,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from panscan.core import RecordsError
-from panscan.core.files import replace_file
+from panscan.core.files import replace_file, write_errors
 from panscan.model.machine import synchronize
 from panscan.model.phases import phase
 
-__all__ = ["FACTS_KEY", "CaptureOptions", "captured", "start_profiler_once"]
+__all__ = ["FACTS_KEY", "CaptureOptions", "captured", "start_profiler_once", "write_trace"]
 
 FACTS_KEY = "panscan"
 """The key of the trace file's top level under which the facts are."""
@@ -43,14 +43,8 @@ class CaptureOptions:
     stacks: bool = False
 
 
-def captured(
-    work: Callable[[], Found],
-    device: torch.device,
-    path: Path,
-    options: CaptureOptions,
-    facts: Callable[[Found], Mapping[str, Any]],
-) -> Found:
-    """Profile one call and write the trace; return what the call returned.
+def captured(work: Callable[[], Found], device: torch.device, options: CaptureOptions) -> tuple[Found, profile]:
+    """Profile one call; return what it returned, and the profiler.
 
     The trace has all threads of this process. With ``options.memory`` it has only the calling one: PyTorch records no
     allocations otherwise.
@@ -58,12 +52,7 @@ def captured(
     Args:
         work: function to profile; marked as ``panscan.request``, up to the moment when the device has finished.
         device: the model's device. On an NVIDIA GPU the trace has its kernels, elsewhere the host's operators only.
-        path: file to write, ``.json.gz``.
         options: contents of the trace.
-        facts: what the trace says of itself under :data:`FACTS_KEY`, given the result; JSON values.
-
-    Raises:
-        RecordsError: the file cannot be written.
     """
     profiler = _profiler(device, options)
     profiler.start()
@@ -73,11 +62,7 @@ def captured(
             synchronize(device)
     finally:
         profiler.stop()
-    try:
-        _write(profiler, path, facts(found))
-    except OSError as error:
-        raise RecordsError(f"{path}: {error.strerror or error}") from error
-    return found
+    return found, profiler
 
 
 def start_profiler_once(device: torch.device) -> None:
@@ -104,9 +89,18 @@ def _profiler(device: torch.device, options: CaptureOptions) -> profile:
     )
 
 
-def _write(profiler: profile, path: Path, facts: Mapping[str, Any]) -> None:
-    """Export, add the facts as the first key of the file, and compress."""
-    with tempfile.TemporaryDirectory() as folder, replace_file(path) as file:
+def write_trace(profiler: profile, path: Path, facts: Mapping[str, Any]) -> None:
+    """Write a trace, with facts as the first key of the file.
+
+    Args:
+        profiler: a stopped profiler.
+        path: file to write, ``.json.gz``.
+        facts: what the trace says of itself under :data:`FACTS_KEY`; JSON values.
+
+    Raises:
+        RecordsError: the file cannot be written.
+    """
+    with write_errors(path, RecordsError), tempfile.TemporaryDirectory() as folder, replace_file(path) as file:
         plain = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(plain))
         with plain.open("rb") as source, gzip.GzipFile("", "wb", 6, file) as target:

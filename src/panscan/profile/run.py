@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import panscan
 from panscan.core import Request, Result, SettingError, now
 from panscan.model.machine import resolve_device
 from panscan.model.support import require_supported
-from panscan.profile.capture import CaptureOptions, captured, start_profiler_once
+from panscan.profile.capture import CaptureOptions, captured, start_profiler_once, write_trace
 from panscan.profile.modes import ENGINE, Mode, mode_settings
 from panscan.records.environment import environment
 from panscan.runners.engine import EngineRunner
@@ -23,40 +24,10 @@ from panscan.runners.gemma3n import Gemma3nRunner, is_gemma3n, require_gemma3n_s
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings
 
-__all__ = ["Profiled", "Timing", "checked_modes", "profile_modes", "profile_runner", "runs_gemma3n"]
+__all__ = ["Profiled", "checked_modes", "profile_modes", "profile_runner", "runs_gemma3n"]
 
 _WARM_UPS, _TIMED = 2, 3
 ProfiledRunner = GenerateRunner | EngineRunner
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Times of one request or batch.
-
-    Args:
-        ttft_ms: accepted to first token, the mean over the batch.
-        tpot_ms: mean time between output tokens; None for fewer than two tokens.
-        seconds: time from the first acceptance to the last token.
-        tokens_per_s: output tokens of the batch in these seconds.
-    """
-
-    ttft_ms: float
-    tpot_ms: float | None
-    seconds: float
-    tokens_per_s: float
-
-    @classmethod
-    def of(cls, results: Sequence[Result]) -> Timing:
-        """Return the times of a finished batch."""
-        stamps = [result.stamps for result in results]
-        seconds = max(each.tokens[-1] for each in stamps) - min(each.accepted for each in stamps)
-        steps = [(each.tokens[-1] - each.tokens[0]) / (len(each.tokens) - 1) for each in stamps if len(each.tokens) > 1]
-        return cls(
-            ttft_ms=1e3 * sum(each.tokens[0] - each.accepted for each in stamps) / len(stamps),
-            tpot_ms=1e3 * sum(steps) / len(steps) if steps else None,
-            seconds=seconds,
-            tokens_per_s=sum(len(each.tokens) for each in stamps) / seconds,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,22 +97,18 @@ def profile_modes(
     settings = modes[0][1]
     gemma3n = runs_gemma3n(settings)
     start_profiler_once(resolve_device(settings.device))
-    opened: tuple[str, ProfiledRunner, float] | None = None
-    try:
+    name = ""
+    with ExitStack() as stack:
         for mode, chosen in modes:
-            if opened is None or opened[0] != chosen.runner:
-                if opened is not None:
-                    closing, opened = opened[1], None  # nothing is open if the next runner cannot be opened
-                    _close(closing)
+            if name != chosen.runner:
+                stack.close()  # nothing is open if the next runner cannot be opened
                 say(f"loading {chosen.model_name} for {mode.label}")
                 started = now()
-                opened = chosen.runner, _opened(chosen, gemma3n), now() - started
-            _, runner, load_s = opened
+                runner, name = _opened_runner(chosen, gemma3n), chosen.runner
+                load_s = now() - started
+                stack.callback(_close, runner)
             runner.configure(chosen)
             yield profile_runner(runner, mode, requests, folder / f"{mode.name}.json.gz", options, load_s, say)
-    finally:
-        if opened is not None:
-            _close(opened[1])
 
 
 def profile_runner(
@@ -168,45 +135,58 @@ def profile_runner(
         PanscanError: a request failed.
         RecordsError: the trace cannot be written.
     """
-    device = runner.loaded.device
-    with _decoding(runner, mode):
-        say(f"{mode.label}: warm-up")
-        started = now()
-        for _ in range(_WARM_UPS):
-            runner.run(requests)
-        warm_up_s = now() - started
-        say(f"{mode.label}: timing without the profiler")
-        plain = sorted((Timing.of(runner.run(requests)) for _ in range(_TIMED)), key=lambda each: each.seconds)
-        plain_median = plain[len(plain) // 2]
-        facts: dict[str, Any] = {
-            "version": panscan.__version__,
-            "mode": mode.name,
-            "label": mode.label,
-            "model": runner.settings.model_name,
-            "settings": runner.settings.changed(),
-            "batch_size": len(requests),
-            "load_s": load_s,
-            "warm_up_s": warm_up_s,
-            "without_profiler": asdict(plain_median),
-            "environment": environment(),
-        }
-
-        def described(results: Sequence[Result]) -> Mapping[str, Any]:
-            first = results[0]
-            facts.update(
-                output_tokens=len(first.token_ids),
-                prompt_tokens=first.prompt_tokens,
-                views=first.views,
-                profiled=asdict(Timing.of(results)),
-            )
-            return facts
-
-        say(f"{mode.label}: profiling")
-        captured(lambda: runner.run(requests), device, path, options, described)
+    if isinstance(runner, GenerateRunner):
+        runner.decode_compile = mode.decode_compile
+    say(f"{mode.label}: warm-up")
+    started = now()
+    for _ in range(_WARM_UPS):
+        runner.run(requests)
+    warm_up_s = now() - started
+    say(f"{mode.label}: timing without the profiler")
+    plain = sorted((_timing(runner.run(requests)) for _ in range(_TIMED)), key=lambda timing: timing["seconds"])
+    facts: dict[str, Any] = {
+        "version": panscan.__version__,
+        "mode": mode.name,
+        "label": mode.label,
+        "model": runner.settings.model_name,
+        "settings": runner.settings.changed(),
+        "batch_size": len(requests),
+        "load_s": load_s,
+        "warm_up_s": warm_up_s,
+        "without_profiler": plain[len(plain) // 2],
+        "environment": environment(),
+    }
+    say(f"{mode.label}: profiling")
+    results, profiler = captured(lambda: runner.run(requests), runner.loaded.device, options)
+    facts |= {
+        "output_tokens": len(results[0].token_ids),
+        "prompt_tokens": results[0].prompt_tokens,
+        "views": results[0].views,
+        "profiled": _timing(results),
+    }
+    write_trace(profiler, path, facts)
     return Profiled(mode, path, facts)
 
 
-def _opened(settings: Settings, gemma3n: bool) -> ProfiledRunner:
+def _timing(results: Sequence[Result]) -> dict[str, Any]:
+    """Return the times of a finished batch.
+
+    ``ttft_ms`` is from accepted to first token, the mean over the batch; ``tpot_ms`` the mean time between output
+    tokens, None for fewer than two; ``seconds`` the time from the first acceptance to the last token, in which
+    ``tokens_per_s`` counts the output tokens.
+    """
+    stamps = [result.stamps for result in results]
+    seconds = max(request.tokens[-1] for request in stamps) - min(request.accepted for request in stamps)
+    steps = [request.tpot for request in stamps if request.tpot is not None]
+    return {
+        "ttft_ms": 1e3 * fmean(request.tokens[0] - request.accepted for request in stamps),
+        "tpot_ms": 1e3 * fmean(steps) if steps else None,
+        "seconds": seconds,
+        "tokens_per_s": sum(len(request.tokens) for request in stamps) / seconds,
+    }
+
+
+def _opened_runner(settings: Settings, gemma3n: bool) -> ProfiledRunner:
     """Load a model in its runner; of an engine, also its caches and graphs.
 
     Raises:
@@ -231,15 +211,3 @@ def _close(runner: ProfiledRunner) -> None:
     """Release a model, and what was compiled of it, so that the next one has the memory."""
     torch.compiler.reset()
     runner.close()
-
-
-@contextmanager
-def _decoding(runner: ProfiledRunner, mode: Mode) -> Iterator[None]:
-    """Let ``generate()`` decode as the mode says, while in the block."""
-    if isinstance(runner, GenerateRunner):
-        runner.decode_compile = mode.decode_compile
-    try:
-        yield
-    finally:
-        if isinstance(runner, GenerateRunner):
-            runner.decode_compile = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from panscan.core import Request, SettingError
@@ -49,8 +49,8 @@ def profiled_requests(
     if count > 1 and len(pages) > count:
         raise SettingError(f"--batch-size {count}: each request takes one of the {len(pages)} images; raise it")
     if not pages and reads:
-        pages = expand_images([str(path) for path in _drawn(count, settings, folder)])
-    each = [pages] if count == 1 else [pages[index % len(pages) :][:1] if pages else [] for index in range(count)]
+        pages = expand_images(list(_draw_documents(count, settings, folder)))
+    groups = [pages] if count == 1 else [[pages[index % len(pages)]] if pages else [] for index in range(count)]
     question = prompt or (_DOCUMENT_PROMPT if pages else _TEXT_PROMPT)
     return [
         Request(
@@ -60,7 +60,7 @@ def profiled_requests(
             sampling=settings.sampling,
             id=f"request-{index}",
         )
-        for index, chosen in enumerate(each)
+        for index, chosen in enumerate(groups)
     ]
 
 
@@ -77,13 +77,11 @@ def _reads_images(settings: Settings) -> bool:
     return hasattr(load_config(settings.model, settings.revision), "vision_config")
 
 
-def _drawn(count: int, settings: Settings, folder: Path) -> list[Path]:
-    """Draw documents whose print the model can read."""
+def _draw_documents(count: int, settings: Settings, folder: Path) -> Iterator[str]:
+    """Draw documents whose print the model can read; yield their paths."""
     small = settings.model in BUNDLED and settings.model_shape in (None, *BUNDLED)
-    found = []
     for index in range(count):
         document = draw_document(0, index, columns=COLUMNS if small else _SMALL_PRINT)
-        name = document_name(document.kind, index)
-        found.append(folder / name)
-        found[-1].write_bytes(encode_document(document.image, name))
-    return found
+        path = folder / document_name(document.kind, index)
+        path.write_bytes(encode_document(document.image, path.name))
+        yield str(path)

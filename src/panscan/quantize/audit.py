@@ -8,7 +8,6 @@ checkpoint detects this: folding must not change the norm factor times the colum
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
@@ -17,14 +16,14 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from panscan.core import BUNDLED, InputError, ModelError
+from panscan.core import BUNDLED, ModelError
 from panscan.linear.quantized import QuantizedLinear, WeightFormat
 from panscan.model.checkpoint import Loaded, Placement, checkpoint_files, load_model
 from panscan.model.inventory import Inventory, Part, inventory
 from panscan.model.machine import resolve_device, resolve_dtype
 from panscan.model.quantization import base_model_of
 from panscan.quantize.documents import load_documents
-from panscan.quantize.measure import MeasuredWeights, Measurement, Steps, WeightsToMeasure, measure
+from panscan.quantize.measure import MeasuredWeights, Measurement, OnProblem, Steps, WeightsToMeasure, measure
 from panscan.quantize.source import DenseCheckpoint
 from panscan.settings import Settings
 
@@ -77,7 +76,7 @@ class Audit:
 def audit(
     settings: Settings,
     on_step: Steps,
-    on_problem: Callable[[InputError], None],
+    on_problem: OnProblem,
     *,
     base: str | None = None,
     dataset: str | None = None,

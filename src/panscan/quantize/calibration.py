@@ -82,7 +82,7 @@ class Calibration:
         try:
             for number, request in enumerate(requests, start=1):
                 item = prepare(read_images(request), loaded.reader, self._device, loaded.dtype, on_device=False)
-                loaded.model.model(**collate([item], loaded, None), use_cache=False)
+                loaded.model.model(**collate([item], loaded), use_cache=False)
                 self._states.append(recorders[0].hidden.cpu())
                 self._arguments.append({recorder.kind: tree_map(_stored, recorder.arguments) for recorder in recorders})
                 on_done(number)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib.metadata import version
 
 import yaml
@@ -11,8 +10,10 @@ import panscan
 from panscan.linear.quantized import WeightFormat
 from panscan.quantize.measure import MeasuredWeights, Measurement
 from panscan.records.quality import accuracy_title
+from panscan.report.formatting import nats
+from panscan.report.table import Column, Medium, Table
 
-__all__ = ["HEADINGS", "CardFacts", "described_format", "model_card", "notes", "table_rows"]
+__all__ = ["described_format", "measured_table", "model_card", "notes"]
 
 _FORMATS = {
     "int4": "4-bit weights in groups of {group}, bf16 products (W4A16)",
@@ -25,24 +26,6 @@ _FRONT_MATTER = {
     "pipeline_tag": "image-text-to-text",
     "tags": ["compressed-tensors", "panscan"],
 }
-HEADINGS = ("Weights", "Verdict", "KL, answers", "KL, images", "Top-1", "Accuracy", "Difference")
-
-
-@dataclass(frozen=True, slots=True)
-class CardFacts:
-    """How a checkpoint was made.
-
-    Args:
-        base: the dense checkpoint, as the user named it.
-        name: name of the new checkpoint.
-        weight_format: format of its decoder matrices.
-        prompts: calibration prompts; 0: rounded to nearest.
-    """
-
-    base: str
-    name: str
-    weight_format: WeightFormat
-    prompts: int
 
 
 def described_format(weight_format: WeightFormat) -> str:
@@ -50,29 +33,34 @@ def described_format(weight_format: WeightFormat) -> str:
     return _FORMATS[weight_format.kind].format(group=weight_format.group_size)
 
 
-def model_card(facts: CardFacts, sizes: tuple[int, int], found: Measurement | None) -> str:
+def model_card(
+    base: str, name: str, described: str, prompts: int, sizes: tuple[int, int], found: Measurement | None
+) -> str:
     """Return the model card as markdown with front matter.
 
     Args:
-        facts: how the checkpoint was made.
+        base: the dense checkpoint, as the user named it.
+        name: name of the new checkpoint.
+        described: format of its decoder matrices in words.
+        prompts: calibration prompts; 0: rounded to nearest.
         sizes: bytes of the dense weights and of the quantised ones.
         found: measured values; None if nothing was measured.
     """
     calibration = (
-        f"GPTQ on {facts.prompts} prompts with images, prepared with pan and scan"
-        if facts.prompts
+        f"GPTQ on {prompts} prompts with images, prepared with pan and scan"
+        if prompts
         else "round to nearest, without calibration"
     )
     dense, quantized = (f"{size / 1e9:.2f} GB" for size in sizes)
-    libraries = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "safetensors"))
+    libraries = ", ".join(f"{library} {version(library)}" for library in ("torch", "transformers", "safetensors"))
     lines = [
         "---",
-        *yaml.safe_dump(_FRONT_MATTER | {"base_model": facts.base}, allow_unicode=True).splitlines(),
+        *yaml.safe_dump(_FRONT_MATTER | {"base_model": base}, allow_unicode=True).splitlines(),
         "---",
         "",
-        f"# {facts.name}",
+        f"# {name}",
         "",
-        f"{facts.base} with quantised decoder layers: {described_format(facts.weight_format)}.",
+        f"{base} with quantised decoder layers: {described}.",
         "",
         "| | |",
         "| --- | --- |",
@@ -83,37 +71,42 @@ def model_card(facts: CardFacts, sizes: tuple[int, int], found: Measurement | No
         f"| Size | {quantized} (dense: {dense}) |",
         f"| Made with | panscan {panscan.__version__}, {libraries} |",
         "",
-        *_measured(found),
+        *_evaluation(found),
     ]
     return "\n".join(lines) + "\n"
 
 
-def table_rows(found: Measurement) -> list[tuple[str, ...]]:
-    """Return the cells below :data:`HEADINGS`, one row for each measured model."""
-    return [_row(row) for row in found.rows]
+def _kl_column(title: str, kind: str) -> Column[MeasuredWeights]:
+    return Column(title, lambda row: nats(row.kl(kind)))
 
 
-def _row(row: MeasuredWeights) -> tuple[str, ...]:
-    figures = row.figures or {}
-    reference = row.name == "dense"
-    word = "reference" if reference else figures.get("verdict", "unverified")
-    kl = ["-" if (value := row.kl(kind)) is None else f"{value:.2g}" for kind in ("answer", "image")]
-    top1 = "-" if row.top1 is None else f"{100 * row.top1:.1f}%"
-    accuracy = "-" if row.accuracy is None else f"{100 * row.accuracy:.1f}%"
-    against = "-"
-    if row.difference is not None:
-        gap = row.difference
-        against = f"{100 * gap.value:+.1f} [{100 * gap.low:+.0f}, {100 * gap.high:+.0f}]"
-    return (row.name, word, *kl, top1, accuracy, against)
+def measured_table(found: Measurement) -> Table[MeasuredWeights]:
+    """Return the table of the card and of the terminal: a row for each measured model."""
+    columns: list[Column[MeasuredWeights]] = [
+        Column("Weights", lambda row: row.name, text=Medium.ALL),
+        Column("Verdict", _verdict_word, text=Medium.ALL),
+        _kl_column("KL, answers", "answer"),
+        _kl_column("KL, images", "image"),
+        Column("Top-1", lambda row: "-" if row.top1 is None else f"{100 * row.top1:.1f}%"),
+        Column("Accuracy", lambda row: "-" if row.accuracy is None else f"{100 * row.accuracy:.1f}%"),
+        Column("Difference", _difference_points),
+    ]
+    return Table(columns, found.rows)
 
 
-def _measured(found: Measurement | None) -> list[str]:
+def _verdict_word(row: MeasuredWeights) -> str:
+    return "reference" if row.name == "dense" else str((row.figures or {}).get("verdict", "unverified"))
+
+
+def _difference_points(row: MeasuredWeights) -> str:
+    gap = row.difference
+    return "-" if gap is None else f"{100 * gap.value:+.1f} [{100 * gap.low:+.0f}, {100 * gap.high:+.0f}]"
+
+
+def _evaluation(found: Measurement | None) -> list[str]:
     if found is None:
         return ["## Evaluation", "", "Not evaluated."]
-    lines = ["## Evaluation", "", f"| {' | '.join(HEADINGS)} |", "|" + " --- |" * len(HEADINGS)]
-    lines += [f"| {' | '.join(row)} |" for row in table_rows(found)]
-    lines += ["", *notes(found)]
-    return lines
+    return ["## Evaluation", "", measured_table(found).markdown(), "", *notes(found)]
 
 
 def notes(found: Measurement) -> list[str]:

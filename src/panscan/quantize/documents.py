@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from panscan.bench.workload import DEFAULT_PROMPT, Item, Source, Workload, load_workload, sample_dataset
-from panscan.core import DatasetError, ImageError, InputError, SettingError
+from panscan.core import DatasetError, ImageError, SettingError
 from panscan.core.request import MAX_PAGES
-from panscan.quantize.measure import Steps
+from panscan.quantize.measure import OnProblem, Steps
 
 __all__ = ["CalibrationSource", "digest_of", "load_calibration", "load_documents"]
 
@@ -57,7 +57,7 @@ def load_documents(
     dataset: str | None,
     num_samples: int,
     seed: int,
-    on_problem: Callable[[InputError], None],
+    on_problem: OnProblem,
     on_step: Steps,
     *,
     reads_images: bool = True,
@@ -85,7 +85,7 @@ def load_documents(
 
 
 def load_calibration(
-    wanted: CalibrationSource, on_problem: Callable[[InputError], None], on_step: Steps
+    wanted: CalibrationSource, on_problem: OnProblem, on_step: Steps
 ) -> tuple[list[Item], list[Item], Source]:
     """Return calibration prompts, held-out prompts to measure the result, and the source of both.
 
@@ -128,7 +128,7 @@ def _contents(item: Item) -> tuple[str, ...]:
     return tuple(document.sha256 for document in item.documents)
 
 
-def _open_workload(source: Source, on_problem: Callable[[InputError], None], on_step: Steps) -> Workload:
+def _open_workload(source: Source, on_problem: OnProblem, on_step: Steps) -> Workload:
     """Return a workload in which a dataset with fewer questions than are wanted is not repeated."""
     workload = load_workload(
         source, on_problem=on_problem, on_document=lambda done, total: on_step("opening documents", done, total)

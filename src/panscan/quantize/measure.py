@@ -13,7 +13,7 @@ from panscan.analysis.significance import QualityDifference, paired_difference
 from panscan.bench.divergence import DivergenceTally, Noise
 from panscan.bench.reference import Reference, compute_reference, eager_settings, observe_eager
 from panscan.bench.workload import Item, Source, Workload, request_of
-from panscan.core import ModelError, PanscanError, UnsupportedError
+from panscan.core import InputError, ModelError, PanscanError, UnsupportedError
 from panscan.core.errors import brief
 from panscan.model.checkpoint import Loaded, drop_weights
 from panscan.model.machine import is_out_of_memory, release_memory
@@ -22,7 +22,7 @@ from panscan.quality.scores import scores_of
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings
 
-__all__ = ["MeasuredWeights", "Measurement", "Steps", "WeightsToMeasure", "measure"]
+__all__ = ["MeasuredWeights", "Measurement", "OnProblem", "Steps", "WeightsToMeasure", "measure"]
 
 VERDICT_REQUESTS, VERDICT_TOKENS = 8, 32
 """Requests of the verdict and tokens of each."""
@@ -31,6 +31,8 @@ _REPEATED = 0.6  # of an answer's end, from which it counts as repetition
 _LONGEST_PERIOD = 8  # tokens
 Steps = Callable[[str, int, int], None]
 """Called with a stage, the steps of it that are done, and all."""
+OnProblem = Callable[[InputError], None]
+"""Called for each document that cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -51,9 +52,8 @@ class PartialCheckpoint:
 
     def __init__(self, out: Path, job: Mapping[str, Any], *, overwrite: bool = False) -> None:
         self.out, self.job, self._overwrite = resolved_output(out, overwrite=overwrite), dict(job), overwrite
-        self.path = _beside(self.out, "partial")
+        self.path = _sibling(self.out, "partial")
         self._lock = WriteLock(self.path / _LOCK, self._refusal)
-        self.resumed = False
 
     def __enter__(self) -> Self:
         try:
@@ -133,38 +133,36 @@ class PartialCheckpoint:
             InputError: it cannot be renamed.
         """
         resolved_output(self.out, overwrite=self._overwrite)
-        replaced = _beside(self.out, "replaced")
+        replaced = _sibling(self.out, "replaced")
         try:
             for leftover in self.path.glob(".*"):  # the lock, and files of killed processes
                 leftover.unlink()
             if self.out.exists():
                 if replaced.exists():
-                    _remove(replaced)
+                    _remove_checkpoint(replaced)
                 self.out.rename(replaced)
             self.path.rename(self.out)
             sync_directory(self.out.parent)
             if self._overwrite and replaced.exists():
-                _remove(replaced)
+                _remove_checkpoint(replaced)
         except OSError as error:
             raise InputError(f"{error.filename}: cannot be renamed or removed: {error.strerror}") from error
 
     def _continue_or_begin(self) -> None:
-        file = self.path / JOB_FILE
-        found = None
+        stored = None
         with contextlib.suppress(OSError, ValueError):
-            found = parse_json(file.read_bytes(), most=_MOST_JOB)
-        if found == self.job:
-            self.resumed = True
+            stored = parse_json((self.path / JOB_FILE).read_bytes(), most=_MOST_JOB)
+        if stored == self.job:
             return
         entries = [entry for entry in self.path.iterdir() if entry.name != _LOCK]
-        if found is None and not all(entry.name.startswith(f".{JOB_FILE}") for entry in entries):
+        if stored is None and not all(entry.name.startswith(f".{JOB_FILE}") for entry in entries):
             raise SettingError(f"{self.path} was not written by panscan quantize: move it, or choose another OUT")
-        if found is not None and not self._overwrite:
-            keys = {**found, **self.job} if isinstance(found, dict) else self.job
-            changed = [key for key in keys if not isinstance(found, dict) or found.get(key) != self.job.get(key)]
+        if stored is not None and not self._overwrite:
+            before = stored if isinstance(stored, dict) else {}
+            changed = [key for key in {**before, **self.job} if before.get(key) != self.job.get(key)]
             raise SettingError(
                 f"{self.path} holds another job's partial work (different: {', '.join(changed)}): use that job's"
-                " options to resume it, or --force to discard it"
+                " options to resume it, or --overwrite to discard it"
             )
         for entry in entries:
             if entry.is_file() and entry.name != JOB_FILE:  # which shows until the end whose work this is
@@ -196,37 +194,34 @@ def resolved_output(out: Path, *, overwrite: bool) -> Path:
         SettingError: ``out`` names no directory, or exists and must not be replaced, or a directory that this command
             did not write has the name of a temporary one.
     """
-    if not out.name:
-        raise SettingError(f"{out}: give a directory for the checkpoint, not the root or the current directory")
     try:
-        found = out.resolve()
+        resolved = out.resolve()
     except (OSError, RuntimeError) as error:  # a loop of links is a RuntimeError before Python 3.13
         raise SettingError(f"{out} cannot be resolved: {error}") from error
-    if not found.name:
+    if not out.name or not resolved.name:
         raise SettingError(f"{out}: give a directory for the checkpoint, not the root or the current directory")
-    if found.exists() or found.is_symlink():
+    if os.path.lexists(resolved):
         if not overwrite:
-            raise SettingError(f"{out} exists: choose another directory, or replace it with --force")
-        _check_own(found, "--force does not replace it")
-    if _beside(found, "partial").is_symlink():
-        raise SettingError(f"{_beside(found, 'partial')} is a symbolic link: move it, or choose another OUT")
-    replaced = _beside(found, "replaced")
-    if replaced.exists() or replaced.is_symlink():
-        _check_own(replaced, "it cannot hold the checkpoint that OUT replaces")
-    return found
+            raise SettingError(f"{out} exists: choose another directory, or replace it with --overwrite")
+        _check_ours(resolved, "--overwrite does not replace it")
+    if (partial := _sibling(resolved, "partial")).is_symlink():
+        raise SettingError(f"{partial} is a symbolic link: move it, or choose another OUT")
+    if os.path.lexists(replaced := _sibling(resolved, "replaced")):
+        _check_ours(replaced, "it cannot hold the checkpoint that OUT replaces")
+    return resolved
 
 
-def _check_own(directory: Path, consequence: str) -> None:
+def _check_ours(directory: Path, consequence: str) -> None:
     """Raise unless this command wrote a directory and everything in it."""
     if directory.is_symlink() or not (directory / JOB_FILE).is_file():
         raise SettingError(f"{directory} was not written by this command, so {consequence}: move it away")
     for entry in sorted(directory.iterdir()):
-        own = entry.name in _OTHERS or _WEIGHTS.fullmatch(entry.name)
-        if not own or entry.is_symlink() or not entry.is_file():
+        known = entry.name in _OTHERS or _WEIGHTS.fullmatch(entry.name)
+        if not known or entry.is_symlink() or not entry.is_file():
             raise SettingError(f"{entry} was not written by this command, so {consequence}: move it away")
 
 
-def _remove(directory: Path) -> None:
+def _remove_checkpoint(directory: Path) -> None:
     """Remove a checkpoint of this command. The job's file is last, so that a later command can finish the removal."""
     for entry in directory.iterdir():
         if entry.name != JOB_FILE:
@@ -235,5 +230,5 @@ def _remove(directory: Path) -> None:
     directory.rmdir()
 
 
-def _beside(out: Path, suffix: str) -> Path:
+def _sibling(out: Path, suffix: str) -> Path:
     return out.with_name(f"{out.name}.{suffix}")

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import panscan
 from panscan.bench.workload import Item, Source, Workload, plans_of, request_of
-from panscan.core import InputError, SettingError
-from panscan.linear.quantized import WeightFormat
+from panscan.core import SettingError
 from panscan.model.checkpoint import Loaded, Placement, load_model, load_shard_of
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.quantize.audit import garbage_reason
 from panscan.quantize.calibration import check_prompt_memory
-from panscan.quantize.card import CardFacts, described_format, model_card
+from panscan.quantize.card import described_format, model_card
 from panscan.quantize.documents import CalibrationSource, digest_of, load_calibration, load_documents
-from panscan.quantize.measure import Measurement, Steps, WeightsToMeasure, measure
+from panscan.quantize.measure import Measurement, OnProblem, Steps, WeightsToMeasure, measure
 from panscan.quantize.partial import CARD_FILE, PartialCheckpoint, resolved_output
 from panscan.quantize.source import DenseCheckpoint, choose_format
 from panscan.quantize.write import CheckpointWriter
@@ -64,31 +62,22 @@ class Quantized:
 
     Args:
         path: directory of the checkpoint.
-        weight_format: format of its decoder matrices.
+        described: format of its decoder matrices in words.
         dense_bytes: size of the dense checkpoint.
         bytes: size of the quantised checkpoint's weights.
         measurement: comparison with the dense model; None with ``verify=False``.
-        resumed: whether the job resumed earlier work.
         garbage: why its answers are garbage; None if they are not, or were not measured.
     """
 
     path: Path
-    weight_format: WeightFormat
+    described: str
     dense_bytes: int
     bytes: int
     measurement: Measurement | None
-    resumed: bool
     garbage: str | None = None
 
-    @property
-    def described(self) -> str:
-        """The format in words."""
-        return described_format(self.weight_format)
 
-
-def quantize_checkpoint(
-    options: QuantizeOptions, on_step: Steps, on_problem: Callable[[InputError], None]
-) -> Quantized:
+def quantize_checkpoint(options: QuantizeOptions, on_step: Steps, on_problem: OnProblem) -> Quantized:
     """Write a quantised checkpoint, resuming earlier work of the same job.
 
     Args:
@@ -105,12 +94,12 @@ def quantize_checkpoint(
         job.write(target)
         measurement = job.measured(str(target.path)) if options.verify else None
         sizes = job.source.dense_bytes, sum(file.stat().st_size for file in target.path.glob("*.safetensors"))
-        facts = CardFacts(options.settings.model, out.name, job.weight_format, len(job.prompts))
-        target.write_bytes(CARD_FILE, model_card(facts, sizes, measurement).encode())
-        resumed = target.resumed
+        described = described_format(job.weight_format)
+        card = model_card(options.settings.model, out.name, described, len(job.prompts), sizes, measurement)
+        target.write_bytes(CARD_FILE, card.encode())
         target.publish()
     garbage = None if measurement is None else garbage_reason(measurement.rows[1], measurement.rows[0])
-    return Quantized(options.out, job.weight_format, *sizes, measurement, resumed, garbage)
+    return Quantized(options.out, described, *sizes, measurement, garbage)
 
 
 class _QuantizeJob:
@@ -125,7 +114,7 @@ class _QuantizeJob:
         prompts: calibration prompts; empty if weights are rounded.
     """
 
-    def __init__(self, options: QuantizeOptions, on_step: Steps, on_problem: Callable[[InputError], None]) -> None:
+    def __init__(self, options: QuantizeOptions, on_step: Steps, on_problem: OnProblem) -> None:
         settings, wanted = options.settings, options.calibration
         self._settings, self._on_step = settings, on_step
         self._device = resolve_device(settings.device)

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 __all__ = [
     "GALLERY_NAME",
     "HTML_NAME",
+    "to_csv",
     "to_markdown",
     "write_gallery",
-    "write_markdown",
     "write_pictures",
     "write_report",
 ]
@@ -66,13 +66,13 @@ def to_markdown(run: Run) -> str:
     return render_markdown(_facts_of(run))
 
 
-def write_markdown(run: Run, path: Path) -> None:
-    """Write :func:`to_markdown` as a file; an older one is replaced in one step.
+def to_csv(run: Run) -> str:
+    """The table of a run's measured settings or levels, with numbers in full; ``summary.csv`` has every metric.
 
     Raises:
-        InputError: the file could not be written, or a cell's stamps contradict its counts.
+        RecordsError: a cell's stamps contradict its counts.
     """
-    write_file(path, to_markdown(run))
+    return _facts_of(run).whole_table.csv()
 
 
 def write_pictures(run: Run, directory: Path) -> list[Path]:

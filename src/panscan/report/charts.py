@@ -30,8 +30,6 @@ __all__ = [
     "MOST_NAMED",
     "MOST_SERIES",
     "ChartGroup",
-    "Front",
-    "FrontPoint",
     "Panel",
     "Point",
     "Series",
@@ -67,8 +65,10 @@ class Point:
         value: the value with its interval.
         name: the setting or the level that was measured.
         note: what else to show in its tooltip and in the table of numbers.
-        hollow: whether to draw it hollow, because its value needs a caveat.
+        hollow: whether to draw it hollow: its value needs a caveat, or it is not on the front.
         chosen: whether it is the recommended one.
+        cell: the number of its cell, on the front.
+        across: ``at`` with its interval, on the front; None elsewhere.
     """
 
     at: float
@@ -77,6 +77,13 @@ class Point:
     note: str = ""
     hollow: bool = False
     chosen: bool = False
+    cell: int = 0
+    across: Measured | None = None
+
+    @property
+    def height(self) -> float:
+        """Return the value, 0 where nothing was measured."""
+        return self.value.value or 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +101,8 @@ class Panel:
     Args:
         name: name of its file, and prefix of its ids.
         kind: ``steps``: ticks at equal distances from left to right, joined points; ``dots``: a row per tick;
-            ``curve``: numbers on both axes, joined points.
+            ``curve``: numbers on both axes, joined points; ``front``: speed against quality, or, on a logarithmic axis,
+            against the distance from the reference.
         title: title of the values.
         unit: unit of the values.
         axis: title of the other axis.
@@ -107,7 +115,7 @@ class Panel:
     """
 
     name: str
-    kind: Literal["steps", "dots", "curve"]
+    kind: Literal["steps", "dots", "curve", "front"]
     title: str
     unit: str
     axis: str
@@ -119,15 +127,21 @@ class Panel:
     logarithmic: bool = False
 
     @property
+    def points(self) -> list[Point]:
+        """Return all points."""
+        return [point for series in self.series for point in series.points]
+
+    @property
     def values(self) -> list[float]:
         """Return all values."""
-        return [point.value.value or 0.0 for series in self.series for point in series.points]
+        return [point.height for point in self.points]
 
     @property
     def top(self) -> float:
         """Return the highest value, intervals included."""
-        bounds = [point.value.high for series in self.series for point in series.points]
-        return max([*self.values, *(bound for bound in bounds if bound is not None)])
+        return max(
+            point.height if point.value.high is None else max(point.height, point.value.high) for point in self.points
+        )
 
     @property
     def line(self) -> float | None:
@@ -137,10 +151,22 @@ class Panel:
     @property
     def caption(self) -> str:
         """Return the title with its unit and limit."""
+        if self.kind == "front":
+            return f"Throughput and {self.title}"
         text = f"{self.title}, {self.unit}"
         if self.limit is None:
             return text
         return f"{text} (dashed: {self.limit_label})" if self.line else f"{text} ({self.limit_label}: above the chart)"
+
+    @property
+    def numbered(self) -> bool:
+        """Return whether the front shows numbers instead of names."""
+        return len(self.points) > MOST_NAMED or any(len(point.name) > LONGEST_NAME for point in self.points)
+
+    @property
+    def verdicts(self) -> tuple[str, ...]:
+        """Return the verdicts of the front's points, the best first."""
+        return tuple(word for word in VERDICTS if any(point.note == word for point in self.points))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,47 +181,6 @@ class ChartGroup:
     legend: tuple[str, ...]
     panels: tuple[Panel, ...]
     folded: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class FrontPoint:
-    """A cell by its number and name; ``speed`` in requests per second."""
-
-    cell: int
-    name: str
-    speed: Measured
-    value: Measured
-    verdict: str
-    on_front: bool
-    recommended: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Front:
-    """Speed against quality, or against the distance from the reference.
-
-    Args:
-        measure: ``quality``, a share that is better when larger, or ``ratio`` to the rounding noise, better when
-            smaller.
-        title: name of the measure.
-        points: the cells that have both.
-        absent: numbers of the other measured cells.
-    """
-
-    measure: Literal["quality", "ratio"]
-    title: str
-    points: tuple[FrontPoint, ...]
-    absent: tuple[int, ...]
-
-    @property
-    def numbered(self) -> bool:
-        """Return whether the chart shows numbers instead of names."""
-        return len(self.points) > MOST_NAMED or any(len(point.name) > LONGEST_NAME for point in self.points)
-
-    @property
-    def verdicts(self) -> tuple[str, ...]:
-        """Return the verdicts of its points, the best first."""
-        return tuple(word for word in VERDICTS if any(point.verdict == word for point in self.points))
 
 
 def decision_charts(
@@ -310,53 +295,48 @@ def _slug(text: str) -> str:
 def front_of(
     rows: Sequence[MeasuredCell],
     qualities: Mapping[str, Quality | None],
-    numbers: Mapping[str, int],
     names: Mapping[str, str],
-    recommended: int | None,
+    recommended: str | None,
     title: str,
-) -> Front | None:
+) -> Panel | None:
     """Return speed against quality if any cell answers anything right, else against the verdict's ratio.
 
     Args:
-        rows: measured cells.
+        rows: measured cells, numbered from 1.
         qualities: accuracies by cell id.
-        numbers: numbers of the cells by id.
         names: settings in words by cell id.
-        recommended: number of the recommended cell.
+        recommended: id of the recommended cell.
         title: name of the run's metric of quality.
 
     Returns:
         None if fewer than two cells could be drawn.
     """
     by_quality = any(quality is not None and quality.mean > 0 for quality in qualities.values())
-    placed: list[tuple[MeasuredCell, Measured]] = []
-    for row in rows:
-        quality = qualities.get(row.cell)
-        if by_quality and quality is not None:
-            placed.append((row, Measured(quality.mean, quality.low, quality.high)))
-        elif not by_quality and row.verdict.ratio is not None:
-            placed.append((row, Measured(row.verdict.ratio)))
-    placed = [(row, value) for row, value in placed if row.metrics.values["request_throughput"] is not None]
+    placed: list[tuple[int, MeasuredCell, Measured]] = []
+    for number, row in enumerate(rows, 1):
+        quality, value = qualities.get(row.cell), Measured(row.verdict.ratio)
+        if by_quality:
+            value = Measured(None) if quality is None else Measured(quality.mean, quality.low, quality.high)
+        if value.value is not None and row.metrics.values["request_throughput"] is not None:
+            placed.append((number, row, value))
     if len(placed) < 2:
         return None
-    merits = [(speed(row), _merit(value, by_quality)) for row, value in placed]
+    merits = [(speed(row), _merit(value, by_quality)) for _, row, value in placed]
     points = tuple(
-        FrontPoint(
-            cell=numbers[row.cell],
-            name=names[row.cell],
-            speed=measured(row.metrics, "request_throughput"),
+        Point(
+            at=speed(row),
             value=value,
-            verdict=row.verdict.word,
-            on_front=on_front,
-            recommended=numbers[row.cell] == recommended,
+            name=names[row.cell],
+            note=row.verdict.word,
+            hollow=not on_front,
+            chosen=row.cell == recommended,
+            cell=number,
+            across=measured(row.metrics, "request_throughput"),
         )
-        for (row, value), on_front in zip(placed, pareto_front(merits), strict=True)
+        for (number, row, value), on_front in zip(placed, pareto_front(merits), strict=True)
     )
-    present = {point.cell for point in points}
-    absent = tuple(numbers[row.cell] for row in rows if numbers[row.cell] not in present)
-    if by_quality:
-        return Front("quality", title, points, absent)
-    return Front("ratio", "distance from the reference", points, absent)
+    measure = title if by_quality else "distance from the reference"
+    return Panel("front", "front", measure, "", "requests/s", (Series("", points),), logarithmic=not by_quality)
 
 
 def _merit(value: Measured, by_quality: bool) -> float:

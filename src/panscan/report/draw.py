@@ -15,8 +15,9 @@ from markupsafe import Markup
 
 from panscan.analysis.cells import number_text
 from panscan.records.verdict import CLOSE_RATIO, EXACT_RATIO
-from panscan.report.charts import MOST_NAMED, Front, FrontPoint, Panel, Point
+from panscan.report.charts import MOST_NAMED, Panel, Point, Series
 from panscan.report.formatting import cut, percent, times
+from panscan.report.table import Measured
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,9 +27,7 @@ __all__ = [
     "DARK",
     "LIGHT",
     "SERIES",
-    "Drawing",
     "chart_markup",
-    "front_figure",
     "key",
     "key_markup",
     "panel_figure",
@@ -114,11 +113,11 @@ def inline(data: bytes, *, title: str = "", described: str = "", tips: Mapping[s
             style = _COLOUR.sub(lambda match: variable(match[0]), element.attrib["style"])
             element.attrib["style"] = _FONT_STYLE.sub(r"font-size: \1", style)
         if tips and element.attrib.get("id") in tips:
-            element.insert(0, _text("title", tips[element.attrib["id"]]))
+            element.insert(0, _element("title", tips[element.attrib["id"]]))
     _drop_unused_ids(root)
     if title:
-        root.insert(0, _text("desc", described))
-        root.insert(0, _text("title", title))
+        root.insert(0, _element("desc", described))
+        root.insert(0, _element("title", title))
     return ElementTree.tostring(root, encoding="unicode")
 
 
@@ -139,7 +138,7 @@ def _drop_unused_ids(root: ElementTree.Element) -> None:
             element.attrib.pop("id", None)
 
 
-def _text(tag: str, text: str) -> ElementTree.Element:
+def _element(tag: str, text: str) -> ElementTree.Element:
     element = ElementTree.Element(tag)
     element.text = text
     return element
@@ -154,25 +153,21 @@ _MOST_TICKS = 9
 _LONGEST_LINE = 50  # characters across a drawing
 
 Colours = Mapping[str, str]
-Drawing = Panel | Front
 
 
-def svg(drawing: Drawing, *, title: str, described: str) -> str:
+def svg(panel: Panel, *, title: str, described: str) -> str:
     """Return a chart as an inline ``<svg>`` with a title and a description; its points have tooltips."""
     colours = stand_ins()
     with _style(colours, title):
-        data = _svg_file(_figure(drawing, colours))
-    return inline(data, title=title, described=described, tips=tips(drawing))
+        data = _svg_file(panel_figure(panel, colours))
+    return inline(data, title=title, described=described, tips=tips(panel))
 
 
-def chart_markup(drawing: Drawing) -> Markup:
+def chart_markup(panel: Panel) -> Markup:
     """Return a chart as markup with a title and a description; its text is escaped."""
-    if isinstance(drawing, Panel):
-        by_axis = "" if " by " in drawing.title else f" by {drawing.axis}"
-        title = f"{drawing.title}{by_axis}, {drawing.unit}"
-    else:
-        title = f"Throughput and {drawing.title}"
-    return Markup(svg(drawing, title=title, described="; ".join(tips(drawing).values())))
+    by_axis = "" if " by " in panel.title else f" by {panel.axis}"
+    title = panel.caption if panel.kind == "front" else f"{panel.title}{by_axis}, {panel.unit}"
+    return Markup(svg(panel, title=title, described="; ".join(tips(panel).values())))
 
 
 def key_markup(mark: int | str, use: str) -> Markup:
@@ -197,17 +192,14 @@ def key(mark: int | str, use: str) -> str:
         return inline(_svg_file(figure))
 
 
-def png(drawing: Drawing, legend: Sequence[str] = ()) -> bytes:
+def png(panel: Panel, legend: Sequence[str] = ()) -> bytes:
     """Return a chart with its title and legend on a white page, two pixels to the unit."""
     with _style(LIGHT, ""):
-        figure = _figure(drawing, LIGHT)
-        if isinstance(drawing, Panel):
-            title = drawing.caption
-            entries = [(_look(i, LIGHT) | _marker(i, LIGHT), name) for i, name in enumerate(legend)]
-        else:
-            title = f"Throughput and {drawing.title}"
-            entries = [(_verdict_marker(word, LIGHT) | {"linestyle": ""}, word) for word in drawing.verdicts]
-        lines = textwrap.wrap(title, _LONGEST_LINE)
+        figure = panel_figure(panel, LIGHT)
+        entries = [(_look(i, LIGHT) | _marker(i, LIGHT), name) for i, name in enumerate(legend)]
+        if panel.kind == "front":
+            entries = [(_verdict_marker(word, LIGHT) | {"linestyle": ""}, word) for word in panel.verdicts]
+        lines = textwrap.wrap(panel.caption, _LONGEST_LINE)
         figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=_FONT, fontweight="bold")
         figure.set_figheight(figure.get_figheight() + len(lines) * 1.4 * _FONT / 72)
         _png_legend(figure, entries)
@@ -225,10 +217,6 @@ def _png_legend(figure: Figure, entries: Sequence[tuple[dict[str, Any], str]]) -
         figure.legend(lines, names, loc="outside lower left", handlelength=3, frameon=False)
         rows = sum(name.count("\n") + 1 for name in names)
         figure.set_figheight(figure.get_figheight() + (rows + 1) * 1.5 * _FONT / 72)
-
-
-def _figure(drawing: Drawing, colours: Colours) -> Figure:
-    return panel_figure(drawing, colours) if isinstance(drawing, Panel) else front_figure(drawing, colours)
 
 
 def _svg_file(figure: Figure) -> bytes:
@@ -272,11 +260,11 @@ def _style(colours: Colours, salt: str) -> Iterator[None]:
 
 def panel_figure(panel: Panel, colours: Colours) -> Figure:
     """Draw a :class:`panscan.report.charts.Panel`. The axis of values begins at zero, unless it is logarithmic."""
-    if panel.kind == "dots":
-        return _dots_figure(panel, colours)
+    if panel.kind in ("dots", "front"):
+        return (_dots_figure if panel.kind == "dots" else _front_figure)(panel, colours)
     figure, axes = _axes(_HEIGHT)
     for index, series in enumerate(panel.series):
-        _draw_series(axes, panel, index, series.points, colours)
+        _draw_series(axes, panel, index, series, colours)
     axes.grid(axis="y" if panel.kind == "steps" else "both")
     axes.set_xlabel(panel.axis)
     if panel.kind == "steps":
@@ -284,7 +272,7 @@ def panel_figure(panel: Panel, colours: Colours) -> Figure:
         axes.set_xticks(range(0, len(panel.ticks), every), [cut(tick, _LONGEST_TICK) for tick in panel.ticks[::every]])
         axes.set_xlim(-0.4, len(panel.ticks) - 0.6)
     else:
-        highest = max(point.at for series in panel.series for point in series.points)
+        highest = max(point.at for point in panel.points)
         axes.set_xlim(0, 1.12 * highest or 1.0)
         axes.xaxis.set_major_formatter("{x:,g}")
         if panel.diagonal:
@@ -310,7 +298,7 @@ def _dots_figure(panel: Panel, colours: Colours) -> Figure:
     axes.grid(axis="x")
     axes.xaxis.set_major_formatter("{x:,g}")
     axes.locator_params(axis="x", nbins=5)
-    chosen = {point.at for series in panel.series for point in series.points if point.chosen}
+    chosen = {point.at for point in panel.points if point.chosen}
     for at, (top, each) in enumerate(zip(tops, lines, strict=True)):
         axes.annotate(
             "\n".join(each) + (" ★" if at in chosen else ""),
@@ -334,29 +322,41 @@ def _draw_dots(
     axes: Axes, panel: Panel, index: int, points: Sequence[Point], rows: Sequence[float], colours: Colours
 ) -> None:
     for number, point in enumerate(points):
-        y, value = rows[int(point.at)], point.value.value or 0.0
+        y = rows[int(point.at)]
         marker = _marker(index, colours) | ({"marker": "*", "markersize": 11} if point.chosen else {})
-        end = value
-        if point.value.low is not None and point.value.high is not None:
-            axes.plot((point.value.low, point.value.high), (y, y), color=marker["color"], linewidth=2)
-            end = max(end, point.value.high)
-        axes.plot(
-            value,
-            y,
-            markerfacecolor=colours["page"] if point.hollow else marker["color"],
-            clip_on=False,
-            zorder=3,
-            gid=f"{panel.name}-{index}-{number}",
-            **marker,
+        face = colours["page"] if point.hollow else marker["color"]
+        _draw_point(
+            axes, (point.height, y), marker, face, f"{panel.name}-{index}-{number}", across=point.value, linewidth=2
         )
         axes.annotate(
             point.value.text + ("%" if panel.unit == "%" else ""),
-            (end, y),
+            (max(point.height, point.value.high or 0.0), y),
             xytext=(8, 0),
             textcoords="offset points",
             va="center",
             fontweight="bold" if point.chosen else "normal",
         )
+
+
+def _draw_point(
+    axes: Axes,
+    position: tuple[float, float],
+    marker: Mapping[str, Any],
+    face: str,
+    gid: str,
+    *,
+    across: Measured | None = None,
+    along: Measured | None = None,
+    linewidth: float = 1.2,
+) -> None:
+    """Draw a marker over the intervals of its horizontal (``across``) and vertical position."""
+    x, y = position
+    for figure, horizontal in ((across, True), (along, False)):
+        if figure is not None and figure.low is not None and figure.high is not None:
+            ends = figure.low, figure.high
+            line = (ends, (y, y)) if horizontal else ((x, x), ends)
+            axes.plot(*line, color=marker["color"], linewidth=linewidth)
+    axes.plot(x, y, markerfacecolor=face, clip_on=False, zorder=3, gid=gid, **marker)
 
 
 def _axes(height: float) -> tuple[Figure, Axes]:
@@ -380,23 +380,19 @@ def _verdict_marker(word: str, colours: Colours) -> dict[str, Any]:
     return {"marker": marker, "markersize": 8, "color": colours[name]}
 
 
-def _draw_series(axes: Axes, panel: Panel, index: int, points: Sequence[Point], colours: Colours) -> None:
+def _draw_series(axes: Axes, panel: Panel, index: int, series: Series, colours: Colours) -> None:
     """Draw a series from left to right, beside the others where they share ticks: no interval covers another."""
     aside = (index - (len(panel.series) - 1) / 2) * 0.04 if panel.kind == "steps" else 0.0
-    look = _look(index, colours)
-    positions = [point.at + aside for point in points]
-    axes.plot(positions, [point.value.value or 0.0 for point in points], **look)
-    for number, (position, point) in enumerate(zip(positions, points, strict=True)):
-        if point.value.low is not None and point.value.high is not None:
-            axes.plot((position, position), (point.value.low, point.value.high), color=look["color"], linewidth=1.2)
-        axes.plot(
-            position,
-            point.value.value or 0.0,
-            markerfacecolor=colours["page"] if point.hollow else look["color"],
-            clip_on=False,
-            zorder=3,
-            gid=f"{panel.name}-{index}-{number}",
-            **_marker(index, colours),
+    axes.plot(
+        [point.at + aside for point in series.points],
+        [point.height for point in series.points],
+        **_look(index, colours),
+    )
+    for number, point in enumerate(series.points):
+        marker = _marker(index, colours)
+        face = colours["page"] if point.hollow else marker["color"]
+        _draw_point(
+            axes, (point.at + aside, point.height), marker, face, f"{panel.name}-{index}-{number}", along=point.value
         )
 
 
@@ -418,8 +414,8 @@ def _set_heights(axes: Axes, panel: Panel, colours: Colours) -> None:
 def _name_levels(axes: Axes, panel: Panel) -> None:
     """Write the name of each level above its highest point, unless another name is there."""
     tops: dict[str, tuple[float, float]] = {}
-    for point in (point for series in panel.series for point in series.points):
-        top = point.value.value or 0.0 if point.value.high is None else point.value.high
+    for point in panel.points:
+        top = point.height if point.value.high is None else point.value.high
         tops[point.name] = point.at, max(top, tops.get(point.name, (point.at, top))[1])
     taken: list[tuple[float, float]] = []
     for name, position in tops.items():
@@ -438,60 +434,49 @@ def _level_mark(name: str) -> str:
     return name.replace(" req/s", "/s").replace("concurrency ", "c=").replace("unlimited rate", "all at once")
 
 
-def front_figure(front: Front, colours: Colours) -> Figure:
+def _front_figure(front: Panel, colours: Colours) -> Figure:
     """Draw speed against quality, or against the ratio to the noise on a logarithmic axis with the verdict's limits."""
     figure, axes = _axes(1.25 * _HEIGHT)
-    best = sorted((point for point in front.points if point.on_front), key=_speed)
-    axes.plot(
-        [_speed(point) for point in best],
-        [point.value.value or 0.0 for point in best],
-        color=colours["rule"],
-        linewidth=1.2,
-        drawstyle="steps-pre",
-    )
+    best = sorted((point for point in front.points if not point.hollow), key=lambda point: point.at)
+    places, heights = [point.at for point in best], [point.height for point in best]
+    axes.plot(places, heights, color=colours["rule"], linewidth=1.2, drawstyle="steps-pre")
     for number, point in enumerate(front.points):
-        _draw_front_point(axes, point, f"front-{number}", colours)
-    bounds = [point.speed.high for point in front.points if point.speed.high is not None]
-    axes.set_xlim(0, 1.2 * max([*(_speed(point) for point in front.points), *bounds]) or 1.0)
-    axes.set_xlabel("requests/s")
+        marker = _verdict_marker(point.note, colours)
+        face = colours["page"] if point.hollow else marker["color"]
+        star = {"marker": "*", "markersize": 13} if point.chosen else {}
+        _draw_point(
+            axes,
+            (point.at, point.height),
+            marker | star,
+            face,
+            f"{front.name}-0-{number}",
+            across=point.across,
+            along=point.value,
+        )
+    ends = [point.across.high for point in front.points if point.across is not None and point.across.high is not None]
+    axes.set_xlim(0, 1.2 * max([*(point.at for point in front.points), *ends]) or 1.0)
+    axes.set_xlabel(front.axis)
     axes.xaxis.set_major_formatter("{x:,g}")
     axes.grid(visible=True)
-    if front.measure == "quality":
+    if front.logarithmic:
+        _limits(axes, front.values, colours)
+    else:
         axes.set_ylim(-0.04, 1.08)
         axes.yaxis.set_major_formatter(lambda share, _: percent(share))
         axes.set_ylabel(front.title)
-    else:
-        _limits(axes, [point.value.value or 0.0 for point in front.points], colours)
     _name_points(axes, front)
     return figure
 
 
-def _speed(point: FrontPoint) -> float:
-    return point.speed.value or 0.0
-
-
-def _draw_front_point(axes: Axes, point: FrontPoint, gid: str, colours: Colours) -> None:
-    look = _verdict_marker(point.verdict, colours)
-    speed, value = _speed(point), point.value.value or 0.0
-    for bounds, along in ((point.speed, True), (point.value, False)):
-        if bounds.low is not None and bounds.high is not None:
-            ends, across = (bounds.low, bounds.high), (value, value) if along else (speed, speed)
-            axes.plot(*((ends, across) if along else (across, ends)), color=look["color"], linewidth=1.2)
-    filled = look["color"] if point.on_front else colours["page"]
-    size = {"marker": "*", "markersize": 13} if point.recommended else {}
-    axes.plot(speed, value, markerfacecolor=filled, gid=gid, zorder=3, clip_on=False, **(look | size))
-
-
-def _name_points(axes: Axes, front: Front) -> None:
+def _name_points(axes: Axes, front: Panel) -> None:
     """Write names or numbers beside the points where no other point or name is, the recommended one first."""
     every = len(front.points) <= MOST_NAMED
-    named = [point for point in front.points if every or point.on_front or point.recommended]
-    positions = dict(zip(named, axes.transData.transform([_position_of(point) for point in named]), strict=True))
-    taken = [
-        (x - 6, y - 6, x + 6, y + 6) for x, y in axes.transData.transform([_position_of(each) for each in front.points])
-    ]
+    named = [point for point in front.points if every or not point.hollow or point.chosen]
+    places = axes.transData.transform([(point.at, point.height) for point in front.points])
+    positions = dict(zip(front.points, places, strict=True))
+    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in places]
     right_edge = axes.transAxes.transform((1, 0))[0]
-    for point in sorted(named, key=lambda each: not each.recommended):
+    for point in sorted(named, key=lambda point: not point.chosen):
         (x, y), text = positions[point], str(point.cell) if front.numbered else point.name
         width = 7.2 * len(text)
         for right, up in ((True, True), (False, True), (True, False), (False, False)):
@@ -502,18 +487,14 @@ def _name_points(axes: Axes, front: Front) -> None:
             taken.append(box)
             axes.annotate(
                 text,
-                _position_of(point),
+                (point.at, point.height),
                 xytext=(7 if right else -7, 5 if up else -5),
                 textcoords="offset points",
                 ha="left" if right else "right",
                 va="bottom" if up else "top",
-                fontweight="bold" if point.recommended else "normal",
+                fontweight="bold" if point.chosen else "normal",
             )
             break
-
-
-def _position_of(point: FrontPoint) -> tuple[float, float]:
-    return _speed(point), point.value.value or 0.0
 
 
 def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
@@ -540,27 +521,24 @@ def _limits(axes: Axes, ratios: Sequence[float], colours: Colours) -> None:
         )
 
 
-def tips(drawing: Drawing) -> dict[str, str]:
+def tips(panel: Panel) -> dict[str, str]:
     """Return the tooltip of each point, by its id in the drawing."""
-    if isinstance(drawing, Front):
-        shape = percent if drawing.measure == "quality" else times
-        return {
-            f"front-{number}": f"{point.name}: {point.speed.whole} requests/s, {shape(point.value.value or 0.0)},"
-            f" {point.verdict}"
-            for number, point in enumerate(drawing.points)
-        }
     return {
-        f"{drawing.name}-{index}-{number}": ", ".join(filter(None, (_place(drawing, point), series.label)))
-        + f": {point.value.whole} {drawing.unit}"
-        + (f", {point.note}" if point.note else "")
-        for index, series in enumerate(drawing.series)
+        f"{panel.name}-{index}-{number}": _tip(panel, series, point)
+        for index, series in enumerate(panel.series)
         for number, point in enumerate(series.points)
     }
 
 
-def _place(panel: Panel, point: Point) -> str:
-    if panel.kind == "dots":
-        return panel.ticks[int(point.at)]
-    if panel.kind == "steps":
-        return f"{panel.axis} {panel.ticks[int(point.at)]}"
-    return f"{point.name}, {number_text(point.at)} {panel.axis}"
+def _tip(panel: Panel, series: Series, point: Point) -> str:
+    if panel.kind == "front":
+        height = times(point.height) if panel.logarithmic else percent(point.height)
+        speed = "-" if point.across is None else point.across.whole
+        return f"{point.name}: {speed} {panel.axis}, {height}, {point.note}"
+    position = {
+        "dots": lambda: panel.ticks[int(point.at)],
+        "steps": lambda: f"{panel.axis} {panel.ticks[int(point.at)]}",
+        "curve": lambda: f"{point.name}, {number_text(point.at)} {panel.axis}",
+    }[panel.kind]()
+    where = ", ".join(filter(None, (position, series.label)))
+    return f"{where}: {point.value.whole} {panel.unit}" + (f", {point.note}" if point.note else "")

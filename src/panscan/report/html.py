@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from panscan.analysis import significance
 from panscan.analysis.levels import VERIFY_HINT
+from panscan.quality import scores
+from panscan.records import verdict
+from panscan.records.metrics import LEAST_SAMPLES
 from panscan.records.requests import STAGES
 from panscan.report import draw
 from panscan.report.charts import ChartGroup, Panel, attainment
@@ -18,12 +22,18 @@ _SIGNS = {"exact": "✓", "close": "≈", "different": "✗", "unverified": "?"}
 
 def render_html(facts: SweepReport | LoadReport) -> str:
     """Return the page of a run. The same facts give the same text."""
-    pictures = {"light": draw.LIGHT, "dark": draw.DARK, "chart": draw.chart_markup, "key": draw.key_markup}
+    names = {
+        "light": draw.LIGHT,
+        "dark": draw.DARK,
+        "chart": draw.chart_markup,
+        "key": draw.key_markup,
+        "samples": ", ".join(f"{least} for p{percent}" for percent, least in LEAST_SAMPLES.items()),
+    }
     if isinstance(facts, LoadReport):
         return (
             templates()
             .get_template("load.html.j2")
-            .render(facts=facts, verify_hint=VERIFY_HINT, attainment=attainment, **pictures)
+            .render(facts=facts, verify_hint=VERIFY_HINT, attainment=attainment, **names)
         )
     return (
         templates()
@@ -38,7 +48,10 @@ def render_html(facts: SweepReport | LoadReport) -> str:
             bar=_bar,
             rows_of=_rows_of,
             floor_of=_floor_of,
-            **pictures,
+            verdict=verdict,
+            scores=scores,
+            significance=significance,
+            **names,
         )
     )
 
@@ -66,8 +79,8 @@ def _rows_of(comparison: ChartGroup, panel: Panel) -> list[tuple[str, ...]]:
 
 def _front_cells(facts: SweepReport) -> list[ReportCell]:
     """Return the cells on the front, the fastest first."""
-    points = () if facts.front is None else facts.front.points
-    best = sorted((point for point in points if point.on_front), key=lambda point: -(point.speed.value or 0.0))
+    points = [] if facts.front is None else facts.front.points
+    best = sorted((point for point in points if not point.hollow), key=lambda point: -point.at)
     return [facts.cells[point.cell - 1] for point in best]
 
 

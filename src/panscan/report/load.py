@@ -67,7 +67,6 @@ class LoadReport:
         self.times = [(time, TIME_NAMES[time]) for time in self.settings.percentile_metrics]
         self.percentiles = [percentile_name(each) for each in sorted(self.settings.metric_percentiles)]
         self.environment = definitions.environment(run)
-        self.definitions = definitions.load_definitions()
 
     @property
     def headline(self) -> str:
@@ -114,7 +113,7 @@ class LoadReport:
         ]
 
     @property
-    def table(self) -> Table[MeasuredLevel]:
+    def whole_table(self) -> Table[MeasuredLevel]:
         """The table of levels; the terminal leaves out columns that no level fills."""
         return Table(self.columns, self.rows, "Levels", sparse=Medium.TERMINAL)
 

@@ -74,7 +74,7 @@ def _load_parts(facts: LoadReport) -> list[str]:
     parts += [plain_text(VERIFY_HINT), plain_text(shared)]
     if facts.rows:
         legend = f"Milliseconds.{_UNCERTIFIED * facts.uncertified}"
-        parts += [facts.table.markdown(), f"{legend}\n\n{facts.latencies.markdown()}"]
+        parts += [facts.whole_table.markdown(), f"{legend}\n\n{facts.latencies.markdown()}"]
     errors = (f"{group.kind}, {group.requests} requests: {group.example}" for group in facts.errors)
     parts += [_bullets("Errors:", errors), _bullets("Without a result:", facts.unfinished)]
     return [*parts, _origin(facts, facts.created)]

@@ -41,7 +41,7 @@ from panscan.records.summary import replica_shares
 from panscan.records.verdict import Verdict, token_lines
 from panscan.report import definitions
 from panscan.report.answers import Answers, answers_of
-from panscan.report.charts import ChartGroup, Front, by_request, comparisons, decision_charts, front_of
+from panscan.report.charts import ChartGroup, Panel, by_request, comparisons, decision_charts, front_of
 from panscan.report.formatting import clean, nats, times, verdict_figures
 from panscan.report.table import (
     Column,
@@ -167,7 +167,6 @@ class SweepReport:
         self.quality_title = metric_title(run)
         self.queueing = queueing_note(self.rows)
         self.speedups = speedup_lines(self.rows)
-        self.definitions = definitions.definitions()
         facts = facts_of_header(run.header)
         self.dataset = "" if facts is None else clean(f"Dataset {facts.text}.")
         self.aliases = [clean(line) for line in alias_lines(run, self.names)]
@@ -341,11 +340,10 @@ class SweepReport:
         return comparisons(self.rows, self.names)
 
     @cached_property
-    def front(self) -> Front | None:
+    def front(self) -> Panel | None:
         """Speed against quality, or against the distance from the reference."""
-        best = None if self.advice is None else self.advice.cell.number
-        numbers = {cell.row.cell: cell.number for cell in self.cells}
-        return front_of(self.rows, self._qualities, numbers, self.names, best, self.quality_title)
+        best = None if self.advice is None else self.advice.cell.row.cell
+        return front_of(self.rows, self._qualities, self.names, best, self.quality_title)
 
     @cached_property
     def latency(self) -> ChartGroup:

@@ -162,7 +162,7 @@ class Column(Generic[Row]):
     """One column of a table.
 
     Args:
-        title: heading with its unit; on the terminal it breaks at each space.
+        title: heading with its unit; its line breaks are for the terminal.
         read: the cell of a row: text, a number, a figure with its interval, or a :class:`TableCell`.
         on: the media that show it.
         text: the media that align it as text, to the left, and fold it on the terminal.
@@ -190,11 +190,12 @@ class Column(Generic[Row]):
         """Whether HTML aligns it as text."""
         return Medium.HTML in self.text
 
-    def heading(self, medium: Medium) -> str:
-        """Return its heading in one line, or with line breaks on the terminal."""
+    def heading(self, medium: Medium, *, narrow: bool = False) -> str:
+        """Return its heading; on the terminal with line breaks, if ``narrow`` also at each space of the title."""
         if medium is Medium.TERMINAL:
-            return self.terminal or self.title.replace(" ", "\n")
-        return (medium is Medium.MARKDOWN and self.markdown) or f"{self.group} {self.title}".strip()
+            wrapped = self.title.replace(" ", "\n") if narrow and "\n" not in self.title else self.title
+            return self.terminal or wrapped
+        return (medium is Medium.MARKDOWN and self.markdown) or f"{self.group} {self.title}".strip().replace("\n", " ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +216,7 @@ class Table(Generic[Row]):
         title: heading above it.
         note: a sentence on it; empty: none.
         sparse: the media that leave out every column that no row fills.
+        aligned: whether markdown aligns figures to the right.
     """
 
     columns: Sequence[Column[Row]]
@@ -222,6 +224,7 @@ class Table(Generic[Row]):
     title: str = ""
     note: str = ""
     sparse: Medium = Medium.NONE
+    aligned: bool = False
 
     def grid(self, medium: Medium) -> Grid:
         """Return what a writer shows."""
@@ -245,7 +248,8 @@ class Table(Generic[Row]):
         grid = self.grid(Medium.MARKDOWN)
         head = [plain_text(column.heading(Medium.MARKDOWN)) for column in grid.columns]
         rows = ([cell.markdown or plain_text(cell.text) for cell in line] for line in grid.lines)
-        return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *rows))
+        rule = ["--:" if self.aligned and Medium.MARKDOWN not in column.text else "---" for column in grid.columns]
+        return "\n".join(f"| {' | '.join(line)} |" for line in (head, rule, *rows))
 
     def csv(self) -> str:
         """Return the table as CSV: a line of titles, then numbers in full."""
@@ -288,7 +292,7 @@ def print_table(
     Args:
         table: the table.
         console: the terminal.
-        frame: a rule below the headings, no line, or lines around every cell.
+        frame: a rule below the headings, which break at each space; no line; or lines around every cell.
         gap: spaces between columns, besides those of the frame.
         fit: leave out spare columns on a narrow terminal, and list the names of the first column below the table where
             they would be too narrow.
@@ -310,7 +314,7 @@ def print_table(
     for column, width in zip(grid.columns, widths or [room, *[None] * (len(grid.columns) - 1)], strict=True):
         text = Medium.TERMINAL in column.text
         rich_table.add_column(
-            safe_text(console, column.heading(Medium.TERMINAL)),
+            safe_text(console, column.heading(Medium.TERMINAL, narrow=frame == "rule")),
             justify="left" if text else "right",
             no_wrap=not (text or column.fold),
             overflow="fold" if text or column.fold else "ellipsis",
@@ -345,7 +349,7 @@ def _fitted(grid: Grid, width: int) -> tuple[Grid, list[str], int | None]:
 def _figures_width(grid: Grid) -> int:
     """Return the characters of all columns but the first, with the spaces before each."""
     texts = [[cell.terminal or cell.text for cell in cells[1:]] for cells in grid.lines]
-    headings = [column.heading(Medium.TERMINAL).split("\n") for column in grid.columns[1:]]
+    headings = [column.heading(Medium.TERMINAL, narrow=True).split("\n") for column in grid.columns[1:]]
     return sum(max(map(len, (*lines, *column))) + 1 for lines, *column in zip(headings, *texts, strict=True)) + 1
 
 

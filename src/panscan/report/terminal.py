@@ -115,7 +115,7 @@ def _print_load(facts: LoadReport, console: Console) -> None:
     for name, text in facts.shared:
         print_line(console, f"{name}: {text}")
     if facts.rows:
-        for table in (facts.table, facts.latency_rows):
+        for table in (facts.whole_table, facts.latency_rows):
             console.print()
             print_table(table, console)
         legend = {

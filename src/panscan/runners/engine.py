@@ -12,7 +12,7 @@ from panscan.model.checkpoint import Loaded, drop_weights
 from panscan.model.load import load_for
 from panscan.model.machine import peak_memory, release_memory, reset_peak_memory
 from panscan.model.observation import ForcedTokens, Observation
-from panscan.model.runtime import apply_attention, apply_tf32
+from panscan.model.runtime import apply_attention, forbid_tf32
 from panscan.model.sharding import check_divides
 from panscan.runners.base import check_change
 from panscan.settings import Settings
@@ -32,7 +32,6 @@ class EngineRunner:
         self.settings = settings
         self._engine: Engine | None = None
         self._ranks: RankGroup | None = None
-        self._ranks_tf32 = settings.tf32
         self._weights_dropped = False
         if settings.tensor_parallel_size > 1:
             check_divides(loaded.model.config, settings.tensor_parallel_size)
@@ -42,7 +41,7 @@ class EngineRunner:
         check_change(self.settings, settings)
         if self.loaded.model.config._attn_implementation != settings.attention:
             apply_attention(self.loaded.model, settings.attention)
-        apply_tf32(settings.tf32)
+        forbid_tf32()
         self.settings = settings
 
     def run(self, batch: Sequence[Request]) -> list[Result]:
@@ -77,12 +76,10 @@ class EngineRunner:
 
     @property
     def engine(self) -> Engine:
-        """The engine for the current settings; reopened if its options or TF32 change."""
+        """The engine for the current settings; reopened if its options change."""
         options = EngineOptions.of(self.settings)
-        # CUDA graphs are recorded with the current TF32 setting.
-        kept = self._engine is not None and self._engine.settings.tf32 == self.settings.tf32
         failed = self._ranks is not None and self._ranks.failed
-        if self._engine is None or not kept or failed or self._engine.options != options:
+        if self._engine is None or failed or self._engine.options != options:
             self._close_engine()
             self._engine = Engine(self.loaded, options, self.settings, ranks=self._ranks_of(self.settings))
         return self._engine
@@ -128,16 +125,16 @@ class EngineRunner:
             release_memory()  # before the next engine sizes its cache by free memory
 
     def _ranks_of(self, settings: Settings) -> RankGroup | None:
-        """Return the rank processes, restarted if they have failed or TF32 changed; None without tensor parallelism."""
+        """Return the rank processes, restarted if they have failed; None without tensor parallelism."""
         if settings.tensor_parallel_size == 1:
             return None
-        if self._ranks is None or self._ranks.failed or self._ranks_tf32 != settings.tf32:
+        if self._ranks is None or self._ranks.failed:
             self._close_ranks()
             if not self._weights_dropped:
                 drop_weights(self.loaded)
                 self._weights_dropped = True
                 release_memory()
-            self._ranks, self._ranks_tf32 = RankGroup(settings), settings.tf32
+            self._ranks = RankGroup(settings)
         return self._ranks
 
     def _close_ranks(self) -> None:

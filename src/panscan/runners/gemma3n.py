@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 _IMAGE_MODEL, _TEXT_MODEL = "gemma3n", "gemma3n_text"
-_UNSUPPORTED = ("quantization", "device_map", "max_memory", "tp_plan", "prefill_chunk_size", "preprocess")
+_UNSUPPORTED = ("quantization", "device_map", "max_memory", "prefill_chunk_size", "preprocess")
 
 
 def is_gemma3n(name: str, revision: str | None = None) -> bool:

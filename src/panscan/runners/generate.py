@@ -18,7 +18,7 @@ from panscan.model.load import load_for
 from panscan.model.machine import release_memory
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.phases import phase
-from panscan.model.runtime import apply_attention, apply_compile, apply_tf32
+from panscan.model.runtime import apply_attention, apply_compile, forbid_tf32
 from panscan.model.support import require_supported
 from panscan.runners.base import batches, check_change
 from panscan.runners.clock import DeviceClock, TokenClock, marked_steps, timed_vision
@@ -138,7 +138,7 @@ class GenerateRunner:
         return runner
 
     def configure(self, settings: Settings) -> None:
-        """Switch the loaded model to other settings of attention, compilation and TF32."""
+        """Switch the loaded model to other settings of attention and compilation."""
         check_change(self.settings, settings)
         if self._attention != settings.attention:
             self._attention = None  # if the switch fails, the next call retries it
@@ -147,7 +147,7 @@ class GenerateRunner:
         if self._compiled != settings.compile:
             apply_compile(self.loaded.model, settings.compile)
             self._compiled = settings.compile
-        apply_tf32(settings.tf32)
+        forbid_tf32()
         self.settings = settings
 
     def request(self, prompt: str, images: Sequence[Any] = (), **fields: Any) -> Request:
@@ -181,7 +181,7 @@ class GenerateRunner:
         stamps.loaded = now()
         with phase("preprocess"):
             prepared = [self._prepare(item) for item in read]
-            inputs = collate(prepared, self.loaded, self.settings.pad_to_multiple_of)
+            inputs = collate(prepared, self.loaded)
         clock = DeviceClock(self.loaded.device, one_device=len(self._devices()) == 1)
         stamps.preprocessed = now()
         tokens = TokenClock(clock)

@@ -75,7 +75,7 @@ def sample_inputs(loaded: Loaded, *prompts: str) -> dict[str, Any]:
     requests = [Request(prompt=prompt, images=images, pan_and_scan=PanAndScan(enabled=False)) for prompt in prompts]
     read = [read_images(request) for request in requests]
     prepared = [prepare(each, loaded.reader, loaded.device, loaded.dtype, on_device=False) for each in read]
-    return collate(prepared, loaded, None)
+    return collate(prepared, loaded)
 
 
 @torch.no_grad()

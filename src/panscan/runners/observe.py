@@ -186,7 +186,7 @@ def observe(
             ForcedTokens(None, sample_image_positions(item.prompt.ids, loaded.reader.prompts.soft_id), steps)
             for item in prepared
         ]
-    inputs = collate(prepared, loaded, settings.pad_to_multiple_of)
+    inputs = collate(prepared, loaded)
     padding = [inputs["input_ids"].shape[1] - len(item.prompt.ids) for item in prepared]
     with ObservationRecorder(loaded, forced, padding, keep_hidden, hidden_only=suffixes is not None) as recorder:
         loaded.model.generate(**inputs, **recorder.arguments(), generation_config=observation_config(loaded, settings))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
-from types import TracebackType
-from typing import Literal, Self, TypeVar
+from typing import Any, Literal, TypeVar
 
 from python_multipart.multipart import parse_options_header
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive
 
@@ -33,6 +33,7 @@ __all__ = [
     "body_limit",
     "disconnection",
     "parse_form",
+    "race",
     "read_body",
 ]
 
@@ -55,7 +56,7 @@ _PART_HEAD = 4096  # maximum bytes of the headers of a part
 _TIMEOUT_HEADER = "x-request-timeout"
 
 
-class RefusedError(Exception):
+class RefusedError(HTTPException):
     """An error for a request that is refused before it is submitted.
 
     Args:
@@ -69,14 +70,33 @@ class RefusedError(Exception):
     def __init__(
         self, status: int, message: str, retry_after: int | None = None, code: str | None = None, *, close: bool = False
     ) -> None:
-        super().__init__(message)
-        self.status, self.retry_after, self.code, self.close = status, retry_after, code, close
+        headers = {} if retry_after is None else {"retry-after": str(retry_after)}
+        super().__init__(status, message, headers | ({"connection": "close"} if close else {}))
+        self.code = code
+
+
+async def race(*works: Awaitable[Any], seconds: float | None = None) -> list[asyncio.Future[Any] | None]:
+    """Wait until one of several awaitables has ended, and cancel the others.
+
+    Args:
+        works: awaitables.
+        seconds: longest time to wait.
+
+    Returns:
+        The future of each one that has ended, and None for the others.
+    """
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        ended, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        return [task if task in ended else None for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class AdmissionSlot:
     """A request from its arrival to its end. It counts against the server's limit once its body has arrived.
-
-    As a context manager, it is released at the end, unless :attr:`streaming` is set.
 
     Args:
         admission: admission control that issued the slot.
@@ -97,15 +117,6 @@ class AdmissionSlot:
         self.ends = asyncio.get_running_loop().time() + seconds
         self.size = 0
         self.taken = self.released = self.stopped = self.waiting = self.streaming = False
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self.streaming:
-            self.release()
 
     def grow(self, size: int) -> None:
         """Count bytes of the body, or of images sent to the engine.
@@ -190,17 +201,11 @@ class AdmissionSlot:
             ClientDisconnect: the client disconnected.
             EngineError: the server is shutting down.
         """
-        task = asyncio.ensure_future(work)
-        disconnected = asyncio.ensure_future(disconnection(self.request.receive))
-        try:
-            await self.within(asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED))
-            if not task.done():
-                raise ClientDisconnect
-            return task.result()
-        finally:
-            for pending in (task, disconnected):
-                pending.cancel()
-            await asyncio.gather(task, disconnected, return_exceptions=True)
+        ended, _ = await self.within(race(work, disconnection(self.request.receive)))
+        if ended is None:
+            raise ClientDisconnect
+        answer: Answer = ended.result()
+        return answer
 
 
 class AdmissionControl:
@@ -227,17 +232,24 @@ class AdmissionControl:
         """Number of requests that were accepted, but not yet sent to an engine."""
         return sum(slot.waiting for slot in self._slots)
 
-    def admit(self, request: Request) -> AdmissionSlot:
-        """Return a slot for a new request, whose body has not arrived. :meth:`take` counts it.
+    @contextmanager
+    def admit(self, request: Request) -> Iterator[AdmissionSlot]:
+        """Yield a slot for a new request, whose body has not arrived. :meth:`take` counts it.
+
+        The slot is released at the end, unless :attr:`AdmissionSlot.streaming` is set.
 
         Raises:
             RefusedError: the server is draining, not ready, or at capacity.
             FieldError: the header ``X-Request-Timeout`` is not a number of seconds.
         """
-        self._check_capacity()
+        self._check_accepting()
         slot = AdmissionSlot(self, request, _timeout(request, self.options.request_timeout))
         self._slots.add(slot)
-        return slot
+        try:
+            yield slot
+        finally:
+            if not slot.streaming:
+                slot.release()
 
     def take(self, slot: AdmissionSlot, *, generates: bool) -> None:
         """Count a request whose body has arrived.
@@ -249,7 +261,7 @@ class AdmissionControl:
         Raises:
             RefusedError: the server is draining or at capacity.
         """
-        self._check_capacity()
+        self._check_accepting()
         slot.taken, slot.waiting = True, generates
         self._active += 1
         self._idle.clear()
@@ -293,7 +305,21 @@ class AdmissionControl:
         for pool in self.pools.values():
             pool.shutdown()
 
-    def _check_capacity(self) -> None:
+    def check_queue(self, active: int) -> None:
+        """Refuse a request beyond those that may run and wait.
+
+        Args:
+            active: number of requests that are running or waiting.
+
+        Raises:
+            RefusedError: the server is at capacity.
+        """
+        most = self.backend.info.max_concurrency + self.options.max_queued_requests if self.backend.info else 0
+        if active >= most:
+            message = f"the server is at capacity: {most} requests are running or waiting"
+            raise RefusedError(429, message, self.metrics.retry_after, "queue_full")
+
+    def _check_accepting(self) -> None:
         """Refuse a request that cannot be accepted now.
 
         Raises:
@@ -301,13 +327,9 @@ class AdmissionControl:
         """
         if self.draining:
             raise RefusedError(503, SHUTTING_DOWN, 5)
-        info = self.backend.info
-        if info is None:
+        if self.backend.info is None:
             raise RefusedError(503, "the model is loading", 5)
-        most = info.max_concurrency + self.options.max_queued_requests
-        if self._active >= most:
-            message = f"the server is at capacity: {most} requests are running or waiting"
-            raise RefusedError(429, message, self.metrics.retry_after, "queue_full")
+        self.check_queue(self._active)
 
 
 async def disconnection(receive: Receive) -> None:

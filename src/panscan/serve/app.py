@@ -25,7 +25,7 @@ from panscan.model.bundled import is_demonstration
 from panscan.serve.admission import AdmissionControl, AdmissionSlot, RefusedError, read_body
 from panscan.serve.backend import ServeBackend
 from panscan.serve.generation import Generation
-from panscan.serve.guards import BodyTooLargeError, Guard
+from panscan.serve.guards import Guard
 from panscan.serve.metrics import ServerMetrics
 from panscan.serve.options import ServeOptions
 from panscan.serve.protocol import (
@@ -251,70 +251,59 @@ class _Api:
 
 def _routes(api: _Api) -> list[Route]:
     """Return the routes of all endpoints, of their OpenAPI document and of the playground."""
-    get: dict[str, Callable[[Request], Awaitable[Response]]] = {
-        "/health": api.health,
-        "/ready": api.ready,
-        "/metrics": api.metrics,
-        "/v1/models": api.models,
-        "/v1/models/{name:path}": api.model,
-    }
-    post: dict[str, tuple[type[Body], Callable[..., Awaitable[Response]]]] = {
+    endpoints: dict[str, tuple[type[Body] | None, Callable[..., Awaitable[Response]]]] = {
+        "/health": (None, api.health),
+        "/ready": (None, api.ready),
+        "/metrics": (None, api.metrics),
+        "/v1/models": (None, api.models),
+        "/v1/models/{name:path}": (None, api.model),
         "/v1/chat/completions": (ChatCompletionRequest, api.chat),
         "/v1/completions": (CompletionRequest, api.completions),
         "/tokenize": (TokenizeRequest, api.tokenize),
         "/v1/views": (ViewsRequest, api.views),
     }
-    paths = {path.replace(":path", ""): {"get": _operation(path, handler)} for path, handler in get.items()}
-    paths |= {path: {"post": _operation(path, handler, kind)} for path, (kind, handler) in post.items()}
-    _, schemas = msgspec.json.schema_components(
-        [kind for kind, _ in post.values()], ref_template="#/components/schemas/{name}"
-    )
-    document = {
-        "openapi": "3.1.0",
-        "info": {"title": "panscan", "version": __version__},
-        "paths": paths,
-        "components": {"schemas": schemas},
-    }
+    paths = {}
+    routes = [Route("/", api.page), Route("/playground/{name}", api.page)]
+    for path, (kind, handler) in endpoints.items():
+        method = "get" if kind is None else "post"
+        endpoint = handler if kind is None else api.on_body(kind, handler)
+        routes.append(Route(path, endpoint, methods=[method.upper()]))
+        shown = path.replace(":path", "")
+        paths[shown] = {method: _operation(shown, method, kind, handler)}
+    kinds = [kind for kind, _ in endpoints.values() if kind is not None]
+    _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    info = {"title": "panscan", "version": __version__}
+    document = {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
 
     async def openapi(_request: Request) -> Response:
         return json_response(document)
 
-    pages = {"/openapi.json": openapi, "/": api.page, "/playground/{name}": api.page}
-    routes = [Route(path, handler) for path, handler in (get | pages).items()]
-    return routes + [Route(path, api.on_body(*endpoint), methods=["POST"]) for path, endpoint in post.items()]
+    return [*routes, Route("/openapi.json", openapi)]
 
 
-def _operation(path: str, handler: Callable[..., Any], kind: type[Body] | None = None) -> dict[str, Any]:
+def _operation(path: str, method: str, kind: type[Body] | None, handler: Callable[..., Any]) -> dict[str, Any]:
     """Return the description of an endpoint in the OpenAPI document."""
-    path, name = path.replace(":path", ""), handler.__name__
     operation: dict[str, Any] = {
-        "summary": name.title(),
+        "summary": handler.__name__.title(),
         "description": handler.__doc__,
-        "operationId": re.sub(r"\W", "_", f"{name}{path}_{'get' if kind is None else 'post'}"),
+        "operationId": re.sub(r"\W", "_", f"{handler.__name__}{path}_{method}"),
         "responses": {"200": {"description": "Successful Response"}},
     }
+    text = {"type": "string"}
     if "{name}" in path:
-        schema = {"type": "string"}
-        operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": schema}]
+        operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": text}]
     if kind is not None:
-        form = {
-            "type": "object",
-            "properties": {"request": {"type": "string", "contentMediaType": "application/json"}},
-            "required": ["request"],
-        }
-        content = {
-            "application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}},
-            "multipart/form-data": {"schema": form},
-        }
+        body = {"$ref": f"#/components/schemas/{kind.__name__}"}
+        fields = {"request": text | {"contentMediaType": "application/json"}}
+        form = {"type": "object", "properties": fields, "required": ["request"]}
+        content = {"application/json": {"schema": body}, "multipart/form-data": {"schema": form}}
         operation["requestBody"] = {"required": True, "content": content}
     return operation
 
 
 _ERRORS: tuple[type[Exception], ...] = (
     PanscanError,
-    RefusedError,
     HTTPException,
-    BodyTooLargeError,
     TimeoutError,
     ClientDisconnect,
     MemoryError,
@@ -324,33 +313,25 @@ _ERRORS: tuple[type[Exception], ...] = (
 
 def _error_response(metrics: ServerMetrics, request: Request, error: Exception) -> Response:
     """Return an error in OpenAI's format, and count it."""
-    code, headers = None, {}
-    message = str(error)
+    headers: Mapping[str, str] = {}
     match error:
         case PanscanError():
-            status = error_status(error)
+            status, body = error_status(error), error_of(error)
             headers = {"retry-after": str(metrics.retry_after)} if status >= 429 else {}
-        case RefusedError():
-            status, code = error.status, error.code
-            headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
-            headers |= {"connection": "close"} if error.close else {}
-        case HTTPException():
-            status, message, headers = error.status_code, str(error.detail), dict(error.headers or {})
-        case BodyTooLargeError():
-            status, headers = 413, {"connection": "close"}
+        case HTTPException():  # RefusedError among them
+            status, headers = error.status_code, error.headers or {}
+            body = error_body(error.detail, status, code=getattr(error, "code", None))
         case TimeoutError():
-            status, message, headers = 504, TIMED_OUT, {"connection": "close"}
+            status, body, headers = 504, error_body(TIMED_OUT, 504), {"connection": "close"}
         case ClientDisconnect():
-            metrics.refuse(_CLOSED)
-            return Response(status_code=_CLOSED)
+            status, body = _CLOSED, {}
         case MemoryError():
             log.error("%s %s: out of memory", request.method, request.url.path)
-            status, message, headers = 503, _NO_MEMORY, {"retry-after": "5", "connection": "close"}
+            status, body, headers = 503, error_body(_NO_MEMORY, 503), {"retry-after": "5", "connection": "close"}
         case _:
             log.error("%s %s: %r", request.method, request.url.path, error, exc_info=error)
-            status, message = 500, f"internal error: {type(error).__name__}"
+            status, body = 500, error_body(f"internal error: {type(error).__name__}", 500)
     metrics.refuse(status)
-    body = error_of(error) if isinstance(error, PanscanError) else error_body(message, status, code=code)
     return json_response(body, status, headers)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from panscan.core import Request, Stats, Stream
+from panscan.core import PanscanError, Request, Result, Stats, Stream, TokenEvent, now
 from panscan.images.views import PromptCost
 
-__all__ = ["ModelInfo", "RequestWork", "ServeBackend", "TokenCounts"]
+__all__ = ["ModelInfo", "PendingRequest", "RequestWork", "ServeBackend", "TokenCounts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,36 @@ class RequestWork:
     keys: tuple[bytes, ...] = ()
 
 
+@dataclass(slots=True, eq=False)
+class PendingRequest:
+    """A request that a backend has accepted, and that has not ended.
+
+    Args:
+        request: request to answer.
+        stream: stream that receives its events and its result.
+        streams: whether the caller reads its events.
+        accepted: time of submission, seconds of :func:`panscan.core.now`.
+        attempts: number of processes that it was sent to.
+        cancelled: whether its client has disconnected.
+        delivered: whether an event was delivered.
+    """
+
+    request: Request
+    stream: Stream
+    streams: bool
+    accepted: float = field(default_factory=now)
+    attempts: int = 0
+    cancelled: bool = False
+    delivered: bool = False
+
+    def fail(self, error: PanscanError | None) -> None:
+        """End the request without an answer: failed with the error, or cancelled if there is none."""
+        result = Result.unanswered(self.request.id, self.accepted, error)
+        if self.streams:
+            self.stream.on_event(TokenEvent(None, "", now(), finish_reason=result.finish_reason))
+        self.stream.on_end(result)
+
+
 class ServeBackend(Protocol):
     """A backend that answers requests. Call all methods from one event loop."""
 
@@ -110,7 +140,6 @@ class ServeBackend(Protocol):
                 request is retried if its process dies.
 
         Raises:
-            QueueFullError: the queue is full.
             EngineError: no process can answer.
         """
         ...

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from panscan.core import EngineError, Request, Result
+from panscan.core.access import RemoteAccess, set_remote_access
 from panscan.images.files import split_page
 from panscan.serve.backend import ModelInfo, RequestWork
 from panscan.settings import Settings
@@ -32,7 +33,7 @@ class BatchReplica:
         id: name of the replica.
         threads: number of CPU threads; None: an equal share of the machine's cores.
         folder: working directory of the job, used for relative paths. It may not exist on other machines.
-        environment: environment variables of the job. On a cluster, actors inherit those of their machine.
+        access: what the job may fetch. On a cluster, actors inherit the environment of their machine.
     """
 
     def __init__(
@@ -42,9 +43,9 @@ class BatchReplica:
         id: str,
         threads: int | None,
         folder: str,
-        environment: Mapping[str, str],
+        access: RemoteAccess,
     ) -> None:
-        os.environ.update(environment)
+        set_remote_access(access)
         self._settings, self._replicas, self._id, self._threads = settings, replicas, id, threads
         with suppress(OSError):
             os.chdir(folder)

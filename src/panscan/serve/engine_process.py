@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from itertools import count
@@ -18,17 +17,15 @@ from msgspec import Struct
 from panscan.core import (
     EngineError,
     PanscanError,
-    QueueFullError,
     Request,
     Result,
     Stats,
     Stream,
     TokenEvent,
-    now,
 )
-from panscan.core.child import Child, ChildEndedError
+from panscan.core.child import Child
 from panscan.core.daemons import DaemonThreads
-from panscan.serve.backend import ModelInfo, RequestWork, TokenCounts
+from panscan.serve.backend import ModelInfo, PendingRequest, RequestWork, TokenCounts
 from panscan.settings import Settings
 
 __all__ = ["Cancel", "Ended", "EngineProcess", "Query", "QueryKind", "QueryReply", "Submit"]
@@ -97,14 +94,13 @@ class EngineProcess:
 
     Args:
         settings: settings of the model and its runner.
-        max_queued_requests: maximum number of queued requests, in addition to running ones.
     """
 
-    def __init__(self, settings: Settings, *, max_queued_requests: int) -> None:
-        self._settings, self._max_queued = settings, max_queued_requests
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
         self._child: Child | None = None
         self._transmitter = DaemonThreads(1, "panscan-transmit")
-        self._inflight: dict[str, _PendingRequest] = {}
+        self._inflight: dict[str, PendingRequest] = {}
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._numbers = count()
         self._ready = asyncio.Event()
@@ -160,10 +156,7 @@ class EngineProcess:
         """See :class:`panscan.serve.backend.ServeBackend`."""
         if self.failed.is_set() or self._closed or self._info is None:
             raise EngineError("the engine is not running")
-        most = self._info.max_concurrency + self._max_queued
-        if len(self._inflight) >= most:
-            raise QueueFullError(f"{most} requests are running or waiting (--max-queued-requests {self._max_queued})")
-        entry = _PendingRequest(request, Stream(request.id, lambda: self._cancel(request.id)), stream)
+        entry = PendingRequest(request, Stream(request.id, lambda: self._cancel(request.id)), stream)
         self._inflight[request.id] = entry
         if self.ready:
             self._send(entry)
@@ -215,7 +208,7 @@ class EngineProcess:
     def _transmit(self, message: object) -> None:
         """Send a message in another thread. If the process has died, the listening thread reports it."""
         if self._child is not None:
-            self._transmitter.submit(partial(_send_if_alive, self._child, message))
+            self._transmitter.submit(partial(self._child.send_if_alive, message))
 
     def _take(self, child: Child, messages: list[Any] | str, opened: asyncio.Future[ModelInfo]) -> None:
         """Handle messages from a process, or the reason for its exit."""
@@ -244,7 +237,7 @@ class EngineProcess:
             case ModelInfo() | PanscanError():
                 _resolve(opened, message)  # a signal may have cancelled it
 
-    def _send(self, entry: _PendingRequest) -> None:
+    def _send(self, entry: PendingRequest) -> None:
         entry.attempts += 1
         self._transmit(Submit(entry.request, entry.streams))
 
@@ -339,37 +332,6 @@ class EngineProcess:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-@dataclass(slots=True, eq=False)
-class _PendingRequest:
-    """An in-flight request.
-
-    Args:
-        request: request to answer.
-        stream: stream that receives its events and its result.
-        streams: whether the caller reads its events.
-        attempts: number of processes that it was sent to.
-        cancelled: whether its client has disconnected.
-    """
-
-    request: Request
-    stream: Stream
-    streams: bool
-    attempts: int = 0
-    cancelled: bool = False
-
-    def fail(self, error: PanscanError | None) -> None:
-        """End the request without an answer: failed with the error, or cancelled if there is none."""
-        result = Result.unanswered(self.request.id, now(), error)
-        if self.streams:
-            self.stream.on_event(TokenEvent(None, "", now(), finish_reason=result.finish_reason))
-        self.stream.on_end(result)
-
-
-def _send_if_alive(child: Child, message: object) -> None:
-    with contextlib.suppress(ChildEndedError):
-        child.send(message)
 
 
 def _resolve(future: asyncio.Future[Any] | None, value: Any) -> None:

@@ -21,8 +21,7 @@ import ray
 from ray.exceptions import RayTaskError, TaskCancelledError
 
 from panscan.core import EngineError, PanscanError
-from panscan.images.fetch import ALLOW_PRIVATE
-from panscan.images.storage import STORAGE_TIMEOUT
+from panscan.core.access import remote_access
 from panscan.serve.batch_replica import BatchReplica, ReplicaLostError
 from panscan.serve.routing import Router
 from panscan.settings import Settings
@@ -35,7 +34,6 @@ _HEALTH_SECONDS = 5.0
 _START_SECONDS = 1800.0  # a first start may download the checkpoint
 _CALLS = 65_536  # concurrent calls to a replica; the engine bounds requests in flight
 _LOSSES = 6  # consecutive losses without an answer in between, in addition to one per replica
-_ENVIRONMENT = (ALLOW_PRIVATE, STORAGE_TIMEOUT)  # options that a replica reads from its environment
 
 OnDone = Callable[[Any, Exception | None], None]
 
@@ -141,8 +139,7 @@ class ReplicaFleet:
         id = f"replica-{next(self._numbers)}"
         options = {"num_cpus": 1, "num_gpus": self._gpus, "max_concurrency": _CALLS, "max_restarts": 0}
         remote = ray.remote(**options)(self._actor)
-        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-        actor = remote.remote(self._settings, self._replicas, id, _threads(), str(Path.cwd()), environment)
+        actor = remote.remote(self._settings, self._replicas, id, _threads(), str(Path.cwd()), remote_access())
         self._starting[id] = actor
         self.call(actor.load.remote(), partial(self._loaded, id))
 

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from panscan.core import EngineError, PanscanError, Result, Stream, TokenEvent
 from panscan.serve import tracing
-from panscan.serve.admission import SHUTTING_DOWN, AdmissionControl, AdmissionSlot, disconnection
+from panscan.serve.admission import SHUTTING_DOWN, AdmissionControl, AdmissionSlot, disconnection, race
 from panscan.serve.replies import DONE, TIMED_OUT, Reply, error_body, error_of, json_response, server_sent
 from panscan.serve.requests import PreparedRequest
 
@@ -50,6 +50,7 @@ class Generation:
             TimeoutError: the deadline passed.
             ClientDisconnect: the client disconnected; its requests are cancelled.
         """
+        self._admission.check_queue(self._admission.backend.inflight + len(prepared.requests) - 1)
         slot.grow(prepared.image_bytes)
         streams: list[Stream] = []
         try:
@@ -127,15 +128,10 @@ class _EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
-        sending = asyncio.ensure_future(self._send(send))
-        disconnected = asyncio.ensure_future(disconnection(self._slot.request.receive))
+        seconds = self._slot.ends + _SEND_SECONDS - asyncio.get_running_loop().time()
         try:
-            left = self._slot.ends + _SEND_SECONDS - asyncio.get_running_loop().time()
-            await asyncio.wait({sending, disconnected}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            await race(self._send(send), disconnection(self._slot.request.receive), seconds=seconds)
         finally:
-            for task in (sending, disconnected):
-                task.cancel()
-            await asyncio.gather(sending, disconnected, return_exceptions=True)
             self._slot.release()
             self._generation.abandon(self._streams, self._slot)
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from panscan.serve.admission import RefusedError
 from panscan.serve.options import ServeOptions
-from panscan.serve.replies import error_body
+from panscan.serve.replies import error_body, json_response
 
-__all__ = ["BodyTooLargeError", "Guard"]
+__all__ = ["Guard"]
 
 _OPEN = ("/", "/health", "/ready")  # no key required: they reveal nothing private
 _OPEN_PREFIX = "/playground/"
@@ -19,10 +20,6 @@ _PROBES = ("/health", "/ready")  # accepted with any host name: orchestrators us
 _SINGLE = (b"host", b"origin", b"authorization", b"content-type", b"content-length", b"transfer-encoding")
 _LENGTH_DIGITS = 20  # of a content length
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
-
-
-class BodyTooLargeError(Exception):
-    """An error raised while reading a body that exceeds the server's limit."""
 
 
 class Guard:
@@ -49,13 +46,17 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        refusal = _malformed(scope) or self._refusal(scope["path"], _text_headers(scope))
-        if refusal is not None:
-            await _refuse(send, *refusal)
+        refusal = _malformed(scope) or self._refusal(scope["path"], Headers(scope=scope))
+        if refusal is None:
+            await self._app(scope, _limited(receive, self._limit), send)
             return
-        await self._app(scope, _limited(receive, self._limit), send)
+        status, reason = refusal
+        headers = {"www-authenticate": "Bearer"} if status == 401 else {}
+        if status in (400, 413, 415):  # the body is not read, so the connection cannot be reused
+            headers["connection"] = "close"
+        await json_response(error_body(reason, status), status, headers)(scope, receive, send)
 
-    def _refusal(self, path: str, headers: dict[str, str]) -> tuple[int, str] | None:
+    def _refusal(self, path: str, headers: Headers) -> tuple[int, str] | None:
         """Return status and reason of a refusal; None if the request is accepted."""
         host = headers.get("host", "")
         if self._hosts is not None and path not in _PROBES and _name(host) not in self._hosts:
@@ -73,17 +74,13 @@ class Guard:
         return None
 
 
-def _text_headers(scope: Scope) -> dict[str, str]:
-    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-
-
 def _malformed(scope: Scope) -> tuple[int, str] | None:
     """Return status and reason of a refusal if servers could interpret the headers differently, otherwise None."""
     names = [name.lower() for name, _ in scope["headers"]]
     repeated = next((name for name in _SINGLE if names.count(name) > 1), None)
     if repeated is not None:
         return 400, f"the header {repeated.decode()} must not be repeated"
-    headers = _text_headers(scope)
+    headers = Headers(scope=scope)
     if headers.get("transfer-encoding", "chunked").strip().lower() != "chunked":
         return 400, "the transfer encoding must be chunked"
     if "transfer-encoding" in headers and "content-length" in headers:
@@ -129,18 +126,7 @@ def _limited(receive: Receive, limit: int) -> Receive:
         message = await receive()
         total += len(message.get("body", b""))
         if total > limit:
-            raise BodyTooLargeError(f"the body exceeds {limit} bytes (--max-body-mb)")
+            raise RefusedError(413, f"the body exceeds {limit} bytes (--max-body-mb)", close=True)
         return message
 
     return counted
-
-
-async def _refuse(send: Send, status: int, reason: str) -> None:
-    body = json.dumps(error_body(reason, status)).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    if status in (400, 413, 415):  # the body is not read, so the connection cannot be reused
-        headers.append((b"connection", b"close"))
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -12,32 +13,51 @@ from panscan.core import Result, Stats
 __all__ = ["ServerMetrics"]
 
 _SECONDS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-    20.0,
-    40.0,
-    80.0,
-    160.0,
-    320.0,
-    640.0,
+    *(0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0),
 )
 _TOKENS = tuple(float(2**power) for power in range(18))
 _VIEWS = (0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 7.0, 9.0, 13.0, 17.0, 25.0, 33.0, 65.0)
+
+_COUNTERS = {
+    "vllm:prompt_tokens": ("Prompt tokens", "prompt_tokens"),
+    "vllm:generation_tokens": ("Output tokens", "output_tokens"),
+    "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", "prompt_tokens"),
+    "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache", "cached_tokens"),
+    "panscan:views": ("Views in prompts", "views"),
+    "panscan:image_tokens": ("Image tokens in prompts", "image_tokens"),
+}
+"""Counters of answered requests: text, and the attribute of a result."""
+
+_HISTOGRAMS = {
+    "vllm:time_to_first_token_seconds": ("Time to first token", _SECONDS, "stamps.ttft"),
+    "vllm:request_time_per_output_token_seconds": ("Time per output token", _SECONDS, "stamps.tpot"),
+    "vllm:e2e_request_latency_seconds": ("End-to-end latency", _SECONDS, "stamps.e2e"),
+    "vllm:request_prompt_tokens": ("Prompt tokens per request", _TOKENS, "prompt_tokens"),
+    "vllm:request_generation_tokens": ("Output tokens per request", _TOKENS, "output_tokens"),
+    "panscan:request_views": ("Views per request", _VIEWS, "views"),
+}
+"""Histograms of answered requests: text, buckets, and the attribute of a result."""
+
+_STAGES = {
+    "vllm:request_queue_time_seconds": ("Time in the queue", "queue"),
+    "vllm:request_prefill_time_seconds": ("Time in prefill", "prefill"),
+    "vllm:request_decode_time_seconds": ("Time in decode", "decode"),
+    "panscan:request_preprocess_time_seconds": ("Time in preprocessing", "preprocess"),
+    "panscan:request_vision_time_seconds": ("Time in the vision tower", "vision"),
+}
+"""Histograms of stages: text, and the name of the stage."""
+
+_WAITING = "vllm:num_requests_waiting"
+_GAUGES = {
+    "vllm:num_requests_running": ("Running requests", "running"),
+    _WAITING: ("Accepted requests that are not running", "waiting"),
+    "vllm:kv_cache_usage_perc": ("Share of the KV cache in use, 0 to 1", "kv_cache_usage"),
+    "vllm:num_preemptions": ("Preemptions since startup", "preemptions"),
+    "panscan:views_encoded": ("Views encoded since startup", "views_encoded"),
+    "panscan:views_reused": ("Views found in the vision cache since startup", "views_reused"),
+}
+"""Gauges of engines: text, and the attribute of an engine's statistics."""
 
 
 class ServerMetrics:
@@ -48,43 +68,21 @@ class ServerMetrics:
     """
 
     def __init__(self, model_name: str) -> None:
-        self.registry = CollectorRegistry()
-        self._model = model_name
+        self._model, self._registry = model_name, CollectorRegistry()
         self._recent = 1.0  # seconds that a request takes: an exponential moving average
         self._ended = self._counter("vllm:request_success", "Requests that ended, by finish reason", "finished_reason")
         self._refused = self._counter("panscan:requests_refused", "Refused requests, by HTTP status", "status")
         self.retried = self._gauge("panscan:requests_retried", "Requests retried after a process died")
-        self._prompt = self._counter("vllm:prompt_tokens", "Prompt tokens")
-        self._output = self._counter("vllm:generation_tokens", "Output tokens")
-        self._queries = self._counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
-        self._hits = self._counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache")
-        self._views = self._counter("panscan:views", "Views in prompts")
-        self._image_tokens = self._counter("panscan:image_tokens", "Image tokens in prompts")
-        self._ttft = self._histogram("vllm:time_to_first_token_seconds", "Time to first token", _SECONDS)
-        self._tpot = self._histogram("vllm:request_time_per_output_token_seconds", "Time per output token", _SECONDS)
-        self._e2e = self._histogram("vllm:e2e_request_latency_seconds", "End-to-end latency", _SECONDS)
-        self._queue = self._histogram("vllm:request_queue_time_seconds", "Time in the queue", _SECONDS)
-        self._prefill = self._histogram("vllm:request_prefill_time_seconds", "Time in prefill", _SECONDS)
-        self._decode = self._histogram("vllm:request_decode_time_seconds", "Time in decode", _SECONDS)
-        self._preprocess = self._histogram("panscan:request_preprocess_time_seconds", "Time in preprocessing", _SECONDS)
-        self._vision = self._histogram("panscan:request_vision_time_seconds", "Time in the vision tower", _SECONDS)
-        self._prompts = self._histogram("vllm:request_prompt_tokens", "Prompt tokens per request", _TOKENS)
-        self._outputs = self._histogram("vllm:request_generation_tokens", "Output tokens per request", _TOKENS)
-        self._view_counts = self._histogram("panscan:request_views", "Views per request", _VIEWS)
         self.active = self._gauge("panscan:http_requests_active", "HTTP requests being handled")
-        self._shown: set[str] = set()
-        self._elsewhere = False  # whether some requests count as waiting that no engine knows
-        self._engines = {
-            name: self._gauge(name, text, "engine")
-            for name, text in (
-                ("vllm:num_requests_running", "Running requests"),
-                ("vllm:num_requests_waiting", "Accepted requests that are not running"),
-                ("vllm:kv_cache_usage_perc", "Share of the KV cache in use, 0 to 1"),
-                ("vllm:num_preemptions", "Preemptions since startup"),
-                ("panscan:views_encoded", "Views encoded since startup"),
-                ("panscan:views_reused", "Views found in the vision cache since startup"),
-            )
+        self._counters = {
+            self._counter(name, text): attrgetter(attribute) for name, (text, attribute) in _COUNTERS.items()
         }
+        self._histograms = {
+            self._histogram(name, text, buckets): attrgetter(attribute)
+            for name, (text, buckets, attribute) in _HISTOGRAMS.items()
+        }
+        self._stages = {self._histogram(name, text, _SECONDS): stage for name, (text, stage) in _STAGES.items()}
+        self._gauges = {name: self._gauge(name, text, "engine") for name, (text, _) in _GAUGES.items()}
 
     @property
     def retry_after(self) -> int:
@@ -100,31 +98,14 @@ class ServerMetrics:
         self._ended.labels(self._model, result.finish_reason).inc()
         if result.finish_reason == "error":
             return
-        for counter, amount in (
-            (self._prompt, result.prompt_tokens),
-            (self._output, result.output_tokens),
-            (self._queries, result.prompt_tokens),
-            (self._hits, result.cached_tokens),
-            (self._views, result.views),
-            (self._image_tokens, result.image_tokens),
-        ):
-            counter.labels(self._model).inc(amount)
-        stamps, stages = result.stamps, result.stamps.stages()
-        if stamps.e2e is not None:
-            self._recent += 0.1 * (stamps.e2e - self._recent)
-        for histogram, value in (
-            (self._ttft, stamps.ttft),
-            (self._tpot, stamps.tpot),
-            (self._e2e, stamps.e2e),
-            (self._queue, stages["queue"]),
-            (self._prefill, stages["prefill"]),
-            (self._decode, stages["decode"]),
-            (self._vision, stages["vision"]),
-            (self._preprocess, stages["preprocess"]),
-            (self._prompts, result.prompt_tokens),
-            (self._outputs, result.output_tokens),
-            (self._view_counts, result.views),
-        ):
+        if result.stamps.e2e is not None:
+            self._recent += 0.1 * (result.stamps.e2e - self._recent)
+        for counter, amount in self._counters.items():
+            counter.labels(self._model).inc(amount(result))
+        stages = result.stamps.stages()
+        values = {histogram: value(result) for histogram, value in self._histograms.items()}
+        values |= {histogram: stages[stage] for histogram, stage in self._stages.items()}
+        for histogram, value in values.items():
             if value is not None:
                 histogram.labels(self._model).observe(value)
 
@@ -137,39 +118,24 @@ class ServerMetrics:
             stats: current statistics of each engine; the gauges of absent engines are removed.
             accepted: accepted requests that have not ended.
         """
-        unknown = max(0, accepted - sum(each.running + each.waiting for each in stats.values()))
+        unknown = max(0, accepted - sum(engine.running + engine.waiting for engine in stats.values()))
         if len(stats) == 1:
-            stats = {name: replace(each, waiting=each.waiting + unknown) for name, each in stats.items()}
+            stats = {name: replace(engine, waiting=engine.waiting + unknown) for name, engine in stats.items()}
             unknown = 0
-        for engine in self._shown - stats.keys():
-            for gauge in self._engines.values():
-                gauge.remove(self._model, engine)
-        self._shown = set(stats)
-        for engine, each in stats.items():
-            used, total = each.kv_blocks_used[0], each.kv_blocks[0]
-            values = {
-                "vllm:num_requests_running": each.running,
-                "vllm:num_requests_waiting": each.waiting,
-                "vllm:kv_cache_usage_perc": used / total if total else 0.0,
-                "vllm:num_preemptions": each.preemptions,
-                "panscan:views_encoded": each.views_encoded,
-                "panscan:views_reused": each.views_reused,
-            }
-            for name, value in values.items():
-                self._engines[name].labels(self._model, engine).set(value)
-        waiting = self._engines["vllm:num_requests_waiting"]
+        for gauge in self._gauges.values():
+            gauge.clear()
+        for name, engine in stats.items():
+            for metric, (_, attribute) in _GAUGES.items():
+                self._gauges[metric].labels(self._model, name).set(getattr(engine, attribute))
         if unknown:
-            waiting.labels(self._model, "").set(unknown)
-        elif self._elsewhere:
-            waiting.remove(self._model, "")
-        self._elsewhere = bool(unknown)
-        return generate_latest(self.registry)
+            self._gauges[_WAITING].labels(self._model, "").set(unknown)
+        return generate_latest(self._registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, ("model_name", *labels), registry=self.registry)
+        return Counter(name, text, ("model_name", *labels), registry=self._registry)
 
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(name, text, ("model_name", *labels), registry=self.registry)
+        return Gauge(name, text, ("model_name", *labels), registry=self._registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, text, ("model_name",), buckets=buckets, registry=self.registry)
+        return Histogram(name, text, ("model_name",), buckets=buckets, registry=self._registry)

@@ -7,14 +7,14 @@ import contextvars
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
-from panscan.core import EngineError, PanscanError, QueueFullError, Request, Result, Stats, Stream, TokenEvent, now
-from panscan.serve.backend import ModelInfo, RequestWork, TokenCounts
+from panscan.core import EngineError, PanscanError, Request, Result, Stats, Stream
+from panscan.serve.backend import ModelInfo, PendingRequest, RequestWork, TokenCounts
 from panscan.serve.options import ServeOptions
 from panscan.serve.routing import router_of
 
@@ -86,13 +86,9 @@ class ReplicaBackend:
             raise EngineError("the server is shutting down")
         if self.info is None:
             raise EngineError("no replica has loaded the model yet")
-        most = self.info.max_concurrency + self._options.max_queued_requests
-        if len(self._inflight) >= most:
-            queued = self._options.max_queued_requests
-            raise QueueFullError(f"{most} requests are running or waiting (--max-queued-requests {queued})")
         loop = asyncio.get_running_loop()
-        entry = _InFlight(request, work, Stream(request.id, lambda: _cancel(loop, task)), stream, now())
-        task = loop.create_task(self._run(entry), context=contextvars.Context())
+        entry = PendingRequest(request, Stream(request.id, lambda: _cancel(loop, task)), stream)
+        task = loop.create_task(self._run(entry, work), context=contextvars.Context())
         self._inflight[request.id] = task
         return entry.stream
 
@@ -116,26 +112,28 @@ class ReplicaBackend:
         answered = [answer for answer in found if not isinstance(answer, BaseException)]
         return {id: stats for id, stats in answered if stats is not None}
 
-    async def _run(self, entry: _InFlight) -> None:
+    async def _run(self, entry: PendingRequest, work: RequestWork) -> None:
         """Answer one request, and always deliver a result."""
+        error: PanscanError | None
         try:
             async with asyncio.timeout(self._options.request_timeout):
-                result = await self._attempt(entry)
+                result = await self._attempt(entry, work)
+            entry.stream.on_end(result)
+            return
         except asyncio.CancelledError:  # raised by Stream.cancel or close; nothing else holds this task
-            result = entry.unanswered(None)
+            error = None
         except TimeoutError:
-            seconds = self._options.request_timeout
-            result = entry.unanswered(EngineError(f"no answer within --timeout ({seconds:g} s)"))
-        except PanscanError as error:
-            result = entry.unanswered(error)
-        except Exception as error:  # a bug must not leave the client waiting
+            error = EngineError(f"no answer within --timeout ({self._options.request_timeout:g} s)")
+        except PanscanError as known:
+            error = known
+        except Exception as bug:  # it must not leave the client waiting
             log.exception("request %s", entry.request.id)
-            result = entry.unanswered(EngineError(f"{type(error).__name__}: {error}"))
+            error = EngineError(f"{type(bug).__name__}: {bug}")
         finally:
             self._inflight.pop(entry.request.id, None)
-        entry.stream.on_end(result)
+        entry.fail(error)
 
-    async def _attempt(self, entry: _InFlight) -> Result:
+    async def _attempt(self, entry: PendingRequest, work: RequestWork) -> Result:
         """Answer a request, retrying on another replica if one is lost.
 
         Raises:
@@ -143,25 +141,25 @@ class ReplicaBackend:
         """
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                result = await (self._stream(entry) if entry.streams else self._answer(entry))
+                result = await (self._stream(entry, work) if entry.streams else self._answer(entry, work))
             except _ReplicaLostError as error:
                 if entry.delivered:
                     raise EngineError(f"the replica was lost during the answer ({error}); retry the request") from None
                 if attempt == _ATTEMPTS:
-                    raise EngineError(f"{_ATTEMPTS} replicas were lost while computing this request") from None
+                    break
                 self.retried += 1
                 log.warning("request %s: %s; retrying", entry.request.id, error)
             else:
                 result.stamps.accepted = min(result.stamps.accepted, entry.accepted)
                 return result
-        raise AssertionError("unreachable")
+        raise EngineError(f"{_ATTEMPTS} replicas were lost while computing this request")
 
-    async def _answer(self, entry: _InFlight) -> Result:
-        result: Result = await _called(self._engines.answer.remote(entry.request, work=entry.work))
+    async def _answer(self, entry: PendingRequest, work: RequestWork) -> Result:
+        result: Result = await _called(self._engines.answer.remote(entry.request, work=work))
         return result
 
-    async def _stream(self, entry: _InFlight) -> Result:
-        generator = self._engines.options(stream=True).stream.remote(entry.request, work=entry.work)
+    async def _stream(self, entry: PendingRequest, work: RequestWork) -> Result:
+        generator = self._engines.options(stream=True).stream.remote(entry.request, work=work)
 
         async def read() -> Result:
             async for item in generator:
@@ -189,34 +187,6 @@ class ReplicaBackend:
         except TimeoutError:
             raise EngineError(f"no replica answered within {_QUERY_SECONDS:g} s") from None
         raise EngineError(f"{_ATTEMPTS} replicas were lost while answering")
-
-
-@dataclass(slots=True, eq=False)
-class _InFlight:
-    """An in-flight request.
-
-    Args:
-        request: request to answer.
-        work: estimated work.
-        stream: stream that receives its events and its result.
-        streams: whether the caller reads its events.
-        accepted: time of submission, seconds of :func:`panscan.core.now`.
-        delivered: whether an event has been delivered.
-    """
-
-    request: Request
-    work: RequestWork
-    stream: Stream
-    streams: bool
-    accepted: float
-    delivered: bool = False
-
-    def unanswered(self, error: PanscanError | None) -> Result:
-        """Return the result of a request that was cancelled (no error) or failed, and end its events."""
-        result = Result.unanswered(self.request.id, self.accepted, error)
-        if self.streams:
-            self.stream.on_event(TokenEvent(None, "", now(), finish_reason=result.finish_reason))
-        return result
 
 
 async def _called(response: Any, reading: Awaitable[T] | None = None) -> T:

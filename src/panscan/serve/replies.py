@@ -17,7 +17,6 @@ from panscan.core import (
     EngineError,
     ImageError,
     PanscanError,
-    QueueFullError,
     Result,
     SettingError,
     TokenEvent,
@@ -58,8 +57,6 @@ def json_response(body: Any, status: int = 200, headers: Mapping[str, str] | Non
 def error_status(error: PanscanError) -> int:
     """Return the HTTP status of an error: 400 if the client can correct the request."""
     match error:
-        case QueueFullError():
-            return 429
         case EngineError():
             return 503
         case SettingError() | ImageError():

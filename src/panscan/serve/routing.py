@@ -11,44 +11,31 @@ from panscan.core.model_names import IMAGE_TOKENS
 from panscan.plan.cost import OUTPUT_COST, VIEW_COST
 from panscan.serve.backend import RequestWork
 
-__all__ = ["CostModel", "Router", "create_router", "router_of"]
+__all__ = ["Router", "cost_of", "create_router", "router_of", "saved_cost"]
 
 
-@dataclass(frozen=True, slots=True)
-class CostModel:
-    """Relative costs of the parts of a request. The unit is one prompt token in prefill.
+_EXPECTED_OUTPUT = 256  # cap on the predicted output tokens: max_new_tokens is often far above the real length
+_IMAGES = 2048  # most recently used images remembered per replica
 
-    Only ratios matter, and a factor of two in any of them changes few decisions.
+
+def cost_of(work: RequestWork) -> float:
+    """Return the cost of a request on a replica that has seen none of its images."""
+    output = min(work.max_new_tokens, _EXPECTED_OUTPUT) * OUTPUT_COST
+    return work.views * VIEW_COST + work.prompt_tokens + output
+
+
+def saved_cost(work: RequestWork, known: Sequence[bool]) -> float:
+    """Return the cost that the caches save: views of known images, and the prefix before the first unknown one.
 
     Args:
-        view: one view through the vision tower.
-        output_token: one decode step of one request.
-        expected_output: cap on the predicted output tokens; ``max_new_tokens`` is often far above the real length.
-        tokens_per_view: image tokens of one view.
+        work: the request. Its views are assumed to be spread evenly over its images.
+        known: whether a replica has seen each image of ``work.keys``.
     """
-
-    view: float = VIEW_COST
-    output_token: float = OUTPUT_COST
-    expected_output: int = 256
-    tokens_per_view: int = IMAGE_TOKENS
-
-    def of(self, work: RequestWork) -> float:
-        """Return the cost of a request on a replica that has seen none of its images."""
-        output = min(work.max_new_tokens, self.expected_output) * self.output_token
-        return work.views * self.view + work.prompt_tokens + output
-
-    def saved(self, work: RequestWork, known: Sequence[bool]) -> float:
-        """Return the cost that the caches save: views of known images, and the prefix before the first unknown one.
-
-        Args:
-            work: the request. Its views are assumed to be spread evenly over its images.
-            known: whether a replica has seen each image of ``work.keys``.
-        """
-        if not known:
-            return 0.0
-        views = work.views / len(known)
-        prefix = known.index(False) if False in known else len(known)
-        return views * (sum(known) * self.view + prefix * self.tokens_per_view)
+    if not known:
+        return 0.0
+    views = work.views / len(known)
+    prefix = known.index(False) if False in known else len(known)
+    return views * (sum(known) * VIEW_COST + prefix * IMAGE_TOKENS)
 
 
 @dataclass(slots=True)
@@ -67,31 +54,20 @@ class Router:
     A request goes to the replica with the least outstanding work. A replica that has cached its images is preferred,
     unless it is behind by more than ``patience`` times the work that the caches save: another replica would compute
     the request in full, and later questions about its images would be split between two replicas.
-    Not thread-safe, except for :attr:`replicas` and :attr:`hits`.
+    Not thread-safe, except for :attr:`replicas`.
 
     Args:
-        cost: cost model of requests.
-        keys_per_replica: number of most recently used images remembered per replica.
+        policy: routing policy, one of ``--routing``.
         patience: factor on the saved work; with 1, each request goes where it would finish first. In a simulation of
             follow-up questions about documents, 8 kept 98% of one engine's cache hits and 1 kept 90%, and 8 finished
             13% sooner (see ``test_follow_ups_keep_their_cache`` in tests/serve/test_routing.py).
-        policy: routing policy, one of ``--routing``.
     """
 
-    def __init__(
-        self,
-        cost: CostModel | None = None,
-        *,
-        keys_per_replica: int = 2048,
-        patience: float = 8.0,
-        policy: str = "affinity",
-    ) -> None:
-        self._cost = CostModel() if cost is None else cost
-        self._keys, self._patience, self._policy = keys_per_replica, patience, policy
+    def __init__(self, policy: str = "affinity", *, patience: float = 8.0) -> None:
+        self._policy, self._patience = policy, patience
         self._random = Random(0)
         self._replicas: dict[str, _Replica] = {}
         self._routed = 0
-        self.hits = 0
 
     @property
     def replicas(self) -> tuple[str, ...]:
@@ -102,28 +78,22 @@ class Router:
         """Replace the set of replicas. The state of removed replicas is discarded; new ones start empty."""
         self._replicas = {id: self._replicas.get(id) or _Replica() for id in ids}
 
-    def outstanding(self, id: str) -> float:
-        """Return the cost of the requests that a replica has not finished; 0 for an unknown replica."""
-        replica = self._replicas.get(id)
-        return 0.0 if replica is None else replica.load
-
     def rank(self, work: RequestWork, candidates: Iterable[str] | None = None) -> list[str]:
         """Return the candidates (default: all replicas), best first.
 
         Ties: the fewest running requests first, then the replica that was used least recently.
         """
         names = self.replicas if candidates is None else candidates
-        found = {name: self._replicas[name] for name in names if name in self._replicas}
-
+        names = [name for name in names if name in self._replicas]
         if self._policy == "random":
-            return self._random.sample(list(found), len(found))
+            return self._random.sample(names, len(names))
 
         def key(name: str) -> tuple[float, int, int]:
-            replica = found[name]
-            saved = self._cost.saved(work, _known(replica, work)) if self._policy == "affinity" else 0.0
+            replica = self._replicas[name]
+            saved = saved_cost(work, _known(replica, work)) if self._policy == "affinity" else 0.0
             return replica.load - self._patience * saved, len(replica.running), replica.last
 
-        return sorted(found, key=key)
+        return sorted(names, key=key)
 
     def assign(self, request_id: str, id: str, work: RequestWork) -> None:
         """Assign a request to a replica. Assigning it to another one moves it there.
@@ -139,17 +109,15 @@ class Router:
         replica = self._replicas.get(id)
         if replica is None or request_id in replica.running:
             return
-        known = _known(replica, work)
-        self.hits += any(known)
+        cost = max(cost_of(work) - saved_cost(work, _known(replica, work)), 0.0)
         self._routed += 1
-        cost = max(self._cost.of(work) - self._cost.saved(work, known), 0.0)
         replica.running[request_id] = cost
         replica.load += cost
         replica.last = self._routed
         for image in work.keys:
             replica.seen[image] = None
             replica.seen.move_to_end(image)
-        while len(replica.seen) > self._keys:
+        while len(replica.seen) > _IMAGES:
             replica.seen.popitem(last=False)
 
     def release(self, request_id: str, id: str) -> None:
@@ -173,7 +141,7 @@ def create_router(app: str, policy: str = "affinity") -> Router:
     Ray creates its routers on one of its threads, from a copy of their module. This module is not copied, so
     :func:`router_of` finds the router here.
     """
-    _ROUTERS[app] = Router(policy=policy)
+    _ROUTERS[app] = Router(policy)
     return _ROUTERS[app]
 
 

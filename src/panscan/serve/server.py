@@ -20,7 +20,7 @@ from uvicorn.server import ServerState
 from panscan.core import EngineError, SettingError
 from panscan.core.activity import activity
 from panscan.images.pool import decode_in_children
-from panscan.serve.admission import AdmissionControl
+from panscan.serve.admission import AdmissionControl, race
 from panscan.serve.app import create_app
 from panscan.serve.engine_process import EngineProcess
 from panscan.serve.options import ServeOptions
@@ -278,7 +278,7 @@ class _Server:
         sys.setswitchinterval(_SWITCH_SECONDS)
         with _bound(self._options) as listener:
             connections = _Connections(_most_connections())
-            backend = EngineProcess(self._options.settings, max_queued_requests=self._options.max_queued_requests)
+            backend = EngineProcess(self._options.settings)
             app = create_app(self._options, backend)
             config = uvicorn.Config(
                 app,
@@ -306,18 +306,11 @@ class _Server:
 
     async def _load(self, backend: EngineProcess) -> bool:
         """Load the model; return False if a signal arrives first."""
-        loading = asyncio.ensure_future(backend.start())
-        signalled = asyncio.ensure_future(self._first_signal.wait())
         with activity(f"loading {self._options.settings.model_name}"):
-            await asyncio.wait({loading, signalled}, return_when=asyncio.FIRST_COMPLETED)
-        signalled.cancel()
-        if loading.done():
-            loading.result()
-            return True
-        loading.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await loading
-        return False
+            loaded, _ = await race(backend.start(), self._first_signal.wait())
+        if loaded is not None:
+            loaded.result()
+        return loaded is not None
 
     async def _until_signal(self, backend: EngineProcess, admission: AdmissionControl) -> None:
         """Wait for a signal, then for running requests.
@@ -325,21 +318,13 @@ class _Server:
         Raises:
             EngineError: the engine's process died too often.
         """
-        failed = asyncio.ensure_future(backend.failed.wait())
-        signalled = asyncio.ensure_future(self._first_signal.wait())
-        await asyncio.wait({failed, signalled}, return_when=asyncio.FIRST_COMPLETED)
-        if failed.done():
-            signalled.cancel()
+        failed, _ = await race(backend.failed.wait(), self._first_signal.wait())
+        if failed is not None:
             raise EngineError("the engine's process died too often; its log is above")
-        failed.cancel()
         log.info("finishing running requests; a second signal cancels them")
-        drained = asyncio.ensure_future(admission.drain())
-        second = asyncio.ensure_future(self._second_signal.wait())
-        await asyncio.wait({drained, second}, return_when=asyncio.FIRST_COMPLETED)
-        if drained.done() and not drained.result():
+        drained, _ = await race(admission.drain(), self._second_signal.wait())
+        if drained is not None and not drained.result():
             log.warning("requests were still running after %g s (--drain-timeout)", self._options.drain_timeout)
-        drained.cancel()
-        second.cancel()
 
     def _handle_signals(self) -> None:
         def take() -> None:

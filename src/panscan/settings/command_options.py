@@ -744,7 +744,7 @@ class Options(ServerTable, TrafficTable, _RateTable, VerifyTable):
     preset_path: Path = option(
         Path("preset.yaml"), "Output", "Preset to write.", "recommend", flag="output", short="o", metavar="FILE"
     )
-    report_format: Literal["html", "md", "png", "gallery"] = option(
+    report_format: Literal["html", "md", "csv", "png", "gallery"] = option(
         "html", "Output", "Format of the report.", "report", flag="format"
     )
     comparison_format: Literal["text", "md", "json"] = option(

@@ -32,21 +32,18 @@ ENGINE_LIMITS: dict[str, Any] = {
     "compile": None,
     "batch_size": 1,
     "equal_views": False,
-    "pad_to_multiple_of": None,
-    "tp_plan": None,
 }
 """Settings of ``generate()`` that the engine does not have, or decides itself: the only value that each may have."""
-VLLM_LIMITS: dict[str, Any] = {**ENGINE_LIMITS, "preprocess": "cpu", "prefill_chunk_size": None, "tf32": False}
+VLLM_LIMITS: dict[str, Any] = {**ENGINE_LIMITS, "preprocess": "cpu", "prefill_chunk_size": None}
 """Settings that vLLM does not have, or decides itself: the only value that each may have."""
 RUNNER_LIMITS: dict[str, dict[str, Any]] = {
     "engine": ENGINE_LIMITS,
     "vllm": {**VLLM_LIMITS, "quantization": None, "device_map": None},
-    "pipeline": {"batch_size": 1, "pad_to_multiple_of": None, "preprocess": "cpu"},
+    "pipeline": {"batch_size": 1, "preprocess": "cpu"},
     "generate_batch": {
         "cache": "dynamic",
         "compile": None,
         "prefill_chunk_size": None,
-        "pad_to_multiple_of": None,
         "preprocess": "cpu",
     },
 }

@@ -23,6 +23,7 @@ __all__ = [
     "MODEL_SHAPES",
     "PREFILL_CHUNK_SIZE",
     "QUANTIZATION",
+    "REMOVED_SETTINGS",
     "WEIGHT_KINDS",
     "Settings",
     "axes",
@@ -44,6 +45,8 @@ WEIGHT_KINDS = ("fp8", "int8", "int4")
 QUANTIZATION = (*WEIGHT_KINDS, "bnb-8bit", "bnb-4bit")
 MODEL_SHAPES = ("mini", "tiny", "270m", "1b", "4b", "12b", "27b")
 KV_CACHE_DTYPES = ("auto", "fp8")
+REMOVED_SETTINGS: dict[str, Any] = {"tf32": False, "tp_plan": None, "pad_to_multiple_of": None}
+"""Settings of older records that no longer exist, with the values that left them off."""
 PREFILL_CHUNK_SIZE = 2048
 """The engine's default: a prompt of seven views in one pass."""
 _REQUESTS = Range(integer=True, ge=1, le=65_536)  # arrays have a row for each
@@ -156,15 +159,6 @@ class Settings:
         level="load",
         rare=True,
     )
-    tp_plan: str | None = option(
-        None,
-        "Runner",
-        "Tensor parallelism of generate(), under torchrun.",
-        _GENERATE,
-        choices=("auto",),
-        level="load",
-        rare=True,
-    )
     tensor_parallel_size: int = option(
         1,
         "Engine",
@@ -206,7 +200,6 @@ class Settings:
         choices=("default", "reduce-overhead", "max-autotune"),
         rare=True,
     )
-    tf32: bool = option(False, "Runner", "Use TF32 for float32 matrix products.", f"{_GENERATE} profile", rare=True)
     batch_size: int = option(
         1,
         "Runner",
@@ -322,9 +315,6 @@ class Settings:
         shown_default=str(PREFILL_CHUNK_SIZE),
         by_verb={"attention batch plan serve": {"help": "Prompt tokens per engine step."}},
     )
-    pad_to_multiple_of: int | None = option(
-        None, "Runner", "Pad prompts to a multiple of this many tokens.", _GENERATE, range=_TOKENS, rare=True
-    )
     preprocess: str = option(
         "cpu",
         "Runner",
@@ -436,66 +426,60 @@ class Settings:
         self.pan_and_scan, self.sampling  # noqa: B018 - both check their values
 
     def _check_contradictions(self) -> None:
-        if self.random_weights and self.model_shape is None:
-            raise SettingError(f"--random-weights: no shape is given; add --model-shape {'|'.join(MODEL_SHAPES)}")
-        if self.model_shape is not None and not self.random_weights:
-            raise SettingError(f"--model-shape {self.model_shape}: requires --random-weights; add it, or use --model")
-        if self.random_weights and self.model != "mini":
-            raise SettingError("--model: not supported with --random-weights; leave out one of them")
-        for name in ("device_map", "tp_plan", "revision"):
-            if self.random_weights and getattr(self, name) is not None:
-                raise SettingError(f"--{axes()[name].flag}: not supported with --random-weights; leave it out")
-        if self.device_map is not None and self.tp_plan is not None:
-            raise SettingError("--tp-plan: not supported with --device-map; leave out one of them")
-        if self.device_map is not None and self.device != "auto":
-            raise SettingError(f"--device {self.device}: --device-map places the layers; leave out one of them")
-        self._check_quantization()
-        self._check_tensor_parallel()
-        if self.max_memory is not None and self.device_map is None:
-            raise SettingError("--max-memory: requires --device-map; add --device-map auto")
+        kind, size = self.quantization, self.quantization_group_size
+        drawn, mapped, split = self.random_weights, self.device_map is not None, self.tensor_parallel_size > 1
+        shapes, written = "|".join(MODEL_SHAPES), kind in WEIGHT_KINDS
+        refusals = (
+            (drawn and self.model_shape is None, f"--random-weights: no shape is given; add --model-shape {shapes}"),
+            (
+                self.model_shape is not None and not drawn,
+                f"--model-shape {self.model_shape}: requires --random-weights; add it, or use --model",
+            ),
+            (drawn and self.model != "mini", "--model: not supported with --random-weights; leave out one of them"),
+            (drawn and mapped, "--device-map: not supported with --random-weights; leave it out"),
+            (drawn and self.revision is not None, "--revision: not supported with --random-weights; leave it out"),
+            (
+                mapped and self.device != "auto",
+                f"--device {self.device}: --device-map places the layers; leave out one of them",
+            ),
+            (
+                size is not None and kind != "int4",
+                f"--quantization-group-size {size}: only int4 has groups; add --quantization int4",
+            ),
+            (
+                size is not None and size not in GROUP_SIZES,
+                f"--quantization-group-size takes {_or(GROUP_SIZES)}; got {size}",
+            ),
+            (
+                drawn and kind is not None and not written,
+                f"--random-weights: --quantization {kind} requires a checkpoint; use {_or(WEIGHT_KINDS)}",
+            ),
+            (
+                written and mapped,
+                f"--device-map: not supported with --quantization {kind}; use --tensor-parallel-size, or"
+                " --quantization bnb-8bit or bnb-4bit",
+            ),
+            (split and mapped, "--device-map: not supported with --tensor-parallel-size; leave out one of them"),
+            (
+                split and self.device.startswith("cuda:"),
+                f"--device {self.device}: --tensor-parallel-size takes the first visible GPUs; use --device cuda,"
+                " and CUDA_VISIBLE_DEVICES to choose them",
+            ),
+            (
+                split and kind is not None and not written,
+                f"--tensor-parallel-size: --quantization {kind} cannot be split; use {_or(WEIGHT_KINDS)}",
+            ),
+            (
+                self.max_memory is not None and not mapped,
+                "--max-memory: requires --device-map; add --device-map auto",
+            ),
+        )
+        for wrong, problem in refusals:
+            if wrong:
+                raise SettingError(problem)
         for part in self.max_memory.split(";") if self.max_memory is not None else ():
             if not re.fullmatch(r"\s*(\d+|cpu|disk|mps)=\d+(\.\d+)?\s*[KMGT]i?B\s*", part):
                 raise SettingError(f"--max-memory takes e.g. '0=30GiB;cpu=60GiB'; got {shorten(part.strip())}")
-
-    def _check_quantization(self) -> None:
-        kind, size = self.quantization, self.quantization_group_size
-        if size is not None and kind != "int4":
-            raise SettingError(f"--quantization-group-size {size}: only int4 has groups; add --quantization int4")
-        if size is not None and size not in GROUP_SIZES:
-            sizes = _or([str(each) for each in GROUP_SIZES])
-            raise SettingError(f"--quantization-group-size takes {sizes}; got {size}")
-        if kind is None:
-            return
-        if kind not in WEIGHT_KINDS:
-            if self.random_weights:
-                raise SettingError(
-                    f"--random-weights: --quantization {kind} requires a checkpoint; use {_or(WEIGHT_KINDS)}"
-                )
-            return
-        for name in ("device_map", "tp_plan"):
-            if getattr(self, name) is not None:
-                raise SettingError(
-                    f"--{axes()[name].flag}: not supported with --quantization {kind}; use --tensor-parallel-size, or"
-                    " --quantization bnb-8bit or bnb-4bit"
-                )
-
-    def _check_tensor_parallel(self) -> None:
-        if self.tensor_parallel_size == 1:
-            return
-        for name in ("device_map", "tp_plan"):
-            if getattr(self, name) is not None:
-                raise SettingError(
-                    f"--{axes()[name].flag}: not supported with --tensor-parallel-size; leave out one of them"
-                )
-        if self.device.startswith("cuda:"):
-            raise SettingError(
-                f"--device {self.device}: --tensor-parallel-size takes the first visible GPUs; use --device cuda,"
-                " and CUDA_VISIBLE_DEVICES to choose them"
-            )
-        if self.quantization not in (None, *WEIGHT_KINDS):
-            raise SettingError(
-                f"--tensor-parallel-size: --quantization {self.quantization} cannot be split; use {_or(WEIGHT_KINDS)}"
-            )
 
     @cached_property
     def pan_and_scan(self) -> PanAndScan:
@@ -545,8 +529,8 @@ def axis_names() -> dict[str, str]:
     return {spelling: axis.name for axis in axes().values() for spelling in axis.spellings}
 
 
-def _or(words: Sequence[str]) -> str:
-    return f"{', '.join(words[:-1])} or {words[-1]}"
+def _or(words: Sequence[object]) -> str:
+    return f"{', '.join(map(str, words[:-1]))} or {words[-1]}"
 
 
 def check_weight_kind(kind: str) -> None:
@@ -578,13 +562,17 @@ def settings_from(values: Mapping[str, Any]) -> Settings:
 
 
 def recorded_settings(values: Mapping[str, Any]) -> Settings:
-    """Return the settings of a record. Settings that later versions removed, and that changed no answer, are ignored.
+    """Return the settings of a record. Settings that later versions removed are ignored if they changed no answer.
 
     Raises:
         SettingError: a value that this version does not accept.
         TypeError: an unknown setting.
     """
-    return Settings(**{name: value for name, value in values.items() if name != "fast_start"})
+    for name, off in REMOVED_SETTINGS.items():
+        if values.get(name, off) != off:
+            raise SettingError(f"{name} {values[name]}: this version of panscan has no such setting; measure again")
+    removed = {"fast_start", *REMOVED_SETTINGS}  # the former changed no answer
+    return Settings(**{name: value for name, value in values.items() if name not in removed})
 
 
 def axis_name(spelling: str) -> str:
