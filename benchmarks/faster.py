@@ -536,7 +536,7 @@ class _Cell:
 @cache
 def _cells(name: str) -> tuple[tuple[dict[str, Any], _Cell], ...]:
     run = read_run(RECORDS / name)
-    machine = run.header["environment"]["gpus"][0]["name"]
+    machine = str(run.header.machine.gpus[0].name)
     found = []
     for each in measured_rows(run):
         rate, ratio = each.metrics.values["request_throughput"], each.verdict.ratio

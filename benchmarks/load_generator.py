@@ -24,7 +24,7 @@ import psutil
 from tests.load.fake_server import fake_server
 
 from panscan.core import from_perf_counter
-from panscan.load.arrivals import GammaArrivals
+from panscan.load.arrivals import gamma_arrivals
 from panscan.load.chat import ChatRequest, Endpoint, chat_body
 from panscan.load.generator import run_level
 from panscan.records.environment import environment
@@ -48,7 +48,7 @@ def measure(url: str, server: psutil.Process, rate: float, seconds: float, proce
     result = run_level(
         Endpoint(url, "fake", timeout=60.0),
         build_requests(count),
-        GammaArrivals(rate, seed=seed).times(count),
+        gamma_arrivals(rate, count, seed=seed),
         processes=processes,
     )
     after = server.cpu_times()

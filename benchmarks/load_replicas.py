@@ -35,7 +35,7 @@ from panscan.core import now
 from panscan.images.samples import write_samples
 from panscan.records.environment import environment
 from panscan.records.goodput import goodput_of
-from panscan.records.requests import RequestMetrics
+from panscan.records.schema import RequestRecord
 from panscan.records.store import Run, read_run
 
 RECORD = Path(__file__).parent / "records" / "load-replicas.json"
@@ -112,15 +112,15 @@ def _value(text: str) -> float | bool | None:
     return float(text) if text else None
 
 
-def phase(records: Sequence[dict[str, Any]], start: float, end: float) -> dict[str, Any]:
+def phase(records: Sequence[RequestRecord], start: float, end: float) -> dict[str, Any]:
     """Return the figures of the requests that were due between two times (seconds of ``panscan.core.now``)."""
-    found = [record for record in records if start <= record["due"] < end]
+    found = [record for record in records if record.due is not None and start <= record.due < end]
     if not found:
         return {"sent": 0}
     goodput = goodput_of(found, LIMITS, end - start)
-    times = [RequestMetrics.from_record(record).ttft for record in found if record["error"] is None]
+    times = [record.ttft for record in found if record.error is None]
     ttft = 1e3 * np.array([each for each in times if each is not None])
-    errors = Counter(f"{record['error_kind']}: {record['error']}" for record in found if record["error"] is not None)
+    errors = Counter(f"{record.error_kind}: {record.error}" for record in found if record.error is not None)
     return {
         "seconds": round(end - start, 1),
         "sent": len(found),
@@ -176,7 +176,8 @@ def with_kill(server: Server, dataset: Path, folder: Path, rate: float, after: f
     run = load(server.url, dataset, folder, *shape)
     killer.join(RECOVERY)
     records = [record for group in run.requests.values() for record in group]
-    start, end = min(each["due"] for each in records), max(each["due"] for each in records) + 1e-6
+    due = [record.due or 0.0 for record in records]
+    start, end = min(due), max(due) + 1e-6
     recovered = end if killer.recovered is None else min(killer.recovered, end)
     [disturbed] = levels(run)
     return {
@@ -217,14 +218,15 @@ def measure(*, short: bool) -> dict[str, Any]:
                 dataset,
                 folder / "runs",
                 "--find-max-rate",
-                "--level-seconds",
-                f"{seconds:g}",
                 "--num-prompts",
                 "4" if short else "32",
             )
             assert search.search is not None  # the run ended
-            best = search.search["rate"] or min(rates)
-            highest = {**{key: search.search[key] for key in ("rate", "attainment", "note")}, "levels": levels(search)}
+            best = search.search.rate or min(rates)
+            highest = {
+                **{key: getattr(search.search, key) for key in ("rate", "attainment", "note")},
+                "levels": levels(search),
+            }
             kills = [
                 with_kill(server, dataset, folder / "runs", round(share * best, 2), after, kill_seconds)
                 for share in SHARES[: 1 if short else None]

@@ -10,6 +10,7 @@ import numpy as np
 
 from benchmarks.markdown import days, table
 from panscan.analysis.levels import level_names
+from panscan.records.load_runs import load_settings
 from panscan.records.store import Run, read_run
 from panscan.report.charts import attainment
 from panscan.report.load import LoadReport
@@ -110,14 +111,14 @@ def load_mixed() -> str:
         "E2E p95",
         "within the limits",
     ]
-    facts, kept = first.header["environment"], first.header["settings"]["load"]
-    packages = facts["packages"]
+    facts, kept = first.header.machine, load_settings(first)
+    packages = facts.packages
     notes = (
-        f"**panscan: {reports['panscan'].headline}.** {kept['num_prompts']} requests per rate, the same ones"
-        f" at the same times for all servers. vLLM 0.24 with exact attention. {kept['model']},"
-        f" {facts['gpus'][0]['name']}, {facts['cpu_count']} cores for the server and the client, torch"
+        f"**panscan: {reports['panscan'].headline}.** {kept.num_prompts} requests per rate, the same ones"
+        f" at the same times for all servers. vLLM 0.24 with exact attention. {kept.model},"
+        f" {facts.gpus[0].name}, {facts.cpu_count} cores for the server and the client, torch"
         f" {packages['torch']}, transformers {packages['transformers']},"
-        f" {days(run.header['created'] for run in runs.values())}; ~ has too few samples for 99% confidence. Records:"
+        f" {days(run.header.created for run in runs.values())}; ~ has too few samples for 99% confidence. Records:"
         " `benchmarks/records/w3-27b-panscan`, `w3-27b-unpaced`, `w3-27b-vllm`. Command: `benchmarks/h200_w3.sh`"
     )
     return table(headings, rows) + "\n\n" + notes
@@ -125,13 +126,13 @@ def load_mixed() -> str:
 
 def _workload(run: Run) -> tuple[str, str]:
     """Return what makes the loads of two runs equal, apart from pixels that keep images out of caches."""
-    kept = {name: run.header["settings"]["load"][name] for name in ("arrival", "seed", "num_prompts", "num_warmups")}
-    return run.header["settings"]["workload_sha256"], repr((kept, run.cells))
+    kept = {name: getattr(load_settings(run), name) for name in ("arrival", "seed", "num_prompts", "num_warmups")}
+    return str(run.header.settings.workload_sha256), repr((kept, run.cells))
 
 
 def _mixed_row(run: Run, cell: str, report: LoadReport) -> list[str]:
     [level] = [level for level in report.rows if level.name == level_names(run)[cell]]
-    e2e = [1e3 * (each["stamps"]["end"] - each["stamps"]["accepted"]) for each in run.requests[cell, 0]]
+    e2e = [1e3 * ((each.stamps.end or 0.0) - each.stamps.accepted) for each in run.requests[cell, 0]]
     metrics = ["request_throughput", *(f"{name}_ttft_ms" for name in ("median", "p95"))]
     metrics += [f"{name}_tpot_ms" for name in ("median", "p95", "p99")]
     return [

@@ -140,14 +140,14 @@ def w3() -> list[dict[str, Any]]:
 
 def of_level(run: Run, cell: str, tpot_target: float | None) -> tuple[Figures, Figures]:
     """Return the measured and the simulated figures of a level."""
-    records = [each for each in run.requests[cell, 0] if each["error"] is None]
-    start = min(each["due"] for each in records)
+    records = run.answered(cell)
+    start = min(each.due or 0.0 for each in records)
     sketches, measured = [], []
     for number, each in enumerate(records):
-        mix = mix_of(each["prompt_tokens"], each["views"], each["output_tokens"])
-        sketches.append(mix.sketch(number, number, each["views"], each["output_tokens"]))
-        stamps = [stamp - start for stamp in each["stamps"]["tokens"]]
-        measured.append(SimulatedRequest(sketches[-1], each["stamps"]["accepted"] - start, stamps))
+        mix = mix_of(each.prompt_tokens or 0, each.views or 0, each.output_tokens)
+        sketches.append(mix.sketch(number, number, each.views or 0, each.output_tokens))
+        stamps = [stamp - start for stamp in each.stamps.tokens]
+        measured.append(SimulatedRequest(sketches[-1], each.stamps.accepted - start, stamps))
     order = sorted(range(len(records)), key=lambda index: measured[index].arrived)
     engine = engine_for(mix_of(1102, 4, 256), prefix_caching=True, served=True, tpot_target=tpot_target)
     arrivals = [measured[index].arrived for index in order]

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import to_builtins
 from torch import nn
 
 from panscan.bench.grid import Cell
@@ -70,7 +71,7 @@ def measure(items: list[Item], source: Source, verifier: Verifier, values: dict[
     finally:
         runner.close()
     scores = [round(exact_match(text, item.answers)) for text, item in zip(texts, items, strict=True)]
-    kept = {name: verdict[name] for name in ("verdict", "reason", "answer", "image", "top1")}
+    kept = {name: to_builtins(getattr(verdict, name)) for name in ("verdict", "reason", "answer", "image", "top1")}
     return {
         **facts,
         "settings": values,

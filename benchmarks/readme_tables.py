@@ -79,15 +79,14 @@ PAGES = (
 
 def machine(run: Run) -> str:
     """One line on hardware, versions, weights, work and command of a run."""
-    facts, kept = run.header["environment"], run.header["settings"]
-    gpu = facts["gpus"][0]
-    packages = facts["packages"]
-    command = " ".join(part for part in run.header["command"] if part not in ("--debug",))
+    facts, kept = run.header.machine, run.header.settings
+    gpu = facts.gpus[0]
+    command = " ".join(part for part in run.header.command if part not in ("--debug",))
     return (
-        f"{len(facts['gpus'])} x {gpu['name']} (driver {gpu['driver']}) and {facts['cpu']},"
-        f" torch {packages['torch']}, transformers {packages['transformers']}, Python {facts['python']},"
-        f" {run.header['created'][:10]};"
-        f" {kept['requests']} requests per cell, {counted(kept['repeats'], 'repeat')};"
+        f"{len(facts.gpus)} x {gpu.name} (driver {gpu.driver}) and {facts.cpu},"
+        f" torch {facts.packages['torch']}, transformers {facts.packages['transformers']}, Python {facts.python},"
+        f" {run.header.created[:10]};"
+        f" {kept.requests} requests per cell, {counted(kept.repeats or 0, 'repeat')};"
         " ~ has too few samples for 99% confidence."
         f" Record: `benchmarks/records/{run.path.parent.name}`. Command: `{command}`"
     )
@@ -147,7 +146,7 @@ def h200_x2() -> str:
     """One copy and two copies of the same work."""
     runs = [read_run(RECORDS / name) for name in ("h200-x2-one", "h200-x2-replicas")]
     rows = [
-        [str(run.header["settings"]["replicas"]), *row(run, cell), shares(run, cell)]
+        [str(run.header.settings.replicas), *row(run, cell), shares(run, cell)]
         for run in runs
         for cell in measured_rows(run)
     ]

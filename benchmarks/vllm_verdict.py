@@ -130,7 +130,7 @@ def measure(model: str, runners: str, requests: int, options: Sequence[str]) -> 
         if done.returncode:
             sys.exit(f"panscan bench ended with exit code {done.returncode}")
         [found] = Path(folder, "runs").iterdir()
-        return {"environment": read_run(found).header["environment"], "verdicts": verdicts_of(found)}
+        return {"environment": read_run(found).header.environment, "verdicts": verdicts_of(found)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -76,9 +76,9 @@ class _Bench:
         for path in self._records(where):
             run = read_run(path)
             for (cell, repeat), requests in run.requests.items():
-                kept = [{name: request.get(name) for name in _REQUEST} for request in requests]
+                kept = [{name: getattr(request, name) for name in _REQUEST} for request in requests]
                 found[f"{cell} {repeat}"] = sorted(kept, key=lambda each: str(each["request"]))
-            found |= {f"{cell} verdict": verdict["verdict"] for cell, verdict in run.verdicts.items()}
+            found |= {f"{cell} verdict": verdict.verdict for cell, verdict in run.verdicts.items()}
         return found
 
     def duplicates(self, where: Path) -> int:
@@ -86,7 +86,7 @@ class _Bench:
         for path in self._records(where):
             for line in path.read_bytes().split(b"\n")[:-1]:
                 record = json.loads(line)
-                if record["type"] == "repeat" or (record["type"] == "verdict" and record["concluded"]):
+                if record["type"] == "repeat" or (record["type"] == "verdict" and record.get("concluded", True)):
                     keys[f"{record['type']} {record['cell']} {record.get('repeat')}"] += 1
         return sum(count - 1 for count in keys.values())
 

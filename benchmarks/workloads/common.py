@@ -13,6 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from msgspec import to_builtins
+
 from benchmarks.workloads.floors import Floors
 from benchmarks.workloads.pages import PAGE, page, question
 from panscan.bench.grid import Cell
@@ -290,10 +292,11 @@ def verdicts(work: Work, runners: Mapping[str, Runner], requests: Sequence[Reque
             else:
                 verifier.prepare_quantized([cell])
             runner.configure(cell.settings)
-            found[name] = verifier.verify(runner, cell)
+            verdict = verifier.verify(runner, cell)
+            found[name] = to_builtins(verdict)
             if isinstance(runner, EngineRunner):
                 runner.drop()  # the model must be as it was loaded for the others
-            say(f"{name}: {found[name]['verdict']} {found[name]['reason'] or ''}")
+            say(f"{name}: {verdict.verdict} {verdict.reason or ''}")
         return found
 
 

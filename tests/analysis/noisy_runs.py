@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tests.records.synthetic import header, outcome, repeat, request
+from tests.records.synthetic import header, in_memory, outcome, repeat, request
 
 from panscan.records.store import Run
 
@@ -47,23 +46,6 @@ def noisy_records(
             records.append(repeat(cell, turn, started, at))
         records.append(outcome(cell, "done"))
     return records
-
-
-def in_memory(records: Sequence[dict[str, Any]], name: str = "run") -> Run:
-    """A run as :func:`panscan.records.store.read_run` would read it, without a file."""
-    cells = {cell["cell"]: cell["settings"] for cell in records[0]["cells"]}
-    run = Run(Path(name) / "records.jsonl", records[0], cells)
-    for record in records[1:]:
-        key = record["cell"], record.get("repeat")
-        if record["type"] == "request":
-            run.requests.setdefault(key, []).append(record)
-        elif record["type"] == "repeat":
-            run.repeats[key] = record
-        elif record["type"] == "verdict":
-            run.verdicts[record["cell"]] = record
-        else:
-            run.outcomes[record["cell"]] = record
-    return run
 
 
 def noisy_run(seed: int, **options: Any) -> Run:

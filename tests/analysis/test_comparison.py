@@ -160,7 +160,7 @@ def test_lost_answers_are_found() -> None:
         run = noisy_run(seed, cells=({},), batches=40)
         for records in run.requests.values():
             for number, record in enumerate(records):
-                record |= {"prompt_sha256": record["request"], "scores": {"exact_match": float(number >= wrong)}}
+                record.prompt_sha256, record.scores = record.request, {"exact_match": float(number >= wrong)}
         return run
 
     report = build_report([run(1, 2), run(2, 12)], ["exact_match<-5%"])
@@ -173,7 +173,7 @@ def test_a_metric_or_cell_that_cannot_be_compared_is_no_pass() -> None:
     a, b = noisy_run(1), noisy_run(2, cells=({"batch_size": 1}, {"batch_size": 2, "attention": "eager"}))
     for records in b.requests.values():
         for record in records:
-            record["stamps"]["tokens"] = []
+            record.stamps.tokens = []
     report = build_report([a, b], ["p95_e2el>5%"])
     assert [(each.pair, each.holds, each.reason) for each in report.findings] == [
         (0, False, "not measured on both sides"),

@@ -7,6 +7,7 @@ from tests.analysis.noisy_runs import noisy_run
 from tests.analysis.test_comparison import text
 
 from panscan.analysis.comparison import as_json, build_report
+from panscan.records.schema import RunSettings
 from panscan.report.comparison import markdown_text
 
 
@@ -43,8 +44,8 @@ def test_other_jobs_are_said_first(
     shape: dict[str, Any], machine: dict[str, Any], workload: dict[str, Any], says: str | None
 ) -> None:
     a, b = noisy_run(1, cells=({},), batches=3), noisy_run(2, cells=(shape,), batches=3)
-    a.header["settings"], b.header["settings"] = {"workload_sha256": "a"}, {"workload_sha256": "a"} | workload
-    b.header["environment"] = machine
+    a.header.settings, b.header.settings = (RunSettings(**{"workload_sha256": "a"} | more) for more in ({}, workload))
+    b.header.environment = machine
     report = build_report([a, b])
     assert as_json(report)["comparisons"][0]["warning"] == says
     assert (text(report).splitlines()[2] or None) == says

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.records.synthetic import header, load, repeat, request, stamps
+from tests.records.synthetic import load, record_of, repeat, request, run_of
 
 from panscan.analysis.floors import Floor, floor_of, ratios
+from panscan.core import Stamps
 from panscan.model.shapes import SHAPES, Shape, TextShape, VisionShape
 from panscan.records.store import Run
 from panscan.records.summary import cell_metrics
@@ -53,12 +53,10 @@ def run_with(
     **machine: Any,
 ) -> Run:
     cells = {"c": settings or {}}
-    run = Run(Path("records.jsonl"), header(cells), cells)
-    run.requests["c", 0] = list(requests)
-    run.repeats["c", 0] = repeat("c", 0, 0.0, 1.0)
+    run = run_of(*requests, repeat("c", 0, 0.0, 1.0), cells=cells)
     rates = {"flops_per_s": 1000.0, "bytes_per_s": 1000.0}
     known = {"device": "cpu", "dtype": "float32", "weight_bytes": WEIGHTS, **rates}
-    run.loads["c"] = load(["c"], shape and asdict(shape), **{**known, **machine})
+    run.loads["c"] = record_of(load(["c"], shape and asdict(shape), **{**known, **machine}))
     return run
 
 
@@ -104,8 +102,8 @@ def test_quantised_decoders_read_what_is_stored() -> None:
 def test_ratios_are_over_the_metrics_of_the_same_names() -> None:
     run = run_with(requests_of(BATCHES))
     for record in run.requests["c", 0]:
-        record["stamps"] = stamps(0.0, record["stamps"]["tokens"], preprocessed=0.0, vision_start=0.001, vision=0.004)
-    run.repeats["c", 0] |= {"peak_allocated_bytes": 2 * (WEIGHTS + 512)}
+        record.stamps = Stamps(0.0, tokens=record.stamps.tokens, preprocessed=0.0, vision_start=0.001, vision=0.004)
+    run.repeats["c", 0].peak_allocated_bytes = 2 * (WEIGHTS + 512)
     metrics, found = cell_metrics(run, "c"), floor_of(run, "c")
     assert metrics is not None
     assert found is not None
@@ -181,7 +179,7 @@ def test_ranks_of_gpus_add_up_and_8_bit_products_are_quicker_where_the_gpu_is_kn
     assert two == pytest.approx(2 * floor(settings={"runner": "engine"}).request_throughput)
     assert floor(settings=engine).request_throughput == pytest.approx(two / 2), "ranks share a CPU"
     run = run_with(requests_of(BATCHES), settings={"quantization": "int8"}, bytes_per_s=1e9)
-    run.header["environment"]["gpus"] = [{"name": "NVIDIA A100-SXM4-40GB"}]
+    run.header.environment["gpus"] = [{"name": "NVIDIA A100-SXM4-40GB"}]
     quick = floor_of(run, "c")
     assert quick is not None
     assert 0.5 < quick.prefill_ms / floor(bytes_per_s=1e9).prefill_ms < 1
@@ -213,7 +211,7 @@ def test_what_is_not_known_has_no_floor(machine: dict[str, Any], settings: dict[
 def test_cells_without_a_load_or_work_or_with_another_versions_shape_have_no_floor() -> None:
     run = run_with(requests_of(BATCHES))
     assert floor_of(run, "c") is not None
-    run.loads["c"]["shape"]["experts"] = 4
+    run.loads["c"].shape["experts"] = 4
     assert floor_of(run, "c") is None
     del run.loads["c"]
     assert floor_of(run, "c") is None
@@ -230,6 +228,7 @@ def total(found: Floor) -> list[float]:
 
 
 @given(works, st.sampled_from([(1, 0, 0), (0, 1, 0), (0, 0, 1)]), st.data())
+@settings(deadline=None)
 def test_more_views_or_tokens_never_lower_the_floor(
     work: list[list[tuple[int, int, int]]], more: tuple[int, int, int], data: st.DataObject
 ) -> None:
@@ -245,6 +244,7 @@ def test_more_views_or_tokens_never_lower_the_floor(
 
 
 @given(works, st.sampled_from([2.0, 8.0]))
+@settings(deadline=None)
 def test_a_machine_that_is_twice_as_fast_has_half_the_floor(
     work: list[list[tuple[int, int, int]]], times: float
 ) -> None:
@@ -255,12 +255,14 @@ def test_a_machine_that_is_twice_as_fast_has_half_the_floor(
 
 
 @given(works)
+@settings(deadline=None)
 def test_mixed_passes_are_no_slower_than_batches(work: list[list[tuple[int, int, int]]]) -> None:
     mixed, batched = (floor(work, settings={"runner": runner}, image_sha256=[]) for runner in ("vllm", "generate"))
     assert mixed.request_throughput >= batched.request_throughput * (1 - 1e-9)
 
 
 @given(st.lists(counts, min_size=2, max_size=4))
+@settings(deadline=None)
 def test_a_batch_takes_less_than_its_requests_one_by_one(batch: list[tuple[int, int, int]]) -> None:
     together, alone = floor([batch]), floor([[each] for each in batch])
     assert together.request_throughput >= alone.request_throughput * (1 - 1e-9)

@@ -13,6 +13,7 @@ from panscan.analysis.comparison import build_report
 from panscan.analysis.differences import DEFAULT_METRICS, METRICS, Difference, differences, measured
 from panscan.analysis.pairing import Comparison, compare_runs, pair_requests
 from panscan.core import RecordsError
+from panscan.records.schema import CellRecord, RunSettings
 from panscan.records.summary import cell_metrics
 
 SMALL: dict[str, Any] = {"cells": ({"batch_size": 1}, {"batch_size": 2}), "batches": 3}
@@ -28,6 +29,7 @@ def shuffled(records: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
     draw = random.Random(seed)
     draw.shuffle(head["cells"])
     draw.shuffle(lines)
+    lines.sort(key=lambda line: line["type"] != "request")  # a repeat line says that its requests are there
     return [head, *lines]
 
 
@@ -109,7 +111,7 @@ def test_crop_settings_without_pan_and_scan_do_not_keep_cells_apart() -> None:
 
 def test_a_cell_that_failed_on_the_other_side_is_said_with_its_reason() -> None:
     a, b = noisy_run(1), noisy_run(2)
-    b.outcomes["c1"] = {"type": "cell", "cell": "c1", "outcome": "oom", "reason": "no room"}
+    b.outcomes["c1"] = CellRecord(cell="c1", outcome="oom", reason="no room", repeat=None)
     for key in [key for key in b.repeats if key[0] == "c1"]:
         del b.repeats[key], b.requests[key]
     comparison = compare_runs(a, b)
@@ -132,7 +134,7 @@ def test_cells_without_a_partner_are_named_up_to_a_dozen(extra: int, in_a: bool)
 
 def test_repeats_and_requests_without_a_partner_are_counted() -> None:
     a, b = noisy_run(1, cells=({},), batches=4, repeats=3), noisy_run(2, cells=({},), batches=5, repeats=2)
-    b.requests["c0", 0][0]["error"] = "it broke"
+    b.requests["c0", 0][0].error = "it broke"
     comparison = compare_runs(a, b)
     assert len(comparison.pairs[0].requests.pairs) == 7
     assert comparison.alone == (
@@ -146,9 +148,9 @@ def test_repeats_and_requests_without_a_partner_are_counted() -> None:
 def test_requests_pair_only_with_the_same_question_at_the_same_turn(field: str) -> None:
     a, b = noisy_run(1, cells=({},), batches=3, repeats=1), noisy_run(2, cells=({},), batches=3, repeats=1)
     odd = {"image_sha256": ["ff"], "repeat": 7, "replica": 1}.get(field, "ff")
-    b.requests["c0", 0][1][field] = odd
+    setattr(b.requests["c0", 0][1], field, odd)
     found = pair_requests(a, "c0", b, "c0")
-    assert ([pair.a["request"] for pair in found.pairs], found.alone) == (["q0.0", "q2.0"], (1, 1))
+    assert ([pair.a.request for pair in found.pairs], found.alone) == (["q0.0", "q2.0"], (1, 1))
 
 
 def test_a_cluster_holds_whole_batches_of_both() -> None:
@@ -156,17 +158,17 @@ def test_a_cluster_holds_whole_batches_of_both() -> None:
     a, b = noisy_run(1, cells=({},), batches=12, repeats=1), noisy_run(2, cells=({},), batches=12, repeats=1)
     for run, size in ((a, 2), (b, 3)):
         for number, record in enumerate(run.requests["c0", 0]):
-            record["batch"] = number // size
+            record.batch = number // size
     found = pair_requests(a, "c0", b, "c0")
-    members = [{pair.a["request"] for pair in found.pairs if pair.cluster == cluster} for cluster in (0, 1)]
+    members = [{pair.a.request for pair in found.pairs if pair.cluster == cluster} for cluster in (0, 1)]
     assert sorted(members, key=len) == members
     assert {frozenset(each) for each in members} == {
         frozenset(f"q{number}.0" for number in numbers) for numbers in (range(6), range(6, 12))
     }
-    assert [sum(work[side].requests for work in found.work) for side in (0, 1)] == [12, 12]
+    assert found.work[:, :, 0].sum(axis=1).tolist() == [12, 12]
     for side, run in enumerate((a, b)):
         line = run.repeats["c0", 0]
-        assert sum(work[side].seconds for work in found.work) == pytest.approx(line["ended"] - line["started"])
+        assert found.work[side, :, 2].sum() == pytest.approx(line.ended - line.started)
 
 
 @settings(max_examples=60, deadline=None)
@@ -176,9 +178,9 @@ def test_clusters_are_the_smallest_sets_of_batches_that_no_pair_leaves(batches: 
     a, b = (noisy_run(seed, cells=({},), batches=len(batches), repeats=1) for seed in (1, 2))
     for side, run in enumerate((a, b)):
         for record, both in zip(run.requests["c0", 0], batches, strict=True):
-            record["batch"] = both[side]
+            record.batch = both[side]
     found = pair_requests(a, "c0", b, "c0")
-    clusters = {pair.a["request"]: pair.cluster for pair in found.pairs}
+    clusters = {pair.a.request: pair.cluster for pair in found.pairs}
     together = [{number} for number in range(len(batches))]
     for _ in batches:
         for one in together:
@@ -190,7 +192,7 @@ def test_clusters_are_the_smallest_sets_of_batches_that_no_pair_leaves(batches: 
     for number, members in enumerate(together):
         cluster = clusters[f"q{number}.0"]
         assert {name for name, at in clusters.items() if at == cluster} == {f"q{member}.0" for member in members}
-    assert len(found.work) == len(set(clusters.values()))
+    assert found.clusters == len(set(clusters.values()))
 
 
 def test_repeats_of_one_question_are_no_more_evidence_about_answers() -> None:
@@ -198,7 +200,7 @@ def test_repeats_of_one_question_are_no_more_evidence_about_answers() -> None:
     wrong = noisy_run(2, cells=({},), batches=4, repeats=5, scores={"exact_match": 0.0})
     for records in (*right.requests.values(), *wrong.requests.values()):
         for record in records:
-            record["prompt_sha256"] = record["request"]
+            record.prompt_sha256 = record.request
     [pair] = compare_runs(right, wrong).pairs
     score = measured(pair, ["exact_match"])["exact_match"]
     assert (score.clusters, score.levels()) == (4, (1.0, 0.0))
@@ -209,16 +211,16 @@ def test_times_that_one_side_does_not_have_are_left_out() -> None:
     a, b = noisy_run(1, cells=({},)), noisy_run(2, cells=({},))
     for records in b.requests.values():
         for record in records:
-            record["stamps"]["tokens"] = []
+            record.stamps.tokens = []
     assert table(compare_runs(a, b))[0].keys() == {"request_throughput", "output_throughput"}
 
 
 def test_environment_and_workload_are_compared() -> None:
     a, b = noisy_run(1), noisy_run(2)
     shared = {"cpu": "x", "packages": {"torch": "2.11", "transformers": "5.17", "pillow": "12"}}
-    a.header["environment"] = shared | {"gpus": [{"name": "NVIDIA H200"}], "commit": "abc"}
-    b.header["environment"] = shared | {"gpus": [], "packages": {"torch": "2.13", "transformers": "5.17"}}
-    a.header["settings"], b.header["settings"] = {"seed": 0, "requests": 5}, {"seed": 0, "requests": 6}
+    a.header.environment = shared | {"gpus": [{"name": "NVIDIA H200"}], "commit": "abc"}
+    b.header.environment = shared | {"gpus": [], "packages": {"torch": "2.13", "transformers": "5.17"}}
+    a.header.settings, b.header.settings = RunSettings(seed=0, requests=5), RunSettings(seed=0, requests=6)
     assert compare_runs(a, b).differences == {
         "gpus": ("NVIDIA H200", None),
         "commit": ("abc", None),
@@ -242,7 +244,7 @@ def test_bundled_models_that_changed_are_another_model(
 ) -> None:
     runs = [noisy_run(seed, cells=({"model": model},)) for seed in (1, 2)]
     for run, kept in zip(runs, weights, strict=True):
-        run.header["environment"] = {"cpu": "x"} if kept is None else {"cpu": "x", "bundled": kept}
+        run.header.environment = {"cpu": "x"} if kept is None else {"cpu": "x", "bundled": kept}
     assert compare_runs(*runs).differences == ({} if differs is None else {"mini weights": differs})
     said = "Different model: these numbers compare different jobs."
     assert build_report(runs).warning(0) == (None if differs is None else said)

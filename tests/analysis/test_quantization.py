@@ -8,17 +8,14 @@ from typing import Any
 import pytest
 from tests.analysis.test_task_cost import BASE, cell_records
 from tests.records import synthetic
-from tests.report.report_page import page_of, rows_of, section
-from tests.report.test_terminal import shown
 
 from panscan.analysis.cells import measured_rows
-from panscan.analysis.quantization import NOTE, tradeoffs_of
+from panscan.analysis.quantization import tradeoffs_of
 from panscan.analysis.recommend import recommend
 from panscan.analysis.task_cost import costs_of_cells
 from panscan.records.store import Run
 from panscan.report import to_markdown
 from panscan.report.sweep import SweepReport
-from panscan.report.terminal import print_summary
 
 INT4 = "int4, groups of 64"
 CELLS: dict[str, tuple[dict[str, Any], dict[str, Any], str, int]] = {
@@ -86,23 +83,6 @@ def test_a_run_without_quantised_cells_has_no_trade_offs() -> None:
     run = synthetic.run_of()
     assert SweepReport(run).tradeoffs is None
     assert "Quantisation trade-offs" not in to_markdown(run)
-
-
-def test_every_report_has_the_same_table(run: Run) -> None:
-    facts = SweepReport(run)
-    assert facts.tradeoffs is not None
-    grid = facts.tradeoffs.html
-    headings, lines = [column.title for column in grid.columns], [[cell.text for cell in line] for line in grid.lines]
-    page = rows_of(next(iter(section(page_of(run), "quantisation").all("table"))))
-    for row, tradeoff, texts in zip(page, facts.tradeoffs.rows, lines, strict=True):
-        assert row["setting"].text == facts.names[tradeoff.row.cell]
-        assert [row[heading].text for heading in headings] == texts
-    markdown, terminal = to_markdown(run), shown(print_summary, run, width=120)
-    assert all(f"| {' | '.join(texts)} |".replace("~", r"\~") in markdown for texts in lines)
-    assert "0.250x" in terminal and "-25.0 (" in terminal
-    assert [line[1].split("; ")[0] for line in lines] == ["unquantised", "int8", f"{INT4} (out/)", "int8"]
-    assert lines[2][-1].startswith("-25.0 (") and lines[3][-1] == "no unquantised cell"
-    assert NOTE in markdown and " ".join(NOTE.split()[:8]) in " ".join(terminal.split())
 
 
 def test_a_quantised_checkpoint_costs_accuracy_against_the_exact_cells_of_its_base(run: Run) -> None:

@@ -95,7 +95,7 @@ def test_without_answers_or_with_exact_cells_only_there_is_nothing_to_say(tmp_pa
     unlabelled = run_of(tmp_path / "plain", wrong=({}, cell_records("wrong", "different", 2)))
     for records in unlabelled.requests.values():
         for record in records:
-            del record["scores"]
+            record.scores = {}
     assert costs_of_cells(unlabelled) == {} == cost_columns(unlabelled)
 
 

@@ -73,9 +73,9 @@ def test_a_tie_that_tips_costs_an_exact_word_but_is_not_different(margin: float,
     """In float32, where the yardstick has no noise of its own."""
     margins = torch.tensor([margin, 3.0], dtype=torch.float64)
     seen = PositionComparison(torch.zeros(2).double(), margins, torch.zeros(2).double(), torch.tensor([False, True]))
-    record = DivergenceTally([seen]).verdict(Noise([[0.0, 0.0]], None, 0.0), 2, float32=True)
-    assert record["verdict"] == word
-    assert not record["equal_tokens"]
+    record = DivergenceTally([seen]).verdict("c", Noise([[0.0, 0.0]], None, 0.0), 2, float32=True)
+    assert record.verdict == word
+    assert not record.equal_tokens
 
 
 def test_noise_is_the_mean_over_the_tokens_that_a_cell_may_write() -> None:

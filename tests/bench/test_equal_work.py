@@ -90,7 +90,7 @@ def test_one_row_has_all_names_wherever_it_is_shown(folder: Path, capsys: pytest
     measured = only_run(folder)
     assert [cell[NAME] for cell in measured.cells.values()] == [2, 4]
     [(cell, [alias])] = measured.aliases.items()
-    assert (measured.cells[cell][NAME], alias["settings"][NAME]) == (4, 6)
+    assert (measured.cells[cell][NAME], alias.settings[NAME]) == (4, 6)
     assert {key[0] for key in measured.repeats} == set(measured.cells)
     with (measured.path.parent / "summary.csv").open(newline="") as file:
         assert [row["aliases"] for row in csv.DictReader(file)] == ["", json.dumps([{NAME: 6}])]

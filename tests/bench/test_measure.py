@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import subprocess
 import sys
 import weakref
@@ -26,7 +25,8 @@ from panscan.bench.workload import Source, build_workload
 from panscan.core import Request, Result, now
 from panscan.model.machine import peak_memory, reset_peak_memory
 from panscan.quality.scores import scores_of
-from panscan.records.schema import problem_of
+from panscan.records.schema import RepeatRecord
+from panscan.records.store import parse_record
 from panscan.settings import Settings
 
 
@@ -77,11 +77,11 @@ def test_a_sampled_cell_records_its_seed_and_repeats_are_draws_of_their_own(
 ) -> None:
     runner.configure(plan.cells[0].settings)
     repeats = [
-        [r for r in measure(plan, plan.cells[0], n, runner, RecordingObserver()) if r["type"] == "repeat"]
+        [r for r in measure(plan, plan.cells[0], n, runner, RecordingObserver()) if isinstance(r, RepeatRecord)]
         for n in (0, 1)
     ]
-    assert [line["sampling_seed"] for [line] in repeats] == [7, 8]
-    assert [(line["device"], line["dtype"]) for [line] in repeats] == [("cpu", "float32")] * 2
+    assert [line.sampling_seed for [line] in repeats] == [7, 8]
+    assert [(line.device, line.dtype) for [line] in repeats] == [("cpu", "float32")] * 2
 
 
 def test_warm_up_is_not_measured(runner: GenerateRunner, plan: SweepPlan) -> None:
@@ -89,9 +89,9 @@ def test_warm_up_is_not_measured(runner: GenerateRunner, plan: SweepPlan) -> Non
     watcher = RecordingObserver()
     *requests, line = measure(plan, plan.cells[0], 0, runner, watcher)
     assert watcher.batches == len(requests) == 3
-    assert line["warmup_s"] > 0
-    assert all(request["stamps"]["accepted"] >= line["started"] for request in requests)
-    assert all(request["stamps"]["end"] <= line["ended"] for request in requests)
+    assert line.warmup_s > 0
+    assert all(request.stamps.accepted >= line.started for request in requests)
+    assert all(request.stamps.end <= line.ended for request in requests)
 
 
 def test_answers_are_scored_when_the_time_has_been_taken(
@@ -108,8 +108,8 @@ def test_answers_are_scored_when_the_time_has_been_taken(
     runner.configure(plan.cells[0].settings)
     *requests, line = measure(replace(plan, items=items), plan.cells[0], 0, runner, RecordingObserver())
     assert len(scored) == len(requests)
-    assert min(scored) >= line["ended"]
-    assert all(request["tags"] == {"type": ["form"]} and "anls" in request["scores"] for request in requests)
+    assert min(scored) >= line.ended
+    assert all(request.tags == {"type": ["form"]} and "anls" in request.scores for request in requests)
 
 
 def test_a_failing_cell_lets_go_of_what_it_held(plan: SweepPlan) -> None:
@@ -141,7 +141,7 @@ def test_a_failing_cell_lets_go_of_what_it_held(plan: SweepPlan) -> None:
         gc.enable()
     assert alive_at_next == [False]
     assert [outcome for outcome, _ in watcher.problems] == ["oom", "oom"]
-    assert [record["outcome"] for record in lines.records] == ["oom", "oom"]
+    assert [record.outcome for record in lines.records] == ["oom", "oom"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak cannot be reset here")
@@ -161,7 +161,7 @@ def test_peak_memory_is_since_the_last_reset() -> None:
 def test_where_no_memory_is_left_a_load_is_recorded_without_ceilings() -> None:
     """In a process of its own, which may take 64 MiB more than it has: half of what a ceiling's copy reads."""
     code = """if True:
-        import json, resource
+        import msgspec, resource
         from panscan.bench.grid import Cell
         from panscan.bench.sweep import _load_record
         from panscan.runners.generate import GenerateRunner
@@ -171,10 +171,9 @@ def test_where_no_memory_is_left_a_load_is_recorded_without_ceilings() -> None:
         runner = GenerateRunner.from_pretrained("tiny", dtype="fp32", device="cpu")
         most = psutil.Process().memory_info().vms + (64 << 20)
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
-        print(json.dumps(_load_record([Cell.of(runner.settings)], runner, 1.0)))
+        print(msgspec.json.encode(_load_record([Cell.of(runner.settings)], runner, 1.0)).decode())
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-500:]
-    record = json.loads(done.stdout)
-    assert (record["flops_per_s"], record["bytes_per_s"]) == (None, None)
-    assert problem_of(record, {record["cells"][0]: {}}) is None
+    record = parse_record(done.stdout.encode())
+    assert (record.flops_per_s, record.bytes_per_s) == (None, None)

@@ -10,14 +10,26 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.records.synthetic import outcome, repeat, request
+from msgspec import structs
+from tests.records import synthetic
+from tests.records.synthetic import load, record_of, records_of, repeat, verdict
 
 from panscan.bench.grid import Cell
 from panscan.bench.plan import SweepPlan
 from panscan.bench.replicas import Message, Progress, Ready, ReplicaSignal, ReplicaSync, merged_repeat
 from panscan.bench.workload import Source
 from panscan.core import PanscanWarning, RecordsError
+from panscan.records.schema import AnyRecord, CellRecord, LoadRecord, RepeatRecord, RequestRecord, VerdictRecord
 from panscan.settings import Settings
+
+
+def outcome(cell: str, word: str, reason: str | None = None) -> CellRecord:
+    return record_of(synthetic.outcome(cell, word, reason))
+
+
+def request(cell: str, name: str, accepted: float, tokens: Sequence[float], **fields: Any) -> RequestRecord:
+    return record_of(synthetic.request(cell, name, accepted, tokens, **fields))
+
 
 GROUPS = (("a0", "a1"), ("b0",))
 """Cells that share a load."""
@@ -54,8 +66,8 @@ def replica(number: int, faults: Faults) -> Script:
                     yield ([outcome(cell, "failed", fault or "told to give up")])
 
 
-def line(cell: str, turn: int, number: int, **fields: Any) -> dict[str, Any]:
-    return repeat(cell, turn, 1.0 + number, 9.0 - number, device="cpu", **fields)
+def line(cell: str, turn: int, number: int, **fields: Any) -> RepeatRecord:
+    return record_of(repeat(cell, turn, 1.0 + number, 9.0 - number, **{"device": "cpu", **fields}))
 
 
 @dataclass
@@ -68,7 +80,7 @@ class RecordingWriter:
     batches: int = 0
     progress: list[str] = field(default_factory=list)
 
-    def write(self, records: Sequence[Mapping[str, Any]]) -> None:
+    def write(self, records: Sequence[AnyRecord]) -> None:
         self.records += records
 
     def loading(self, settings: Settings) -> None:
@@ -144,17 +156,17 @@ def test_every_cell_gets_one_outcome_and_the_repeats_that_all_replicas_did(
     for group in GROUPS:
         for cell in group:
             culprits, good = first_failure(faults, group[0], cell)
-            lines = [record for record in desk.records if record["cell"] == cell]
-            assert [record["repeat"] for record in lines if record["type"] == "repeat"] == list(range(good))
-            asked = [(r["repeat"], r["replica"]) for r in lines if r["type"] == "request"]
+            lines = [record for record in desk.records if record.cell == cell]
+            assert [record.repeat for record in lines if isinstance(record, RepeatRecord)] == list(range(good))
+            asked = [(record.repeat, record.replica) for record in lines if isinstance(record, RequestRecord)]
             assert asked == [(turn, number) for turn in range(good) for number in range(len(faults))]
-            [last] = [record for record in lines if record["type"] == "cell"]
+            [last] = [record for record in lines if isinstance(record, CellRecord)]
             assert desk.problems.count(cell) == bool(culprits)
-            assert last["outcome"] == ("failed" if culprits else "done")
+            assert last.outcome == ("failed" if culprits else "done")
             if len(culprits) == len(faults) and len(set(culprits.values())) == 1:
-                assert last["reason"] == next(iter(culprits.values())), "all agree: nobody need be named"
+                assert last.reason == next(iter(culprits.values())), "all agree: nobody need be named"
             elif culprits:
-                assert last["reason"] in [f"replica {number}: {why}" for number, why in culprits.items()]
+                assert last.reason in [f"replica {number}: {why}" for number, why in culprits.items()]
 
 
 def first_failure(faults: Sequence[Faults], load: str, cell: str) -> tuple[dict[int, str], int]:
@@ -174,21 +186,21 @@ def test_the_first_replica_alone_speaks_of_loads_and_answers() -> None:
     desk = RecordingWriter()
     step = ReplicaSync(plan(), {("a0", 0), ("a0", 1)}, ["", ""], writer=desk, observer=desk, answer=ignore)
     for number in (0, 1):
-        step.take(number, ([{"type": "load", "cells": ["a0"]}]))
-    step.take(0, ([{"type": "verdict", "cell": "a0"}]))
+        step.take(number, (records_of([load(["a0"], None)])))
+    step.take(0, (records_of([verdict("a0", "exact", 1.0)])))
     step.take(0, ([outcome("a0", "failed", "while answers were compared")]))
-    assert [record["type"] for record in desk.records] == ["load", "verdict", "cell"]
+    assert [type(record) for record in desk.records] == [LoadRecord, VerdictRecord, CellRecord]
 
 
 def test_a_failure_after_the_last_repeat_takes_no_measurement_away() -> None:
     desk = RecordingWriter()
     step = ReplicaSync(plan(), {("a0", 0)}, ["", ""], writer=desk, observer=desk, answer=ignore)
-    last = [[*asked, whole | {"repeat": 1}, done] for *asked, whole, done in (part(0), part(1))]
+    last = [[*asked, structs.replace(whole, repeat=1), done] for *asked, whole, done in (part(0), part(1))]
     step.take(0, (last[0]))
     step.take(0, ([outcome("a0", "failed", "while answers were compared")]))
     step.take(1, (last[1]))
-    assert [record["repeat"] for record in desk.records if record["type"] == "repeat"] == [1]
-    assert [record["outcome"] for record in desk.records if record["type"] == "cell"] == ["failed", "done"]
+    assert [record.repeat for record in desk.records if isinstance(record, RepeatRecord)] == [1]
+    assert [record.outcome for record in desk.records if isinstance(record, CellRecord)] == ["failed", "done"]
 
 
 def test_what_else_a_replica_says() -> None:
@@ -204,7 +216,7 @@ def test_what_else_a_replica_says() -> None:
         step.take(1, RecordsError("--reference x"))
 
 
-def part(number: int, **fields: Any) -> list[dict[str, Any]]:
+def part(number: int, **fields: Any) -> list[AnyRecord]:
     asked = [request("a0", f"q{batch}", 0.0, [1.0], batch=batch) for batch in range(3)]
     return [*asked, line("a0", 0, number, **fields), outcome("a0", "done")]
 
@@ -217,13 +229,11 @@ def test_merged_records_are_those_of_one_run() -> None:
         ],
         ["", ""],
     )
-    assert [(record["replica"], record["request"]) for record in asked] == [
-        (n, f"q{b}") for n in (0, 1) for b in range(3)
-    ]
-    assert [record["batch"] for record in asked] == [0, 1, 2, 3, 4, 5]
-    assert (whole["started"], whole["ended"], whole["warmup_s"]) == (2.0, 8.0, 2.0), "the common window"
-    assert (whole["peak_allocated_bytes"], whole["peak_rss_bytes"]) == (11, None)
-    assert [(each["started"], each["ended"], each["device"]) for each in whole["replicas"]] == [
+    assert [(record.replica, record.request) for record in asked] == [(n, f"q{b}") for n in (0, 1) for b in range(3)]
+    assert [record.batch for record in asked] == [0, 1, 2, 3, 4, 5]
+    assert (whole.started, whole.ended, whole.warmup_s) == (2.0, 8.0, 2.0), "the common window"
+    assert (whole.peak_allocated_bytes, whole.peak_rss_bytes) == (11, None)
+    assert [(each.started, each.ended, each.device) for each in whole.replicas] == [
         (1.0, 9.0, "cpu"),
         (2.0, 8.0, "cpu"),
     ]
@@ -231,7 +241,5 @@ def test_merged_records_are_those_of_one_run() -> None:
 
 
 def test_gpus_have_the_names_that_they_have_outside_of_their_process() -> None:
-    *_, whole, _ = merged_repeat(
-        [part(0), [r | {"device": "cuda:0"} if r["type"] == "repeat" else r for r in part(1)]], ["cuda:0,1", "cuda:2,3"]
-    )
-    assert [each["device"] for each in whole["replicas"]] == ["cpu", "cuda:2,3"]
+    *_, whole, _ = merged_repeat([part(0), part(1, device="cuda:0")], ["cuda:0,1", "cuda:2,3"])
+    assert [each.device for each in whole.replicas] == ["cpu", "cuda:2,3"]

@@ -90,7 +90,7 @@ def workers(parent: int | None = None) -> list[psutil.Process]:
 def facts(run: Run) -> dict[tuple[str, int], list[Any]]:
     """What two runs of one plan must have in common."""
     names = ("replica", "request", "image_sha256", "views", "prompt_tokens", "output_tokens", "finish_reason")
-    return {key: [[record.get(name) for name in names] for record in run.requests[key]] for key in run.repeats}
+    return {key: [[getattr(record, name) for name in names] for record in run.requests[key]] for key in run.repeats}
 
 
 def test_two_replicas_make_one_run(folder: Path) -> None:
@@ -99,50 +99,50 @@ def test_two_replicas_make_one_run(folder: Path) -> None:
     run = start(replace(chosen, replicas=2), folder / "two", [], watch)
     alone = start(replace(chosen, verify=False), folder / "one", [], RecordingObserver())
     assert (watch.loads, watch.batches, len(watch.starts), watch.problems) == (1, 3 + 2, 2, []), "one bar for both"
-    assert (run.header["settings"]["replicas"], run.header["settings"]["gpus_per_replica"]) == (2, 1)
+    assert (run.header.settings.replicas, run.header.settings.gpus_per_replica) == (2, 1)
     assert plan_of(run, on_problem=print) == replace(chosen, replicas=2)
     assert [(len(run.loads), len(run.truths), len(run.verdicts))] == [(2, 1, 2)]
     text = run.path.read_text()
     assert [text.count(f'"type":"{kind}"') for kind in ("load", "truth", "cell", "repeat")] == [1, 1, 2, 2]
     assert {verdict_of(run, cell).word for cell in run.cells} == {"exact"}
-    assert {each["outcome"] for each in run.outcomes.values()} == {"done"}
+    assert {each.outcome for each in run.outcomes.values()} == {"done"}
     for key, line in run.repeats.items():
         for number in (0, 1):
-            asked = [record for record in run.requests[key] if record["replica"] == number]
+            asked = [record for record in run.requests[key] if record.replica == number]
             assert [answer_of(record) for record in asked] == [answer_of(record) for record in alone.requests[key]]
-        assert not {r["batch"] for r in run.requests[key] if r["replica"] == 0} & {
-            r["batch"] for r in run.requests[key] if r["replica"] == 1
+        assert not {r.batch for r in run.requests[key] if r.replica == 0} & {
+            r.batch for r in run.requests[key] if r.replica == 1
         }
-        first, second = line["replicas"]
-        for each in line["replicas"]:
-            assert (each["tokens"]["requests"], each["tokens"]["equal"]) == (3, True), "each compares its own tokens"
-        assert (line["started"], line["ended"]) == (
-            max(first["started"], second["started"]),
-            min(first["ended"], second["ended"]),
+        first, second = line.replicas
+        for each in line.replicas:
+            assert (each.tokens.requests, each.tokens.equal) == (3, True), "each compares its own tokens"
+        assert (line.started, line.ended) == (
+            max(first.started, second.started),
+            min(first.ended, second.ended),
         )
-        assert line["started"] < line["ended"]
-        assert line["peak_rss_bytes"] == first["peak_rss_bytes"] + second["peak_rss_bytes"]
+        assert line.started < line.ended
+        assert line.peak_rss_bytes == first.peak_rss_bytes + second.peak_rss_bytes
         cores = len(os.sched_getaffinity(0))
-        assert {each["torch_threads"] for each in line["replicas"]} == {max(1, cores // 2)}
+        assert {each.torch_threads for each in line.replicas} == {max(1, cores // 2)}
         metrics = cell_metrics(run, key[0])
         assert metrics is not None
         assert metrics.values["request_throughput"] == pytest.approx(rate_in_window(line, run.requests[key]))
 
 
 def answer_of(record: dict[str, Any]) -> Any:
-    return record["request"], record["content"]["answer"], record["output_tokens"]
+    return record.request, record.content.answer, record.output_tokens
 
 
 def rate_in_window(line: dict[str, Any], requests: list[dict[str, Any]]) -> float:
     """Requests per second in the common window, from the stamps alone."""
-    opens, closes = line["started"], line["ended"]
+    opens, closes = line.started, line.ended
     work = 0.0
-    for each in line["replicas"]:
+    for each in line.replicas:
         batches: dict[int, list[float]] = defaultdict(list)
         for record in requests:
-            if record["replica"] == each["replica"]:
-                batches[record["batch"]].append(record["stamps"]["tokens"][-1])
-        edges = [each["started"], *sorted(max(ends) for ends in batches.values())[:-1], each["ended"]]
+            if record.replica == each.replica:
+                batches[record.batch].append(record.stamps.tokens[-1])
+        edges = [each.started, *sorted(max(ends) for ends in batches.values())[:-1], each.ended]
         sizes = [len(ends) for ends in sorted(batches.values(), key=max)]
         for low, high, size in zip(edges, edges[1:], sizes, strict=False):
             work += size * max(0.0, min(high, closes) - max(low, opens)) / (high - low)
@@ -169,8 +169,8 @@ def test_what_one_replica_cannot_do_fails_alone_and_a_killed_one_ends_the_run_wh
     assert workers() == [], "the others are ended too"
     before = read_run(folder / "run")
     first, (failed, _), third, *_ = watch.starts
-    reason = before.outcomes[failed]["reason"]
-    assert before.outcomes[failed]["outcome"] == "failed"
+    reason = before.outcomes[failed].reason
+    assert before.outcomes[failed].outcome == "failed"
     assert reason.startswith("replica 1: ")
     assert "too many open files" in reason
     assert watch.problems == [(failed, "failed", reason)]
@@ -356,5 +356,5 @@ def test_replicas_on_gpus_have_one_each(folder: Path) -> None:
         RecordingObserver(),
     )
     [line] = run.repeats.values()
-    assert [each["device"] for each in line["replicas"]] == ["cuda:0", "cuda:1"]
-    assert line["peak_allocated_bytes"] == sum(each["peak_allocated_bytes"] for each in line["replicas"])
+    assert [each.device for each in line.replicas] == ["cuda:0", "cuda:1"]
+    assert line.peak_allocated_bytes == sum(each.peak_allocated_bytes for each in line.replicas)

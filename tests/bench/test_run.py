@@ -19,6 +19,7 @@ from panscan.bench.run import new_directory, plan_of, resume, start
 from panscan.bench.workload import Source, build_workload
 from panscan.cli.main import run as cli
 from panscan.core import InputError, RecordsError
+from panscan.records.schema import RecordedCell
 from panscan.records.store import SCHEMA, Run, read_run
 from panscan.settings import Settings
 
@@ -111,11 +112,9 @@ def test_a_run_starts_with_its_header_and_ends_with_its_summary(folder: Path) ->
     measured = start(chosen, folder / "run", ["panscan", "bench", "--x", "a b"], watch)
     assert (watch.loads, watch.batches, watch.problems) == (["tiny"], 4, [])
     header = measured.header
-    assert (header["schema"], header["command"]) == (SCHEMA, ["panscan", "bench", "--x", "a b"])
-    assert header["environment"]["panscan"] == panscan.__version__
-    assert header["cells"] == [
-        {"cell": cell.id, "settings": asdict(cell.settings), "preset": None} for cell in chosen.cells
-    ]
+    assert (header.schema, header.command) == (SCHEMA, ["panscan", "bench", "--x", "a b"])
+    assert header.machine.panscan == panscan.__version__
+    assert header.cells == [RecordedCell(cell.id, asdict(cell.settings)) for cell in chosen.cells]
     assert [len(requests) for requests in measured.requests.values()] == [3, 3]
     with (folder / "run" / "summary.csv").open(newline="") as file:
         [row] = csv.DictReader(file)
@@ -178,7 +177,7 @@ def test_a_header_of_another_version_is_said(folder: Path, edit: Any) -> None:
     [
         ('"torch":"', '"torch":"0.', "torch 0."),
         ('"cpu":"', '"cpu":"Another ', "cpu Another"),
-        ('"gpus":[', '"gpus":[1', "gpus [1"),
+        ('"gpus":[', '"gpus":[{"name":"X"}', "gpus [{'name': 'X'"),
         ('"bundled":{"tiny":"', '"bundled":{"tiny":"0', "(weights 0"),
         ('"bundled":{"', '"bundled":{"another-', "(weights of an older version, now "),
     ],

@@ -134,9 +134,7 @@ def test_what_this_machine_cannot_do_is_a_skipped_cell(folder: Path) -> None:
     )
     assert done.returncode == 4
     run = read_run(only_run(folder))
-    found = {
-        (run.cells[cell]["runner"], run.cells[cell]["attention"]): o["outcome"] for cell, o in run.outcomes.items()
-    }
+    found = {(run.cells[cell]["runner"], run.cells[cell]["attention"]): o.outcome for cell, o in run.outcomes.items()}
     assert found == {
         ("generate", "sdpa"): "done",
         ("generate", "flash_attention_2"): "skipped",
@@ -152,8 +150,8 @@ def test_a_failure_in_a_cell_is_an_outcome_and_the_sweep_goes_on(folder: Path) -
     done = bench(folder, "doc0.png", *TINY, "--raw-prompt", "-p", "no place for an image", "--max-new-tokens", "2")
     assert done.returncode == 4
     [outcome] = read_run(only_run(folder)).outcomes.values()
-    assert outcome["outcome"] == "failed"
-    assert "0 image placeholder(s)" in outcome["reason"]
+    assert outcome.outcome == "failed"
+    assert "0 image placeholder(s)" in outcome.reason
 
 
 def test_records_hold_hashes_and_names_and_content_only_when_asked(folder: Path) -> None:
@@ -171,7 +169,7 @@ def test_records_hold_hashes_and_names_and_content_only_when_asked(folder: Path)
     assert again.returncode == 0
     [directory] = (folder / "b").iterdir()
     [key] = (run := read_run(directory)).requests
-    assert run.requests[key][0]["content"]["prompt"] == "What?"
+    assert run.requests[key][0].content.prompt == "What?"
 
 
 def test_order_is_random_but_seeded() -> None:

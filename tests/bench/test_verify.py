@@ -92,19 +92,19 @@ EXACT: list[Record] = [
 @pytest.mark.parametrize("settings", EXACT, ids=str)
 def test_exact_in_float32_means_equal_tokens(runner: GenerateRunner, bench: Bench, settings: Record) -> None:
     record = bench.verifier().verdict(runner, replace(runner.settings, **{"max_new_tokens": STEPS, **settings}))
-    assert record["verdict"] == "exact", record
-    assert record["equal_tokens"]
-    assert record["top1"]["agree"] == record["top1"]["clear"] > record["answer"]["positions"] / 2
-    assert max(record["answer"]["kl"], record["image"]["kl"]) < 1e-8
-    assert record["image"]["positions"] == 3 * 32
+    assert record.verdict == "exact", record
+    assert record.equal_tokens
+    assert record.top1.agree == record.top1.clear > record.answer.positions / 2
+    assert max(record.answer.kl, record.image.kl) < 1e-8
+    assert record.image.positions == 3 * 32
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_sdpa_is_exact_in_bf16_by_the_yardstick(half: GenerateRunner, bench: Bench, attention: str) -> None:
     record = bench.verifier().verdict(half, replace(half.settings, attention=attention, batch_size=2))
-    assert record["verdict"] == "exact", record
-    assert record["answer"]["noise"] > 1e-5
-    assert record["answer"]["kl"] > 0
+    assert record.verdict == "exact", record
+    assert record.answer.noise > 1e-5
+    assert record.answer.kl > 0
 
 
 def test_noise_is_that_of_the_positions_compared(half: GenerateRunner, bench: Bench) -> None:
@@ -112,13 +112,13 @@ def test_noise_is_that_of_the_positions_compared(half: GenerateRunner, bench: Be
     settings = replace(half.settings, attention="eager", batch_size=3)
     verifier = bench.verifier()
     verifier.prepare(half, [Cell.of(replace(settings, max_new_tokens=STEPS))])
-    answers = {n: verifier.verdict(half, replace(settings, max_new_tokens=n))["answer"] for n in (1, 3, STEPS)}
+    answers = {n: verifier.verdict(half, replace(settings, max_new_tokens=n)).answer for n in (1, 3, STEPS)}
     assert answers[STEPS]["kl"] == pytest.approx(answers[STEPS]["noise"], rel=1e-4)
-    noises = {tokens: answer["noise"] for tokens, answer in answers.items()}
+    noises = {tokens: answer.noise for tokens, answer in answers.items()}
     for tokens, answer in answers.items():
         # With fewer tokens, products have other shapes, and some processors round them differently.
-        nearest = min(noises, key=lambda each: abs(noises[each] - answer["kl"]))
-        assert nearest == tokens, (answer["kl"], noises)
+        nearest = min(noises, key=lambda each: abs(noises[each] - answer.kl))
+        assert nearest == tokens, (answer.kl, noises)
 
 
 def test_causal_image_tokens_are_caught(
@@ -133,20 +133,20 @@ def test_causal_image_tokens_are_caught(
             record = verifier.verify(each, Cell.of(settings))
         finally:
             apply_attention(each.loaded.model, settings.attention)
-        assert record["verdict"] == "different", record
-        assert record["image"]["kl"] > least * max(record["image"]["noise"], 1e-6)
+        assert record.verdict == "different", record
+        assert record.image.kl > least * max(record.image.noise, 1e-6)
 
 
 def test_a_prefill_that_cuts_image_blocks_is_caught(runner: GenerateRunner, bench: Bench) -> None:
     settings = replace(runner.settings, max_new_tokens=STEPS, prefill_chunk_size=100)
     record = bench.verifier().verdict(runner, settings)
-    assert record["verdict"] == "different", record
+    assert record.verdict == "different", record
 
 
 @needs_images_in_chunks
 def test_a_prefill_in_one_chunk_is_exact(runner: GenerateRunner, bench: Bench) -> None:
     whole = replace(runner.settings, max_new_tokens=STEPS, prefill_chunk_size=4096)
-    assert bench.verifier().verdict(runner, whole)["verdict"] == "exact"
+    assert bench.verifier().verdict(runner, whole).verdict == "exact"
 
 
 def test_quantised_weights_are_compared_with_the_unquantised_reference(bench: Bench, tmp_path: Path) -> None:
@@ -155,13 +155,13 @@ def test_quantised_weights_are_compared_with_the_unquantised_reference(bench: Be
     )
     verifier = bench.verifier(directory=tmp_path)
     record = verifier.verdict(GenerateRunner.from_settings(settings), settings)
-    assert record["verdict"] == "different", record  # by float32's noise; the figure is what counts
-    assert 1e-4 < record["answer"]["kl"] < 0.5
-    assert record["top1"]["agree"] > record["top1"]["clear"] / 2
+    assert record.verdict == "different", record  # by float32's noise; the figure is what counts
+    assert 1e-4 < record.answer.kl < 0.5
+    assert record.top1.agree > record.top1.clear / 2
     assert "loading tiny unquantised to compute the reference" in verifier.said
     [file] = tmp_path.glob("*.safetensors")
     again = bench.verifier(file, directory=tmp_path / "none")
-    assert again.verdict(GenerateRunner.from_settings(settings), settings)["answer"] == record["answer"]
+    assert again.verdict(GenerateRunner.from_settings(settings), settings).answer == record.answer
     assert not any("unquantised" in line for line in again.said), "the reference has all that is needed"
 
 
@@ -176,17 +176,17 @@ def test_a_quantised_checkpoint_is_compared_with_its_base(bench: Bench, tmp_path
     settings = settings_from({"model": str(stored), "dtype": "bf16", "device": "cpu", "max_new_tokens": STEPS})
     runner = GenerateRunner.from_settings(settings)
     unknown = bench.verifier(directory=tmp_path / "truth").verdict(runner, settings)
-    assert unknown["verdict"] == "unverified" and "names no base_model" in unknown["reason"]
+    assert unknown.verdict == "unverified" and "names no base_model" in unknown.reason
     (stored / "README.md").write_text(f"---\nbase_model: {base}\n---\n", "utf-8")
     settings = replace(settings, max_new_tokens=STEPS - 1)  # what is known of other settings is kept for a sweep
     verifier = bench.verifier(directory=tmp_path / "truth")
     record = verifier.verdict(runner, settings)
-    assert record["verdict"] != "unverified", record["reason"]
-    assert record["answer"]["kl"] > 0 and any(f"loading {base} unquantised" in line for line in verifier.said)
+    assert record.verdict != "unverified", record.reason
+    assert record.answer.kl > 0 and any(f"loading {base} unquantised" in line for line in verifier.said)
     plain = replace(settings, model=str(stored / ".." / "base"))
     again = bench.verifier(directory=tmp_path / "truth")
     again.verdict(GenerateRunner.from_settings(plain), plain)
-    assert again.verdict(runner, settings)["answer"] == record["answer"]
+    assert again.verdict(runner, settings).answer == record.answer
     assert not any("unquantised" in line for line in again.said), "another spelling of the base is loaded once"
 
 
@@ -202,7 +202,7 @@ def test_a_quantised_pipeline_has_a_reference_for_its_own_pixels(bench: Bench, t
         }
     )
     record = bench.verifier(directory=tmp_path).verdict(open_runner(settings), settings)
-    assert record["verdict"] != "unverified", record["reason"]
+    assert record.verdict != "unverified", record.reason
 
 
 def test_text_only_checkpoints_have_verdicts_but_for_generate_batch(text_checkpoint: Path, bench: Bench) -> None:
@@ -215,15 +215,15 @@ def test_text_only_checkpoints_have_verdicts_but_for_generate_batch(text_checkpo
             {"model": str(text_checkpoint), "dtype": "fp32", "device": "cpu", "max_new_tokens": 3, "runner": name}
         )
         record = verifier.verdict(open_runner(settings), settings)
-        assert (record["verdict"], record["image"]) == (word, None)
+        assert (record.verdict, record.image) == (word, None)
         assert len(verifier.records) == (word == "exact"), "what cannot be compared needs no reference"
-        assert bool(record["reason"]) == (word != "exact")
+        assert bool(record.reason) == (word != "exact")
 
 
 def test_the_pipeline_is_watched_through_its_own_call(tiny: GenerateRunner, bench: Bench) -> None:
     settings = replace(tiny.settings, runner="pipeline", max_new_tokens=STEPS)
     record = bench.verifier().verdict(PipelineRunner(tiny.loaded, settings), settings)
-    assert record["verdict"] == "exact", record
+    assert record.verdict == "exact", record
 
 
 def test_a_reference_is_computed_once_and_found_again(runner: GenerateRunner, bench: Bench, tmp_path: Path) -> None:
@@ -236,13 +236,13 @@ def test_a_reference_is_computed_once_and_found_again(runner: GenerateRunner, be
     later = first.said[steps:]
     assert not any(line.startswith("computing the reference:") for line in later), "other batches are the same views"
     [line] = first.records
-    assert (line["source"], line["tokens"], line["requests"]) == ("computed", record["answer"]["positions"], 3)
+    assert (line.source, line.tokens, line.requests) == ("computed", record.answer.positions, 3)
     again = bench.verifier(directory=tmp_path)
-    assert again.verdict(runner, settings)["answer"] == record["answer"]
+    assert again.verdict(runner, settings).answer == record.answer
     assert not any(line.startswith("computing the reference:") for line in again.said)
     elsewhere = bench.verifier(next(tmp_path.iterdir()), directory=tmp_path / "elsewhere")
-    assert elsewhere.verdict(runner, settings)["answer"] == record["answer"]
-    assert [each["source"] for each in elsewhere.records] == ["reference"]
+    assert elsewhere.verdict(runner, settings).answer == record.answer
+    assert [each.source for each in elsewhere.records] == ["reference"]
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -276,15 +276,15 @@ def test_a_reference_of_several_loads_serves_each(
 ) -> None:
     loads = [(each, replace(each.settings, max_new_tokens=STEPS)) for each in (runner, half)]
     first = bench.verifier(directory=tmp_path / "truth")
-    expected = [first.verdict(*load)["answer"] for load in loads]
+    expected = [first.verdict(*load).answer for load in loads]
     second = bench.verifier(tmp_path)
-    assert [second.verdict(*load)["answer"] for load in loads] == expected
-    assert {record["source"] for record in second.records} == {"reference"}
-    of_half = tmp_path / "truth" / f"{second.verdict(*loads[1])['truth']}.safetensors"
+    assert [second.verdict(*load).answer for load in loads] == expected
+    assert {record.source for record in second.records} == {"reference"}
+    of_half = tmp_path / "truth" / f"{second.verdict(*loads[1]).truth}.safetensors"
     third = bench.verifier(of_half, directory=tmp_path / "third")
     third.check_references([Cell.of(settings) for _, settings in loads])
     with pytest.warns(PanscanWarning, match="other weights.*computing the reference for tiny in fp32"):
-        assert third.verdict(*loads[0])["answer"] == expected[0]
+        assert third.verdict(*loads[0]).answer == expected[0]
 
 
 def test_cells_that_cannot_run_do_not_ask_for_views(runner: GenerateRunner, bench: Bench, tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_cells_that_cannot_run_do_not_ask_for_views(runner: GenerateRunner, benc
     verifier.items = items
     lines = Lines()
     run_sweep(SweepPlan(cells=[cell], items=items, source=source), lines, set(), RecordingObserver(), verifier)
-    assert [record["outcome"] for record in lines.records] == ["skipped"]
+    assert [record.outcome for record in lines.records] == ["skipped"]
 
 
 def test_what_is_no_reference_is_refused(runner: GenerateRunner, bench: Bench, tmp_path: Path) -> None:
@@ -325,9 +325,9 @@ def test_without_a_reference_a_cell_is_unverified_and_says_why(
     offloaded = cpu_offload(deepcopy(tiny.loaded.model), execution_device="cpu")
     runner = GenerateRunner(replace(tiny.loaded, model=offloaded), settings)
     record = bench.verifier(directory=tmp_path).verdict(runner, settings)
-    assert (record["verdict"], record["truth"]) == ("unverified", None)
-    assert "offloaded" in record["reason"]
-    assert "--reference" in record["reason"]
+    assert (record.verdict, record.truth) == ("unverified", None)
+    assert "offloaded" in record.reason
+    assert "--reference" in record.reason
 
 
 @pytest.mark.parametrize("place", ["directory", "reference"])

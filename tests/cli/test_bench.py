@@ -78,7 +78,7 @@ def rows_of(measured: Run) -> list[dict[str, str]]:
 def asked(measured: Run) -> dict[str, list[tuple[str, str]]]:
     """(id, pictures) of every request, by cell."""
     return {
-        cell: [(record["request"], " ".join(record["image"])) for record in requests]
+        cell: [(record.request, " ".join(record.image)) for record in requests]
         for (cell, _), requests in measured.requests.items()
     }
 
@@ -109,10 +109,10 @@ def test_the_launchers_line_as_it_stands_skips_every_cell_without_a_gpu(
         ]
         assert cell["pan_and_scan_min_crop_size"] == 448
     reason = "flash_attention_2 needs an NVIDIA GPU"
-    found = [(record["outcome"], record["reason"]) for record in measured.outcomes.values()]
+    found = [(record.outcome, record.reason) for record in measured.outcomes.values()]
     assert found == [("skipped", reason)] * 4
-    assert (measured.requests, measured.header["settings"]["requests"]) == ({}, 40)
-    assert measured.header["command"] == ["panscan", *LAUNCHER]
+    assert (measured.requests, measured.header.settings.requests) == ({}, 40)
+    assert measured.header.command == ["panscan", *LAUNCHER]
     said = capsys.readouterr()
     assert said.err.count(reason) == 1, "each reason is said once"
     assert f"4 settings skipped: {reason}" in said.out
@@ -149,20 +149,20 @@ def test_the_launchers_line_measures_the_tiny_model(pictures: Path, connections:
     line[place : place + 2] = ["--device", "cpu"]
     assert run([*line, "--warmup", "0"]) == 0
     measured = only_run(pictures)
-    assert [record["outcome"] for record in measured.outcomes.values()] == ["done"] * 8
+    assert [record.outcome for record in measured.outcomes.values()] == ["done"] * 8
     assert len({tuple(requests) for requests in asked(measured).values()}) == 1
     crops = {}
     for (cell, _), requests in measured.requests.items():
         settings = Settings(**measured.cells[cell])
         assert len(requests) == 6
         for record in requests:
-            with Image.open(pictures / record["image"][0]) as image:
+            with Image.open(pictures / record.image[0]) as image:
                 plan = plan_views(*image.size, settings.pan_and_scan)
-            assert (record["crops"], record["views"]) == (plan.crops, len(plan.views))
-            assert record["image_tokens"] == 64 * record["views"]
-            assert 1 <= record["output_tokens"] <= 2
+            assert (record.crops, record.views) == (plan.crops, len(plan.views))
+            assert record.image_tokens == 64 * record.views
+            assert 1 <= record.output_tokens <= 2
         limits = (settings.pan_and_scan_min_ratio_to_activate, settings.pan_and_scan_max_num_crops)
-        crops[limits] = sum(record["crops"] for record in requests)
+        crops[limits] = sum(record.crops for record in requests)
     assert crops[2.0, 4] > crops[2.5, 4] > 0
     assert crops[2.5, 6] > crops[2.5, 4]
     rows = rows_of(measured)
@@ -174,7 +174,7 @@ def test_the_launchers_line_measures_the_tiny_model(pictures: Path, connections:
 def test_without_pan_and_scan_every_picture_is_one_view(folder: Path) -> None:
     assert run(["bench", "--images", "docs/*.png", "--no_pan_and_scan", *QUICK]) == 0
     [requests] = only_run(folder).requests.values()
-    assert [(record["views"], record["crops"]) for record in requests] == [(1, 0)] * 3
+    assert [(record.views, record.crops) for record in requests] == [(1, 0)] * 3
 
 
 def test_a_dry_run_shows_cells_and_runs_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -261,10 +261,10 @@ def test_text_only_checkpoints_answer_prompts_alone(folder: Path, text_checkpoin
     assert [cell["runner"] for cell in measured.cells.values()] == ["generate", "generate_batch"]
     first, second = measured.requests.values()
     for record in (*first, *second):
-        assert (record["image"], record["views"], record["image_tokens"]) == ([], 0, 0)
-        assert record["output_tokens"] > 0
-    assert [record["content"] for record in first] == [record["content"] for record in second]
-    assert [record["content"]["prompt"] for record in first] == ["What is it?", "What is the total?"]
+        assert (record.image, record.views, record.image_tokens) == ([], 0, 0)
+        assert record.output_tokens > 0
+    assert [record.content for record in first] == [record.content for record in second]
+    assert [record.content.prompt for record in first] == ["What is it?", "What is the total?"]
 
 
 def test_without_any_argument_it_says_what_it_uses(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,7 +277,7 @@ def test_without_any_argument_it_says_what_it_uses(folder: Path, capsys: pytest.
     measured = only_run(folder)
     [requests] = measured.requests.values()
     assert len(requests) == 3
-    assert all(Path(record["image"][0]).parent.name in documents for record in requests)
+    assert all(Path(record.image[0]).parent.name in documents for record in requests)
     for name in ("records.jsonl", "summary.csv"):
         assert str(Path("runs", measured.path.parent.name, name)) in said.out
 
@@ -285,8 +285,8 @@ def test_without_any_argument_it_says_what_it_uses(folder: Path, capsys: pytest.
 def test_a_prompt_of_ones_own_goes_to_the_sample_documents(folder: Path) -> None:
     assert run(["bench", "-p", "Who?", "--num-prompts", "2", "--include-content", "--no-pan-and-scan", *QUICK]) == 0
     [requests] = only_run(folder).requests.values()
-    assert [record["content"]["prompt"] for record in requests] == ["Who?", "Who?"]
-    assert len({record["image"][0] for record in requests}) == 2
+    assert [record.content.prompt for record in requests] == ["Who?", "Who?"]
+    assert len({record.image[0] for record in requests}) == 2
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def test_the_verdict_stands_in_every_output(folder: Path, capsys: pytest.Capture
         == 0
     )
     directory = only_run(folder).path.parent
-    verdicts = [record["verdict"] for record in read_run(directory).verdicts.values()]
+    verdicts = [record.verdict for record in read_run(directory).verdicts.values()]
     assert sorted(verdicts) == ["different", "exact"]
     said = capsys.readouterr().out
     assert "1 exact, 1 different" in " ".join(said.split())
@@ -379,7 +379,7 @@ def test_a_reference_must_fit(folder: Path, capsys: pytest.CaptureFixture[str]) 
     [second] = (folder / "elsewhere").iterdir()
     found = read_run(second)
     assert [truth["source"] for truth in found.truths.values()] == ["reference"]
-    assert [record["verdict"] for record in found.verdicts.values()] == ["exact"]
+    assert [record.verdict for record in found.verdicts.values()] == ["exact"]
     capsys.readouterr()
     assert run(["bench", "docs/a.png", "-p", "another", *elsewhere, *QUICK]) == 3
     [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("panscan:")]

@@ -69,9 +69,9 @@ def test_a_public_dataset_from_bench_to_recommendation(folder: Path, capsys: pyt
 
     measured = only_run(folder)
     kept = measured.header["settings"]
-    assert (metric_of(measured), kept["quality_metric"], kept["dataset"]["used"]) == ("anls", "anls", 4)
+    assert (metric_of(measured), kept.quality_metric, kept.dataset.used) == ("anls", "anls", 4)
     [first, *_] = measured.requests.values()
-    assert [set(record.get("scores", ())) for record in first] == [
+    assert [set(record.scores) for record in first] == [
         {"exact_match", "anls", "relaxed_accuracy", "contains_answer"}
     ] * 3 + [set()]
     assert first[1]["tags"] == {"type": ["form", "layout"]}
@@ -153,8 +153,8 @@ def test_pictures_of_a_table_survive_a_resume(folder: Path) -> None:
         kept.unlink()
     assert run(["bench", "--resume", str(path.parent)]) == 0
     after = only_run(folder)
-    assert [record["image_sha256"] for record in after.requests[next(iter(after.cells)), 1]] == [
-        record["image_sha256"] for record in before.requests[next(iter(before.cells)), 1]
+    assert [record.image_sha256 for record in after.requests[next(iter(after.cells)), 1]] == [
+        record.image_sha256 for record in before.requests[next(iter(before.cells)), 1]
     ]
 
 

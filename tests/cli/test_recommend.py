@@ -176,7 +176,7 @@ def test_every_command_takes_the_preset_of_a_real_sweep(
     assert {found["cell"], found["runner_up"]} == set(measured.cells)
     [cell] = build_cells({"device": ["cpu"]}, presets=["preset.yaml"])
     assert (cell.id, cell.settings) == (found["cell"], Settings(**measured.cells[found["cell"]]))
-    assert f"# command: panscan {shlex.join(measured.header['command'][1:])}\n" in Path("preset.yaml").read_text()
+    assert f"# command: panscan {shlex.join(measured.header.command[1:])}\n" in Path("preset.yaml").read_text()
 
     answered = printed(capsys, "ask", *asking, "--preset", "preset.yaml", "--json")
     assert (answered["crops"], answered["output_tokens"], answered["text"]) == (2, 2, answer)

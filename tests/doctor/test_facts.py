@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import MappingProxyType
 
@@ -10,6 +11,7 @@ import pynvml
 import pytest
 from huggingface_hub import constants
 
+import panscan.doctor
 from panscan.doctor.checks import CheckFinding
 from panscan.doctor.fit import fit_finding
 from panscan.doctor.gpu import GpuLoad, build_finding, ceilings_finding, load_finding
@@ -170,3 +172,9 @@ def test_sizes_that_fit() -> None:
     small = Gpu("cpu", "cpu", 8 * 10**9, 1.0, MappingProxyType({"fp32": 1.0, "bf16": 1.0}), "", 1.0, None)
     assert fit_finding("27b", [small]).status == "warning"
     assert fit_finding("270m", [small]).status == "ok"
+
+
+def test_what_the_driver_is_asked_for_exists() -> None:
+    source = "".join(path.read_text("utf-8") for path in Path(panscan.doctor.__file__).parent.glob("*.py"))
+    names = set(re.findall(r'\bread\("(\w+)"', source))
+    assert len(names) > 10 and all(hasattr(pynvml, f"nvmlDeviceGet{name}") for name in names)

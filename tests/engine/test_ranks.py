@@ -395,16 +395,6 @@ def wait_until_gone(processes: list[int]) -> None:
     assert not running(processes)
 
 
-def test_ranks_exit_when_their_parent_is_killed() -> None:
-    with started("next(results)") as parent:
-        assert parent.stdout is not None
-        processes = [int(each) for each in parent.stdout.readline().split()]
-        assert len(running(processes)) == SIZE
-        time.sleep(1)  # inside its passes
-        parent.kill()
-    wait_until_gone(processes)
-
-
 def test_ranks_survive_a_pause_and_a_forked_child_and_end_with_their_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,7 @@ from tests.load.fake_server import fake_server
 
 from panscan.bench.workload import DocumentFile, Item
 from panscan.core import EndpointError
+from panscan.load import options
 from panscan.load.chat import Endpoint, RequestOutcome
 from panscan.load.content import RequestMix
 from panscan.load.generator import LevelResult
@@ -87,12 +88,12 @@ def test_each_fault_is_counted_and_the_run_ends(url: str, tmp_path: Path, fault:
     run = load(url, tmp_path, Observer(), f"fake:{fault}", timeout, max_concurrencies=(2,))
     records, kind = run.requests["concurrency-2", 0], FAULTS[fault]
     outcome = run.outcomes["concurrency-2"]
-    assert len(records) == 4 and outcome["outcome"] == ("done" if kind is None else "failed")
+    assert len(records) == 4 and outcome.outcome == ("done" if kind is None else "failed")
     for record in records:
-        assert (record["error"] is None) == (kind is None)
-        assert record["error_kind"] == ("usage" if fault == "no-usage" else kind)
+        assert (record.error is None) == (kind is None)
+        assert record.error_kind == ("usage" if fault == "no-usage" else kind)
     if kind is not None:
-        assert outcome["reason"] == f"no request succeeded: {records[0]['error']}"
+        assert outcome.reason == f"no request succeeded: {records[0].error}"
     assert (tmp_path / "summary.csv").exists()
 
 
@@ -131,25 +132,32 @@ def test_levels_are_recorded_with_their_arrivals(url: str, tmp_path: Path) -> No
     observer = Observer()
     run = load(url, tmp_path, observer, rates=(50.0, None), max_concurrencies=(2,), arrival="constant", num_prompts=8)
     assert list(run.cells) == ["rate-50-concurrency-2", "concurrency-2"]
-    assert run.header["settings"]["load"]["arrival"] == "constant"
-    due = [record["due"] for record in run.requests["rate-50-concurrency-2", 0]]
-    started = run.repeats["rate-50-concurrency-2", 0]["started"]
+    assert run.header.settings.load.arrival == "constant"
+    due = [record.due for record in run.requests["rate-50-concurrency-2", 0]]
+    started = run.repeats["rate-50-concurrency-2", 0].started
     assert [at - started for at in due] == pytest.approx([number / 50 for number in range(8)], abs=1e-6)
     for record in run.requests["concurrency-2", 0]:
-        assert (record["image"], record["image_size"], record["output_tokens"]) == (["page.png"], [[120, 200]], 4)
-        assert (record["views"], record["crops"], record["image_tokens"]) == (None, None, None)  # vLLM reports none
+        assert (record.image, record.image_size, record.output_tokens) == (["page.png"], [(120, 200)], 4)
+        assert (record.views, record.crops, record.image_tokens) == (None, None, None)  # vLLM reports none
 
 
 def test_a_cancelled_run_keeps_what_it_has(url: str, tmp_path: Path) -> None:
     run = load(url, tmp_path, Observer(cancel_after=12), max_concurrencies=(4, 1, 2), num_prompts=10, max_tokens=20)
-    assert run.outcomes["concurrency-4"]["reason"] is None
-    assert run.outcomes["concurrency-1"]["reason"].endswith(" of 10 requests")
+    assert run.outcomes["concurrency-4"].reason is None
+    assert run.outcomes["concurrency-1"].reason.endswith(" of 10 requests")
     assert 2 <= len(run.requests["concurrency-1", 0]) < 10
     assert "concurrency-2" not in run.outcomes
 
 
+@pytest.fixture
+def short_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Levels of a search that take half a second."""
+    monkeypatch.setattr(options, "_LEAST_SECONDS", 0.5)
+    monkeypatch.setattr(options, "_DELAY_SHARE", 0.0)
+
+
 @pytest.mark.parametrize("limit", [None, 2])
-def test_the_search_finds_the_capacity_of_an_endpoint(tmp_path: Path, limit: int | None) -> None:
+def test_the_search_finds_the_capacity_of_an_endpoint(tmp_path: Path, limit: int | None, short_levels: None) -> None:
     with fake_server(ttft_ms=20, slots=1) as url:  # 50 requests per second
         run = load(
             url,
@@ -159,23 +167,22 @@ def test_the_search_finds_the_capacity_of_an_endpoint(tmp_path: Path, limit: int
             rates=(20.0,),
             goodput={"ttft": 90.0},
             arrival="constant",
-            level_seconds=0.5,
             num_prompts=8,
             max_tokens=1,
             max_concurrencies=(limit,),
         )
     search = run.search
     assert search is not None
-    rates = [trial["rate"] for trial in search["levels"]]
+    rates = [trial.rate for trial in search.levels]
     assert len(rates) >= 2 and [run.cells[cell]["request_rate"] for cell in run.cells] == rates
-    assert all(trial["attainment"] < 0.95 for trial in search["levels"] if trial["rate"] > 65)
-    passing = [trial["rate"] for trial in search["levels"] if trial["attainment"] >= 0.95 and not trial["limited"]]
-    assert search["rate"] in (passing or [None])
+    assert all(trial.attainment < 0.95 for trial in search.levels if trial.rate > 65)
+    passing = [trial.rate for trial in search.levels if trial.attainment >= 0.95 and not trial.limited]
+    assert search.rate in (passing or [None])
     fastest = list(run.cells)[rates.index(max(rates))]
     assert len(run.requests[fastest, 0]) == max(8, math.ceil(max(rates) * 0.5))
 
 
-def test_a_search_for_an_impossible_goodput_ends_soon(url: str, tmp_path: Path) -> None:
+def test_a_search_for_an_impossible_goodput_ends_soon(url: str, tmp_path: Path, short_levels: None) -> None:
     run = load(
         url,
         tmp_path,
@@ -184,11 +191,10 @@ def test_a_search_for_an_impossible_goodput_ends_soon(url: str, tmp_path: Path) 
         rates=(8.0,),
         goodput={"ttft": 1.0},
         arrival="constant",
-        level_seconds=0.5,
         num_prompts=8,
     )
-    assert run.search is not None and run.search["rate"] is None and "out of reach" in run.search["note"]
-    assert len(run.search["levels"]) <= 2
+    assert run.search is not None and run.search.rate is None and "out of reach" in run.search.note
+    assert len(run.search.levels) <= 2
 
 
 def test_a_killed_run_loses_only_the_level_in_progress(tmp_path: Path) -> None:
@@ -212,7 +218,7 @@ def wait_for_level(folder: Path, cell: str) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         lines = [line for file in folder.glob(f"*/{FILE_NAME}") for line in file.read_bytes().splitlines()]
-        if any(record["type"] == "cell" and record["cell"] == cell for record in map(json.loads, lines)):
+        if any(record["type"] == "cell" and record.cell == cell for record in map(json.loads, lines)):
             return
         time.sleep(0.05)
     pytest.fail(f"{cell} was not recorded")

@@ -8,7 +8,7 @@ import pytest
 
 from panscan.core import SettingError
 from panscan.engine.options import EngineOptions
-from panscan.load.arrivals import ConstantArrivals
+from panscan.load.arrivals import constant_arrivals
 from panscan.model.shapes import SHAPES
 from panscan.plan.fleet import FleetSimulation, Traffic, size_fleets
 from panscan.plan.gpus import gpu_named
@@ -104,7 +104,7 @@ def traffic(rate: float) -> Traffic:
         rate=rate,
         limits={"ttft": 1500.0},
         attainment=0.95,
-        arrivals=lambda each, count: ConstantArrivals(each).times(count),
+        arrivals=constant_arrivals,
     )
 
 
@@ -136,7 +136,7 @@ def test_no_number_of_replicas_helps_if_one_request_alone_is_too_slow() -> None:
         rate=1.0,
         limits={"ttft": 1.0},
         attainment=0.95,
-        arrivals=lambda each, count: ConstantArrivals(each).times(count),
+        arrivals=constant_arrivals,
     )
     [fleet] = size_fleets(inputs, [layout], hasty, lambda _: None)
     assert (fleet.replicas, fleet.gpus, fleet.rate_of_one) == (None, None, 0.0)

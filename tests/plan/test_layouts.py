@@ -13,7 +13,6 @@ import click
 import pytest
 
 from panscan.cli.main import cli
-from panscan.cli.options import given_values
 from panscan.core import ModelError, SettingError
 from panscan.engine.options import EngineOptions
 from panscan.model.bundled import mini_directory
@@ -24,7 +23,7 @@ from panscan.plan.gpus import gpu_named
 from panscan.plan.layouts import Layout, PlanInputs, find_layouts
 from panscan.plan.mix import WorkloadMix, mix_of_sizes, mix_of_views, parse_output_tokens
 from panscan.plan.models import model_named
-from panscan.settings import Settings
+from panscan.settings import Settings, axes
 
 PUBLISHED_4B = {
     "model_type": "gemma3",
@@ -136,7 +135,8 @@ def test_commands_parse_and_set_what_the_plan_assumed(
     command = cli.get_command(click.Context(cli), verb)
     assert command is not None
     parsed = command.make_context(verb, words, token_normalize_func=lambda word: word.replace("_", "-")).params
-    settings = Settings(**{"runner": "engine", **given_values(parsed)})
+    given = {name: axis.parse(parsed[name]) for name, axis in axes().items() if parsed.get(name) is not None}
+    settings = Settings(**{"runner": "engine", **given})
     variant = advice.layout.variant
     assert settings.tensor_parallel_size == variant.tensor_parallel_size
     assert settings.quantization == variant.weights

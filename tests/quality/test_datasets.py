@@ -24,9 +24,7 @@ from panscan.core import DatasetError, InputError, SettingError, UnsupportedErro
 from panscan.quality.datasets import (
     FORMATS,
     Boundary,
-    DatasetFacts,
     LoadedDataset,
-    facts_of_header,
     formats,
     load_dataset,
     tables,
@@ -35,6 +33,7 @@ from panscan.quality.datasets import rows as dataset_lines
 from panscan.quality.datasets.formats import dataset_rows
 from panscan.quality.datasets.rows import answer_texts, read_text
 from panscan.quality.scores import scores_of
+from panscan.records.schema import DatasetFacts
 
 
 @pytest.fixture(autouse=True)
@@ -624,13 +623,6 @@ def test_every_row_is_counted_once_and_ids_are_unique(given_rows: list[tuple[Any
     assert len(loaded.rows) + found.without_image + found.without_question + found.broken_text == found.questions
     assert len({row.id for row in loaded.rows}) == len(loaded.rows)
     assert [row.question for row in loaded.rows] == ["?"] * sum(image and q == "?" for _, image, q, _ in given_rows)
-
-
-def test_a_header_of_another_version_has_no_facts() -> None:
-    for kept in (None, [], {}, {"layout": 3}):
-        assert facts_of_header({"settings": {"dataset": kept}}) is None
-    kept = {"layout": "x", "used": 3, "unscored": "many", "new": 1}
-    assert facts_of_header({"settings": {"dataset": kept}}) == DatasetFacts("x", used=3)
 
 
 def test_every_layout_is_in_the_documentation() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from panscan.cli.main import run
 from panscan.model.tiny import tiny_directory
 from panscan.quantize.audit import garbage_reason
 from panscan.quantize.measure import MeasuredWeights
+from panscan.records.schema import Top1, VerdictRecord
 
 _OPTIONS = ["--device", "cpu", "--do-pan-and-scan", "false", "--max-new-tokens", "4"]
 
@@ -104,11 +106,15 @@ def test_an_audit_against_another_model_is_refused(
     assert run([*words, "--force"]) == 2
 
 
+def judged(**figures: Any) -> VerdictRecord:
+    return VerdictRecord(cell="", verdict="different", **figures)
+
+
 @pytest.mark.parametrize(
     ("row", "reference", "says"),
     [
-        (MeasuredWeights("q", {"top1": {"clear": 10, "agree": 4}}), None, "40%"),
-        (MeasuredWeights("q", {"verdict": "different", "reason": "3 of 9 positions overflow"}), None, "overflow"),
+        (MeasuredWeights("q", judged(top1=Top1(10, 4))), None, "40%"),
+        (MeasuredWeights("q", judged(reason="3 of 9 positions overflow")), None, "overflow"),
         (MeasuredWeights("q", contains=0.1, answers=20), MeasuredWeights("dense", contains=0.8, answers=20), "10%"),
         (MeasuredWeights("q", repetitive=0.9, answers=20), None, "repeat"),
         (MeasuredWeights("q", contains=0.0, answers=20), None, "none of 20"),
@@ -118,7 +124,7 @@ def test_an_audit_against_another_model_is_refused(
             "none of 20",
         ),
         (
-            MeasuredWeights("q", {"top1": {"clear": 10, "agree": 9}}, contains=0.7),
+            MeasuredWeights("q", judged(top1=Top1(10, 9)), contains=0.7),
             MeasuredWeights("dense", contains=0.8, answers=20),
             None,
         ),

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from panscan.records.store import FILE_NAME, Run, read_run
+from panscan.records.schema import AnyRecord
+from panscan.records.store import FILE_NAME, Run, parse_record, parse_run, read_run
 
 
 def header(cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -148,21 +149,26 @@ def batches_of(
     return [*records, repeat(cell, 0, 0.0, start), outcome(cell, "done")]
 
 
+def record_of(line: dict[str, Any]) -> AnyRecord:
+    """The record of a line that :func:`write_run` would write."""
+    return parse_record(json.dumps(line).encode())
+
+
+def records_of(lines: Sequence[dict[str, Any]]) -> list[AnyRecord]:
+    return [record_of(line) for line in lines]
+
+
 def write_run(directory: Path, records: Sequence[dict[str, Any]]) -> Run:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / FILE_NAME).write_text("".join(json.dumps(record) + "\n" for record in records))
     return read_run(directory)
 
 
+def in_memory(records: Sequence[dict[str, Any]], name: str = "run") -> Run:
+    """A run as :func:`panscan.records.store.read_run` would read it, without a file."""
+    return parse_run(Path(name) / FILE_NAME, "".join(json.dumps(record) + "\n" for record in records).encode())
+
+
 def run_of(*records: dict[str, Any], cells: dict[str, dict[str, Any]] | None = None) -> Run:
-    """A run without a file, of one cell unless others are given with their settings."""
-    cells = {"c": {}} if cells is None else cells
-    run = Run(Path("records.jsonl"), header(cells), cells)
-    for record in records:
-        key = record.get("cell"), record.get("repeat")
-        if record["type"] == "repeat":
-            run.repeats[key] = record
-            run.requests.setdefault(key, [])
-        elif record["type"] == "request":
-            run.requests.setdefault(key, []).append(record)
-    return run
+    """A run of one cell unless others are given with their settings."""
+    return in_memory([header({"c": {}} if cells is None else cells), *records])

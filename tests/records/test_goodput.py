@@ -15,22 +15,20 @@ from tests.records.load_runs import (
     saturated,
     steady,
 )
-from tests.records.synthetic import write_run
+from tests.records.synthetic import record_of, records_of, write_run
 
 from panscan.records.goodput import Goodput, goodput_of, highest_rate, missed_limits
 from panscan.records.load_runs import keeps_up, level_goodput, offered_rate
 from panscan.records.metrics import LEAST_SAMPLES, least_samples
-from panscan.records.requests import RequestMetrics
 from panscan.records.summary import cell_metrics, summary_columns, write_summary
 
 LIMITS = {"ttft": 100.0, "tpot": 20.0, "e2el": 500.0}
 
 
 def test_times_of_chunks_that_hold_several_tokens() -> None:
-    record = load_request("c", 0, 10.0, 0.5, 0.1, chunks=4, output_tokens=13)
-    times = RequestMetrics.from_record(record)
+    times = record_of(load_request("c", 0, 10.0, 0.5, 0.1, chunks=4, output_tokens=13))
     assert times.ttft == pytest.approx(0.5)
-    assert times.itl == pytest.approx((0.1, 0.1, 0.1))
+    assert times.itl == pytest.approx([0.1, 0.1, 0.1])
     assert times.tpot == pytest.approx(0.3 / 12)
     assert times.e2e == pytest.approx(0.8)
 
@@ -48,19 +46,20 @@ def test_times_of_chunks_that_hold_several_tokens() -> None:
     ],
 )
 def test_a_request_meets_its_limits_or_not(ttft: float, itl: float, chunks: int, missed: list[str]) -> None:
-    assert missed_limits(load_request("c", 0, 10.0, ttft, itl, chunks=chunks), LIMITS) == missed
+    assert missed_limits(record_of(load_request("c", 0, 10.0, ttft, itl, chunks=chunks)), LIMITS) == missed
 
 
 def test_failed_requests_count_as_missed() -> None:
     lines = [load_request("c", n, START, 0.05 if n else 0.2, 0.01) for n in range(8)]
-    found = goodput_of([*lines, failed_request("c", 8, START), failed_request("c", 9, START)], LIMITS, 2.0)
+    lines += [failed_request("c", number, START) for number in (8, 9)]
+    found = goodput_of(records_of(lines), LIMITS, 2.0)
     assert (found.sent, found.met, found.throughput) == (10, 7, 3.5)
     assert found.attainment == pytest.approx(0.7)
     assert found.missed == {"ttft": 1, "tpot": 0, "e2el": 0, "failed": 2}
 
 
 def test_a_wait_for_a_slot_counts_towards_the_limits() -> None:
-    late = load_request("c", 0, 10.0, 0.05, 0.01, queued=0.2)
+    late = record_of(load_request("c", 0, 10.0, 0.05, 0.01, queued=0.2))
     assert missed_limits(late, {"ttft": 100.0, "tpot": 20.0, "e2el": 250.0}) == ["ttft", "e2el"]
     assert missed_limits(late, {"ttft": 260.0, "tpot": 20.0, "e2el": 300.0}) == []
 

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
-from tests.records.synthetic import repeat, request, run_of
+from tests.records.synthetic import record_of, repeat, request, run_of
 
 from panscan.records.metrics import batches_of, window_seconds
-from panscan.records.schema import problem_of
 from panscan.records.summary import cell_metrics, replica_shares
 from panscan.report.terminal import print_summary
 
@@ -21,7 +20,7 @@ Lane = tuple[float, list[tuple[float, int]]]
 """One replica's work: when it started, and (seconds, requests) of each batch."""
 
 
-def records_of(lanes: list[Lane], number: int = 0) -> list[dict[str, Any]]:
+def lines_of(lanes: list[Lane], number: int = 0) -> list[dict[str, Any]]:
     """A repeat as replicas leave it, each batch of a lane right after the one before."""
     requests, replicas = [], []
     for replica, (start, lane) in enumerate(lanes):
@@ -41,7 +40,7 @@ def records_of(lanes: list[Lane], number: int = 0) -> list[dict[str, Any]]:
 def test_work_over_the_windows_edge_counts_by_its_part_inside() -> None:
     # Replica 0 from 0 to 8 s, replica 1 from 1 to 5 s: 4 s in which both work.
     # Replica 0: [0, 2] counts half, [2, 4] whole, [4, 8] a quarter of 4 requests. Replica 1: all of its two batches.
-    run = run_of(*records_of([(0.0, [(2.0, 1), (2.0, 1), (4.0, 4)]), (1.0, [(3.0, 3), (1.0, 1)])]))
+    run = run_of(*lines_of([(0.0, [(2.0, 1), (2.0, 1), (4.0, 4)]), (1.0, [(3.0, 3), (1.0, 1)])]))
     metrics = cell_metrics(run, "c")
     assert metrics is not None
     assert metrics.values["duration"] == 4
@@ -58,7 +57,7 @@ def test_work_over_the_windows_edge_counts_by_its_part_inside() -> None:
 
 
 def test_replicas_in_parallel_add_up_and_so_does_the_interval() -> None:
-    run = run_of(*records_of([(0.0, [(0.5, 2)] * 6)] * 3))
+    run = run_of(*lines_of([(0.0, [(0.5, 2)] * 6)] * 3))
     metrics = cell_metrics(run, "c")
     assert metrics is not None
     assert metrics.values["request_throughput"] == pytest.approx(12)
@@ -75,7 +74,7 @@ def lanes(draw: st.DrawFn) -> list[Lane]:
 @settings(max_examples=100, deadline=None)
 @given(repeats=st.lists(lanes(), min_size=1, max_size=2))
 def test_throughput_is_the_integral_of_everybodys_rate_over_the_window(repeats: list[list[Lane]]) -> None:
-    run = run_of(*(record for number, each in enumerate(repeats) for record in records_of(each, number)))
+    run = run_of(*(record for number, each in enumerate(repeats) for record in lines_of(each, number)))
     work, seconds = 0.0, 0.0
     for each in repeats:
         opens, closes = max(start for start, _ in each), min(start + sum(s for s, _ in lane) for start, lane in each)
@@ -112,13 +111,13 @@ def integral(each: list[Lane], opens: float, closes: float) -> float:
 @settings(max_examples=50, deadline=None)
 @given(each=lanes())
 def test_batches_fill_the_window(each: list[Lane]) -> None:
-    *requests, line = records_of(each)
+    *requests, line = map(record_of, lines_of(each))
     filled = sum(batch.seconds_inside for batch in batches_of(line, requests))
     assert filled == pytest.approx(window_seconds(line), abs=1e-9)
 
 
 def test_a_window_that_never_opened_has_no_throughput() -> None:
-    run = run_of(*records_of([(0.0, [(1.0, 1)]), (2.0, [(1.0, 1)])]))
+    run = run_of(*lines_of([(0.0, [(1.0, 1)]), (2.0, [(1.0, 1)])]))
     metrics = cell_metrics(run, "c")
     assert metrics is not None
     assert metrics.values["request_throughput"] is None
@@ -127,7 +126,7 @@ def test_a_window_that_never_opened_has_no_throughput() -> None:
 
 
 def test_a_replica_whose_requests_all_failed_adds_nothing() -> None:
-    *requests, line = records_of([(0.0, [(1.0, 1)] * 4), (0.0, [(2.0, 1)] * 2)])
+    *requests, line = lines_of([(0.0, [(1.0, 1)] * 4), (0.0, [(2.0, 1)] * 2)])
     broken = [record | ({"error": "boom"} if record["replica"] == 1 else {}) for record in requests]
     run = run_of(*broken, line)
     metrics = cell_metrics(run, "c")
@@ -146,8 +145,8 @@ def test_one_process_has_no_shares() -> None:
 
 @pytest.mark.parametrize("missing", ["replica", "started", "ended", "device"])
 def test_a_replica_that_does_not_say_what_it_must_is_refused(missing: str) -> None:
-    line = records_of([(0.0, [(1.0, 1)])])[-1]
-    assert problem_of(line) is None
+    line = lines_of([(0.0, [(1.0, 1)])])[-1]
+    record_of(line)
     del line["replicas"][0][missing]
-    assert f"replicas needs {missing!r}" in str(problem_of(line))
-    assert problem_of(line | {"replicas": 2}) is not None
+    with pytest.raises(ValueError, match=rf"field 'replicas\[0\]' of a repeat record: .* `{missing}`"):
+        record_of(line)

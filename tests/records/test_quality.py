@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
-from tests.records.synthetic import header, request
+from tests.records.synthetic import header, record_of, request
 
 from panscan.analysis.significance import QualityDifference, quality_difference
 from panscan.quality.scores import exact_match, scores_of
@@ -23,13 +23,13 @@ Scores = Sequence[Sequence[float | None]]
 
 
 def run_of_cells(**cells: Scores) -> Run:
-    run = Run(Path("records.jsonl"), header({cell: {} for cell in cells}), {cell: {} for cell in cells})
+    run = Run(Path("records.jsonl"), record_of(header({cell: {} for cell in cells})), {cell: {} for cell in cells})
     for cell, scores in cells.items():
         for question, repeats in enumerate(scores):
             for number, score in enumerate(repeats):
                 others: dict[str, Any] = {} if score is None else {"scores": {"exact_match": score}}
                 record = request(cell, f"q{question}", 0.0, [1.0], repeat=number, prompt_sha256=f"{question}", **others)
-                run.requests.setdefault((cell, number), []).append(record)
+                run.requests.setdefault((cell, number), []).append(record_of(record))
     return run
 
 
@@ -116,7 +116,7 @@ def test_a_single_question_has_wilsons_interval() -> None:
 
 def test_unscored_and_failed_requests_have_no_part() -> None:
     run = run_of_cells(c=[[1], [None], [0]], d=[[None]])
-    run.requests["c", 0][2] |= {"error": "no memory"}
+    run.requests["c", 0][2].error = "no memory"
     found = quality_of(run, "c")
     assert found is not None
     assert (found.mean, found.questions) == (1, 1)

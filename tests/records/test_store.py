@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.records.synthetic import header, outcome, repeat, request, write_run
+from tests.records.synthetic import header, outcome, record_of, records_of, repeat, request, write_run
 
 from panscan.core import RecordsError
 from panscan.records import store
@@ -27,18 +29,18 @@ def block(cell: str, number: int, size: int = 2, at: float = 0.0) -> list[dict]:
 def write_all(directory: Path, *blocks: list[dict]) -> None:
     with RecordWriter(directory) as writer:
         for lines in blocks:
-            writer.write(lines)
+            writer.write(records_of(lines))
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     lines = [*block("a", 0), *block("a", 1, at=5.0)]
     write_all(tmp_path / "new" / "run", [header(CELLS)], lines, [outcome("b", "skipped", "no GPU")])
     run = read_run(tmp_path / "new" / "run")
-    assert run.header == header(CELLS)
+    assert run.header == record_of(header(CELLS))
     assert run.cells == CELLS
-    assert run.outcomes == {"b": outcome("b", "skipped", "no GPU")}
-    assert run.requests == {("a", 0): lines[:2], ("a", 1): lines[3:5]}
-    assert run.repeats == {("a", 0): lines[2], ("a", 1): lines[5]}
+    assert run.outcomes == {"b": record_of(outcome("b", "skipped", "no GPU"))}
+    assert run.requests == {("a", 0): records_of(lines[:2]), ("a", 1): records_of(lines[3:5])}
+    assert run.repeats == {("a", 0): record_of(lines[2]), ("a", 1): record_of(lines[5])}
     assert run.finished() == {("a", 0), ("a", 1)}
     assert run.notes == []
     assert read_run(tmp_path / "new" / "run" / FILE_NAME) == run
@@ -48,7 +50,7 @@ def test_names_that_are_not_unicode_survive(tmp_path: Path) -> None:
     lines = block("a", 0)
     lines[0]["image"] = ["r\udce9sum\u2028\n.png"]  # an undecodable byte, as os.fsdecode gives it
     write_all(tmp_path, [header(CELLS)], lines)
-    assert read_run(tmp_path).requests["a", 0][0]["image"] == lines[0]["image"]
+    assert read_run(tmp_path).requests["a", 0][0].image == lines[0]["image"]
 
 
 @settings(max_examples=60, deadline=None)
@@ -79,7 +81,7 @@ def test_a_file_cut_anywhere_keeps_every_whole_repeat_and_resumes(
         assert writer.torn is None or writer.torn.read_bytes() == tail + b"\n"
         for lines in blocks:
             if (lines[-1]["cell"], lines[-1]["repeat"]) not in run.finished():
-                writer.write(lines)
+                writer.write(records_of(lines))
     again = read_run(directory)
     assert again.finished() == {("a", 0), ("b", 0), ("a", 1)}
     assert all(len(requests) == 2 for requests in again.requests.values())
@@ -109,25 +111,25 @@ def test_requests_in_flight_are_left_out_with_a_note(tmp_path: Path) -> None:
 def test_of_two_complete_repeats_the_last_counts(tmp_path: Path) -> None:
     later = block("a", 0, size=1, at=50.0)
     run = write_run(tmp_path, [header(CELLS), *block("a", 0), *later])
-    assert run.requests["a", 0] == later[:1]
-    assert run.repeats["a", 0] == later[1]
+    assert run.requests["a", 0] == records_of(later[:1])
+    assert run.repeats["a", 0] == record_of(later[1])
 
 
 def test_the_last_outcome_of_a_cell_counts(tmp_path: Path) -> None:
     run = write_run(tmp_path, [header(CELLS), outcome("a", "oom", "no room"), outcome("a", "done")])
-    assert run.outcomes["a"]["outcome"] == "done"
+    assert run.outcomes["a"].outcome == "done"
 
 
 WRITER = """
 import sys
 from pathlib import Path
-from tests_synthetic import header, repeat, request
+from tests_synthetic import header, records_of, repeat, request
 from panscan.records.store import RecordWriter
 with RecordWriter(Path(sys.argv[1])) as writer:
-    writer.write([header({"a": {}})])
+    writer.write(records_of([header({"a": {}})]))
     for number in range(100_000):
         lines = [request("a", f"q{i}", 0.0, [1.0] * 200, repeat=number) for i in range(20)]
-        writer.write([*lines, repeat("a", number, 0.0, 1.0)])
+        writer.write(records_of([*lines, repeat("a", number, 0.0, 1.0)]))
         print(number, flush=True)
 """
 
@@ -155,7 +157,7 @@ def test_two_writers_at_once_are_refused(tmp_path: Path) -> None:
     with RecordWriter(tmp_path) as writer:
         with pytest.raises(RecordsError, match="another panscan"):
             RecordWriter(tmp_path)
-        writer.write([header(CELLS)])  # the refused one has not let go of the lock
+        writer.write([record_of(header(CELLS))])  # the refused one has not let go of the lock
         with pytest.raises(RecordsError, match="another panscan"):
             RecordWriter(tmp_path)
     RecordWriter(tmp_path).close()
@@ -164,17 +166,17 @@ def test_two_writers_at_once_are_refused(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     with RecordWriter(tmp_path) as writer:
-        writer.write([header(CELLS)])
+        writer.write([record_of(header(CELLS))])
         before = (tmp_path / FILE_NAME).read_bytes()
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 300, hard))  # room for a part of it
         try:
             with pytest.raises(RecordsError, match=FILE_NAME) as caught:
-                writer.write(block("a", 0))
+                writer.write(records_of(block("a", 0)))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert "\n" not in str(caught.value)
         assert (tmp_path / FILE_NAME).read_bytes() == before
-        writer.write(block("a", 1))
+        writer.write(records_of(block("a", 1)))
     assert read_run(tmp_path).finished() == {("a", 1)}
 
 
@@ -184,7 +186,7 @@ def test_a_first_write_that_fails_leaves_no_file(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))
         try:
             with pytest.raises(RecordsError, match=FILE_NAME):
-                writer.write([header(CELLS)])
+                writer.write([record_of(header(CELLS))])
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert [path.name for path in tmp_path.iterdir() if "lock" not in path.name] == []
@@ -197,19 +199,21 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("records", "message"),
+    ("lines", "changes", "message"),
     [
-        (block("a", 0), "run line comes first"),
-        ([header(CELLS), header(CELLS)], "run line comes first"),
-        ([header(CELLS), {"type": "span"}], "'span'"),
-        ([header(CELLS), {**outcome("a", "done"), "outcome": "fine"}], "'fine'"),
-        ([header(CELLS), {**repeat("a", 0, 0.0, 1.0), "ended": float("nan")}], "needs 'ended', got nan"),
-        ([header(CELLS), {**outcome("a", "done"), "time": Path()}], "not JSON"),
+        (block("a", 0), {}, "run line comes first"),
+        ([header(CELLS), header(CELLS)], {}, "run line comes first"),
+        ([header(CELLS), outcome("a", "done")], {"outcome": "fine"}, "field 'outcome' of a cell record"),
+        ([header(CELLS), outcome("a", "done")], {"time": float("nan")}, "not JSON"),
+        ([header(CELLS), outcome("a", "done")], {"time": Path()}, "not JSON"),
     ],
 )
-def test_the_writer_refuses_what_could_not_be_read(tmp_path: Path, records: list[dict], message: str) -> None:
+def test_the_writer_refuses_what_could_not_be_read(
+    tmp_path: Path, lines: list[dict], changes: dict[str, Any], message: str
+) -> None:
+    *first, last = records_of(lines)
     with RecordWriter(tmp_path) as writer, pytest.raises(RecordsError, match=message):
-        writer.write(records)
+        writer.write([*first, msgspec.structs.replace(last, **changes)])
     assert not (tmp_path / FILE_NAME).exists()
 
 
@@ -221,12 +225,21 @@ def test_the_writer_refuses_what_could_not_be_read(tmp_path: Path, records: list
         ('{"type":"span"}', "line 3: unknown type of record 'span'"),
         (json.dumps(header(CELLS)), "line 3: a second run line"),
         (json.dumps(outcome("z", "done")), "line 3: the run has no cell 'z'"),
-        (json.dumps({**repeat("a", 0, 0.0, 1.0), "ended": "x"}), "line 3: a repeat record needs 'ended'"),
-        (json.dumps({**block("a", 0)[0], "stamps": {"tokens": []}}), "line 3: stamps need a time 'accepted'"),
-        (json.dumps({**block("a", 0)[0], "stamps": {"accepted": 0, "tokens": ["x"]}}), "line 3: stamps need a list"),
+        (
+            json.dumps({**repeat("a", 0, 0.0, 1.0), "ended": "x"}),
+            "line 3: field 'ended' of a repeat record: exp",
+        ),
+        (
+            json.dumps({**block("a", 0)[0], "stamps": {"tokens": []}}),
+            "line 3: field 'stamps' of a request record: .* `accepted`",
+        ),
+        (
+            json.dumps({**block("a", 0)[0], "stamps": {"accepted": 0, "tokens": ["x"]}}),
+            r"line 3: field 'stamps.tokens\[0\]' of a request record",
+        ),
         (
             json.dumps({**block("a", 0)[0], "stamps": {"accepted": 0, "tokens": [], "end": "x"}}),
-            "line 3: stamps need a time or nothing for 'end'",
+            "line 3: field 'stamps.end' of a request record",
         ),
     ],
 )

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tests.records.synthetic import batches_of, header, outcome, write_run
 
 from panscan.core import RecordsError
-from panscan.records.verdict import FLOOR, Divergence, Top1, judge, verdict_lines, verdict_of
+from panscan.records.schema import FLOOR, Divergence, Top1
+from panscan.records.verdict import judge, verdict_lines, verdict_of
 
 KL = st.floats(0, 10)
 ALL = Top1(100, 100)
@@ -208,7 +209,6 @@ def test_measured_tokens_and_inputs_can_only_make_a_verdict_worse(tmp_path: Path
 @pytest.mark.parametrize(
     "fields",
     [
-        {"repeat": {"tokens": {"requests": 1}}},
         {"repeat": {"tokens": [1]}},
         {"repeat": {"tokens": token_check({"request": "7"})}},
         {"repeat": {"tokens": token_check(DEPARTURE | {"found": None})}},

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.records.synthetic import header, request
+from tests.records import synthetic
+from tests.records.synthetic import record_of, repeat, request
 
 from panscan.core import SettingError
 from panscan.records.quality import empty_answers, metric_of, metrics_in, quality_of, with_metric
@@ -17,16 +18,19 @@ from panscan.report.answers import MOST_GROUPS, SHAPES, breakdowns, shape_of
 
 
 def run_of(*questions: dict[str, Any], cell: str = "c") -> Run:
-    run = Run(Path("records.jsonl"), header({cell: {}}), {cell: {}})
-    run.requests[cell, 0] = [
+    requests = [
         request(cell, f"q{number}", 0.0, [1.0], prompt_sha256=str(number), **fields)
         for number, fields in enumerate(questions)
     ]
-    return run
+    return synthetic.run_of(*requests, repeat(cell, 0, 0.0, 1.0), cells={cell: {}})
+
+
+def shape(*sizes: Sequence[int]) -> str | None:
+    return shape_of(record_of(request("c", "q", 0.0, [1.0], image_size=sizes)))
 
 
 @pytest.mark.parametrize(
-    ("sizes", "shape"),
+    ("sizes", "name"),
     [
         ([[100, 100]], "square"),
         ([[119, 100]], "square"),
@@ -40,19 +44,18 @@ def run_of(*questions: dict[str, Any], cell: str = "c") -> Run:
         ([[900, 100], [1, 1]], "several images"),
         ([], None),
         ([[0, 5]], None),
-        (None, None),
     ],
 )
-def test_shapes(sizes: list[list[int]] | None, shape: str | None) -> None:
-    assert shape_of({"image_size": sizes}) == shape
+def test_shapes(sizes: list[list[int]], name: str | None) -> None:
+    assert shape(*sizes) == name
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000))
 def test_every_picture_has_a_shape_and_its_turn_is_its_mirror(width: int, height: int) -> None:
-    shape, turned = shape_of({"image_size": [[width, height]]}), shape_of({"image_size": [[height, width]]})
-    assert shape in SHAPES
+    name, turned = shape([width, height]), shape([height, width])
+    assert name in SHAPES
     mirror = {"wide": "tall", "tall": "wide"}
-    assert turned == " ".join(mirror.get(word, word) for word in str(shape).split())
+    assert turned == " ".join(mirror.get(word, word) for word in str(name).split())
 
 
 def test_a_question_of_two_types_counts_in_both() -> None:

@@ -289,24 +289,6 @@ def test_limits_come_from_the_code(known: tuple[Run, Element], monkeypatch: pyte
     assert "at most 3.5x the noise" in section(page_of(known[0]), "definitions").text
 
 
-def test_each_replica_and_its_share(tmp_path: Path) -> None:
-    """Two replicas over ten seconds in common: one answers a request a second, the other one in two seconds."""
-    records = [synthetic.header({"c": {"model": "tiny"}})]
-    for replica, step in ((0, 1.0), (1, 2.0)):
-        for batch in range(int(10 / step)):
-            times = [batch * step + step / 2, (batch + 1) * step]
-            records.append(
-                synthetic.request("c", f"{replica}.{batch}", batch * step, times, batch=batch, replica=replica)
-            )
-    windows = [{"replica": n, "started": 0.0, "ended": 10.0, "device": f"cuda:{n}"} for n in range(2)]
-    records += [synthetic.repeat("c", 0, 0.0, 10.0, replicas=windows), synthetic.outcome("c", "done")]
-    rows = rows_of(next(section(page_of(synthetic.write_run(tmp_path, records)), "replicas").all("table")))
-    assert [{name: cell.text for name, cell in row.items()} for row in rows] == [
-        {"setting": "c", "replica": "0", "device": "cuda:0", "requests/s": "1.00", "share": "66.7%"},
-        {"setting": "c", "replica": "1", "device": "cuda:1", "requests/s": "0.500", "share": "33.3%"},
-    ]
-
-
 def test_the_parser_of_these_tests_notices_what_is_not_closed() -> None:
     for broken in ("<p><b>x</p></b>", "<div>", "<p>x</p></p>", '<p id="a" id="b"></p>'):
         with pytest.raises((AssertionError, IndexError)):

@@ -99,7 +99,6 @@ def test_only_random_weights_are_called_random(tmp_path: Path) -> None:
         ([{"model": "tiny"}, {"model": "mini"}], {"bundled": {"mini": "0123456789ab"}}, False),
         ([drawn], {"bundled": {}}, True),
         ([{"model": "mini"}], {}, True),  # of a version whose mini model was random
-        ([{"model": "mini"}], {"bundled": 3}, True),
     ]
     for cells, environment, said in models:
         header = synthetic.header({str(number): settings for number, settings in enumerate(cells)})
@@ -123,7 +122,7 @@ def test_crop_settings_are_said_only_of_cells_with_crops(tmp_path: Path) -> None
 
 def test_schema_1_and_settings_of_other_versions(tmp_path: Path) -> None:
     header = synthetic.header({"a": {"novel": {"x": [1]}}, "b": {"novel": float("inf")}, "c": {"novel": None}})
-    header |= {"schema": 1, "environment": {"gpus": "none", "novel": {"deep": [1]}}}
+    header |= {"schema": 1, "environment": {"novel": {"deep": [1]}}}
     records = [
         header,
         *synthetic.batches_of("a", [1.0]),

@@ -39,9 +39,7 @@ WIDTHS = (80, 160)
 
 def sweep_records() -> list[dict[str, Any]]:
     """Return a sweep over a dataset, with every verdict and outcome."""
-    records = report_known.records_of(scores=True)
-    records[0]["settings"] = {"dataset": {"format": "jsonl", "path": "data.jsonl", "quality_metric": "exact_match"}}
-    return records
+    return report_known.records_of(scores=True)
 
 
 def quantized_records() -> list[dict[str, Any]]:

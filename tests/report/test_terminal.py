@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tests.records.synthetic import batches_of, header, outcome, write_run
+from tests.records.synthetic import batches_of, header, outcome, record_of, write_run
 
 from panscan.records.store import Run
 from panscan.records.summary import cell_metrics
@@ -150,7 +150,7 @@ def test_no_line_is_wider_than_the_terminal(tmp_path: Path, width: int, monkeypa
         for dtype in ("bf16", "fp32")
     ]
     run = build(tmp_path, grid, lambda cell: 1.0 + cell["pan_and_scan_max_num_crops"])
-    run.outcomes["c0"] = outcome("c0", "failed", "why " * 60)
+    run.outcomes["c0"] = record_of(outcome("c0", "failed", "why " * 60))
     for draw in (print_summary, print_curves):
         lines = shown(draw, run, width).splitlines()
         assert lines

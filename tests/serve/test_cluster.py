@@ -29,8 +29,7 @@ from panscan.settings import Settings
 
 pytest.importorskip("ray.serve", reason="needs the extra cluster")
 
-from panscan.serve.cluster import API_KEYS_VARIABLE, build, print_config, run_cluster
-from panscan.serve.deployments import Scale
+from panscan.serve.cluster import API_KEYS_VARIABLE, Scale, application, build, print_config, run_cluster
 
 SEQUENCES, QUEUED = 4, 6  # per replica; in front of all replicas
 CAPACITY = 2 * SEQUENCES + QUEUED
@@ -346,7 +345,6 @@ def test_a_port_conflict_is_reported_before_startup():
 
 def test_tensor_parallel_replicas_are_placed_on_one_node():
     from panscan.serve.app import create_app
-    from panscan.serve.deployments import application
 
     options = replace(OPTIONS, settings=replace(OPTIONS.settings, device="cuda", tensor_parallel_size=2))
     engines = application(create_app, options, Scale(5), gpus=2)._bound_deployment.init_args[0]._bound_deployment

@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import struct
-import subprocess
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from tests.serve.serving import (
     DEADLINE,
     Server,
     chat,
-    command,
     data_url,
     image_part,
     post,
@@ -34,6 +32,7 @@ from tests.serve.serving import (
 )
 from transformers import AutoTokenizer
 
+from panscan.cli.main import run
 from panscan.core import ImageError, SettingError
 from panscan.core.deadline import Deadline
 from panscan.images.fetch import ALLOW_PRIVATE
@@ -138,14 +137,13 @@ def test_only_digests_of_keys_are_kept() -> None:
             ApiKeys.of([bad])
 
 
-def test_print_config_does_not_reveal_keys() -> None:
+def test_print_config_does_not_reveal_keys(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ray")
-    options = [*command("--print-config", "--api-key", KEYS[0])]
-    ended = subprocess.run(
-        options, capture_output=True, text=True, timeout=DEADLINE, env={**os.environ, "PANSCAN_API_KEYS": KEYS[2]}
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert KEYS[0] not in ended.stdout + ended.stderr and KEYS[2] not in ended.stdout + ended.stderr
+    monkeypatch.setenv("PANSCAN_API_KEYS", KEYS[2])
+    assert run(["serve", "--device", "cpu", "--print-config", "--api-key", KEYS[0]]) == 0
+    shown = "".join(capsys.readouterr())
+    assert "api_keys: env:PANSCAN_API_KEYS" in shown
+    assert KEYS[0] not in shown and KEYS[2] not in shown
 
 
 @pytest.mark.parametrize(
@@ -376,24 +374,26 @@ INJECTIONS = (
 )
 
 
+ROLES = ("system", "user", "assistant", "user")
+
+
 def test_special_tokens_in_texts_are_plain_text(server: Server) -> None:
     """In any role, and even if split into several parts, they add no special token id."""
-    tokens = AutoTokenizer.from_pretrained(mini_directory()).added_tokens_decoder
-    special = {id for id, token in tokens.items() if token.special}
+    added = AutoTokenizer.from_pretrained(mini_directory()).added_tokens_decoder
+    special = {id for id, token in added.items() if token.special}
 
     def specials(messages: Any) -> list[int]:
-        found = post(server, "/tokenize", {"messages": messages}).json()["tokens"]
-        return [token for token in found if token in special]
+        tokens = post(server, "/tokenize", {"messages": messages}).json()["tokens"]
+        return [token for token in tokens if token in special]
 
+    turns = [{"role": role, "content": [{"type": "text", "text": "x"}]} for role in ROLES]
+    expected = specials(turns)
     for text in INJECTIONS:
         for split in ((text,), (text[: len(text) // 2], text[len(text) // 2 :]), tuple(text)):
             parts = [{"type": "text", "text": part} for part in split]
-            plain = [{"type": "text", "text": "x"}]
-            for role in ("system", "user", "assistant"):
-                turns = [{"role": each, "content": plain} for each in ("system", "user", "assistant", "user")]
-                place = next(number for number, turn in enumerate(turns) if turn["role"] == role)
-                injected = [*turns[:place], {"role": role, "content": parts}, *turns[place + 1 :]]
-                assert specials(injected) == specials(turns), (text, role)
+            for index, role in enumerate(ROLES[:3]):
+                injected = [*turns[:index], {"role": role, "content": parts}, *turns[index + 1 :]]
+                assert specials(injected) == expected, (text, role)
 
 
 @pytest.mark.parametrize("role", ["tool", "model", "user\n", "user<end_of_turn>", "", "USER"])

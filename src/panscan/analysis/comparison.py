@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from string import ascii_uppercase
 from typing import Any
 
-from panscan.analysis.cells import aliases_of, cell_title, count, display_settings, number_text, shared_settings
+from panscan.analysis.cells import aliases_of, cell_title, display_settings, shared_settings
 from panscan.analysis.differences import (
     DEFAULT_METRICS,
     METRICS,
@@ -21,11 +21,11 @@ from panscan.analysis.differences import (
     score_names,
 )
 from panscan.analysis.levels import VERIFY_HINT, level_names
-from panscan.analysis.load_pairing import LOAD_WORKLOAD
-from panscan.analysis.pairing import CellPair, Comparison, compare_runs
+from panscan.analysis.pairing import LOAD_WORKLOAD, CellPair, Comparison, compare_runs
 from panscan.analysis.setting_words import label, shown
 from panscan.analysis.significance import ALPHA
 from panscan.core import SettingError
+from panscan.core.text import count, number_text
 from panscan.records.load_runs import BLOCKS, is_load_run, load_settings
 from panscan.records.quality import metric_of
 from panscan.records.schema import METRICS as METRIC_NAMES
@@ -119,8 +119,8 @@ class Report:
     def extent(self, at: int, pair_index: int) -> str:
         """How much of a pair of cells pairs."""
         requests = self.comparisons[at].pairs[pair_index].requests
-        plural = "" if len(requests.work) == 1 else "es"
-        return f"{count(len(requests.pairs), 'paired request')} in {len(requests.work)} batch{plural}"
+        plural = "" if requests.clusters == 1 else "es"
+        return f"{count(len(requests.pairs), 'paired request')} in {requests.clusters} batch{plural}"
 
     def verdict(self, at: int, pair_index: int) -> tuple[str, bool]:
         """Both verdicts, and whether they differ; load runs have none, which is an empty text."""
@@ -210,7 +210,7 @@ def as_json(report: Report) -> dict[str, Any]:
     """The report as plain data: fractions, not percent; times in milliseconds; p-values before their correction."""
     return {
         "runs": [
-            {"name": name, "path": str(run.path), "run_id": run.header["run_id"], "notes": run.notes}
+            {"name": name, "path": str(run.path), "run_id": run.header.run_id, "notes": run.notes}
             for name, run in zip(ascii_uppercase, report.runs, strict=False)
         ],
         "false_alarm_rate": ALPHA,
@@ -233,7 +233,7 @@ def _block(report: Report, at: int) -> dict[str, Any]:
                 "cells": pair.cells,
                 "settings": pair.settings,
                 "requests": len(pair.requests.pairs),
-                "batches": len(pair.requests.work),
+                "batches": pair.requests.clusters,
                 "verdicts": None if is_load_run(comparison.a) else [verdict.word for verdict in pair.verdicts],
                 "metrics": [asdict(each) for each in metrics.values()],
                 "peaks": pair.peaks,

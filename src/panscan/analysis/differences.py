@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from panscan.analysis.load_pairing import ATTAINMENT
-from panscan.analysis.pairing import CellPair, Comparison, PairedRequests, noun_of
+from panscan.analysis.pairing import ATTAINMENT, CellPair, Comparison, PairedRequests, noun_of
 from panscan.analysis.significance import (
     Paired,
     Rates,
@@ -25,8 +24,6 @@ from panscan.analysis.significance import (
 from panscan.core import SettingError
 from panscan.records.intervals import Interval
 from panscan.records.metrics import LEAST_SAMPLES
-from panscan.records.requests import RequestMetrics
-from panscan.records.store import Record
 from panscan.settings import nearest
 
 __all__ = [
@@ -128,14 +125,14 @@ def measured(pair: CellPair, metrics: Sequence[str]) -> dict[str, Paired]:
 
 def score_names(pair: CellPair) -> list[str]:
     """Scores that both sides of any paired request have."""
-    names = (sorted(_scores_of(each.a).keys() & _scores_of(each.b).keys()) for each in pair.requests.pairs)
+    names = (sorted(both.a.scores.keys() & both.b.scores.keys()) for both in pair.requests.pairs)
     return list(dict.fromkeys(name for each in names for name in each))
 
 
 def repeats_needed(pair: CellPair, tests: int, sides: int) -> int:
     """``--repeats`` with which each of so many tests of this pair of cells could tell."""
-    repeats = len({each.a["repeat"] for each in pair.requests.pairs})
-    return ceil(clusters_needed(tests, sides) * repeats / len(pair.requests.work))
+    repeats = len({both.a.repeat for both in pair.requests.pairs})
+    return ceil(clusters_needed(tests, sides) * repeats / pair.requests.clusters)
 
 
 def _difference(metric: str, paired: Paired, *, larger: bool, p_value: float, alarm: bool | None) -> Difference:
@@ -164,13 +161,8 @@ def _direction(metric: str, *, larger: bool) -> str:
 
 
 def _rates(requests: PairedRequests, metric: str) -> Rates:
-    amount = "requests" if metric == "request_throughput" else "tokens"
-    sides = [
-        np.array([getattr(work[side], name) for work in requests.work], dtype=np.float64)
-        for name in (amount, "seconds")
-        for side in (0, 1)
-    ]
-    return Rates(*sides)
+    amount = 0 if metric == "request_throughput" else 1
+    return Rates(*requests.work[:, :, amount], *requests.work[:, :, 2])
 
 
 _Both = tuple[float, float]
@@ -180,7 +172,7 @@ def _times(requests: PairedRequests) -> dict[str, list[tuple[int, _Both]]]:
     """(cluster, milliseconds of A and of B) of every pair that has the time on both sides, by time."""
     found: dict[str, list[tuple[int, _Both]]] = {time: [] for time in _TIMES}
     for pair in requests.pairs:
-        one, other = RequestMetrics.from_record(pair.a), RequestMetrics.from_record(pair.b)
+        one, other = pair.a, pair.b
         for time, a, b in (
             ("ttft", one.ttft, other.ttft),
             ("tpot", one.tpot, other.tpot),
@@ -191,21 +183,15 @@ def _times(requests: PairedRequests) -> dict[str, list[tuple[int, _Both]]]:
     return found
 
 
-def _scores_of(record: Record) -> Mapping[str, float]:
-    return record.get("scores") or {}
-
-
 def _scores(requests: PairedRequests, name: str) -> list[tuple[int, float, float]]:
     """Repeats of one question are one cluster: greedy answers are the same each time and no news. Whether a request
     meets its limits depends on those around it, so its cluster is that of its times."""
     clusters: dict[tuple[Any, ...], int] = {}
     found = []
     for pair in requests.pairs:
-        a, b = _scores_of(pair.a).get(name), _scores_of(pair.b).get(name)
-        if a is not None and b is not None:
-            question = *pair.a["image_sha256"], pair.a["prompt_sha256"]
-            cluster = pair.cluster if name == ATTAINMENT else clusters.setdefault(question, len(clusters))
-            found.append((cluster, float(a), float(b)))
+        if name in pair.a.scores and name in pair.b.scores:
+            same = clusters.setdefault(pair.a.question, len(clusters))
+            found.append((pair.cluster if name == ATTAINMENT else same, pair.a.scores[name], pair.b.scores[name]))
     return found
 
 

@@ -17,6 +17,7 @@ from panscan.model.shapes import Shape
 from panscan.plan.cost import RequestCounts, Roofline, Variant
 from panscan.plan.gpus import reported_gpu
 from panscan.records.metrics import Metrics
+from panscan.records.schema import RequestRecord
 from panscan.records.store import Run
 from panscan.settings import ALL_AT_ONCE
 
@@ -79,12 +80,10 @@ def floor_of(run: Run, cell: str) -> Floor | None:
     """
     settings, roofline = run.cells[cell], _roofline(run, cell)
     runner = settings.get("runner")
-    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
-    for key, records in run.requests.items():
-        for record in records if key[0] == cell else ():
-            if not record["error"]:
-                batch = record.get("replica", 0), record["repeat"], record["batch"]
-                groups[(*batch, record["request"]) if runner == "pipeline" else batch].append(record)
+    groups: dict[tuple[Any, ...], list[RequestRecord]] = defaultdict(list)
+    for record in run.answered(cell):
+        batch = record.replica, record.repeat, record.batch
+        groups[(*batch, record.request) if runner == "pipeline" else batch].append(record)
     if roofline is None or not groups:
         return None
     if runner in _MIXED:
@@ -117,46 +116,46 @@ def ratios(floor: Floor, metrics: Metrics) -> dict[str, float]:
 def _roofline(run: Run, cell: str) -> Roofline | None:
     """Return the ceilings that a cell's model ran under; None if they are not known."""
     load, settings = run.loads.get(cell), run.cells[cell]
-    if load is None or load["shape"] is None or load["dtype"] not in _DTYPES or settings.get("tp_plan"):
+    if load is None or load.shape is None or load.dtype not in _DTYPES or settings.get("tp_plan"):
         return None
-    if not load["flops_per_s"] or not load["bytes_per_s"]:
+    if not load.flops_per_s or not load.bytes_per_s:
         return None
-    on_gpu, kinds = load["device"].startswith("cuda"), {settings.get("quantization"), load.get("weights")}
+    on_gpu, kinds = load.device.startswith("cuda"), {settings.get("quantization"), load.weights}
     kind = next((kind for kind in _NARROW if kind in kinds), None)
     narrow = 1.0 if kind is None else _narrow_rate(run, kind)
-    tf32 = settings.get("tf32") and load["dtype"] == "float32" and on_gpu
+    tf32 = settings.get("tf32") and load.dtype == "float32" and on_gpu
     if tf32 or narrow is None or kinds & {*_UNKNOWN_PRODUCTS}:
         return None
     try:
-        shape = Shape.from_dict(load["shape"])
+        shape = Shape.from_dict(load.shape)
     except RecordsError:  # another version's: what it cost is not known here, and the rest of the run is
         return None
-    variant = Variant(shape, kind, None, settings.get("kv_cache_dtype") or "auto", dtype=_DTYPES[load["dtype"]])
+    variant = Variant(shape, kind, None, settings.get("kv_cache_dtype") or "auto", dtype=_DTYPES[load.dtype])
     gpus = settings.get("tensor_parallel_size") or 1 if on_gpu else 1  # processes of a CPU share its rates
-    return Roofline(variant, gpus * load["flops_per_s"], gpus * load["bytes_per_s"], load["weight_bytes"], narrow)
+    return Roofline(variant, gpus * load.flops_per_s, gpus * load.bytes_per_s, load.weight_bytes, narrow)
 
 
 def _narrow_rate(run: Run, kind: str) -> float | None:
     """Return how many times faster than the measured product an 8-bit one is; None if the GPU is not known."""
-    gpus = run.header["environment"].get("gpus") or [{}]
-    gpu = reported_gpu(gpus[0].get("name", ""))
+    gpus = run.header.machine.gpus
+    gpu = reported_gpu((gpus[0].name or "") if gpus else "")
     return None if gpu is None or kind not in gpu.flops_per_s else gpu.flops_per_s[kind] / gpu.half_rate
 
 
-def _counts(record: Mapping[str, Any]) -> RequestCounts:
-    return RequestCounts(record["views"], record["prompt_tokens"], record["output_tokens"])
+def _counts(record: RequestRecord) -> RequestCounts:
+    return RequestCounts(record.views or 0, record.prompt_tokens or 0, record.output_tokens)
 
 
-def _mixed_counts(records: Sequence[Mapping[str, Any]]) -> list[RequestCounts]:
+def _mixed_counts(records: Sequence[RequestRecord]) -> list[RequestCounts]:
     """Return requests that share what they have in common: prefixes, as recorded, and encoded images."""
     encoded: set[str] = set()
     requests = []
     for record in records:
-        images = record["image_sha256"]
-        views = 0 if encoded.intersection(images) else record["views"]
+        images = record.image_sha256
+        views = 0 if encoded.intersection(images) else record.views or 0
         encoded.update(images)
-        cached = record.get("cached_tokens") or 0
-        requests.append(RequestCounts(views, record["prompt_tokens"], record["output_tokens"], cached))
+        cached = record.cached_tokens or 0
+        requests.append(RequestCounts(views, record.prompt_tokens or 0, record.output_tokens, cached))
     return requests
 
 
@@ -183,15 +182,13 @@ def _mixed(roofline: Roofline, requests: Sequence[RequestCounts], limits: Sequen
         limits: requests of a pass at most, and requests in flight at most; None: no limit.
     """
     number, (_, concurrency) = len(requests), limits
-    alone = {request: _batch(roofline, [request]) for request in set(requests)}
-    stages = np.mean([alone[request].stages for request in requests], axis=0)
-    e2e = float(stages.sum())
+    vision, prefill, decode = np.mean([roofline.alone_seconds(request) for request in requests], axis=0).tolist()
+    e2e = vision + prefill + decode
     if concurrency is None or concurrency >= number:
         flops = np.sort([roofline.request_flops(request) for request in requests])
         e2e = max(e2e, float(flops.cumsum().mean()) / roofline.flops_per_s)
     seconds = roofline.mixed_seconds(requests, min(limit for limit in (*limits, number) if limit is not None))
-    vision, prefill, decode = map(float, stages)
-    return _Batch(number, (vision, prefill, decode), e2e, seconds, max(each.cache_bytes for each in alone.values()))
+    return _Batch(number, (vision, prefill, decode), e2e, seconds, max(map(roofline.cache_bytes, requests)))
 
 
 def _cell_floor(weight_bytes: int, batches: Mapping[tuple[Any, ...], _Batch]) -> Floor:

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any
 
-from panscan.analysis.cells import number_text, varying_names
+from panscan.analysis.cells import varying_names
 from panscan.core import RecordsError
+from panscan.core.text import number_text
 from panscan.records.goodput import Goodput, HighestRate, Limits, highest_rate
 from panscan.records.load_runs import (
-    ClientFigures,
-    LoadRunSettings,
     client_figures,
     is_load_run,
     keeps_up,
     level_goodput,
-    level_repeats,
     load_settings,
     offered_rate,
     queued_ms,
 )
 from panscan.records.metrics import Metrics
+from panscan.records.schema import ClientFigures, LevelSettings, LoadRunSettings
 from panscan.records.store import Run, outcome_of
 from panscan.records.summary import cell_metrics
 
@@ -147,22 +145,22 @@ def levels_of(run: Run) -> list[MeasuredLevel]:
         RecordsError: stamps contradict counts.
     """
     names = level_names(run)
-    cells = sorted(names, key=lambda cell: _order(run.cells[cell]))
-    return [_level(run, cell, names[cell]) for cell in cells if level_repeats(run, cell)]
+    cells = sorted(names, key=lambda cell: _order(run.level(cell)))
+    return [_level(run, cell, names[cell]) for cell in cells if run.repeats_of(cell)]
 
 
-def _order(settings: Mapping[str, Any]) -> tuple[float, float, float]:
-    rate, concurrency, burstiness = (settings.get(name) for name in ("request_rate", "max_concurrency", "burstiness"))
-    return (inf if rate is None else rate, inf if concurrency is None else concurrency, burstiness or 0.0)
+def _order(level: LevelSettings) -> tuple[float, float, float]:
+    rate, concurrency = level.request_rate, level.max_concurrency
+    return (inf if rate is None else rate, inf if concurrency is None else concurrency, level.burstiness or 0.0)
 
 
 def _level(run: Run, cell: str, name: str) -> MeasuredLevel:
-    settings = run.cells[cell]
+    settings = run.level(cell)
     return MeasuredLevel(
         cell=cell,
         name=name,
-        rate=settings.get("request_rate"),
-        concurrency=settings.get("max_concurrency"),
+        rate=settings.request_rate,
+        concurrency=settings.max_concurrency,
         offered=offered_rate(run, cell),
         metrics=cell_metrics(run, cell),
         goodput=level_goodput(run, cell),
@@ -177,8 +175,9 @@ def level_names(run: Run) -> dict[str, str]:
     arrival = load_settings(run).arrival
     bursty = "burstiness" in varying_names(list(run.cells.values()))
     names = {}
-    for cell, settings in run.cells.items():
-        rate, concurrency, burstiness = (settings.get(key) for key in ("request_rate", "max_concurrency", "burstiness"))
+    for cell in run.cells:
+        level = run.level(cell)
+        rate, concurrency, burstiness = level.request_rate, level.max_concurrency, level.burstiness
         parts = [] if rate is None else [f"{rate:g} req/s"]
         if rate is None and arrival in ("ramp", "trace"):
             parts = [arrival]
@@ -294,11 +293,9 @@ def error_groups(run: Run, levels: Sequence[MeasuredLevel]) -> list[ErrorGroup]:
     """Return the requests that failed by kind of error, the most frequent first."""
     found: dict[str, list[tuple[str, str]]] = {}
     for level in levels:
-        for _, records in level_repeats(run, level.cell):
-            for record in records:
-                if record["error"] is not None:
-                    kind = record.get("error_kind") or "other"
-                    found.setdefault(kind, []).append((level.name, record["error"]))
+        for request in run.requests_of(level.cell):
+            if request.error is not None:
+                found.setdefault(request.error_kind or "other", []).append((level.name, request.error))
     groups = [
         ErrorGroup(kind, len(each), tuple(dict.fromkeys(name for name, _ in each)), each[0][1])
         for kind, each in found.items()
@@ -308,7 +305,7 @@ def error_groups(run: Run, levels: Sequence[MeasuredLevel]) -> list[ErrorGroup]:
 
 def load_warnings(run: Run, levels: Sequence[MeasuredLevel]) -> list[str]:
     """Return what a reader must know before believing a figure, as sentences without their full stops."""
-    found = [] if run.probe is None else list(run.probe["warnings"])
+    found = [] if run.probe is None else list(run.probe.warnings)
     for level in levels:
         if level.client is not None and level.client.limited:
             reason = f" ({level.client.reason})" if level.client.reason else ""
@@ -332,11 +329,10 @@ def _chunk_warnings(run: Run, levels: Sequence[MeasuredLevel]) -> list[str]:
     shapes: Counter[str] = Counter()
     tokens = chunks = 0
     for level in levels:
-        for _, records in level_repeats(run, level.cell):
-            for record in records:
-                if record["error"] is None and record["output_tokens"] > 1 and record.get("chunks"):
-                    shapes["one chunk" if record["chunks"] == 1 else "chunks"] += 1
-                    tokens, chunks = tokens + record["output_tokens"], chunks + record["chunks"]
+        for request in run.answered(level.cell):
+            if request.output_tokens > 1 and request.chunks:
+                shapes["one chunk" if request.chunks == 1 else "chunks"] += 1
+                tokens, chunks = tokens + request.output_tokens, chunks + request.chunks
     if shapes["one chunk"] > shapes["chunks"]:
         return [
             "Most answers arrive in one chunk: the endpoint, or a proxy before it, does not stream; TTFT equals E2E,"

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from panscan.analysis.cells import aliases_of, cell_title, count, distinguishing_names, effective_settings
-from panscan.analysis.load_pairing import comparable, load_differences
-from panscan.analysis.setting_words import shown
+import numpy as np
+from msgspec import structs
+from numpy.typing import NDArray
+
+from panscan.analysis.cells import aliases_of, cell_title, distinguishing_names, effective_settings
+from panscan.analysis.setting_words import CROPS, shown
 from panscan.core import RecordsError
+from panscan.core.text import count
 from panscan.records.environment import bundled_weights
-from panscan.records.load_runs import is_load_run
-from panscan.records.metrics import Batch, batches_of
-from panscan.records.store import Record, Run, outcome_of
+from panscan.records.goodput import Limits, missed_limits
+from panscan.records.load_runs import block_size, in_blocks, is_load_run, load_settings
+from panscan.records.metrics import batches_of
+from panscan.records.schema import RequestRecord
+from panscan.records.store import Run, outcome_of
 from panscan.records.verdict import Verdict, verdict_of
 from panscan.settings import axes
 
 __all__ = [
+    "ATTAINMENT",
+    "LOAD_WORKLOAD",
     "CellPair",
-    "ClusterWork",
     "Comparison",
     "PairedRequests",
     "RequestPair",
@@ -30,43 +37,42 @@ __all__ = [
     "pair_requests",
 ]
 
-_Key = tuple[int, int, str, tuple[str, ...], str]
-"""Repeat, replica, request id, hashes of its images, hash of its prompt."""
+ATTAINMENT = "attainment"
+"""The name of a request's score that is 1 if it meets the limits of both runs, else 0."""
+LOAD_WORKLOAD = ("arrival", "scenario", "image_reuse", "num_prompts", "seed", "ignore_eos")
+"""Settings of a load run that make its requests, or when they arrive."""
+_MOST_NAMED = 12  # cells without a partner, of one fate
 
 
 @dataclass(frozen=True, slots=True)
 class RequestPair:
-    """Two ``request`` records of the same question, and the cluster that they are in (from 0, without gaps)."""
+    """Two requests of the same question, and the cluster that they are in (from 0, without gaps)."""
 
-    a: Record
-    b: Record
+    a: RequestRecord
+    b: RequestRecord
     cluster: int
 
 
-@dataclass(frozen=True, slots=True)
-class ClusterWork:
-    """What one side's batches of a cluster did in their repeat's window: answered requests, output tokens, seconds."""
-
-    requests: float
-    tokens: float
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PairedRequests:
     """Paired requests of two cells.
 
     Args:
         pairs: sorted by repeat, replica, request id, image hashes and prompt hash.
-        work: of each cluster, A's and B's.
+        work: float64 ``[2, clusters, 3]``: what A's and B's batches of each cluster did in their repeat's window:
+            answered requests, output tokens, seconds.
         alone: answered requests of A and of B without a partner.
         failed: requests of A and of B that failed.
     """
 
     pairs: tuple[RequestPair, ...]
-    work: tuple[tuple[ClusterWork, ClusterWork], ...]
+    work: NDArray[np.float64]
     alone: tuple[int, int]
     failed: tuple[int, int]
+
+    @property
+    def clusters(self) -> int:
+        return int(self.work.shape[1])
 
 
 def pair_requests(a: Run, cell_a: str, b: Run, cell_b: str) -> PairedRequests:
@@ -74,49 +80,35 @@ def pair_requests(a: Run, cell_a: str, b: Run, cell_b: str) -> PairedRequests:
 
     A cluster is the smallest set of batches of both that no pair leaves: with equal batches on both sides, a batch.
     """
-    records_a, records_b = _answered(a, cell_a), _answered(b, cell_b)
-    keys = sorted(records_a.keys() & records_b.keys())
-    batches = [(("A", *_batch(records_a[key])), ("B", *_batch(records_b[key]))) for key in keys]
-    clusters = _components(batches)
-    numbers = {cluster: number for number, cluster in enumerate(dict.fromkeys(clusters[ours] for ours, _ in batches))}
-    pairs = [
-        RequestPair(records_a[key], records_b[key], numbers[clusters[ours]])
-        for key, (ours, _) in zip(keys, batches, strict=True)
-    ]
-    sides = [_work(run, cell, side, clusters, numbers) for side, run, cell in (("A", a, cell_a), ("B", b, cell_b))]
+    sides = (a, cell_a), (b, cell_b)
+    ours, theirs = (
+        {(one.repeat, one.replica, one.request, *one.question): one for one in run.answered(cell)}
+        for run, cell in sides
+    )
+    keys = sorted(ours.keys() & theirs.keys())
+    clusters = _clusters([(_batch_node(0, ours[key]), _batch_node(1, theirs[key])) for key in keys])
+    work = np.zeros((2, len(set(clusters.values())), 3))
+    for side, (run, cell) in enumerate(sides):
+        for repeat, requests in run.repeats_of(cell):
+            for batch in batches_of(repeat, requests):
+                cluster = clusters.get((side, repeat.repeat, *batch.key)) if batch.key is not None else None
+                if cluster is not None:
+                    work[side, cluster] += batch.requests_inside, batch.tokens_inside, batch.seconds_inside
+    failed_a, failed_b = (len(run.requests_of(cell)) - len(run.answered(cell)) for run, cell in sides)
     return PairedRequests(
-        tuple(pairs),
-        tuple(zip(*sides, strict=True)),
-        (len(records_a) - len(keys), len(records_b) - len(keys)),
-        (_failed(a, cell_a), _failed(b, cell_b)),
+        tuple(RequestPair(ours[key], theirs[key], clusters[_batch_node(0, ours[key])]) for key in keys),
+        work,
+        (len(ours) - len(keys), len(theirs) - len(keys)),
+        (failed_a, failed_b),
     )
 
 
-def _answered(run: Run, cell: str) -> dict[_Key, Record]:
-    return {
-        (record["repeat"], record.get("replica", 0), record["request"], *_content(record)): record
-        for key, records in run.requests.items()
-        if key[0] == cell
-        for record in records
-        if record["error"] is None
-    }
+def _batch_node(side: int, request: RequestRecord) -> tuple[int, int, int, int]:
+    return side, request.repeat, request.replica, request.batch
 
 
-def _content(record: Record) -> tuple[tuple[str, ...], str]:
-    return tuple(map(str, record["image_sha256"])), record["prompt_sha256"]
-
-
-def _failed(run: Run, cell: str) -> int:
-    records = (record for key, group in run.requests.items() if key[0] == cell for record in group)
-    return sum(record["error"] is not None for record in records)
-
-
-def _batch(record: Record) -> tuple[int, int, int]:
-    return record["repeat"], record.get("replica", 0), record["batch"]
-
-
-def _components(links: Iterable[tuple[Hashable, Hashable]]) -> dict[Hashable, Hashable]:
-    """Return each node's representative, the same one for all nodes of a connected component."""
+def _clusters(links: Sequence[tuple[Hashable, Hashable]]) -> dict[Hashable, int]:
+    """Return the number of each node's connected component, in the order of the links."""
     above: dict[Hashable, Hashable] = {}
 
     def top(node: Hashable) -> Hashable:
@@ -127,30 +119,9 @@ def _components(links: Iterable[tuple[Hashable, Hashable]]) -> dict[Hashable, Ha
 
     for one, other in links:
         above[top(one)] = top(other)
-    return {node: top(node) for node in above}
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(top(one) for one, _ in links))}
+    return {node: numbers[top(node)] for node in list(above)}
 
-
-def _work(
-    run: Run, cell: str, side: str, clusters: dict[Hashable, Hashable], numbers: dict[Hashable, int]
-) -> Sequence[ClusterWork]:
-    groups: list[list[Batch]] = [[] for _ in numbers]
-    for key in sorted(key for key in run.repeats if key[0] == cell):
-        for batch in batches_of(run.repeats[key], run.requests[key]):
-            cluster = clusters.get((side, key[1], *batch.key)) if batch.key is not None else None
-            if cluster is not None:
-                groups[numbers[cluster]].append(batch)
-    return [
-        ClusterWork(
-            sum(batch.requests_inside for batch in group),
-            sum(batch.tokens_inside for batch in group),
-            sum(batch.seconds_inside for batch in group),
-        )
-        for group in groups
-    ]
-
-
-_CROPS = "pan_and_scan_"
-_MOST_NAMED = 12  # cells without a partner, of one fate
 
 Cells = Mapping[str, Mapping[str, Any]]
 
@@ -208,69 +179,100 @@ def compare_runs(a: Run, b: Run) -> Comparison:
     Raises:
         RecordsError: a run without a measured cell, nothing pairs, or only one of both is a load run.
     """
-    a, b = comparable(a, b)
-    cells_a, cells_b = _measured(a), _measured(b)
+    a, b = _with_blocks(a, b)
+    cells_a, cells_b = _measured_cells(a), _measured_cells(b)
     names = list(dict.fromkeys(name for cell in (*cells_a.values(), *cells_b.values()) for name in cell))
-    values = {name: (_values(cells_a, name), _values(cells_b, name)) for name in names}
-    apart = {} if is_load_run(a) else _apart(values)
-    noun = noun_of(a)
+    values = {name: (_values_of(cells_a, name), _values_of(cells_b, name)) for name in names}
+    apart = {} if is_load_run(a) else _settings_apart(values)
+    noun, folders = noun_of(a), f"{a.path.parent} and {b.path.parent}"
     on = [name for name in names if name not in apart]
-    found = _partners(_keys(a, cells_a, on), _keys(b, cells_b, on))
-    if not found:
-        raise RecordsError(f"{_names(a, b)}: no {noun} pairs: {_why_not(on, values)}")
-    pairs = [_pair(a, cell, b, partner, cells_a[cell]) for cell, partner in found.items()]
+    partners = _partners(_pairing_keys(a, cells_a, on), _pairing_keys(b, cells_b, on))
+    if not partners:
+        raise RecordsError(f"{folders}: no {noun} pairs: {_why_not(on, values)}")
+    pairs = [_pair(a, cell, b, partner, cells_a[cell]) for cell, partner in partners.items()]
     compared = tuple(pair for pair in pairs if pair.requests.pairs)
     if not compared:
-        raise RecordsError(f"{_names(a, b)}: {noun}s pair, but no request does: other ids, images, prompts or repeats")
+        raise RecordsError(f"{folders}: {noun}s pair, but no request does: other ids, images, prompts or repeats")
     varies = {name for cells in (cells_a, cells_b) for name in distinguishing_names(list(cells.values()))}
     varying = tuple(name for name in names if name in varies)
-    return Comparison(
-        a,
-        b,
-        compared,
-        varying,
-        apart,
-        (
-            *_cells_alone("AB", cells_a, b, found, on, varying),
-            *_cells_alone("BA", cells_b, a, set(found.values()), on, varying),
-            *_requests_alone(pairs, noun),
-        ),
-        len(cells_a) - len(compared),
-        _environment(a, b) | _weights(a, b) | _workload(a, b) | load_differences(a, b),
-    )
+    alone = [
+        *_cells_alone("AB", cells_a, b, partners, on, varying),
+        *_cells_alone("BA", cells_b, a, set(partners.values()), on, varying),
+        *_requests_alone(pairs, noun),
+    ]
+    ours, theirs = _facts_of(a), _facts_of(b)
+    differences = {
+        name: (value, theirs[name]) for name, value in ours.items() if name in theirs and value != theirs[name]
+    }
+    return Comparison(a, b, compared, varying, apart, tuple(alone), len(cells_a) - len(compared), differences)
 
 
-def _keys(run: Run, cells: Cells, on: Sequence[str]) -> dict[str, list[Any]]:
+def _with_blocks(a: Run, b: Run) -> tuple[Run, Run]:
+    """Return two runs with the requests that a comparison tests.
+
+    The batches of load runs become blocks of consecutive requests (:func:`panscan.records.load_runs.in_blocks`), of the
+    same size in both runs. Each answered request is scored by :data:`ATTAINMENT` if both runs have the same limits.
+    Sweeps are unchanged.
+
+    Raises:
+        RecordsError: one is a load run, the other is not; or stamps contradict counts.
+    """
+    if is_load_run(a) != is_load_run(b):
+        load, sweep = (a, b) if is_load_run(a) else (b, a)
+        raise RecordsError(
+            f"{load.path.parent} is a load run of an endpoint and {sweep.path.parent} is a sweep of panscan bench:"
+            " compare two of the same kind"
+        )
+    if not is_load_run(a):
+        return a, b
+    limits, others = load_settings(a).goodput, load_settings(b).goodput
+    sizes: dict[tuple[str, int], int] = {}
+    for run in (a, b):
+        for key, requests in run.requests.items():
+            sizes[key] = max(sizes.get(key, 1), block_size((run.repeats[key], requests)))
+    ours, theirs = (_scored_blocks(run, limits if limits == others else {}, sizes) for run in (a, b))
+    return ours, theirs
+
+
+def _scored_blocks(run: Run, limits: Limits, sizes: Mapping[tuple[str, int], int]) -> Run:
+    requests = {}
+    for key, records in run.requests.items():
+        _, blocks = in_blocks((run.repeats[key], records), sizes[key])
+        requests[key] = [
+            structs.replace(one, scores={ATTAINMENT: float(not missed_limits(one, limits))})
+            if limits and one.error is None
+            else one
+            for one in blocks
+        ]
+    return replace(run, requests=requests)
+
+
+def _pairing_keys(run: Run, cells: Cells, on: Sequence[str]) -> dict[str, list[str]]:
     """What each cell pairs by: its settings, then those of its aliases."""
-    others = {cell: [_filled_in(run, alias) for alias in aliases_of(run, cell)] for cell in cells}
-    return {cell: [_key(each, on) for each in (settings, *others[cell])] for cell, settings in cells.items()}
+    return {
+        cell: [_key(each, on) for each in (settings, *(_filled_in(run, alias) for alias in aliases_of(run, cell)))]
+        for cell, settings in cells.items()
+    }
 
 
-def _partners(keys_a: Mapping[str, list[Any]], keys_b: Mapping[str, list[Any]]) -> dict[str, str]:
+def _partners(keys_a: Mapping[str, list[str]], keys_b: Mapping[str, list[str]]) -> dict[str, str]:
     """The cell of B for each cell of A that has one: with the same settings, else with an alias in common."""
-    found: dict[str, str] = {}
-    for own in (True, False):
+    partners: dict[str, str] = {}
+    for most in (1, None):
         for cell, keys in keys_a.items():
-            free = {
-                other: theirs[:1] if own else theirs for other, theirs in keys_b.items() if other not in found.values()
-            }
-            wanted = keys[:1] if own else keys
-            partner = next((other for other, theirs in free.items() if any(key in theirs for key in wanted)), None)
-            if cell not in found and partner is not None:
-                found[cell] = partner
-    return {cell: found[cell] for cell in keys_a if cell in found}
+            free = (other for other in keys_b if cell not in partners and other not in partners.values())
+            partner = next((other for other in free if not {*keys[:most]}.isdisjoint(keys_b[other][:most])), None)
+            if partner is not None:
+                partners[cell] = partner
+    return {cell: partners[cell] for cell in keys_a if cell in partners}
 
 
-def _names(a: Run, b: Run) -> str:
-    return f"{a.path.parent} and {b.path.parent}"
-
-
-def _measured(run: Run) -> dict[str, Mapping[str, Any]]:
-    answered = {key[0] for key, records in run.requests.items() if any(record["error"] is None for record in records)}
-    found = {cell: settings for cell, settings in _filled(run).items() if cell in answered}
-    if not found:
+def _measured_cells(run: Run) -> dict[str, Mapping[str, Any]]:
+    answered = {cell for (cell, _), requests in run.requests.items() if any(one.error is None for one in requests)}
+    cells = {cell: settings for cell, settings in _filled(run).items() if cell in answered}
+    if not cells:
         raise RecordsError(f"{run.path}: no {noun_of(run)} was measured, so there is nothing to compare")
-    return found
+    return cells
 
 
 def _filled(run: Run) -> dict[str, Mapping[str, Any]]:
@@ -289,13 +291,13 @@ def noun_of(run: Run) -> str:
     return "level" if is_load_run(run) else "cell"
 
 
-def _values(cells: Cells, name: str) -> dict[str, Any]:
+def _values_of(cells: Cells, name: str) -> dict[str, Any]:
     """The values that a setting has in a run, by their JSON; crops without pan and scan have none."""
     values = (cell.get(name) for cell in cells.values())
-    return {json.dumps(value): value for value in values if value is not None or not name.startswith(_CROPS)}
+    return {json.dumps(value): value for value in values if value is not None or not name.startswith(CROPS)}
 
 
-def _apart(values: Mapping[str, tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, tuple[Any, Any]]:
+def _settings_apart(values: Mapping[str, tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, tuple[Any, Any]]:
     return {
         name: (next(iter(ours.values())), next(iter(theirs.values())))
         for name, (ours, theirs) in values.items()
@@ -332,7 +334,7 @@ def _pair(a: Run, cell_a: str, b: Run, cell_b: str, settings: Mapping[str, Any])
 
 
 def _peak(run: Run, cell: str, name: str) -> int | None:
-    peaks = [record[name] for key, record in run.repeats.items() if key[0] == cell]
+    peaks = [getattr(repeat, name) for repeat, _ in run.repeats_of(cell)]
     return max((peak for peak in peaks if peak is not None), default=None)
 
 
@@ -369,32 +371,20 @@ def _requests_alone(pairs: Sequence[CellPair], noun: str) -> list[str]:
     return [*lines, *([f"{noun}s that pair, but have no request in common: {empty}"] * bool(empty))]
 
 
-def _environment(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
-    ours, theirs = _facts(a.header["environment"]), _facts(b.header["environment"])
-    return {name: (value, theirs[name]) for name, value in ours.items() if value != theirs[name]}
-
-
-def _facts(environment: Mapping[str, Any]) -> dict[str, Any]:
-    found, kept = environment.get("packages"), environment.get("gpus")
-    packages = found if isinstance(found, dict) else {}
-    gpus = ", ".join(str(gpu.get("name")) for gpu in (kept if isinstance(kept, list) else ()) if isinstance(gpu, dict))
+def _facts_of(run: Run) -> dict[str, Any]:
+    """What runs are compared by as a whole: environment, bundled weights, workload, and settings of a load run."""
+    environment, settings = run.header.machine, run.header.settings
     known = ("cpu", "cpu_count", "torch_threads", "cuda", "panscan", "commit")
-    return {
-        "gpus": gpus or None,
-        **{name: environment.get(name) for name in known},
-        **{name: packages.get(name) for name in ("torch", "transformers")},
+    workload = ("workload_sha256", "requests", "repeats", "warmup", "seed")
+    facts = {
+        "gpus": ", ".join(str(gpu.name) for gpu in environment.gpus) or None,
+        **{name: getattr(environment, name) for name in known},
+        **{name: environment.packages.get(name) for name in ("torch", "transformers")},
+        **{f"{name} weights": digest for name, digest in bundled_weights(run).items()},
+        **{name: getattr(settings, name) for name in workload[: 1 if is_load_run(run) else None]},
     }
-
-
-def _weights(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
-    """Bundled models that both runs name but that are not the same, as ``NAME weights``."""
-    ours, theirs = bundled_weights(a), bundled_weights(b)
-    return {
-        f"{name} weights": (ours[name], theirs[name]) for name in ours if ours[name] != theirs.get(name, ours[name])
-    }
-
-
-def _workload(a: Run, b: Run) -> dict[str, tuple[Any, Any]]:
-    ours, theirs = a.header["settings"], b.header["settings"]
-    names = ("workload_sha256", "requests", "repeats", "warmup", "seed")
-    return {name: (ours.get(name), theirs.get(name)) for name in names if ours.get(name) != theirs.get(name)}
+    if settings.load is not None:
+        facts |= {name: getattr(settings.load, name) for name in ("endpoint", "server", "model", *LOAD_WORKLOAD)}
+        goodput = " ".join(f"{name}:{limit:g}" for name, limit in settings.load.goodput.items())
+        facts |= {"goodput": goodput or None, "attainment": settings.load.attainment}
+    return facts

@@ -10,8 +10,9 @@ from panscan.analysis.significance import QualityDifference, quality_difference
 from panscan.core import same_model
 from panscan.records.quality import Quality, quality_of
 from panscan.records.store import Run
+from panscan.records.verdict import is_quantized
 
-__all__ = ["NOTE", "Tradeoff", "is_quantized", "tradeoffs_of"]
+__all__ = ["NOTE", "Tradeoff", "tradeoffs_of"]
 
 _KINDS = ("quantization", "quantization_group_size")
 NOTE = (
@@ -62,11 +63,6 @@ class Tradeoff:
         return speed(self.row) / speed(self.base.row)
 
 
-def is_quantized(run: Run, cell: str) -> bool:
-    """Return whether a cell ran with quantised weights, according to its settings or load record."""
-    return bool(run.cells[cell].get("quantization") or run.loads.get(cell, {}).get("weights"))
-
-
 def tradeoffs_of(run: Run, rows: Sequence[MeasuredCell]) -> list[Tradeoff]:
     """Return the trade-offs of all quantised cells, each group after the unquantised cell that they are compared with.
 
@@ -85,21 +81,22 @@ def tradeoffs_of(run: Run, rows: Sequence[MeasuredCell]) -> list[Tradeoff]:
 
 
 def _tradeoff(run: Run, row: MeasuredCell, base: Tradeoff | None) -> Tradeoff:
-    load = run.loads.get(row.cell, {})
+    load = run.loads.get(row.cell)
     settings = run.cells[row.cell]
     quality = quality_of(run, row.cell)
     difference = None if base is None or quality is None else quality_difference(run, row.cell, base.row.cell)
-    weights = load.get("weights") or settings.get("quantization") or ""
-    if load.get("base_model"):
+    weights = (load and load.weights) or settings.get("quantization") or ""
+    if load is not None and load.base_model:
         weights += f" ({settings.get('model')})"
-    return Tradeoff(row, weights, load.get("weight_bytes"), base, quality, difference)
+    return Tradeoff(row, weights, None if load is None else load.weight_bytes, base, quality, difference)
 
 
 def _same_but_weights(run: Run, row: MeasuredCell, plain: MeasuredCell) -> bool:
     """Whether two cells differ in nothing but the quantisation, of a checkpoint or on load."""
     ours, theirs = dict(effective_settings(run.cells[row.cell])), dict(effective_settings(run.cells[plain.cell]))
-    if base_model := run.loads.get(row.cell, {}).get("base_model"):
-        ours |= {"model": base_model, "revision": theirs.get("revision")}
+    load = run.loads.get(row.cell)
+    if load is not None and load.base_model:
+        ours |= {"model": load.base_model, "revision": theirs.get("revision")}
     names = {*ours, *theirs} - {*_KINDS, "model"}
     same_settings = all(ours.get(name) == theirs.get(name) for name in names)
     return same_settings and same_model(ours.get("model"), theirs.get("model"))

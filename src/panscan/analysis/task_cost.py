@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from panscan.analysis.cells import effective_settings
 from panscan.analysis.significance import QualityDifference, p_text, points_text, quality_difference
 from panscan.core import same_model
+from panscan.core.request import SAMPLING_NAMES
 from panscan.records.quality import metrics_in
 from panscan.records.store import Run
 from panscan.records.verdict import verdict_of
@@ -17,19 +18,7 @@ __all__ = ["COLUMNS", "NO_EXACT_CELL", "TITLE", "TaskCost", "cost_columns", "cos
 TITLE = "accuracy vs exact"
 NO_EXACT_CELL = "no exact cell"
 COLUMNS = ("exact_cell", *(f"accuracy_vs_exact{part}" for part in ("", "_low", "_high", "_p_value")))
-_SAME = (
-    "revision",
-    "random_weights",
-    "model_shape",
-    "max_new_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "sampling_seed",
-    "ignore_eos",
-)
+_SAME = ("revision", "random_weights", "model_shape", *SAMPLING_NAMES, "sampling_seed")
 """Settings besides the model that change the answers: a difference would not be the verdict's."""
 
 
@@ -79,13 +68,7 @@ def costs_of_cells(run: Run) -> dict[str, TaskCost]:
 
 def _views(run: Run, cell: str) -> Mapping[tuple[str, ...], int]:
     """Views of each request that was answered, by its id and pictures."""
-    return {
-        (record["request"], *record["image_sha256"]): record["views"]
-        for key, records in run.requests.items()
-        if key[0] == cell
-        for record in records
-        if record["error"] is None
-    }
+    return {(request.request, *request.image_sha256): request.views or 0 for request in run.answered(cell)}
 
 
 def _same_views(ours: Mapping[tuple[str, ...], int], theirs: Mapping[tuple[str, ...], int]) -> bool:
@@ -94,7 +77,8 @@ def _same_views(ours: Mapping[tuple[str, ...], int], theirs: Mapping[tuple[str, 
 
 def _comparable(run: Run, cell: str, peer: str) -> bool:
     ours, theirs = run.cells[cell], run.cells[peer]
-    base = run.loads.get(cell, {}).get("base_model")  # of a quantised checkpoint
+    load = run.loads.get(cell)
+    base = None if load is None else load.base_model  # of a quantised checkpoint
     if base is not None and same_model(base, theirs.get("model")):
         ours = {**ours, "model": base, "revision": theirs.get("revision")}
     same_settings = all(ours.get(name) == theirs.get(name) for name in _SAME)

@@ -27,6 +27,7 @@ __all__ = [
     "ENGINE",
     "MOST_TOKENS",
     "REFERENCE",
+    "Mask",
     "MaskDifference",
     "Masks",
     "PromptAttention",

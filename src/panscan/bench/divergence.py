@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import inf, isfinite
 from statistics import fmean
 from typing import Any
@@ -11,7 +11,8 @@ import torch
 
 from panscan.model.checkpoint import Loaded
 from panscan.model.reference import head_logits
-from panscan.records.verdict import MARGIN_FLOOR, Divergence, Top1, judge
+from panscan.records.schema import Divergence, Top1, VerdictRecord
+from panscan.records.verdict import MARGIN_FLOOR, judge
 
 __all__ = ["DivergenceTally", "Noise", "PositionComparison", "compare_logits"]
 
@@ -144,18 +145,20 @@ class DivergenceTally:
         image = float(self.joined("image").kl.mean()) if self.image else None
         return Noise([each.kl.tolist() for each in self.answer], image, float(answer.moved.max()))
 
-    def verdict(self, noise: Noise, steps: int, *, float32: bool) -> dict[str, Any]:
-        """Return the fields of a verdict record, for comparisons of the first ``steps`` tokens of each request."""
+    def verdict(self, cell: str, noise: Noise, steps: int, *, float32: bool) -> VerdictRecord:
+        """Return the verdict of a cell, for comparisons of the first ``steps`` tokens of each request."""
         answer = self.joined("answer")
         kinds = {"answer": (answer, noise.answer_mean(steps))}
         if self.image and noise.image is not None:
             kinds["image"] = self.joined("image"), noise.image
         for each, level in kinds.values():
             if not isfinite(level):
-                return {"verdict": "different", "reason": "eager attention itself overflows at this precision"}
+                reason = "eager attention itself overflows at this precision"
+                return VerdictRecord(cell=cell, verdict="different", reason=reason)
             if not each.kl.isfinite().all():
                 broken = int((~each.kl.isfinite()).sum())
-                return {"verdict": "different", "reason": f"{broken} of {len(each.kl)} positions overflow"}
+                reason = f"{broken} of {len(each.kl)} positions overflow"
+                return VerdictRecord(cell=cell, verdict="different", reason=reason)
         clear = answer.margin > max(noise.margin, MARGIN_FLOOR)
         top1 = Top1(int(clear.sum()), int((answer.agree & clear).sum()))
         found = {
@@ -164,5 +167,6 @@ class DivergenceTally:
         }
         equal = bool(answer.agree.all())
         word = judge(found["answer"], found.get("image"), top1, equal_tokens=equal, float32=float32)
-        figures = {kind: asdict(divergence) for kind, divergence in found.items()}
-        return {"verdict": word, **figures, "top1": asdict(top1), "equal_tokens": equal}
+        return VerdictRecord(
+            cell=cell, verdict=word, answer=found["answer"], image=found.get("image"), top1=top1, equal_tokens=equal
+        )

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Protocol
 
 from panscan.bench.grid import Cell
 from panscan.bench.workload import Item, Source, plans_of, view_counts
 from panscan.core import SettingError
-from panscan.quality.datasets import DatasetFacts
+from panscan.records.schema import AnyRecord, DatasetFacts
 from panscan.runners.base import calls
 from panscan.settings import Settings
 
@@ -28,7 +28,7 @@ Visit = tuple[Cell, int | None]
 class Writer(Protocol):
     """Takes records, such as a :class:`panscan.records.store.RecordWriter`."""
 
-    def write(self, records: Sequence[Mapping[str, Any]]) -> None: ...
+    def write(self, records: Sequence[AnyRecord]) -> None: ...
 
 
 class Observer(Protocol):
@@ -117,17 +117,17 @@ class SweepPlan:
         """Why cells cannot run on this machine, by id; found out once, before any model is loaded."""
         from panscan.model.support import unsupported_reason
 
-        found = {}
+        reasons = {}
         for cell in self.cells:
             try:
                 for item in self.items:
                     plans_of(item, cell.settings)
             except SettingError as error:  # crops without pixels, for one of these images
-                found[cell.id] = str(error)
+                reasons[cell.id] = str(error)
                 continue
             if (reason := unsupported_reason(cell.settings)) is not None:
-                found[cell.id] = reason
-        return found
+                reasons[cell.id] = reason
+        return reasons
 
     def order(self) -> Iterator[list[Visit]]:
         """Visits, one list per loaded model; within a model each repeat visits its cells shuffled.
@@ -149,4 +149,4 @@ class SweepPlan:
 
 def _stretch(item: Item) -> float:
     """Sum of the images' longer over shorter sides: more views in any cell, whichever cells a plan has."""
-    return sum(max(each.width, each.height) / min(each.width, each.height) for each in item.documents)
+    return sum(max(page.width, page.height) / min(page.width, page.height) for page in item.documents)

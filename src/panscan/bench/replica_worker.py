@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from panscan.bench.replicas import Message, Progress, Ready, ReplicaSignal, Star
 from panscan.core import PanscanError, PanscanWarning
 from panscan.core.child import Parent
 from panscan.core.process import import_uncollected
+from panscan.records.schema import AnyRecord, RepeatRecord
 
 if TYPE_CHECKING:
     from panscan.bench.grid import Cell
@@ -29,12 +30,14 @@ class _RemoteRun:
     def send(self, message: Message) -> None:
         self._parent.send(message)
 
-    def write(self, records: Sequence[Mapping[str, Any]]) -> None:
+    def write(self, records: Sequence[AnyRecord]) -> None:
         """Send records; each ``repeat`` line gets the number of threads that this process computes with."""
         from panscan.model.machine import thread_count
 
-        threads = {"torch_threads": thread_count()}
-        self.send([{**record, **(threads if record["type"] == "repeat" else {})} for record in records])
+        for record in records:
+            if isinstance(record, RepeatRecord):
+                record.torch_threads = thread_count()
+        self.send(list(records))
 
     def ready(self, cell: Cell, repeat: int) -> None:
         """Wait until every replica is ready to start this repeat.

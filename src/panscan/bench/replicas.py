@@ -14,19 +14,19 @@ import os
 import queue
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from panscan.bench.plan import Observer, SweepPlan, Writer
 from panscan.core import PanscanError, PanscanWarning, SettingError, UnsupportedError
 from panscan.core.access import remote_access
 from panscan.core.child import Child, Inbox
-from panscan.records.schema import Record
+from panscan.records.schema import AnyRecord, CellRecord, RepeatRecord, ReplicaRecord, RequestRecord
 
 __all__ = [
     "Message",
@@ -84,7 +84,7 @@ class Progress(Struct, frozen=True):
     arguments: tuple[Any, ...] = ()
 
 
-Message = Ready | Progress | list[Record] | str | PanscanError | ReplicaSignal
+Message = Ready | Progress | list[AnyRecord] | str | PanscanError | ReplicaSignal
 """From a replica; a list is of records of a repeat, of a cell's outcome or of the whole run; a text is a warning's; an
 error ends its sweep."""
 
@@ -272,7 +272,7 @@ class ReplicaSync:
         self._answer = answer
         self._waiting: dict[int, Ready] = {}
         # By cell and replica, one reply for each visit: one replica may fail in the next while others end this one.
-        self._replies: dict[str, list[deque[Sequence[Record]]]] = defaultdict(lambda: [deque() for _ in devices])
+        self._replies: dict[str, list[deque[Sequence[AnyRecord]]]] = defaultdict(lambda: [deque() for _ in devices])
         self._broken: set[str] = set()
         self._gave_up: set[tuple[int, str]] = set()
         self._finished: set[int] = set()
@@ -320,64 +320,62 @@ class ReplicaSync:
             self._gave_up.add((replica, cell))
             self._answer(replica, ReplicaSignal.ABORT)
 
-    def _wrote(self, replica: int, records: Sequence[Record]) -> None:
-        kind, cell = records[0]["type"], records[0].get("cell", "")
-        if kind not in ("request", "repeat", "cell") or (replica, cell) in self._through:
+    def _wrote(self, replica: int, records: Sequence[AnyRecord]) -> None:
+        first = records[0]
+        if not isinstance(first, RequestRecord | RepeatRecord | CellRecord) or (replica, first.cell) in self._through:
             if replica == 0:  # all replicas load the same, and only the first compares answers
                 self._writer.write(records)
             return
+        cell = first.cell
         replies = self._replies[cell]
         replies[replica].append(records)
-        if kind == "cell":
+        if isinstance(first, CellRecord):
             self._broken.add(cell)
             self._give_up(cell)
-        elif records[-1]["type"] == "cell":
+        elif isinstance(records[-1], CellRecord):
             self._through.add((replica, cell))
         if all(replies):
             self._close(cell, [reply.popleft() for reply in replies])
 
-    def _close(self, cell: str, replies: Sequence[Sequence[Record]]) -> None:
+    def _close(self, cell: str, replies: Sequence[Sequence[AnyRecord]]) -> None:
         """Write a visit that all replicas ended: one merged repeat, or one outcome with its reason."""
-        outcomes = {number: records[0] for number, records in enumerate(replies) if records[0]["type"] == "cell"}
+        firsts = [(number, records[0]) for number, records in enumerate(replies)]
+        outcomes = [(number, record) for number, record in firsts if isinstance(record, CellRecord)]
         if not outcomes:
             self._writer.write(merged_repeat(replies, self._devices))
             return
-        failures = {number: record for number, record in outcomes.items() if (number, cell) not in self._gave_up}
-        first, record = next(iter(failures.items()))
-        kinds = {(failure["outcome"], failure["reason"]) for failure in failures.values()}
+        failures = [(number, record) for number, record in outcomes if (number, cell) not in self._gave_up]
+        first, record = failures[0]
+        kinds = {(failure.outcome, failure.reason) for _, failure in failures}
         everywhere = len(failures) == len(replies) and len(kinds) == 1
-        reason = record["reason"] if everywhere else f"replica {first}: {record['reason']}"
-        self._writer.write([record | {"reason": reason}])
-        self._observer.problem(self._cells[cell], record["outcome"], reason)
+        reason = record.reason if everywhere else f"replica {first}: {record.reason}"
+        self._writer.write([structs.replace(record, reason=reason)])
+        self._observer.problem(self._cells[cell], record.outcome, reason or "")
 
 
-_PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_rss_bytes")
-_REPLICA_FIELDS = ("started", "ended", "warmup_s", "peak_allocated_bytes", "peak_rss_bytes", "torch_threads", "tokens")
-
-
-def merged_repeat(parts: Sequence[Sequence[Record]], devices: Sequence[str]) -> list[Record]:
+def merged_repeat(parts: Sequence[Sequence[AnyRecord]], devices: Sequence[str]) -> list[AnyRecord]:
     """Merge the records of one repeat: all requests, one ``repeat`` line, the first replica's other lines.
 
     The line's ``started`` and ``ended`` are the common window, from the latest start to the earliest end; peaks are
     sums. Batch numbers are shifted so that no two replicas share one.
     """
-    requests = [
-        [record | {"replica": replica} for record in part if record["type"] == "request"]
-        for replica, part in enumerate(parts)
-    ]
-    batches = 1 + max((record["batch"] for part in requests for record in part), default=0)
+    requests = [(number, one) for number, part in enumerate(parts) for one in part if isinstance(one, RequestRecord)]
+    batches = 1 + max((request.batch for _, request in requests), default=0)
     shifted = [
-        record | {"batch": record["batch"] + record["replica"] * batches} for part in requests for record in part
+        structs.replace(request, replica=number, batch=request.batch + number * batches) for number, request in requests
     ]
-    lines = [next(record for record in part if record["type"] == "repeat") for part in parts]
-    line = lines[0] | {
-        "started": max(part["started"] for part in lines),
-        "ended": min(part["ended"] for part in lines),
-        "warmup_s": max(part["warmup_s"] for part in lines),
-        **{name: _total_or_none([part[name] for part in lines]) for name in _PEAKS},
-        "replicas": [_replica_fields(replica, part, devices[replica]) for replica, part in enumerate(lines)],
-    }
-    return [*shifted, line, *(record for record in parts[0] if record["type"] not in ("request", "repeat"))]
+    lines = [next(record for record in part if isinstance(record, RepeatRecord)) for part in parts]
+    line = structs.replace(
+        lines[0],
+        started=max(part.started for part in lines),
+        ended=min(part.ended for part in lines),
+        warmup_s=max(part.warmup_s for part in lines),
+        peak_allocated_bytes=_total_or_none([part.peak_allocated_bytes for part in lines]),
+        peak_reserved_bytes=_total_or_none([part.peak_reserved_bytes for part in lines]),
+        peak_rss_bytes=_total_or_none([part.peak_rss_bytes for part in lines]),
+        replicas=[_replica_record(replica, part, devices[replica]) for replica, part in enumerate(lines)],
+    )
+    return [*shifted, line, *(record for record in parts[0] if not isinstance(record, RequestRecord | RepeatRecord))]
 
 
 def _total_or_none(values: Sequence[int | None]) -> int | None:
@@ -385,8 +383,17 @@ def _total_or_none(values: Sequence[int | None]) -> int | None:
     return sum(known) if len(known) == len(values) else None
 
 
-def _replica_fields(replica: int, line: Mapping[str, Any], device: str) -> Record:
+def _replica_record(replica: int, line: RepeatRecord, device: str) -> ReplicaRecord:
     """Return a replica's part of the line. Each process calls its own GPU cuda:0, so the run's name replaces it."""
-    on_gpu = bool(device) and line["device"].startswith("cuda")
-    kept = {name: line[name] for name in _REPLICA_FIELDS if name in line}
-    return {"replica": replica, **kept, "device": device if on_gpu else line["device"]}
+    known = line.device or ""
+    return ReplicaRecord(
+        replica=replica,
+        started=line.started,
+        ended=line.ended,
+        warmup_s=line.warmup_s,
+        peak_allocated_bytes=line.peak_allocated_bytes,
+        peak_rss_bytes=line.peak_rss_bytes,
+        torch_threads=line.torch_threads,
+        tokens=line.tokens,
+        device=device if known.startswith("cuda") and device else known,
+    )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from panscan.analysis.task_cost import cost_columns
 from panscan.bench.grid import Cell
@@ -20,9 +21,10 @@ from panscan.bench.sweep import run_sweep
 from panscan.bench.workload import Source, build_workload, content_digest
 from panscan.core import InputError, RecordsError
 from panscan.model.bundled import fingerprints
-from panscan.records.environment import bundled_weights, environment
+from panscan.records.environment import bundled_weights, environment, new_run_record
 from panscan.records.load_runs import is_load_run
-from panscan.records.store import SCHEMA, RecordWriter, Run, read_run
+from panscan.records.schema import AnyRecord, Environment, RecordedCell, RunRecord, RunSettings
+from panscan.records.store import RecordWriter, Run, read_run
 from panscan.records.summary import write_summary
 from panscan.settings import recorded_settings
 
@@ -43,7 +45,12 @@ __all__ = [
 ]
 
 
+_PLAN = ("repeats", "warmup", "seed", "include_content", "verify", "replicas", "gpus_per_replica")
+"""Fields of a plan that a run's header has."""
 _VERIFY = ("verify_requests", "verify_tokens", "check_invariance")
+"""Further ones, which runs of older versions lack."""
+_SAME = ("panscan", "cpu", "gpus")
+"""What a run's environment must have in common with the machine that continues it."""
 
 
 def start(plan: SweepPlan, directory: Path, command: Sequence[str], observer: Observer) -> Run:
@@ -150,7 +157,7 @@ def check_plan(plan: SweepPlan) -> None:
 class _NullWriter:
     """A writer that discards records: the first process writes them."""
 
-    def write(self, records: Sequence[Mapping[str, Any]]) -> None: ...
+    def write(self, records: Sequence[AnyRecord]) -> None: ...
 
 
 def finish(directory: Path) -> Run:
@@ -185,27 +192,28 @@ def plan_of(run: Run, *, on_problem: Callable[[InputError], None], later: Mappin
     Raises:
         RecordsError: documents or prompts are not what they were, or the header is another version's.
     """
-    kept = run.header["settings"]
+    kept = run.header.settings
+    chosen = {name: getattr(kept, name) for name in (*_PLAN, *_VERIFY) if getattr(kept, name) is not None}
     try:
-        source = Source(**{**(later or {}), **kept["source"], "images": tuple(kept["source"]["images"])})
+        kept_source = kept.source or {}
+        source = Source(**{**(later or {}), **kept_source, "images": tuple(kept_source["images"])})
         cells = [
             Cell(
                 cell, recorded_settings(settings), run.presets.get(cell), tuple(map(_alias, run.aliases.get(cell, ())))
             )
             for cell, settings in run.cells.items()
         ]
-        names = ("workload_sha256", "repeats", "warmup", "seed", "include_content", "verify", "reference")
-        chosen = {name: kept[name] for name in (*names, "replicas", "gpus_per_replica")}
-        chosen |= {name: kept[name] for name in _VERIFY if name in kept}  # runs of older versions lack them
+        if missing := [name for name in ("workload_sha256", *_PLAN) if getattr(kept, name) is None]:
+            raise KeyError(missing[0])
     except (KeyError, TypeError) as error:
         raise RecordsError(f"--resume {run.path.parent}: its header is another version's ({error})") from error
     items = build_workload(source, on_problem=on_problem)
-    if content_digest(items) != chosen.pop("workload_sha256"):
+    if content_digest(items) != kept.workload_sha256:
         raise RecordsError(
             f"--resume {run.path.parent}: documents or prompts have changed since the run began"
             " (resume from the folder in which it was started, or start a new run)"
         )
-    return SweepPlan(cells=cells, items=items, source=source, **chosen)
+    return SweepPlan(cells=cells, items=items, source=source, reference=kept.reference, **chosen)
 
 
 def check_same_machine(run: Run) -> None:
@@ -214,14 +222,14 @@ def check_same_machine(run: Run) -> None:
     Raises:
         RecordsError: naming what differs.
     """
-    then, here = run.header["environment"], environment()
-    for name in ("panscan", "cpu", "gpus"):
-        if then.get(name) != here[name]:
-            raise _elsewhere(run, name, then.get(name), here[name])
-    for name in ("torch", "transformers"):
-        before, after = (place.get("packages", {}).get(name) for place in (then, here))
+    then, here = run.header.machine, msgspec.convert(environment(), Environment)
+    facts = [(name, *(msgspec.to_builtins(getattr(place, name)) for place in (then, here))) for name in _SAME]
+    facts += [(name, then.packages.get(name), here.packages.get(name)) for name in ("torch", "transformers")]
+    for name, before, after in facts:
         if before != after:
-            raise _elsewhere(run, name, before, after)
+            raise RecordsError(
+                f"--resume {run.path.parent}: the run began with {name} {before}, here it is {after}: start a new run"
+            )
     weights = bundled_weights(run)
     for name, now in fingerprints(weights).items():
         if weights[name] != now:
@@ -229,12 +237,6 @@ def check_same_machine(run: Run) -> None:
                 f"--resume {run.path.parent}: the bundled model {name} has changed since the run began"
                 f" (weights {weights[name] or 'of an older version'}, now {now}): start a new run"
             )
-
-
-def _elsewhere(run: Run, name: str, before: object, after: object) -> RecordsError:
-    return RecordsError(
-        f"--resume {run.path.parent}: the run began with {name} {before}, here it is {after}: start a new run"
-    )
 
 
 def new_directory(output_dir: Path, model: str) -> Path:
@@ -257,46 +259,25 @@ def new_directory(output_dir: Path, model: str) -> Path:
     return directory
 
 
-def header(plan: SweepPlan, command: Sequence[str]) -> dict[str, Any]:
+def header(plan: SweepPlan, command: Sequence[str]) -> RunRecord:
     """The run line of a plan's records."""
-    return {
-        "type": "run",
-        "schema": SCHEMA,
-        "run_id": uuid.uuid4().hex,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": list(command),
-        "settings": {
-            "source": asdict(plan.source),
-            "workload_sha256": content_digest(plan.items),
-            "requests": len(plan.items),
-            "repeats": plan.repeats,
-            "warmup": plan.warmup,
-            "seed": plan.seed,
-            "include_content": plan.include_content,
-            "verify": plan.verify,
-            **{name: getattr(plan, name) for name in _VERIFY},
-            "reference": plan.reference,
-            "replicas": plan.replicas,
-            "gpus_per_replica": plan.gpus_per_replica,
-            "dataset": None if plan.dataset is None else asdict(plan.dataset),
-            "quality_metric": plan.quality_metric,
-        },
-        "environment": environment() | {"bundled": _bundled(plan)},
-        "cells": [
-            _cell_fields(cell) | ({"aliases": [*map(_cell_fields, cell.aliases)]} if cell.aliases else {})
-            for cell in plan.cells
-        ],
-    }
+    bundled = fingerprints(cell.settings.model for cell in plan.cells if not cell.settings.random_weights)
+    settings = RunSettings(
+        source=asdict(plan.source),
+        workload_sha256=content_digest(plan.items),
+        requests=len(plan.items),
+        reference=plan.reference,
+        dataset=plan.dataset,
+        quality_metric=plan.quality_metric,
+        **{name: getattr(plan, name) for name in (*_PLAN, *_VERIFY)},
+    )
+    return new_run_record(command, settings, [_recorded_cell(cell) for cell in plan.cells], bundled)
 
 
-def _cell_fields(cell: Cell) -> dict[str, Any]:
-    return {"cell": cell.id, "settings": asdict(cell.settings), "preset": cell.preset}
+def _recorded_cell(cell: Cell) -> RecordedCell:
+    return RecordedCell(cell.id, asdict(cell.settings), cell.preset, [*map(_recorded_cell, cell.aliases)])
 
 
-def _alias(fields: Mapping[str, Any]) -> Cell:
-    """The cell of :func:`_cell_fields`."""
-    return Cell(fields["cell"], recorded_settings(fields["settings"]), fields["preset"])
-
-
-def _bundled(plan: SweepPlan) -> dict[str, str]:
-    return fingerprints(cell.settings.model for cell in plan.cells if not cell.settings.random_weights)
+def _alias(recorded: RecordedCell) -> Cell:
+    """The cell of :func:`_recorded_cell`."""
+    return Cell(recorded.cell, recorded_settings(recorded.settings), recorded.preset)

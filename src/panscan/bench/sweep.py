@@ -12,7 +12,7 @@ from panscan.bench.workload import Item, request_of
 from panscan.core import PanscanError, Request, Result, UnsupportedError, now
 from panscan.core.errors import brief
 from panscan.quality.scores import scores_of
-from panscan.records.requests import request_fields
+from panscan.records.schema import AnyRecord, CellRecord, LoadRecord, RecordedAnswer, RepeatRecord, RequestRecord
 from panscan.settings import ALL_AT_ONCE, Settings
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _run_loaded(
         _write_outcome(cell, None, failure, writer=writer, observer=observer)
 
 
-def _load_record(cells: Sequence[Cell], runner: Runner, seconds: float) -> dict[str, Any]:
+def _load_record(cells: Sequence[Cell], runner: Runner, seconds: float) -> LoadRecord:
     """What was loaded, and what the machine could do with it at best."""
     from panscan.model.config import shape_of_config
     from panscan.model.quantization import weights_name
@@ -95,18 +95,17 @@ def _load_record(cells: Sequence[Cell], runner: Runner, seconds: float) -> dict[
         shape = asdict(shape_of_config(loaded.model.config))
     except UnsupportedError:  # a Gemma 3 of parts that the formulas leave out runs all the same
         shape = None
-    return {
-        "type": "load",
-        "cells": [cell.id for cell in cells],
-        "seconds": seconds,
-        "shape": shape,
-        "device": str(loaded.device),
-        "dtype": str(loaded.dtype).removeprefix("torch."),
-        "weight_bytes": _weight_bytes(loaded.model, cells[0].settings),
-        "weights": weights_name(loaded.model),
-        "base_model": _base_model(cells[0].settings),
+    return LoadRecord(
+        cells=[cell.id for cell in cells],
+        seconds=seconds,
+        shape=shape,
+        device=str(loaded.device),
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        weight_bytes=_weight_bytes(loaded.model, cells[0].settings),
+        weights=weights_name(loaded.model),
+        base_model=_base_model(cells[0].settings),
         **_ceilings(runner),
-    }
+    )
 
 
 def _weight_bytes(model: Any, settings: Settings) -> int:
@@ -178,7 +177,7 @@ def _visit(
 
 def measure(
     plan: SweepPlan, cell: Cell, repeat: int, runner: Runner, observer: Observer, verifier: Verifier | None = None
-) -> list[dict[str, Any]]:
+) -> list[AnyRecord]:
     """The records of one repeat of one cell: its requests, then the lines that say that all are there.
 
     Args:
@@ -208,22 +207,28 @@ def measure(
         results = runner.run(_seeded([requests[index] for index in batch], plan.seed, repeat))
         answered += [(number, index, result) for index, result in zip(batch, results, strict=True)]
         observer.batch_done()
-    line: dict[str, Any] = {"type": "repeat", "cell": cell.id, "repeat": repeat, "started": started, "ended": now()}
+    ended = now()
     # Scoring an answer takes time that is no part of the measurement.
-    records = [
-        _request_record(plan, cell, plan.items[at], result, repeat=repeat, batch=number)
-        for number, at, result in answered
+    records: list[AnyRecord] = [
+        _request_record(plan, cell, plan.items[index], result, repeat=repeat, batch=number)
+        for number, index, result in answered
     ]
-    line |= {"warmup_s": started - warm_started, **memory.peak_memory()}
-    line |= {"device": str(runner.loaded.device), "dtype": str(runner.loaded.dtype).removeprefix("torch.")}
+    line = RepeatRecord(
+        cell=cell.id,
+        repeat=repeat,
+        started=started,
+        ended=ended,
+        warmup_s=started - warm_started,
+        **memory.peak_memory(),
+        device=str(runner.loaded.device),
+        dtype=str(runner.loaded.dtype).removeprefix("torch."),
+    )
     if not cell.settings.sampling.greedy:
-        line["sampling_seed"] = _seeded(requests[:1], plan.seed, repeat)[0].sampling.seed
+        line.sampling_seed = _seeded(requests[:1], plan.seed, repeat)[0].sampling.seed
     if verifier is not None:
-        seed = line.get("sampling_seed")
-        line["tokens"] = verifier.check(runner, cell, [result for _, _, result in answered], seed)
-    if repeat < plan.repeats - 1:
-        return [*records, line]
-    return [*records, line, _cell_record(cell, repeat, "done", None)]
+        line.tokens = verifier.check(runner, cell, [result for _, _, result in answered], line.sampling_seed)
+    done = [_cell_record(cell, repeat, "done", None)] if repeat == plan.repeats - 1 else []
+    return [*records, line, *done]
 
 
 def _warmup(plan: SweepPlan, settings: Settings, todo: list[list[int]]) -> list[list[int]]:
@@ -246,32 +251,34 @@ def _seeded(batch: list[Request], seed: int, repeat: int) -> list[Request]:
 
 def _request_record(
     plan: SweepPlan, cell: Cell, item: Item, result: Result, *, repeat: int, batch: int
-) -> dict[str, Any]:
-    record: dict[str, Any] = {
-        "type": "request",
-        "cell": cell.id,
-        "repeat": repeat,
-        "batch": batch,
-        "request": item.id,
-        "image": [document.name for document in item.documents],
-        "image_sha256": [document.sha256 for document in item.documents],
-        "image_size": [[document.width, document.height] for document in item.documents],
-        "prompt_sha256": item.prompt_sha256,
-        **request_fields(result),
-    }
-    if item.tags:
-        record["tags"] = item.tag_values
-    if item.answers:
-        record["scores"] = scores_of(result.text, item.answers)
-        if not result.text.strip():
-            record["empty"] = True
-    if plan.include_content:
-        record["content"] = {"prompt": item.prompt, "answers": list(item.answers), "answer": result.text}
-    return record
+) -> RequestRecord:
+    return RequestRecord(
+        cell=cell.id,
+        repeat=repeat,
+        batch=batch,
+        request=item.id,
+        image=[document.name for document in item.documents],
+        image_sha256=[document.sha256 for document in item.documents],
+        image_size=[(document.width, document.height) for document in item.documents],
+        prompt_sha256=item.prompt_sha256,
+        views=result.views,
+        crops=result.crops,
+        image_tokens=result.image_tokens,
+        prompt_tokens=result.prompt_tokens,
+        cached_tokens=result.cached_tokens,
+        output_tokens=result.output_tokens,
+        finish_reason=result.finish_reason,
+        stamps=result.stamps,
+        error=None if result.error is None else str(result.error),
+        tags=item.tag_values,
+        scores=scores_of(result.text, item.answers),
+        empty=bool(item.answers) and not result.text.strip(),
+        content=RecordedAnswer(item.prompt, list(item.answers), result.text) if plan.include_content else None,
+    )
 
 
-def _cell_record(cell: Cell, repeat: int | None, outcome: str, reason: str | None) -> dict[str, Any]:
-    return {"type": "cell", "cell": cell.id, "repeat": repeat, "outcome": outcome, "reason": reason, "time": now()}
+def _cell_record(cell: Cell, repeat: int | None, outcome: str, reason: str | None) -> CellRecord:
+    return CellRecord(cell=cell.id, repeat=repeat, outcome=outcome, reason=reason, time=now())
 
 
 def _write_outcome(

@@ -7,16 +7,18 @@ computes the reference's choice at every position (:class:`ReferenceRows`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf, isfinite
 
 import torch
+from msgspec import structs
 
 from panscan.core import Result
 from panscan.engine.sampling import DRAWS, draw
 from panscan.model.checkpoint import Loaded
 from panscan.model.reference import head_logits, warped_scores
-from panscan.records.verdict import Departure, TokenCheck, clear_margin
+from panscan.records.schema import Departure, TokenCheck
+from panscan.records.verdict import clear_margin
 from panscan.settings import Settings
 
 __all__ = ["Expected", "Judge", "ReferenceRows", "Tokens", "compared_with_reference", "first_difference"]
@@ -121,7 +123,7 @@ def compared_with_reference(
                 answer = _within_context(judge, expected[result.id], result)
                 total += compared(judge, result.id, answer, result.token_ids, seed or 0)
         return total
-    return replace(total, note=note)
+    return structs.replace(total, note=note)
 
 
 def _wrong_end(judge: Judge, result: Result) -> TokenCheck:
@@ -131,7 +133,7 @@ def _wrong_end(judge: Judge, result: Result) -> TokenCheck:
     if result.error is not None or result.finish_reason != "stop" or marked:
         return TokenCheck()
     departure = judge.departure(result.id, len(tokens), (None, None), None)
-    return TokenCheck(departed=1, equal=False, first=replace(departure, found=_END, wanted="another token"))
+    return TokenCheck(departed=1, equal=False, first=structs.replace(departure, found=_END, wanted="another token"))
 
 
 def _departed(compared: int, departure: Departure) -> TokenCheck:

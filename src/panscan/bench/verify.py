@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import warnings
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec import structs
 
 from panscan.bench.divergence import DivergenceTally, Noise
 from panscan.bench.grid import Cell
@@ -51,8 +52,8 @@ from panscan.model.machine import is_out_of_memory, release_memory, resolve_devi
 from panscan.model.quantization import unquantized_settings
 from panscan.model.reference import weights_digest
 from panscan.model.runtime import reference_computation
-from panscan.records.schema import Record
-from panscan.records.verdict import AXES, AxisCheck, TokenCheck, merged_axes
+from panscan.records.schema import AXES, AnyRecord, AxisCheck, InputCheck, TokenCheck, TruthRecord, VerdictRecord
+from panscan.records.verdict import merged_axes
 from panscan.runners.base import calls
 from panscan.runners.processor_check import check_inputs
 from panscan.settings import Settings
@@ -96,7 +97,7 @@ class Verifier:
     steps: int
     directory: Path | None
     reference_files: Sequence[tuple[Path, Reference]]
-    write: Callable[[Sequence[Mapping[str, Any]]], None]
+    write: Callable[[Sequence[AnyRecord]], None]
     say: Callable[[str], None]
     recorded: set[str] = field(default_factory=set)
     everything: Sequence[Item] = ()
@@ -108,7 +109,7 @@ class Verifier:
     _loads: set[_Identity] = field(default_factory=set)
     _runs: dict[str, list[RunAnswers]] = field(default_factory=dict)
     _settings: dict[str, Settings] = field(default_factory=dict)
-    _records: dict[str, Record] = field(default_factory=dict)
+    _records: dict[str, VerdictRecord] = field(default_factory=dict)
     _longest: dict[str, int] = field(default_factory=dict)
 
     def check_references(self, cells: Sequence[Cell]) -> None:
@@ -174,7 +175,7 @@ class Verifier:
         finally:
             runner.close()
 
-    def check(self, runner: Runner, cell: Cell, results: Sequence[Result], seed: int | None) -> Record | None:
+    def check(self, runner: Runner, cell: Cell, results: Sequence[Result], seed: int | None) -> TokenCheck | None:
         """Compare the tokens of a measured repeat with the reference, and keep them for :meth:`conclude`.
 
         Args:
@@ -184,7 +185,7 @@ class Verifier:
             seed: sampler seed; None for greedy cells.
 
         Returns:
-            Fields of :class:`panscan.records.verdict.TokenCheck`; None without a reference.
+            The comparison; None without a reference.
         """
         self._settings[cell.id] = cell.settings
         self._longest[cell.id] = max(result.prompt_tokens for result in results)
@@ -194,15 +195,15 @@ class Verifier:
                 self._store_digest(runner, cell.settings)
             reference = self._reference(cell.settings, runner.pixels(cell.settings))
             if reference is None:
-                return asdict(TokenCheck(note="no reference for these weights and views")) if self.follows else None
+                return TokenCheck(note="no reference for these weights and views") if self.follows else None
             judge = self._judge(runner, cell.settings, reference)
             pairs = zip(self.items, reference.requests, strict=True)
             expected = {item.id: Expected(each.tokens, each.answer) for item, each in pairs}
-            return asdict(compared_with_reference(judge, expected, results, seed))
+            return compared_with_reference(judge, expected, results, seed)
         except Exception as error:  # a failed comparison does not invalidate the measurement
-            return asdict(TokenCheck(note=_reason(error, "comparing measured tokens")))
+            return TokenCheck(note=_reason(error, "comparing measured tokens"))
 
-    def conclude(self, runner: Runner, cells: Sequence[Cell]) -> Iterator[Record]:
+    def conclude(self, runner: Runner, cells: Sequence[Cell]) -> Iterator[VerdictRecord]:
         """Yield the final verdict records, with the checks that need the bare model.
 
         These compare measured tokens beyond the reference, and answers under different conditions with each other.
@@ -215,36 +216,37 @@ class Verifier:
             rows = _Rows(self, runner, stack)
             for cell in cells:
                 record = self._records.pop(cell.id, None)
-                if record is None or record["concluded"]:
+                if record is None or record.concluded:
                     continue
                 started = now()
                 self.say("checking tokens beyond the reference")
-                extra = self._concluded(runner, cell, rows)
-                yield record | extra | {"concluded": True, "seconds": record["seconds"] + now() - started}
+                beyond, axes = self._concluded(runner, cell, rows)
+                seconds = record.seconds + now() - started
+                yield structs.replace(record, beyond=beyond, invariance=axes, concluded=True, seconds=seconds)
         for cell in cells:
             del self._runs.get(cell.id, [])[1:]  # cells of models loaded later are compared with the first run
 
-    def verify(self, runner: Runner, cell: Cell) -> Record:
+    def verify(self, runner: Runner, cell: Cell) -> VerdictRecord:
         """Return the verdict record of the cell that ``runner`` is configured for."""
         started = now()
-        record: Record = {"type": "verdict", "cell": cell.id, "verdict": "unverified", "reason": None, "truth": None}
-        record |= dict.fromkeys(("answer", "image", "top1", "equal_tokens"))
+        record = VerdictRecord(cell=cell.id, verdict="unverified")
         pixels = runner.pixels(cell.settings)
         reference = self._reference(cell.settings, pixels)
         if reference is None:
-            record["reason"] = self._why_missing(cell.settings, pixels)
+            record.reason = self._why_missing(cell.settings, pixels)
         else:
             self._record(runner, cell.settings, reference, "reference", 0.0)
-            record["truth"] = reference.id
             try:
-                record |= self._compare(runner, cell.settings, reference)
+                record = self._compare(runner, cell, reference)
             except Exception as error:  # the cell is unverified, and the sweep continues
-                record["reason"] = _reason(error, "comparing answers")
+                record.reason = _reason(error, "comparing answers")
+            record.truth = reference.id
             if _comparable(cell.settings):
                 self._vary(runner, cell)
-        concluded = reference is None or not _comparable(cell.settings)
-        self._records[cell.id] = record | {"concluded": concluded, "seconds": now() - started}
-        return self._records[cell.id]
+        record.concluded = reference is None or not _comparable(cell.settings)
+        record.seconds = now() - started
+        self._records[cell.id] = record
+        return record
 
     def _vary(self, runner: Runner, cell: Cell) -> None:
         """Answer a cell's requests again under different conditions, for :meth:`conclude` to compare.
@@ -281,8 +283,11 @@ class Verifier:
     def _judge(self, runner: Runner, settings: Settings, reference: Reference) -> Judge:
         return Judge(runner.loaded, settings, reference.noise[_precision(settings)].margin)
 
-    def _concluded(self, runner: Runner, cell: Cell, rows: _Rows) -> Record:
-        """Return the fields of the checks that need the bare model; a failed check leaves a note."""
+    def _concluded(self, runner: Runner, cell: Cell, rows: _Rows) -> tuple[TokenCheck | None, list[AxisCheck]]:
+        """Return the checks that need the bare model: of tokens beyond the reference, and of each axis.
+
+        A failed check leaves a note.
+        """
         reference = self._reference(cell.settings, runner.pixels(cell.settings))
         assert reference is not None  # otherwise the record is already concluded
         judge, states = self._judge(runner, cell.settings, reference), rows.of(cell.settings)
@@ -290,8 +295,7 @@ class Verifier:
             beyond = self._beyond(cell, reference, judge, states)
         except Exception as error:  # such as quantised weights, or too little memory
             beyond = TokenCheck(note=f"tokens beyond the reference: {_reason(error, 'computing the reference')}")
-        axes = [asdict(axis) for axis in self._axes(cell, judge, states)]
-        return {"beyond": None if beyond is None else asdict(beyond), "invariance": axes}
+        return beyond, self._axes(cell, judge, states)
 
     def _beyond(self, cell: Cell, reference: Reference, judge: Judge, states: ReferenceRows) -> TokenCheck | None:
         """Check measured tokens beyond the end of the reference; None if there are none."""
@@ -438,7 +442,8 @@ class Verifier:
             tally.add(loaded, expected.answer, observation.answer, expected.image, observation.image)
         return tally.noise()
 
-    def _compare(self, runner: Runner, settings: Settings, reference: Reference) -> Record:
+    def _compare(self, runner: Runner, cell: Cell, reference: Reference) -> VerdictRecord:
+        settings = cell.settings
         requests = self._requests(settings)
         tally, top_logprobs = DivergenceTally(), None
         todo = calls(view_counts(self.items, settings), settings)
@@ -451,8 +456,11 @@ class Verifier:
                 pairs = expected.answer[: len(seen.tokens)], seen.answer, expected.image, seen.image
                 tally.add(runner.loaded, *pairs, partial=top_logprobs is not None)
         precision = _precision(settings)
-        note = {} if top_logprobs is None else {"reason": f"from top {top_logprobs} log-probabilities"}
-        return note | tally.verdict(reference.noise[precision], settings.max_new_tokens, float32=precision == "fp32")
+        steps, float32 = settings.max_new_tokens, precision == "fp32"
+        record = tally.verdict(cell.id, reference.noise[precision], steps, float32=float32)
+        if top_logprobs is not None and record.reason is None:
+            record.reason = f"from top {top_logprobs} log-probabilities"
+        return record
 
     def _record(self, runner: Runner, settings: Settings, reference: Reference, source: str, seconds: float) -> None:
         """Write the record of a reference, once, with the comparison of its inputs with Transformers' processor."""
@@ -461,15 +469,23 @@ class Verifier:
         self.recorded.add(reference.id)
         origin = next((path for path, each in self.reference_files if each.id == reference.id), None)
         file = origin if origin is not None else Path("truth") / f"{reference.id}.safetensors"
-        facts = {"truth": reference.id, "source": source, "file": str(file), "model": reference.model}
-        counts = {"requests": len(reference.requests), "tokens": reference.tokens}
-        counts |= {"image_positions": reference.image_positions}
         chosen = [request_of(item, settings, self.source) for item in _most_varied_first(self.items)]
         try:
-            inputs = check_inputs(runner.loaded.reader, chosen)
+            inputs = InputCheck(**check_inputs(runner.loaded.reader, chosen))
         except Exception as error:  # such as a deleted image: the reference remains valid
-            inputs = {"requests": 0, "views": 0, "difference": None, "note": _reason(error, "comparing inputs")}
-        self.write([{"type": "truth", **facts, "seconds": seconds, **counts, "inputs": inputs}])
+            inputs = InputCheck(0, 0, None, _reason(error, "comparing inputs"))
+        truth = TruthRecord(
+            truth=reference.id,
+            source=source,
+            file=str(file),
+            model=reference.model,
+            requests=len(reference.requests),
+            tokens=reference.tokens,
+            image_positions=reference.image_positions,
+            seconds=seconds,
+            inputs=inputs,
+        )
+        self.write([truth])
 
 
 @dataclass(slots=True)

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
-from itertools import product
+from itertools import chain, product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,6 @@ from panscan.images.files import Page, expand_images, find_pages, load_page, pag
 from panscan.images.samples import write_samples
 from panscan.images.views import GEMMA3_COST, PromptCost, ViewPlan, plan_views
 from panscan.quality.datasets import (
-    DatasetFacts,
     DatasetRow,
     Embedded,
     LoadedDataset,
@@ -42,7 +42,7 @@ from panscan.quality.datasets import (
     write_pictures,
 )
 from panscan.quality.scores import ANNOTATORS, metrics_for
-from panscan.records.schema import EXACT_MATCH, METRICS
+from panscan.records.schema import EXACT_MATCH, METRICS, DatasetFacts
 from panscan.settings import Settings, nearest
 
 __all__ = [
@@ -288,19 +288,19 @@ def _dataset_workload(
     rows, count = loaded.rows, source.num_samples
     wanted = len(rows) if count is None else min(count, len(rows))
     opening = _Opening(loaded, on_problem, source.max_pages)
-    found: list[tuple[int, tuple[DocumentFile, ...]]] = []
+    opened: list[tuple[int, tuple[DocumentFile, ...]]] = []
     unreadable = 0
     order = _order(len(rows), wanted, source.seed)
-    while len(found) < wanted and (numbers := order[: wanted - len(found)]):
+    while len(opened) < wanted and (numbers := order[: wanted - len(opened)]):
         order = order[len(numbers) :]
         for number, documents in zip(numbers, opening.open([rows[number] for number in numbers]), strict=True):
             if documents:
-                found.append((number, documents))
-                on_document(len(found), wanted)
+                opened.append((number, documents))
+                on_document(len(opened), wanted)
             else:
                 unreadable += 1
     opening.finish()
-    used = [(rows[number], documents) for number, documents in sorted(found, key=lambda each: each[0])]
+    used = [(rows[number], documents) for number, documents in sorted(opened, key=itemgetter(0))]
     facts = counted(loaded, [row for row, _ in used], unreadable)
     if not used:
         raise DatasetError(f"--dataset {path}: no usable question is left ({facts.text})")
@@ -337,7 +337,7 @@ class _Opening:
         for row in rows:
             names = written[row.images] if isinstance(row.images, Embedded) else row.images
             pages = [self._documents(name) for name in names]
-            yield tuple(document for each in pages for document in each) if all(pages) else ()
+            yield tuple(chain.from_iterable(pages)) if all(pages) else ()
 
     def finish(self) -> None:
         if self._problems > _MOST_SAID:
@@ -365,7 +365,7 @@ def _documents_of(
     pages: Sequence[Page], on_problem: Callable[[InputError], None], on_document: Callable[[int, int], None]
 ) -> list[DocumentFile]:
     """Return pages as documents. Each is decoded once; ``on_problem`` is called for those that cannot be decoded."""
-    found = []
+    documents = []
     digests: dict[str, str] = {}  # a file of a thousand pages is hashed once
     for number, page in enumerate(pages, start=1):
         try:
@@ -373,11 +373,11 @@ def _documents_of(
             if page.source not in digests:
                 digests[page.source] = page_digest(Page(page.source))
             digest = Page(digests[page.source], page.page).name
-            found.append(DocumentFile(page.name, width, height, digest))
+            documents.append(DocumentFile(page.name, width, height, digest))
         except ImageError as error:
             on_problem(error)
         on_document(number, len(pages))
-    return found
+    return documents
 
 
 def _prompts(source: Source) -> list[str]:

@@ -247,4 +247,6 @@ def print_files(directory: Path) -> None:
 
 def exit_code(run: Run) -> int:
     """Return 0 if every cell is done, else 4."""
-    return 0 if all(run.outcomes.get(cell, {}).get("outcome") == "done" for cell in run.cells) else 4
+    from panscan.records.store import outcome_of
+
+    return 0 if all(outcome_of(run, cell)[0] == "done" for cell in run.cells) else 4

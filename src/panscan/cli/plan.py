@@ -209,13 +209,13 @@ def _this_machine(named: str | None) -> tuple[Gpu, tuple[float, float], int]:
 
 
 def _traffic(options: Options, rate: float, limits: Mapping[str, float]) -> Traffic:
-    from panscan.load.arrivals import GammaArrivals
+    from panscan.load.arrivals import gamma_arrivals
     from panscan.plan.fleet import Traffic
 
     seed = options.seed % 2**63  # NumPy takes no negative seeds
 
     def arrivals(rate: float, count: int) -> list[float]:
-        return GammaArrivals(rate, options.burstiness, seed).times(count)
+        return gamma_arrivals(rate, count, options.burstiness, seed)
 
     return Traffic(
         rate=rate,

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from panscan.analysis.cells import number_text
 from panscan.cli.console import out
+from panscan.core.text import number_text, percent
 from panscan.plan.advice import PlanAnswer, rejections, warnings_for, what_would_fit
 from panscan.plan.fleet import with_replicas
-from panscan.report.formatting import percent
 from panscan.report.table import Column, Medium, Table, print_table
 
 if TYPE_CHECKING:
@@ -55,15 +54,15 @@ def print_answer(found: PlanAnswer) -> None:
             out().print(f"not simulated: {missing} of {len(found.simulated)} layouts, which need as many GPUs or more")
     if found.fitting and not found.fleets:
         _print_rows(Table(_LAYOUTS, found.fitting), found.fitting)
-    for each in rejections(found.layouts):
-        out().print(f"not possible: {_where(each)}: {each.reason}", soft_wrap=True)
+    for rejection in rejections(found.layouts):
+        out().print(f"not possible: {_rejected_layouts(rejection)}: {rejection.reason}", soft_wrap=True)
     for caution in warnings_for(found.inputs, found.layouts):
         out().print(f"note: {caution.text}", style="yellow", soft_wrap=True)
     if found.fitting:
         out().print(f"basis: {_basis(found)}", style="dim", soft_wrap=True)
 
 
-def _where(rejection: Rejection) -> str:
+def _rejected_layouts(rejection: Rejection) -> str:
     """Return which layouts are meant, in words."""
     *sizes, last = map(str, rejection.tensor_parallel_sizes)
     listed = f"{', '.join(sizes)} or {last}" if sizes else last
@@ -77,7 +76,7 @@ def _headline(found: PlanAnswer) -> list[str]:
         return [f"No layout of {found.model.id} fits on {inputs.count} x {inputs.gpu.label}."]
     if not found.fleets:
         lines = [
-            f"Recommended: {_named(found, advice.layout)}: {_promise(found, advice.layout)}.",
+            f"Recommended: {_layout_words(found, advice.layout)}: {_promise(found, advice.layout)}.",
             f"Rule: {advice.rule}.",
         ]
     else:
@@ -89,7 +88,7 @@ def _headline(found: PlanAnswer) -> list[str]:
         better = "the requests/s" if inputs.goal == "throughput" else "the speed of one request"
         lines += [
             "",
-            f"Faster, but not exact: {_named(found, advice.faster)}: {_promise(found, advice.faster)},"
+            f"Faster, but not exact: {_layout_words(found, advice.faster)}: {_promise(found, advice.faster)},"
             f" {advice.gain:.1f}x {better}. {_INEXACT}",
             "",
             f"  {found.command(found.verbs[0], advice.faster)}",
@@ -102,7 +101,7 @@ _INEXACT = (
 )
 
 
-def _named(found: PlanAnswer, layout: Layout) -> str:
+def _layout_words(found: PlanAnswer, layout: Layout) -> str:
     """Return a layout in words: replicas, GPUs per replica, weights."""
     copies = "1 replica" if layout.replicas == 1 else f"{layout.replicas} replicas, each"
     exact = "exact" if layout.exact else "not exact"
@@ -115,8 +114,8 @@ def _named(found: PlanAnswer, layout: Layout) -> str:
 def _promise(found: PlanAnswer, layout: Layout) -> str:
     """Return the figure that the goal is about."""
     if found.inputs.goal == "latency":
-        return f"about {_seconds(layout.speed.e2e)} for one request alone"
-    return f"about {_rate(layout.speed.requests_per_s)} requests/s"
+        return f"about {_with_range(layout.speed.e2e, ' s')} for one request alone"
+    return f"about {_with_range(layout.speed.requests_per_s)} requests/s"
 
 
 def _fleet_sentence(found: PlanAnswer) -> str:
@@ -132,8 +131,8 @@ def _fleet_sentence(found: PlanAnswer) -> str:
     if found.within_limit is False:
         enough = f" That is more than --count {found.limit}."
     return (
-        f"For {_goal(found)}: {_named(found, layout)}, {gpus} in all{spread}. Expected: {_latencies(best.level)};"
-        f" {_holds(best)} requests/s.{enough}"
+        f"For {_goal(found)}: {_layout_words(found, layout)}, {gpus} in all{spread}. Expected:"
+        f" {_latencies(best.level)}; {_holds(best)} requests/s.{enough}"
     )
 
 
@@ -186,7 +185,7 @@ _LAYOUTS: tuple[Column[Layout], ...] = (
     Column("TTFT ms\nalone", lambda layout: _milliseconds(layout.speed.ttft)),
     Column("TPOT ms\nalone", lambda layout: f"{1e3 * layout.speed.tpot_alone.value:.1f}"),
     Column("TPOT ms\nfull", lambda layout: f"{1e3 * layout.speed.tpot_full.value:.0f}"),
-    Column("requests/s\nfull", lambda layout: _rate(layout.speed.requests_per_s)),
+    Column("requests/s\nfull", lambda layout: _with_range(layout.speed.requests_per_s)),
     Column(
         "limits of\nprefill / decode",
         lambda layout: f"{layout.speed.prefill_bound} / {layout.speed.decode_bound}",
@@ -223,18 +222,14 @@ def _print_rows(table: Table[Any], layouts: Iterable[Layout]) -> None:
 
 def _basis(found: PlanAnswer) -> str:
     """Return what the predictions rest on, in one sentence; layouts of one GPU and of several differ in a figure."""
-    sentences = {each.speed.basis: each.speed.basis.split(" ") for each in found.fitting}
+    sentences = {layout.speed.basis: layout.speed.basis.split(" ") for layout in found.fitting}
     return " ".join(" or ".join(dict.fromkeys(words)) for words in zip(*sentences.values(), strict=True))
 
 
 def _milliseconds(interval: Interval) -> str:
-    low, value, high = (f"{1e3 * each:,.0f}" for each in (interval.low, interval.value, interval.high))
+    low, value, high = (f"{1e3 * seconds:,.0f}" for seconds in (interval.low, interval.value, interval.high))
     return f"{value} ({low}-{high})"
 
 
-def _seconds(interval: Interval) -> str:
-    return f"{number_text(interval.value)} s ({number_text(interval.low)}-{number_text(interval.high)})"
-
-
-def _rate(interval: Interval) -> str:
-    return f"{number_text(interval.value)} ({number_text(interval.low)}-{number_text(interval.high)})"
+def _with_range(interval: Interval, unit: str = "") -> str:
+    return f"{number_text(interval.value)}{unit} ({number_text(interval.low)}-{number_text(interval.high)})"

@@ -64,7 +64,7 @@ def command(options: Options, run: Path) -> None:
             write_file(output, text)
     for path in written:
         out().print(str(path), soft_wrap=True)
-    if not any(cell["outcome"] == "done" for cell in records.outcomes.values()):
+    if not any(cell.outcome == "done" for cell in records.outcomes.values()):
         errors().print(f"no {'level' if is_load_run(records) else 'cell'} is finished yet")
 
 

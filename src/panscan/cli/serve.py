@@ -92,8 +92,6 @@ def _serve_options(options: Options) -> ServeOptions:
     media = options.allowed_local_media_path
     if media is not None and not media.is_dir():
         raise SettingError(f"--allowed-local-media-path {media}: not a directory")
-    if options.max_replicas is not None and options.max_replicas < (options.replicas or 1):
-        raise SettingError(f"--max-replicas {options.max_replicas} is below --replicas {options.replicas}")
     return ServeOptions(
         settings=engine_settings(options, "serve"),
         api_keys=ApiKeys.of(keys),

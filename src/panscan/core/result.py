@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
 
 from panscan.core.errors import PanscanError
 from panscan.core.process import now
@@ -12,8 +14,12 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 """``stop``: an end mark, stop text or stop id; ``length``: ``max_new_tokens`` or the end of the context."""
 
 
-@dataclass(slots=True)
-class Stamps:
+LARGEST = 2.0**64
+"""Far more seconds, bytes or operations than any machine has, and no arithmetic overflows."""
+Seconds = Annotated[float, Meta(gt=-LARGEST, lt=LARGEST)]
+
+
+class Stamps(Struct, forbid_unknown_fields=True):
     """Boundaries of a request's life, in seconds of :func:`now`. Metrics are derived from them, never measured twice.
 
     ``accepted`` -> ``preparing`` (a thread took it) -> ``loaded`` (pixels decoded) -> ``preprocessed`` (views and ids
@@ -24,16 +30,16 @@ class Stamps:
     while it waited for a lock, or had been preempted.
     """
 
-    accepted: float
-    preparing: float | None = None
-    loaded: float | None = None
-    preprocessed: float | None = None
-    scheduled: float | None = None
-    vision_start: float | None = None
-    vision: float | None = None
-    tokens: list[float] = field(default_factory=list)
-    waits: list[tuple[float, float]] = field(default_factory=list)
-    end: float | None = None
+    accepted: Seconds
+    preparing: Seconds | None = None
+    loaded: Seconds | None = None
+    preprocessed: Seconds | None = None
+    scheduled: Seconds | None = None
+    vision_start: Seconds | None = None
+    vision: Seconds | None = None
+    tokens: list[Seconds] = []
+    waits: list[tuple[Seconds, Seconds]] = []
+    end: Seconds | None = None
 
     @property
     def ttft(self) -> float | None:

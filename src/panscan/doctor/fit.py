@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from types import MappingProxyType
 
 import psutil
 
@@ -27,30 +26,20 @@ def fits() -> Findings:
     """Report for each released size which precision fits, on one GPU, on several, or in the host's memory."""
     import torch
 
-    devices = _gpus() if torch.cuda.is_available() else [_host()]
+    devices = []
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what earlier checks left
+        for index in range(torch.cuda.device_count()):
+            free, _ = torch.cuda.mem_get_info(index)
+            devices.append(_device(f"GPU {index}", free, torch.cuda.get_device_capability(index)))
+    else:
+        available, limited = psutil.virtual_memory().available, read_limits().free_memory
+        devices.append(_device("this host", available if limited is None else min(available, limited), None))
     for size in _SIZES:
         yield fit_finding(size, devices)
 
 
-def _gpus() -> list[Gpu]:
-    """Return the visible GPUs with the memory that is free now."""
-    import torch
-
-    torch.cuda.empty_cache()  # what earlier checks left
-    found = []
-    for index in range(torch.cuda.device_count()):
-        facts = torch.cuda.get_device_properties(index)
-        free, _ = torch.cuda.mem_get_info(index)
-        found.append(_described(f"GPU {index}", free, (facts.major, facts.minor)))
-    return found
-
-
-def _host() -> Gpu:
-    available, limited = psutil.virtual_memory().available, read_limits().free_memory
-    return _described("this host", available if limited is None else min(available, limited), None)
-
-
-def _described(label: str, free: int, capability: Capability | None) -> Gpu:
+def _device(label: str, free: int, capability: Capability | None) -> Gpu:
     """Return a GPU, or the CPU, with the product types that it has. Rates are not used here."""
     kinds = ["fp32", *(kind for kind in ("bf16", "fp8", "int8") if supports(kind, capability))]
     return Gpu(
@@ -60,7 +49,7 @@ def _described(label: str, free: int, capability: Capability | None) -> Gpu:
         bytes_per_s=1.0,
         link="",
         link_bytes_per_s=1.0,
-        flops_per_s=MappingProxyType(dict.fromkeys(kinds, 1.0)),
+        flops_per_s=dict.fromkeys(kinds, 1.0),
         capability=capability,
     )
 

@@ -116,13 +116,13 @@ def _attention(name: str, dtype: str) -> CheckFinding:
 
     if (reason := attention_reason(name, _tiny().device, torch.bfloat16)) is not None:
         return not_checked(f"{name}: {reason.removeprefix(name).strip()}")
-    found = _response_or_failure(name, dtype)
-    if isinstance(found, CheckFinding):
-        return found
+    response = _response_or_failure(name, dtype)
+    if isinstance(response, CheckFinding):
+        return response
     eager = _response_or_failure("eager", dtype)
     if isinstance(eager, CheckFinding):
         return not_checked(f"{name}: eager attention, with which it is compared, fails in {dtype}")
-    return attention_finding(name, found, eager, least=_SAME[dtype])
+    return attention_finding(name, response, eager, least=_SAME[dtype])
 
 
 def _response_or_failure(name: str, dtype: str) -> AttentionResponse | CheckFinding:
@@ -137,25 +137,25 @@ def _response_or_failure(name: str, dtype: str) -> AttentionResponse | CheckFind
 
 
 def attention_finding(
-    name: str, found: AttentionResponse, eager: AttentionResponse, least: float = 0.99
+    name: str, response: AttentionResponse, eager: AttentionResponse, least: float = 0.99
 ) -> CheckFinding:
     """Judge how an implementation responds.
 
     Args:
         name: of the implementation.
-        found: its response.
+        response: its response.
         eager: the response of eager attention in the same precision.
         least: cosine of both final states that rounding explains.
     """
     fix = "Use --attention sdpa or eager."
-    if not found.image > _DEAF * eager.image:
+    if not response.image > _DEAF * eager.image:
         text = f"attn_implementation={name!r} drops Gemma 3's image mask: image tokens are causal"
         if name in ("eager", "sdpa"):
             return problem(text, "Install another version of Transformers.")
         return warning(text, fix)
-    if found.text > _LEAKS * found.image:
+    if response.text > _LEAKS * response.image:
         return problem(f"attn_implementation={name!r} lets text tokens attend to later tokens", fix)
-    angle = float(found.last @ eager.last / (found.last.norm() * eager.last.norm()))
+    angle = float(response.last @ eager.last / (response.last.norm() * eager.last.norm()))
     if not angle > least:
         return problem(f"attn_implementation={name!r}: final states differ from eager's (cosine {angle:.3f})", fix)
     return ok(f"attn_implementation={name!r}: image tokens attend in both directions, text tokens do not look ahead")
@@ -256,16 +256,18 @@ def image_processor() -> Findings:
     backend = "Pillow on the CPU" if kind.endswith("Pil") else "torchvision (other rounding than Pillow)"
     yield ok(f"AutoProcessor gives {kind}: it resizes with {backend}")
     pages = [_page(900, 300), _page(300, 300)]
-    found = check_inputs(reader, [Request(prompt="What is the total?", images=[page]) for page in pages])
-    if found["difference"] is not None:
+    inputs = check_inputs(reader, [Request(prompt="What is the total?", images=[page]) for page in pages])
+    if inputs["difference"] is not None:
         yield problem(
-            f"panscan's inputs differ from those of Transformers' processor: {found['difference']}",
+            f"panscan's inputs differ from those of Transformers' processor: {inputs['difference']}",
             "Install a version of Transformers that panscan supports.",
         )
     else:
-        yield ok(f"crops, pixels and token ids of {found['views']} views are those of Transformers' processor (Pillow)")
-    if found["note"]:
-        yield not_checked(found["note"])
+        yield ok(
+            f"crops, pixels and token ids of {inputs['views']} views are those of Transformers' processor (Pillow)"
+        )
+    if inputs["note"]:
+        yield not_checked(inputs["note"])
 
 
 @_on_tiny
@@ -299,10 +301,10 @@ def compilation() -> Findings:
 
     from panscan.runners.generate_check import recompilations
 
-    found = recompilations(torch.device("cpu"), _PROMPTS)
-    fact = f"torch.compile with a static cache: {found.first} graphs for the first prompt length"
-    fact += f", {found.later[0]} more for the second, {found.later[-1]} for the third"
-    if found.later[-1] == 0:
+    graphs = recompilations(torch.device("cpu"), _PROMPTS)
+    fact = f"torch.compile with a static cache: {graphs.first} graphs for the first prompt length"
+    fact += f", {graphs.later[0]} more for the second, {graphs.later[-1]} for the third"
+    if graphs.later[-1] == 0:
         yield ok(f"{fact}; later lengths reuse them")
     else:
         yield warning(

@@ -63,9 +63,9 @@ def pytorch() -> Findings:
         return
     reason = _cuda_error(torch) if torch.version.cuda is not None else None
     yield build_finding(torch.__version__, torch.version.cuda, driver(), pci_gpus(), reason)
-    found = driver()
-    if found is not None and torch.version.cuda is not None and reason is None:
-        yield driver_finding(torch.version.cuda, found, torch.cuda.device_count())
+    installed = driver()
+    if installed is not None and torch.version.cuda is not None and reason is None:
+        yield driver_finding(torch.version.cuda, installed, torch.cuda.device_count())
     if torch.backends.mps.is_available():
         yield ok("an Apple GPU is available as --device mps; the checks of NVIDIA GPUs do not apply to it")
 
@@ -80,57 +80,56 @@ def _cuda_error(torch: Any) -> str | None:
 
 
 def build_finding(
-    version: str, cuda: str | None, found: Driver | None, on_bus: int | None, error: str | None
+    version: str, cuda: str | None, installed: Driver | None, on_bus: int | None, error: str | None
 ) -> CheckFinding:
     """Judge whether this build of PyTorch reaches the machine's NVIDIA GPUs.
 
     Args:
         version: of PyTorch.
         cuda: CUDA version that it was built for; None: a build without CUDA.
-        found: the driver; None: there is none.
+        installed: the driver; None: there is none.
         on_bus: NVIDIA GPUs on the PCI bus; None: unknown.
         error: why CUDA does not start.
     """
     built = "without CUDA" if cuda is None else f"for CUDA {cuda}"
     fact = f"PyTorch {version}, built {built}"
-    gpus = found.gpus if found is not None else on_bus or 0
+    gpus = installed.gpus if installed is not None else on_bus or 0
     if gpus == 0:
-        bus = "no NVIDIA GPU found" if on_bus == 0 or found is not None else "no NVIDIA driver found"
+        bus = "no NVIDIA GPU found" if on_bus == 0 or installed is not None else "no NVIDIA driver found"
         return ok(f"{fact}; {bus}: Gemma 3 runs on the CPU")
-    if found is None:
+    if installed is None:
         return problem(f"{fact}; {gpus} NVIDIA GPUs on the PCI bus, but no driver answers", "Install NVIDIA's driver.")
-    supported = "{}.{}".format(*found.cuda)
+    supported = "{}.{}".format(*installed.cuda)
     if cuda is None:
         return problem(
             f"{fact}: it cannot use this machine's {gpus} NVIDIA GPUs",
             f"Install a build for CUDA {supported} or earlier: {_INSTALL}.",
         )
-    if error is not None and int(cuda.split(".")[0]) > found.cuda[0]:
+    if error is not None and int(cuda.split(".")[0]) > installed.cuda[0]:
         return problem(
-            f"{fact}, but driver {found.version} supports CUDA up to {supported}: {error}",
-            f"Update the driver, or install a PyTorch built for CUDA {found.cuda[0]}: {_INSTALL}.",
+            f"{fact}, but driver {installed.version} supports CUDA up to {supported}: {error}",
+            f"Update the driver, or install a PyTorch built for CUDA {installed.cuda[0]}: {_INSTALL}.",
         )
     if error is not None:
         return problem(f"{fact}; CUDA does not start: {error}", "Check that `nvidia-smi` works in this environment.")
     return ok(fact)
 
 
-def driver_finding(cuda: str, found: Driver, visible: int) -> CheckFinding:
+def driver_finding(cuda: str, installed: Driver, visible: int) -> CheckFinding:
     """Judge the driver of a machine where CUDA starts.
 
     Args:
         cuda: CUDA version that PyTorch was built for.
-        found: the driver.
+        installed: the driver.
         visible: GPUs that PyTorch uses.
     """
-    fact = (
-        f"driver {found.version} supports CUDA up to {found.cuda[0]}.{found.cuda[1]}; PyTorch was built for CUDA {cuda}"
-    )
-    if visible == found.gpus:
+    supported = "{}.{}".format(*installed.cuda)
+    fact = f"driver {installed.version} supports CUDA up to {supported}; PyTorch was built for CUDA {cuda}"
+    if visible == installed.gpus:
         return ok(fact)
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
     return warning(
-        f"{fact}; the driver manages {found.gpus} GPUs, PyTorch uses {visible}",
+        f"{fact}; the driver manages {installed.gpus} GPUs, PyTorch uses {visible}",
         "Set CUDA_VISIBLE_DEVICES to the GPUs that you want to use"
         + ("." if hidden is None else f", or unset it (it is {hidden!r} now)."),
     )
@@ -192,8 +191,8 @@ def kernels() -> Findings:
                 f"{label} is not among this wheel's ({', '.join(built)})", f"Install a newer torch; {_INSTALL}."
             )
             continue
-        there = inputs.to(f"cuda:{index}")
-        error = float(((there[0] @ there[1]).double().cpu() - expected).abs().max() / expected.abs().max())
+        matrices = inputs.to(f"cuda:{index}")
+        error = float(((matrices[0] @ matrices[1]).double().cpu() - expected).abs().max() / expected.abs().max())
         if not error < 0.01:  # NaN counts
             yield problem(
                 f"{label}: a bfloat16 product is wrong by {error:.1%}", "Check the GPU with its vendor's tools."
@@ -226,7 +225,7 @@ def tf32() -> Findings:
     where = " and ".join(named) or "a setting outside of PyTorch"
     yield warning(
         f"{fact}, but float32 products are computed in TF32 ({where}): float32 references are rounded to 10 bits",
-        f"Unset {' and '.join(each.split('=')[0] for each in named) or 'it'}.",
+        f"Unset {' and '.join(setting.split('=')[0] for setting in named) or 'it'}.",
     )
 
 
@@ -248,7 +247,7 @@ def triton_kernels() -> Findings:
     hidden = torch.randn(8, 512, device=device, dtype=torch.bfloat16)
     weight = torch.randn(512, device=device, dtype=torch.bfloat16)
     try:
-        found = rms_norm(hidden, weight, 1e-6)
+        computed = rms_norm(hidden, weight, 1e-6)
     except Exception as error:  # Triton raises what its compilers raise: CalledProcessError, RuntimeError, ...
         yield problem(
             f"a Triton kernel does not compile or run: {error_line(error)}",
@@ -257,8 +256,8 @@ def triton_kernels() -> Findings:
         return
     values = hidden.double()
     expected = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + 1e-6) * (1 + weight.double())
-    assert isinstance(found, torch.Tensor)  # no input type was asked for, so nothing is quantised
-    if not torch.allclose(found.double(), expected, rtol=0.02, atol=0.02):
+    assert isinstance(computed, torch.Tensor)  # no input type was asked for, so nothing is quantised
+    if not torch.allclose(computed.double(), expected, rtol=0.02, atol=0.02):
         yield problem("a Triton kernel computes a wrong result", "Install the triton that torch requires.")
     else:
         yield ok("a Triton kernel compiles and computes the correct result")
@@ -285,21 +284,21 @@ def ceilings() -> Findings:
 
 
 def ceilings_finding(
-    index: int, name: str, found: tuple[float, float], alike: Sequence[tuple[float, float]]
+    index: int, name: str, rates: tuple[float, float], alike: Sequence[tuple[float, float]]
 ) -> CheckFinding:
     """Judge one GPU's measured rates, (FLOP/s, bytes/s).
 
     Args:
         index: of the GPU.
         name: as the driver reports it.
-        found: its rates.
+        rates: its rates.
         alike: the rates of all GPUs of this name here, itself included.
     """
-    fact = f"GPU {index}: {found[0] / 1e12:.0f} TFLOP/s in 16-bit products, {found[1] / 1e12:.2f} TB/s copied"
+    fact = f"GPU {index}: {rates[0] / 1e12:.0f} TFLOP/s in 16-bit products, {rates[1] / 1e12:.2f} TB/s copied"
     if (sheet := reported_gpu(name)) is not None:
-        shares = f"{found[0] / sheet.half_rate:.0%} and {found[1] / sheet.bytes_per_s:.0%}"
+        shares = f"{rates[0] / sheet.half_rate:.0%} and {rates[1] / sheet.bytes_per_s:.0%}"
         fact += f" ({shares} of the data sheet's, which measured rates do not reach)"
-    for value, best in zip(found, map(max, zip(*alike, strict=True)), strict=True):
+    for value, best in zip(rates, map(max, zip(*alike, strict=True)), strict=True):
         if value < _SLOW_SHARE * best:
             fix = "Compare the clocks and slowdowns below; other processes on this GPU have the same effect."
             return warning(f"{fact}: much slower than the fastest {name} here", fix)
@@ -370,30 +369,30 @@ def _watts(milliwatts: int | None) -> float | None:
 
 
 def load_finding(
-    index: int, found: GpuLoad, highest: int | None, limit: float | None, default: float | None
+    index: int, gpu_load: GpuLoad, highest: int | None, limit: float | None, default: float | None
 ) -> CheckFinding:
     """Judge what the driver reported about one busy GPU.
 
     Args:
         index: of the GPU.
-        found: samples; at least one clock.
+        gpu_load: samples; at least one clock.
         highest: the highest clock of the multiprocessors, in MHz; None: not reported.
         limit: enforced power limit in watts; None: not reported.
         default: the GPU's default power limit in watts; None: not reported.
     """
-    clock = statistics.median(found.clocks)
+    clock = statistics.median(gpu_load.clocks)
     parts = [f"{clock:.0f} MHz" + ("" if highest is None else f" of {highest} MHz")]
-    if found.watts:
-        parts.append(f"{max(found.watts):.0f} W" + ("" if limit is None else f" of {limit:.0f} W"))
-    if found.degrees:
-        parts.append(f"{max(found.degrees)} °C")
+    if gpu_load.watts:
+        parts.append(f"{max(gpu_load.watts):.0f} W" + ("" if limit is None else f" of {limit:.0f} W"))
+    if gpu_load.degrees:
+        parts.append(f"{max(gpu_load.degrees)} °C")
     fact = f"GPU {index} under load: {', '.join(parts)}"
-    if slowdowns := [name for bit, name in _SLOWDOWNS.items() if found.reasons & bit]:
+    if slowdowns := [name for bit, name in _SLOWDOWNS.items() if gpu_load.reasons & bit]:
         return warning(
             f"{fact}; clocks are lowered: {', '.join(slowdowns)}",
             "Check cooling and power supply; `nvidia-smi -q -d PERFORMANCE,CLOCK` shows the details.",
         )
-    if found.reasons & _APPLICATION_CLOCKS:
+    if gpu_load.reasons & _APPLICATION_CLOCKS:
         return warning(
             f"{fact}; application clocks limit the clock",
             f"Run `nvidia-smi -i {index} -rac` as root, unless they are intended.",
@@ -403,6 +402,6 @@ def load_finding(
             f"{fact}; the power limit is below the default of {default:.0f} W",
             f"Run `nvidia-smi -i {index} -pl {default:.0f}` as root, unless the limit is intended.",
         )
-    if found.reasons & _POWER_CAP:
+    if gpu_load.reasons & _POWER_CAP:
         return ok(f"{fact}; the power limit lowers the clock, as large products may")
     return ok(fact)

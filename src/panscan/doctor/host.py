@@ -71,10 +71,10 @@ def read_limits(root: Path = _CGROUP) -> Limits:
     if not quota:
         quota, period = file_text(root / "cpu/cpu.cfs_quota_us"), file_text(root / "cpu/cpu.cfs_period_us")
     memory = file_text(root / "memory.max") or file_text(root / "memory/memory.limit_in_bytes")
-    whole = quota.isdigit() and period.isdigit()  # "max" and -1 stand for no limit
+    limited = quota.isdigit() and period.isdigit()  # "max" and -1 stand for no limit
     bounded = memory.isdigit() and int(memory) < psutil.virtual_memory().total  # version 1 writes 2**63 for no limit
     return Limits(
-        int(quota) / int(period) if whole else None,
+        int(quota) / int(period) if limited else None,
         int(memory) if bounded else None,
         _used_memory(root) if bounded else 0,
     )
@@ -126,8 +126,8 @@ def cores_finding(present: int, usable: int, quota: float | None) -> CheckFindin
 
 def memory() -> Findings:
     """Report the memory that this process may use."""
-    found = psutil.virtual_memory()
-    yield memory_finding(found.total, found.available, read_limits())
+    facts = psutil.virtual_memory()
+    yield memory_finding(facts.total, facts.available, read_limits())
 
 
 def memory_finding(total: int, available: int, limits: Limits) -> CheckFinding:
@@ -149,9 +149,9 @@ def shared_memory() -> Findings:
     if not _SHARED.is_dir():
         yield not_checked("this system has no /dev/shm")
         return
-    found = shutil.disk_usage(_SHARED)
-    fact = f"/dev/shm: {found.free / _GIB:.1f} of {found.total / _GIB:.1f} GiB free"
-    if found.free < _LEAST_SHARED:
+    usage = shutil.disk_usage(_SHARED)
+    fact = f"/dev/shm: {usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free"
+    if usage.free < _LEAST_SHARED:
         yield warning(
             f"{fact}: NCCL (--tensor-parallel-size) and Ray (--replicas) may need more",
             "Start the container with --shm-size=16g or --ipc=host.",
@@ -238,7 +238,7 @@ def _checkpoint(name: str, snapshot: Path) -> CheckFinding:
             return warning(f"{name}: {index.name} is damaged", f"Delete {snapshot} and download the checkpoint again.")
     if not index.is_file() and next(snapshot.glob("*.safetensors"), None) is None:
         return ok(f"{name}: only its configuration is in the cache")
-    missing = [each for each in needed if not (snapshot / each).exists()]
+    missing = [name for name in needed if not (snapshot / name).exists()]
     if missing:
         return warning(
             f"{name} in the hub cache lacks {len(missing)} of {len(needed)} weight files", f"Run `hf download {name}`."

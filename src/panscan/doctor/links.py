@@ -91,11 +91,11 @@ def host_links() -> Findings:
 
     host = torch.empty(_BYTES, dtype=torch.uint8, pin_memory=True)
     for index in range(torch.cuda.device_count()):
-        there = torch.empty(_BYTES, dtype=torch.uint8, device=f"cuda:{index}")
-        up = _BYTES / _best_seconds(torch, partial(there.copy_, host, non_blocking=True), (index,))
-        down = _BYTES / _best_seconds(torch, partial(host.copy_, there, non_blocking=True), (index,))
+        device = torch.empty(_BYTES, dtype=torch.uint8, device=f"cuda:{index}")
+        up = _BYTES / _best_seconds(torch, partial(device.copy_, host, non_blocking=True), (index,))
+        down = _BYTES / _best_seconds(torch, partial(host.copy_, device, non_blocking=True), (index,))
         yield _host_link(index, up, down)
-        del there
+        del device
 
 
 def _host_link(index: int, up: float, down: float) -> CheckFinding:

@@ -23,15 +23,14 @@ def requirements() -> Findings:
         yield not_checked("panscan runs from its source tree; `pip install -e .` records its requirements")
         return
     wrong, shown = [], []
-    for text in needs:
-        needed = Requirement(text)
+    for needed in map(Requirement, needs):
         if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
             continue
-        found = _version(needed.name)
-        if found is None or not needed.specifier.contains(found, prereleases=True):
-            wrong.append(f"{needed.name} {found or 'is missing'} (needs {needed.specifier})")
+        installed = _version(needed.name)
+        if installed is None or not needed.specifier.contains(installed, prereleases=True):
+            wrong.append(f"{needed.name} {installed or 'is missing'} (needs {needed.specifier})")
         elif needed.name in ("torch", "transformers", "tokenizers", "accelerate"):
-            shown.append(f"{needed.name} {found}")
+            shown.append(f"{needed.name} {installed}")
     if wrong:
         yield problem(f"versions that panscan does not support: {', '.join(wrong)}", "pip install --upgrade panscan")
     else:
@@ -40,24 +39,18 @@ def requirements() -> Findings:
 
 def torchvision() -> Findings:
     """Check that torchvision, if installed, imports and belongs to the installed PyTorch."""
-    found, torch = _version("torchvision"), _version("torch")
-    if found is None:
+    installed, torch = _version("torchvision"), _version("torch")
+    if installed is None:
         yield ok("torchvision is not installed; panscan resizes views without it (Pillow, or PyTorch on the GPU)")
         return
+    fix = "Install the torchvision of this PyTorch, or uninstall torchvision: panscan does not need it."
+    needs = [needed for needed in map(Requirement, requires("torchvision") or ()) if needed.name == "torch"]
     if (error := _import_error("torchvision")) is not None:
-        yield problem(
-            f"torchvision {found} does not work with torch {torch}: {error}",
-            "Install the torchvision of this PyTorch, or uninstall torchvision: panscan does not need it.",
-        )
-        return
-    needed = [each for each in map(Requirement, requires("torchvision") or ()) if each.name == "torch"]
-    if torch is not None and any(not each.specifier.contains(torch, prereleases=True) for each in needed):
-        yield warning(
-            f"torchvision {found} requires torch{needed[0].specifier}, installed is {torch}",
-            "Install the torchvision of this PyTorch, or uninstall torchvision: panscan does not need it.",
-        )
+        yield problem(f"torchvision {installed} does not work with torch {torch}: {error}", fix)
+    elif torch is not None and not all(needed.specifier.contains(torch, prereleases=True) for needed in needs):
+        yield warning(f"torchvision {installed} requires torch{needs[0].specifier}, installed is {torch}", fix)
     else:
-        yield ok(f"torchvision {found} works with torch {torch}")
+        yield ok(f"torchvision {installed} works with torch {torch}")
 
 
 def attention_packages() -> Findings:

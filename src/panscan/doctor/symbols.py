@@ -110,12 +110,12 @@ def used_symbols(root: Path) -> list[SymbolUse]:
     Args:
         root: directory with Python files.
     """
-    found: dict[str, SymbolUse] = {}
+    uses: dict[str, SymbolUse] = {}
     for path in sorted(root.rglob("*.py")):
         text = path.read_text("utf-8")
         if _LIBRARY in text:
-            _Reader(path.relative_to(root).as_posix(), found).visit(ast.parse(text))
-    return [found[name] for name in sorted(found)]
+            _Reader(path.relative_to(root).as_posix(), uses).visit(ast.parse(text))
+    return [uses[name] for name in sorted(uses)]
 
 
 def findings(uses: list[SymbolUse]) -> Findings:
@@ -124,18 +124,20 @@ def findings(uses: list[SymbolUse]) -> Findings:
 
     listed = [SymbolUse(name, set(arguments)) for name, arguments in METHODS.items()]
     for use in [*uses, *listed]:
-        found = resolve(use.symbol, use.arguments)
+        resolved = resolve(use.symbol, use.arguments)
         locations = _shortened(use.locations)
-        if found.location is None:
+        if resolved.location is None:
             yield _missing(f"{use.symbol} does not exist (used: {locations})")
-        elif found.missing:
-            yield _missing(f"{use.symbol} does not accept {', '.join(found.missing)} (used: {locations})")
+        elif resolved.missing:
+            yield _missing(f"{use.symbol} does not accept {', '.join(resolved.missing)} (used: {locations})")
         else:
-            accepted = sorted(use.arguments - set(found.unverified))
+            accepted = sorted(use.arguments - set(resolved.unverified))
             arguments = f"({', '.join(accepted)})" if accepted else ""
-            yield ok(f"{use.symbol}{arguments}: {found.location} (used: {locations})")
-        if found.unverified:
-            yield not_checked(f"{use.symbol}: takes {', '.join(found.unverified)} in **kwargs, which accept any name")
+            yield ok(f"{use.symbol}{arguments}: {resolved.location} (used: {locations})")
+        if resolved.unverified:
+            yield not_checked(
+                f"{use.symbol}: takes {', '.join(resolved.unverified)} in **kwargs, which accept any name"
+            )
     for part in PARTS:
         kind = resolve_part(part).location
         yield ok(f"a model's {part}: {kind}") if kind is not None else _missing(f"a model has no {part}")
@@ -153,8 +155,8 @@ def _missing(fact: str) -> CheckFinding:
 class _Reader(ast.NodeVisitor):
     """Collects the names that one module imports from Transformers, and the keyword arguments that it gives them."""
 
-    def __init__(self, file: str, found: dict[str, SymbolUse]) -> None:
-        self._file, self._found = file, found
+    def __init__(self, file: str, uses: dict[str, SymbolUse]) -> None:
+        self._file, self._found = file, uses
         self._names: dict[str, str] = {}  # name in the module -> dotted name
 
     def visit_Import(self, node: ast.Import) -> None:
@@ -178,7 +180,9 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         if (symbol := self._symbol(node.func)) is not None:
-            self._add(symbol, node.lineno).arguments |= {each.arg for each in node.keywords if each.arg is not None}
+            self._add(symbol, node.lineno).arguments |= {
+                keyword.arg for keyword in node.keywords if keyword.arg is not None
+            }
         self.generic_visit(node)
 
     def _symbol(self, node: ast.expr) -> str | None:

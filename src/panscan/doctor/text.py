@@ -14,11 +14,11 @@ __all__ = ["as_json", "lines", "summary"]
 def lines(results: Sequence[CheckResult]) -> Iterator[tuple[Status | None, str]]:
     """Yield lines to print, each with the status whose colour it has; None: none."""
     for group, heading in GROUPS.items():
-        there = [result for result in results if result.check.group == group]
-        if not there:
+        shown = [result for result in results if result.check.group == group]
+        if not shown:
             continue
         yield None, heading
-        for result in there:
+        for result in shown:
             for finding in result.findings:
                 yield finding.status, f"  {finding.status:<12} {result.check.name}: {finding.fact}"
                 if finding.fix is not None:

@@ -10,6 +10,7 @@ import re
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
@@ -77,7 +78,7 @@ class Endpoint:
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        _split(self.url)
+        _url_parts(self.url)
         if not (math.isfinite(self.timeout) and self.timeout > 0):
             raise SettingError(f"the timeout: expected a positive number of seconds, got {self.timeout!r}")
         names = [name.lower() for name, _ in self.headers]
@@ -94,7 +95,7 @@ class Endpoint:
     @property
     def address(self) -> ServerAddress:
         """The server's address."""
-        parts = _split(self.url)
+        parts = _url_parts(self.url)
         tls = parts.scheme == "https"
         return ServerAddress(parts.hostname or "", parts.port or (443 if tls else 80), tls)
 
@@ -104,17 +105,17 @@ class Endpoint:
         Args:
             path: path on a server without a prefix, such as ``/v1/models`` or ``/tokenize``.
         """
-        parts = _split(self.url)
+        parts = _url_parts(self.url)
         base = parts.path.rstrip("/")
         api = base.removesuffix(_COMPLETIONS) if base.endswith(_COMPLETIONS) else base
         if not base.endswith((_COMPLETIONS, "/v1")):
             api = f"{base}/v1"
-        found = f"{api}{path.removeprefix('/v1')}" if path.startswith("/v1/") else f"{api.removesuffix('/v1')}{path}"
-        return f"{found}?{parts.query}" if parts.query else found
+        full = f"{api}{path.removeprefix('/v1')}" if path.startswith("/v1/") else f"{api.removesuffix('/v1')}{path}"
+        return f"{full}?{parts.query}" if parts.query else full
 
     def head(self, method: str, path: str, *, accept: str = "application/json") -> bytes:
         """Return a request's head up to the value of its last header, ``content-length``."""
-        parts = _split(self.url)
+        parts = _url_parts(self.url)
         lines = [
             f"{method} {self.path(path)} HTTP/1.1",
             f"host: {parts.netloc}",
@@ -129,7 +130,7 @@ class Endpoint:
         return "\r\n".join([*lines, "content-length: "]).encode("latin-1")
 
 
-def _split(url: str) -> SplitResult:
+def _url_parts(url: str) -> SplitResult:
     """Return the parts of an endpoint's URL.
 
     Raises:
@@ -228,21 +229,19 @@ def chat_body(
 def _segments(body: Mapping[str, Any]) -> tuple[bytes, ...]:
     """Return JSON whose values of type ``bytes`` are segments."""
     mark = f"segment-{uuid.uuid4().hex}"
-    found: list[bytes] = []
+    segments: list[bytes] = []
 
     def hold(value: object) -> str:
         if not isinstance(value, bytes):
             raise SettingError(f"a request body cannot contain a {type(value).__name__}")
         if b'"' in value or b"\\" in value or b"\n" in value:
             raise SettingError("a segment of a request body must be the content of a JSON string")
-        found.append(value)
+        segments.append(value)
         return mark
 
     texts = json.dumps(body, default=hold, separators=(",", ":")).encode("ascii").split(mark.encode("ascii"))
-    joined = [texts[0]]
-    for segment, text in zip(found, texts[1:], strict=True):
-        joined += [segment, text]
-    return tuple(joined)
+    pairs = zip(segments, texts[1:], strict=True)
+    return texts[0], *chain.from_iterable(pairs)
 
 
 @dataclass(slots=True)
@@ -342,20 +341,18 @@ class ChatStream:
         self.exchange.status = status
         kind = headers.get("content-type", "")
         if status != 200:
-            self._streams = False
             where = f" to {_shown(headers['location'])}" if "location" in headers else ""
             self._fail("http", f"HTTP {status}{where}")
         elif headers.get("content-encoding", "identity") != "identity":
-            self._streams = False
             self._fail("protocol", f"the response is compressed ({headers['content-encoding']})")
-        elif kind.startswith("text/event-stream"):
-            self._streams = True
         elif kind.startswith("text/html"):
-            self._streams = False
             self._fail("protocol", "the response is an HTML page: check the URL")
         elif kind.startswith("application/json"):
-            self._streams = False
             self._fail("protocol", "the response is not a stream (application/json)")
+        if self.exchange.error is not None:
+            self._streams = False
+        elif kind.startswith("text/event-stream"):
+            self._streams = True
 
     def on_data(self, data: bytes, at: float) -> None:
         """See :class:`panscan.load.connection.ResponseHandler`."""
@@ -519,12 +516,9 @@ class _Usage:
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Take the counts of an event; later ones replace earlier ones."""
-        if "usage" in event and isinstance(event["usage"], dict):
-            self._usage = event["usage"]
-        if "timings" in event and isinstance(event["timings"], dict):
-            self._timings = event["timings"]
-        if "panscan" in event and isinstance(event["panscan"], dict):
-            self._panscan = event["panscan"]
+        for name in ("usage", "timings", "panscan"):
+            if isinstance(counts := event.get(name), dict):
+                setattr(self, f"_{name}", counts)
 
     @property
     def seen(self) -> bool:
@@ -534,7 +528,7 @@ class _Usage:
     @property
     def output_tokens(self) -> int | None:
         """The number of output tokens; None if not reported."""
-        return _count(self._usage, "completion_tokens", _count(self._timings, "predicted_n"))
+        return _reported_count(self._usage, "completion_tokens", _reported_count(self._timings, "predicted_n"))
 
     def problem(self, max_tokens: int) -> str | None:
         """Return what is wrong with the number of output tokens, from which every throughput is computed."""
@@ -550,17 +544,17 @@ class _Usage:
         """Set the counts of an exchange."""
         details = self._usage.get("prompt_tokens_details")
         details = details if isinstance(details, dict) else {}
-        cached = _count(details, "cached_tokens", _count(self._timings, "cache_n"))
-        computed = _count(self._timings, "prompt_n")
+        cached = _reported_count(details, "cached_tokens", _reported_count(self._timings, "cache_n"))
+        computed = _reported_count(self._timings, "prompt_n")
         prompt = None if computed is None else computed + (cached or 0)
         exchange.output_tokens = len(exchange.tokens) if self.output_tokens is None else self.output_tokens
-        exchange.prompt_tokens = _count(self._usage, "prompt_tokens", prompt)
+        exchange.prompt_tokens = _reported_count(self._usage, "prompt_tokens", prompt)
         exchange.cached_tokens = cached
-        exchange.image_tokens = _count(details, "image_tokens", _count(self._panscan, "image_tokens"))
-        exchange.views = _count(self._panscan, "views", _count(self._usage, "views"))
+        exchange.image_tokens = _reported_count(details, "image_tokens", _reported_count(self._panscan, "image_tokens"))
+        exchange.views = _reported_count(self._panscan, "views", _reported_count(self._usage, "views"))
 
 
-def _count(counts: Mapping[str, Any], name: str, default: int | None = None) -> int | None:
+def _reported_count(counts: Mapping[str, Any], name: str, default: int | None = None) -> int | None:
     value = counts.get(name)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -579,8 +573,8 @@ def _error_message(body: Any) -> str | None:
     if not isinstance(body, dict):
         return None
     error = body.get("error")
-    found = (error.get("message") if isinstance(error, dict) else error) or body.get("detail") or body.get("message")
-    return None if not found else found if isinstance(found, str) else json.dumps(found)
+    text = (error.get("message") if isinstance(error, dict) else error) or body.get("detail") or body.get("message")
+    return None if not text else text if isinstance(text, str) else json.dumps(text)
 
 
 def _short(message: str) -> str:
@@ -659,13 +653,13 @@ async def _fetch(endpoint: Endpoint, method: str, path: str, body: tuple[bytes, 
     status = response.status or None
     if failure is not None:
         raise EndpointError(f"{shown}: {failure[1]}", kind=failure[0], status=status)
-    found = _json_or_none(bytes(response.body))
+    content = _json_or_none(bytes(response.body))
     if status != 200:
-        message = _error_message(found) or ("an HTML page" if response.body.lstrip()[:1] == b"<" else "no message")
+        message = _error_message(content) or ("an HTML page" if response.body.lstrip()[:1] == b"<" else "no message")
         raise EndpointError(f"{shown}: HTTP {status}: {_short(message)}", kind="http", status=status)
-    if found is None:
+    if content is None:
         raise EndpointError(f"{shown}: the response is not JSON: check the URL", kind="protocol", status=status)
-    return found
+    return content
 
 
 def served_models(endpoint: Endpoint, deadline: float | None = None) -> dict[str, str | None]:

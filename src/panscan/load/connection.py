@@ -176,8 +176,8 @@ class ConnectionPool:
         async with self._resolving:
             if not self._addresses:
                 server = self._server
-                found = await asyncio.get_running_loop().getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)
-                self._addresses = list(dict.fromkeys(str(info[4][0]) for info in found))
+                infos = await asyncio.get_running_loop().getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)
+                self._addresses = list(dict.fromkeys(str(info[4][0]) for info in infos))
         return list(self._addresses)
 
     def opened(self, connection: _Connection) -> None:

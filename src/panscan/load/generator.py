@@ -17,8 +17,9 @@ from panscan.core import SettingError, now
 from panscan.core.child import Child, Inbox
 from panscan.load.chat import ChatRequest, Endpoint, RequestOutcome
 from panscan.load.workers import HEARTBEAT, LevelShare, Outcomes, Sender, SenderLoad, WorkerSignal, prepared_process
+from panscan.records.schema import ClientFigures
 
-__all__ = ["ClientLoad", "LevelResult", "run_level"]
+__all__ = ["ClientFigures", "LevelResult", "run_level"]
 
 _LEAD = 0.02  # seconds from the decision to start to the start
 _LEAD_PROCESSES = 0.25  # with the message to the subprocesses
@@ -29,27 +30,6 @@ _MOST_CPU = 0.9  # share of a core
 _SHORTEST = 0.5  # seconds of a level whose share of a core says something
 _MOST_LAG_MEDIAN = 0.005  # seconds
 _MOST_LAG_P99 = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class ClientLoad:
-    """Whether the load generator kept up.
-
-    Args:
-        processes: number of processes that sent requests.
-        lag_median_ms: median delay of requests by the client itself, between due and sent.
-        lag_p99_ms: 99th percentile of that delay.
-        cpu_share: share of one core that the busiest process used, 0 to 1.
-        limited: whether the client, not the endpoint, limited the load.
-        reason: why ``limited``; empty if it is not.
-    """
-
-    processes: int
-    lag_median_ms: float
-    lag_p99_ms: float
-    cpu_share: float
-    limited: bool
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +46,7 @@ class LevelResult:
     exchanges: list[RequestOutcome]
     started: float
     ended: float
-    client: ClientLoad
+    client: ClientFigures
 
 
 def run_level(
@@ -222,7 +202,7 @@ class _Level:
         ended = max((exchange.end for exchange in exchanges), default=self._ended)
         return LevelResult(exchanges, self._started, ended, self._client(exchanges, shares))
 
-    def _client(self, exchanges: Sequence[RequestOutcome], shares: Sequence[LevelShare]) -> ClientLoad:
+    def _client(self, exchanges: Sequence[RequestOutcome], shares: Sequence[LevelShare]) -> ClientFigures:
         lags = [exchange.lag for exchange in exchanges if exchange.error_kind != "client"] or [0.0]
         median, p99 = (float(np.percentile(lags, rank)) for rank in (50, 99))
         cpu = max((load.cpu_share for load in self._loads), default=0.0)
@@ -241,7 +221,7 @@ class _Level:
             reason = f"a load process had to wait for a core: {1e3 * delay:.1f} ms at p99"
         else:
             reason = ""
-        return ClientLoad(len(shares), 1e3 * median, 1e3 * p99, cpu, bool(reason), reason)
+        return ClientFigures(len(shares), 1e3 * median, 1e3 * p99, cpu, bool(reason), reason)
 
 
 @dataclass(eq=False, slots=True)

@@ -12,13 +12,7 @@ from typing import Any
 
 from panscan.core import SettingError
 from panscan.core.ranges import Range, shorten
-from panscan.load.arrivals import (
-    Arrivals,
-    BurstArrivals,
-    ConstantArrivals,
-    GammaArrivals,
-    TraceArrivals,
-)
+from panscan.load.arrivals import constant_arrivals, gamma_arrivals, trace_arrivals
 from panscan.settings import MAX_PROMPTS, RATE, TrafficTable, check_options, default_of, nearest, range_of
 
 __all__ = [
@@ -109,7 +103,6 @@ class LoadOptions(TrafficTable):
         max_tokens: longest answer, tokens; lengths are drawn uniformly from ``min_tokens``, or all are this long.
         scenario: name of the scenario, for the records.
         mm_processor_kwargs: pan-and-scan settings to send with each request; None: the server's own.
-        level_seconds: duration of a level of the search at least; None: see :attr:`search_seconds`.
 
     Raises:
         SettingError: a value is out of range, or options exclude each other.
@@ -126,7 +119,6 @@ class LoadOptions(TrafficTable):
     max_tokens: int = default_of("max_new_tokens", "load")
     scenario: str | None = None
     mm_processor_kwargs: Mapping[str, Any] | None = None
-    level_seconds: float | None = None
 
     def __post_init__(self) -> None:
         check_options(self, "load")
@@ -189,17 +181,13 @@ class LoadOptions(TrafficTable):
         """Return when each of ``count`` requests is due, in seconds from the start; None: in a closed loop."""
         if level.rate is None and level.name is None and level.max_concurrency is not None:
             return None
-        times: list[float] = self._process(level).times(count)
-        return times
-
-    def _process(self, level: LoadLevel) -> Arrivals:
         if self.trace is not None:
-            return TraceArrivals(self.trace.times, self.trace_speedup)
+            return trace_arrivals(self.trace.times, count, self.trace_speedup)
         if level.rate is None:
-            return BurstArrivals()
+            return [0.0] * count
         if self.arrival == "constant":
-            return ConstantArrivals(level.rate)
-        return GammaArrivals(level.rate, self.burstiness, self.seed)
+            return constant_arrivals(level.rate, count)
+        return gamma_arrivals(level.rate, count, self.burstiness, self.seed)
 
     @property
     def search_seconds(self) -> float:
@@ -208,8 +196,6 @@ class LoadOptions(TrafficTable):
         A queue that grows by a share f of the time delays requests by f * T after T seconds. At a tenth above the
         capacity, more than 5% of the requests exceed a limit L once T is 11 * L.
         """
-        if self.level_seconds is not None:
-            return self.level_seconds
         limits = [limit / 1e3 for name, limit in self.goodput.items() if name != "tpot"]
         return max(_LEAST_SECONDS, *(_DELAY_SHARE * limit for limit in limits), 0.0)
 

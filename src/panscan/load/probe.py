@@ -21,6 +21,7 @@ from panscan.core.foreign import is_count
 from panscan.images.views import GEMMA3_COST, plan_views
 from panscan.load.chat import Endpoint, chat_body, fetch_json, served_models
 from panscan.load.scenario import DocumentShare
+from panscan.records.schema import ProbeRecord
 
 __all__ = ["EndpointFacts", "address", "find_model", "probe_endpoint"]
 
@@ -56,17 +57,16 @@ class EndpointFacts:
     notes: tuple[str, ...] = ()
 
     @property
-    def record(self) -> dict[str, Any]:
+    def record(self) -> ProbeRecord:
         """The ``probe`` record."""
-        return {
-            "type": "probe",
-            "model": self.model,
-            "text_prompt_tokens": self.text_prompt_tokens,
-            "image_prompt_tokens": self.image_prompt_tokens,
-            "expected_image_tokens": self.expected_image_tokens,
-            "warnings": list(self.warnings),
-            "notes": list(self.notes),
-        }
+        return ProbeRecord(
+            model=self.model,
+            text_prompt_tokens=self.text_prompt_tokens,
+            image_prompt_tokens=self.image_prompt_tokens,
+            expected_image_tokens=self.expected_image_tokens,
+            warnings=list(self.warnings),
+            notes=list(self.notes),
+        )
 
 
 def address(url: str) -> str:

@@ -13,14 +13,13 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from panscan.bench.run import finish
 from panscan.bench.workload import content_digest
-from panscan.core import RecordsError
+from panscan.core import RecordsError, Stamps
 from panscan.core.files import write_file
 from panscan.load.chat import Endpoint, RequestOutcome
 from panscan.load.content import Content, LoadRequest, RequestMix
@@ -29,9 +28,21 @@ from panscan.load.options import LoadLevel, LoadOptions
 from panscan.load.probe import EndpointFacts, address
 from panscan.load.search import RateSearch, Trial, undisturbed
 from panscan.load.vllm_result import vllm_result
-from panscan.records.environment import environment
+from panscan.records.environment import new_run_record
 from panscan.records.goodput import Goodput, goodput_of
-from panscan.records.store import SCHEMA, Record, RecordWriter, Run
+from panscan.records.schema import (
+    CellRecord,
+    CellsRecord,
+    LevelLoad,
+    LoadRunSettings,
+    RecordedCell,
+    RepeatRecord,
+    RequestRecord,
+    RunRecord,
+    RunSettings,
+    SearchRecord,
+)
+from panscan.records.store import RecordWriter, Run
 from panscan.settings import MAX_PROMPTS
 
 __all__ = ["LoadObserver", "LoadPlan", "new_salt", "run_load"]
@@ -113,7 +124,7 @@ def run_load(
     with RecordWriter(directory) as writer:
         if writer.previous is not None:
             raise RecordsError(f"{directory} already holds a run: choose another --output-dir")
-        writer.write([_header(plan, command), plan.probe.record])
+        writer.write([_run_record(plan, command), plan.probe.record])
         _LoadRun(plan, writer, observer, cancelled).measure()
     return finish(directory)
 
@@ -125,7 +136,7 @@ class _SentLevel:
     level: LoadLevel
     count: int
     result: LevelResult
-    records: list[Record]
+    records: list[RequestRecord]
     goodput: Goodput
 
 
@@ -184,7 +195,7 @@ class _LoadRun:
         note = f"{search.note}; interrupted" if self._cancelled.is_set() else search.note
         levels = [trial.record for trial in search.trials]
         rate, share = (None, None) if best is None else (best.rate, best.goodput.attainment)
-        self._writer.write([{"type": "search", "rate": rate, "attainment": share, "note": note, "levels": levels}])
+        self._writer.write([SearchRecord(rate=rate, attainment=share, note=note, levels=levels)])
 
     def _send(self, level: LoadLevel, count: int, more: int = 1) -> _SentLevel:
         """Measure a level.
@@ -220,8 +231,9 @@ class _LoadRun:
     def _record(self, sent: _SentLevel, *, added: bool) -> None:
         """Write a level, and its cell if the run line does not list it."""
         plan, level, result = self._plan, sent.level, sent.result
-        cells = [{"type": "cells", "cells": [_cell(level)]}] if added else []
-        self._writer.write([*cells, *sent.records, _repeat(level, result), _outcome(level, sent.count, result)])
+        cells = [CellsRecord([_recorded_level(level)])] if added else []
+        outcome = _level_outcome(level, sent.count, result)
+        self._writer.write([*cells, *sent.records, _level_repeat(level, result), outcome])
         if plan.save_result:
             found = vllm_result(level, result, plan.endpoint, plan.options, sent.goodput.throughput)
             path = self._writer.path.parent / f"vllm-{level.cell}.json"
@@ -231,14 +243,16 @@ class _LoadRun:
             text = f"{level.cell}: the client, not the server, was the limit: {result.client.reason}"
             self._observer.remark(text, warning=True)
 
-    def _request_records(self, level: LoadLevel, requests: Sequence[LoadRequest], result: LevelResult) -> list[Record]:
+    def _request_records(
+        self, level: LoadLevel, requests: Sequence[LoadRequest], result: LevelResult
+    ) -> list[RequestRecord]:
         items = {each.chat.id: (number, each) for number, each in enumerate(requests)}
         found = []
         for exchange in result.exchanges:
             number, request = items[exchange.id]
-            record = _request(level, number, request, exchange)
+            record = _request_record(level, number, request, exchange)
             if self._plan.include_content:
-                record |= {"prompt": request.item.prompt, "answer": exchange.text}
+                record.prompt, record.answer = request.item.prompt, exchange.text
             found.append(record)
         return found
 
@@ -251,95 +265,85 @@ def _processes(arrivals: Sequence[float] | None) -> int:
     return max(1, min(os.cpu_count() or 1, math.ceil(rate / _RATE_PER_PROCESS)))
 
 
-def _header(plan: LoadPlan, command: Sequence[str]) -> Record:
+def _run_record(plan: LoadPlan, command: Sequence[str]) -> RunRecord:
     options = plan.options
-    load = {
-        "endpoint": address(plan.endpoint.url),
-        "server": plan.probe.server,
-        "model": plan.endpoint.model,
-        "goodput": dict(options.goodput),
-        "attainment": options.goodput_attainment,
-        "arrival": options.arrival_name,
-        "scenario": options.scenario,
-        "image_reuse": options.image_reuse,
-        "num_prompts": options.num_prompts,
-        "num_warmups": options.num_warmups,
-        "seed": options.seed,
-        "metric_percentiles": list(options.metric_percentiles),
-        "percentile_metrics": list(options.percentile_metrics),
-        "ignore_eos": options.ignore_eos,
-        "min_tokens": options.min_tokens,
-        "max_tokens": options.max_tokens,
-        "image_salt": plan.salt,
-        "mm_processor_kwargs": None if options.mm_processor_kwargs is None else dict(options.mm_processor_kwargs),
-    }
-    return {
-        "type": "run",
-        "schema": SCHEMA,
-        "run_id": uuid.uuid4().hex,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": list(command),
-        "settings": {
-            "verify": False,
-            "load": load,
-            "source": dict(plan.source),
-            "workload_sha256": content_digest(plan.mix.items),
-            "include_content": plan.include_content,
-        },
-        "environment": environment(),
-        "cells": [_cell(level) for level in options.levels],
-    }
+    load = LoadRunSettings(
+        endpoint=address(plan.endpoint.url),
+        server=plan.probe.server,
+        model=plan.endpoint.model,
+        goodput=dict(options.goodput),
+        attainment=options.goodput_attainment,
+        arrival=options.arrival_name,
+        scenario=options.scenario,
+        image_reuse=options.image_reuse,
+        num_prompts=options.num_prompts,
+        num_warmups=options.num_warmups,
+        seed=options.seed,
+        metric_percentiles=list(options.metric_percentiles),
+        percentile_metrics=list(options.percentile_metrics),
+        ignore_eos=options.ignore_eos,
+        min_tokens=options.min_tokens,
+        max_tokens=options.max_tokens,
+        image_salt=plan.salt,
+        mm_processor_kwargs=None if options.mm_processor_kwargs is None else dict(options.mm_processor_kwargs),
+    )
+    settings = RunSettings(
+        verify=False,
+        load=load,
+        source=dict(plan.source),
+        workload_sha256=content_digest(plan.mix.items),
+        include_content=plan.include_content,
+    )
+    return new_run_record(command, settings, [_recorded_level(level) for level in options.levels], {})
 
 
-def _cell(level: LoadLevel) -> Record:
-    return {"cell": level.cell, "settings": level.settings}
+def _recorded_level(level: LoadLevel) -> RecordedCell:
+    return RecordedCell(level.cell, level.settings)
 
 
-def _request(level: LoadLevel, number: int, request: LoadRequest, exchange: RequestOutcome) -> Record:
+def _request_record(level: LoadLevel, number: int, request: LoadRequest, exchange: RequestOutcome) -> RequestRecord:
     files, views = request.item.documents, exchange.views
-    return {
-        "type": "request",
-        "cell": level.cell,
-        "repeat": 0,
-        "batch": number,
-        "request": exchange.id,
-        "image": [file.name for file in files],
-        "image_sha256": [file.sha256 for file in files],
-        "image_size": [[file.width, file.height] for file in files],
-        "prompt_sha256": request.item.prompt_sha256,
-        "views": views,
-        "crops": None if views is None else max(views - len(files), 0),
-        "image_tokens": exchange.image_tokens,
-        "prompt_tokens": exchange.prompt_tokens,
-        "cached_tokens": exchange.cached_tokens,
-        "output_tokens": exchange.output_tokens,
-        "finish_reason": exchange.finish_reason,
-        "stamps": {"accepted": exchange.accepted, "tokens": exchange.tokens, "end": exchange.end},
-        "error": exchange.error,
-        "error_kind": exchange.error_kind,
-        "status": exchange.status,
-        "due": exchange.due,
-        "queued": exchange.queued,
-        "chunks": len(exchange.tokens),
-    }
+    return RequestRecord(
+        cell=level.cell,
+        repeat=0,
+        batch=number,
+        request=exchange.id,
+        image=[file.name for file in files],
+        image_sha256=[file.sha256 for file in files],
+        image_size=[(file.width, file.height) for file in files],
+        prompt_sha256=request.item.prompt_sha256,
+        views=views,
+        crops=None if views is None else max(views - len(files), 0),
+        image_tokens=exchange.image_tokens,
+        prompt_tokens=exchange.prompt_tokens,
+        cached_tokens=exchange.cached_tokens,
+        output_tokens=exchange.output_tokens,
+        finish_reason=exchange.finish_reason,
+        stamps=Stamps(exchange.accepted, tokens=exchange.tokens, end=exchange.end),
+        error=exchange.error,
+        error_kind=exchange.error_kind,
+        status=exchange.status,
+        due=exchange.due,
+        queued=exchange.queued,
+        chunks=len(exchange.tokens),
+    )
 
 
-def _repeat(level: LoadLevel, result: LevelResult) -> Record:
-    return {
-        "type": "repeat",
-        "cell": level.cell,
-        "repeat": 0,
-        "started": result.started,
-        "ended": result.ended,
-        "warmup_s": 0.0,
-        "peak_allocated_bytes": None,
-        "peak_reserved_bytes": None,
-        "peak_rss_bytes": None,
-        "load": {"client": asdict(result.client)},
-    }
+def _level_repeat(level: LoadLevel, result: LevelResult) -> RepeatRecord:
+    return RepeatRecord(
+        cell=level.cell,
+        repeat=0,
+        started=result.started,
+        ended=result.ended,
+        warmup_s=0.0,
+        peak_allocated_bytes=None,
+        peak_reserved_bytes=None,
+        peak_rss_bytes=None,
+        load=LevelLoad(result.client),
+    )
 
 
-def _outcome(level: LoadLevel, count: int, result: LevelResult) -> Record:
+def _level_outcome(level: LoadLevel, count: int, result: LevelResult) -> CellRecord:
     """Return the level's ``cell`` record: failed if no request succeeded, with the most frequent error."""
     errors = Counter(each.error for each in result.exchanges if each.error is not None)
     succeeded = len(result.exchanges) - errors.total()
@@ -349,4 +353,4 @@ def _outcome(level: LoadLevel, count: int, result: LevelResult) -> Record:
     if errors and not succeeded:
         reason = f"no request succeeded: {errors.most_common(1)[0][0]}"[:_LONGEST_REASON]
     outcome = "done" if succeeded else "failed"
-    return {"type": "cell", "cell": level.cell, "outcome": outcome, "reason": reason, "repeat": None}
+    return CellRecord(cell=level.cell, outcome=outcome, reason=reason, repeat=None)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from panscan.records.goodput import Goodput, HighestRate, highest_rate
+from panscan.records.schema import RequestRecord, SearchLevel
 
 __all__ = ["RateSearch", "Trial", "undisturbed"]
 
@@ -34,14 +34,9 @@ class Trial:
     undisturbed: Goodput | None = None
 
     @property
-    def record(self) -> dict[str, Any]:
+    def record(self) -> SearchLevel:
         """The trial in the ``search`` record."""
-        return {
-            "rate": self.rate,
-            "attainment": self.goodput.attainment,
-            "overloaded": self.goodput.overloaded,
-            "limited": self.limited,
-        }
+        return SearchLevel(self.rate, self.goodput.attainment, self.goodput.overloaded, self.limited)
 
     @property
     def summary(self) -> str:
@@ -50,18 +45,16 @@ class Trial:
         return f"{self.rate:g} req/s: {self.goodput.attainment:.0%} of the requests meet the limits{behind}"
 
 
-def undisturbed(records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the ``request`` records of a level that no other request overlapped, from its arrival to its end.
+def undisturbed(requests: Sequence[RequestRecord]) -> list[RequestRecord]:
+    """Return the requests of a level that no other request overlapped, from its arrival to its end.
 
     Those are as fast as requests can be: a lower rate does not help them.
     """
-    ordered = sorted(records, key=lambda record: record["due"])
-    arrivals = [record["due"] for record in ordered] + [math.inf]
+    spans = sorted(((each.due or 0.0, each.stamps.end or 0.0, each) for each in requests), key=lambda span: span[0])
     found, busy_until = [], -math.inf
-    for number, record in enumerate(ordered):
-        end = record["stamps"]["end"]
-        if busy_until <= record["due"] and end <= arrivals[number + 1]:
-            found.append(record)
+    for (due, end, request), following in zip(spans, [due for due, *_ in spans[1:]] + [math.inf], strict=True):
+        if busy_until <= due and end <= following:
+            found.append(request)
         busy_until = max(busy_until, end)
     return found
 

@@ -83,8 +83,8 @@ def marked(rows: NDArray[np.uint8], number: int) -> NDArray[np.uint8]:
         number, digits.flat[place] = divmod(number, _LEVELS)
     change = np.repeat(digits * _STEP, _SEGMENT, axis=0)[:width]
     levels = rows.astype(np.int16)
-    found: NDArray[np.uint8] = np.where(levels > 127, levels - change, levels + change).astype(np.uint8)
-    return found
+    changed: NDArray[np.uint8] = np.where(levels > 127, levels - change, levels + change).astype(np.uint8)
+    return changed
 
 
 class _Png:
@@ -132,11 +132,11 @@ def _filtered(pixels: NDArray[np.uint8]) -> bytes:
     if len(pixels) == 1:
         return b""
     height, width, _ = pixels.shape
-    found = np.empty((height - 1, 1 + 3 * width), np.uint8)
+    filtered = np.empty((height - 1, 1 + 3 * width), np.uint8)
     rows = pixels.reshape(height, 3 * width)
-    found[0, 0], found[0, 1:] = 0, rows[1]  # unfiltered: the row above varies
-    found[1:, 0], found[1:, 1:] = 2, rows[2:] - rows[1:-1]
-    return found.tobytes()
+    filtered[0, 0], filtered[0, 1:] = 0, rows[1]  # unfiltered: the row above varies
+    filtered[1:, 0], filtered[1:, 1:] = 2, rows[2:] - rows[1:-1]
+    return filtered.tobytes()
 
 
 class _Jpeg:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -31,11 +31,11 @@ def vllm_result(
         goodput: requests per second that meet the limits of ``options``; unlike in vLLM, the wait for a slot of
             ``--max-concurrency`` counts.
     """
-    done = [each for each in result.exchanges if each.error is None]
+    done = [outcome for outcome in result.exchanges if outcome.error is None]
     seconds = max(result.ended - result.started, 1e-9)
-    prompt_tokens = sum(each.prompt_tokens or 0 for each in done)
-    output_tokens = sum(each.output_tokens for each in done)
-    found: dict[str, Any] = {
+    prompt_tokens = sum(outcome.prompt_tokens or 0 for outcome in done)
+    output_tokens = sum(outcome.output_tokens for outcome in done)
+    fields: dict[str, Any] = {
         "date": datetime.fromtimestamp(result.started).strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": "openai-chat",
         "backend": "openai-chat",
@@ -58,11 +58,12 @@ def vllm_result(
         "max_concurrent_requests": _most_at_once(result.exchanges),
     }
     for name in options.percentile_metrics:
-        values = [value for each in done for value in _times(each)[name]]
-        found |= _statistics(name, values, options.metric_percentiles)
+        values = [value for outcome in done for value in _times(outcome)[name]]
+        fields |= _statistics(name, values, options.metric_percentiles)
     if level.max_concurrency is not None:
-        found |= _statistics("client_queue_time", [each.queued * 1e3 for each in done], options.metric_percentiles)
-    return found
+        waits = [outcome.queued * 1e3 for outcome in done]
+        fields |= _statistics("client_queue_time", waits, options.metric_percentiles)
+    return fields
 
 
 def _times(exchange: RequestOutcome) -> dict[str, list[float]]:
@@ -81,21 +82,15 @@ def _times(exchange: RequestOutcome) -> dict[str, list[float]]:
 
 def _statistics(name: str, values: Sequence[float], percentiles: Sequence[float]) -> dict[str, float]:
     sample = np.array(values or [0.0])
-    found = {
+    return {
         f"mean_{name}_ms": float(sample.mean()),
         f"median_{name}_ms": float(np.median(sample)),
         f"std_{name}_ms": float(sample.std()),
+        **{f"p{percentile:g}_{name}_ms": float(np.percentile(sample, percentile)) for percentile in percentiles},
     }
-    for percentile in percentiles:
-        found[f"p{percentile:g}_{name}_ms"] = float(np.percentile(sample, percentile))
-    return found
 
 
 def _most_at_once(exchanges: Sequence[RequestOutcome]) -> int:
     """Return the greatest number of requests that were in flight at once."""
-    changes = sorted([(each.accepted, 1) for each in exchanges] + [(each.end, -1) for each in exchanges])
-    most = running = 0
-    for _, change in changes:
-        running += change
-        most = max(most, running)
-    return most
+    changes = sorted(change for outcome in exchanges for change in ((outcome.accepted, 1), (outcome.end, -1)))
+    return max(accumulate(change for _, change in changes), default=0)

@@ -16,7 +16,6 @@ from functools import lru_cache
 from math import ceil
 
 import numpy as np
-from numpy.typing import NDArray
 
 from panscan.core import SettingError
 from panscan.engine.scheduling.kv_sizes import KVShape
@@ -187,12 +186,12 @@ def vision_work(variant: Variant, views: int) -> Work:
     shape, vision, size = variant.shape, variant.shape.vision, variant.tensor_parallel_size
     if vision is None or views < 1:
         return Work()
-    own = ceil(views / size)
-    attention = own * vision.attention_flops()
-    states = own * vision.patches * vision.layers * (20 * vision.hidden + 4 * vision.intermediate)
-    features = own * shape.image_tokens * variant.text.hidden * variant.width
+    encoded = ceil(views / size)
+    attention = encoded * vision.attention_flops()
+    states = encoded * vision.patches * vision.layers * (20 * vision.hidden + 4 * vision.intermediate)
+    features = encoded * shape.image_tokens * variant.text.hidden * variant.width
     return Work(
-        dense=shape.vision_flops(own) - attention,
+        dense=shape.vision_flops(encoded) - attention,
         attention=attention,
         weight_bytes=variant.vision_bytes(),
         activation_bytes=states * variant.width,
@@ -330,7 +329,7 @@ class Roofline:
 
     def vision_seconds(self, views: int) -> float:
         """Return the time of encoding views together; 0 without any."""
-        return self._seconds(self._vision_flops(views), self.vision_bytes) if views else 0.0
+        return self._seconds(vision_work(self.variant, views).flops(), self.vision_bytes) if views else 0.0
 
     def prefill_seconds(self, requests: Sequence[RequestCounts]) -> float:
         """Return the time of the decoder over all prompts together."""
@@ -343,11 +342,20 @@ class Roofline:
         """
         steps = max((request.steps for request in requests), default=0)
         read, flops = np.full(steps, float(self.text_bytes)), np.zeros(steps)
+        text, pair_flops, pair_bytes = self.variant.text, *self._pair_costs()
+        step_flops = _step_flops(self.variant, self.narrow)
         for request in requests:
-            request_flops, kv_bytes = self._decode_counts(request)
-            flops[: request.steps] += request_flops
-            read[: request.steps] += kv_bytes
+            contexts = request.prompt_tokens + 1.0 + np.arange(request.steps)
+            pairs = text.global_layers * contexts + text.local_layers * np.minimum(contexts, text.window)
+            flops[: request.steps] += step_flops + pair_flops * pairs
+            read[: request.steps] += pair_bytes * pairs
         return float(np.maximum(read / self.bytes_per_s, flops / self.flops_per_s).sum())
+
+    def alone_seconds(self, request: RequestCounts) -> tuple[float, float, float]:
+        """Return the times of vision, prefill and decode of a request that runs alone."""
+        flops, kv_bytes = self._decode_totals(request)
+        decode = self._seconds(flops, request.steps * self.text_bytes + kv_bytes)
+        return self.vision_seconds(request.views), self.prefill_seconds([request]), decode
 
     def mixed_seconds(self, requests: Sequence[RequestCounts], most: int) -> float:
         """Return the time of all requests in passes that mix prefill and decode in any order.
@@ -358,36 +366,44 @@ class Roofline:
         """
         tokens = [max(1, request.output_tokens) for request in requests]
         passes = max(*tokens, ceil(sum(tokens) / most))
-        counts = [self._decode_counts(request) for request in requests]
         vision = self.vision_bytes if any(request.views for request in requests) else 0
-        read = vision + passes * self.text_bytes + sum(float(kv_bytes.sum()) for _, kv_bytes in counts)
-        return self._seconds(sum(map(self.request_flops, requests)), read)
+        kv_bytes = sum(self._decode_totals(request)[1] for request in requests)
+        return self._seconds(sum(map(self.request_flops, requests)), vision + passes * self.text_bytes + kv_bytes)
 
     def request_flops(self, request: RequestCounts) -> float:
         """Return all FLOPs of a request, from its views to its last token."""
-        decode = float(self._decode_counts(request)[0].sum())
-        return self._vision_flops(request.views) + self._prefill_flops([request]) + decode
+        return (
+            vision_work(self.variant, request.views).flops()
+            + self._prefill_flops([request])
+            + self._decode_totals(request)[0]
+        )
 
     def cache_bytes(self, request: RequestCounts) -> int:
         """Return the bytes of a request's keys and values at its end; the last token's are never computed."""
         tokens, token, window = request.prompt_tokens + request.steps, self.variant.kv_shape(), self.variant.text.window
         return tokens * token.global_bytes + min(tokens, window) * token.local_bytes
 
-    def _vision_flops(self, views: int) -> float:
-        return vision_work(self.variant, views).flops()
-
     def _prefill_flops(self, requests: Sequence[RequestCounts]) -> float:
         chunks = [(request.cached_tokens, request.prompt_tokens) for request in requests]
         return pass_work(self.variant, prefill=chunks).flops(self.narrow)
 
-    def _decode_counts(self, request: RequestCounts) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return the FLOPs of each step, and the bytes of keys and values that it reads."""
+    def _decode_totals(self, request: RequestCounts) -> tuple[float, float]:
+        """Return the FLOPs of all steps, and the bytes of keys and values that they read."""
+        pairs_before, first = self.variant.text.attention_pairs, request.prompt_tokens
+        pairs = pairs_before(first + request.steps) - pairs_before(first)
+        pair_flops, pair_bytes = self._pair_costs()
+        return request.steps * _step_flops(self.variant, self.narrow) + pair_flops * pairs, pair_bytes * pairs
+
+    def _pair_costs(self) -> tuple[float, float]:
+        """Return the FLOPs and the bytes of a position that a token attends to, in one layer."""
         text, token = self.variant.text, self.variant.kv_shape()
-        contexts = request.prompt_tokens + 1.0 + np.arange(request.steps)
-        local = np.minimum(contexts, text.window)
-        step = pass_work(self.variant, decode_contexts=[0])  # all but attention
-        attention = 4.0 * text.heads * text.head_size * (text.global_layers * contexts + text.local_layers * local)
-        return step.flops(self.narrow) + attention, token.global_bytes * contexts + token.local_bytes * local
+        return 4.0 * text.heads * text.head_size, (token.global_bytes + token.local_bytes) / text.layers
 
     def _seconds(self, flops: float, read: float) -> float:
         return max(flops / self.flops_per_s, read / self.bytes_per_s)
+
+
+@lru_cache(maxsize=256)
+def _step_flops(variant: Variant, narrow: float) -> float:
+    """Return the FLOPs of a decode step of one request, without attention."""
+    return pass_work(variant, decode_contexts=[0]).flops(narrow)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil, inf
-from typing import Any
 
 import numpy as np
 
+from panscan.core import Stamps
 from panscan.core.ranges import Range
 from panscan.plan.efficiency import Interval
 from panscan.plan.layouts import ClockTimes, Layout, Level, PlanInputs
 from panscan.plan.simulate import SimulatedEngine, SimulatedRequest, route_arrivals
 from panscan.records.goodput import Goodput, Limits, goodput_of, missed_limits
+from panscan.records.schema import RequestTimes
 from panscan.settings import default_of
 
 __all__ = [
@@ -131,7 +133,8 @@ class FleetSimulation:
 
     def __init__(self, inputs: PlanInputs, layout: Layout, traffic: Traffic, level: Level = "value") -> None:
         self._mix, self._traffic = inputs.mix, traffic
-        self._times = ClockTimes(inputs.clock(layout.variant), level)
+        self._new_times = partial(ClockTimes, inputs.clock(layout.variant), level)
+        self._times = self._new_times()
         sizes = layout.sizes(inputs.options, prefix_caching=inputs.mix.image_reuse > 0, gpu=inputs.gpu)
         # Larger blocks than the engine's are simulated faster, and round each request's memory up by a few tokens only.
         factor = max(1, _BLOCK // sizes.block_size)
@@ -174,7 +177,7 @@ class FleetSimulation:
 
         def on_done(request: SimulatedRequest) -> bool:
             nonlocal missed
-            missed += bool(missed_limits(_record(request), self._traffic.limits))
+            missed += bool(missed_limits(_request_times(request), self._traffic.limits))
             return missed <= count - ceil(attainment * count)
 
         engines, requests = self._run(rate, replicas, on_done)
@@ -206,7 +209,9 @@ class FleetSimulation:
         """Return engines, and the requests after they have answered them."""
         simulated, traffic = self._simulated(rate, replicas), self._traffic
         share = rate * simulated / replicas
-        engines = [SimulatedEngine(self._sizes, self._times, on_done) for _ in range(simulated)]
+        # Times are rounded to those of similar passes. Figures must not depend on what was simulated before.
+        times = self._times if on_done else self._new_times()
+        engines = [SimulatedEngine(self._sizes, times, on_done) for _ in range(simulated)]
         count = self._requests(share)
         # At lower rates too, no request waits for another; and time stamps of centuries would lose their digits.
         arrivals = traffic.arrivals(max(share, _ALONE_RATE), count)
@@ -216,7 +221,7 @@ class FleetSimulation:
         """Return which requests meet the limits, and the seconds from the first arrival to the last token."""
         end = max((request.tokens[-1] for request in requests if not request.refused), default=0.0)
         seconds = end - min((request.arrived for request in requests), default=0.0)
-        return goodput_of(map(_record, requests), self._traffic.limits, seconds, has_rate=True), seconds
+        return goodput_of(map(_request_times, requests), self._traffic.limits, seconds, has_rate=True), seconds
 
     def _requests(self, rate: float) -> int:
         """Return the number of requests of a level."""
@@ -228,16 +233,14 @@ class FleetSimulation:
         return max(1, min(replicas, _MOST_ENGINES, int(_MOST_REQUESTS / of_one)))
 
 
-def _record(request: SimulatedRequest) -> dict[str, Any]:
-    """Return a request as the part of a record that :func:`panscan.records.goodput.goodput_of` reads."""
-    return {
-        "request": "",
-        "error": "refused" if request.refused else None,
-        "stamps": {"accepted": request.arrived, "tokens": request.tokens},
-        "output_tokens": len(request.tokens),
-        "due": request.arrived,
-        "queued": 0.0,
-    }
+def _request_times(request: SimulatedRequest) -> RequestTimes:
+    return RequestTimes(
+        error="refused" if request.refused else None,
+        stamps=Stamps(request.arrived, tokens=request.tokens),
+        output_tokens=len(request.tokens),
+        due=request.arrived,
+        queued=0.0,
+    )
 
 
 def _percentiles(seconds: Sequence[float]) -> dict[int, float]:
@@ -303,7 +306,7 @@ def _ranged(inputs: PlanInputs, fleet: Fleet, traffic: Traffic) -> Fleet:
         return fleet
     ends: tuple[Level, Level] = ("low", "high")
     simulations = [FleetSimulation(inputs, fleet.layout, traffic, end) for end in ends]
-    low, high = (_replicas(traffic.rate, each.highest_rate(fleet.rate_of_one)) for each in simulations)
+    low, high = (_replicas(traffic.rate, simulation.highest_rate(fleet.rate_of_one)) for simulation in simulations)
     low = fleet.replicas if low is None else min(low, fleet.replicas)
     return replace(fleet, replicas_range=(low, None if high is None else max(high, fleet.replicas)))
 

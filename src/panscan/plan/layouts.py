@@ -220,9 +220,8 @@ def find_layouts(inputs: PlanInputs) -> list[Layout]:
     """
     most = 1 if inputs.gpu.capability is None else min(inputs.count, GPUS_PER_HOST)
     sizes = [size for size in (1, 2, 4, 8) if size <= most]
-    found = [layout_of(inputs, kind, size) for kind in inputs.kinds for size in sizes]
-    layouts = [layout for layout in found if layout is not None]
-    return sorted(layouts, key=lambda layout: _rank(layout, inputs.goal))
+    layouts = (layout_of(inputs, kind, size) for kind in inputs.kinds for size in sizes)
+    return sorted(filter(None, layouts), key=lambda layout: _rank(layout, inputs.goal))
 
 
 def layout_of(inputs: PlanInputs, kind: str | None, size: int) -> Layout | None:
@@ -341,11 +340,11 @@ def _steady(times: ClockTimes, mix: WorkloadMix, options: EngineOptions, running
 
 def _chunks(rows: float, prompt: float) -> list[tuple[int, int]]:
     """Return the prefill chunks of a pass: whole prompts of this length, and part of another."""
-    whole, rest = divmod(round(rows), max(1, round(prompt)))
-    return [(0, round(prompt))] * whole + ([(0, rest)] if rest else [])
+    prompts, rest = divmod(round(rows), max(1, round(prompt)))
+    return [(0, round(prompt))] * prompts + ([(0, rest)] if rest else [])
 
 
 def _vision_seconds(times: ClockTimes, views: float) -> float:
     """Return the seconds of a fractional number of views, in batches of the next whole number."""
-    whole = max(1, round(views))
-    return times.pass_seconds([], [], whole, graph=False) * views / whole if views else 0.0
+    count = max(1, round(views))
+    return times.pass_seconds([], [], count, graph=False) * views / count if views else 0.0

@@ -9,7 +9,7 @@ from random import Random
 
 from panscan.core import PanAndScan, SettingError
 from panscan.core.ranges import Range, shorten
-from panscan.core.request import SAMPLING_RANGES
+from panscan.core.request import TOKENS
 from panscan.engine.scheduling.batch import PromptLayout, Span
 from panscan.images.views import GEMMA3_COST, PromptCost, plan_views
 from panscan.model.shapes import Shape
@@ -150,10 +150,10 @@ def mix_of_views(text: str, shape: Shape, *, text_tokens: int, output_tokens: tu
         views, colon, share = part.partition(":")
         if not views or (colon and not share):
             raise SettingError(f"{option}: expected views:share pairs such as 1:20,3:50, got {shorten(text)}")
-        found = PageShare(int(VIEWS.parse(option, views)), _SHARE.parse(option, share) if colon else 1.0)
-        if any(page.views == found.views for page in pages):
-            raise SettingError(f"{option}: {found.views} views are given twice: add up their shares")
-        pages.append(found)
+        page_share = PageShare(int(VIEWS.parse(option, views)), _SHARE.parse(option, share) if colon else 1.0)
+        if any(page.views == page_share.views for page in pages):
+            raise SettingError(f"{option}: {page_share.views} views are given twice: add up their shares")
+        pages.append(page_share)
     return _mix_for(WorkloadMix(tuple(pages), text_tokens, output_tokens), shape, option)
 
 
@@ -186,7 +186,7 @@ def parse_output_tokens(text: str) -> tuple[int, int]:
     Raises:
         SettingError: neither a number nor an ascending range.
     """
-    option, allowed = "--max-new-tokens", SAMPLING_RANGES["max_new_tokens"]
+    option, allowed = "--max-new-tokens", TOKENS
     least, dash, most = text.partition("-")
     if dash and not (least and most):
         raise SettingError(f"{option}: expected a number such as 256 or a range such as 16-256, got {shorten(text)}")

@@ -292,7 +292,7 @@ class SimulatedEngine:
         if self._pacer is None:
             return None
         inflight = None if self._inflight is None else self._inflight.size
-        requests = ((sequence, each.arrived, each.tokens) for sequence, each in self._requests.items())
+        requests = ((sequence, request.arrived, request.tokens) for sequence, request in self._requests.items())
         return self._pacer.limit(self.now, inflight, requests)
 
     def _launch(self, step: Step) -> _LaunchedPass:
@@ -386,7 +386,7 @@ def route_arrivals(
     """
     if any(later < earlier for earlier, later in pairwise(arrivals)):
         raise SettingError("the arrival times are not ascending: sort them")
-    requests = [SimulatedRequest(sketch, at) for sketch, at in zip(sketches, arrivals, strict=True)]
+    requests = [SimulatedRequest(sketch, arrival) for sketch, arrival in zip(sketches, arrivals, strict=True)]
     for request in requests:
         if len(engines) > 1:
             for engine in engines:

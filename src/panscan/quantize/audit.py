@@ -144,7 +144,7 @@ def garbage_reason(row: MeasuredWeights, reference: MeasuredWeights | None = Non
     """
     if reference is not None and not reference.answers:
         reference = None
-    if "overflow" in (problem := str((row.figures or {}).get("reason", ""))):
+    if row.figures is not None and "overflow" in (problem := row.figures.reason or ""):
         return f"hidden states overflow: {problem}"
     if row.top1 is not None and row.top1 < _GARBAGE_TOP1:
         return f"only {100 * row.top1:.0f}% of the most probable tokens match the dense model"

@@ -7,10 +7,10 @@ from importlib.metadata import version
 import yaml
 
 import panscan
+from panscan.core.text import nats
 from panscan.linear.quantized import WeightFormat
 from panscan.quantize.measure import MeasuredWeights, Measurement
 from panscan.records.quality import accuracy_title
-from panscan.report.formatting import nats
 from panscan.report.table import Column, Medium, Table
 
 __all__ = ["described_format", "measured_table", "model_card", "notes"]
@@ -95,7 +95,7 @@ def measured_table(found: Measurement) -> Table[MeasuredWeights]:
 
 
 def _verdict_word(row: MeasuredWeights) -> str:
-    return "reference" if row.name == "dense" else str((row.figures or {}).get("verdict", "unverified"))
+    return "reference" if row.name == "dense" else "unverified" if row.figures is None else row.figures.verdict
 
 
 def _difference_points(row: MeasuredWeights) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Any
 
 import torch
 
@@ -19,6 +18,7 @@ from panscan.model.checkpoint import Loaded, drop_weights
 from panscan.model.machine import is_out_of_memory, release_memory
 from panscan.model.runtime import reference_computation
 from panscan.quality.scores import scores_of
+from panscan.records.schema import Divergence, VerdictRecord
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings
 
@@ -67,7 +67,7 @@ class MeasuredWeights:
     """
 
     name: str
-    figures: dict[str, Any] | None = None
+    figures: VerdictRecord | None = None
     scores: list[float] | None = None
     contains: float | None = None
     repetitive: float = 0.0
@@ -83,15 +83,12 @@ class MeasuredWeights:
     @property
     def top1(self) -> float | None:
         """Share of clear positions with the reference's most probable token."""
-        if self.figures is None or "top1" not in self.figures:
-            return None
-        counts = self.figures["top1"]
-        return float(counts["agree"] / counts["clear"]) if counts["clear"] else 1.0
+        return None if self.figures is None or self.figures.top1 is None else self.figures.top1.share
 
     def kl(self, kind: str) -> float | None:
         """Mean divergence from the reference in nats at ``answer`` or ``image`` positions."""
-        figures = (self.figures or {}).get(kind)
-        return None if figures is None else float(figures["kl"])
+        divergence: Divergence | None = getattr(self.figures, kind, None)
+        return None if divergence is None else divergence.kl
 
 
 @dataclass(slots=True)
@@ -213,7 +210,7 @@ class _Session:
     def _say(self, text: str) -> None:
         self.on_step(text, 0, 1)
 
-    def _compare(self, loaded: Loaded, reference: Reference) -> dict[str, Any]:
+    def _compare(self, loaded: Loaded, reference: Reference) -> VerdictRecord:
         assert self._head is not None and self._noise is not None  # computed with the reference
         settings = replace(self.settings, max_new_tokens=VERDICT_TOKENS)
         runner = GenerateRunner(loaded, settings)
@@ -223,7 +220,7 @@ class _Session:
             [seen] = runner.observe([request_of(item, settings, self.source)], [forced])
             tally.add(self._head, expected.answer[: len(seen.tokens)], seen.answer, expected.image, seen.image)
             self.on_step("comparing distributions", number, len(reference.requests))
-        return tally.verdict(self._noise, VERDICT_TOKENS, float32=loaded.dtype == torch.float32)
+        return tally.verdict("", self._noise, VERDICT_TOKENS, float32=loaded.dtype == torch.float32)
 
 
 def _is_repetitive(tokens: Sequence[int]) -> bool:

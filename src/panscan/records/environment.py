@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,14 @@ import psutil
 
 import panscan
 from panscan.model.bundled import BUNDLED
+from panscan.records.schema import SCHEMA, RecordedCell, RunRecord, RunSettings
 from panscan.records.store import Run
 
 __all__ = [
     "bundled_weights",
     "environment",
     "has_random_weights",
+    "new_run_record",
 ]
 
 _PACKAGES = (
@@ -59,6 +63,28 @@ def environment() -> dict[str, Any]:
     }
 
 
+def new_run_record(
+    command: Sequence[str], settings: RunSettings, cells: list[RecordedCell], bundled: Mapping[str, str]
+) -> RunRecord:
+    """Return the run line of a run that begins now on this machine.
+
+    Args:
+        command: command line, without secrets.
+        settings: what the run is asked to do.
+        cells: its cells.
+        bundled: fingerprints of the bundled models in use, by name.
+    """
+    return RunRecord(
+        schema=SCHEMA,
+        run_id=uuid.uuid4().hex,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=list(command),
+        settings=settings,
+        environment={**environment(), **({"bundled": dict(bundled)} if bundled else {})},
+        cells=cells,
+    )
+
+
 def _version(name: str) -> str | None:
     try:
         return version(name)
@@ -91,10 +117,8 @@ def _cpu_name() -> str:
 
 def bundled_weights(run: Run) -> dict[str, str | None]:
     """Return fingerprints of the bundled models in a run's cells; None in runs older than fingerprints."""
-    kept = run.header["environment"].get("bundled")
-    known = kept if isinstance(kept, dict) else {}
     used = {_model(settings) for settings in run.cells.values()}
-    return {name: known.get(name) for name in BUNDLED if name in used}
+    return {name: run.header.machine.bundled.get(name) for name in BUNDLED if name in used}
 
 
 def has_random_weights(cells: Iterable[Mapping[str, Any]], weights: Mapping[str, str | None]) -> bool:

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any
 
 import numpy as np
 
 from panscan.records.intervals import Interval, wilson_interval
-from panscan.records.requests import RequestMetrics
+from panscan.records.schema import RequestTimes
 
 __all__ = ["Goodput", "HighestRate", "Limits", "follows_arrivals", "goodput_of", "highest_rate", "missed_limits"]
 
@@ -106,8 +105,8 @@ class HighestRate:
     later: tuple[float, ...] = ()
 
 
-def missed_limits(record: Mapping[str, Any], limits: Limits) -> list[str]:
-    """Return what a ``request`` record missed: names of limits, or :data:`FAILED`; nothing if it meets all of them.
+def missed_limits(request: RequestTimes, limits: Limits) -> list[str]:
+    """Return what a request missed: names of limits, or :data:`FAILED`; nothing if it meets all of them.
 
     The limits on TTFT and E2E include the wait for a slot of ``--max-concurrency`` (``queued``).
 
@@ -117,34 +116,32 @@ def missed_limits(record: Mapping[str, Any], limits: Limits) -> list[str]:
     Raises:
         RecordsError: stamps contradict counts.
     """
-    if record["error"] is not None:
+    if request.error is not None:
         return [FAILED]
-    times, queued = RequestMetrics.from_record(record), record.get("queued") or 0.0
-    waits = {"ttft": (times.ttft, queued), "tpot": (times.tpot, 0.0), "e2el": (times.e2e, queued)}
-    return [name for name, limit in limits.items() if not _within(name, *waits[name], limit)]
+    queued, ttft, tpot, e2e = request.queued or 0.0, request.ttft, request.tpot, request.e2e
+    seconds = {
+        "ttft": inf if ttft is None else ttft + queued,
+        "tpot": 0.0 if tpot is None else tpot,
+        "e2el": inf if e2e is None else e2e + queued,
+    }
+    return [name for name, limit in limits.items() if 1e3 * seconds[name] > limit]
 
 
-def _within(name: str, seconds: float | None, queued: float, limit: float) -> bool:
-    if seconds is None:
-        return name == "tpot"
-    return 1e3 * (seconds + queued) <= limit
-
-
-def follows_arrivals(levels: Iterable[Sequence[Mapping[str, Any]]]) -> bool | None:
+def follows_arrivals(levels: Iterable[Sequence[RequestTimes]]) -> bool | None:
     """Return whether requests of an open loop complete as fast as they arrive; None if there are too few.
 
     It compares the time between the 10th and the 90th percentile of arrivals with that of completions. A constant
     latency, even a long one, leaves both equal; a growing queue stretches completions.
 
     Args:
-        levels: ``request`` records of each repeat of a level.
+        levels: requests of each repeat of a level.
     """
     arrived = completed = 0.0
-    for records in levels:
-        ends = [each["stamps"]["tokens"][-1] for each in records if each["error"] is None and each["stamps"]["tokens"]]
+    for requests in levels:
+        ends = [request.stamps.tokens[-1] for request in requests if request.error is None and request.stamps.tokens]
         if len(ends) < _LEAST_ARRIVALS:
             return None
-        arrived += _middle([each["due"] for each in records if each.get("due") is not None])
+        arrived += _middle([request.due for request in requests if request.due is not None])
         completed += _middle(ends)
     return arrived >= _SUSTAINED * completed if arrived > 0 else None
 
@@ -157,13 +154,11 @@ def _middle(times: Sequence[float]) -> float:
     return float(high - low)
 
 
-def goodput_of(
-    requests: Iterable[Mapping[str, Any]], limits: Limits, seconds: float, *, has_rate: bool = False
-) -> Goodput:
+def goodput_of(requests: Iterable[RequestTimes], limits: Limits, seconds: float, *, has_rate: bool = False) -> Goodput:
     """Return the goodput of a level.
 
     Args:
-        requests: ``request`` records of all requests sent.
+        requests: all requests sent.
         limits: milliseconds by name. Without limits every answered request meets them.
         seconds: from the start of the level to its end.
         has_rate: whether requests arrive at a rate, which may overload the endpoint.
@@ -171,16 +166,11 @@ def goodput_of(
     Raises:
         RecordsError: stamps contradict counts.
     """
-    missed = dict.fromkeys((*limits, FAILED), 0)
-    sent = met = 0
-    records = list(requests)
-    for record in records:
-        names = missed_limits(record, limits)
-        sent, met = sent + 1, met + (not names)
-        for name in names:
-            missed[name] += 1
-    overloaded = has_rate and limits.keys() == {"tpot"} and follows_arrivals([records]) is False
-    return Goodput(sent, met, seconds, missed, overloaded)
+    requests = list(requests)
+    misses = [missed_limits(request, limits) for request in requests]
+    missed = {name: sum(name in names for names in misses) for name in (*limits, FAILED)}
+    overloaded = has_rate and limits.keys() == {"tpot"} and follows_arrivals([requests]) is False
+    return Goodput(len(misses), misses.count([]), seconds, missed, overloaded)
 
 
 def highest_rate(levels: Sequence[tuple[float, Goodput]], target: float) -> HighestRate:

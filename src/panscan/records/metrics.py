@@ -15,12 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import log, log1p
-from typing import Any
 
 import numpy as np
 
 from panscan.records.intervals import Interval, cluster_intervals, ratio_interval
-from panscan.records.requests import STAGES, RequestMetrics
+from panscan.records.schema import LIMITED_TIMES, STAGES, TIMES, Process, RepeatRecord, RequestRecord
+from panscan.records.store import Repeat
 
 __all__ = [
     "COLUMNS",
@@ -29,7 +29,6 @@ __all__ = [
     "LEAST_SAMPLES",
     "Batch",
     "Metrics",
-    "Repeat",
     "ReplicaShare",
     "batches_of",
     "least_samples",
@@ -38,9 +37,6 @@ __all__ = [
     "shares_of",
     "window_seconds",
 ]
-
-Repeat = tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]
-"""A ``repeat`` record and the ``request`` records of its window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,59 +77,57 @@ class Batch:
         return self.share * self.inside / self.replicas
 
 
-def window_seconds(repeat: Mapping[str, Any]) -> float:
+def window_seconds(repeat: RepeatRecord) -> float:
     """Return the length of a repeat's window; 0 if a replica ended before another one started."""
-    seconds: float = repeat["ended"] - repeat["started"]
-    return max(seconds, 0.0) if repeat.get("replicas") else seconds
+    seconds = repeat.ended - repeat.started
+    return max(seconds, 0.0) if repeat.replicas else seconds
 
 
-def batches_of(repeat: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[Batch]:
-    """Return the batches of a ``repeat`` record and its ``request`` records by replica and end time.
+def batches_of(repeat: RepeatRecord, requests: Sequence[RequestRecord]) -> list[Batch]:
+    """Return the batches of a repeat and its requests by replica and end time.
 
     Requests that failed are left out.
     """
-    replicas = repeat.get("replicas")
-    if not replicas:
-        return [batch for _, _, batch in _timed(repeat, records)]
-    found = []
-    for each in replicas:
-        number = each["replica"]
-        for at, until, batch in _timed(each, [record for record in records if record.get("replica", 0) == number]):
-            inside = _inside(at, until, repeat["started"], repeat["ended"])
-            found.append(replace(batch, inside=inside, replica=number, replicas=len(replicas)))
-    return found
+    if not repeat.replicas:
+        return [batch for _, _, batch in _timed(repeat, requests)]
+    batches = []
+    for process in repeat.replicas:
+        number = process.replica
+        for start, end, batch in _timed(process, [request for request in requests if request.replica == number]):
+            inside = _inside(start, end, repeat.started, repeat.ended)
+            batches.append(replace(batch, inside=inside, replica=number, replicas=len(repeat.replicas)))
+    return batches
 
 
-def _inside(at: float, until: float, opens: float, closes: float) -> float:
-    """Return the fraction of ``[at, until]`` in the window; 0 or 1 for a batch of zero duration."""
-    if until <= at:
-        return float(opens <= until <= closes)
-    return max(0.0, min(until, closes) - max(at, opens)) / (until - at)
+def _inside(start: float, end: float, opens: float, closes: float) -> float:
+    """Return the fraction of ``[start, end]`` in the window; 0 or 1 for a batch of zero duration."""
+    if end <= start:
+        return float(opens <= end <= closes)
+    return max(0.0, min(end, closes) - max(start, opens)) / (end - start)
 
 
-def _timed(process: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> list[tuple[float, float, Batch]]:
+def _timed(process: Process, requests: Sequence[RequestRecord]) -> list[tuple[float, float, Batch]]:
     """Return each batch of one process with the end of the previous batch and its own end."""
-    groups: dict[tuple[int, int], list[Mapping[str, Any]]] = defaultdict(list)
-    for record in records:
-        if record["error"] is None:
-            groups[record.get("replica", 0), record["batch"]].append(record)
-    ends = []
-    for key, group in groups.items():
-        seen = all(record["stamps"]["tokens"] for record in group)
-        last = max(record["stamps"]["tokens"][-1] for record in group) if seen else process["ended"]
-        ends.append((last, seen, key, group))
-    at, ended = process["started"], process["ended"]
-    if not ends:  # every request failed: the time passed all the same
-        return [(at, ended, Batch(None, 0, 0, None, ended - at))]
-    ends.sort(key=lambda batch: batch[0])
-    found = []
-    for index, (last, seen, key, group) in enumerate(ends, 1):
-        until = last if index < len(ends) else ended
-        latency = last - min(record["stamps"]["accepted"] for record in group) if seen else None
-        tokens = sum(record["output_tokens"] for record in group)
-        found.append((at, until, Batch(key, len(group), tokens, latency, until - at)))
-        at = until
-    return found
+    groups: dict[tuple[int, int], list[RequestRecord]] = defaultdict(list)
+    for request in requests:
+        if request.error is None:
+            groups[request.replica, request.batch].append(request)
+    if not groups:  # every request failed: the time passed all the same
+        return [(process.started, process.ended, Batch(None, 0, 0, None, process.ended - process.started))]
+    stamped = {key: all(request.stamps.tokens for request in group) for key, group in groups.items()}
+    ends = {
+        key: max(request.stamps.tokens[-1] for request in group) if stamped[key] else process.ended
+        for key, group in groups.items()
+    }
+    batches, start = [], process.started
+    ordered = sorted(groups, key=ends.__getitem__)
+    for key in ordered:
+        group, end = groups[key], process.ended if key == ordered[-1] else ends[key]
+        latency = ends[key] - min(request.stamps.accepted for request in group) if stamped[key] else None
+        tokens = sum(request.output_tokens for request in group)
+        batches.append((start, end, Batch(key, len(group), tokens, latency, end - start)))
+        start = end
+    return batches
 
 
 def percentile_name(percent: float) -> str:
@@ -167,24 +161,23 @@ LEAST_SAMPLES = {percent: least_samples(percent) for percent in _SHOWN}
 LAUNCHER = ("latency_p50_ms", "latency_p95_ms", "throughput_req_s", "tokens_per_s_mean")
 _TOTALS = ("measured_repeats", "measured_batches", "completed", "failed", "duration")
 _TOKENS = ("total_input_tokens", "total_output_tokens", "request_throughput", "output_throughput")
-_TIMES = ("ttft", "tpot", "itl", "e2el")
 _COUNTED = ("views", "crops", "image_tokens", "prompt_tokens", "output_tokens")
 _PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_rss_bytes")
 COLUMNS = (
     *LAUNCHER,
     *_TOTALS,
     *_TOKENS,
-    *(f"{statistic}_{time}_ms" for time in _TIMES for statistic in ("mean", *_PERCENTILES)),
+    *(f"{statistic}_{time}_ms" for time in TIMES for statistic in ("mean", *_PERCENTILES)),
     *(f"mean_{stage}_ms" for stage in STAGES),
     *(f"mean_{name}" for name in _COUNTED),
     *_PEAKS,
 )
 _BOUNDED = ("mean", "median", "p95")
-_BOUNDED_TIMES = ("ttft", "tpot", "e2el")
+
 INTERVALS = (
     "request_throughput",
     "output_throughput",
-    *(f"{statistic}_{time}_ms" for time in _BOUNDED_TIMES for statistic in _BOUNDED),
+    *(f"{statistic}_{time}_ms" for time in LIMITED_TIMES for statistic in _BOUNDED),
 )
 
 
@@ -227,45 +220,46 @@ def metrics_of(repeats: Sequence[Repeat], *, seed: int = 0, percentiles: Sequenc
     """Metrics of measured repeats; None if no request of them succeeded.
 
     Args:
-        repeats: each a window (``started``, ``ended``, perhaps peaks of memory and ``replicas``) with its requests: the
-            fields of :func:`panscan.records.requests.request_fields`, ``request`` (an id) and ``batch``. Requests that
-            one call answered share a ``batch``; a source that takes them one by one numbers each its own.
+        repeats: each a window with its requests.
         seed: seed of the bootstrap.
         percentiles: further ones of each time, which the values then have, too (see :func:`percentile_name`).
 
     Raises:
         RecordsError: stamps contradict counts.
     """
-    requests = [(number, record) for number, (_, records) in enumerate(repeats) for record in records]
-    answered = [(number, record) for number, record in requests if record["error"] is None]
-    done = [record for _, record in answered]
+    answered = [
+        (number, request)
+        for number, (_, requests) in enumerate(repeats)
+        for request in requests
+        if request.error is None
+    ]
+    done = [request for _, request in answered]
     if not done:
         return None
-    single = [RequestMetrics.from_record(record) for record in done]
-    batches = [batch for window, records in repeats for batch in batches_of(window, records)]
+    batches = [batch for window, requests in repeats for batch in batches_of(window, requests)]
     duration = sum(window_seconds(window) for window, _ in repeats)
     values: dict[str, float | None] = dict.fromkeys(COLUMNS)
     values |= {
         "measured_repeats": len(repeats),
         "measured_batches": sum(batch.requests > 0 for batch in batches),
-        "failed": len(requests) - len(done),
+        "failed": sum(len(requests) for _, requests in repeats) - len(done),
     }
-    values |= _throughputs(done, batches, duration) | _means(done, single)
-    values |= {name: max(_known(window.get(name) for window, _ in repeats), default=None) for name in _PEAKS}
+    values |= _throughputs(done, batches, duration) | _means(done)
+    values |= {name: max(_known(getattr(window, name) for window, _ in repeats), default=None) for name in _PEAKS}
     uncertified = _batch_latencies(values, batches)
-    samples = _samples(answered, single)
-    every = _PERCENTILES | {percentile_name(percent): percent for percent in percentiles}
-    values |= {f"{name}_{time}_ms": None for name in every for time in _TIMES}
+    samples = _samples(answered)
+    shown = _PERCENTILES | {percentile_name(percent): percent for percent in percentiles}
+    values |= {f"{name}_{time}_ms": None for name in shown for time in TIMES}
     for time, sample in samples.items():
-        uncertified += _distribution(values, time, [seconds for seconds, _ in sample], every)
+        uncertified += _distribution(values, time, [seconds for seconds, _ in sample], shown)
     return Metrics(values, _intervals(batches, samples, seed), tuple(uncertified))
 
 
 def shares_of(repeats: Sequence[Repeat]) -> list[ReplicaShare]:
     """Return each replica's part of the ``request_throughput`` of repeats; empty for a single process."""
-    repeats = [(record, requests) for record, requests in repeats if record.get("replicas")]
+    repeats = [(record, requests) for record, requests in repeats if record.replicas]
     seconds = sum(window_seconds(record) for record, _ in repeats)
-    devices = {each["replica"]: each["device"] for record, _ in repeats for each in record["replicas"]}
+    devices = {process.replica: process.device for record, _ in repeats for process in record.replicas}
     work = dict.fromkeys(devices, 0.0)
     for record, requests in repeats:
         for batch in batches_of(record, requests):
@@ -285,29 +279,28 @@ def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 else None
 
 
-def _throughputs(
-    done: Sequence[Mapping[str, Any]], batches: Sequence[Batch], duration: float
-) -> dict[str, float | None]:
+def _throughputs(done: Sequence[RequestRecord], batches: Sequence[Batch], duration: float) -> dict[str, float | None]:
     requests_per_second = _ratio(sum(batch.requests_inside for batch in batches), duration)
     return {
         "throughput_req_s": requests_per_second,
         "completed": len(done),
         "duration": duration,
-        "total_input_tokens": sum(_known(record["prompt_tokens"] for record in done)),
-        "total_output_tokens": sum(record["output_tokens"] for record in done),
+        "total_input_tokens": sum(request.prompt_tokens or 0 for request in done),
+        "total_output_tokens": sum(request.output_tokens for request in done),
         "request_throughput": requests_per_second,
         "output_throughput": _ratio(sum(batch.tokens_inside for batch in batches), duration),
     }
 
 
-def _means(done: Sequence[Mapping[str, Any]], single: Sequence[RequestMetrics]) -> dict[str, float | None]:
+def _means(done: Sequence[RequestRecord]) -> dict[str, float | None]:
     means: dict[str, float | None] = {}
     for name in _COUNTED:
-        counts = _known(record[name] for record in done)
+        counts = _known(getattr(request, name) for request in done)
         means[f"mean_{name}"] = float(np.mean(counts)) if counts else None
+    stages = [request.stamps.stages() for request in done]
     for stage in STAGES:
-        times = _known(getattr(one, stage) for one in single)
-        means[f"mean_{stage}_ms"] = sum(times) / len(single) * 1e3 if times else None
+        times = _known(seconds[stage] for seconds in stages)
+        means[f"mean_{stage}_ms"] = sum(times) / len(done) * 1e3 if times else None
     return means
 
 
@@ -338,15 +331,15 @@ _Sample = Sequence[tuple[float, tuple[int, int]]]
 """Seconds, and the (repeat, batch) they come from."""
 
 
-def _samples(answered: Sequence[tuple[int, Mapping[str, Any]]], single: Sequence[RequestMetrics]) -> dict[str, _Sample]:
-    found: dict[str, list[tuple[float, tuple[int, int]]]] = {time: [] for time in _TIMES}
-    for (repeat, record), one in zip(answered, single, strict=True):
-        batch = repeat, record["batch"]
-        for time, seconds in (("ttft", one.ttft), ("tpot", one.tpot), ("e2el", one.e2e)):
+def _samples(answered: Sequence[tuple[int, RequestRecord]]) -> dict[str, _Sample]:
+    samples: dict[str, list[tuple[float, tuple[int, int]]]] = {time: [] for time in TIMES}
+    for repeat, request in answered:
+        batch = repeat, request.batch
+        for time, seconds in (("ttft", request.ttft), ("tpot", request.tpot), ("e2el", request.e2e)):
             if seconds is not None:
-                found[time].append((seconds, batch))
-        found["itl"] += [(gap, batch) for gap in one.itl]
-    return dict(found)
+                samples[time].append((seconds, batch))
+        samples["itl"] += [(gap, batch) for gap in request.itl]
+    return dict(samples)
 
 
 def _intervals(batches: Sequence[Batch], samples: Mapping[str, _Sample], seed: int) -> dict[str, Interval]:
@@ -358,7 +351,7 @@ def _intervals(batches: Sequence[Batch], samples: Mapping[str, _Sample], seed: i
         throughput = ratio_interval(parts, seconds, seed)
         if throughput is not None:
             intervals[f"{name}_throughput"] = throughput
-    for time in _BOUNDED_TIMES:
+    for time in LIMITED_TIMES:
         milliseconds = [seconds * 1e3 for seconds, _ in samples[time]]
         found = cluster_intervals(milliseconds, [batch for _, batch in samples[time]], (50, 95), seed)
         intervals |= {f"{name}_{time}_ms": each for name, each in zip(_BOUNDED, found or (), strict=False)}

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
+
 from panscan.core import SettingError
 from panscan.records.intervals import wilson_interval
-from panscan.records.schema import EXACT_MATCH, METRICS
-from panscan.records.store import Record, Run
+from panscan.records.schema import EXACT_MATCH, METRICS, RequestRecord
+from panscan.records.store import Run
 from panscan.settings import nearest
 
 __all__ = [
@@ -20,7 +22,6 @@ __all__ = [
     "metric_title",
     "metrics_in",
     "quality_of",
-    "question_of",
     "scores_of_cell",
     "with_metric",
 ]
@@ -41,7 +42,7 @@ class Quality:
 
 def metric_of(run: Run) -> str:
     """Return a run's quality metric: the one in its header; exact match in older runs without one."""
-    name = run.header["settings"].get("quality_metric")
+    name = run.header.settings.quality_metric
     return name if name in METRICS else EXACT_MATCH
 
 
@@ -57,8 +58,8 @@ def accuracy_title(metric: str) -> str:
 
 def metrics_in(run: Run) -> list[str]:
     """Return the metrics with a score in any request, in the order of :data:`panscan.records.schema.METRICS`."""
-    found = {name for records in run.requests.values() for record in records for name in _scores_of(record)}
-    return [name for name in METRICS if name in found]
+    known = {name for requests in run.requests.values() for request in requests for name in request.scores}
+    return [name for name in METRICS if name in known]
 
 
 def with_metric(run: Run, name: str | None) -> Run:
@@ -75,17 +76,17 @@ def with_metric(run: Run, name: str | None) -> Run:
     if name not in known:
         has = f"its answers have {', '.join(known)}" if known else "its dataset has no answers"
         raise SettingError(f"--quality-metric {name}: not in {run.path}: {has}")
-    header = run.header | {"settings": run.header["settings"] | {"quality_metric": name}}
-    return replace(run, header=header)
+    settings = msgspec.structs.replace(run.header.settings, quality_metric=name)
+    return replace(run, header=msgspec.structs.replace(run.header, settings=settings))
 
 
 def empty_answers(run: Run, cell: str) -> int:
     """Requests of a cell whose answer was empty, which counts as wrong."""
-    return sum(record.get("empty", False) for record in _answered(run, cell))
+    return sum(request.empty for request in run.answered(cell))
 
 
 def quality_of(
-    run: Run, cell: str, *, metric: str | None = None, among: Callable[[Record], bool] | None = None
+    run: Run, cell: str, *, metric: str | None = None, among: Callable[[RequestRecord], bool] | None = None
 ) -> Quality | None:
     """Return a metric of a cell's answers over its complete repeats; None without scores.
 
@@ -111,24 +112,12 @@ _Score = tuple[tuple[Any, ...], tuple[Any, ...], float]
 """(question, what tells its requests apart, score)."""
 
 
-def scores_of_cell(run: Run, cell: str, metric: str, among: Callable[[Record], bool] | None = None) -> list[_Score]:
+def scores_of_cell(
+    run: Run, cell: str, metric: str, among: Callable[[RequestRecord], bool] | None = None
+) -> list[_Score]:
     """Return the scores of a cell's answered requests by one metric; ``among`` selects requests."""
     return [
-        (question_of(record), (record["repeat"], record["request"], record.get("replica", 0)), score)
-        for record in _answered(run, cell)
-        if (score := _scores_of(record).get(metric)) is not None and (among is None or among(record))
+        (request.question, (request.repeat, request.request, request.replica), request.scores[metric])
+        for request in run.answered(cell)
+        if metric in request.scores and (among is None or among(request))
     ]
-
-
-def _answered(run: Run, cell: str) -> Sequence[Record]:
-    groups = (records for key, records in run.requests.items() if key[0] == cell)
-    return [record for records in groups for record in records if record["error"] is None]
-
-
-def _scores_of(record: Mapping[str, Any]) -> Mapping[str, float]:
-    return record.get("scores") or {}
-
-
-def question_of(record: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the key of a question: the same documents and prompt, whatever the request's id."""
-    return (*record["image_sha256"], record["prompt_sha256"])

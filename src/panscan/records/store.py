@@ -11,8 +11,9 @@ have ``probe`` and ``search`` lines, and ``cells`` lines that add levels.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
-import os
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,21 +21,39 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from filelock import FileLock, Timeout
+import msgspec
 
 from panscan.core import RecordsError
-from panscan.core.files import sync_directory, write_file
+from panscan.core.files import LONGEST_LINE, JsonLog, WriteLock, complete_size, write_errors, write_file
 from panscan.core.foreign import parse_json
 from panscan.core.ranges import shorten
-from panscan.records.schema import SCHEMA, SCHEMAS_READ, Record, problem_of
+from panscan.records.schema import (
+    SCHEMA,
+    SCHEMAS_READ,
+    AnyRecord,
+    CellRecord,
+    CellsRecord,
+    LevelSettings,
+    LoadRecord,
+    ProbeRecord,
+    RecordedCell,
+    RepeatRecord,
+    RequestRecord,
+    RunRecord,
+    SearchRecord,
+    TruthRecord,
+    VerdictRecord,
+)
 
 __all__ = [
     "FILE_NAME",
     "SCHEMA",
-    "Record",
     "RecordWriter",
+    "Repeat",
     "Run",
     "outcome_of",
+    "parse_record",
+    "parse_run",
     "read_run",
 ]
 
@@ -42,8 +61,12 @@ FILE_NAME = "records.jsonl"
 UNFINISHED = "unfinished"
 
 _MOST_BYTES = 2**33  # four million requests of 100 tokens
-_LONGEST_LINE = 64 * 2**20  # bytes; a run line has 1,000 for each cell
+_LONGEST_LINE = LONGEST_LINE  # a run line has 1,000 bytes for each cell
 _MOST_PARTS = 64_000_000  # a request has 10
+_LONGEST_MESSAGE = 300
+
+Repeat = tuple[RepeatRecord, Sequence[RequestRecord]]
+"""A repeat and the requests of its window."""
 
 
 @dataclass(slots=True)
@@ -55,7 +78,7 @@ class Run:
         header: the run line.
         cells: settings of each cell by its id, in the order of the run line and of ``cells`` lines.
         presets: the preset of each cell that began with one.
-        aliases: by cell, others (``cell``, ``settings``, ``preset``) that do the same work, so that one was measured.
+        aliases: by cell, others that do the same work, so that one was measured.
         outcomes: the last ``cell`` line of each cell that has one.
         repeats: the ``repeat`` line of each complete (cell id, repeat).
         requests: the ``request`` lines of each complete (cell id, repeat), in the order of writing.
@@ -68,30 +91,58 @@ class Run:
     """
 
     path: Path
-    header: Record
-    cells: dict[str, Record]
+    header: RunRecord
+    cells: dict[str, Mapping[str, Any]] = field(default_factory=dict)
     presets: dict[str, str] = field(default_factory=dict)
-    aliases: dict[str, list[Record]] = field(default_factory=dict)
-    outcomes: dict[str, Record] = field(default_factory=dict)
-    repeats: dict[tuple[str, int], Record] = field(default_factory=dict)
-    requests: dict[tuple[str, int], list[Record]] = field(default_factory=dict)
-    loads: dict[str, Record] = field(default_factory=dict)
-    truths: dict[str, Record] = field(default_factory=dict)
-    verdicts: dict[str, Record] = field(default_factory=dict)
-    probe: Record | None = None
-    search: Record | None = None
+    aliases: dict[str, list[RecordedCell]] = field(default_factory=dict)
+    outcomes: dict[str, CellRecord] = field(default_factory=dict)
+    repeats: dict[tuple[str, int], RepeatRecord] = field(default_factory=dict)
+    requests: dict[tuple[str, int], list[RequestRecord]] = field(default_factory=dict)
+    loads: dict[str, LoadRecord] = field(default_factory=dict)
+    truths: dict[str, TruthRecord] = field(default_factory=dict)
+    verdicts: dict[str, VerdictRecord] = field(default_factory=dict)
+    probe: ProbeRecord | None = None
+    search: SearchRecord | None = None
     notes: list[str] = field(default_factory=list)
 
     def finished(self) -> set[tuple[str, int | None]]:
         """Return the finished work that a resumed run skips: (cell id, repeat), and (cell id, None) for a verdict."""
-        concluded = (cell for cell, verdict in self.verdicts.items() if verdict.get("concluded", True))
-        return {*self.repeats, *((cell, None) for cell in concluded)}
+        return {*self.repeats, *((cell, None) for cell, verdict in self.verdicts.items() if verdict.concluded)}
+
+    def repeats_of(self, cell: str) -> list[Repeat]:
+        """Return the complete repeats of a cell, in order."""
+        return [
+            (self.repeats[key], self.requests[key]) for key in sorted(key for key in self.repeats if key[0] == cell)
+        ]
+
+    def requests_of(self, cell: str) -> list[RequestRecord]:
+        """Return the requests of a cell's complete repeats, also those that failed."""
+        keys = sorted(key for key in self.requests if key[0] == cell)
+        return [request for key in keys for request in self.requests[key]]
+
+    def answered(self, cell: str) -> list[RequestRecord]:
+        """Return the requests of a cell's complete repeats that did not fail."""
+        return [request for request in self.requests_of(cell) if request.error is None]
+
+    def level(self, cell: str) -> LevelSettings:
+        """Return the settings of a load level."""
+        return msgspec.convert(self.cells[cell], LevelSettings)
+
+    def add_cells(self, cells: Sequence[RecordedCell]) -> str | None:
+        """Add cells. Return what is wrong if one of them is there already."""
+        for cell in cells:
+            if cell.cell in self.cells:
+                return f"there are two cells {cell.cell!r}"
+            self.cells[cell.cell] = cell.settings
+            self.presets |= {cell.cell: cell.preset} if cell.preset else {}
+            self.aliases |= {cell.cell: cell.aliases} if cell.aliases else {}
+        return None
 
 
 def outcome_of(run: Run, cell_id: str) -> tuple[str, str]:
     """Return (outcome, reason) of a cell; the outcome is ``unfinished`` until its run records one."""
     record = run.outcomes.get(cell_id)
-    return (record["outcome"], record["reason"] or "") if record else (UNFINISHED, "")
+    return (record.outcome, record.reason or "") if record else (UNFINISHED, "")
 
 
 class RecordWriter:
@@ -113,54 +164,42 @@ class RecordWriter:
         self.path = directory / FILE_NAME
         self.previous: Run | None = None
         self.torn: Path | None = None
-        self._file: int | None = None
-        self._lock = FileLock(f"{self.path}.lock", timeout=0, thread_local=False)
-        try:
+        self._log: JsonLog | None = None
+        self._lock = WriteLock(directory / f"{FILE_NAME}.lock", self._refusal)
+        with write_errors(self.path, RecordsError):
             directory.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
-        except Timeout as error:
-            raise RecordsError(
-                f"{self.path} is being written by another panscan; give this run its own folder"
-            ) from error
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
         try:
             if self.path.exists():
                 self.previous = read_run(self.path)
-                self._open()
+                self._log = JsonLog(self.path, RecordsError)
+                self.torn = self._log.torn if self._log.cut() else None
         except BaseException:
             self.close()
             raise
 
-    def write(self, records: Sequence[Mapping[str, Any]]) -> None:
+    def _refusal(self, holder: str) -> RecordsError:
+        return RecordsError(f"{self.path} is being written by {holder}; give this run its own folder")
+
+    def write(self, records: Sequence[AnyRecord]) -> None:
         """Append records, all of them in one write that is on the disk when this returns.
 
         Raises:
             RecordsError: a record is not what :func:`read_run` reads, or the disk does not take it; the file is
                 then as it was before.
         """
-        data = b"".join(self._line(record, first=self._file is None and i == 0) for i, record in enumerate(records))
-        if not data:
-            return
-        if self._file is None:
+        data = b"".join(self._line(record, first=self._log is None and i == 0) for i, record in enumerate(records))
+        if self._log is not None:
+            self._log.append(data)
+        elif data:
             write_file(self.path, data, RecordsError)
-            self._open()
-            return
-        before = os.fstat(self._file).st_size
-        try:
-            _write_all(self._file, data)
-        except BaseException as error:  # Ctrl-C, too: the next line must not join half a line
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._file, before)
-            if isinstance(error, OSError):
-                raise _unwritable(self.path, error) from error
-            raise
+            self._log = JsonLog(self.path, RecordsError)
 
     def close(self) -> None:
         """Release the directory. A closed writer cannot be used again."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        if self._log is not None:
+            self._log.close()
+            self._log = None
         self._lock.release()
 
     def __enter__(self) -> Self:
@@ -171,31 +210,19 @@ class RecordWriter:
     ) -> None:
         self.close()
 
-    def _open(self) -> None:
+    def _line(self, record: AnyRecord, *, first: bool) -> bytes:
+        kind = type(record).__struct_config__.tag
+        if isinstance(record, RunRecord) != first:
+            raise RecordsError(f"{self.path}: not written: the run line comes first, and once")
         try:
-            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | getattr(os, "O_BINARY", 0))
-            data = _bytes_of(self.path)
-            whole = _whole(data)
-            if whole < len(data):
-                self.torn = self.path.with_name(f"{FILE_NAME}.torn")
-                with self.torn.open("ab") as torn:
-                    _write_all(torn.fileno(), data[whole:].rstrip(b"\n") + b"\n")
-                sync_directory(self.path.parent)
-                os.ftruncate(self._file, whole)
-                os.fsync(self._file)
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
-
-    def _line(self, record: Mapping[str, Any], *, first: bool) -> bytes:
-        problem = problem_of(record)
-        if problem is None and (record["type"] == "run") != first:
-            problem = "the run line comes first, and once"
-        if problem is not None:
-            raise RecordsError(f"{self.path}: not written: {problem}")
-        try:
-            return json.dumps(record, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+            line = json.dumps(msgspec.to_builtins(record), separators=(",", ":"), allow_nan=False).encode()
         except (TypeError, ValueError) as error:
-            raise RecordsError(f"{self.path}: not written: a {record['type']} record is not JSON: {error}") from error
+            raise RecordsError(f"{self.path}: not written: a {kind} record is not JSON: {error}") from error
+        try:
+            parse_record(line)
+        except ValueError as error:
+            raise RecordsError(f"{self.path}: not written: {error}") from error
+        return line + b"\n"
 
 
 def read_run(path: Path) -> Run:
@@ -207,28 +234,73 @@ def read_run(path: Path) -> Run:
         RecordsError: no records there, a garbled line, an unknown type of record, or another schema.
     """
     path = path / FILE_NAME if path.is_dir() else path
-    data = _bytes_of(path)
-    whole = _whole(data)
-    lines = _lines(path, data, whole)
+    return parse_run(path, _bytes_of(path))
+
+
+def parse_run(path: Path, data: bytes) -> Run:
+    """Return the run that the bytes of a records file hold; see :func:`read_run`."""
+    end = complete_size(io.BytesIO(data))
+    lines = _lines_of(path, data, end)
     first = next(lines, None)
     if first is None:
         raise RecordsError(f"{path} holds no records")
-    run = _header(path, _parse(first))
-    if whole < len(data):
-        run.notes.append(f"the last line is torn and left out ({len(data) - whole} bytes)")
-    in_flight: _InFlight = defaultdict(dict)
+    run = _new_run(path, first)
+    if end < len(data):
+        run.notes.append(f"the last line is torn and left out ({len(data) - end} bytes)")
+    in_flight: dict[tuple[str, int], dict[tuple[int, str], RequestRecord]] = defaultdict(dict)
     for number, line in enumerate(lines, 2):
-        record = _parse(line)
-        problem = "not a JSON object of 64-bit numbers" if record is None else problem_of(record, run.cells)
-        if record is not None and record.get("type") == "cells" and problem is None:
-            problem = _add_cells(run.cells, record["cells"])
-        if record is None or problem is not None:
+        try:
+            record = parse_record(line)
+            if isinstance(record, RequestRecord) and record.cell in run.cells:
+                in_flight[record.cell, record.repeat][record.replica, record.request] = record
+                continue
+            problem = _take(run, record)
+        except ValueError as error:
+            problem = str(error)
+        if problem is not None:
             raise RecordsError(f"{path}, line {number}: {problem}")
-        _take(run, in_flight, record)
-    left = sum(map(len, in_flight.values()))
-    if left:
+        if isinstance(record, RepeatRecord):
+            run.requests[record.cell, record.repeat] = list(in_flight.pop((record.cell, record.repeat), {}).values())
+    if left := sum(map(len, in_flight.values())):
         run.notes.append(f"{left} requests of repeats that were in flight when the run was stopped are left out")
     return run
+
+
+_MEASURED: msgspec.json.Decoder[RequestRecord | RepeatRecord] = msgspec.json.Decoder(RequestRecord | RepeatRecord)
+_ONE_OF = re.compile(r"`str` matching regex '\^\(([^)]*)\).*'")
+_KINDS: dict[str, type[AnyRecord]] = {str(kind.__struct_config__.tag): kind for kind in AnyRecord.__args__}
+
+
+def parse_record(line: bytes) -> AnyRecord:
+    """Return the record of a line.
+
+    Requests and repeats, which are nearly all lines, are decoded at once. Everything else, and whatever that refuses,
+    is parsed within the limits of :func:`panscan.core.foreign.parse_json` first.
+
+    Raises:
+        ValueError: what is wrong with which field, in printable text.
+    """
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _MEASURED.decode(line)
+    value = _json_object(line)
+    if value is None:
+        raise ValueError("not a JSON object of 64-bit numbers")
+    name = value.get("type")
+    kind = _KINDS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise ValueError(f"unknown type of record {shorten(name)} (schema {SCHEMA} has {', '.join(_KINDS)})")
+    try:
+        return msgspec.convert(value, kind)
+    except (msgspec.ValidationError, UnicodeError) as error:
+        problem, _, place = str(error).partition(" - at ")
+        problem = _ONE_OF.sub(lambda found: f"one of {found[1].replace('|', ', ')}", problem)
+        where = f"field {place.replace('`', '').replace('$.', '')!r} of " if place else ""
+        raise ValueError(f"{where}a {name} record: {_printable(problem[:1].lower() + problem[1:])}") from error
+
+
+def _printable(text: str) -> str:
+    """Return a message that quotes a record as one short line."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text[:_LONGEST_MESSAGE])
 
 
 def _bytes_of(path: Path) -> bytes:
@@ -251,7 +323,7 @@ def _bytes_of(path: Path) -> bytes:
     return data
 
 
-def _lines(path: Path, data: bytes, end: int) -> Iterator[bytes]:
+def _lines_of(path: Path, data: bytes, end: int) -> Iterator[bytes]:
     """Yield the lines of records without their line breaks.
 
     Raises:
@@ -271,30 +343,12 @@ def _lines(path: Path, data: bytes, end: int) -> Iterator[bytes]:
         start = stop + 1
 
 
-def _write_all(file: int, data: bytes) -> None:
-    rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(file, rest) :]
-    os.fsync(file)
-
-
-def _unwritable(path: Path, error: OSError) -> RecordsError:
-    return RecordsError(f"{path} could not be written: {error.strerror or error}")
-
-
-def _whole(data: bytes) -> int:
-    """Length of the part that ends with a whole line; what follows is a torn tail."""
-    end = data.rfind(b"\n") + 1
-    last = data.rfind(b"\n", 0, max(end - 1, 0)) + 1
-    return last if end == len(data) and _parse(data[last:end]) is None else end
-
-
-def _parse(line: bytes) -> Record | None:
+def _json_object(line: bytes) -> dict[str, Any] | None:
     try:
-        record = parse_json(line, parse_int=_integer, most=_LONGEST_LINE)
+        value = parse_json(line, parse_int=_integer, most=_LONGEST_LINE)
     except ValueError:
         return None
-    return record if isinstance(record, dict) else None
+    return value if isinstance(value, dict) else None
 
 
 def _integer(digits: str) -> int:
@@ -304,60 +358,49 @@ def _integer(digits: str) -> int:
     return number
 
 
-def _header(path: Path, record: Record | None) -> Run:
-    if record is None or record.get("type") != "run":
+def _new_run(path: Path, line: bytes) -> Run:
+    value = _json_object(line)
+    if value is None or value.get("type") != "run":
         raise RecordsError(f"{path}, line 1: not the run line that records begin with")
-    schema = record.get("schema")
+    schema = value.get("schema")
     if not isinstance(schema, int) or schema not in SCHEMAS_READ:
         newer = isinstance(schema, int) and schema > SCHEMA
         fix = "upgrade panscan" if newer else "measure again, or use the panscan that wrote it"
         known = ", ".join(map(str, SCHEMAS_READ))
         raise RecordsError(f"{path} has schema {shorten(schema)}, this panscan reads schemas {known}: {fix}")
-    problem = problem_of(record)
-    if problem is not None:
+    try:
+        header = parse_record(line)
+    except ValueError as error:
+        raise RecordsError(f"{path}, line 1: {error}") from error
+    assert isinstance(header, RunRecord)
+    run = Run(path, header)
+    if problem := run.add_cells(header.cells):
         raise RecordsError(f"{path}, line 1: {problem}")
-    cells: dict[str, Record] = {}
-    if problem := _add_cells(cells, record["cells"]):
-        raise RecordsError(f"{path}, line 1: {problem}")
-    presets = {str(cell["cell"]): str(cell["preset"]) for cell in record["cells"] if cell.get("preset")}
-    aliases = {str(cell["cell"]): _aliases(path, cell["aliases"]) for cell in record["cells"] if cell.get("aliases")}
-    return Run(path, record, cells, presets, aliases)
+    return run
 
 
-def _add_cells(cells: dict[str, Record], more: Sequence[Record]) -> str | None:
-    """Add cells to those of a run. Return what is wrong if one of them is there already."""
-    for cell in more:
-        if cell["cell"] in cells:
-            return f"there are two cells {cell['cell']!r}"
-        cells[cell["cell"]] = cell["settings"]
+def _take(run: Run, record: AnyRecord) -> str | None:
+    """Add a record other than a request to a run. Return what is wrong with it, if anything."""
+    cell = getattr(record, "cell", None)
+    if cell is not None and cell not in run.cells:
+        return f"the run has no cell {cell!r}"
+    match record:
+        case RepeatRecord():
+            run.repeats[record.cell, record.repeat] = record
+        case CellRecord():
+            run.outcomes[record.cell] = record
+        case VerdictRecord():
+            run.verdicts[record.cell] = record
+        case LoadRecord():
+            run.loads |= dict.fromkeys(record.cells, record)
+        case TruthRecord():
+            run.truths[record.truth] = record
+        case ProbeRecord():
+            run.probe = record
+        case SearchRecord():
+            run.search = record
+        case CellsRecord():
+            return run.add_cells(record.cells)
+        case _:
+            return "a second run line"
     return None
-
-
-def _aliases(path: Path, found: Any) -> list[Record]:
-    for alias in found if isinstance(found, list) else [found]:
-        if not isinstance(alias, dict) or not isinstance(alias.get("settings"), dict) or "cell" not in alias:
-            raise RecordsError(f"{path}, line 1: each of a cell's aliases needs an id and settings")
-    return [{"preset": None, **alias} for alias in found]
-
-
-_InFlight = dict[tuple[str, int], dict[tuple[int, str], Record]]
-
-
-def _take(run: Run, in_flight: _InFlight, record: Record) -> None:
-    kind = record["type"]
-    if kind == "request":
-        in_flight[record["cell"], record["repeat"]][record.get("replica", 0), record["request"]] = record
-    elif kind == "repeat":
-        key = record["cell"], record["repeat"]
-        run.repeats[key] = record
-        run.requests[key] = list(in_flight.pop(key, {}).values())
-    elif kind == "load":
-        run.loads |= dict.fromkeys(record["cells"], record)
-    elif kind == "truth":
-        run.truths[record["truth"]] = record
-    elif kind == "probe":
-        run.probe = record
-    elif kind == "search":
-        run.search = record
-    elif kind != "cells":
-        (run.outcomes if kind == "cell" else run.verdicts)[record["cell"]] = record

@@ -9,9 +9,10 @@ import csv
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from panscan.core import RecordsError
 from panscan.core.files import write_file
@@ -21,7 +22,6 @@ from panscan.records.load_runs import (
     is_load_run,
     keeps_up,
     level_goodput,
-    level_repeats,
     load_settings,
     offered_rate,
     queued_ms,
@@ -37,8 +37,7 @@ from panscan.records.metrics import (
     shares_of,
 )
 from panscan.records.quality import empty_answers, metric_of, metrics_in, quality_of
-from panscan.records.requests import STAGES
-from panscan.records.schema import EXACT_MATCH, TIMES
+from panscan.records.schema import EXACT_MATCH, STAGES, TIMES
 from panscan.records.store import Run, outcome_of
 from panscan.records.verdict import verdict_of
 
@@ -63,7 +62,7 @@ def cell_metrics(run: Run, cell_id: str, *, seed: int = 0) -> Metrics | None:
     """
     if cell_id not in run.cells:
         raise RecordsError(f"{run.path}: the run has no cell {cell_id!r}")
-    repeats = level_repeats(run, cell_id)
+    repeats = run.repeats_of(cell_id)
     if not is_load_run(run):
         return metrics_of(repeats, seed=seed)
     percentiles = load_settings(run).metric_percentiles
@@ -72,7 +71,7 @@ def cell_metrics(run: Run, cell_id: str, *, seed: int = 0) -> Metrics | None:
 
 def replica_shares(run: Run, cell_id: str) -> list[ReplicaShare]:
     """Return each replica's part of a cell's ``request_throughput``; empty for a run of one process."""
-    return shares_of(level_repeats(run, cell_id))
+    return shares_of(run.repeats_of(cell_id))
 
 
 def summary_columns(run: Run) -> list[str]:
@@ -166,13 +165,15 @@ def _level(run: Run, cell: str) -> dict[str, str]:
         "mean_queued_ms": queued_ms(run, cell),
     }
     if client is not None:
-        values |= {f"client_{name}": value for name, value in asdict(client).items() if name != "reason"}
+        values |= {
+            f"client_{name}": value for name, value in msgspec.structs.asdict(client).items() if name != "reason"
+        }
     return {name: _text(value) for name, value in values.items()}
 
 
 def _aliases(run: Run, cell: str) -> str:
     own = run.cells[cell]
-    others = [alias["settings"].items() for alias in run.aliases.get(cell, ())]
+    others = [alias.settings.items() for alias in run.aliases.get(cell, ())]
     apart = [{name: value for name, value in settings if value != own.get(name)} for settings in others]
     return json.dumps(apart) if apart else ""
 

@@ -10,28 +10,21 @@ choices beyond them, and with each other; one token that noise cannot explain ma
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from panscan.records.schema import VERDICTS
+from panscan.records.schema import AXES, FLOOR, VERDICTS, AxisCheck, Divergence, TokenCheck, Top1, VerdictRecord
 from panscan.records.store import Run
 
 __all__ = [
-    "AXES",
     "CLOSE_RATIO",
     "CLOSE_TOP1",
     "EXACT_RATIO",
-    "FLOOR",
     "MARGIN_FLOOR",
-    "AxisCheck",
-    "Departure",
-    "Divergence",
-    "TokenCheck",
-    "Top1",
     "Verdict",
     "axis_checks",
     "clear_margin",
+    "is_quantized",
     "judge",
     "merged_axes",
     "token_lines",
@@ -39,21 +32,10 @@ __all__ = [
     "verdict_of",
 ]
 
-FLOOR = 1e-6
-"""Nats; noise below this counts as this."""
 MARGIN_FLOOR: float = (8 * FLOOR) ** 0.5
 """Nats; the same floor for margins. Between two tokens that share all probability evenly, a margin that moves by m
 diverges by ln cosh(m / 2), about m^2 / 8: less than this is less than :data:`FLOOR`."""
 EXACT_RATIO, CLOSE_RATIO, CLOSE_TOP1 = 2.0, 10.0, 0.99
-AXES = {
-    "repeats": "repeats of the same measurement",
-    "batch": "batch size and company",
-    "order": "arrival order",
-    "cache": "cold or warm caches",
-    "chunk": "prefill chunk size",
-    "gpus": "number of GPUs",
-}
-"""What a greedy request's tokens must not depend on, by the name in the records."""
 
 
 def clear_margin(noise: float) -> float:
@@ -63,174 +45,6 @@ def clear_margin(noise: float) -> float:
         noise: the largest change of a margin that eager attention at the cell's precision shows, in nats.
     """
     return EXACT_RATIO * max(noise, MARGIN_FLOOR)
-
-
-@dataclass(frozen=True, slots=True)
-class Divergence:
-    """Divergence from the reference at one kind of position, in nats.
-
-    Args:
-        positions: number of compared positions.
-        kl: mean over the positions.
-        kl_max: maximum over the positions.
-        noise: mean for eager attention at the cell's precision.
-    """
-
-    positions: int
-    kl: float
-    kl_max: float
-    noise: float
-
-    @property
-    def ratio(self) -> float:
-        """How many times the unavoidable noise; both have :data:`FLOOR` as their floor."""
-        return max(self.kl, FLOOR) / max(self.noise, FLOOR)
-
-    @property
-    def negligible(self) -> bool:
-        """Whether both are at most :data:`FLOOR`, as in float32: their ratio is 1 by definition."""
-        return max(self.kl, self.noise) <= FLOOR
-
-
-@dataclass(frozen=True, slots=True)
-class Top1:
-    """Agreement of the most probable tokens at clear positions.
-
-    Args:
-        clear: positions where the reference's margin exceeds the noise.
-        agree: clear positions where the cell's most probable token is the reference's.
-    """
-
-    clear: int
-    agree: int
-
-    @property
-    def share(self) -> float:
-        return self.agree / self.clear if self.clear else 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Departure:
-    """The first output token of a request that is not the expected one.
-
-    Args:
-        request: id of the request.
-        position: position of the token in the answer, starting at 0.
-        token: the token found; None if the answer ended instead.
-        expected: the token expected; None if the answer should have ended.
-        found: the token found, as text.
-        wanted: the token expected, as text.
-        margin: margin by which the reference prefers the expected token, in nats; None where no margin can explain the
-            other one (an end that is missing or too early, a suppressed token).
-        clear: whether the margin exceeds the noise; None if no reference was at hand to tell the margin.
-    """
-
-    request: str
-    position: int
-    token: int | None
-    expected: int | None
-    found: str
-    wanted: str
-    margin: float | None
-    clear: bool | None
-
-    @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Self:
-        return cls(**{each.name: record[each.name] for each in fields(cls)})
-
-    @property
-    def text(self) -> str:
-        """Where, which tokens, and the margin."""
-        unknown = ", margin unknown" if self.clear is None else ""
-        margin = unknown if self.margin is None else f", margin {self.margin:.3g} nats"
-        return (
-            f"request {self.request}, output token {self.position + 1}: {self.found} instead of {self.wanted}{margin}"
-        )
-
-
-def _with_departure(record: Mapping[str, Any], kind: type[TokenCheck | AxisCheck]) -> dict[str, Any]:
-    """Return the fields of a check from its record."""
-    first = None if record["first"] is None else Departure.of(record["first"])
-    return {each.name: record[each.name] for each in fields(kind)} | {"first": first}
-
-
-@dataclass(frozen=True, slots=True)
-class TokenCheck:
-    """Comparison of measured tokens with the reference.
-
-    Args:
-        requests: number of compared answers, counted in each repeat and replica.
-        tokens: number of compared positions.
-        departed: number of answers that depart at a clear position.
-        equal: whether no answer departs at any position.
-        first: first clear departure.
-        note: reason why nothing or not everything was compared.
-    """
-
-    requests: int = 0
-    tokens: int = 0
-    departed: int = 0
-    equal: bool = True
-    first: Departure | None = None
-    note: str = ""
-
-    @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Self:
-        return cls(**_with_departure(record, cls))
-
-    def __add__(self, other: TokenCheck) -> TokenCheck:
-        return TokenCheck(
-            self.requests + other.requests,
-            self.tokens + other.tokens,
-            self.departed + other.departed,
-            self.equal and other.equal,
-            self.first or other.first,
-            self.note or other.note,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class AxisCheck:
-    """The same greedy requests under other conditions of one axis (a key of :data:`AXES`).
-
-    Args:
-        axis: the name of what was varied.
-        requests: pairs of answers compared.
-        differ: pairs whose tokens differ, noise included.
-        first: the first difference that noise does not explain, else the first one.
-        own: whether the cell's own tokens are what the reference does not choose.
-        note: description of the variation, or the reason for none.
-    """
-
-    axis: str
-    requests: int = 0
-    differ: int = 0
-    first: Departure | None = None
-    own: bool = True
-    note: str = ""
-
-    @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Self:
-        return cls(**_with_departure(record, cls))
-
-    @property
-    def broken(self) -> bool:
-        """Whether tokens depend on this axis beyond the noise."""
-        return self.first is not None and self.first.clear is True
-
-    @property
-    def text(self) -> str:
-        """One line: what was compared, and the first difference."""
-        if not self.requests:
-            return f"{AXES[self.axis]}: not compared ({self.note})"
-        how = f" ({self.note})" if self.note else ""
-        line = f"{AXES[self.axis]}: {self.requests} pairs of answers compared{how}, "
-        if self.first is None:
-            return line + "all tokens equal"
-        if self.broken:
-            return line + f"NOT INVARIANT, {self.first.text}"
-        why = "not judged without a reference" if self.first.clear is None else "within the noise"
-        return line + f"{self.differ} differ, {why}; first: {self.first.text}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,13 +78,13 @@ class Verdict:
     @property
     def ratio(self) -> float | None:
         """The larger of both kinds' ratios; None if unverified."""
-        return max((each.ratio for each in (self.answer, self.image) if each is not None), default=None)
+        return max((kind.ratio for kind in (self.answer, self.image) if kind is not None), default=None)
 
     @property
     def negligible(self) -> bool:
         """Whether the figures of both kinds are; False if unverified."""
-        found = [each.negligible for each in (self.answer, self.image) if each is not None]
-        return bool(found) and all(found)
+        kinds = [kind for kind in (self.answer, self.image) if kind is not None]
+        return bool(kinds) and all(kind.negligible for kind in kinds)
 
 
 def judge(answer: Divergence, image: Divergence | None, top1: Top1, *, equal_tokens: bool, float32: bool) -> str:
@@ -296,34 +110,34 @@ def verdict_of(run: Run, cell: str) -> Verdict:
     if record is None:
         return _with_tokens(Verdict("unverified", _why_none(run, cell), measured=measured), float32=False, inputs=None)
     verdict = Verdict(
-        record["verdict"],
-        record["reason"] or "",
-        _divergence(record["answer"]),
-        _divergence(record["image"]),
-        None if record["top1"] is None else Top1(record["top1"]["clear"], record["top1"]["agree"]),
-        record["equal_tokens"],
-        record["truth"],
+        record.verdict,
+        record.reason or "",
+        record.answer,
+        record.image,
+        record.top1,
+        record.equal_tokens,
+        record.truth,
         measured,
-        _beyond(record),
-        tuple(AxisCheck.of(each) for each in record.get("invariance") or ()),
+        _tokens_beyond(record),
+        tuple(record.invariance or ()),
     )
-    float32 = any(line.get("dtype") == "float32" for (name, _), line in run.repeats.items() if name == cell)
-    reference = run.truths.get(record["truth"] or "", {})
-    return _with_tokens(verdict, float32=float32, inputs=(reference.get("inputs") or {}).get("difference"))
+    float32 = any(repeat.dtype == "float32" for repeat, _ in run.repeats_of(cell))
+    truth = run.truths.get(record.truth or "")
+    inputs = None if truth is None or truth.inputs is None else truth.inputs.difference
+    return _with_tokens(verdict, float32=float32, inputs=inputs)
 
 
-def _beyond(record: Mapping[str, Any]) -> TokenCheck | None:
-    if not record.get("concluded", True):
+def _tokens_beyond(record: VerdictRecord) -> TokenCheck | None:
+    if not record.concluded:
         return TokenCheck(note="tokens beyond the reference: the run stopped before this check; --resume runs it")
-    return TokenCheck.of(record["beyond"]) if record.get("beyond") else None
+    return record.beyond
 
 
 def _measured_tokens(run: Run, cell: str) -> TokenCheck | None:
     """Return the summed checks of all repeats and replicas of a cell; None if no repeat has one."""
-    lines = [line for (name, _), line in run.repeats.items() if name == cell]
-    parts = [part for line in lines for part in line.get("replicas") or [line]]
-    found = [TokenCheck.of(part["tokens"]) for part in parts if part.get("tokens")]
-    return sum(found[1:], found[0]) if found else None
+    processes = [process for repeat, _ in run.repeats_of(cell) for process in (*repeat.replicas,) or (repeat,)]
+    checks = [process.tokens for process in processes if process.tokens is not None]
+    return sum(checks[1:], checks[0]) if checks else None
 
 
 def _with_tokens(verdict: Verdict, *, float32: bool, inputs: str | None) -> Verdict:
@@ -371,11 +185,10 @@ def verdict_lines(run: Run, cells: Sequence[str]) -> list[str]:
     lines = []
     if words.keys() - {"unverified"}:
         counts = ", ".join(f"{words[word]} {word}" for word in VERDICTS if words[word])
-        loaded = [run.loads.get(cell, {}).get("weights") for cell in cells]
-        quantized = any(loaded) or any(run.cells[cell].get("quantization") for cell in cells)
+        quantized = any(is_quantized(run, cell) for cell in cells)
         weights = "weights (unquantised)" if quantized else "weights"
-        seconds = sum(each["seconds"] for each in run.truths.values())
-        supplied = all(each["source"] == "reference" for each in run.truths.values())
+        seconds = sum(truth.seconds for truth in run.truths.values())
+        supplied = all(truth.source == "reference" for truth in run.truths.values())
         origin = (
             "--reference supplied the reference"
             if supplied
@@ -406,16 +219,16 @@ def token_lines(verdicts: Sequence[Verdict]) -> list[str]:
     return lines + [f"Invariance, {axis.text}." for axis in checked]
 
 
+def is_quantized(run: Run, cell: str) -> bool:
+    """Return whether a cell ran with quantised weights, according to its settings or load record."""
+    load = run.loads.get(cell)
+    return bool(run.cells[cell].get("quantization") or (load is not None and load.weights))
+
+
 def _why_none(run: Run, cell: str) -> str:
-    if run.header["schema"] == 1:
+    if run.header.schema == 1:
         return "measured by a panscan that did not compare answers yet"
-    if not run.header["settings"].get("verify", True):
+    if run.header.settings.verify is False:
         return "--no-verify"
     outcome = run.outcomes.get(cell)
-    return "not finished" if outcome is None else f"{outcome['outcome']} before its answers were compared"
-
-
-def _divergence(figures: Mapping[str, Any] | None) -> Divergence | None:
-    if figures is None:
-        return None
-    return Divergence(figures["positions"], figures["kl"], figures["kl_max"], figures["noise"])
+    return "not finished" if outcome is None else f"{outcome.outcome} before its answers were compared"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from panscan.analysis.cells import MeasuredCell
 from panscan.analysis.significance import compare_with_baseline
+from panscan.core.text import clean
 from panscan.records.quality import (
     Quality,
     accuracy_title,
@@ -15,10 +16,10 @@ from panscan.records.quality import (
     metric_of,
     metrics_in,
     quality_of,
-    question_of,
 )
-from panscan.records.store import Record, Run
-from panscan.report.formatting import FEW, clean
+from panscan.records.schema import RequestRecord
+from panscan.records.store import Run
+from panscan.report.formatting import FEW
 from panscan.report.table import Column, Medium, Table, quality_cell
 
 __all__ = [
@@ -74,18 +75,18 @@ class Breakdown:
 
 def breakdowns(run: Run, cells: Sequence[str]) -> list[Breakdown]:
     """Every way of grouping that tells questions apart, by the run's metric of quality."""
-    ways: tuple[tuple[str, Callable[[Record], Sequence[str]]], ...] = (
-        ("question type", lambda record: _tags(record, "type")),
-        ("kind of document", lambda record: _tags(record, "kind")),
-        ("aspect ratio", lambda record: [shape] if (shape := shape_of(record)) else []),
+    ways: tuple[tuple[str, Callable[[RequestRecord], Sequence[str]]], ...] = (
+        ("question type", lambda request: request.tags.get("type", [])),
+        ("kind of document", lambda request: request.tags.get("kind", [])),
+        ("aspect ratio", lambda request: [shape] if (shape := shape_of(request)) else []),
     )
     found = (_breakdown(run, cells, name, groups_of) for name, groups_of in ways)
     return [each for each in found if len(each.groups) > 1]
 
 
-def shape_of(record: Record) -> str | None:
+def shape_of(request: RequestRecord) -> str | None:
     """One of :data:`SHAPES`; None where no size was kept."""
-    sizes = [size for size in record.get("image_size") or () if len(size) == 2 and min(size) > 0]
+    sizes = [size for size in request.image_size if min(size) > 0]
     if len(sizes) != 1:
         return SHAPES[-1] if sizes else None
     [(width, height)] = sizes
@@ -95,24 +96,19 @@ def shape_of(record: Record) -> str | None:
     return f"{'wide' if width > height else 'tall'} {_RANGES[sum(ratio >= step for step in _STEPS[1:])]}"
 
 
-def _tags(record: Record, name: str) -> Sequence[str]:
-    tags = record.get("tags")
-    values = tags.get(name) if isinstance(tags, dict) else None
-    return [str(value) for value in values] if isinstance(values, list) else []
-
-
-def _breakdown(run: Run, cells: Sequence[str], name: str, groups_of: Callable[[Record], Sequence[str]]) -> Breakdown:
+def _breakdown(
+    run: Run, cells: Sequence[str], name: str, groups_of: Callable[[RequestRecord], Sequence[str]]
+) -> Breakdown:
     questions: dict[str, set[object]] = defaultdict(set)
-    for key, records in run.requests.items():
-        for record in records if key[0] in cells else ():
-            if record["error"] is None and record.get("scores"):
-                for group in groups_of(record):
-                    questions[group].add(question_of(record))
+    for request in (request for cell in cells for request in run.answered(cell)):
+        if request.scores:
+            for group in groups_of(request):
+                questions[group].add(request.question)
     largest = sorted(questions, key=lambda group: (-len(questions[group]), group))[:MOST_GROUPS]
     order = [shape for shape in SHAPES if shape in largest] if set(largest) <= set(SHAPES) else largest
 
     def within(cell: str, group: str) -> Quality | None:
-        return quality_of(run, cell, among=lambda record: group in groups_of(record))
+        return quality_of(run, cell, among=lambda request: group in groups_of(request))
 
     by_group = [[within(cell, group) for cell in cells] for group in order]  # cells of a group share their draws
     return Breakdown(
@@ -204,7 +200,7 @@ def answers_of(run: Run, rows: Sequence[MeasuredCell], names: Mapping[str, str])
         return None
     baseline, others = compare_with_baseline(run, list(views), views.__getitem__) or (None, [])
     against = {comparison.cell: comparison.text for comparison in others}
-    counted = "quality_metric" in run.header["settings"]
+    counted = run.header.settings.quality_metric is not None
     return Answers(
         tuple(map(accuracy_title, metrics)),
         None if baseline is None else names[baseline],

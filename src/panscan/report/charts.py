@@ -6,23 +6,22 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 
 from panscan.analysis.candidates import pareto_front
-from panscan.analysis.cells import MeasuredCell, Sweep, count, speed, sweeps
+from panscan.analysis.cells import MeasuredCell, Sweep, speed, sweeps
 from panscan.analysis.levels import TIME_NAMES, MeasuredLevel
 from panscan.analysis.setting_words import setting_title
+from panscan.core.text import clean, count
 from panscan.records.intervals import cluster_intervals
-from panscan.records.load_runs import LoadRunSettings
 from panscan.records.metrics import percentile_name
 from panscan.records.quality import Quality
-from panscan.records.requests import RequestMetrics
-from panscan.records.schema import VERDICTS
+from panscan.records.schema import VERDICTS, LoadRunSettings, RequestRecord
 from panscan.records.store import Run
 from panscan.records.verdict import EXACT_RATIO
-from panscan.report.formatting import FEW, clean
+from panscan.report.formatting import FEW
 from panscan.report.table import Measured, measured
 
 __all__ = [
@@ -205,30 +204,30 @@ def decision_charts(
     kept = list(dict.fromkeys(order))[:_MOST_DECIDED]
     chosen = [row for row in rows if row.cell in kept]
     panels = []
-    scored = [(at, row, each) for at, row in enumerate(chosen) if (each := qualities.get(row.cell)) is not None]
-    if any(each.mean for _, _, each in scored):
+    scored = [(at, row, quality) for at, row in enumerate(chosen) if (quality := qualities.get(row.cell)) is not None]
+    if any(quality.mean for _, _, quality in scored):
         shares = tuple(
-            _point(at, row, Measured(100 * each.mean, 100 * each.low, 100 * each.high), names, first)
-            for at, row, each in scored
+            _point(at, row, Measured(100 * quality.mean, 100 * quality.low, 100 * quality.high), names, first)
+            for at, row, quality in scored
         )
-        panels.append(_dots("decision-accuracy", title[:1].upper() + title[1:], "%", chosen, names, shares))
-    for metric, metric_name, unit in _METRICS[: 2 - len(panels)]:
-        points = _points(list(enumerate(chosen)), metric, names, first)
-        if points:
-            panels.append(_dots(f"decision-{_slug(metric_name)}", metric_name, unit, chosen, names, points))
+        ticks = tuple(names[row.cell] for row in chosen)
+        title = title[:1].upper() + title[1:]
+        panels.append(Panel("decision-accuracy", "dots", title, "%", "setting", (Series("", shares),), ticks))
+    panels += _dot_panels("decision-{}", chosen, names, first)[: 2 - len(panels)]
     note = f"{len(chosen)} of {len(rows)} settings are shown." if len(chosen) < len(rows) else ""
     return ChartGroup("", note, (), tuple(panels))
 
 
-def _dots(
-    name: str,
-    title: str,
-    unit: str,
-    rows: Sequence[MeasuredCell],
-    names: Mapping[str, str],
-    points: tuple[Point, ...],
-) -> Panel:
-    return Panel(name, "dots", title, unit, "setting", (Series("", points),), tuple(names[row.cell] for row in rows))
+def _dot_panels(
+    name: str, rows: Sequence[MeasuredCell], names: Mapping[str, str], first: Sequence[str] = ()
+) -> list[Panel]:
+    """Return the throughput and the latency of cells, a row of dots for each metric that any of them has."""
+    ticks = tuple(names[row.cell] for row in rows)
+    return [
+        Panel(name.format(_slug(title)), "dots", title, unit, "setting", (Series("", points),), ticks)
+        for metric, title, unit in _METRICS
+        if (points := _points(list(enumerate(rows)), metric, names, first))
+    ]
 
 
 def comparisons(rows: Sequence[MeasuredCell], names: Mapping[str, str]) -> list[ChartGroup]:
@@ -240,7 +239,7 @@ def comparisons(rows: Sequence[MeasuredCell], names: Mapping[str, str]) -> list[
     """
     found = [_comparison(sweep, names) for sweep in sweeps(rows)]
     if not found and len(rows) > 1:
-        found = [_cells(rows, names)]
+        found = [_all_cells(rows, names)]
     return [comparison for comparison in found if comparison.panels]
 
 
@@ -254,7 +253,7 @@ def _comparison(sweep: Sweep, names: Mapping[str, str]) -> ChartGroup:
             Series(clean(name), _points([(sweep.at(row), row) for row in rows], metric, names))
             for name, rows in chosen.items()
         )
-        if any(each.points for each in series):
+        if any(sery.points for sery in series):
             kind: Literal["steps", "dots"] = "steps" if sweep.numeric else "dots"
             name = clean(setting_title(sweep.name))
             panels.append(Panel(_slug(f"{title} {sweep.name}"), kind, title, unit, name, series, ticks))
@@ -264,16 +263,11 @@ def _comparison(sweep: Sweep, names: Mapping[str, str]) -> ChartGroup:
     return ChartGroup(heading, note if left_out else "", legend, tuple(panels))
 
 
-def _cells(rows: Sequence[MeasuredCell], names: Mapping[str, str]) -> ChartGroup:
+def _all_cells(rows: Sequence[MeasuredCell], names: Mapping[str, str]) -> ChartGroup:
     """Return one dot per cell, the fastest first: no two cells differ in one setting alone (presets)."""
     chosen = sorted(rows, key=lambda row: -speed(row))[:_MOST_CELLS]
-    panels = []
-    for metric, title, unit in _METRICS:
-        points = _points(list(enumerate(chosen)), metric, names)
-        if points:
-            panels.append(_dots(_slug(f"{title} cells"), title, unit, chosen, names, points))
     note = f"The {len(chosen)} fastest of {count(len(rows), 'setting')}." if len(chosen) < len(rows) else ""
-    return ChartGroup("All settings", note, (), tuple(panels))
+    return ChartGroup("All settings", note, (), tuple(_dot_panels("{}-cells", chosen, names)))
 
 
 def _points(
@@ -453,13 +447,13 @@ def by_request(run: Run, rows: Sequence[MeasuredCell], names: Mapping[str, str])
     return ChartGroup("By view count and aspect ratio", note, legend, tuple(panels), folded=few)
 
 
-def _views(record: Mapping[str, Any]) -> float:
-    return float(record["views"])
+def _views(request: RequestRecord) -> float:
+    return float(request.views or 0)
 
 
-def _aspect_of(record: Mapping[str, Any]) -> float | None:
+def _aspect_of(request: RequestRecord) -> float | None:
     """The group of :data:`_ASPECTS` of a request's longest image; None where no size was kept."""
-    sides = [size for size in record.get("image_size") or () if len(size) == 2 and min(size) > 0]
+    sides = [size for size in request.image_size if min(size) > 0]
     longest = max((max(size) / min(size) for size in sides), default=None)
     return None if longest is None else max(low for low in _ASPECTS if low <= longest)
 
@@ -469,14 +463,13 @@ def _aspect_label(low: float) -> str:
     return f"{low:g}–{above[0]:g}" if above else f"≥{low:g}"
 
 
-def _times_by(run: Run, cell: str, key: Callable[[Mapping[str, Any]], float | None]) -> dict[float, _Times]:
+def _times_by(run: Run, cell: str, key: Callable[[RequestRecord], float | None]) -> dict[float, _Times]:
     """Return the E2E latencies of a cell's answered requests, in groups."""
     groups: dict[float, _Times] = defaultdict(list)
-    for repeat in sorted(repeat for repeat in run.repeats if repeat[0] == cell):
-        for record in run.requests[repeat]:
-            value, seconds = key(record), RequestMetrics.from_record(record).e2e
-            if record["error"] is None and value is not None and seconds is not None:
-                groups[value].append((seconds * 1e3, (record.get("replica", 0), record["repeat"], record["batch"])))
+    for request in run.answered(cell):
+        value, seconds = key(request), request.e2e
+        if value is not None and seconds is not None:
+            groups[value].append((seconds * 1e3, (request.replica, request.repeat, request.batch)))
     return groups
 
 

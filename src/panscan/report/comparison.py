@@ -30,7 +30,7 @@ def print_comparison(report: Report, console: Console) -> None:
     for line in report.head():
         print_line(console, line)
     blocks = [
-        [_table(report, at, [pair_index]) for pair_index in range(len(comparison.pairs))]
+        [_pairs_table(report, at, [pair_index]) for pair_index in range(len(comparison.pairs))]
         for at, comparison in enumerate(report.comparisons)
     ]
     grids = [table.grid(Medium.TERMINAL) for tables in blocks for table in tables]
@@ -58,17 +58,17 @@ def print_comparison(report: Report, console: Console) -> None:
 
 def markdown_text(report: Report) -> str:
     """The same for an issue, a pull request or a job's summary."""
-    parts = ["### Comparison", _list(report.head())]
+    parts = ["### Comparison", _bullet_list(report.head())]
     for at, comparison in enumerate(report.comparisons):
         if len(report.comparisons) > 1:
             parts.append(f"#### A and {report.name(at)}")
-        parts += [_list(report.lines(at)), _table(report, at, range(len(comparison.pairs))).markdown()]
+        parts += [_bullet_list(report.lines(at)), _pairs_table(report, at, range(len(comparison.pairs))).markdown()]
     parts += map(_escaped_line, report.legend())
-    parts.append(_list([f"{condition}: {outcome}" for condition, outcome in report.outcomes()]))
+    parts.append(_bullet_list([f"{condition}: {outcome}" for condition, outcome in report.outcomes()]))
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _table(report: Report, at: int, pairs: Iterable[int]) -> Table[_MetricRow]:
+def _pairs_table(report: Report, at: int, pairs: Iterable[int]) -> Table[_MetricRow]:
     """Return the table of some pairs of cells; their titles and verdicts are columns in markdown only."""
     rows = []
     for pair_index in pairs:
@@ -95,7 +95,7 @@ def _word(row: _MetricRow) -> TableCell:
     return TableCell(word, style=_STYLES.get(word, ""), markdown=f"**{word}**" if word in _STYLES else "")
 
 
-def _list(lines: list[str]) -> str:
+def _bullet_list(lines: list[str]) -> str:
     """A line that is an item already belongs to the line above it."""
     return "\n".join(("  " if line.startswith("- ") else "- ") + _escaped_line(line) for line in lines)
 

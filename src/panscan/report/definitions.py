@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from panscan.analysis.cells import count, number_text
+from panscan.core.text import clean, count, number_text
 from panscan.records.environment import bundled_weights, has_random_weights
+from panscan.records.schema import InputCheck, LoadRecord
 from panscan.records.store import Run
-from panscan.report.formatting import clean
 
 __all__ = [
     "ReferenceSummary",
+    "RunFacts",
     "environment",
     "machine",
     "model_names",
@@ -39,6 +41,16 @@ _BYTES = ((2**30, "GiB"), (2**20, "MiB"))
 _RATES = ((1e12, "T"), (1e9, "G"))
 
 
+class RunFacts:
+    """What every report says of its run."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.run_id, self.created = clean(run.header.run_id), clean(run.header.created)
+        self.command = clean(shlex.join(run.header.command))
+        self.environment = environment(run)
+
+
 def model_names(run: Run) -> list[str]:
     """The models of a run's cells, each once."""
     return list(dict.fromkeys(_model(settings) for settings in run.cells.values()))
@@ -59,54 +71,50 @@ def random_note(run: Run, cells: Sequence[Mapping[str, Any]]) -> str:
 
 def machine(run: Run) -> str:
     """The hardware in a few words."""
-    kept = run.header["environment"]
-    names = [str(gpu.get("name")) for gpu in _dicts(kept.get("gpus"))]
+    facts = run.header.machine
+    names = [str(gpu.name) for gpu in facts.gpus]
     if names:
         return clean(", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names)))
-    return clean(kept.get("cpu") or "unknown hardware")
+    return clean(facts.cpu or "unknown hardware")
 
 
 def environment(run: Run) -> list[tuple[str, str]]:
     """Everything that the run kept of where it took place, as (name, text)."""
     found = [
         (_WORDS.get(name, clean(name)), clean(_environment_text(name, value)))
-        for name, value in run.header["environment"].items()
+        for name, value in run.header.environment.items()
         if value not in (None, [], {})
     ]
     loads = {id(load): load for load in run.loads.values()}
     return [*found, *map(_load_text, loads.values())]
 
 
-def _load_text(load: Mapping[str, Any]) -> tuple[str, str]:
-    parts = [f"{_scaled(load['weight_bytes'], _BYTES)} of weights, loaded in {number_text(load['seconds'])} s"]
-    if load["flops_per_s"]:
-        parts.append(f"{_scaled(load['flops_per_s'], _RATES)}FLOP/s in a large product")
-    if load["bytes_per_s"]:
-        parts.append(f"{_scaled(load['bytes_per_s'], _RATES)}B/s in a large copy")
-    return f"loaded on {clean(load['device'])}, {clean(load['dtype'])}", ", ".join(parts)
+def _load_text(load: LoadRecord) -> tuple[str, str]:
+    parts = [f"{_with_unit(load.weight_bytes, _BYTES)} of weights, loaded in {number_text(load.seconds)} s"]
+    if load.flops_per_s:
+        parts.append(f"{_with_unit(load.flops_per_s, _RATES)}FLOP/s in a large product")
+    if load.bytes_per_s:
+        parts.append(f"{_with_unit(load.bytes_per_s, _RATES)}B/s in a large copy")
+    return f"loaded on {clean(load.device)}, {clean(load.dtype)}", ", ".join(parts)
 
 
-def _scaled(value: float, units: Sequence[tuple[float, str]]) -> str:
+def _with_unit(value: float, units: Sequence[tuple[float, str]]) -> str:
     """Three digits, in the largest unit that the value reaches; else in the smallest."""
     size, unit = next((each for each in units if value >= each[0]), units[-1])
     return f"{number_text(value / size)} {unit}"
 
 
 def _environment_text(name: str, value: Any) -> str:
-    if name == "memory_bytes" and isinstance(value, int):
-        return _scaled(value, _BYTES)
-    if name in ("packages", "bundled") and isinstance(value, dict):
+    if name == "memory_bytes":
+        return _with_unit(value, _BYTES)
+    if name in ("packages", "bundled"):
         return ", ".join(f"{package} {version}" for package, version in value.items())
     if name == "gpus":
         return "; ".join(
-            f"{gpu.get('name')}, {_scaled(gpu.get('memory_bytes', 0), _BYTES)}, driver {gpu.get('driver')}"
-            for gpu in _dicts(value)
+            f"{gpu.get('name')}, {_with_unit(gpu.get('memory_bytes') or 0, _BYTES)}, driver {gpu.get('driver')}"
+            for gpu in value
         )
     return str(value)
-
-
-def _dicts(value: Any) -> list[dict[str, Any]]:
-    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,31 +150,31 @@ def references(run: Run, names: Mapping[str, str]) -> list[ReferenceSummary]:
         names: names of the cells by id.
     """
     found = []
-    for name, record in run.truths.items():
-        compared = [each for each in run.verdicts.values() if each["truth"] == name]
-        computed = record["source"] == "computed"
-        origin = "computed" if computed else f"loaded from {clean(record['file'])} (--reference)"
+    for name, truth in run.truths.items():
+        compared = [verdict for verdict in run.verdicts.values() if verdict.truth == name]
+        computed = truth.source == "computed"
+        origin = "computed" if computed else f"loaded from {clean(truth.file)} (--reference)"
         found.append(
             ReferenceSummary(
-                clean(record["model"]),
-                tuple(names[each["cell"]] for each in compared if each["cell"] in names),
-                f"{origin} in {number_text(record['seconds'])} s",
-                record["requests"],
-                record["tokens"],
-                record["image_positions"],
-                sum(each["seconds"] for each in compared),
-                _inputs(record.get("inputs")),
+                clean(truth.model),
+                tuple(names[verdict.cell] for verdict in compared if verdict.cell in names),
+                f"{origin} in {number_text(truth.seconds)} s",
+                truth.requests,
+                truth.tokens,
+                truth.image_positions,
+                sum(verdict.seconds for verdict in compared),
+                _inputs(truth.inputs),
             )
         )
     return found
 
 
-def _inputs(checked: Mapping[str, Any] | None) -> str:
+def _inputs(checked: InputCheck | None) -> str:
     if checked is None:
         return ""
-    what = f"{count(checked['requests'], 'request')} with {count(checked['views'], 'view')}"
-    note = f" ({clean(checked['note'])})" if checked["note"] else ""
-    if checked["difference"] is not None:
-        return f"The inputs are NOT those of Transformers' own processor: {clean(checked['difference'])}{note}."
+    what = f"{count(checked.requests, 'request')} with {count(checked.views, 'view')}"
+    note = f" ({clean(checked.note)})" if checked.note else ""
+    if checked.difference is not None:
+        return f"The inputs are NOT those of Transformers' own processor: {clean(checked.difference)}{note}."
     same = "boxes, token ids and pixels are bit-identical"
     return f"The inputs of {what} also went through Transformers' own processor: {same}{note}."

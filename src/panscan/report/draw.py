@@ -13,10 +13,9 @@ from xml.etree import ElementTree
 
 from markupsafe import Markup
 
-from panscan.analysis.cells import number_text
+from panscan.core.text import cut, number_text, percent, times
 from panscan.records.verdict import CLOSE_RATIO, EXACT_RATIO
 from panscan.report.charts import MOST_NAMED, Panel, Point, Series
-from panscan.report.formatting import cut, percent, times
 from panscan.report.table import Measured
 
 if TYPE_CHECKING:
@@ -288,9 +287,9 @@ def _dots_figure(panel: Panel, colours: Colours) -> Figure:
     lines = [textwrap.wrap(tick, _LONGEST_LINE) or [""] for tick in panel.ticks]
     mark = 16 * len(panel.series)
     tops, height = [], 4.0
-    for each in lines:
+    for line in lines:
         tops.append(height)
-        height += 1.3 * _FONT * len(each) + mark + 6
+        height += 1.3 * _FONT * len(line) + mark + 6
     figure, axes = _axes(height + 34)
     axes.set_ylim(height, 0)
     axes.set_yticks([])
@@ -299,9 +298,9 @@ def _dots_figure(panel: Panel, colours: Colours) -> Figure:
     axes.xaxis.set_major_formatter("{x:,g}")
     axes.locator_params(axis="x", nbins=5)
     chosen = {point.at for point in panel.points if point.chosen}
-    for at, (top, each) in enumerate(zip(tops, lines, strict=True)):
+    for at, (top, wrapped) in enumerate(zip(tops, lines, strict=True)):
         axes.annotate(
-            "\n".join(each) + (" ★" if at in chosen else ""),
+            "\n".join(wrapped) + (" ★" if at in chosen else ""),
             (0, top),
             xycoords=("axes fraction", "data"),
             va="top",
@@ -309,7 +308,7 @@ def _dots_figure(panel: Panel, colours: Colours) -> Figure:
             fontweight="bold" if at in chosen else "normal",
         )
     for index, series in enumerate(panel.series):
-        below = [top + 1.3 * _FONT * len(each) + 8 + 16 * index for top, each in zip(tops, lines, strict=True)]
+        below = [top + 1.3 * _FONT * len(wrapped) + 8 + 16 * index for top, wrapped in zip(tops, lines, strict=True)]
         _draw_dots(axes, panel, index, series.points, below, colours)
     share = panel.unit == "%"
     axes.set_xlim(0, 118 if share else 1.22 * panel.top or 1.0)

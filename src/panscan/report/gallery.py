@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from io import BytesIO
 from os.path import commonpath, relpath
@@ -14,15 +14,16 @@ from markupsafe import Markup, escape
 from PIL import Image, ImageDraw
 
 from panscan.analysis.candidates import cell_names
-from panscan.analysis.cells import count
 from panscan.core import InputError, RecordsError, SettingError
+from panscan.core.text import clean, count, percent
 from panscan.images.draw import COLOURS
 from panscan.images.files import load_page, page_digest, page_named
 from panscan.images.views import ViewPlan, plan_views
 from panscan.records.quality import metric_of, metric_title
-from panscan.records.store import Record, Run
+from panscan.records.schema import RequestRecord
+from panscan.records.store import Run
 from panscan.report import draw
-from panscan.report.formatting import clean, percent, templates
+from panscan.report.formatting import templates
 from panscan.settings import recorded_settings
 
 __all__ = ["Answer", "CellViews", "GalleryEntry", "QuestionAnswers", "entries_of", "render_gallery"]
@@ -104,28 +105,22 @@ def entries_of(run: Run) -> tuple[dict[str, str], list[GalleryEntry]]:
         RecordsError: no request is finished, or the run was made without ``--include-content``.
     """
     records = [
-        record
-        for batch in run.requests.values()
-        for record in batch
-        if record["repeat"] == 0 and record.get("replica", 0) == 0
+        record for batch in run.requests.values() for record in batch if record.repeat == 0 and record.replica == 0
     ]
     if not records:
         raise RecordsError(f"{run.path.parent}: no request is finished yet")
-    if not any("content" in record for record in records):
+    if all(record.content is None for record in records):
         raise RecordsError(f"{run.path.parent}: its records hold no answers: measure with --include-content")
-    cells = _names(run, {record["cell"] for record in records})
-    short = _short_names({name for record in records for name in record["image"]})
-    by_document: dict[tuple[str, ...], list[Record]] = {}
+    used = {record.cell for record in records}
+    cells = {cell: clean(name) for cell, name in cell_names(run).items() if cell in used}
+    short = _short_names({name for record in records for name in record.image})
+    by_document: dict[tuple[str, ...], list[RequestRecord]] = {}
     for record in records:
-        if "content" in record:
-            by_document.setdefault(tuple(record["image"]), []).append(record)
+        if record.content is not None:
+            by_document.setdefault(tuple(record.image), []).append(record)
     found = [_entry(run, names, group, cells, short) for names, group in by_document.items()]
-    found.sort(key=lambda one: not any(each.differs for each in one.questions))
+    found.sort(key=lambda one: not any(question.differs for question in one.questions))
     return cells, found
-
-
-def _names(run: Run, used: set[str]) -> dict[str, str]:
-    return {cell: clean(name) for cell, name in cell_names(run).items() if cell in used}
 
 
 def _short_names(names: Collection[str]) -> dict[str, str]:
@@ -139,36 +134,34 @@ def _short_names(names: Collection[str]) -> dict[str, str]:
 
 
 def _entry(
-    run: Run, names: tuple[str, ...], group: Sequence[Record], cells: Mapping[str, str], short: Mapping[str, str]
+    run: Run, names: tuple[str, ...], group: Sequence[RequestRecord], cells: Mapping[str, str], short: Mapping[str, str]
 ) -> GalleryEntry:
     by_question: dict[tuple[str, tuple[str, ...]], dict[str, Answer]] = {}
     for record in group:  # a dataset may repeat a question with different answers
-        question = (record["content"]["prompt"], tuple(record["content"]["answers"]))
-        by_question.setdefault(question, {}).setdefault(record["cell"], _answer(record, metric_of(run)))
+        assert record.content is not None  # as the caller sees to
+        question = (record.content.prompt, tuple(record.content.answers))
+        answer = Answer(record.cell, None, None, record.views or 0)
+        if record.error is None:
+            answer = replace(answer, text=record.content.answer, score=record.scores.get(metric_of(run)))
+        by_question.setdefault(question, {}).setdefault(record.cell, answer)
     questions = [
         QuestionAnswers(question, expected, tuple(answers[cell] for cell in cells if cell in answers))
         for (question, expected), answers in by_question.items()
     ]
     questions.sort(key=lambda one: not one.differs)
-    sizes = group[0].get("image_size") or [None] * len(names)
+    sizes: Sequence[tuple[int, int] | None] = group[0].image_size or [None] * len(names)
     called = [
         f"{short.get(name, name)} ({size[0]} x {size[1]})" if size else short.get(name, name)
         for name, size in zip(names, sizes, strict=False)
     ]
-    digests = group[0]["image_sha256"]
-    images = [_opened(name, digest) for name, digest in zip(names, digests, strict=True)]
-    views = {record["cell"]: record["views"] for record in group if record["error"] is None}
+    digests = group[0].image_sha256
+    images = [_unchanged_image(name, digest) for name, digest in zip(names, digests, strict=True)]
+    views = {record.cell: record.views or 0 for record in group if record.error is None}
     pictures = _pictures(run, images, views, cells)
     return GalleryEntry(", ".join(called) or "without an image", pictures, tuple(questions))
 
 
-def _answer(record: Record, metric: str) -> Answer:
-    text = None if record["error"] is not None else record["content"]["answer"]
-    score = None if text is None else record.get("scores", {}).get(metric)
-    return Answer(record["cell"], text, score, record["views"])
-
-
-def _opened(name: str, digest: str) -> Image.Image | None:
+def _unchanged_image(name: str, digest: str) -> Image.Image | None:
     """Return an image, or None if its file has moved or changed since the run. URLs are not fetched."""
     if "://" in name:
         return None
@@ -237,8 +230,9 @@ def _outline(shown: Image.Image, plan: ViewPlan) -> None:
 
 def _side(run: Run, cell: str) -> int:
     """Return the side of a view in pixels: the model's image size, at most :data:`_TILE`."""
-    shape = run.loads.get(cell, {}).get("shape") or {}
-    return min(_TILE, (shape.get("vision") or {}).get("image_size") or _TILE)
+    load = run.loads.get(cell)
+    vision = {} if load is None or load.shape is None else load.shape.get("vision") or {}
+    return min(_TILE, vision.get("image_size") or _TILE)
 
 
 def _tile(image: Image.Image, plan: ViewPlan, index: int, side: int) -> str:
@@ -299,7 +293,7 @@ def _totals(cells: dict[str, str], found: Sequence[GalleryEntry]) -> list[tuple[
     """Return the id, mean score, number of scored questions and mean view count of each cell."""
     totals: list[tuple[str, float | None, int, float]] = []
     for cell in cells:
-        answers = [a for one in found for each in one.questions for a in each.answers if a.cell == cell]
+        answers = [a for one in found for question in one.questions for a in question.answers if a.cell == cell]
         scores = [answer.score for answer in answers if answer.score is not None]
         mean = sum(scores) / len(scores) if scores else None
         totals.append((cell, mean, len(scores), sum(answer.views for answer in answers) / max(1, len(answers))))

@@ -7,7 +7,7 @@ from panscan.analysis.levels import VERIFY_HINT
 from panscan.quality import scores
 from panscan.records import verdict
 from panscan.records.metrics import LEAST_SAMPLES
-from panscan.records.requests import STAGES
+from panscan.records.schema import STAGES
 from panscan.report import draw
 from panscan.report.charts import ChartGroup, Panel, attainment
 from panscan.report.formatting import templates

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from typing import TypeAlias
 
-from panscan.analysis.cells import count, number_text
 from panscan.analysis.levels import (
     TIME_NAMES,
     ErrorGroup,
@@ -20,12 +18,12 @@ from panscan.analysis.levels import (
     load_warnings,
     unfinished_levels,
 )
+from panscan.core.text import clean, count, number_text, percent
 from panscan.records.load_runs import load_settings
 from panscan.records.metrics import percentile_name
 from panscan.records.store import Run
 from panscan.report import definitions
 from panscan.report.charts import Panel, attainment, latency_curves, throughput_curves
-from panscan.report.formatting import clean, percent
 from panscan.report.table import Column, Measured, Medium, Table, TableCell, measured, plain_text, with_interval
 
 __all__ = ["LoadReport", "TimeRow"]
@@ -49,7 +47,7 @@ def _metric(metric: str) -> Callable[[MeasuredLevel], Measured]:
     return lambda level: measured(level.metrics, metric)
 
 
-class LoadReport:
+class LoadReport(definitions.RunFacts):
     """The report of a load run; also of one without a measured level. Every part is computed when it is first read.
 
     Raises:
@@ -57,16 +55,14 @@ class LoadReport:
     """
 
     def __init__(self, run: Run) -> None:
-        self.run, self.settings, self.rows = run, load_settings(run), levels_of(run)
-        self.run_id, self.created = clean(run.header["run_id"]), clean(run.header["created"])
-        self.command = clean(shlex.join(map(str, run.header["command"])))
+        super().__init__(run)
+        self.settings, self.rows = load_settings(run), levels_of(run)
         self.title = clean(f"{self.settings.model} at {self.settings.endpoint}")
         self.found = load_result(run, self.rows)
         self.limits = limits_text(self.settings.goodput)
         self.warnings = [f"{clean(warning).rstrip('.')}." for warning in load_warnings(run, self.rows)]
         self.times = [(time, TIME_NAMES[time]) for time in self.settings.percentile_metrics]
-        self.percentiles = [percentile_name(each) for each in sorted(self.settings.metric_percentiles)]
-        self.environment = definitions.environment(run)
+        self.percentiles = [percentile_name(percent) for percent in sorted(self.settings.metric_percentiles)]
 
     @property
     def headline(self) -> str:
@@ -210,9 +206,9 @@ class LoadReport:
         search, highest = self.run.search, self.found.highest
         if search is None:
             return ""
-        stopped = any(isinstance(each, dict) and each.get("limited") for each in search["levels"])
-        said = not stopped and highest is not None and highest.short is not None and highest.rate == search["rate"]
-        return "" if said else clean(search["note"])
+        stopped = any(level.limited for level in search.levels)
+        said = not stopped and highest is not None and highest.short is not None and highest.rate == search.rate
+        return "" if said else clean(search.note)
 
 
 def _attainment_cell(level: MeasuredLevel) -> TableCell:
@@ -238,19 +234,19 @@ def _generator_cpu(level: MeasuredLevel) -> str:
 def _probe_text(run: Run) -> str:
     """Return what the probe before the run found about image tokens; empty if it found nothing."""
     probe = run.probe
-    if probe is None or probe["image_prompt_tokens"] is None or probe["text_prompt_tokens"] is None:
+    if probe is None or probe.image_prompt_tokens is None or probe.text_prompt_tokens is None:
         return ""
-    counted = probe["image_prompt_tokens"] - probe["text_prompt_tokens"]
-    expected = "" if probe["expected_image_tokens"] is None else f", {probe['expected_image_tokens']:,} expected"
+    counted = probe.image_prompt_tokens - probe.text_prompt_tokens
+    expected = "" if probe.expected_image_tokens is None else f", {probe.expected_image_tokens:,} expected"
     return f"the same prompt with an image has {counted:,} more prompt tokens{expected}"
 
 
 def _prompt_text(run: Run) -> str:
     """Return what the endpoint counted in the prompts of answered requests; empty if it counted nothing."""
-    answered = [each for records in run.requests.values() for each in records if each["error"] is None]
+    answered = [request for requests in run.requests.values() for request in requests if request.error is None]
     totals = {}
     for name in ("prompt_tokens", "image_tokens", "views", "cached_tokens"):
-        known = [record[name] for record in answered if record.get(name) is not None]
+        known = [value for request in answered if (value := getattr(request, name)) is not None]
         if known:
             totals[name] = sum(known) / len(known)
     if not totals.get("prompt_tokens"):

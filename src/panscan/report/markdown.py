@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from panscan.analysis.cells import count
 from panscan.analysis.levels import VERIFY_HINT
+from panscan.core.text import count
 from panscan.report.answers import Breakdown
+from panscan.report.definitions import RunFacts
 from panscan.report.load import LoadReport
 from panscan.report.sweep import SweepReport, unmeasured_text
 from panscan.report.table import plain_text
@@ -44,7 +45,8 @@ def _sweep_parts(facts: SweepReport) -> list[str]:
         parts += [_breakdown(title, found, table.markdown()) for title, found, table in facts.answers.grouped]
     parts.append(_bullets("Not measured:", map(unmeasured_text, facts.unmeasured)))
     origins = [
-        f"Reference: {each.model}, {count(each.requests, 'request')}, {each.origin}." for each in facts.references
+        f"Reference: {reference.model}, {count(reference.requests, 'request')}, {reference.origin}."
+        for reference in facts.references
     ]
     return [*parts, _origin(facts, " ".join([*origins, facts.created]))]
 
@@ -90,6 +92,6 @@ def _folded(summary: str, table: str) -> str:
     return f"<details><summary>{summary}</summary>\n\n{table}\n\n</details>"
 
 
-def _origin(facts: SweepReport | LoadReport, text: str) -> str:
+def _origin(facts: RunFacts, text: str) -> str:
     versions = "; ".join(f"{name}: {value}" for name, value in facts.environment)
     return plain_text(f"{text}; {versions}" if versions else text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,11 +13,9 @@ from panscan.analysis.cells import (
     MeasuredCell,
     Unmeasured,
     alias_lines,
-    count,
     distinguishing_names,
     measured_rows,
     memory_metric,
-    number_text,
     queueing_note,
     shared_settings,
     short_name,
@@ -26,23 +23,23 @@ from panscan.analysis.cells import (
     unmeasured,
 )
 from panscan.analysis.floors import Floor, floor_of, ratios
-from panscan.analysis.quantization import NOTE, Tradeoff, is_quantized, tradeoffs_of
+from panscan.analysis.quantization import NOTE, Tradeoff, tradeoffs_of
 from panscan.analysis.recommend import Recommendation, recommend
 from panscan.analysis.setting_words import label
 from panscan.analysis.significance import p_text, points_text
 from panscan.analysis.task_cost import TITLE, TaskCost, cost_lines, costs_of_cells
 from panscan.core import RecordsError
-from panscan.quality.datasets import facts_of_header
+from panscan.core.text import clean, count, nats, number_text, times
 from panscan.records.metrics import ReplicaShare
 from panscan.records.quality import Quality, metric_title, quality_of
-from panscan.records.requests import STAGES
+from panscan.records.schema import STAGES
 from panscan.records.store import Run
 from panscan.records.summary import replica_shares
-from panscan.records.verdict import Verdict, token_lines
+from panscan.records.verdict import Verdict, is_quantized, token_lines
 from panscan.report import definitions
 from panscan.report.answers import Answers, answers_of
 from panscan.report.charts import ChartGroup, Panel, by_request, comparisons, decision_charts, front_of
-from panscan.report.formatting import clean, nats, times, verdict_figures
+from panscan.report.formatting import verdict_figures
 from panscan.report.table import (
     Column,
     Measured,
@@ -104,7 +101,7 @@ class ReportCell:
 
     @property
     def stages(self) -> tuple[float | None, ...]:
-        """Mean milliseconds, in the order of :data:`panscan.records.requests.STAGES`."""
+        """Mean milliseconds, in the order of :data:`panscan.records.schema.STAGES`."""
         return tuple(self.row.metrics.values[f"mean_{stage}_ms"] for stage in STAGES)
 
     @property
@@ -147,7 +144,7 @@ def _mean(title: str, metric: str, spare: int) -> Column[ReportCell]:
     return Column(title, read, spare=spare)
 
 
-class SweepReport:
+class SweepReport(definitions.RunFacts):
     """The report of a sweep; also of one without a measured cell. Every part is computed when it is first read.
 
     Raises:
@@ -155,19 +152,17 @@ class SweepReport:
     """
 
     def __init__(self, run: Run) -> None:
-        self.run = run
+        super().__init__(run)
         self.rows = measured_rows(run)
         self.names = {cell: clean(name) for cell, name in cell_names(run).items()}
         self.settings = [row.display_settings for row in self.rows] or list(run.cells.values())
-        self.run_id, self.created = clean(run.header["run_id"]), clean(run.header["created"])
-        self.command = clean(shlex.join(map(str, run.header["command"])))
         self.models = definitions.model_names(run)
         self.machine = definitions.machine(run)
         self.note = definitions.random_note(run, self.settings)
         self.quality_title = metric_title(run)
         self.queueing = queueing_note(self.rows)
         self.speedups = speedup_lines(self.rows)
-        facts = facts_of_header(run.header)
+        facts = run.header.settings.dataset
         self.dataset = "" if facts is None else clean(f"Dataset {facts.text}.")
         self.aliases = [clean(line) for line in alias_lines(run, self.names)]
         self.tokens = [clean(line) for line in token_lines([row.verdict for row in self.rows])]
@@ -205,7 +200,8 @@ class SweepReport:
         """The columns of the measured cells: a new one is a line here."""
         title = self.quality_title
         return (
-            Column("setting", self._setting, text=Medium.ALL),
+            Column("setting", lambda cell: cell.name, on=~Medium.MARKDOWN, text=Medium.ALL),
+            Column("setting", self._marked_setting, on=Medium.MARKDOWN),
             Column(title, lambda cell: quality_cell(cell.quality), optional=Medium.ALL, markdown=f"{title}, 95%"),
             Column(TITLE, _cost_cell, optional=Medium.ALL, terminal=TITLE.replace(" ", "\n", 1)),
             Column(
@@ -231,7 +227,8 @@ class SweepReport:
             Column(f"{self.memory} GiB", lambda cell: cell.memory_gib, spare=3),
         )
 
-    def _setting(self, cell: ReportCell) -> TableCell:
+    def _marked_setting(self, cell: ReportCell) -> TableCell:
+        """Return a setting's name, the recommended one in bold."""
         chosen = self.advice is not None and cell is self.advice.cell
         return TableCell(cell.name, markdown=f"**{plain_text(cell.name)}**" if chosen else "")
 
@@ -302,6 +299,12 @@ class SweepReport:
             return clean(str(error).removeprefix(f"{self.run.path}: "))
 
     @property
+    def recommendation(self) -> str:
+        """The recommendation in one sentence, or why there is none."""
+        found = self._recommendation
+        return f"No recommendation: {found}." if isinstance(found, str) else clean(found.decision)
+
+    @property
     def no_advice(self) -> str:
         """Why no cell is recommended; empty if one is."""
         return self._recommendation if isinstance(self._recommendation, str) else ""
@@ -368,11 +371,6 @@ class SweepReport:
         return definitions.references(self.run, self.names)
 
     @cached_property
-    def environment(self) -> list[tuple[str, str]]:
-        """Hardware and versions, as (name, text)."""
-        return definitions.environment(self.run)
-
-    @cached_property
     def constant(self) -> str:
         """The settings that are alike; those of crops mean nothing in a cell without any."""
         every, crops = shared_settings(self.settings), {}
@@ -396,10 +394,8 @@ class SweepReport:
             why = ": the weights are quantised" if all(is_quantized(self.run, cell) for cell in different) else ""
             who = _some_of(len(different), len(self.cells), "gives", "give")
             found.append(f"{who} different answers from the reference{why}.")
-        requests = (
-            record for key, records in self.run.requests.items() if key in self.run.repeats for record in records
-        )
-        if failed := sum(record["error"] is not None for record in requests):
+        requests = (request for requests in self.run.requests.values() for request in requests)
+        if failed := sum(request.error is not None for request in requests):
             found.append(f"{count(failed, 'request')} failed and {'is' if failed == 1 else 'are'} excluded.")
         if any(cell.too_quick for cell in self.cells):
             found.append(

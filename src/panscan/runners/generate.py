@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
+from msgspec import structs
 from transformers import CompileConfig, GenerationConfig, StoppingCriteriaList
 
 from panscan.core import Request, Result, Sampling, SettingError, Stamps, now
@@ -276,5 +276,5 @@ def finished(item: Prepared, row: list[int], stamps: Stamps, steps: list[float],
         crops=item.crops,
         image_tokens=item.prompt.image_tokens,
         prompt_tokens=len(item.prompt.ids),
-        stamps=replace(stamps, tokens=steps[: len(ids)]),
+        stamps=structs.replace(stamps, tokens=steps[: len(ids)]),
     )

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
+from msgspec import structs
 from transformers import ContinuousBatchingConfig
 
 from panscan.core import Request, Result, SettingError, Stamps, UnsupportedError, from_perf_counter, now
@@ -64,7 +64,7 @@ class GenerateBatchRunner(GenerateRunner):
             finished(
                 Prepared(request, [], prompt, None),
                 output.generated_tokens,
-                replace(stamps, scheduled=from_perf_counter(output.lifespan[0])),
+                structs.replace(stamps, scheduled=from_perf_counter(output.lifespan[0])),
                 [from_perf_counter(time) for time in output.timestamps],
                 self.loaded,
             )

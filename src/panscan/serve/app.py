@@ -229,15 +229,15 @@ class _Api:
     def _model(self) -> dict[str, Any]:
         options, info = self._options, self._backend.info
         limits = ("max_images", "max_pages", "max_pixels", "max_body_mb", "max_output_tokens", "max_choices")
-        own: dict[str, Any] = {
+        properties: dict[str, Any] = {
             "pan_and_scan": options.settings.pan_and_scan.processor_kwargs(),
             "limits": {name: getattr(options, name) for name in limits},
             "demonstration": is_demonstration(options.settings),
         }
         if info is not None:
             reads = info.cost is not None
-            own |= {"runner": "engine", "dtype": info.dtype, "reads_images": reads}
-            own |= {"image_tokens": info.cost.image_tokens if info.cost is not None else 0}
+            properties |= {"runner": "engine", "dtype": info.dtype, "reads_images": reads}
+            properties |= {"image_tokens": info.cost.image_tokens if info.cost is not None else 0}
         return {
             "id": options.model_name,
             "object": "model",
@@ -245,7 +245,7 @@ class _Api:
             "owned_by": "panscan",
             "root": options.settings.model_name,
             "max_model_len": self._max_model_len,
-            "panscan": own,
+            "panscan": properties,
         }
 
 

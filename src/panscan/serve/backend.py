@@ -6,10 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from panscan.core import PanscanError, Request, Result, Stats, Stream, TokenEvent, now
+from panscan.core import EngineError, PanscanError, Request, Result, Stats, Stream, TokenEvent, now
 from panscan.images.views import PromptCost
 
-__all__ = ["ModelInfo", "PendingRequest", "RequestWork", "ServeBackend", "TokenCounts"]
+__all__ = ["ModelInfo", "PendingRequest", "ReplicaLostError", "RequestWork", "ServeBackend", "TokenCounts"]
+
+
+class ReplicaLostError(EngineError):
+    """A replica died or cannot be reached."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,17 +7,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from panscan.core import EngineError, Request, Result
+from panscan.core import Request, Result
 from panscan.core.access import RemoteAccess, set_remote_access
 from panscan.images.files import split_page
 from panscan.serve.backend import ModelInfo, RequestWork
 from panscan.settings import Settings
 
-__all__ = ["BatchReplica", "InvisibleFiles", "ReplicaLostError"]
-
-
-class ReplicaLostError(EngineError):
-    """A replica died or cannot be reached."""
+__all__ = ["BatchReplica", "InvisibleFiles"]
 
 
 class InvisibleFiles:

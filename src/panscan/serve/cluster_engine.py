@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from panscan.core import EngineError, ImageError, InputError, PanscanError, Request, Result, now
 from panscan.core.model_names import IMAGE_TOKENS
-from panscan.core.ranges import Range
 from panscan.images.files import Page, PageBytes, expand_images
-from panscan.serve.backend import RequestWork
-from panscan.serve.batch_replica import BatchReplica, InvisibleFiles, ReplicaLostError
+from panscan.serve.backend import ReplicaLostError, RequestWork
+from panscan.serve.batch_replica import BatchReplica, InvisibleFiles
 from panscan.serve.ray_session import check_gpus, gpus_per_replica, ray_session
 from panscan.settings import Settings, range_of
 
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ClusterEngine"]
 
-_REPLICAS = Range(integer=True, ge=1, le=1024)
 _ATTEMPTS = 3  # attempts per request, so that a request that kills its replica fails eventually
 _AHEAD = 8  # requests per replica that are prepared while others compute; with more, the last ones are spread unevenly
 
@@ -63,14 +61,14 @@ class ClusterEngine:
         *,
         actor: type[BatchReplica] = BatchReplica,
     ) -> None:
-        _REPLICAS.check("--replicas", replicas)
+        range_of("replicas", "batch").check("--replicas", replicas)
         self._most = settings.max_num_seqs + _AHEAD
         self._max_concurrency = settings.max_concurrency
         self._stack = ExitStack()
         self._numbers = count()
-        self._inflight: dict[int, _InFlight] = {}
-        self._waiting: deque[_InFlight] = deque()
-        self._suspects: deque[_InFlight] = deque()
+        self._inflight: dict[int, _JobRequest] = {}
+        self._waiting: deque[_JobRequest] = deque()
+        self._suspects: deque[_JobRequest] = deque()
         self._finished: deque[tuple[int, Result]] = deque()
         try:
             self._stack.enter_context(ray_session(ray_address, replicas=replicas, show_logs=False))
@@ -153,7 +151,7 @@ class ClusterEngine:
             self._cancel()
 
     def _accept(self, index: int, request: Request) -> None:
-        entry = _InFlight(index, str(next(self._numbers)), request, _work(request), now())
+        entry = _JobRequest(index, str(next(self._numbers)), request, _estimated_work(request), now())
         self._inflight[index] = entry
         self._waiting.append(entry)
 
@@ -178,13 +176,13 @@ class ClusterEngine:
         if reserved is not None and not reserved.running and self._suspects[0].ref is None:
             self._send(self._suspects[0], reserved)
         while self._waiting:
-            free = [each.id for each in ready.values() if each.running < self._most and each is not reserved]
+            free = [id for id, replica in ready.items() if replica.running < self._most and replica is not reserved]
             if not free:
                 return
             entry = self._waiting.popleft()
             self._send(entry, ready[self._fleet.router.rank(entry.work, free)[0]])
 
-    def _send(self, entry: _InFlight, replica: FleetReplica) -> None:
+    def _send(self, entry: _JobRequest, replica: FleetReplica) -> None:
         try:
             request = entry.request if replica.sees_files else _with_contents(entry.request)
         except ImageError as error:
@@ -195,7 +193,7 @@ class ClusterEngine:
         self._fleet.router.assign(entry.name, replica.id, entry.work)
         self._fleet.call(entry.ref, partial(self._replied, entry, replica))
 
-    def _replied(self, entry: _InFlight, replica: FleetReplica, reply: Any, error: Exception | None) -> None:
+    def _replied(self, entry: _JobRequest, replica: FleetReplica, reply: Any, error: Exception | None) -> None:
         """Handle the reply of a replica.
 
         Raises:
@@ -219,7 +217,7 @@ class ClusterEngine:
             self._fleet.answered()
             self._finish(entry, reply if error is None else _failed(entry, error))
 
-    def _retry(self, entry: _InFlight) -> None:
+    def _retry(self, entry: _JobRequest) -> None:
         entry.lost += 1
         if entry.lost == _ATTEMPTS:
             error = InputError(f"{_ATTEMPTS} replicas were lost while computing this request")
@@ -229,7 +227,7 @@ class ClusterEngine:
         else:
             self._waiting.appendleft(entry)
 
-    def _finish(self, entry: _InFlight, result: Result) -> None:
+    def _finish(self, entry: _JobRequest, result: Result) -> None:
         if self._suspects and self._suspects[0] is entry:
             self._suspects.popleft()
         result.retries = min(entry.lost, _ATTEMPTS - 1)
@@ -237,7 +235,7 @@ class ClusterEngine:
 
 
 @dataclass(slots=True, eq=False)
-class _InFlight:
+class _JobRequest:
     """A request in flight.
 
     Args:
@@ -259,16 +257,15 @@ class _InFlight:
     lost: int = 0
 
 
-def _work(request: Request) -> RequestWork:
+def _estimated_work(request: Request) -> RequestWork:
     """Return the estimated work of a request. No image is opened, so each counts as one view."""
     names = [image.name if isinstance(image, Page | PageBytes) else image for image in request.images]
-    keys = tuple(_digest(os.fspath(name)) for name in names if isinstance(name, str | os.PathLike))
+    paths = [os.fspath(name) for name in names if isinstance(name, str | os.PathLike)]
+    keys = [hashlib.blake2b(path.encode(errors="surrogatepass"), digest_size=16).digest() for path in paths]
     views = len(names)
-    return RequestWork(views, views * IMAGE_TOKENS, request.sampling.max_new_tokens, keys if len(keys) == views else ())
-
-
-def _digest(name: str) -> bytes:
-    return hashlib.blake2b(name.encode(errors="surrogatepass"), digest_size=16).digest()
+    return RequestWork(
+        views, views * IMAGE_TOKENS, request.sampling.max_new_tokens, tuple(keys) if len(keys) == views else ()
+    )
 
 
 def _with_contents(request: Request) -> Request:
@@ -278,22 +275,20 @@ def _with_contents(request: Request) -> Request:
         ImageError: a file cannot be read.
     """
     images: list[Any] = []
+    page: Any
     for image in request.images:
-        if isinstance(image, str | os.PathLike) and "://" not in os.fspath(image):
-            images += [_content(page) for page in expand_images([os.fspath(image)], max_pages=request.max_pages)]
-        else:
+        if not isinstance(image, str | os.PathLike) or "://" in os.fspath(image):
             images.append(image)
+            continue
+        for page in expand_images([os.fspath(image)], max_pages=request.max_pages):
+            try:
+                images.append(PageBytes(Path(page.source).read_bytes(), page.page or 1, page.name))
+            except OSError as error:
+                raise ImageError(f"{page.name}: {error.strerror or error}") from error
     return replace(request, images=images)
 
 
-def _content(page: Any) -> PageBytes:
-    try:
-        return PageBytes(Path(page.source).read_bytes(), page.page or 1, page.name)
-    except OSError as error:
-        raise ImageError(f"{page.name}: {error.strerror or error}") from error
-
-
-def _failed(entry: _InFlight, error: Exception) -> Result:
+def _failed(entry: _JobRequest, error: Exception) -> Result:
     """Return the result of a request whose call raised an error in the replica."""
     known = error if isinstance(error, PanscanError) else InputError(f"{type(error).__name__}: {error}")
     return Result.unanswered(entry.request.id, entry.accepted, known)

@@ -22,7 +22,8 @@ from ray.exceptions import RayTaskError, TaskCancelledError
 
 from panscan.core import EngineError, PanscanError
 from panscan.core.access import remote_access
-from panscan.serve.batch_replica import BatchReplica, ReplicaLostError
+from panscan.serve.backend import ReplicaLostError
+from panscan.serve.batch_replica import BatchReplica
 from panscan.serve.routing import Router
 from panscan.settings import Settings
 

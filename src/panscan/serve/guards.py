@@ -107,8 +107,8 @@ def _allowed_hosts(options: ServeOptions) -> frozenset[str] | None:
         loopback = False
     if not loopback and not named:
         return None
-    own = f"[{options.host}]" if ":" in options.host else options.host
-    return named | _LOOPBACK | {own.lower()}
+    bound = f"[{options.host}]" if ":" in options.host else options.host
+    return named | _LOOPBACK | {bound.lower()}
 
 
 def _name(host: str) -> str:

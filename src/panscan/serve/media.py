@@ -127,10 +127,10 @@ class MediaReader:
         try:
             if not _opened_path(descriptor, path).is_relative_to(self._root):  # a directory was replaced by a link
                 raise refused
-            found = os.fstat(descriptor)
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
                 raise refused
-            if found.st_size > self._max_bytes:
+            if status.st_size > self._max_bytes:
                 raise image_error(name, f"more than {self._max_bytes} bytes")
             with os.fdopen(descriptor, "rb", closefd=False) as file:
                 return file.read(self._max_bytes)

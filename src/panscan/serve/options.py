@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import ipaddress
 import re
+import socket
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -125,3 +126,26 @@ class ServeOptions(ServerTable):
     def model_name(self) -> str:
         """The model's name in the API."""
         return self.served_model_name or self.settings.model_name
+
+    def url(self, port: int) -> str:
+        """Return the server's URL for clients on this machine."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host).strip("[]")
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def bound_socket(self) -> socket.socket:
+        """Return a TCP socket that is bound to the server's address.
+
+        Raises:
+            SettingError: the address is in use, or does not belong to this machine.
+        """
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        # asyncio sets TCP_NODELAY only if the protocol is named; without it, small responses take 40 ms longer
+        bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        try:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind((self.host, self.port))
+        except OSError as error:
+            bound.close()
+            reason = error.strerror or str(error)
+            raise SettingError(f"--host {self.host} --port {self.port}: cannot be bound ({reason})") from error
+        return bound

@@ -41,7 +41,7 @@ class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are unty
         """
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         free = {replica.replica_id.unique_id for replica in self.select_available_replicas(candidate_replicas)}
-        work = _work(pending_request)
+        work = _work_of(pending_request)
         ranked = sorted(self._router.rank(work, by_id), key=lambda id: id not in free)  # stable; full ones last
         if ranked and pending_request is not None:
             request_id = pending_request.metadata.internal_request_id
@@ -52,7 +52,7 @@ class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are unty
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Assign a request to the replica that has accepted it."""
         request_id = pending_request.metadata.internal_request_id
-        self._router.assign(request_id, replica_id.unique_id, _work(pending_request))
+        self._router.assign(request_id, replica_id.unique_id, _work_of(pending_request))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Remove a request that has ended, with or without an error."""
@@ -64,6 +64,6 @@ class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are unty
                 self._router.release(request_id, id)
 
 
-def _work(request: PendingRequest | None) -> RequestWork:
+def _work_of(request: PendingRequest | None) -> RequestWork:
     work = None if request is None else request.kwargs.get("work")
     return work if isinstance(work, RequestWork) else _NO_WORK

@@ -81,20 +81,24 @@ def _watch_gcs(address: str, ended: threading.Event) -> None:
         address: host and port of the process.
         ended: stops the watch.
     """
-    host, _, port = address.rpartition(":")
     gone = False
     while not ended.wait(_WATCH_SECONDS):
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
-        except (OSError, ValueError) as error:
-            if not gone and not ended.is_set():
-                reason = getattr(error, "strerror", None) or error
-                log.error(_GCS_GONE, address, reason)
-            gone = True
-        else:
-            if gone:
-                log.warning("Ray's control process at %s is back", address)
-            gone = False
+        problem = _connection_problem(address)
+        if problem is not None and not gone and not ended.is_set():
+            log.error(_GCS_GONE, address, problem)
+        if problem is None and gone:
+            log.warning("Ray's control process at %s is back", address)
+        gone = problem is not None
+
+
+def _connection_problem(address: str) -> object:
+    """Return why nothing answers at an address with a port; None if something does."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except (OSError, ValueError, OverflowError) as error:
+        return getattr(error, "strerror", None) or error
+    return None
 
 
 def gpus_per_replica(settings: Settings) -> int:
@@ -126,15 +130,17 @@ def check_gpus(replicas: int, gpus: int, *, local: bool) -> None:
     """
     import ray
 
-    found = int(ray.cluster_resources().get("GPU", 0))
-    if replicas * gpus <= found:
+    available = int(ray.cluster_resources().get("GPU", 0))
+    if replicas * gpus <= available:
         return
     if local:
         raise SettingError(
-            f"--replicas: {replicas} replicas need {replicas * gpus} GPUs, but this machine has {found};"
+            f"--replicas: {replicas} replicas need {replicas * gpus} GPUs, but this machine has {available};"
             " use fewer, or join a cluster with --ray-address"
         )
-    log.warning("%d replicas need %d GPUs, but the cluster has %d: waiting for more", replicas, replicas * gpus, found)
+    log.warning(
+        "%d replicas need %d GPUs, but the cluster has %d: waiting for more", replicas, replicas * gpus, available
+    )
 
 
 def _join(address: str, *, show_logs: bool) -> None:
@@ -160,10 +166,5 @@ def _check_listening(address: str) -> None:
         SettingError: nothing does.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdecimal():
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise SettingError(f"--ray-address {address}: no Ray cluster answers there: {reason}") from error
+    if host and port.isdecimal() and (problem := _connection_problem(f"{host}:{port}")) is not None:
+        raise SettingError(f"--ray-address {address}: no Ray cluster answers there: {problem}")

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, suppress
 
 from panscan.core import EngineError, Request, Result, Stats, TokenEvent, now
 from panscan.images.pool import decode_in_children
@@ -55,27 +56,30 @@ class EngineReplica:
 
     async def answer(self, request: Request, *, work: RequestWork) -> Result:
         """Answer a request as a whole. Cancelling the call cancels the request."""
-        loop = asyncio.get_running_loop()
-        ended: asyncio.Future[Result] = loop.create_future()
-        cancel = self._start(request, None, lambda result: _call(loop, lambda: _resolve(ended, result)))
-        try:
-            return self._checked(await ended)
-        finally:
-            if not ended.done() or ended.cancelled():
-                cancel()
+        async with aclosing(self._items(request, streams=False)) as items:
+            result = await anext(items)
+        assert isinstance(result, Result)  # without events, it is the only item
+        return result
 
-    async def stream(self, request: Request, *, work: RequestWork) -> AsyncIterator[list[TokenEvent] | Result]:
+    async def stream(self, request: Request, *, work: RequestWork) -> AsyncGenerator[list[TokenEvent] | Result, None]:
         """Answer a request as a stream: yield lists of pending events, and the result last.
 
         Cancelling the call, or closing the iterator, cancels the request.
         """
+        async with aclosing(self._items(request, streams=True)) as items:
+            async for item in items:
+                yield item
+
+    async def _items(self, request: Request, *, streams: bool) -> AsyncGenerator[list[TokenEvent] | Result, None]:
+        """Yield what :meth:`stream` does; without ``streams``, the result alone."""
         loop = asyncio.get_running_loop()
         pending: asyncio.Queue[TokenEvent | Result] = asyncio.Queue()  # bounded by max_new_tokens
 
         def put(item: TokenEvent | Result) -> None:
-            _call(loop, lambda: pending.put_nowait(item))
+            with suppress(RuntimeError):  # the event loop is closed: the replica has ended
+                loop.call_soon_threadsafe(pending.put_nowait, item)
 
-        cancel, ended = self._start(request, put, put), False
+        cancel, ended = self._start(request, put if streams else None, put), False
         try:
             while not ended:
                 items = [await pending.get()]
@@ -171,16 +175,3 @@ class DeployedReplica(EngineReplica):
         """Free the model. Ray calls this once the replica has drained."""
         if hasattr(self, "_beating"):  # the model was loaded
             await self.close()
-
-
-def _resolve(future: asyncio.Future[Result], result: Result) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _call(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-    """Call a function in the event loop, from any thread."""
-    try:
-        loop.call_soon_threadsafe(function)
-    except RuntimeError:
-        log.debug("the event loop is closed: the replica has ended")

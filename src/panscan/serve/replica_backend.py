@@ -14,7 +14,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
 from panscan.core import EngineError, PanscanError, Request, Result, Stats, Stream
-from panscan.serve.backend import ModelInfo, PendingRequest, RequestWork, TokenCounts
+from panscan.serve.backend import ModelInfo, PendingRequest, ReplicaLostError, RequestWork, TokenCounts
 from panscan.serve.options import ServeOptions
 from panscan.serve.routing import router_of
 
@@ -27,10 +27,6 @@ _ATTEMPTS = 3  # attempts per request, so that a request that kills its replica 
 _QUERY_SECONDS = 30.0
 _STATS_SECONDS = 5.0
 _START_PAUSE_SECONDS = 0.5
-
-
-class _ReplicaLostError(EngineError):
-    """A replica died or cannot be reached."""
 
 
 class ReplicaBackend:
@@ -55,8 +51,8 @@ class ReplicaBackend:
     @property
     def ready(self) -> bool:
         """See :class:`panscan.serve.backend.ServeBackend`."""
-        found = router_of(self._app)
-        return self.info is not None and not self._closed and found is not None and bool(found.replicas)
+        router = router_of(self._app)
+        return self.info is not None and not self._closed and router is not None and bool(router.replicas)
 
     @property
     def inflight(self) -> int:
@@ -66,7 +62,7 @@ class ReplicaBackend:
     async def start(self) -> None:
         """See :class:`panscan.serve.backend.ServeBackend`. Returns once the first replica has loaded the model."""
         while self.info is None:
-            with suppress(_ReplicaLostError):
+            with suppress(ReplicaLostError):
                 info: ModelInfo = await _fresh(self._engines.info.remote)
                 self.info = replace(info, max_concurrency=self._replicas * info.max_concurrency)
                 return
@@ -94,23 +90,23 @@ class ReplicaBackend:
 
     async def count(self, request: Request) -> TokenCounts:
         """See :class:`panscan.serve.backend.ServeBackend`."""
-        found: TokenCounts = await self._ask(lambda: self._engines.count.remote(request))
-        return found
+        counts: TokenCounts = await self._ask(lambda: self._engines.count.remote(request))
+        return counts
 
     async def token_texts(self, ids: Sequence[int]) -> list[bytes]:
         """See :class:`panscan.serve.backend.ServeBackend`."""
-        found: list[bytes] = await self._ask(lambda: self._engines.token_texts.remote(tuple(ids)))
-        return found
+        texts: list[bytes] = await self._ask(lambda: self._engines.token_texts.remote(tuple(ids)))
+        return texts
 
     async def stats(self) -> Mapping[str, Stats]:
         """See :class:`panscan.serve.backend.ServeBackend`. Empty while a replica hangs, until Ray replaces it."""
         try:
             response = self._engines.broadcast("stats")
-            found = await response.results_async(timeout_s=_STATS_SECONDS, return_exceptions=True)
+            replies = await response.results_async(timeout_s=_STATS_SECONDS, return_exceptions=True)
         except (TimeoutError, RayError, RayServeException):
             return {}
-        answered = [answer for answer in found if not isinstance(answer, BaseException)]
-        return {id: stats for id, stats in answered if stats is not None}
+        known = [reply for reply in replies if not isinstance(reply, BaseException)]
+        return {id: stats for id, stats in known if stats is not None}
 
     async def _run(self, entry: PendingRequest, work: RequestWork) -> None:
         """Answer one request, and always deliver a result."""
@@ -142,7 +138,7 @@ class ReplicaBackend:
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 result = await (self._stream(entry, work) if entry.streams else self._answer(entry, work))
-            except _ReplicaLostError as error:
+            except ReplicaLostError as error:
                 if entry.delivered:
                     raise EngineError(f"the replica was lost during the answer ({error}); retry the request") from None
                 if attempt == _ATTEMPTS:
@@ -168,7 +164,7 @@ class ReplicaBackend:
                 for event in item:
                     entry.delivered = True
                     entry.stream.on_event(event)
-            raise _ReplicaLostError("the stream of a replica ended early")
+            raise ReplicaLostError("the stream of a replica ended early")
 
         return await _called(generator, read())
 
@@ -182,7 +178,7 @@ class ReplicaBackend:
         try:
             async with asyncio.timeout(_QUERY_SECONDS):
                 for _ in range(_ATTEMPTS):
-                    with suppress(_ReplicaLostError):
+                    with suppress(ReplicaLostError):
                         return await _fresh(call)
         except TimeoutError:
             raise EngineError(f"no replica answered within {_QUERY_SECONDS:g} s") from None
@@ -197,16 +193,16 @@ async def _called(response: Any, reading: Awaitable[T] | None = None) -> T:
         reading: awaitable that reads the response; None: the response itself.
 
     Raises:
-        _ReplicaLostError: the replica died, or cannot be reached.
+        ReplicaLostError: the replica died, or cannot be reached.
         PanscanError: the error of the call itself.
     """
     try:
-        found: T = await (response if reading is None else reading)
-        return found
+        result: T = await (response if reading is None else reading)
+        return result
     except asyncio.CancelledError:
         task = asyncio.current_task()
         if task is None or not task.cancelling():  # Ray reports some calls to a stopping replica as cancelled
-            raise _ReplicaLostError("the replica cancelled the call") from None
+            raise ReplicaLostError("the replica cancelled the call") from None
         response.cancel()
         raise
     except RayTaskError as error:
@@ -216,7 +212,7 @@ async def _called(response: Any, reading: Awaitable[T] | None = None) -> T:
     except DeploymentUnavailableError as error:
         raise EngineError(f"no replica can be started: {error}") from None
     except (RayError, RayServeException) as error:
-        raise _ReplicaLostError(f"the replica was lost: {type(error).__name__}") from None
+        raise ReplicaLostError(f"the replica was lost: {type(error).__name__}") from None
 
 
 async def _fresh(call: Callable[[], Any]) -> Any:

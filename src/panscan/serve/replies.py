@@ -106,7 +106,7 @@ class TokenNames:
         Raises:
             EngineError: the backend cannot answer.
         """
-        wanted = {*tokens, *(id for each in logprobs if each is not None for id, _ in each.top)}
+        wanted = {*tokens, *(id for token in logprobs if token is not None for id, _ in token.top)}
         if missing := sorted(wanted - self._known.keys()):
             self._known |= zip(missing, await self.backend.token_texts(missing), strict=True)
 
@@ -217,12 +217,12 @@ class Reply:
     def _logprobs_of(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], offset: int = 0) -> dict[str, Any]:
         pairs = list(zip(tokens, logprobs, strict=False))
         if self._chat:
-            return {"content": [self._names.entry(token, each) for token, each in pairs], "refusal": None}
+            return {"content": [self._names.entry(token, values) for token, values in pairs], "refusal": None}
         texts = [self._names.text(token) for token, _ in pairs]
         offsets = list(accumulate(map(len, texts), initial=offset))[:-1]
-        top = [{self._names.text(id): max(value, _LOWEST) for id, value in each.top} for _, each in pairs]
-        values = [max(each.logprob, _LOWEST) for _, each in pairs]
-        return {"tokens": texts, "token_logprobs": values, "top_logprobs": top, "text_offset": offsets}
+        top = [{self._names.text(id): max(value, _LOWEST) for id, value in values.top} for _, values in pairs]
+        chosen = [max(values.logprob, _LOWEST) for _, values in pairs]
+        return {"tokens": texts, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}
 
 
 def _usage(results: Sequence[Result], prompts: Sequence[Result]) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class Router:
 
         def key(name: str) -> tuple[float, int, int]:
             replica = self._replicas[name]
-            saved = saved_cost(work, _known(replica, work)) if self._policy == "affinity" else 0.0
+            saved = saved_cost(work, _seen_images(replica, work)) if self._policy == "affinity" else 0.0
             return replica.load - self._patience * saved, len(replica.running), replica.last
 
         return sorted(names, key=key)
@@ -109,7 +109,7 @@ class Router:
         replica = self._replicas.get(id)
         if replica is None or request_id in replica.running:
             return
-        cost = max(cost_of(work) - saved_cost(work, _known(replica, work)), 0.0)
+        cost = max(cost_of(work) - saved_cost(work, _seen_images(replica, work)), 0.0)
         self._routed += 1
         replica.running[request_id] = cost
         replica.load += cost
@@ -128,7 +128,7 @@ class Router:
         replica.load = replica.load - cost if replica.running else 0.0  # no rounding errors on an idle replica
 
 
-def _known(replica: _Replica, work: RequestWork) -> list[bool]:
+def _seen_images(replica: _Replica, work: RequestWork) -> list[bool]:
     return [image in replica.seen for image in work.keys]
 
 

@@ -17,7 +17,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from panscan.core import EngineError, SettingError
+from panscan.core import EngineError
 from panscan.core.activity import activity
 from panscan.images.pool import decode_in_children
 from panscan.serve.admission import AdmissionControl, race
@@ -276,7 +276,8 @@ class _Server:
     async def run(self) -> int:
         """Bind, load, serve, drain."""
         sys.setswitchinterval(_SWITCH_SECONDS)
-        with _bound(self._options) as listener:
+        with self._options.bound_socket() as listener:
+            listener.listen(_BACKLOG)
             connections = _Connections(_most_connections())
             backend = EngineProcess(self._options.settings)
             app = create_app(self._options, backend)
@@ -295,7 +296,7 @@ class _Server:
             serving = asyncio.ensure_future(server.serve())
             try:
                 if await self._load(backend):
-                    self._on_ready(_url(self._options.host, listener))
+                    self._on_ready(self._options.url(listener.getsockname()[1]))
                     await self._until_signal(backend, app.state.admission)
             finally:
                 app.state.admission.close()
@@ -344,28 +345,3 @@ def _most_connections() -> float:
     if soft == resource.RLIM_INFINITY:
         return math.inf
     return max(_FEWEST_CONNECTIONS, soft - _RESERVE)
-
-
-def _bound(options: ServeOptions) -> socket.socket:
-    """Return a listening socket.
-
-    Raises:
-        SettingError: the address is in use, or does not belong to this machine.
-    """
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only on sockets whose protocol is named; without it, small responses take 40 ms longer.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((options.host, options.port))
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        reason = error.strerror or str(error)
-        raise SettingError(f"--host {options.host} --port {options.port}: cannot be bound ({reason})") from error
-    return listener
-
-
-def _url(host: str, listener: socket.socket) -> str:
-    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{shown}:{listener.getsockname()[1]}"

@@ -81,12 +81,12 @@ def _stages(result: Result) -> list[tuple[str, float, float]]:
         ("prefill", first),
         ("decode", stamps.tokens[-1] if len(stamps.tokens) > 1 else None),
     ]
-    found, at = [], stamps.accepted
+    stages, start = [], stamps.accepted
     for name, until in boundaries:
         if until is not None:
-            found.append((name, at, max(at, until)))
-            at = max(at, until)
-    return found
+            stages.append((name, start, max(start, until)))
+            start = max(start, until)
+    return stages
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -54,12 +54,12 @@ def page_views(
         SettingError: see :func:`panscan.images.views.split`.
         TimeoutError: the deadline has passed.
     """
-    found = []
+    pages = []
     for page in document.pages[:_PREVIEWS]:
         image = open_image(page, deadline=deadline)
         entry = size_views(image.width, image.height, settings, cost)
-        found.append({**entry, "preview": _data_url(image)} if preview else entry)
-    return found
+        pages.append({**entry, "preview": _data_url(image)} if preview else entry)
+    return pages
 
 
 def _data_url(image: Image.Image) -> str:

@@ -275,7 +275,7 @@ class _Collector:
 
     def columns(self) -> Columns:
         """Return what was kept, as arrays."""
-        gpu, cpu = ([_array(column) for column in each] for each in (self._gpu, self._cpu))
+        gpu, cpu = ([_array(column) for column in kept] for kept in (self._gpu, self._cpu))
         first = min((float(column[0].min()) for column in (gpu, cpu) if len(column[0])), default=0.0)
         order = np.argsort(gpu[0], kind="stable")
         start, end, name, kind, lane, correlation, external, size = (column[order] for column in gpu)

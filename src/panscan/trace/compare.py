@@ -6,12 +6,26 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
 
-from panscan.report.formatting import times
+from panscan.core.text import times
 from panscan.trace.figures import StepTime, Summary
 from panscan.trace.wording import filler_name, milliseconds, short_name, short_names
 
-__all__ = ["ComparedFigure", "TraceComparison", "compare", "letters"]
+__all__ = ["STEP_COUNTS", "STEP_TIMES", "ComparedFigure", "TraceComparison", "compare", "letters"]
 
+STEP_TIMES: dict[str, Callable[[StepTime], float]] = {
+    "wall time": lambda step: step.step_ms,
+    "busy": lambda step: step.busy_ms,
+    "idle": lambda step: step.idle_ms,
+    "longest idle stretch": lambda step: step.gap_ms,
+}
+"""Milliseconds of the mean step, by name."""
+STEP_COUNTS: dict[str, Callable[[StepTime], float]] = {
+    "kernel launches": lambda step: step.kernel_launches,
+    "graph launches": lambda step: step.graph_launches,
+    "kernels": lambda step: step.kernels,
+    "copies and fills": lambda step: step.copies,
+}
+"""Counts per step on a GPU, by name."""
 _MOST = 15  # rows of kernels and of functions
 _SMALLEST = 0.01  # part of the largest row of a table
 
@@ -64,7 +78,7 @@ def compare(summaries: Sequence[Summary]) -> TraceComparison:
         *_kernels(summaries),
         *_operators(summaries),
     ]
-    return TraceComparison(_names(summaries), _headline(summaries), tuple(figures))
+    return TraceComparison(_trace_names(summaries), _headline(summaries), tuple(figures))
 
 
 def letters(comparison: TraceComparison) -> tuple[str, ...]:
@@ -72,7 +86,7 @@ def letters(comparison: TraceComparison) -> tuple[str, ...]:
     return tuple(ascii_uppercase[: len(comparison.names)])
 
 
-def _names(summaries: Sequence[Summary]) -> tuple[str, ...]:
+def _trace_names(summaries: Sequence[Summary]) -> tuple[str, ...]:
     """Return the names of the traces, numbered where they repeat."""
     names = [summary.name for summary in summaries]
     return tuple(name if names.count(name) == 1 else f"{name} ({index})" for index, name in enumerate(names, 1))
@@ -94,23 +108,13 @@ def _headline(summaries: Sequence[Summary]) -> str:
 
 def _steps(summaries: Sequence[Summary]) -> Iterator[ComparedFigure]:
     steps = [summary.steps for summary in summaries]
-    names = {each.name for each in steps if each is not None}
+    names = {step.name for step in steps if step is not None}
     if len(names) != 1:
         return
     name = names.pop()
     group = f"Mean {name}: ms, and counts" if name != "trace" else "First to last activity: ms, and counts"
-    readers: tuple[tuple[str, Callable[[StepTime], float]], ...] = (
-        ("wall time", lambda each: each.step_ms),
-        ("busy", lambda each: each.busy_ms),
-        ("idle", lambda each: each.idle_ms),
-        ("longest idle stretch", lambda each: each.gap_ms),
-        ("kernel launches", lambda each: each.kernel_launches),
-        ("graph launches", lambda each: each.graph_launches),
-        ("kernels", lambda each: each.kernels),
-        ("copies and fills", lambda each: each.copies),
-    )
-    for label, read in readers:
-        values = tuple(None if each is None else read(each) for each in steps)
+    for label, read in (STEP_TIMES | STEP_COUNTS).items():
+        values = tuple(None if step is None else read(step) for step in steps)
         if any(values):
             yield ComparedFigure(group, label, values)
 
@@ -149,20 +153,20 @@ def _fillers(summaries: Sequence[Summary]) -> Iterator[ComparedFigure]:
     tables: list[dict[str, float]] = []
     for summary in summaries:
         fillers = summary.steps.fillers if summary.steps else ()
-        tables.append({each.name: each.total_ms for each in fillers})
-        titles |= {each.name: filler_name(each, outside=False) for each in fillers}
+        tables.append({filler.name: filler.total_ms for filler in fillers})
+        titles |= {filler.name: filler_name(filler, outside=False) for filler in fillers}
     yield from _largest("CPU functions in idle time, with what they call, ms", tables, titles, complete=True)
 
 
 def _kernels(summaries: Sequence[Summary]) -> Iterator[ComparedFigure]:
-    tables = [{each.name: each.total_ms for each in summary.kernels} for summary in summaries]
+    tables = [{kernel.name: kernel.total_ms for kernel in summary.kernels} for summary in summaries]
     titles = short_names(dict.fromkeys(name for table in tables for name in table))
     complete = all(summary.other_kernels_ms < 1e-6 for summary in summaries)
     yield from _largest("Kernels, ms in the whole trace", tables, titles, complete=complete)
 
 
 def _operators(summaries: Sequence[Summary]) -> Iterator[ComparedFigure]:
-    tables = [{each.name: each.self_ms for each in summary.operators} for summary in summaries]
+    tables = [{operator.name: operator.self_ms for operator in summary.operators} for summary in summaries]
     titles = {name: short_name(name) for table in tables for name in table}
     yield from _largest("CPU operators, self ms in the whole trace", tables, titles, complete=False)
 

@@ -48,7 +48,7 @@ def gpu_times(columns: Columns, kinds: Ints) -> tuple[GpuTime, ...]:
     launched[calls >= 0] = columns.cpu.start[calls[calls >= 0]]
     found = []
     for device in sorted({device for device, _ in lanes}, key=lambda text: (len(text), text)):
-        own = [index for index, (each, _) in enumerate(lanes) if each == device]
+        own = [index for index, (lane, _) in enumerate(lanes) if lane == device]
         rows = np.flatnonzero(np.isin(columns.gpu.lane, own))
         found.append(_gpu_time(columns, device, rows, kinds[rows], launched[rows]))
     return tuple(found)
@@ -78,15 +78,15 @@ def _gpu_time(columns: Columns, device: str, rows: Ints, kinds: Ints, launched: 
 def _idle_of_gpu(start: Floats, launched: Floats, busy: Spans) -> IdleSplit:
     """Split the gaps between busy intervals; the activity that ends a gap decides its cause."""
     ends_gap = np.searchsorted(start, busy.start[1:], side="left")  # activities are ordered by start
-    return _split(busy.start[1:] - busy.end[:-1], launched[ends_gap] > busy.end[:-1])
+    return _idle_split(busy.start[1:] - busy.end[:-1], launched[ends_gap] > busy.end[:-1])
 
 
 def _idle_of_stream(start: Floats, end: Floats, launched: Floats) -> IdleSplit:
     """Split the gaps between the consecutive activities of one stream."""
-    return _split(start[1:] - end[:-1], launched[1:] > end[:-1])
+    return _idle_split(start[1:] - end[:-1], launched[1:] > end[:-1])
 
 
-def _split(gaps: Floats, host_wait: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> IdleSplit:
+def _idle_split(gaps: Floats, host_wait: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> IdleSplit:
     kernel_wait = ~host_wait & (gaps < _KERNEL_WAIT_US)
     other = ~host_wait & ~kernel_wait
-    return IdleSplit(*(float(gaps[each].sum()) / 1e3 for each in (host_wait, kernel_wait, other)))
+    return IdleSplit(*(float(gaps[cause].sum()) / 1e3 for cause in (host_wait, kernel_wait, other)))

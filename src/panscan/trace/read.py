@@ -12,7 +12,7 @@ import stat
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -52,8 +52,7 @@ class TraceFile:
         """
         with ExitStack() as stack:
             try:
-                stream = stack.enter_context(_open(self.path))
-                yield from self._events(_Reader(self.path, stream))
+                yield from self._events(_Reader(self.path, _open(self.path, stack)))
             except InputError:
                 raise
             except (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, gzip.BadGzipFile) as error:
@@ -223,48 +222,30 @@ class _Reader:
         return InputError(f"{self._path}: not valid JSON {where}: {problem}: {_FIX}")
 
 
-def _open(path: Path) -> AbstractContextManager[IO[bytes]]:
+def _open(path: Path, stack: ExitStack) -> IO[bytes]:
     """Open a file by its first bytes, whatever its name: zip, gzip or plain."""
     with path.open("rb") as file:
         magic = file.read(4)
     if magic[:2] == b"\x1f\x8b":
-        return cast("AbstractContextManager[IO[bytes]]", gzip.open(path, "rb"))
-    if magic in (b"PK\x03\x04", b"PK\x05\x06"):
-        return _Member(path)
-    return path.open("rb")
+        return cast("IO[bytes]", stack.enter_context(gzip.open(path, "rb")))
+    if magic not in (b"PK\x03\x04", b"PK\x05\x06"):
+        return stack.enter_context(path.open("rb"))
+    archive = stack.enter_context(zipfile.ZipFile(path))
+    try:
+        stream = stack.enter_context(archive.open(_only_trace(path, archive)))
+    except (RuntimeError, NotImplementedError) as error:  # encrypted, or a rare compression
+        raise InputError(f"{path}: {error}: unzip it and name the file inside") from error
+    head = io.BufferedReader(cast("io.RawIOBase", stream))
+    compressed = head.peek(2)[:2] == b"\x1f\x8b"
+    return cast("IO[bytes]", stack.enter_context(gzip.GzipFile(fileobj=head)) if compressed else head)
 
 
-class _Member:
-    """Context manager that opens the only trace of a zip archive."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._stack = path, ExitStack()
-
-    def __enter__(self) -> IO[bytes]:
-        archive = self._stack.enter_context(zipfile.ZipFile(self._path))
-        member = self._only(archive)
-        try:
-            stream = self._stack.enter_context(archive.open(member))
-        except (RuntimeError, NotImplementedError) as error:  # encrypted, or a rare compression
-            self._stack.close()
-            raise InputError(f"{self._path}: {error}: unzip it and name the file inside") from error
-        head = io.BufferedReader(cast("io.RawIOBase", stream))
-        if head.peek(2)[:2] == b"\x1f\x8b":
-            return cast("IO[bytes]", self._stack.enter_context(gzip.GzipFile(fileobj=head)))
-        return head
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
-
-    def _only(self, archive: zipfile.ZipFile) -> zipfile.ZipInfo:
-        files = [each for each in archive.infolist() if not each.is_dir()]
-        traces = [each for each in files if each.filename.lower().endswith(_NAMES)] or files
-        if len(traces) == 1:
-            return traces[0]
-        self._stack.close()
-        if not traces:
-            raise InputError(f"{self._path}: the zip archive is empty: {_FIX}")
-        some = ", ".join(each.filename[:60] for each in traces[:3])
-        raise InputError(
-            f"{self._path}: the zip archive holds {len(traces)} files ({some}, ...): unzip it and name one"
-        )
+def _only_trace(path: Path, archive: zipfile.ZipFile) -> zipfile.ZipInfo:
+    files = [file for file in archive.infolist() if not file.is_dir()]
+    traces = [file for file in files if file.filename.lower().endswith(_NAMES)] or files
+    if not traces:
+        raise InputError(f"{path}: the zip archive is empty: {_FIX}")
+    if len(traces) > 1:
+        some = ", ".join(file.filename[:60] for file in traces[:3])
+        raise InputError(f"{path}: the zip archive holds {len(traces)} files ({some}, ...): unzip it and name one")
+    return traces[0]

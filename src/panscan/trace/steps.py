@@ -83,14 +83,14 @@ def step_windows(columns: Columns, step: str | None) -> Windows | None:
         None if no range has the name.
     """
     for name, title in _AUTOMATIC if step is None else ((step, "step"),):
-        indices = [index for index, each in enumerate(columns.names) if _named(each, name)]
+        indices = [index for index, other in enumerate(columns.names) if _has_name(other, name)]
         rows = np.flatnonzero(np.isin(columns.cpu.name, indices)) if indices else np.empty(0, dtype=np.int64)
         if len(rows):
             return _windows(columns, rows, title)
     return None
 
 
-def _named(name: str, ending: str) -> bool:
+def _has_name(name: str, ending: str) -> bool:
     """Return whether a range has this name, or is a Python function ``file(line): name`` with it."""
     return name == ending or name.endswith(f": {ending}")
 
@@ -130,7 +130,7 @@ def step_time(columns: Columns, windows: Windows, busy: Spans, thread: int, laun
     lengths = windows.end - windows.start
     active = busy.overlap(windows.start, windows.end)
     every = busy.gaps(float(windows.start[0]), max(float(windows.end[-1]), float(cpu.end.max())))
-    fillers = tuple(_per_step(each, count) for each in _fillers(columns, windows, every, thread))
+    fillers = tuple(_per_step(filler, count) for filler in _fillers(columns, windows, every, thread))
 
     def mean(times: Floats) -> float:
         times = np.sort(times)
@@ -165,9 +165,9 @@ def _fillers(columns: Columns, windows: Windows, idle: Spans, thread: int) -> li
     calls[known] = launch_calls(columns)[following[known]]
     threads = np.where(calls >= 0, columns.cpu.thread[calls], thread)
     found: dict[str, Filler] = {}
-    for each in np.unique(threads).tolist():
-        own = Spans(idle.start[threads == each], idle.end[threads == each]).within(windows.spans)
-        for filler in idle_fillers(columns, each, own, windows.spans):
+    for number in np.unique(threads).tolist():
+        own = Spans(idle.start[threads == number], idle.end[threads == number]).within(windows.spans)
+        for filler in idle_fillers(columns, number, own, windows.spans):
             found[filler.name] = _sum(found[filler.name], filler) if filler.name in found else filler
     return sorted(found.values(), key=lambda filler: -filler.self_ms)
 
@@ -205,10 +205,13 @@ def _cause(fillers: tuple[Filler, ...], step_ms: float) -> Filler | None:
 
     Functions that are on the stack all the time, such as the loop over the steps, explain nothing.
     """
-    least = _CAUSE_SHARE * sum(each.self_ms for each in fillers)
+    least = _CAUSE_SHARE * sum(filler.self_ms for filler in fillers)
     large = [
-        each
-        for each in fillers
-        if each.name and each.total_ms >= least > 0 and each.stack_ms < _ALWAYS * step_ms and each.kind != "annotation"
+        filler
+        for filler in fillers
+        if filler.name
+        and filler.total_ms >= least > 0
+        and filler.stack_ms < _ALWAYS * step_ms
+        and filler.kind != "annotation"
     ]
-    return max(large, key=lambda each: (each.depth, each.total_ms), default=None)
+    return max(large, key=lambda filler: (filler.depth, filler.total_ms), default=None)

@@ -54,7 +54,7 @@ def summarize(
         raise InputError(f"{path or title}: the trace has no timed events: profile at least one step")
     gpu_name, known = gpu_of(events.metadata if isinstance(events, TraceFile) else {})
     if step is not None and step_windows(columns, step) is None:
-        functions = {columns.names[each].rpartition(": ")[2] for each in np.unique(columns.cpu.name)}
+        functions = {columns.names[index].rpartition(": ")[2] for index in np.unique(columns.cpu.name)}
         raise SettingError(f"--step: no range or function of {title} is named {step!r}{nearest(step, functions)}")
     facts = replace(_summary(columns, gpu or known, step, top), name=title, gpu_name=gpu_name)
     return replace(facts, headline=headline(facts))
@@ -65,7 +65,7 @@ def _summary(columns: Columns, gpu: Gpu | None, step: str | None, top: int) -> S
     kinds, launches = activity_kinds(columns), launches_of(columns)
     thread = main_thread(columns, launches)
     busy = _busy(columns, thread)
-    windows = step_windows(columns, step) or _whole(columns, busy)
+    windows = step_windows(columns, step) or _one_window(columns, busy)
     kernels, others = kernel_times(columns, kinds, gpu, top)
     return Summary(
         name="",
@@ -94,7 +94,7 @@ def _busy(columns: Columns, thread: int | None) -> Spans:
     return operator_spans(columns, thread)
 
 
-def _whole(columns: Columns, busy: Spans) -> Windows:
+def _one_window(columns: Columns, busy: Spans) -> Windows:
     """Return one window: from the first to the last activity, or the whole trace if there is none."""
     first, last = (busy.start[:1], busy.end[-1:]) if len(busy.start) else (np.zeros(1), np.array([_end(columns)]))
     return Windows("trace", first, last)
@@ -106,12 +106,12 @@ def _end(columns: Columns) -> float:
 
 def _shorter(steps: StepTime, top: int) -> StepTime:
     """Keep the functions with most idle time, by self time and by total."""
-    kept = {each.name for order in ("self_ms", "total_ms") for each in _most(steps.fillers, order, top)}
-    return replace(steps, fillers=tuple(each for each in steps.fillers if each.name in kept))
+    kept = {filler.name for order in ("self_ms", "total_ms") for filler in _most(steps.fillers, order, top)}
+    return replace(steps, fillers=tuple(filler for filler in steps.fillers if filler.name in kept))
 
 
 def _most(fillers: Sequence[Filler], order: str, top: int) -> list[Filler]:
-    return sorted(fillers, key=lambda each: -float(getattr(each, order)))[:top]
+    return sorted(fillers, key=lambda filler: -float(getattr(filler, order)))[:top]
 
 
 def _notes(columns: Columns, windows: Windows, gpu: Gpu | None) -> tuple[str, ...]:

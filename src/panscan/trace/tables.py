@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
-from panscan.analysis.cells import number_text
-from panscan.report.formatting import percent, times
+from panscan.core.text import number_text, percent, times
 from panscan.report.table import Column, Content, Table, TableCell, share_cell
-from panscan.trace.compare import ComparedFigure, TraceComparison, letters
+from panscan.trace.compare import STEP_COUNTS, STEP_TIMES, ComparedFigure, TraceComparison, letters
 from panscan.trace.figures import Filler, GpuTime, KernelTime, OperatorTime, PhaseTime, ProductTime, StepTime, Summary
 from panscan.trace.wording import filler_name, milliseconds, short_name, short_names
 
@@ -61,7 +60,7 @@ def tables_of(summary: Summary, *, top: int | None = None) -> Iterator[Table[Any
         summary: summary of one trace.
         top: number of rows of kernels, matrix multiplications and operators; None: all rows of the summary.
     """
-    limits = f"Limits: data sheet of {summary.limits}." if any(each.bound for each in summary.products) else ""
+    limits = f"Limits: data sheet of {summary.limits}." if any(product.bound for product in summary.products) else ""
     waits = "Host wait, kernel wait and other are the parts of the idle time."
     products = "Matrix products, from recorded shapes"
     operators = "CPU operators by self time"
@@ -102,19 +101,9 @@ def _phase_table(summary: Summary) -> Table[PhaseTime]:
 
 
 def _step_table(summary: Summary, steps: StepTime) -> Table[_Figure]:
-    figures = [
-        ("wall time", milliseconds(steps.step_ms)),
-        ("busy", milliseconds(steps.busy_ms)),
-        ("idle", milliseconds(steps.idle_ms)),
-        ("longest idle stretch", milliseconds(steps.gap_ms)),
-    ]
+    figures = [(name, milliseconds(read(steps))) for name, read in STEP_TIMES.items()]
     if summary.gpus:
-        figures += [
-            ("kernel launches", number_text(steps.kernel_launches)),
-            ("graph launches", number_text(steps.graph_launches)),
-            ("kernels", number_text(steps.kernels)),
-            ("copies and fills", number_text(steps.copies)),
-        ]
+        figures += [(name, number_text(read(steps))) for name, read in STEP_COUNTS.items()]
     columns: tuple[Column[_Figure], ...] = (
         Column("", lambda figure: figure[0]),
         Column("mean", lambda figure: figure[1]),

@@ -6,8 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-from panscan.analysis.cells import number_text
-from panscan.report.formatting import clean, percent
+from panscan.core.text import clean, number_text, percent
 from panscan.trace.figures import NOTHING, Filler, StepTime, Summary
 
 __all__ = ["filler_name", "headline", "milliseconds", "short_name", "short_names"]
@@ -36,10 +35,10 @@ def headline(summary: Summary) -> str:
         one = "The GPU is" if len(summary.gpus) == 1 else "A GPU is"
         return f"{one} busy for {percent(steps.busy_ms / max(steps.step_ms, 1e-12))} of {whole} {per}{most}"
     text = f"{subject} idle for {milliseconds(steps.idle_ms)} of {whole} {per}"
-    return text + _reason(steps)
+    return text + _idle_reason(steps)
 
 
-def _reason(steps: StepTime) -> str:
+def _idle_reason(steps: StepTime) -> str:
     cause = steps.cause
     if cause is not None:
         verb = "waits in" if _WAITS.search(cause.name) else "runs"

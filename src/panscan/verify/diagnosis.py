@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import inf, log
 from typing import Literal
 
-from panscan.records.verdict import CLOSE_TOP1, EXACT_RATIO, FLOOR, Divergence, Top1, clear_margin, judge
+from panscan.records.schema import FLOOR, Divergence, Top1
+from panscan.records.verdict import CLOSE_TOP1, EXACT_RATIO, clear_margin, judge
 from panscan.verify.evidence import Fit
 from panscan.verify.hypotheses import CHANGES, Hypothesis
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from panscan.core import Request, SettingError
-from panscan.records.verdict import EXACT_RATIO, FLOOR
+from panscan.records.schema import FLOOR
+from panscan.records.verdict import EXACT_RATIO
 from panscan.verify.diagnosis import Explanation, HypothesisFit, NoiseLevel, best_candidates, explain
 from panscan.verify.evidence import (
     AnswerEvidence,

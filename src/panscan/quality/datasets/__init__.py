@@ -5,12 +5,10 @@ from __future__ import annotations
 from panscan.quality.datasets.formats import FORMATS, dataset_rows, load_dataset
 from panscan.quality.datasets.rows import (
     Boundary,
-    DatasetFacts,
     DatasetRow,
     Embedded,
     LoadedDataset,
     counted,
-    facts_of_header,
     read_text,
     unique_id,
 )
@@ -19,13 +17,11 @@ from panscan.quality.datasets.tables import write_pictures
 __all__ = [
     "FORMATS",
     "Boundary",
-    "DatasetFacts",
     "DatasetRow",
     "Embedded",
     "LoadedDataset",
     "counted",
     "dataset_rows",
-    "facts_of_header",
     "load_dataset",
     "read_text",
     "unique_id",

@@ -15,7 +15,6 @@ from panscan.quality.datasets import tables
 from panscan.quality.datasets.rows import (
     MOST_ROWS,
     Boundary,
-    DatasetFacts,
     LoadedDataset,
     Number,
     Pictures,
@@ -25,7 +24,7 @@ from panscan.quality.datasets.rows import (
     read_json,
     read_text,
 )
-from panscan.records.schema import EXACT_MATCH
+from panscan.records.schema import EXACT_MATCH, DatasetFacts
 from panscan.settings import nearest
 
 __all__ = [

@@ -5,22 +5,24 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from datetime import date, time
 from decimal import Decimal
 from math import isnan
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import msgspec
+
 from panscan.core import DatasetError, foreign
 from panscan.images.fetch import conceal
 from panscan.images.files import split_page
+from panscan.records.schema import DatasetFacts
 
 __all__ = [
     "ANSWER_KEYS",
     "MOST_ROWS",
     "Boundary",
-    "DatasetFacts",
     "DatasetRow",
     "Embedded",
     "LoadedDataset",
@@ -28,7 +30,6 @@ __all__ = [
     "Pictures",
     "answer_texts",
     "counted",
-    "facts_of_header",
     "is_file",
     "is_unicode",
     "parse_json",
@@ -271,64 +272,6 @@ class DatasetRow:
 
 
 @dataclass(slots=True)
-class DatasetFacts:
-    """Where a run's questions came from and what became of them; kept in the run's header. Counts are of questions.
-
-    Args:
-        layout: name of the layout in :data:`panscan.quality.datasets.FORMATS`.
-        split: name such as "validation"; empty if the dataset has no splits.
-        questions: number of questions in its files.
-        used: different questions that the run asks.
-        without_image: skipped, because a picture is missing or could not be read.
-        without_question: skipped, because there is no question.
-        repeated_ids: kept under a new id, because an earlier question has the same.
-        converted_answers: questions whose answers were numbers or nested lists, read as texts.
-        unscored: used questions without accepted answers.
-        broken_text: skipped, because the question has a lone surrogate, which tokenizers cannot encode.
-        other_splits: available splits that were not chosen, separated by ", ".
-        files_without_split: files that were not read, because their names have no split although others do.
-    """
-
-    layout: str
-    split: str = ""
-    questions: int = 0
-    used: int = 0
-    without_image: int = 0
-    without_question: int = 0
-    repeated_ids: int = 0
-    converted_answers: int = 0
-    unscored: int = 0
-    broken_text: int = 0
-    other_splits: str = ""
-    files_without_split: int = 0
-
-    @property
-    def text(self) -> str:
-        """Return one line with every count that is not 0."""
-        left_out = self.without_image + self.without_question + self.broken_text
-        parts = [
-            f"{self.used:,} used",
-            *(
-                f"{count:,} {what}"
-                for count, what in (
-                    (self.questions - self.used - left_out, "not drawn"),
-                    (self.without_image, "without a readable image"),
-                    (self.without_question, "without a question"),
-                    (self.broken_text, "with half a surrogate pair, which is no text"),
-                    (self.unscored, "without answers (unscored)"),
-                    (self.repeated_ids, "with an id seen before (renamed)"),
-                    (self.converted_answers, "with answers that are no list of texts (read as texts)"),
-                )
-                if count > 0
-            ),
-        ]
-        if (files := self.files_without_split) > 0:
-            parts.append(f"{files:,} file{'' if files == 1 else 's'} of no split not read")
-        name = f"{self.layout}, {self.split}" if self.split else self.layout
-        return f"{name}, {self.questions:,} question{'' if self.questions == 1 else 's'}: {', '.join(parts)}"
-
-
-@dataclass(slots=True)
 class LoadedDataset:
     """Content of a dataset's files: usable rows in their order, and the counts of all others.
 
@@ -410,22 +353,12 @@ def unique_id(wanted: str, taken: Collection[str]) -> str:
 
 def counted(loaded: LoadedDataset, used: Sequence[DatasetRow], unreadable: int) -> DatasetFacts:
     """Return the facts of a workload that uses some rows; the pictures of ``unreadable`` others failed."""
-    return replace(
+    return msgspec.structs.replace(
         loaded.facts,
         used=len(used),
         without_image=loaded.facts.without_image + unreadable,
         unscored=sum(not row.answers for row in used),
     )
-
-
-def facts_of_header(header: Mapping[str, Any]) -> DatasetFacts | None:
-    """Return the dataset facts in a run's header; None without them, or in another version's format."""
-    kept = header["settings"].get("dataset")
-    if not isinstance(kept, dict):
-        return None
-    known = {each.name: type(each.default) if each.name != "layout" else str for each in fields(DatasetFacts)}
-    found = {name: kept[name] for name, kind in known.items() if isinstance(kept.get(name), kind)}
-    return DatasetFacts(**found) if "layout" in found else None
 
 
 def _tags(pairs: Iterable[tuple[str, Any]]) -> Tags:
