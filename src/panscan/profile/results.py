@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from panscan.analysis.cells import number_text
 from panscan.core.files import write_file
+from panscan.core.text import number_text
 from panscan.profile.run import Profiled
 from panscan.report.table import Column, Table
 from panscan.trace.figures import StepTime, Summary
