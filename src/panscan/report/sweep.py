@@ -13,11 +13,9 @@ from panscan.analysis.cells import (
     MeasuredCell,
     Unmeasured,
     alias_lines,
-    count,
     distinguishing_names,
     measured_rows,
     memory_metric,
-    number_text,
     queueing_note,
     shared_settings,
     short_name,
@@ -31,6 +29,7 @@ from panscan.analysis.setting_words import label
 from panscan.analysis.significance import p_text, points_text
 from panscan.analysis.task_cost import TITLE, TaskCost, cost_lines, costs_of_cells
 from panscan.core import RecordsError
+from panscan.core.text import clean, count, nats, number_text, times
 from panscan.records.metrics import ReplicaShare
 from panscan.records.quality import Quality, metric_title, quality_of
 from panscan.records.schema import STAGES
@@ -40,7 +39,7 @@ from panscan.records.verdict import Verdict, is_quantized, token_lines
 from panscan.report import definitions
 from panscan.report.answers import Answers, answers_of
 from panscan.report.charts import ChartGroup, Panel, by_request, comparisons, decision_charts, front_of
-from panscan.report.formatting import clean, nats, times, verdict_figures
+from panscan.report.formatting import verdict_figures
 from panscan.report.table import (
     Column,
     Measured,
