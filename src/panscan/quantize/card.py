@@ -7,10 +7,10 @@ from importlib.metadata import version
 import yaml
 
 import panscan
+from panscan.core.text import nats
 from panscan.linear.quantized import WeightFormat
 from panscan.quantize.measure import MeasuredWeights, Measurement
 from panscan.records.quality import accuracy_title
-from panscan.report.formatting import nats
 from panscan.report.table import Column, Medium, Table
 
 __all__ = ["described_format", "measured_table", "model_card", "notes"]

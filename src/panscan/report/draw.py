@@ -13,10 +13,9 @@ from xml.etree import ElementTree
 
 from markupsafe import Markup
 
-from panscan.analysis.cells import number_text
+from panscan.core.text import cut, number_text, percent, times
 from panscan.records.verdict import CLOSE_RATIO, EXACT_RATIO
 from panscan.report.charts import MOST_NAMED, Panel, Point, Series
-from panscan.report.formatting import cut, percent, times
 from panscan.report.table import Measured
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from panscan.settings.command_options import (
     options_of,
     range_of,
 )
-from panscan.settings.declaration import BOOLEANS, GROUPS, Group, Option, declared_options, nearest, option
+from panscan.settings.declaration import BOOLEANS, GROUPS, Group, Option, declared_options, nearest
 from panscan.settings.runners import (
     ALL_AT_ONCE,
     ENGINE_AXES,
@@ -93,7 +93,6 @@ __all__ = [
     "foreign_settings",
     "missing_package",
     "nearest",
-    "option",
     "options_of",
     "range_of",
     "recorded_settings",

@@ -8,9 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from panscan.core.ranges import Range
-from panscan.core.request import MAX_PAGES, SAMPLING_RANGES
-from panscan.settings.declaration import Option, declared_options, option
+from panscan.core.ranges import Range, option
+from panscan.core.request import MAX_PAGES, SEEDS, TOKENS
+from panscan.settings.declaration import Option, declared_options
 from panscan.settings.sweep_settings import Settings
 
 __all__ = [
@@ -39,7 +39,6 @@ _LARGE = Range(integer=True, ge=1, le=2**31 - 1)
 _SECONDS = Range(gt=0, le=86_400)
 _VERIFIED = Range(integer=True, ge=1, le=4096)
 _PROCESSES = Range(integer=True, ge=1, le=1024)
-_TOKENS = SAMPLING_RANGES["max_new_tokens"]
 _RUN_METRIC = {"help": "Quality metric.  [default: the run's]", "rare": False}
 _SEEDED_SAMPLES = {"help": "Seed of the generated documents."}
 
@@ -109,7 +108,7 @@ class ServerTable:
         range=Range(integer=True, ge=1, le=MAX_PIXELS),
         rare=True,
     )
-    max_output_tokens: int = option(16_384, "Server", "Hard limit of output tokens per answer.", "serve", range=_TOKENS)
+    max_output_tokens: int = option(16_384, "Server", "Hard limit of output tokens per answer.", "serve", range=TOKENS)
     max_choices: int = option(
         16,
         "Server",
@@ -198,7 +197,7 @@ class TrafficTable:
         range=Range(gt=0, le=1),
     )
     min_tokens: int | None = option(
-        None, "Generation", "Minimum of output lengths drawn up to --max-new-tokens.", "load", range=_TOKENS
+        None, "Generation", "Minimum of output lengths drawn up to --max-new-tokens.", "load", range=TOKENS
     )
     image_reuse: float = option(
         0.0, "Traffic", "Share of requests that repeat an image.", "load plan", range=Range(ge=0, le=1)
@@ -365,7 +364,7 @@ class Options(ServerTable, TrafficTable, _RateTable, VerifyTable):
         "Input",
         "Seed of the samples.",
         "bench demo load plan quantize samples",
-        range=SAMPLING_RANGES["seed"],
+        range=SEEDS,
         by_verb={
             "bench": {"group": "Measurement", "help": "Seed of the cell order and the sample."},
             "demo": {**_SEEDED_SAMPLES, "default": 2},
