@@ -10,7 +10,7 @@ from random import Random
 from panscan.core import PanAndScan, SettingError
 from panscan.core.ranges import Range, shorten
 from panscan.core.request import TOKENS
-from panscan.engine.scheduling.sequence import PromptLayout, Span
+from panscan.engine.scheduling.batch import PromptLayout, Span
 from panscan.images.views import GEMMA3_COST, PromptCost, plan_views
 from panscan.model.shapes import Shape
 
