@@ -11,6 +11,7 @@ have ``probe`` and ``search`` lines, and ``cells`` lines that add levels.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import re
@@ -234,7 +235,14 @@ def read_run(path: Path) -> Run:
         RecordsError: no records there, a garbled line, an unknown type of record, or another schema.
     """
     path = path / FILE_NAME if path.is_dir() else path
-    return parse_run(path, _bytes_of(path))
+    data = _bytes_of(path)
+    collects = gc.isenabled()
+    gc.disable()  # hundreds of thousands of new objects, none of them garbage: each search would be in vain
+    try:
+        return parse_run(path, data)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def parse_run(path: Path, data: bytes) -> Run:
