@@ -113,7 +113,7 @@ def test_noise_is_that_of_the_positions_compared(half: GenerateRunner, bench: Be
     verifier = bench.verifier()
     verifier.prepare(half, [Cell.of(replace(settings, max_new_tokens=STEPS))])
     answers = {n: verifier.verdict(half, replace(settings, max_new_tokens=n)).answer for n in (1, 3, STEPS)}
-    assert answers[STEPS]["kl"] == pytest.approx(answers[STEPS]["noise"], rel=1e-4)
+    assert answers[STEPS].kl == pytest.approx(answers[STEPS].noise, rel=1e-4)
     noises = {tokens: answer.noise for tokens, answer in answers.items()}
     for tokens, answer in answers.items():
         # With fewer tokens, products have other shapes, and some processors round them differently.

@@ -216,7 +216,9 @@ class RecordWriter:
         if isinstance(record, RunRecord) != first:
             raise RecordsError(f"{self.path}: not written: the run line comes first, and once")
         try:
-            line = json.dumps(msgspec.to_builtins(record), separators=(",", ":"), allow_nan=False).encode()
+            line = json.dumps(
+                msgspec.to_builtins(record, enc_hook=_plain_value), separators=(",", ":"), allow_nan=False
+            ).encode()
         except (TypeError, ValueError) as error:
             raise RecordsError(f"{self.path}: not written: a {kind} record is not JSON: {error}") from error
         try:
@@ -224,6 +226,15 @@ class RecordWriter:
         except ValueError as error:
             raise RecordsError(f"{self.path}: not written: {error}") from error
         return line + b"\n"
+
+
+def _plain_value(value: object) -> str | int | float:
+    """Return a text or number of a subclass, such as a URL without its credentials, as one of its base class."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int | float):
+        return int(value) if isinstance(value, int) else float(value)
+    raise TypeError(f"{type(value).__name__} is no JSON value")
 
 
 def read_run(path: Path) -> Run:
