@@ -51,7 +51,7 @@ def only_run(folder: Path) -> Path:
 def facts(run: Run) -> dict[tuple[str, int], list[Any]]:
     """What two runs of one plan must have in common: everything but times and peaks."""
     names = ("request", "image", "image_sha256", "batch", "views", "prompt_tokens", "output_tokens", "finish_reason")
-    return {key: [[record[name] for name in names] for record in run.requests[key]] for key in run.repeats}
+    return {key: [[getattr(record, name) for name in names] for record in run.requests[key]] for key in run.repeats}
 
 
 def test_a_killed_run_resumes_to_the_same_cells_and_requests(folder: Path) -> None:
