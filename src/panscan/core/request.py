@@ -261,7 +261,7 @@ class Request:
             if not isinstance(value, kind) and not (optional and value is None):
                 raise SettingError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
         _PAGES.check("max_pages", self.max_pages)
-        object.__setattr__(self, "images", _listed(self.images))
+        object.__setattr__(self, "images", _as_images(self.images))
         if (self.prompt is None) == (self.messages is None):
             raise SettingError("a request takes either prompt or messages")
         if self.messages is not None and (self.system is not None or self.raw):
@@ -324,7 +324,7 @@ def _check_schema(text: object) -> None:
         raise SettingError(f"json_schema must be a JSON object, true or false, got {shorten(schema)}")
 
 
-def _listed(images: Any) -> Sequence[Any]:
+def _as_images(images: Any) -> Sequence[Any]:
     """Return a request's images as a tuple. Arrays, tensors and PIL images are recognised by their protocol.
 
     Raises:

@@ -1,13 +1,7 @@
 """Every option of every command, declared once: name, type, default, range, help, aliases, commands."""
 
 from panscan.settings.command_options import (
-    MAX_PIXELS,
-    MAX_PROMPTS,
-    RATE,
     Options,
-    ServerTable,
-    TrafficTable,
-    VerifyTable,
     check_options,
     default_of,
     fields_from,
@@ -15,6 +9,14 @@ from panscan.settings.command_options import (
     range_of,
 )
 from panscan.settings.declaration import BOOLEANS, GROUPS, Group, Option, declared_options, nearest
+from panscan.settings.endpoint_options import (
+    MAX_PIXELS,
+    MAX_PROMPTS,
+    RATE,
+    ServerTable,
+    TrafficTable,
+    VerifyTable,
+)
 from panscan.settings.runners import (
     ALL_AT_ONCE,
     ENGINE_AXES,
