@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 
 from panscan.bench.workload import Source, build_workload, request_of
 from panscan.core import Request, Result, Stamps, View, now
-from panscan.engine.loop import Loop, Worker, ahead_of_need
-from panscan.engine.model_runner import Launched, ModelRunner
+from panscan.engine.loop import Loop
+from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
+from panscan.engine.passes import Launched
 from panscan.engine.request_state import RequestState
-from panscan.engine.scheduling.batch import FlatBatch
-from panscan.engine.scheduling.sequence import PromptLayout
-from panscan.engine.views import PixelRef
+from panscan.engine.scheduling.batch import FlatBatch, PixelRef, PromptLayout
+from panscan.engine.worker import Worker, ahead_of_need
 from panscan.images.samples import write_samples
 from panscan.model.checkpoint import Loaded
 from panscan.model.load import load_for

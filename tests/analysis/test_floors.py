@@ -7,7 +7,7 @@ from dataclasses import asdict, astuple, replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.records.synthetic import load, record_of, repeat, request, run_of
 
@@ -228,6 +228,7 @@ def total(found: Floor) -> list[float]:
 
 
 @given(works, st.sampled_from([(1, 0, 0), (0, 1, 0), (0, 0, 1)]), st.data())
+@settings(deadline=None)
 def test_more_views_or_tokens_never_lower_the_floor(
     work: list[list[tuple[int, int, int]]], more: tuple[int, int, int], data: st.DataObject
 ) -> None:
@@ -243,6 +244,7 @@ def test_more_views_or_tokens_never_lower_the_floor(
 
 
 @given(works, st.sampled_from([2.0, 8.0]))
+@settings(deadline=None)
 def test_a_machine_that_is_twice_as_fast_has_half_the_floor(
     work: list[list[tuple[int, int, int]]], times: float
 ) -> None:
@@ -253,12 +255,14 @@ def test_a_machine_that_is_twice_as_fast_has_half_the_floor(
 
 
 @given(works)
+@settings(deadline=None)
 def test_mixed_passes_are_no_slower_than_batches(work: list[list[tuple[int, int, int]]]) -> None:
     mixed, batched = (floor(work, settings={"runner": runner}, image_sha256=[]) for runner in ("vllm", "generate"))
     assert mixed.request_throughput >= batched.request_throughput * (1 - 1e-9)
 
 
 @given(st.lists(counts, min_size=2, max_size=4))
+@settings(deadline=None)
 def test_a_batch_takes_less_than_its_requests_one_by_one(batch: list[tuple[int, int, int]]) -> None:
     together, alone = floor([batch]), floor([[each] for each in batch])
     assert together.request_throughput >= alone.request_throughput * (1 - 1e-9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from itertools import islice
 from pathlib import Path
 
@@ -65,7 +66,13 @@ def tasks(wanted: Iterable[BatchItem]) -> Iterator[Task]:
 
 
 def opened(path: Path, mode: Mode = "resume", job: Job = JOB) -> AnswerFile:
-    return AnswerFile(path, job.header(), mode, difference)
+    return AnswerFile(path, _header(job), mode, difference)
+
+
+@cache
+def _header(job: Job) -> Record:
+    """The header, which has a digest of the model's weights."""
+    return job.header()
 
 
 def run_job(

@@ -283,11 +283,16 @@ def test_a_killed_job_over_a_table_and_a_store_resumes_without_asking_twice(stor
         process.send_signal(signal.SIGKILL)
     before = lines(spool.read_bytes())
     assert 2 <= len(before) < count
+    with spool.open("ab") as file:
+        file.write(b'{"id": "tor')
     assert "a.parquet" not in store.buckets["out"]
     assert run([*words, "--resume"]) == 0
     rows = parquet.read_table(pa.BufferReader(store.buckets["out"]["a.parquet"])).to_pylist()
     assert [row["id"] for row in rows] == [f"row {number}" for number in range(count)]
     assert lines(store.buckets["out"]["a.parquet.jsonl"])[: len(before)] == before
+    assert run(["batch", *QUICK, str(tmp_path / "t.parquet"), *QUESTION, "-o", str(tmp_path / "whole.jsonl")]) == 0
+    undisturbed = lines((tmp_path / "whole.jsonl").read_bytes())
+    assert [row["answer"] for row in rows] == [line["answer"] for line in undisturbed]
 
 
 @pytest.mark.parametrize("url", ["gcs://out/a.jsonl", "https://user:secret@example.org/a.jsonl"])

@@ -55,10 +55,10 @@ def test_views_batches_and_tokens_are_those_measured(tmp_path: Path) -> None:
     for found in predictions:
         records = measured.requests[found.cell, 0]
         assert found.skipped is None
-        assert found.views == sum(record["views"] for record in records)
-        assert found.image_tokens == sum(record["image_tokens"] for record in records)
-        assert found.batches == len({record["batch"] for record in records})
-        assert found.prompt_tokens == pytest.approx(sum(record["prompt_tokens"] for record in records), rel=0.15)
+        assert found.views == sum(record.views for record in records)
+        assert found.image_tokens == sum(record.image_tokens for record in records)
+        assert found.batches == len({record.batch for record in records})
+        assert found.prompt_tokens == pytest.approx(sum(record.prompt_tokens for record in records), rel=0.15)
 
 
 @pytest.mark.parametrize("size", ["4b", "27b"])

@@ -103,7 +103,7 @@ def test_what_the_user_says_wins_over_what_the_workload_sets() -> None:
         "--prefix-caching=false",
         "--kv-cache-gb",
         "2",
-        "--no-pan-and-scan",
+        "--do-pan-and-scan=false",
     ]
     settings = parse("w1", "", words, requests=4, max_num_seqs=128).settings
     assert (settings.max_num_seqs, settings.prefix_caching, settings.kv_cache_gb) == (64, False, 2.0)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
+import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -114,61 +113,26 @@ def test_a_dataset_asks_its_own_questions(
     assert "a dataset has its own questions: remove -p" in capsys.readouterr().err
 
 
-def started(*arguments: str) -> subprocess.Popen[bytes]:
-    """``panscan batch`` as a process."""
-    line = [sys.executable, "-m", "panscan", "batch", *arguments]
-    return subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-
-
-def stop_after(process: subprocess.Popen[bytes], output: Path, lines: int, sign: signal.Signals) -> None:
-    """A signal as soon as the file has so many lines."""
-    while not (output.exists() and output.read_bytes().count(b"\n") >= lines):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            assert process.wait(timeout=0.01) is None, "the job ended before it could be stopped"
-    process.send_signal(sign)
-
-
-def test_a_killed_job_resumes_to_the_lines_of_an_undisturbed_one(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_samples(folder / "samples", count=8)
-    shared = [
-        "batch",
-        "samples/questions.jsonl",
-        "--max-num-seqs",
-        "2",
-        "--num-prompts",
-        "16",
-        "--max-new-tokens",
-        "16",
-    ]
-    shared += ["--model", "tiny", "--device", "cpu", "-o"]
-    assert run([*shared, "whole.jsonl"]) == 0
-    killed = folder / "killed.jsonl"
-    with started(*shared[1:], "killed.jsonl") as process:
-        stop_after(process, killed, 3, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    before = killed.read_bytes()
-    assert 3 <= before.count(b"\n") < 16
-    with killed.open("ab") as file:
-        file.write(b'{"id": "tor')
-    capsys.readouterr()
-    assert run([*shared, "killed.jsonl", "--resume"]) == 0
-    assert capsys.readouterr().out == "16 answered: killed.jsonl\n"
-    assert killed.read_bytes().startswith(before)
-    assert unchanging(killed) == unchanging(folder / "whole.jsonl")
-    assert len(unchanging(killed)) == 16
-
-
-def test_an_interrupted_job_says_how_to_go_on(folder: Path) -> None:
+def test_an_interrupted_job_says_how_to_go_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_samples(folder / "my samples", count=12)
-    line = ["my samples", "-p", QUESTION, "-o", "a.jsonl", "--max-num-seqs", "1", *QUICK]
-    with started(*line, "--force") as process:
-        stop_after(process, folder / "a.jsonl", 1, signal.SIGINT)
-        _, said = process.communicate()
-    assert process.returncode == 130
+    ended = threading.Event()
+
+    def interrupt() -> None:
+        while not ended.wait(0.005):
+            if Path("a.jsonl").exists() and Path("a.jsonl").read_bytes():
+                os.kill(os.getpid(), signal.SIGINT)
+                return
+
+    watcher = threading.Thread(target=interrupt)
+    watcher.start()
+    try:
+        line = ["my samples", "-p", QUESTION, "-o", "a.jsonl", "--max-num-seqs", "1", *QUICK]
+        assert run(["batch", *line, "--force"]) == 130
+    finally:
+        ended.set()
+        watcher.join()
     hint = f"resume with: panscan batch 'my samples' -p '{QUESTION}' -o a.jsonl --max-num-seqs 1"
-    assert f"{hint} --model tiny --device cpu --max-new-tokens 6 --resume\n" in said.decode()
+    assert f"{hint} --model tiny --device cpu --max-new-tokens 6 --resume\n" in capsys.readouterr().err
     assert 1 <= len(lines_of(folder / "a.jsonl")) < 12
 
 

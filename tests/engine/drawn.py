@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from hypothesis import strategies as st
 
-from panscan.engine.scheduling.sequence import PromptLayout, Sequence, Span
+from panscan.engine.scheduling.batch import PromptLayout, Sequence, Span
 
 SOFT = 9
 IMAGES = {b"a": 3, b"b": 3, b"long": 7}  # tokens per view key; two views differ in their keys only

@@ -120,7 +120,7 @@ class Driver:
     """A loop without a thread: jobs join and leave between the steps that a test makes."""
 
     def __init__(self, runner: GenerateRunner, options: EngineOptions) -> None:
-        self.loop = Loop(runner.loaded, options)
+        self.loop = Loop(runner.loaded, options, ModelRunner(runner.loaded, options))
         self._number = 0
 
     def add(self, request: Request, **fields: Any) -> Driven:

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from tests.small_models import SIDE, SOFT
 
 from panscan.core import Sampling, View
-from panscan.engine.model_runner import ModelRunner, PassResult
+from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
-from panscan.engine.scheduling.batch import FlatBatch, SamplingRow, ViewToEncode
-from panscan.engine.scheduling.sequence import Chunk, PromptLayout, Sequence, flatten
+from panscan.engine.passes import PassResult
+from panscan.engine.scheduling.batch import Chunk, FlatBatch, PromptLayout, SamplingRow, Sequence, ViewToEncode, flatten
 from panscan.model.checkpoint import Loaded
 
 __all__ = ["ForcedSequence", "Pages", "ask", "teacher"]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from panscan.engine.attention import _TEXT_ROWS, SegmentsBackend
-from panscan.engine.scheduling.sequence import Chunk, PromptLayout, Sequence, Span, flatten
+from panscan.engine.scheduling.batch import Chunk, PromptLayout, Sequence, Span, flatten
 
 BLOCKS = 900
 

@@ -20,7 +20,7 @@ from tests.engine.driving import Driver, Reference, requests
 
 from panscan import GenerateRunner, Request, Result, Sampling
 from panscan.core import EngineError, InputError, SettingError, TokenEvent, now
-from panscan.engine import loop
+from panscan.engine import worker
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
 from panscan.engine.request_state import ignore_event
@@ -273,7 +273,7 @@ def test_calls_end_even_if_the_thread_says_nothing(mortal: Engine, monkeypatch: 
     """As when a library ends the thread: nothing in it runs any more."""
     with monkeypatch.context() as patched:
         patched.setattr(mortal._worker, "_stop", lambda: None)
-        patched.setattr(loop, "_LIVENESS_SECONDS", 0.01)
+        patched.setattr(worker, "_LIVENESS_SECONDS", 0.01)
         results = mortal.stream_results([replace(requests()[1], sampling=ENDLESS)])
         with ThreadPoolExecutor(1) as threads:
             answered = threads.submit(next, results)

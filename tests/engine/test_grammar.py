@@ -121,7 +121,7 @@ def test_greedy_tokens_match_generate_under_the_same_grammar(tiny: GenerateRunne
     assert request.sampling.json_schema is not None
     grammars = Grammars(loaded.reader.tokenizer, loaded.eos_ids)
     prepared = prepare(read_images(request), loaded.reader, loaded.device, loaded.dtype, on_device=False)
-    inputs = collate([prepared], loaded, None)
+    inputs = collate([prepared], loaded)
     prompt = inputs["input_ids"].shape[1]
 
     def allowed(_row: int, ids: torch.Tensor) -> list[int]:

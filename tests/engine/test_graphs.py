@@ -16,9 +16,8 @@ from tests.engine.test_attention import BLOCKS, sequences
 from tests.triton_here import DEVICE
 
 from panscan.engine.graphs import Graphs, padded
-from panscan.engine.scheduling.batch import FlatBatch
+from panscan.engine.scheduling.batch import Chunk, FlatBatch, PromptLayout, Sequence, flatten
 from panscan.engine.scheduling.graph_sizes import decode_sizes, graph_sizes
-from panscan.engine.scheduling.sequence import Chunk, PromptLayout, Sequence, flatten
 from panscan.engine.triton_attention import TritonBackend, TritonPlan, shares_prefix
 
 HEADS, KV_HEADS, SIZE, HIDDEN = 2, 1, 16, 24

@@ -11,7 +11,7 @@ from tests.triton_here import DEVICE
 
 from panscan.engine import kernels
 from panscan.engine.kernels import choose_splits, decode_sizes, prefill_sizes
-from panscan.engine.scheduling.sequence import Chunk, PromptLayout, Sequence, flatten
+from panscan.engine.scheduling.batch import Chunk, PromptLayout, Sequence, flatten
 from panscan.engine.triton_attention import HEAD_SIZES, TritonBackend
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from panscan.core import SettingError, UnsupportedError
-from panscan.engine.kv_memory import KVCache, limit_process_memory, measure_memory
+from panscan.engine.attention import KVCache
 from panscan.engine.options import EngineOptions
 from panscan.engine.scheduling.kv_sizes import (
     DeviceMemory,
@@ -22,7 +22,7 @@ from panscan.engine.scheduling.kv_sizes import (
     choose_blocks,
     split_blocks,
 )
-from panscan.model.machine import release_memory
+from panscan.model.machine import limit_process_memory, measure_memory, release_memory
 from panscan.model.text_layers import LayerFacts
 
 CPU = torch.device("cpu")
@@ -200,8 +200,8 @@ def test_sizes_out_of_range_are_refused_at_once(given_: dict[str, Any]) -> None:
 
 
 def test_a_cpu_has_its_memory_measured_and_no_limit() -> None:
-    memory = measure_memory(CPU)
-    assert memory.total >= memory.free > 0 == memory.reserved
+    total, free, reserved = measure_memory(CPU)
+    assert total >= free > 0 == reserved
     limit_process_memory(CPU, 1)()
     torch.empty(1000)
 

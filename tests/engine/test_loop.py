@@ -158,7 +158,7 @@ def test_a_broken_engine_tells_everybody(engine: Engine) -> None:
     assert next(results)[0] == 1
 
     def break_it() -> None:
-        [job] = engine._loop.states
+        [job] = engine._loop._states.values()
         assert job.sequence is not None
         engine._loop.blocks.pools[0].release(job.sequence.tables[0][:1])
         engine._loop.end(job, "cancelled")

@@ -19,7 +19,7 @@ from tests.triton_here import interpreted
 from panscan.core import UnsupportedError
 from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
-from panscan.engine.scheduling.sequence import Chunk, PromptLayout, Sequence
+from panscan.engine.scheduling.batch import Chunk, PromptLayout, Sequence
 from panscan.engine.triton_attention import HEAD_SIZES
 from panscan.model.checkpoint import Loaded
 

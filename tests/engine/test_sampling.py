@@ -23,7 +23,8 @@ from transformers.generation import (
 )
 
 from panscan import GenerateRunner, Sampling
-from panscan.engine.sampling import SampledToken, Sampler, SamplingRow, draw, filter_scores
+from panscan.engine.sampling import Sampler, SamplingRow, draw, filter_scores
+from panscan.engine.scheduling.batch import SampledToken
 
 VOCABULARY = 24
 SUPPRESSED = [0, 5, VOCABULARY + 3]

@@ -14,8 +14,7 @@ from tests.triton_here import DEVICE
 from panscan.engine import kernels
 from panscan.engine.attention import SegmentsBackend
 from panscan.engine.kernels import DECODE_MEMBERS
-from panscan.engine.scheduling.batch import FlatBatch
-from panscan.engine.scheduling.sequence import Chunk, PromptLayout, Sequence, flatten
+from panscan.engine.scheduling.batch import Chunk, FlatBatch, PromptLayout, Sequence, flatten
 from panscan.engine.triton_attention import KernelInputs, TritonBackend, prefix_groups
 
 

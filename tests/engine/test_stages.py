@@ -19,8 +19,8 @@ from panscan import GenerateRunner, PanAndScan, Request, Result
 from panscan.core import now
 from panscan.core.deadline import Deadline
 from panscan.engine.engine import Engine
-from panscan.engine.loop import _THREADS
 from panscan.engine.options import EngineOptions
+from panscan.engine.worker import _THREADS
 from panscan.images import pool
 
 

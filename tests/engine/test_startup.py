@@ -79,7 +79,8 @@ def test_a_start_that_fails_lifts_the_memory_limit(
 
 
 def test_closing_lifts_the_memory_limit_once(tiny: GenerateRunner) -> None:
-    loop = Loop(tiny.loaded, EngineOptions(kv_cache_gb=0.05))
+    options = EngineOptions(kv_cache_gb=0.05)
+    loop = Loop(tiny.loaded, options, ModelRunner(tiny.loaded, options))
     assert isinstance(loop.runner, ModelRunner)
     lifted: list[str] = []
     loop.runner._undo.append(lambda: lifted.append("limit"))

@@ -26,8 +26,7 @@ from tests.triton_here import DEVICE
 from panscan.engine import kernels
 from panscan.engine.attention import AttentionPlan, SegmentsBackend
 from panscan.engine.graphs import padded
-from panscan.engine.scheduling.batch import FlatBatch
-from panscan.engine.scheduling.sequence import Chunk, PromptLayout, Sequence, Span, flatten
+from panscan.engine.scheduling.batch import Chunk, FlatBatch, PromptLayout, Sequence, Span, flatten
 from panscan.engine.triton_attention import (
     HEAD_SIZES,
     KernelInputs,

@@ -13,8 +13,8 @@ from tests.conftest import noise
 from tests.small_models import SIDE, model_of
 
 from panscan.core import View
-from panscan.engine.scheduling.batch import ImageRows, ViewToEncode
-from panscan.engine.views import PixelRef, PixelStore, ViewFeatures
+from panscan.engine.scheduling.batch import ImageRows, PixelRef, ViewToEncode
+from panscan.engine.views import PixelStore, ViewFeatures
 from panscan.images.pixels import PixelSpec, levels_of, pixels_pil, pixels_torch
 from panscan.images.resize import choose_resize
 from panscan.model.sharding import SINGLE_RANK

@@ -12,12 +12,11 @@ from PIL import Image
 from tests.triton_here import DEVICE
 
 from panscan.core import PanAndScan, View
-from panscan.engine.kv_memory import limit_process_memory
 from panscan.images.pixels import PixelSpec, resized_pil
 from panscan.images.resize import Resize, by_kernel, by_pillow, by_torch, choose_resize
 from panscan.images.resize_kernels import resized
 from panscan.images.views import plan_views
-from panscan.model.machine import release_memory
+from panscan.model.machine import limit_process_memory, release_memory
 
 CROPS = PanAndScan(min_crop_size=2, max_num_crops=5)
 SIZES = [(48, 144), (144, 48), (1, 90), (90, 1), (48, 48), (90, 60), (60, 90), (70, 73)]

@@ -16,4 +16,4 @@ def two_asked(tiny: GenerateRunner) -> dict[str, torch.Tensor]:
     reader, cpu = tiny.loaded.reader, torch.device("cpu")
     asked = [Request("What is it?", [noise(300, 900)]), Request("And this?", [noise(90, 70)])]
     ready = [prepare(read_images(item), reader, cpu, torch.float32, on_device=False) for item in asked]
-    return collate(ready, tiny.loaded, None)
+    return collate(ready, tiny.loaded)

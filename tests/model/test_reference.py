@@ -35,7 +35,7 @@ def inputs(half: GenerateRunner) -> dict[str, Any]:
     ]
     reader, cpu = half.loaded.reader, torch.device("cpu")
     ready = [prepare(read_images(item), reader, cpu, torch.float32, on_device=False) for item in batch]
-    return collate(ready, half.loaded, None)
+    return collate(ready, half.loaded)
 
 
 @pytest.fixture

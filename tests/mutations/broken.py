@@ -18,8 +18,7 @@ from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
 from panscan.engine.request_state import RequestState
 from panscan.engine.scheduling import kv_blocks
-from panscan.engine.scheduling.batch import FlatBatch, ImageRows
-from panscan.engine.scheduling.sequence import flatten
+from panscan.engine.scheduling.batch import FlatBatch, ImageRows, flatten
 from panscan.engine.views import ViewFeatures
 from panscan.images.views import ViewPlan, plan_views
 from panscan.model import inputs

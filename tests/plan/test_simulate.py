@@ -15,12 +15,13 @@ from tests.engine.driving import TOKENS, requests
 
 from panscan import GenerateRunner
 from panscan.core import Stamps, View, now
-from panscan.engine.loop import Loop, ahead_of_need
-from panscan.engine.model_runner import Launched, ModelRunner
+from panscan.engine.loop import Loop
+from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
+from panscan.engine.passes import Launched
 from panscan.engine.request_state import RequestState
-from panscan.engine.scheduling.batch import FlatBatch
-from panscan.engine.views import PixelRef
+from panscan.engine.scheduling.batch import FlatBatch, PixelRef
+from panscan.engine.worker import ahead_of_need
 from panscan.model.shapes import SHAPES
 from panscan.plan.gpus import gpu_named
 from panscan.plan.layouts import ClockTimes, PlanInputs, layout_of

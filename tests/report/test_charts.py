@@ -70,7 +70,7 @@ def test_the_curves_hold_each_cell_once_where_it_belongs(known: tuple[Run, Eleme
                 metrics = cell_metrics(run, cell)
                 assert metrics is not None
                 check_bounds(bounds, metrics.intervals[metric])
-                assert word == run.verdicts[cell]["verdict"]
+                assert word == run.verdicts[cell].verdict
             order = list(dict.fromkeys(words(other, cell) for cell in SECONDS))
             assert list(dict.fromkeys(row[0] for row in rows)) == order, "in the order of the settings"
         keys = [item.text for item in block.of_class("legend")[0].all("li")]
@@ -194,7 +194,7 @@ def test_answers_that_are_all_wrong_make_no_front(tmp_path: Path) -> None:
     run = known_run(tmp_path, scores=True)
     for records in run.requests.values():
         for record in records:
-            record["scores"] = {"exact_match": 0.0}
+            record.scores = {"exact_match": 0.0}
     facts = SweepReport(run)
     assert facts.front is not None
     assert facts.front.logarithmic

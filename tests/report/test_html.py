@@ -21,10 +21,10 @@ from tests.records import synthetic
 from tests.report.report_known import known_run
 from tests.report.report_page import Element, page_of, parse, section
 
+from panscan.core.text import clean, percent
 from panscan.records.store import Run
 from panscan.report import write_pictures, write_report
 from panscan.report.draw import DARK, LIGHT, SERIES
-from panscan.report.formatting import clean, percent
 from panscan.report.html import render_html
 from panscan.report.sweep import SweepReport
 

@@ -12,9 +12,9 @@ from tests.records import synthetic
 from tests.report.report_known import SECONDS, UNKNOWN, known_run
 from tests.report.report_page import Element, page_of, parse, rows_of, settings_of_page
 
+from panscan.core.text import clean
 from panscan.records.store import Run
 from panscan.report import to_markdown
-from panscan.report.formatting import clean
 
 
 def rendered(text: str) -> Element:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -22,6 +18,7 @@ import psutil
 import pytest
 import yaml
 from tests.conftest import noise
+from tests.serve.serving import DEADLINE, Server, chat, data_url, image_part, launch, saved, wait_for
 
 from panscan.core import SettingError
 from panscan.serve.options import ApiKeys, ServeOptions
@@ -35,75 +32,48 @@ SEQUENCES, QUEUED = 4, 6  # per replica; in front of all replicas
 CAPACITY = 2 * SEQUENCES + QUEUED
 
 
-def wait_for(condition: Callable[[], Any], what: str, seconds: float = 90.0) -> Any:
-    """Return the condition's first true value."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.05)
-    raise AssertionError(f"{what}: not within {seconds:g} s")
+@dataclass
+class Cluster(Server):
+    """``panscan serve --replicas 2``, and all processes that it has started."""
 
-
-class Server:
-    """``panscan serve --replicas 2`` as a process."""
-
-    def __init__(self, log: Path) -> None:
-        self.log = log
-        command = (
-            f"{sys.executable} -m panscan serve --model mini --device cpu --replicas 2 --port 0"
-            f" --max-num-seqs {SEQUENCES} --max-queued-requests {QUEUED} --drain-timeout 60"
-        )
-        with log.open("w") as output:
-            self.process = subprocess.Popen(command.split(), stdout=output, stderr=output, start_new_session=True)
-        self.family: set[psutil.Process] = set()
-        self.url = str(wait_for(self._url, "the server's start"))
-
-    def _url(self) -> str | None:
-        self.note_processes()
-        assert self.process.poll() is None, self.log.read_text()
-        lines = [line for line in self.log.read_text().splitlines() if line.startswith("Serving mini on ")]
-        return lines[0].rpartition(" ")[2] if lines else None
+    family: set[psutil.Process] = field(default_factory=set)
 
     def note_processes(self) -> None:
         """Record the running processes, to check later that each of them has exited."""
-        self.family |= set(psutil.Process(self.process.pid).children(recursive=True))
+        self.family |= set(psutil.Process(self.pid).children(recursive=True))
 
     def replicas(self) -> list[psutil.Process]:
         """Return the processes of the engine replicas."""
         self.note_processes()
-        return [each for each in self.family if each.is_running() and "EngineReplica" in " ".join(command_of(each))]
-
-    def metrics(self) -> dict[str, float]:
-        """Return the server's metrics by name and labels."""
-        text = httpx.get(f"{self.url}/metrics", timeout=30).text
-        pairs = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-        return {name: float(value) for name, value in pairs}
+        return [child for child in self.family if child.is_running() and "EngineReplica" in command_of(child)]
 
     def running(self) -> list[float]:
         """Return the number of running requests of each replica that answers."""
-        return [value for name, value in self.metrics().items() if name.startswith("vllm:num_requests_running")]
+        lines = httpx.get(f"{self}/metrics", timeout=DEADLINE).text.splitlines()
+        return [float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:num_requests_running{")]
 
 
-def command_of(process: psutil.Process) -> list[str]:
+def command_of(process: psutil.Process) -> str:
     try:
-        return process.cmdline()
+        return " ".join(process.cmdline())
     except psutil.Error:  # the process has exited
-        return []
+        return ""
 
 
 @contextmanager
-def serving(log: Path) -> Iterator[Server]:
+def serving() -> Iterator[Cluster]:
     """Run a server, and leave no process behind even if the test fails."""
-    server = Server(log)
+    limits = ("--max-num-seqs", str(SEQUENCES), "--max-queued-requests", str(QUEUED), "--drain-timeout", "60")
+    started = launch("--replicas", "2", *limits)
+    cluster = Cluster(started.process, started.url, started.log)
+    cluster.note_processes()
     try:
-        yield server
+        yield cluster
     finally:
-        server.process.kill()
-        server.process.wait()
-        _, left = psutil.wait_procs(server.family, timeout=30)
-        for each in left:
-            each.kill()
+        cluster.process.kill()
+        cluster.process.wait()
+        for process in psutil.wait_procs(cluster.family, timeout=30)[1]:
+            process.kill()
 
 
 def body(tokens: int, **more: Any) -> dict[str, Any]:
@@ -130,7 +100,7 @@ async def read_stream(client: httpx.AsyncClient, tokens: int, begun: asyncio.Eve
     return found
 
 
-def in_client(server: Server, work: Callable[[httpx.AsyncClient], Any]) -> Any:
+def in_client(server: Cluster, work: Callable[[httpx.AsyncClient], Any]) -> Any:
     async def run() -> Any:
         limits = httpx.Limits(max_connections=200)
         async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
@@ -140,9 +110,9 @@ def in_client(server: Server, work: Callable[[httpx.AsyncClient], Any]) -> Any:
 
 
 @pytest.mark.timeout(240)
-def test_a_cluster_answers_survives_and_ends(tmp_path):
+def test_a_cluster_answers_survives_and_ends():
     """Run as one test, because a cluster starts slowly; each check leaves it idle for the next one."""
-    with serving(tmp_path / "log") as server:
+    with serving() as server:
         check_both_replicas_answer(server)
         check_a_known_image_goes_where_it_is_cached(server)
         check_ports(server)
@@ -152,7 +122,7 @@ def test_a_cluster_answers_survives_and_ends(tmp_path):
         check_sigterm_finishes_what_runs(server)
 
 
-def check_both_replicas_answer(server: Server) -> None:
+def check_both_replicas_answer(server: Cluster) -> None:
     async def work(client: httpx.AsyncClient) -> None:
         answers = await asyncio.gather(*[ask(client, 20) for _ in range(2 * SEQUENCES)])
         assert {answer.status_code for answer in answers} == {200}
@@ -168,34 +138,27 @@ def check_both_replicas_answer(server: Server) -> None:
     assert len(server.running()) == 2
 
 
-def check_a_known_image_goes_where_it_is_cached(server: Server) -> None:
+def check_a_known_image_goes_where_it_is_cached(server: Cluster) -> None:
     """Idle replicas take turns otherwise, so the second and third question would find no cached image."""
-    image = io.BytesIO()
-    noise(300, 900).save(image, "png")
-    url = f"data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}"
-    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is the total?"}]
-    found = []
-    for _ in range(3):
-        asked = {"messages": [{"role": "user", "content": content}], "max_tokens": 4}
-        answer = httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=120)
-        assert answer.status_code == 200, answer.text
-        found.append(answer.json()["usage"])
-    assert found[0]["views"] > 1
-    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in found]
-    assert cached[0] < found[0]["prompt_tokens_details"]["image_tokens"] < cached[1] == cached[2]
+    content = [image_part(data_url(saved(noise(300, 900)))), {"type": "text", "text": "What is the total?"}]
+    answers = [chat(server, [{"role": "user", "content": content}], max_tokens=4).json() for _ in range(3)]
+    usage = answers[0]["usage"]
+    assert usage["views"] > 1
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+    assert cached[0] < usage["prompt_tokens_details"]["image_tokens"] < cached[1] == cached[2]
 
 
-def check_ports(server: Server) -> None:
+def check_ports(server: Cluster) -> None:
     """Ray listens on loopback only, except for one port per Ray Serve actor, which requires the cluster's token."""
     import grpc
 
     server.note_processes()
-    found = [(each, address) for each in server.family if each.is_running() for address in listening(each)]
-    assert found
-    for process, (host, port) in found:
+    ports = [(process, address) for process in server.family if process.is_running() for address in listening(process)]
+    assert ports
+    for process, (host, port) in ports:
         if host.removeprefix("::ffff:") == "127.0.0.1":
             continue
-        assert "ServeReplica" in " ".join(command_of(process)), (process, host, port)
+        assert "ServeReplica" in command_of(process), (process, host, port)
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel, pytest.raises(grpc.RpcError) as refused:
             call = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")
             call(b"", timeout=20)
@@ -204,13 +167,13 @@ def check_ports(server: Server) -> None:
 
 def listening(process: psutil.Process) -> list[tuple[str, int]]:
     try:
-        found = process.net_connections("tcp")
+        connections = process.net_connections("tcp")
     except psutil.Error:
         return []
-    return [(each.laddr.ip, each.laddr.port) for each in found if each.status == psutil.CONN_LISTEN]
+    return [(one.laddr.ip, one.laddr.port) for one in connections if one.status == psutil.CONN_LISTEN]
 
 
-def check_a_full_queue_is_refused(server: Server) -> None:
+def check_a_full_queue_is_refused(server: Cluster) -> None:
     async def work(client: httpx.AsyncClient) -> None:
         answers = await asyncio.gather(*[ask(client, 40) for _ in range(2 * CAPACITY)])
         statuses = [answer.status_code for answer in answers]
@@ -223,7 +186,7 @@ def check_a_full_queue_is_refused(server: Server) -> None:
     in_client(server, work)
 
 
-def check_an_abandoned_stream_frees_its_replica(server: Server) -> None:
+def check_an_abandoned_stream_frees_its_replica(server: Cluster) -> None:
     async def work(client: httpx.AsyncClient) -> None:
         begun = asyncio.Event()
         reading = asyncio.create_task(read_stream(client, 4000, begun))
@@ -232,16 +195,16 @@ def check_an_abandoned_stream_frees_its_replica(server: Server) -> None:
         await asyncio.wait({reading})
 
     in_client(server, work)
-    wait_for(lambda: not any(server.running()), "an idle cluster after an abandoned request", 30)
+    wait_for(lambda: not any(server.running()))
 
 
-def check_a_killed_replica_loses_no_request(server: Server) -> None:
+def check_a_killed_replica_loses_no_request(server: Cluster) -> None:
     async def work(client: httpx.AsyncClient) -> tuple[list[httpx.Response], list[list[Any]]]:
         begun = [asyncio.Event() for _ in range(4)]
         streams = [asyncio.create_task(read_stream(client, 800, each)) for each in begun]
         await asyncio.gather(*[each.wait() for each in begun])
         answers = [asyncio.create_task(ask(client, 300)) for _ in range(4)]
-        await asyncio.to_thread(wait_for, lambda: sum(server.running()) == 8, "eight requests at work")
+        await asyncio.to_thread(wait_for, lambda: sum(server.running()) == 8)
         server.replicas()[0].kill()
         return await asyncio.gather(*answers), await asyncio.gather(*streams)
 
@@ -253,11 +216,11 @@ def check_a_killed_replica_loses_no_request(server: Server) -> None:
     for events in cut:
         assert events[-1]["error"]["type"] == "server_error"
         assert "[DONE]" not in events
-    assert server.metrics()['panscan:requests_retried{model_name="mini"}'] > 0
-    wait_for(lambda: len(server.running()) == 2, "the replica's return")
+    assert server.metric("panscan:requests_retried") > 0
+    wait_for(lambda: len(server.running()) == 2, 90.0)  # the replica is back
 
 
-def check_sigterm_finishes_what_runs(server: Server) -> None:
+def check_sigterm_finishes_what_runs(server: Cluster) -> None:
     async def work(client: httpx.AsyncClient) -> None:
         begun = asyncio.Event()
         reading = asyncio.create_task(read_stream(client, 200, begun))
@@ -271,7 +234,7 @@ def check_sigterm_finishes_what_runs(server: Server) -> None:
         assert (await reading)[-1] == "[DONE]"
 
     in_client(server, work)
-    assert server.process.wait(60) == 0, server.log.read_text()
+    assert server.process.wait(60) == 0, server.log
     left = psutil.wait_procs(server.family, timeout=30)[1]
     assert not left
 

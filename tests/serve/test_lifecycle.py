@@ -41,7 +41,7 @@ from panscan.serve.loaded_model import open_model
 from panscan.settings import Settings
 model = open_model(Settings(model="tiny", runner="engine", dtype="fp32", device="cpu", kv_cache_gb=0.02))
 print(gc.get_freeze_count(), len(gc.get_objects()))
-model.close()
+model.engine.close()
 """
     frozen, visited = map(int, run_measured(code))
     assert frozen > 100_000 > visited

@@ -22,8 +22,7 @@ from torch import nn
 from panscan.core import PanAndScan, child
 from panscan.core.process import worker_command
 from panscan.engine import engine, loop
-from panscan.engine.scheduling.batch import FlatBatch
-from panscan.engine.scheduling.sequence import flatten
+from panscan.engine.scheduling.batch import FlatBatch, flatten
 from panscan.engine.views import ViewFeatures
 from panscan.images import pixels
 from panscan.model.prompt import Prompt, PromptWriter

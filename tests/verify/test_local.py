@@ -70,7 +70,7 @@ def test_the_reference_is_the_distribution_of_generate(local: LocalModel, mini: 
     ours = local.log_probabilities(request, tokens, REFERENCE)
     loaded = mini.loaded
     inputs = collate(
-        [prepare(read_images(request), loaded.reader, loaded.device, torch.float32, on_device=False)], loaded, None
+        [prepare(read_images(request), loaded.reader, loaded.device, torch.float32, on_device=False)], loaded
     )
     theirs = loaded.model.generate(**inputs, max_new_tokens=TOKENS, output_logits=True, return_dict_in_generate=True)
     assert theirs.sequences[0, inputs["input_ids"].shape[1] :].tolist() == tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import floor, isfinite, log10
+from math import isfinite
 from typing import Any
 
 from panscan.analysis.setting_words import CROPS, label, shown
@@ -22,15 +22,12 @@ __all__ = [
     "alias_lines",
     "aliases_of",
     "cell_title",
-    "count",
-    "decimal_places",
     "display_settings",
     "display_settings_of",
     "distinguishing_names",
     "effective_settings",
     "measured_rows",
     "memory_metric",
-    "number_text",
     "preset_of",
     "queueing_note",
     "shared_settings",
@@ -205,10 +202,6 @@ def memory_metric(rows: Sequence[MeasuredCell]) -> tuple[str, str]:
     return "peak_rss_bytes", "RSS"
 
 
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def cell_title(cell: str, settings: Mapping[str, Any], varying: Sequence[str]) -> str:
     """Return ``id (settings)``: a cell and the settings in words that tell it from others."""
     chosen = {name: settings.get(name) for name in varying if settings.get(name) is not None or _may_be_off(name)}
@@ -222,16 +215,6 @@ def _may_be_off(name: str) -> bool:
 def short_name(name: str) -> str:
     """Return a setting's name without the prefix of pan-and-scan settings."""
     return name.removeprefix(CROPS)
-
-
-def decimal_places(value: float) -> int:
-    """Decimals that show three digits."""
-    return max(0, 2 - floor(log10(abs(value)))) if value else 0
-
-
-def number_text(value: float | None) -> str:
-    """Three digits, or a dash."""
-    return "-" if value is None else f"{value:,.{decimal_places(value)}f}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from string import ascii_uppercase
 from typing import Any
 
-from panscan.analysis.cells import aliases_of, cell_title, count, display_settings, number_text, shared_settings
+from panscan.analysis.cells import aliases_of, cell_title, display_settings, shared_settings
 from panscan.analysis.differences import (
     DEFAULT_METRICS,
     METRICS,
@@ -25,6 +25,7 @@ from panscan.analysis.pairing import LOAD_WORKLOAD, CellPair, Comparison, compar
 from panscan.analysis.setting_words import label, shown
 from panscan.analysis.significance import ALPHA
 from panscan.core import SettingError
+from panscan.core.text import count, number_text
 from panscan.records.load_runs import BLOCKS, is_load_run, load_settings
 from panscan.records.quality import metric_of
 from panscan.records.schema import METRICS as METRIC_NAMES

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from panscan.analysis.candidates import Candidate
-from panscan.analysis.cells import count, memory_metric, number_text
+from panscan.analysis.cells import memory_metric
 from panscan.analysis.significance import p_text, points_text, quality_difference
+from panscan.core.text import count, number_text
 from panscan.records.quality import metric_of, metric_title
 from panscan.records.schema import FLOOR
 from panscan.records.store import Run

@@ -86,11 +86,11 @@ def floor_of(run: Run, cell: str) -> Floor | None:
         groups[(*batch, record.request) if runner == "pipeline" else batch].append(record)
     if roofline is None or not groups:
         return None
-    if runner in _MIXED:
-        limits = settings.get("max_num_seqs"), settings.get("max_concurrency")
-        batches = {key: _mixed(roofline, _mixed_counts(records), limits) for key, records in groups.items()}
-    else:
-        batches = {key: _batch(roofline, [_counts(record) for record in records]) for key, records in groups.items()}
+    limits = settings.get("max_num_seqs"), settings.get("max_concurrency")
+    batches = {}
+    for key, records in groups.items():
+        requests = _counts(records, shared=runner in _MIXED)
+        batches[key] = _mixed(roofline, requests, limits) if runner in _MIXED else _batch(roofline, requests)
     return _cell_floor(roofline.weight_bytes, batches)
 
 
@@ -142,19 +142,20 @@ def _narrow_rate(run: Run, kind: str) -> float | None:
     return None if gpu is None or kind not in gpu.flops_per_s else gpu.flops_per_s[kind] / gpu.half_rate
 
 
-def _counts(record: RequestRecord) -> RequestCounts:
-    return RequestCounts(record.views or 0, record.prompt_tokens or 0, record.output_tokens)
+def _counts(records: Sequence[RequestRecord], *, shared: bool) -> list[RequestCounts]:
+    """Return what requests ask of the model.
 
-
-def _mixed_counts(records: Sequence[RequestRecord]) -> list[RequestCounts]:
-    """Return requests that share what they have in common: prefixes, as recorded, and encoded images."""
+    Args:
+        records: requests that were submitted together.
+        shared: whether they share what they have in common: prefixes, as recorded, and encoded images.
+    """
     encoded: set[str] = set()
     requests = []
     for record in records:
-        images = record.image_sha256
-        views = 0 if encoded.intersection(images) else record.views or 0
-        encoded.update(images)
-        cached = record.cached_tokens or 0
+        cached, views = 0, record.views or 0
+        if shared:
+            cached, views = record.cached_tokens or 0, 0 if encoded.intersection(record.image_sha256) else views
+            encoded.update(record.image_sha256)
         requests.append(RequestCounts(views, record.prompt_tokens or 0, record.output_tokens, cached))
     return requests
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from panscan.analysis.cells import number_text, varying_names
+from panscan.analysis.cells import varying_names
 from panscan.core import RecordsError
+from panscan.core.text import number_text
 from panscan.records.goodput import Goodput, HighestRate, Limits, highest_rate
 from panscan.records.load_runs import (
     client_figures,

@@ -12,9 +12,10 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from panscan.analysis.cells import aliases_of, cell_title, count, distinguishing_names, effective_settings
+from panscan.analysis.cells import aliases_of, cell_title, distinguishing_names, effective_settings
 from panscan.analysis.setting_words import CROPS, shown
 from panscan.core import RecordsError
+from panscan.core.text import count
 from panscan.records.environment import bundled_weights
 from panscan.records.goodput import Limits, missed_limits
 from panscan.records.load_runs import block_size, in_blocks, is_load_run, load_settings

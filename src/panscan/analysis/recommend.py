@@ -10,13 +10,14 @@ from pathlib import Path
 import yaml
 
 from panscan.analysis.candidates import Candidate, candidates_of
-from panscan.analysis.cells import alias_lines, number_text, preset_of
+from panscan.analysis.cells import alias_lines, preset_of
 from panscan.analysis.decision import Rule, Selection, costs_of, decision_of, reason_of
 from panscan.analysis.levels import refuse_load_run
 from panscan.analysis.setting_words import shown
 from panscan.analysis.significance import quality_difference, shows_no_loss
 from panscan.core import RecordsError, SettingError
 from panscan.core.files import write_file
+from panscan.core.text import number_text
 from panscan.records.quality import metric_title
 from panscan.records.store import Run
 from panscan.records.verdict import verdict_of

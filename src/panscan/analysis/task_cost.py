@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from panscan.analysis.cells import effective_settings
 from panscan.analysis.significance import QualityDifference, p_text, points_text, quality_difference
 from panscan.core import same_model
+from panscan.core.request import SAMPLING_NAMES
 from panscan.records.quality import metrics_in
 from panscan.records.store import Run
 from panscan.records.verdict import verdict_of
@@ -17,19 +18,7 @@ __all__ = ["COLUMNS", "NO_EXACT_CELL", "TITLE", "TaskCost", "cost_columns", "cos
 TITLE = "accuracy vs exact"
 NO_EXACT_CELL = "no exact cell"
 COLUMNS = ("exact_cell", *(f"accuracy_vs_exact{part}" for part in ("", "_low", "_high", "_p_value")))
-_SAME = (
-    "revision",
-    "random_weights",
-    "model_shape",
-    "max_new_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "sampling_seed",
-    "ignore_eos",
-)
+_SAME = ("revision", "random_weights", "model_shape", *SAMPLING_NAMES, "sampling_seed")
 """Settings besides the model that change the answers: a difference would not be the verdict's."""
 
 

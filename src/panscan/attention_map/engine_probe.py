@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 
 from panscan.engine.model_runner import choose_backend
 from panscan.engine.options import EngineOptions
-from panscan.engine.scheduling.batch import FlatBatch
+from panscan.engine.scheduling.batch import FlatBatch, PromptLayout, flatten
+from panscan.engine.scheduling.batch import Sequence as EngineSequence
 from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.scheduler import Scheduler
-from panscan.engine.scheduling.sequence import PromptLayout, flatten
-from panscan.engine.scheduling.sequence import Sequence as EngineSequence
 from panscan.model.attention_masks import PROBE_COLUMNS, LayerKind, measured_mask
 from panscan.model.text_layers import LayerFacts
 

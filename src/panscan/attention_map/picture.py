@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, cycle
 from math import ceil
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL import Image, ImageColor, ImageDraw
 
-from panscan.attention_map.measure import Masks, PromptAttention, Segment, differences, plain_token, statements
+from panscan.attention_map.measure import Mask, Masks, PromptAttention, Segment, differences, plain_token, statements
 from panscan.images.ink import printable, shorten, text_width, wrap, write
 from panscan.model.attention_masks import LayerKind
 
@@ -48,7 +47,7 @@ class _Scale:
         """Whether a pixel shows several cells."""
         return self.side < self.tokens
 
-    def at(self, position: int) -> int:
+    def pixel(self, position: int) -> int:
         """Return the pixel at which a position begins."""
         return round(position * self.side / self.tokens)
 
@@ -122,10 +121,10 @@ def _draw_query_labels(draw: ImageDraw.ImageDraw, shown: PromptAttention, scale:
     """Write the labels of tokens, or else of segments, left of a row's first panel; those with room for a line."""
     write(draw, (right, top - _BAND - 6), "queries", _SMALL_SIZE, fill=_GREY, anchor="rs")
     labels = [(segment.start, segment.end, segment.label(images=shown.images)) for segment in shown.segments]
-    if scale.at(1) >= _SMALL_SIZE:
-        labels = [(at, at + 1, printable(plain_token(token))) for at, token in enumerate(shown.tokens)]
+    if scale.pixel(1) >= _SMALL_SIZE:
+        labels = [(index, index + 1, printable(plain_token(token))) for index, token in enumerate(shown.tokens)]
     for first, last, label in labels:
-        start, end = scale.at(first), scale.at(last)
+        start, end = scale.pixel(first), scale.pixel(last)
         if end - start >= _SMALL_SIZE:
             short = shorten(label, _SMALL_SIZE, _LABELS - 8)
             write(draw, (right, top + (start + end) // 2 + 5), short, _SMALL_SIZE, fill=_INK, anchor="rs")
@@ -142,60 +141,45 @@ def _draw_panel(
     write(draw, (left - _BAND, top - _BAND - 26), title, _FACTS_SIZE, fill=_INK, bold=True)
     colours = _segment_colours(shown.segments)
     for segment, colour in zip(shown.segments, colours, strict=True):
-        start, end = scale.at(segment.start), max(scale.at(segment.end), scale.at(segment.start) + 1)
+        start, end = scale.pixel(segment.start), max(scale.pixel(segment.end), scale.pixel(segment.start) + 1)
         draw.rectangle((left + start, top - _BAND, left + end - 1, top - 3), fill=colour)
         draw.rectangle((left - _BAND, top + start, left - 3, top + end - 1), fill=colour)
         labels = (segment.label(images=shown.images), segment.label(images=1))  # the second one is shorter
         fitting = (label for label in labels if text_width(label, _SMALL_SIZE) <= end - start - 4)
         middle = (left + (start + end) // 2, top - _BAND - 6)
         write(draw, middle, next(fitting, ""), _SMALL_SIZE, fill=_INK, anchor="ms")
-    other = None if group is shown.reference else group.by_kind[kind]
-    cells = _cells(shown.reference.by_kind[kind], other, shown.segments, scale)
+    cells = _panel_cells(shown.reference.by_kind[kind], group.by_kind[kind], shown.segments, scale)
     picture.paste(cells, corner)
     draw.rectangle((left - 1, top - 1, left + scale.side, top + scale.side), outline=_LINE)
 
 
 def _segment_colours(segments: Sequence[Segment]) -> list[str]:
     """Return the colour of each segment: views take theirs in turn."""
-    colours, views = [], 0
-    for segment in segments:
-        colours.append(_TEXT if segment.image is None else _VIEWS[views % len(_VIEWS)])
-        views += segment.image is not None
-    return colours
+    views = cycle(_VIEWS)
+    return [_TEXT if segment.image is None else next(views) for segment in segments]
 
 
-def _cells(
-    reference: NDArray[np.bool_], other: NDArray[np.bool_] | None, segments: Sequence[Segment], scale: _Scale
-) -> Image.Image:
-    """Return the cells of a panel, ``scale.side`` pixels square.
-
-    Args:
-        reference: bool ``[queries, keys]``.
-        other: the masks to be shown with their differences from the reference; None: the reference itself.
-        segments: of the prompt.
-        scale: of the panel.
-    """
+def _panel_cells(reference: Mask, mask: Mask, segments: Sequence[Segment], scale: _Scale) -> Image.Image:
+    """Return the cells of a mask, ``scale.side`` pixels square, with their differences from the reference."""
     colours = _segment_colours(segments)
     key_index = np.repeat(np.arange(1, len(segments) + 1), [segment.tokens for segment in segments])
     palette = np.array([ImageColor.getrgb(colour) for colour in (_NONE, *colours)], np.uint8)
-    mask = reference if other is None else other
-    picture = _scaled(Image.fromarray(palette[np.where(mask, key_index, 0)]), scale)
-    if other is not None:
-        for differing, colour in ((reference & ~other, _MISSING), (other & ~reference, _EXTRA)):
-            picture.paste(colour, (0, 0), _shares(differing, scale))
+    picture = _to_panel_size(Image.fromarray(palette[np.where(mask, key_index, 0)]), scale)
+    for differing, colour in ((reference & ~mask, _MISSING), (mask & ~reference, _EXTRA)):
+        picture.paste(colour, (0, 0), _shares(differing, scale))
     return _ruled(picture, segments, scale)
 
 
-def _scaled(image: Image.Image, scale: _Scale) -> Image.Image:
+def _to_panel_size(image: Image.Image, scale: _Scale) -> Image.Image:
     """Return an image of one pixel per cell at a panel's size."""
     method = Image.Resampling.BOX if scale.blends else Image.Resampling.NEAREST
     return image.resize((scale.side, scale.side), method)
 
 
-def _shares(cells: NDArray[np.bool_], scale: _Scale) -> Image.Image:
+def _shares(cells: Mask, scale: _Scale) -> Image.Image:
     """Return the share of a difference's colour in each pixel, as an image of mode L."""
     # Scaled as floats: a share below 1 / 255 would round to 0.
-    shares = np.asarray(_scaled(Image.fromarray(cells.astype(np.float32)), scale))
+    shares = np.asarray(_to_panel_size(Image.fromarray(cells.astype(np.float32)), scale))
     return Image.fromarray(np.where(shares > 0, 255 * (_FAINTEST + (1 - _FAINTEST) * shares), 0).astype(np.uint8))
 
 
@@ -205,9 +189,9 @@ def _ruled(picture: Image.Image, segments: Sequence[Segment], scale: _Scale) -> 
     draw = ImageDraw.Draw(lines)
     for segment in segments:
         for edge in (segment.start, segment.end) if segment.image is not None else ():
-            at = min(scale.at(edge), scale.side - 1)
-            draw.line((at, 0, at, scale.side), fill=46)
-            draw.line((0, at, scale.side, at), fill=46)
+            pixel = min(scale.pixel(edge), scale.side - 1)
+            draw.line((pixel, 0, pixel, scale.side), fill=46)
+            draw.line((0, pixel, scale.side, pixel), fill=46)
     picture.paste(_INK, (0, 0), lines)
     return picture
 
@@ -223,10 +207,10 @@ def _legend_entries(shown: PromptAttention, scale: _Scale) -> list[_Entry]:
     if views:
         entries.append((_VIEWS[:views], "attends to a view" + (" (colours in turn)" if views > 1 else "")))
     reference = shown.reference.names[0]
-    found = [difference for group in shown.groups[1:] for difference in differences(shown, group)]
-    if any(difference.missing for difference in found):
+    changes = [difference for group in shown.groups[1:] for difference in differences(shown, group)]
+    if any(difference.missing for difference in changes):
         entries.append(([_MISSING], f"missing: only {reference} attends"))
-    if any(difference.extra for difference in found):
+    if any(difference.extra for difference in changes):
         entries.append(([_EXTRA], f"extra: {reference} does not attend"))
     if scale.blends:
         cells = scale.tokens / scale.side

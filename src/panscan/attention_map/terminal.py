@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from panscan.attention_map.measure import Masks, PromptAttention, plain_token, statements
+from panscan.attention_map.measure import Mask, Masks, PromptAttention, plain_token, statements
 from panscan.model.attention_masks import LayerKind
 
 __all__ = ["attention_lines"]
@@ -90,7 +90,7 @@ def _panel(shown: PromptAttention, group: Masks, kind: LayerKind, bins: _Bins) -
     return [f"{kind} layers ({shown.layers[kind]})", *("".join(row) for row in cells)]
 
 
-def _shares(mask: NDArray[np.bool_], edges: Sequence[int]) -> NDArray[np.float64]:
+def _shares(mask: Mask, edges: Sequence[int]) -> NDArray[np.float64]:
     """Return the share of true cells of each pair of runs: ``[runs, runs]``."""
     starts = list(edges[:-1])
     counts = np.add.reduceat(np.add.reduceat(mask, starts, axis=0, dtype=np.int64), starts, axis=1)

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 
@@ -214,28 +215,26 @@ def _table_items(tables: Iterable[ParquetTable]) -> Iterator[list[BatchItem]]:
 def _opened_ahead(files: Iterable[str], document: Callable[[str], list[BatchItem]]) -> Iterator[list[BatchItem]]:
     """Yield the items of each file in order. Stored multi-page documents are downloaded a few in advance."""
     threads = DaemonThreads(_AHEAD, "panscan-storage")
-    waiting: deque[tuple[str, Future[list[BatchItem]] | None]] = deque()
+    waiting: deque[Callable[[], list[BatchItem]]] = deque()
     rest = iter(files)
     try:
         while True:
             for file in islice(rest, _AHEAD - len(waiting)):
-                waiting.append((file, _submitted(threads, document, file) if _has_pages(file) else None))
+                opened = partial(document, file)
+                waiting.append(_submitted(threads, opened).result if _has_pages(file) else opened)
             if not waiting:
                 return
-            file, future = waiting.popleft()
-            yield document(file) if future is None else future.result()
+            yield waiting.popleft()()
     finally:
         threads.shutdown()
 
 
-def _submitted(
-    threads: DaemonThreads, document: Callable[[str], list[BatchItem]], file: str
-) -> Future[list[BatchItem]]:
+def _submitted(threads: DaemonThreads, work: Callable[[], list[BatchItem]]) -> Future[list[BatchItem]]:
     future: Future[list[BatchItem]] = Future()
 
     def run() -> None:
         try:
-            future.set_result(document(file))
+            future.set_result(work())
         except BaseException as error:  # raised where the result is awaited
             future.set_exception(error)
 

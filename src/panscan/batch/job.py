@@ -11,7 +11,7 @@ from panscan.batch.jsonl import Record
 from panscan.core import Request
 from panscan.core.request import MAX_PAGES
 from panscan.model.bundled import fingerprints
-from panscan.settings import ENGINE_AXES, Settings, axes
+from panscan.settings import ENGINE_AXES, REMOVED_SETTINGS, Settings, axes
 
 __all__ = ["Job", "changed_versions", "difference", "with_resolved_dtype"]
 
@@ -105,6 +105,9 @@ def difference(begun: Record, header: Record) -> str | None:
         before = begun.get("settings", {}).get(name, axes()[name].default)  # older files lack newer settings
         if before != value and name not in _ANSWERS_STAY:
             return f"was made with --{axes()[name].flag} {before}, not {value}"
+    for name, off in REMOVED_SETTINGS.items():
+        if begun.get("settings", {}).get(name, off) != off:
+            return f"was made with --{name.replace('_', '-')}, which this version does not have"
     for name, weights in header["bundled"].items():
         kept = begun.get("bundled")
         if not isinstance(kept, dict) or kept.get(name) != weights:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from panscan.bench.grid import Cell
 from panscan.bench.plan import Observer, SweepPlan, Visit, Writer
 from panscan.bench.workload import Item, request_of
 from panscan.core import PanscanError, Request, Result, UnsupportedError, now
-from panscan.core.errors import brief
+from panscan.core.errors import brief, error_line
 from panscan.quality.scores import scores_of
 from panscan.records.schema import AnyRecord, CellRecord, LoadRecord, RecordedAnswer, RepeatRecord, RequestRecord
 from panscan.settings import ALL_AT_ONCE, Settings
@@ -43,46 +44,81 @@ def run_sweep(
     Raises:
         RecordsError: ``--reference`` is of other weights.
     """
+    sweep = _Sweep(plan, writer, observer, verifier)
     for visits in plan.order():
-        left = [(cell, repeat) for cell, repeat in visits if (cell.id, repeat) not in done]
-        for cell in dict.fromkeys(cell for cell, _ in left if cell.id in plan.skipped):
-            _write_outcome(cell, None, ("skipped", plan.skipped[cell.id]), writer=writer, observer=observer)
-        todo = [(cell, repeat) for cell, repeat in left if cell.id not in plan.skipped]
+        missing = [(cell, repeat) for cell, repeat in visits if (cell.id, repeat) not in done]
+        for cell in dict.fromkeys(cell for cell, _ in missing if cell.id in plan.skipped):
+            sweep.write_outcome(cell, None, ("skipped", plan.skipped[cell.id]))
+        todo = [(cell, repeat) for cell, repeat in missing if cell.id not in plan.skipped]
         if todo:
-            _run_loaded(plan, todo, writer, observer, verifier)
+            sweep.run_loaded(todo)
 
 
-def _run_loaded(
-    plan: SweepPlan, visits: list[Visit], writer: Writer, observer: Observer, verifier: Verifier | None
-) -> None:
-    """Every visit that shares one loaded model."""
-    from panscan.model.machine import release_memory
-    from panscan.runners.factory import open_runner
+@dataclass(frozen=True, slots=True)
+class _Sweep:
+    """A sweep in progress. Arguments: those of :func:`run_sweep`."""
 
-    cells = list(dict.fromkeys(cell for cell, _ in visits))
-    compared = [cell for cell, repeat in visits if repeat is None]
-    if verifier is not None and compared:
-        verifier.prepare_quantized(compared)
-    observer.loading(cells[0].settings)
-    started = now()
-    try:
-        runner = open_runner(cells[0].settings)
-    except Exception as error:  # whatever a load raises is these cells' outcome; the sweep continues
-        failure = _classify(error)
-    else:
+    plan: SweepPlan
+    writer: Writer
+    observer: Observer
+    verifier: Verifier | None
+
+    def run_loaded(self, visits: list[Visit]) -> None:
+        """Make every visit that shares one loaded model."""
+        from panscan.model.machine import release_memory
+        from panscan.runners.factory import open_runner
+
+        cells = list(dict.fromkeys(cell for cell, _ in visits))
+        compared = [cell for cell, repeat in visits if repeat is None]
+        verifier = self.verifier if compared else None
+        if verifier is not None:
+            verifier.prepare_quantized(compared)
+        self.observer.loading(cells[0].settings)
+        started = now()
         try:
-            writer.write([_load_record(cells, runner, now() - started)])
-            if verifier is not None and compared:
-                verifier.prepare(runner, compared)
-            _visit(plan, visits, runner, writer=writer, observer=observer, verifier=verifier)
-            for record in verifier.conclude(runner, compared) if verifier is not None else ():
-                writer.write([record])
-        finally:
-            runner.close()
-        return
-    release_memory()
-    for cell in cells:
-        _write_outcome(cell, None, failure, writer=writer, observer=observer)
+            runner = open_runner(cells[0].settings)
+        except Exception as error:  # whatever a load raises is these cells' outcome; the sweep continues
+            failure = _classify(error)
+        else:
+            with closing(runner):
+                self.writer.write([_load_record(cells, runner, now() - started)])
+                if verifier is not None:
+                    verifier.prepare(runner, compared)
+                self._visit(visits, runner)
+                for record in verifier.conclude(runner, compared) if verifier is not None else ():
+                    self.writer.write([record])
+            return
+        release_memory()
+        for cell in cells:
+            self.write_outcome(cell, None, failure)
+
+    def _visit(self, visits: list[Visit], runner: Runner) -> None:
+        from panscan.model.machine import release_memory
+
+        broken: set[str] = set()
+        for cell, repeat in visits:
+            if cell.id in broken or (repeat is None and self.verifier is None):
+                continue
+            failure = None
+            try:
+                runner.configure(cell.settings)
+                if repeat is not None:
+                    records = measure(self.plan, cell, repeat, runner, self.observer, self.verifier)
+                elif self.verifier is not None:
+                    records = [self.verifier.verify(runner, cell)]
+            except Exception as error:  # any failure in a cell is a recorded outcome, never the end of the sweep
+                failure = _classify(error)
+            if failure is None:
+                self.writer.write(records)
+                continue
+            release_memory()  # not above: there the traceback still holds what the cell had
+            broken.add(cell.id)
+            self.write_outcome(cell, repeat, failure)
+
+    def write_outcome(self, cell: Cell, repeat: int | None, failure: tuple[str, str]) -> None:
+        """Record a cell's outcome and its reason, and report it."""
+        self.writer.write([_cell_record(cell, repeat, *failure)])
+        self.observer.problem(cell, *failure)
 
 
 def _load_record(cells: Sequence[Cell], runner: Runner, seconds: float) -> LoadRecord:
@@ -141,38 +177,6 @@ def _ceilings(runner: Runner) -> dict[str, float | None]:
         if not is_out_of_memory(error):
             raise
         return {"flops_per_s": None, "bytes_per_s": None}
-
-
-def _visit(
-    plan: SweepPlan,
-    visits: list[Visit],
-    runner: Runner,
-    *,
-    writer: Writer,
-    observer: Observer,
-    verifier: Verifier | None,
-) -> None:
-    from panscan.model.machine import release_memory
-
-    broken: set[str] = set()
-    for cell, repeat in visits:
-        if cell.id in broken or (repeat is None and verifier is None):
-            continue
-        failure = None
-        try:
-            runner.configure(cell.settings)
-            if repeat is not None:
-                records = measure(plan, cell, repeat, runner, observer, verifier)
-            elif verifier is not None:
-                records = [verifier.verify(runner, cell)]
-        except Exception as error:  # any failure in a cell is a recorded outcome, never the end of the sweep
-            failure = _classify(error)
-        if failure is None:
-            writer.write(records)
-            continue
-        release_memory()  # not above: there the traceback still holds what the cell had
-        broken.add(cell.id)
-        _write_outcome(cell, repeat, failure, writer=writer, observer=observer)
 
 
 def measure(
@@ -281,24 +285,13 @@ def _cell_record(cell: Cell, repeat: int | None, outcome: str, reason: str | Non
     return CellRecord(cell=cell.id, repeat=repeat, outcome=outcome, reason=reason, time=now())
 
 
-def _write_outcome(
-    cell: Cell, repeat: int | None, failure: tuple[str, str], *, writer: Writer, observer: Observer
-) -> None:
-    outcome, reason = failure
-    writer.write([_cell_record(cell, repeat, outcome, reason)])
-    observer.problem(cell, outcome, reason)
-
-
 def _classify(error: Exception) -> tuple[str, str]:
     """Outcome and reason of a failure."""
     from panscan.model.machine import is_out_of_memory
 
-    text = brief(error, 300)
     if is_out_of_memory(error):
-        return "oom", f"out of memory: {text}"
-    if isinstance(error, UnsupportedError):
-        return "skipped", text
-    return "failed", text if isinstance(error, PanscanError) else f"{type(error).__name__}: {text}"
+        return "oom", f"out of memory: {brief(error, 300)}"
+    return "skipped" if isinstance(error, UnsupportedError) else "failed", error_line(error, 300)
 
 
 def compiles(settings: Settings) -> bool:

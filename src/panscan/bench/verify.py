@@ -46,7 +46,7 @@ from panscan.core import (
     now,
     same_model,
 )
-from panscan.core.errors import brief
+from panscan.core.errors import error_line
 from panscan.model.checkpoint import Loaded, stored_format
 from panscan.model.machine import is_out_of_memory, release_memory, resolve_device, resolve_dtype
 from panscan.model.quantization import unquantized_settings
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Verifier"]
 
-_Identity = tuple[Any, ...]
+_WeightsKey = tuple[Any, ...]
 _ANY = ""
 """Stands for all views, in place of their digest."""
 _UNOBSERVABLE = {"generate_batch": "generate_batch() does not expose its logits"}
@@ -104,9 +104,9 @@ class Verifier:
     invariance: bool = False
     follows: bool = False
     _references: dict[tuple[str, str], Reference] = field(default_factory=dict)
-    _digests: dict[_Identity, str] = field(default_factory=dict)
-    _missing: dict[tuple[_Identity, str], str] = field(default_factory=dict)
-    _loads: set[_Identity] = field(default_factory=set)
+    _digests: dict[_WeightsKey, str] = field(default_factory=dict)
+    _missing: dict[tuple[_WeightsKey, str], str] = field(default_factory=dict)
+    _loads: set[_WeightsKey] = field(default_factory=set)
     _runs: dict[str, list[RunAnswers]] = field(default_factory=dict)
     _settings: dict[str, Settings] = field(default_factory=dict)
     _records: dict[str, VerdictRecord] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class Verifier:
         """
         if not self.reference_files or not cells:
             return
-        self._loads = {_identity(cell.settings) for cell in cells}
+        self._loads = {_weights_key(cell.settings) for cell in cells}
         known = {reference.views for _, reference in self.reference_files}
         needed = {self._views(cell.settings, pixels) for cell in cells for pixels in ("cpu", "device")}
         if not known & needed:
@@ -139,11 +139,12 @@ class Verifier:
         if _is_quantized(settings) or _unobservable_reason(settings) is not None:
             return  # quantised cells use the reference of the unquantised weights
         try:
-            weights = self._digests[_identity(settings)] = weights_digest(runner.loaded.model)
+            weights = self._digests[_weights_key(settings)] = weights_digest(runner.loaded.model)
         except UnsupportedError as error:
-            self._missing[_identity(settings), _ANY] = f"{error}: {_SUPPLY}"
+            self._missing[_weights_key(settings), _ANY] = f"{error}: {_SUPPLY}"
             return
-        for cell in _one_per_views(cells, lambda each: self._views(each.settings, runner.pixels(each.settings))):
+        by_views = {self._views(cell.settings, runner.pixels(cell.settings)): cell for cell in reversed(cells)}
+        for cell in reversed(by_views.values()):
             self._prepare_one(runner, cell.settings, weights)
         release_memory()
 
@@ -158,7 +159,7 @@ class Verifier:
         if not _is_quantized(settings) or _unobservable_reason(settings) is not None:
             return
         if settings.runner == "vllm":
-            self._missing[_identity(settings), _ANY] = f"vLLM does not expose its weights: {_SUPPLY}"
+            self._missing[_weights_key(settings), _ANY] = f"vLLM does not expose its weights: {_SUPPLY}"
             return
         pixels_known = settings.runner != "pipeline"  # only its processor knows how it rounds pixels
         if pixels_known and all(self._reference(cell.settings, cell.settings.preprocess) for cell in cells):
@@ -168,7 +169,7 @@ class Verifier:
             self.say(f"loading {plain.model_name} unquantised to compute the reference")
             runner = open_runner(plain)
         except Exception as error:  # the cells are still measured, without a verdict
-            self._missing[_identity(settings), _ANY] = _reason(error, "loading the unquantised weights")
+            self._missing[_weights_key(settings), _ANY] = _failure_text(error, "loading the unquantised weights")
             return
         try:
             self.prepare(runner, [replace(cell, settings=_unquantized(cell.settings)) for cell in cells])
@@ -198,10 +199,10 @@ class Verifier:
                 return TokenCheck(note="no reference for these weights and views") if self.follows else None
             judge = self._judge(runner, cell.settings, reference)
             pairs = zip(self.items, reference.requests, strict=True)
-            expected = {item.id: Expected(each.tokens, each.answer) for item, each in pairs}
+            expected = {item.id: Expected(request.tokens, request.answer) for item, request in pairs}
             return compared_with_reference(judge, expected, results, seed)
         except Exception as error:  # a failed comparison does not invalidate the measurement
-            return TokenCheck(note=_reason(error, "comparing measured tokens"))
+            return TokenCheck(note=_failure_text(error, "comparing measured tokens"))
 
     def conclude(self, runner: Runner, cells: Sequence[Cell]) -> Iterator[VerdictRecord]:
         """Yield the final verdict records, with the checks that need the bare model.
@@ -239,7 +240,7 @@ class Verifier:
             try:
                 record = self._compare(runner, cell, reference)
             except Exception as error:  # the cell is unverified, and the sweep continues
-                record.reason = _reason(error, "comparing answers")
+                record.reason = _failure_text(error, "comparing answers")
             record.truth = reference.id
             if _comparable(cell.settings):
                 self._vary(runner, cell)
@@ -260,7 +261,7 @@ class Verifier:
             try:
                 again = answer_again(runner, requests, views)
             except Exception as error:  # the measurement and the other checks remain valid
-                self.say(f"not answered again: {_reason(error, 'answering again')}")
+                self.say(f"not answered again: {_failure_text(error, 'answering again')}")
                 return
             self._longest[cell.id] = again.longest
             self._keep(cell, again.variant)
@@ -294,7 +295,7 @@ class Verifier:
         try:
             beyond = self._beyond(cell, reference, judge, states)
         except Exception as error:  # such as quantised weights, or too little memory
-            beyond = TokenCheck(note=f"tokens beyond the reference: {_reason(error, 'computing the reference')}")
+            beyond = TokenCheck(note=f"tokens beyond the reference: {_failure_text(error, 'computing the reference')}")
         return beyond, self._axes(cell, judge, states)
 
     def _beyond(self, cell: Cell, reference: Reference, judge: Judge, states: ReferenceRows) -> TokenCheck | None:
@@ -311,22 +312,18 @@ class Verifier:
                 if start < len(tokens):
                     beyond[item.id, tokens] = start
         longest = sorted(beyond, key=lambda answer: beyond[answer] - len(answer[1]))[:_MAX_BEYOND]
-        if not longest:
-            return None
-        total = TokenCheck()
-        for request, tokens in longest:
-            total += states.check(judge, request, tokens, beyond[request, tokens])
-        return total
+        checks = [states.check(judge, *answer, beyond[answer]) for answer in longest]
+        return sum(checks, TokenCheck()) if checks else None
 
     def _axes(self, cell: Cell, judge: Judge, states: ReferenceRows) -> list[AxisCheck]:
         """Compare the cell with its other runs, and with cells that differ from it in one axis only."""
-        own, *others = self._runs.get(cell.id) or [RunAnswers("repeats", "", {})]
-        found = [compare(each, own.answers, judge, states, same_cell=True) for each in others]
+        measured, *others = self._runs.get(cell.id) or [RunAnswers("repeats", "", {})]
+        checks = [compare(variant, measured.answers, judge, states, same_cell=True) for variant in others]
         for other, settings in self._settings.items():
             if other != cell.id and self._runs.get(other) and (axis := shared_axis(cell.settings, settings)):
                 variant = RunAnswers(axis, "other cells of this run", self._runs[other][0].answers)
-                found.append(compare(variant, own.answers, judge, states, same_cell=False))
-        return merged_axes(found)
+                checks.append(compare(variant, measured.answers, judge, states, same_cell=False))
+        return merged_axes(checks)
 
     def _views(self, settings: Settings, pixels: str) -> str:
         return views_digest(self.items, settings, self.source, pixels)
@@ -341,35 +338,34 @@ class Verifier:
         """
         if _unobservable_reason(settings) is not None:
             return None
-        views, weights = self._views(settings, pixels), self._digests.get(_identity(settings))
-        precision = _precision(settings)
-        if self.follows:
-            found = self._followed(views, settings)
-        elif weights is not None:
-            found = self._references.get((weights, views))
+        views, weights = self._views(settings, pixels), self._digests.get(_weights_key(settings))
+        if weights is not None and not self.follows:
+            reference = self._references.get((weights, views))
         else:
-            files = (each for _, each in self.reference_files)
-            found = next((each for each in files if each.views == views and _same_model(each.model, settings)), None)
-        return found if found is not None and precision in found.noise else None
+            known = [reference for _, reference in self.reference_files] + self._followed(views)
+            fitting = (candidate for candidate in known if candidate.views == views)
+            if weights is None:
+                reference = next((candidate for candidate in fitting if _same_model(candidate.model, settings)), None)
+            else:
+                reference = next((candidate for candidate in fitting if candidate.weights == weights), None)
+        return reference if reference is not None and _precision(settings) in reference.noise else None
+
+    def _followed(self, views: str) -> list[Reference]:
+        """Return the references for these views that another process of this run has stored, if this one follows it."""
+        if not self.follows or self.directory is None:
+            return []
+        return [load_reference(file) for file in sorted(self.directory.glob(f"*-{views[:8]}.safetensors"))]
 
     def _store_digest(self, runner: Runner, settings: Settings) -> None:
         """Store the digest of the loaded weights, unless they are quantised."""
-        if _identity(settings) not in self._digests and not _is_quantized(settings):
+        if _weights_key(settings) not in self._digests and not _is_quantized(settings):
             with suppress(UnsupportedError):
-                self._digests[_identity(settings)] = weights_digest(runner.loaded.model)
-
-    def _followed(self, views: str, settings: Settings) -> Reference | None:
-        """Return the reference for these views and weights that another process of this run uses or has stored."""
-        files = [] if self.directory is None else sorted(self.directory.glob(f"*-{views[:8]}.safetensors"))
-        weights = self._digests.get(_identity(settings))
-        found = [reference for _, reference in self.reference_files] + [load_reference(file) for file in files]
-        fitting = [each for each in found if each.views == views and _same_model(each.model, settings)]
-        return next((each for each in fitting if weights in (None, each.weights)), None)
+                self._digests[_weights_key(settings)] = weights_digest(runner.loaded.model)
 
     def _why_missing(self, settings: Settings, pixels: str) -> str:
         if (reason := _unobservable_reason(settings)) is not None:
             return reason
-        identity = _identity(settings)
+        identity = _weights_key(settings)
         found = self._missing.get((identity, self._views(settings, pixels))) or self._missing.get((identity, _ANY))
         return found or "no reference was computed"
 
@@ -388,7 +384,7 @@ class Verifier:
                     reference = self._computed(runner.loaded, settings, plain, reference, (weights, views))
             self._references[weights, views] = reference
         except Exception as error:  # the cells are still measured, without a verdict
-            self._missing[_identity(settings), views] = _reason(error, "computing the reference")
+            self._missing[_weights_key(settings), views] = _failure_text(error, "computing the reference")
             return
         self._record(runner, settings, reference, source, now() - started)
 
@@ -473,7 +469,7 @@ class Verifier:
         try:
             inputs = InputCheck(**check_inputs(runner.loaded.reader, chosen))
         except Exception as error:  # such as a deleted image: the reference remains valid
-            inputs = InputCheck(0, 0, None, _reason(error, "comparing inputs"))
+            inputs = InputCheck(0, 0, None, _failure_text(error, "comparing inputs"))
         truth = TruthRecord(
             truth=reference.id,
             source=source,
@@ -541,7 +537,7 @@ def _unobservable_reason(settings: Settings) -> str | None:
     return _UNOBSERVABLE.get(settings.runner)
 
 
-def _identity(settings: Settings) -> _Identity:
+def _weights_key(settings: Settings) -> _WeightsKey:
     """Return the settings that determine the unquantised weights; local directories as resolved paths."""
     plain = _unquantized(settings)
     return canonical_model(plain.model), plain.revision, plain.random_weights, plain.model_shape, _precision(plain)
@@ -578,13 +574,8 @@ def _same_model(name: str, settings: Settings) -> bool:
     return same_model(name, plain.model_name) or _is_quantized(plain)
 
 
-def _one_per_views(cells: Sequence[Cell], views: Callable[[Cell], str]) -> list[Cell]:
-    return list({views(cell): cell for cell in reversed(cells)}.values())[::-1]
-
-
-def _reason(error: Exception, doing: str) -> str:
-    text = brief(error)
+def _failure_text(error: Exception, doing: str) -> str:
     if is_out_of_memory(error):
         hint = "" if doing == "comparing answers" else ": load a reference with --reference"
         return f"out of memory while {doing}{hint}"
-    return text if isinstance(error, PanscanError) else f"{type(error).__name__}: {text}"
+    return error_line(error)

@@ -102,7 +102,7 @@ def command(options: Options, sources: tuple[str, ...]) -> int:
             _resumable(file, job.prompt if options.prompt in (None, "-") else None),
             _kept(file, target, ledger, mode, idle=idle) as keep,
         ):
-            _answer(job, ahead, tasks, file, answered, work, options, keep)
+            _answer_tasks(job, ahead, tasks, file, answered, work, options, keep)
         if not idle:
             _print_speed(ledger.ledger)
         return _print_summary(file, options.answers_path, idle=idle)
@@ -161,12 +161,12 @@ def _found_work(options: Options, sources: tuple[str, ...]) -> Any:
         max_pages=options.max_pages,
         on_problem=print_skipped,
         external_images=options.allow_external_images,
-        columns=_columns(options),
+        columns=_parquet_columns(options),
         has_prompt=options.prompt is not None,
     )
 
 
-def _columns(options: Options) -> Any:
+def _parquet_columns(options: Options) -> Any:
     from panscan.batch.tables import TableColumns
 
     names = (options.image_column, options.id_column, options.prompt_column)
@@ -184,7 +184,7 @@ def _print_speed(ledger: Any) -> None:
     errors().print(text, soft_wrap=True)
 
 
-def _answer(
+def _answer_tasks(
     job: Any, ahead: Any, tasks: Any, file: Any, answered: Any, work: Any, options: Options, keep: _JobLedger
 ) -> None:
     from panscan.batch.dispatch import answer, answers_ahead
@@ -208,7 +208,7 @@ def _answer(
         answer(
             engine,
             job,
-            keep.counted(_checked(chain(ahead, tasks), warning)),
+            keep.counted(_with_warning(chain(ahead, tasks), warning)),
             file,
             window=answers_ahead(job.settings, options.replicas or 1) if in_order else None,
             proven=answered.any_succeeded,
@@ -216,7 +216,7 @@ def _answer(
         )
 
 
-def _checked(tasks: Iterable[Any], warning: DemonstrationWarning) -> Iterator[Any]:
+def _with_warning(tasks: Iterable[Any], warning: DemonstrationWarning) -> Iterator[Any]:
     """Yield the tasks, and warn if a demonstration model is asked about real documents."""
     for task in tasks:
         if task.needs_engine:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from panscan.analysis.cells import number_text
 from panscan.cli.console import out
+from panscan.core.text import number_text, percent
 from panscan.plan.advice import PlanAnswer, rejections, warnings_for, what_would_fit
 from panscan.plan.fleet import with_replicas
-from panscan.report.formatting import percent
 from panscan.report.table import Column, Medium, Table, print_table
 
 if TYPE_CHECKING:

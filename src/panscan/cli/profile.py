@@ -139,9 +139,9 @@ def _print_profiles(found: list[Profiled], folder: Path) -> None:
     from panscan.profile.results import printed, summary_of, write_results
 
     with activity("summarising the traces"):
-        summaries = [summary_of(profiled, compared=len(found) > 1) for profiled in found]
-        page = write_results(folder, found, summaries, title=f"Profile of {found[0].facts['model']}")
-    for line in printed(found, summaries, width=out().width if out().is_terminal else 120):
+        modes = [(profiled, summary_of(profiled, compared=len(found) > 1)) for profiled in found]
+        page = write_results(folder, modes, title=f"Profile of {found[0].facts['model']}")
+    for line in printed(modes, width=out().width if out().is_terminal else 120):
         out().print(line, soft_wrap=True)
     out().print("")
     for profiled in found:

@@ -8,11 +8,12 @@ from typing import Any, TypeAlias
 
 from rich.console import Console
 
-from panscan.analysis.cells import count, display_settings, distinguishing_names, short_name
+from panscan.analysis.cells import display_settings, distinguishing_names, short_name
 from panscan.analysis.setting_words import shown
 from panscan.bench.plan import SweepPlan
 from panscan.bench.predict import Prediction, predict
 from panscan.core import Result, View
+from panscan.core.text import count
 from panscan.images.views import ViewPlan
 from panscan.report.table import Column, Medium, Table, print_table
 

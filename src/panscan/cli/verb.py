@@ -200,6 +200,7 @@ def _foreign(verb: str, word: str, name: str, value: str, options: Mapping[str, 
         return
     reason = FOREIGN_OPTIONS.get(key) if name.startswith("--") else None
     named = re.findall(r"--[a-z-]+", reason or "")
-    if reason is not None and (not named or any(flag in options for flag in named)):
+    useful = not named or any(flag in options for flag in named)
+    if reason is not None and (useful or reason.startswith("removed")):
         raise SettingError(f"{name}: {reason}")
     yield word

@@ -107,7 +107,7 @@ def _print_verdict(found: Verification) -> None:
 
 def _print_evidence(found: Verification) -> None:
     """Print the table of hypotheses: the reference first, then the best ones."""
-    from panscan.report.formatting import nats
+    from panscan.core.text import nats
     from panscan.report.table import Column, Medium, Table, print_table
 
     reference = found.reference

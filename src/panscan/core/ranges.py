@@ -1,13 +1,14 @@
-"""What numbers a setting takes, in words that a user of Python and of the command line reads alike."""
+"""How an option is declared, and what numbers it takes, in words that users of Python and of commands read alike."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from reprlib import Repr
+from typing import Any
 
 from panscan.core.errors import SettingError
 
-__all__ = ["Range", "shorten"]
+__all__ = ["Range", "option", "shorten"]
 
 _REPR = Repr()
 _REPR.maxstring = _REPR.maxother = 60
@@ -73,3 +74,8 @@ class Range:
             raise SettingError(f"{name} takes {self}; got {shorten(text)}") from None
         self.check(name, number)
         return number
+
+
+def option(default: Any, group: str, help: str, verbs: str, **facts: Any) -> Any:
+    """Return a dataclass field that declares an option; see :class:`panscan.settings.Option` for the arguments."""
+    return field(default=default, metadata={"group": group, "help": help, "verbs": verbs, **facts})

@@ -9,17 +9,21 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from panscan.core.errors import SettingError
-from panscan.core.ranges import Range, shorten
+from panscan.core.ranges import Range, option, shorten
 
 __all__ = [
     "MAX_PAGES",
     "MAX_SCHEMA_BYTES",
     "PAN_AND_SCAN_RANGES",
-    "SAMPLING_RANGES",
+    "SAMPLED_NAMES",
+    "SAMPLING_NAMES",
+    "SEEDS",
+    "TOKENS",
     "Message",
     "PanAndScan",
     "Request",
     "Sampling",
+    "SamplingTable",
     "View",
     "checked_request",
     "request_list",
@@ -31,18 +35,10 @@ MAX_PAGES = 1000
 MAX_SCHEMA_BYTES = 2**16
 """Longest ``json_schema`` in bytes of UTF-8."""
 
-_TOKENS = 2**20  # eight times Gemma 3's context
-SAMPLING_RANGES = {
-    "max_new_tokens": Range(integer=True, ge=1, le=_TOKENS),
-    "temperature": Range(ge=0, le=1_000_000, note="0 is greedy"),
-    "top_k": Range(integer=True, ge=1, le=2**31 - 1),
-    "top_p": Range(gt=0, le=1),
-    "min_p": Range(ge=0, le=1),
-    "repetition_penalty": Range(ge=1e-6, le=1_000_000),
-    "seed": Range(integer=True, ge=-(2**63), le=2**64 - 1),
-    "logprobs": Range(integer=True, ge=0, le=20),
-}
-"""Of the numbers in :class:`Sampling`; seeds are those of ``torch.manual_seed``."""
+TOKENS = Range(integer=True, ge=1, le=2**20)
+"""Output tokens; the maximum is eight times Gemma 3's context."""
+SEEDS = Range(integer=True, ge=-(2**63), le=2**64 - 1)
+"""Those of ``torch.manual_seed``."""
 PAN_AND_SCAN_RANGES = {
     "min_crop_size": Range(integer=True, ge=1, le=2**20, note="Transformers divides by it"),
     "max_num_crops": Range(integer=True, ge=1, le=1024, note="Transformers divides by it"),
@@ -106,8 +102,80 @@ class View:
         return right - left, bottom - top
 
 
+_ANSWER = "ask batch bench serve"
+
+
+@dataclass(frozen=True)
+class SamplingTable:
+    """The sampling options: fields of :class:`Sampling` and of :class:`panscan.settings.Settings`."""
+
+    max_new_tokens: int = option(
+        128,
+        "Generation",
+        "Maximum output tokens.",
+        f"{_ANSWER} load profile quantize",
+        range=TOKENS,
+        by_verb={
+            "serve": {"help": "Output tokens of a request without max_tokens."},
+            "profile": {"default": 16},
+        },
+    )
+    temperature: float = option(
+        0.0,
+        "Generation",
+        "Sampling temperature; 0 is greedy.",
+        _ANSWER,
+        range=Range(ge=0, le=1_000_000, note="0 is greedy"),
+    )
+    top_k: int | None = option(
+        None,
+        "Generation",
+        "Sample from the k most probable tokens.",
+        _ANSWER,
+        range=Range(integer=True, ge=1, le=2**31 - 1),
+        sampled=True,
+    )
+    top_p: float | None = option(
+        None,
+        "Generation",
+        "Sample from top tokens with this total probability.",
+        _ANSWER,
+        range=Range(gt=0, le=1),
+        sampled=True,
+    )
+    min_p: float | None = option(
+        None,
+        "Generation",
+        "Drop tokens below this share of the most probable.",
+        _ANSWER,
+        range=Range(ge=0, le=1),
+        sampled=True,
+        rare=True,
+    )
+    repetition_penalty: float | None = option(
+        None,
+        "Generation",
+        "Penalty on repeated tokens; above 1 repeats less.",
+        _ANSWER,
+        range=Range(ge=1e-6, le=1_000_000),
+        rare=True,
+    )
+    ignore_eos: bool = option(
+        False,
+        "Generation",
+        "Ignore end tokens: always generate the full length.",
+        f"{_ANSWER} load profile",
+        by_verb={"profile": {"default": True}},
+    )
+
+
+SAMPLING_NAMES = tuple(item.name for item in fields(SamplingTable))
+SAMPLED_NAMES = tuple(item.name for item in fields(SamplingTable) if item.metadata.get("sampled"))
+"""Sampling options that have no effect at temperature 0."""
+
+
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(SamplingTable):
     """How output tokens are chosen. The default is greedy.
 
     ``temperature`` 0 is greedy; ``ignore_eos`` gives exactly ``max_new_tokens`` tokens (for speed measurements), unless
@@ -118,32 +186,26 @@ class Sampling:
     as text that the answer must satisfy (``{"type": "object"}``: any JSON object); only the engine supports it.
     """
 
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    ignore_eos: bool = False
+    seed: int | None = field(default=None, metadata={"range": SEEDS})
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    logprobs: int | None = None
+    logprobs: int | None = field(default=None, metadata={"range": Range(integer=True, ge=0, le=20)})
     json_schema: str | None = None
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            value = getattr(self, item.name)
-            if item.name in SAMPLING_RANGES and not (value is None and item.default is None):
-                SAMPLING_RANGES[item.name].check(item.name, value)
+            value, allowed = getattr(self, item.name), item.metadata.get("range")
+            if allowed is not None and not (value is None and item.default is None):
+                allowed.check(item.name, value)
         if not isinstance(self.ignore_eos, bool):
             raise SettingError(f"ignore_eos must be true or false, got {shorten(self.ignore_eos)}")
         if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
             raise SettingError(f"stop must be a tuple of texts, none of them empty, got {shorten(self.stop)}")
         if not isinstance(self.stop_token_ids, tuple) or not all(token in _TOKEN for token in self.stop_token_ids):
             raise SettingError(f"stop_token_ids must be a tuple of token ids, got {shorten(self.stop_token_ids)}")
-        if self.greedy and any(v is not None for v in (self.top_k, self.top_p, self.min_p)):
-            raise SettingError("top_k, top_p and min_p need a temperature above 0 (temperature 0 is greedy)")
+        if self.greedy and any(getattr(self, name) is not None for name in SAMPLED_NAMES):
+            names = f"{', '.join(SAMPLED_NAMES[:-1])} and {SAMPLED_NAMES[-1]}"
+            raise SettingError(f"{names} need a temperature above 0 (temperature 0 is greedy)")
         if self.json_schema is not None:
             _check_schema(self.json_schema)
             if self.ignore_eos:
@@ -199,7 +261,7 @@ class Request:
             if not isinstance(value, kind) and not (optional and value is None):
                 raise SettingError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
         _PAGES.check("max_pages", self.max_pages)
-        object.__setattr__(self, "images", _listed(self.images))
+        object.__setattr__(self, "images", _as_images(self.images))
         if (self.prompt is None) == (self.messages is None):
             raise SettingError("a request takes either prompt or messages")
         if self.messages is not None and (self.system is not None or self.raw):
@@ -262,7 +324,7 @@ def _check_schema(text: object) -> None:
         raise SettingError(f"json_schema must be a JSON object, true or false, got {shorten(schema)}")
 
 
-def _listed(images: Any) -> Sequence[Any]:
+def _as_images(images: Any) -> Sequence[Any]:
     """Return a request's images as a tuple. Arrays, tensors and PIL images are recognised by their protocol.
 
     Raises:

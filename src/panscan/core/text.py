@@ -1,8 +1,10 @@
-"""Foreign text on a terminal, which would obey its control characters."""
+"""Numbers as reports write them, and foreign text that no terminal or page may obey."""
 
 from __future__ import annotations
 
 import re
+import unicodedata
+from math import floor, log10
 
 _CONTROLS = re.compile(
     r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)"  # a lone carriage return overwrites its line
@@ -13,3 +15,52 @@ _CONTROLS = re.compile(
 def escape_controls(text: str) -> str:
     """Write control characters and changes of direction as ``\\uXXXX``, as in JSON; tabs and line breaks stay."""
     return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def decimal_places(value: float) -> int:
+    """Decimals that show three digits."""
+    return max(0, 2 - floor(log10(abs(value)))) if value else 0
+
+
+def number_text(value: float | None) -> str:
+    """Three digits, or a dash."""
+    return "-" if value is None else f"{value:,.{decimal_places(value)}f}"
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def clean(text: object) -> str:
+    """One line of foreign text: no line breaks, and nothing that XML or UTF-8 cannot hold or that turns text around."""
+    line = " ".join(str(text).split())
+    return "".join("\N{REPLACEMENT CHARACTER}" if _is_unfit(letter) else letter for letter in line)
+
+
+def _is_unfit(letter: str) -> bool:
+    """Control characters, lone surrogates, noncharacters, and the marks that reverse what follows."""
+    code = ord(letter)
+    if unicodedata.category(letter) in ("Cc", "Cs") or code & 0xFFFE == 0xFFFE or 0xFDD0 <= code <= 0xFDEF:
+        return True
+    return unicodedata.bidirectional(letter) in ("RLO", "LRO", "RLE", "LRE", "RLI", "LRI", "FSI", "PDF", "PDI")
+
+
+def cut(text: str, most: int) -> str:
+    """At most so many characters; an ellipsis stands for the rest."""
+    return text if len(text) <= most else text[: most - 1].rstrip() + "…"
+
+
+def nats(divergence: float | None) -> str:
+    """A KL divergence: two digits, or a dash."""
+    return "-" if divergence is None else f"{divergence:.2g}"
+
+
+def times(ratio: float) -> str:
+    """How many times: ``1.02x``."""
+    return f"{number_text(ratio)}x"
+
+
+def percent(share: float) -> str:
+    """A share from 0 to 1; ``100%`` only for all of it."""
+    text = f"{100 * share:.1f}"
+    return "99.9%" if text == "100.0" and share < 1 else re.sub(r"\.0$", "", text) + "%"

@@ -116,24 +116,18 @@ def _attention(name: str, dtype: str) -> CheckFinding:
 
     if (reason := attention_reason(name, _tiny().device, torch.bfloat16)) is not None:
         return not_checked(f"{name}: {reason.removeprefix(name).strip()}")
-    response = _response_or_failure(name, dtype)
-    if isinstance(response, CheckFinding):
-        return response
-    eager = _response_or_failure("eager", dtype)
-    if isinstance(eager, CheckFinding):
-        return not_checked(f"{name}: eager attention, with which it is compared, fails in {dtype}")
-    return attention_finding(name, response, eager, least=_SAME[dtype])
-
-
-def _response_or_failure(name: str, dtype: str) -> AttentionResponse | CheckFinding:
-    """Return how an implementation responds, or a finding with the reason why it does not run."""
     try:
-        return _response(name, dtype)
+        response = _response(name, dtype)
     except Exception as error:  # kernels and their compilers raise anything; the other checks continue
         text = error_line(error, 150)
-    if name in ("eager", "sdpa"):
-        return problem(f"{name} attention fails: {text}", "Install another version of Transformers or PyTorch.")
-    return not_checked(f"{name}: Transformers or the kernel refuses it: {text}")
+        if name in ("eager", "sdpa"):
+            return problem(f"{name} attention fails: {text}", "Install another version of Transformers or PyTorch.")
+        return not_checked(f"{name}: Transformers or the kernel refuses it: {text}")
+    try:
+        eager = _response("eager", dtype)
+    except Exception:  # the check of eager attention reports it
+        return not_checked(f"{name}: eager attention, with which it is compared, fails in {dtype}")
+    return attention_finding(name, response, eager, least=_SAME[dtype])
 
 
 def attention_finding(

@@ -1,4 +1,4 @@
-"""The interface of paged attention backends, and the reference backend: PyTorch's SDPA, segment by segment.
+"""The KV cache, the interface of paged attention backends, and the reference backend: PyTorch's SDPA by segments.
 
 The reference runs everywhere. It computes decode rows in padded groups and prefill segment by segment. It gathers the
 keys of a sequence once per layer, and uses a mask only where the rows of a segment attend to different keys.
@@ -20,9 +20,35 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from panscan.engine.scheduling.batch import FlatBatch
 from panscan.images.transfer import upload
-from panscan.model.text_layers import AttentionPlan
+from panscan.model.text_layers import AttentionPlan, LayerFacts
 
-__all__ = ["Backend", "SegmentsBackend", "SegmentsPlan"]
+__all__ = ["Backend", "KVCache", "SegmentsBackend", "SegmentsPlan"]
+
+
+class KVCache:
+    """Keys and values of every layer: ``k[layer]`` and ``v[layer]`` are ``[blocks x block size, kv heads, D]``.
+
+    Block b of a kind is rows ``[b x block size, (b + 1) x block size)`` of all layers of that kind. Each kind has one
+    block more than requested; ``spare`` holds its number for global and for local layers. Rows that only pad a pass
+    use it.
+
+    Args:
+        layers: shape, dtype and device of each layer's keys and values.
+        blocks: numbers of blocks for global and for local layers.
+        block_size: tokens per block.
+    """
+
+    def __init__(self, layers: Sequence[LayerFacts], blocks: tuple[int, int], block_size: int) -> None:
+        self.spare = blocks
+
+        def rows(layer: LayerFacts) -> torch.Tensor:
+            shape = (blocks[layer.local] + 1) * block_size, layer.kv_heads, layer.head_size
+            return torch.empty(
+                shape, dtype=layer.kv_dtype, device=layer.device
+            )  # CPU pages are committed on first write
+
+        self.k = [rows(layer) for layer in layers]
+        self.v = [rows(layer) for layer in layers]
 
 
 class Backend(Protocol):

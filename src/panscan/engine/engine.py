@@ -32,10 +32,13 @@ from panscan.core import (
 )
 from panscan.core.ranges import Range
 from panscan.core.request import checked_request, request_list
-from panscan.engine.loop import Loop, Worker
+from panscan.engine.loop import Loop
+from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
+from panscan.engine.passes import PassExecutor
 from panscan.engine.ranks import RankGroup
 from panscan.engine.request_state import ObservationState, RequestState, ignore_event
+from panscan.engine.worker import Worker
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import count_prompt
 from panscan.model.load import load_for, load_meta_model_for
@@ -402,13 +405,11 @@ class Engine:
 
 def _loop(loaded: Loaded, options: EngineOptions, ranks: RankGroup | None) -> Loop:
     """Build the loop on this process's device, or on ranks."""
-    if ranks is None:
-        return Loop(loaded, options)
-    session = ranks.start(options)
+    runner: PassExecutor = ModelRunner(loaded, options) if ranks is None else ranks.start(options)
     try:
-        return Loop(loaded, options, session)
+        return Loop(loaded, options, runner)
     except BaseException:
-        session.close()
+        runner.close()
         raise
 
 

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from panscan.engine.readback import side_stream
 from panscan.engine.scheduling.batch import FlatBatch
 from panscan.engine.scheduling.graph_sizes import MOST_CHUNKS, Size, graph_sizes
 from panscan.engine.triton_attention import KernelInputs, TritonBackend, TritonPlan, pack, shares_prefix, unpack
 from panscan.images.transfer import upload
+from panscan.model.machine import side_stream
 
 __all__ = ["Graphs", "RunLayers", "padded"]
 

@@ -7,24 +7,23 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from panscan.core import EngineError, PanscanError, Sampling, SettingError, UnsupportedError, View, now
-from panscan.core.errors import brief
+from panscan.core import Sampling, SettingError, UnsupportedError, View, now
 from panscan.engine import triton_attention
-from panscan.engine.attention import Backend, SegmentsBackend
+from panscan.engine.attention import Backend, KVCache, SegmentsBackend
 from panscan.engine.graphs import Graphs, padded
-from panscan.engine.kv_memory import KVCache, limit_process_memory, measure_memory
 from panscan.engine.options import EngineOptions
-from panscan.engine.readback import record_event
-from panscan.engine.sampling import PendingTokens, SampledToken, Sampler
-from panscan.engine.scheduling.batch import FlatBatch, SamplingRow
+from panscan.engine.passes import Launched, PassResult, RunnerFacts
+from panscan.engine.sampling import PendingTokens, Sampler
+from panscan.engine.scheduling.batch import FlatBatch, PixelRef, SamplingRow
 from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS
 from panscan.engine.scheduling.kv_sizes import (
+    DeviceMemory,
     KVShape,
     MemoryBudget,
     MemoryFacts,
@@ -33,14 +32,21 @@ from panscan.engine.scheduling.kv_sizes import (
     pass_rows,
 )
 from panscan.engine.triton_attention import TritonBackend
-from panscan.engine.views import PixelRef, PixelStore, ViewFeatures
+from panscan.engine.views import PixelStore, ViewFeatures
 from panscan.images.pixels import PixelSpec
 from panscan.images.resize import Resize, by_pillow, choose_resize
 from panscan.images.transfer import upload
 from panscan.linear.quantized import QuantizedLinear
 from panscan.linear.tuning import choose_methods
 from panscan.model.checkpoint import Loaded
-from panscan.model.machine import is_out_of_memory, release_memory, synchronize
+from panscan.model.machine import (
+    is_out_of_memory,
+    limit_process_memory,
+    measure_memory,
+    record_event,
+    release_memory,
+    synchronize,
+)
 from panscan.model.phases import phase
 from panscan.model.quantization import weights_name
 from panscan.model.sharding import SINGLE_RANK, Ranks
@@ -49,79 +55,11 @@ from panscan.model.text_layers import LayerFacts, OutputRows, TextLayers
 from panscan.model.vision_layers import ATTENTION_KERNELS, VisionLayers
 from panscan.settings import ATTENTION_BACKENDS, nearest
 
-__all__ = [
-    "BackendChoice",
-    "Launched",
-    "ModelRunner",
-    "PassResult",
-    "RunnerFacts",
-    "choose_backend",
-    "pass_error",
-    "raise_if_device_failed",
-]
+__all__ = ["BackendChoice", "ModelRunner", "choose_backend"]
 
 log = logging.getLogger("panscan.engine")
 
 _USUAL_VIEWS = 8  # views in a pass of 2,048 prompt tokens, at most
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerFacts:
-    """Properties of a model runner that the loop needs, as plain values.
-
-    Args:
-        device: type of the device: cuda, cpu or mps.
-        overlaps: whether the device computes a pass while the host prepares the next one.
-        window: positions that a local layer attends to, the row's own included; None: there is no local layer.
-        max_positions: the model's context length.
-        blocks: KV cache blocks of global and of local layers.
-        image_tokens: tokens of one encoded view; 0 for a text-only model.
-        view_bytes: size of one encoded view; 0 for a text-only model.
-        pixel_bytes: pixels that may wait on the GPUs of all ranks; None: pixels are in host memory.
-        decisions: startup choices with reasons, and startup timings, one line each.
-    """
-
-    device: str
-    overlaps: bool
-    window: int | None
-    max_positions: int
-    blocks: tuple[int, int]
-    image_tokens: int
-    view_bytes: int
-    pixel_bytes: int | None
-    decisions: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PassResult:
-    """What one pass computed, on the host.
-
-    Args:
-        chosen: the token of each sampled row.
-        finished_at: time at which the result reached the host, in seconds of :func:`panscan.core.now`.
-        vision: start and end of encoding its views, on the same clock; None if it encoded none.
-        hidden: float32 ``[observed, hidden]``: final hidden states of the observed rows; None without.
-        logits: float32 ``[observed, vocabulary]`` of the same rows.
-        answers: float32 ``[observed samples, vocabulary]``: logits of observed sampled rows; None without.
-    """
-
-    chosen: list[SampledToken]
-    finished_at: float
-    vision: tuple[float, float] | None = None
-    hidden: torch.Tensor | None = None
-    logits: torch.Tensor | None = None
-    answers: torch.Tensor | None = None
-
-
-class Launched(Protocol):
-    """A launched pass."""
-
-    def wait(self) -> PassResult:
-        """Return the result once the device has computed it.
-
-        Raises: whatever failed on the device.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +262,9 @@ class ModelRunner:
             max_positions=text.max_positions,
             processes=1 if on_gpu else self._ranks.size,
         )
-        first, second = self._ranks.all_reduce_min(choose_blocks(facts, options, measure_memory(self._device)))
+        first, second = self._ranks.all_reduce_min(
+            choose_blocks(facts, options, DeviceMemory(*measure_memory(self._device)))
+        )
         self._blocks = first, second
         self.cache = KVCache(text.layers, self._blocks, options.block_size)
         tokens = [count * options.block_size for count in self._blocks]
@@ -542,24 +482,3 @@ def choose_backend(name: str, layer: LayerFacts) -> BackendChoice:
 
 def _no_vision(_pixels: torch.Tensor) -> torch.Tensor:
     raise RuntimeError("a text-only model got views to encode")
-
-
-def raise_if_device_failed(error: Exception) -> None:
-    """Raise if no later pass can run: CUDA reports an illegal access or a lost device to every later call too.
-
-    Raises:
-        EngineError: the device has failed.
-    """
-    if isinstance(error, RuntimeError) and "CUDA error" in str(error) and not is_out_of_memory(error):
-        raise EngineError(f"the device has failed: {brief(error, 300)}") from error
-
-
-def pass_error(error: Exception) -> PanscanError:
-    """Return the error of the requests in a failed pass."""
-    if isinstance(error, PanscanError):
-        return error
-    text = brief(error, 300)
-    if is_out_of_memory(error):
-        fix = "lower --prefill-chunk-size, --vision-batch-size, --max-num-seqs or --kv-cache-gb"
-        return UnsupportedError(f"out of memory in an engine pass: {fix} ({text})")
-    return PanscanError(f"an engine pass failed: {type(error).__name__}: {text}")

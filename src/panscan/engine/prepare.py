@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +18,11 @@ from panscan.engine.detokenizer import Detokenizer
 from panscan.engine.grammar import Constraint, Grammars
 from panscan.engine.image_memory import DECODED_BYTES, ImageMemory, Share
 from panscan.engine.options import EngineOptions
+from panscan.engine.passes import PixelIntake
 from panscan.engine.request_state import RequestState, RequestView
+from panscan.engine.scheduling.batch import PixelRef, PromptLayout
+from panscan.engine.scheduling.batch import Sequence as Tokens
 from panscan.engine.scheduling.kv_blocks import extend_hashes
-from panscan.engine.scheduling.sequence import PromptLayout
-from panscan.engine.scheduling.sequence import Sequence as Tokens
-from panscan.engine.views import PixelRef
 from panscan.engine.vision import KnownFiles, view_key
 from panscan.images.files import Page, PageBytes, image_size, in_memory, open_pixels, opens_quickly
 from panscan.images.page_levels import copy_levels
@@ -34,23 +33,11 @@ from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import images_of, plan_sizes
 from panscan.model.phases import phase
 
-__all__ = ["PixelIntake", "Preparer"]
+__all__ = ["Preparer"]
 
 _KNOWN_FILES = 4096
 _AGAIN_SECONDS = 10.0  # to read an image whose features were evicted
 _MOST_HASHED = 1 << 24  # bytes of a file: hashing them takes a tenth of the time that decoding them would take
-
-
-class PixelIntake(Protocol):
-    """The receiver of pixels: a model runner. Thread-safe."""
-
-    def put(self, levels: NDArray[np.uint8], views: Sequence[View]) -> list[PixelRef]:
-        """Compute and keep the pixels of views (see :meth:`panscan.engine.views.PixelStore.put`)."""
-        ...
-
-    def forget(self, refs: Iterable[PixelRef]) -> None:
-        """Drop pixels that are no longer needed."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ from torch import distributed
 from panscan.core import PanscanError
 from panscan.core.child import Parent
 from panscan.core.errors import error_line
-from panscan.engine.model_runner import Launched, ModelRunner, RunnerFacts
+from panscan.engine.model_runner import ModelRunner
+from panscan.engine.passes import Launched, RunnerFacts
 from panscan.engine.ranks import (
     HEARTBEAT_SECONDS,
     PIXELS,

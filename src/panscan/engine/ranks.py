@@ -29,10 +29,9 @@ from numpy.typing import NDArray
 
 from panscan.core import EngineError, PanscanError, View
 from panscan.core.child import Child, ChildEndedError
-from panscan.engine.model_runner import PassResult, RunnerFacts
 from panscan.engine.options import EngineOptions
-from panscan.engine.scheduling.batch import FlatBatch
-from panscan.engine.views import PixelRef
+from panscan.engine.passes import PassResult, RunnerFacts
+from panscan.engine.scheduling.batch import FlatBatch, PixelRef
 from panscan.settings import Settings
 
 __all__ = [
@@ -406,7 +405,7 @@ class _LaunchedOnRanks:
 
 
 class _Session:
-    """The model runners of all ranks as one: a ``panscan.engine.loop.PassExecutor``."""
+    """The model runners of all ranks as one: a ``panscan.engine.passes.PassExecutor``."""
 
     def __init__(self, group: RankGroup, number: int, facts: RunnerFacts) -> None:
         self._group, self._number = group, number

@@ -27,10 +27,7 @@ from panscan.core.errors import brief
 from panscan.engine.detokenizer import Detokenizer
 from panscan.engine.grammar import Constraint
 from panscan.engine.image_memory import Share
-from panscan.engine.sampling import SampledToken
-from panscan.engine.scheduling.batch import SamplingRow
-from panscan.engine.scheduling.sequence import Sequence
-from panscan.engine.views import PixelRef
+from panscan.engine.scheduling.batch import PixelRef, SampledToken, SamplingRow, Sequence
 from panscan.model.observation import ForcedTokens, Observation
 
 __all__ = ["ObservationState", "RequestState", "RequestView", "described", "drop_frames", "ignore_event"]

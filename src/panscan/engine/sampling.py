@@ -11,11 +11,11 @@ import torch
 from torch.nn.functional import pad
 
 from panscan.core import Sampling, TokenLogprobs
-from panscan.engine.readback import Readback
-from panscan.engine.scheduling.batch import SamplingRow
+from panscan.engine.scheduling.batch import SampledToken, SamplingRow
 from panscan.images.transfer import upload
+from panscan.model.machine import Readback
 
-__all__ = ["DRAWS", "PendingTokens", "SampledToken", "Sampler", "draw", "filter_scores"]
+__all__ = ["DRAWS", "PendingTokens", "Sampler", "draw", "filter_scores"]
 
 _BITS = 31  # bits of a draw: its product with the low half of a sum of weights fits into int64
 DRAWS = 2**_BITS
@@ -24,14 +24,6 @@ _ONE = 2.0**52  # weight of probability 1: float32 probabilities times it are ex
 _AT_ONCE = 32  # rows filtered at once: a row of Gemma 3's vocabulary takes about 10 MB
 _COLDEST = 1e-30  # temperature: lower ones overflow the scores, and the top id has all of the mass long before
 _ALL64 = 2**64 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class SampledToken:
-    """One token, with log-probabilities if the request asks for them."""
-
-    token: int
-    logprobs: TokenLogprobs | None
 
 
 @dataclass(frozen=True, slots=True)

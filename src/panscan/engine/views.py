@@ -14,21 +14,13 @@ import torch
 from numpy.typing import NDArray
 
 from panscan.core import View
-from panscan.engine.readback import record_event, side_stream
-from panscan.engine.scheduling.batch import ImageRows, ViewToEncode
+from panscan.engine.scheduling.batch import ImageRows, PixelRef, ViewToEncode
 from panscan.images.pixels import PixelSpec
 from panscan.images.resize import Resize, by_pillow
+from panscan.model.machine import record_event, side_stream
 from panscan.model.sharding import Ranks
 
-__all__ = ["PixelRef", "PixelStore", "ViewFeatures"]
-
-
-@dataclass(frozen=True, slots=True)
-class PixelRef:
-    """A reference to the pixels of one view: a handle, and the rank that encodes the view."""
-
-    handle: int
-    rank: int = 0
+__all__ = ["PixelStore", "ViewFeatures"]
 
 
 @dataclass(frozen=True, slots=True)

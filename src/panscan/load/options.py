@@ -229,7 +229,7 @@ def parse_rates(text: str) -> tuple[float | None, ...]:
         SettingError: an empty value, or one that is neither a positive number nor ``inf``.
     """
     option = "--request-rate"
-    parts = _parts(option, text)
+    parts = _comma_list(option, text)
     return tuple(None if part.lower() in ("inf", "infinity") else RATE.parse(option, part) for part in parts)
 
 
@@ -240,7 +240,7 @@ def parse_concurrencies(text: str) -> tuple[int, ...]:
         SettingError: a value is not a whole number from 1.
     """
     option = "--max-concurrency"
-    return tuple(int(_CONCURRENCY.parse(option, part)) for part in _parts(option, text))
+    return tuple(int(_CONCURRENCY.parse(option, part)) for part in _comma_list(option, text))
 
 
 def parse_goodput(words: Iterable[str]) -> dict[str, float]:
@@ -271,7 +271,7 @@ def parse_latency_metrics(text: str) -> tuple[str, ...]:
     Raises:
         SettingError: an unknown metric.
     """
-    found = _parts("--percentile-metrics", text)
+    found = _comma_list("--percentile-metrics", text)
     for name in found:
         if name not in LATENCY_METRICS:
             known = ", ".join(LATENCY_METRICS)
@@ -287,13 +287,13 @@ def parse_percentiles(text: str) -> tuple[float, ...]:
         SettingError: a value is not a number between 0 and 100.
     """
     option = "--metric-percentiles"
-    found = [Range(gt=0, le=100).parse(option, part) for part in _parts(option, text)]
+    found = [Range(gt=0, le=100).parse(option, part) for part in _comma_list(option, text)]
     if 100.0 in found:
         raise SettingError("--metric-percentiles: 100 is the maximum, not a percentile; give less, such as 99.9")
     return tuple(sorted(dict.fromkeys(found)))
 
 
-def _parts(option: str, text: str) -> list[str]:
+def _comma_list(option: str, text: str) -> list[str]:
     parts = [part.strip() for part in text.split(",")]
     if not all(parts):
         raise SettingError(f"{option}: empty value in {shorten(text)}")

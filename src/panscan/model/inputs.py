@@ -6,14 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from PIL import Image
 
-from panscan.core import Request, View
+from panscan.core import Request
 from panscan.images.files import Page, PageBytes, expand_images, image_size, open_image
-from panscan.images.pixels import PixelSpec, levels_of, levels_to_device, pixels_pil, pixels_torch
+from panscan.images.pixels import levels_of, levels_to_device, pixels_pil, pixels_torch
 from panscan.images.views import ViewPlan, plan_views
 from panscan.model.checkpoint import Loaded, Reader
 from panscan.model.prompt import Prompt
@@ -29,7 +27,6 @@ __all__ = [
     "plan_sizes",
     "prepare",
     "read_images",
-    "view_pixels",
 ]
 
 
@@ -102,10 +99,13 @@ def prepare(
     plans, prompt = plan_request(read, reader)
     if not read.images or reader.pixels is None:
         return Prepared(read.request, plans, prompt, None)
-    parts = [
-        view_pixels(levels_of(image) if on_device else image, plan.views, reader.pixels, device).to(dtype)
-        for image, plan in zip(read.images, plans, strict=True)
-    ]
+    parts = []
+    for image, plan in zip(read.images, plans, strict=True):
+        if on_device:
+            pixels = pixels_torch(levels_to_device(levels_of(image), device), plan.views, reader.pixels)
+        else:
+            pixels = pixels_pil(image, plan.views, reader.pixels, device)
+        parts.append(pixels.to(dtype))
     return Prepared(read.request, plans, prompt, torch.cat(parts))
 
 
@@ -131,23 +131,6 @@ def count_prompt(request: Request, reader: Reader) -> tuple[list[int], int, int]
     sizes = [image_size(image) for image in images]
     plans, prompt = plan_sizes(replace(request, images=images), sizes, reader)
     return prompt.ids, prompt.image_tokens, sum(len(plan.views) for plan in plans)
-
-
-def view_pixels(
-    image: Image.Image | NDArray[np.uint8], views: Sequence[View], spec: PixelSpec, device: torch.device
-) -> torch.Tensor:
-    """Return normalised pixels of views, float32 ``[views, 3, size, size]``, on ``device``.
-
-    Args:
-        image: a PIL image, cropped and resized with Pillow on the CPU; or an array of 8-bit RGB values, uint8
-            ``[height, width, 3]``, cropped and resized on ``device``.
-        views: views of the image.
-        spec: pixel settings of the checkpoint.
-        device: device of the result.
-    """
-    if isinstance(image, Image.Image):
-        return pixels_pil(image, views, spec, device)
-    return pixels_torch(levels_to_device(image, device), views, spec)
 
 
 def collate(batch: Sequence[Prepared], loaded: Loaded) -> dict[str, Any]:

@@ -1,32 +1,41 @@
-"""This machine: its devices, their memory and precision, and facts about them for records."""
+"""This machine: its devices, their memory, precision, events and results, and facts about them for records."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from panscan.core import UnsupportedError
 
 __all__ = [
+    "Readback",
     "cuda_version",
     "gpu_count",
     "gpu_facts",
     "is_out_of_memory",
+    "limit_process_memory",
+    "measure_memory",
     "peak_memory",
+    "record_event",
     "release_memory",
     "reset_peak_memory",
     "resolve_device",
     "resolve_dtype",
     "set_thread_count",
+    "side_stream",
     "synchronize",
     "thread_count",
 ]
 
 _CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+_limits: dict[int, list[float]] = {}  # by GPU: the limits of this process's engines; the lowest applies
 
 
 def resolve_device(name: str) -> torch.device:
@@ -61,6 +70,42 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
     if torch.backends.mps.is_available():
         torch.mps.empty_cache()
+
+
+def measure_memory(device: torch.device) -> tuple[int, int, int]:
+    """Return the bytes of a device's memory: in total, free, and reserved by this process's allocator.
+
+    MPS shares the computer's memory.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total, free, torch.cuda.memory_reserved(device)
+    memory = psutil.virtual_memory()
+    return memory.total, memory.available, 0
+
+
+def limit_process_memory(device: torch.device, bound: int) -> Callable[[], None]:
+    """Limit the memory that PyTorch may reserve on an NVIDIA GPU; return a function that removes the limit.
+
+    Beyond the limit, allocations raise ``torch.OutOfMemoryError``. The CUDA context is not counted. Other devices have
+    no limit.
+
+    Args:
+        device: the device.
+        bound: bytes.
+    """
+    if device.type != "cuda":
+        return lambda: None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    limits = _limits.setdefault(index, [])
+    limits.append(min(1.0, bound / torch.cuda.mem_get_info(index)[1]))
+    torch.cuda.set_per_process_memory_fraction(min(limits), index)
+
+    def lift(limit: float = limits[-1]) -> None:
+        limits.remove(limit)
+        torch.cuda.set_per_process_memory_fraction(min(limits, default=1.0), index)
+
+    return lift
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -132,6 +177,54 @@ def gpu_count() -> int:
 def cuda_version() -> str | None:
     """The CUDA version that PyTorch was built for; None for a CPU build."""
     return torch.version.cuda
+
+
+def record_event(device: torch.device, *, blocking: bool = False) -> Any:
+    """Record and return a ``torch.cuda.Event`` after the work enqueued so far on the current stream.
+
+    Args:
+        device: an NVIDIA GPU.
+        blocking: a thread that waits for the event sleeps instead of spinning.
+    """
+    event: Any = torch.cuda.Event  # its calls have no types
+    event = event(enable_timing=True, blocking=blocking)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def side_stream(device: torch.device) -> Any:
+    """Return a new ``torch.cuda.Stream`` of an NVIDIA GPU."""
+    stream: Any = torch.cuda.Stream  # it has no types
+    return stream(device)
+
+
+@dataclass(frozen=True, slots=True)
+class Readback:
+    """Tensors that are being copied to the host.
+
+    Args:
+        host: copies on the host.
+        done: CUDA event, reached when the copies are complete; None: they are complete.
+    """
+
+    host: tuple[torch.Tensor, ...]
+    done: Any
+
+    @classmethod
+    def of(cls, *tensors: torch.Tensor) -> Readback:
+        """Enqueue copies of tensors behind the work of their device."""
+        if not tensors or tensors[0].device.type != "cuda":
+            return cls(tuple(tensor.cpu() for tensor in tensors), None)
+        host = tuple(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in tensors)
+        for copy, tensor in zip(host, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        return cls(host, record_event(tensors[0].device, blocking=True))
+
+    def wait(self) -> tuple[torch.Tensor, ...]:
+        """Wait for the copies and return them."""
+        if self.done is not None:
+            self.done.synchronize()
+        return self.host
 
 
 def _initialised_gpus() -> range:

@@ -119,15 +119,8 @@ def attention_reason(name: str, device: torch.device, dtype: torch.dtype) -> str
 
 def quantization_reason(name: str | None, device: torch.device) -> str | None:
     """Return why this machine cannot run a quantisation, and an alternative; None if it can."""
-    if name is None:
-        return None
-    if name in WEIGHT_KINDS:
-        return _kind_reason(name, device)
-    return missing_package(name)
-
-
-def _kind_reason(name: str, device: torch.device) -> str | None:
-    """Return why weights cannot be quantised like this on load for a device; None if they can."""
+    if name not in WEIGHT_KINDS:
+        return missing_package(name)
     if device.type == "cpu":
         return refusal(f"--quantization {name} needs", name, None)
     reason = device_reason(name, device)

@@ -35,7 +35,7 @@ Goal = Literal["throughput", "latency"]
 Level = Literal["low", "value", "high"]
 GPUS_PER_HOST = 8
 """GPUs of one machine, which is the most that a tensor-parallel group uses."""
-_PREPARE_THREADS = 4  # see panscan.engine.loop
+_PREPARE_THREADS = 4  # see panscan.engine.worker
 _SERVED_SECONDS = 0.015
 """From an HTTP request to the engine: body, base64, image file, processes. With it, the median TTFT of mixed documents
 at 3.3 requests/s is 10% too low for w3-27b-panscan and 13% too low for w3-27b-unpaced, whose engine prepared requests

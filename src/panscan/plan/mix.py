@@ -9,8 +9,8 @@ from random import Random
 
 from panscan.core import PanAndScan, SettingError
 from panscan.core.ranges import Range, shorten
-from panscan.core.request import SAMPLING_RANGES
-from panscan.engine.scheduling.sequence import PromptLayout, Span
+from panscan.core.request import TOKENS
+from panscan.engine.scheduling.batch import PromptLayout, Span
 from panscan.images.views import GEMMA3_COST, PromptCost, plan_views
 from panscan.model.shapes import Shape
 
@@ -186,7 +186,7 @@ def parse_output_tokens(text: str) -> tuple[int, int]:
     Raises:
         SettingError: neither a number nor an ascending range.
     """
-    option, allowed = "--max-new-tokens", SAMPLING_RANGES["max_new_tokens"]
+    option, allowed = "--max-new-tokens", TOKENS
     least, dash, most = text.partition("-")
     if dash and not (least and most):
         raise SettingError(f"{option}: expected a number such as 256 or a range such as 16-256, got {shorten(text)}")

@@ -16,11 +16,11 @@ from math import inf
 from typing import Protocol
 
 from panscan.core import SettingError
+from panscan.engine.scheduling.batch import Chunk, Sequence, Step
 from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS, MOST_CHUNKS
 from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.pacing import Pacer, PassSize, PrefillLimit
 from panscan.engine.scheduling.scheduler import Scheduler
-from panscan.engine.scheduling.sequence import Chunk, Sequence, Step
 from panscan.engine.vision import VisionCache
 from panscan.plan.cost import OUTPUT_COST, VIEW_COST
 from panscan.plan.mix import RequestSketch
@@ -35,8 +35,8 @@ __all__ = [
     "simulate_burst",
 ]
 
-_AHEAD = 32  # requests that are prepared while others compute; see panscan.engine.loop
-_THREADS = 4  # that prepare requests; see panscan.engine.loop
+_AHEAD = 32  # requests that are prepared while others compute; see panscan.engine.worker
+_THREADS = 4  # that prepare requests; see panscan.engine.worker
 _CONTENTION = 0.3
 """By which share a preparation is slower for each other one in progress: stages "load" and "preprocess" in w1-27b.json,
 all at once (9.7 ms) over alone (5.1 ms), with four threads. They wait for the interpreter's lock, and only a request

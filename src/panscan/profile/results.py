@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from panscan.analysis.cells import number_text
 from panscan.core.files import write_file
+from panscan.core.text import number_text
 from panscan.profile.run import Profiled
 from panscan.report.table import Column, Table
 from panscan.trace.figures import StepTime, Summary
@@ -17,7 +17,7 @@ from panscan.trace.output import comparison_lines, lines, page
 from panscan.trace.read import open_trace
 from panscan.trace.summary import summarize
 
-__all__ = ["PAGE_NAME", "SUMMARY_NAME", "document", "printed", "summary_of", "write_results"]
+__all__ = ["PAGE_NAME", "SUMMARY_NAME", "printed", "summary_of", "write_results"]
 
 PAGE_NAME, SUMMARY_NAME = "summary.html", "summary.json"
 _TOP = 12  # rows of each table
@@ -46,45 +46,32 @@ def summary_of(profiled: Profiled, *, compared: bool) -> Summary:
     return summarize(open_trace(profiled.trace), name=profiled.mode.name, top=_COMPARED if compared else _TOP)
 
 
-def printed(profiles: Sequence[Profiled], summaries: Sequence[Summary], *, width: int) -> list[str]:
+def printed(modes: Sequence[_Mode], *, width: int) -> list[str]:
     """Return lines for the terminal: the summary or the comparison, then the times with and without the profiler."""
+    summaries = [summary for _, summary in modes]
     shown = lines(summaries[0], width=width) if len(summaries) == 1 else comparison_lines(summaries, width=width)
-    return [*shown, "", *_timing_table(profiles, summaries).lines(width)]
+    note = "TTFT, TPOT and tokens/s without the profiler, which slows the host down; the rest with it."
+    return [*shown, "", *Table(_TIMES, modes, "Time per token", note).lines(width)]
 
 
-def document(profiles: Sequence[Profiled], summaries: Sequence[Summary]) -> dict[str, Any]:
-    """Return facts and summary of each mode by its name, as JSON values."""
-    return {
-        profiled.mode.name: {"facts": dict(profiled.facts), "summary": asdict(summary)}
-        for profiled, summary in zip(profiles, summaries, strict=True)
-    }
-
-
-def write_results(folder: Path, profiles: Sequence[Profiled], summaries: Sequence[Summary], *, title: str) -> Path:
+def write_results(folder: Path, modes: Sequence[_Mode], *, title: str) -> Path:
     """Write ``summary.json`` and ``summary.html``; return the path of the page.
 
     Args:
         folder: existing folder of the profile.
-        profiles: finished profiles.
-        summaries: one for each.
+        modes: finished profiles with their summaries.
         title: heading of the page.
 
     Raises:
         InputError: a file cannot be written.
     """
-    text = json.dumps(document(profiles, summaries), indent=1, allow_nan=False)
-    write_file(folder / SUMMARY_NAME, text)
-    noted = [
-        replace(summary, notes=(_timing_note(profiled), *summary.notes))
-        for profiled, summary in zip(profiles, summaries, strict=True)
-    ]
+    document = {
+        profiled.mode.name: {"facts": dict(profiled.facts), "summary": asdict(summary)} for profiled, summary in modes
+    }
+    write_file(folder / SUMMARY_NAME, json.dumps(document, indent=1, allow_nan=False))
+    noted = [replace(summary, notes=(_timing_note(profiled), *summary.notes)) for profiled, summary in modes]
     write_file(folder / PAGE_NAME, page(noted, title=title, top=_TOP))
     return folder / PAGE_NAME
-
-
-def _timing_table(profiles: Sequence[Profiled], summaries: Sequence[Summary]) -> Table[_Mode]:
-    note = "TTFT, TPOT and tokens/s without the profiler, which slows the host down; the rest with it."
-    return Table(_TIMES, list(zip(profiles, summaries, strict=True)), "Time per token", note)
 
 
 def _decode_step(summary: Summary) -> StepTime | None:

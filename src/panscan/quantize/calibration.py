@@ -9,7 +9,6 @@ host holds the hidden states and attention masks of all prompts; masks take one 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -64,7 +63,7 @@ class Calibration:
         self._decoder = getattr(loaded.model.model, "language_model", loaded.model.model)
         self._states: list[torch.Tensor] = []
         self._arguments: list[dict[str, dict[str, Any]]] = []
-        self._at = 0
+        self._present = 0
 
     @torch.no_grad()
     def read(self, requests: Sequence[Request], on_done: Callable[[int], None]) -> None:
@@ -89,14 +88,12 @@ class Calibration:
         finally:
             self._decoder.layers = layers
 
-    @contextmanager
-    def layer(self, number: int) -> Iterator[nn.Module]:
-        """Move a layer to the device, and drop its weights at the end of the block. Call in layer order."""
-        assert number == self._at  # the states are those before this layer
-        layer: nn.Module = self._decoder.layers[number].to(self._device)
-        yield layer
-        layer.to("meta")
-        self._at += 1
+    def layers(self) -> Iterator[nn.Module]:
+        """Yield each layer on the device, and drop its weights when the next one is due."""
+        for number, layer in enumerate(self._decoder.layers):
+            self._present = number
+            yield layer.to(self._device)
+            layer.to("meta")
 
     @torch.no_grad()
     def hessians(self, layer: nn.Module) -> dict[str, torch.Tensor]:
@@ -126,7 +123,7 @@ class Calibration:
             self._states[number] = self._run(layer, number).cpu()
 
     def _run(self, layer: nn.Module, number: int) -> torch.Tensor:
-        kind = self._loaded.model.config.get_text_config().layer_types[self._at]
+        kind = self._loaded.model.config.get_text_config().layer_types[self._present]
         arguments = tree_map(partial(_restored, device=self._device), self._arguments[number][kind])
         output: torch.Tensor = layer(self._states[number].to(self._device), **arguments)
         return output

@@ -107,16 +107,15 @@ class CheckpointWriter:
         loaded = load_model(self.source.name, placement, revision=revision)
         calibration = Calibration(loaded, device)
         calibration.read(requests, lambda done: self.on_step("reading documents", done, len(requests)))
-        for number in range(count):
-            with calibration.layer(number) as layer:
-                if (matrices := self._finished_layer(number)) is None:
-                    matrices = self._calibrated(number, layer, calibration.hessians(layer))
-                    self._write_layer(number, matrices)
-                for name, matrix in matrices.items():
-                    weight = layer.get_submodule(name).get_parameter("weight")
-                    weight.data = matrix.to(device).dequantized(weight.dtype)
-                if number + 1 < count:
-                    calibration.advance(layer)
+        for number, layer in enumerate(calibration.layers()):
+            if (matrices := self._finished_layer(number)) is None:
+                matrices = self._calibrated(number, layer, calibration.hessians(layer))
+                self._write_layer(number, matrices)
+            for name, matrix in matrices.items():
+                weight = layer.get_submodule(name).get_parameter("weight")
+                weight.data = matrix.to(device).dequantized(weight.dtype)
+            if number + 1 < count:
+                calibration.advance(layer)
             self.on_step("quantising layers", number + 1, count)
 
     def finish(self, *, calibrated: bool) -> None:

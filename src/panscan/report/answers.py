@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from panscan.analysis.cells import MeasuredCell
 from panscan.analysis.significance import compare_with_baseline
+from panscan.core.text import clean
 from panscan.records.quality import (
     Quality,
     accuracy_title,
@@ -18,7 +19,7 @@ from panscan.records.quality import (
 )
 from panscan.records.schema import RequestRecord
 from panscan.records.store import Run
-from panscan.report.formatting import FEW, clean
+from panscan.report.formatting import FEW
 from panscan.report.table import Column, Medium, Table, quality_cell
 
 __all__ = [

@@ -11,16 +11,17 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from panscan.analysis.candidates import pareto_front
-from panscan.analysis.cells import MeasuredCell, Sweep, count, speed, sweeps
+from panscan.analysis.cells import MeasuredCell, Sweep, speed, sweeps
 from panscan.analysis.levels import TIME_NAMES, MeasuredLevel
 from panscan.analysis.setting_words import setting_title
+from panscan.core.text import clean, count
 from panscan.records.intervals import cluster_intervals
 from panscan.records.metrics import percentile_name
 from panscan.records.quality import Quality
 from panscan.records.schema import VERDICTS, LoadRunSettings, RequestRecord
 from panscan.records.store import Run
 from panscan.records.verdict import EXACT_RATIO
-from panscan.report.formatting import FEW, clean
+from panscan.report.formatting import FEW
 from panscan.report.table import Measured, measured
 
 __all__ = [

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from panscan.analysis.cells import count, number_text
+from panscan.core.text import clean, count, number_text
 from panscan.records.environment import bundled_weights, has_random_weights
 from panscan.records.schema import InputCheck, LoadRecord
 from panscan.records.store import Run
-from panscan.report.formatting import clean
 
 __all__ = [
     "ReferenceSummary",

@@ -13,10 +13,9 @@ from xml.etree import ElementTree
 
 from markupsafe import Markup
 
-from panscan.analysis.cells import number_text
+from panscan.core.text import cut, number_text, percent, times
 from panscan.records.verdict import CLOSE_RATIO, EXACT_RATIO
 from panscan.report.charts import MOST_NAMED, Panel, Point, Series
-from panscan.report.formatting import cut, percent, times
 from panscan.report.table import Measured
 
 if TYPE_CHECKING:
@@ -28,11 +27,9 @@ __all__ = [
     "LIGHT",
     "SERIES",
     "chart_markup",
-    "key",
     "key_markup",
     "panel_figure",
     "png",
-    "svg",
     "tips",
 ]
 
@@ -93,7 +90,7 @@ _COLOUR = re.compile(r"#[0-9a-f]{6}\b")
 _FONT_STYLE = re.compile(r"\bfont: (?:[a-z]+ )*([\d.]+px)[^;]*")
 
 
-def inline(data: bytes, *, title: str = "", described: str = "", tips: Mapping[str, str] | None = None) -> str:
+def inline(data: bytes, *, title: str = "", described: str = "", tips: Mapping[str, str] | None = None) -> Markup:
     """An ``<svg>`` element for HTML from a whole SVG file.
 
     Args:
@@ -118,7 +115,7 @@ def inline(data: bytes, *, title: str = "", described: str = "", tips: Mapping[s
     if title:
         root.insert(0, _element("desc", described))
         root.insert(0, _element("title", title))
-    return ElementTree.tostring(root, encoding="unicode")
+    return Markup(ElementTree.tostring(root, encoding="unicode"))
 
 
 def _remove(element: ElementTree.Element, tags: set[str]) -> None:
@@ -155,28 +152,18 @@ _LONGEST_LINE = 50  # characters across a drawing
 Colours = Mapping[str, str]
 
 
-def svg(panel: Panel, *, title: str, described: str) -> str:
-    """Return a chart as an inline ``<svg>`` with a title and a description; its points have tooltips."""
-    colours = stand_ins()
-    with _style(colours, title):
-        data = _svg_file(panel_figure(panel, colours))
-    return inline(data, title=title, described=described, tips=tips(panel))
-
-
 def chart_markup(panel: Panel) -> Markup:
-    """Return a chart as markup with a title and a description; its text is escaped."""
+    """Return a chart as an inline ``<svg>`` with a title, a description and tooltips; its text is escaped."""
     by_axis = "" if " by " in panel.title else f" by {panel.axis}"
     title = panel.caption if panel.kind == "front" else f"{panel.title}{by_axis}, {panel.unit}"
-    return Markup(svg(panel, title=title, described="; ".join(tips(panel).values())))
+    colours, texts = stand_ins(), tips(panel)
+    with _style(colours, title):
+        data = _svg_file(panel_figure(panel, colours))
+    return inline(data, title=title, described="; ".join(texts.values()), tips=texts)
 
 
 def key_markup(mark: int | str, use: str) -> Markup:
-    """Return the sample of a series or a verdict; ``use`` names the legend, so that ids are unique."""
-    return Markup(key(mark, use))
-
-
-def key(mark: int | str, use: str) -> str:
-    """Return the sample of a series (by index) or of a verdict in the legend ``use``, as an inline ``<svg>``."""
+    """Return the sample of a series (by index) or of a verdict; ``use`` names the legend, so that ids are unique."""
     from matplotlib.figure import Figure
 
     colours = stand_ins()

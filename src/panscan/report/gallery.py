@@ -14,8 +14,8 @@ from markupsafe import Markup, escape
 from PIL import Image, ImageDraw
 
 from panscan.analysis.candidates import cell_names
-from panscan.analysis.cells import count
 from panscan.core import InputError, RecordsError, SettingError
+from panscan.core.text import clean, count, percent
 from panscan.images.draw import COLOURS
 from panscan.images.files import load_page, page_digest, page_named
 from panscan.images.views import ViewPlan, plan_views
@@ -23,7 +23,7 @@ from panscan.records.quality import metric_of, metric_title
 from panscan.records.schema import RequestRecord
 from panscan.records.store import Run
 from panscan.report import draw
-from panscan.report.formatting import clean, percent, templates
+from panscan.report.formatting import templates
 from panscan.settings import recorded_settings
 
 __all__ = ["Answer", "CellViews", "GalleryEntry", "QuestionAnswers", "entries_of", "render_gallery"]

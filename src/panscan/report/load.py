@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TypeAlias
 
-from panscan.analysis.cells import count, number_text
 from panscan.analysis.levels import (
     TIME_NAMES,
     ErrorGroup,
@@ -19,12 +18,12 @@ from panscan.analysis.levels import (
     load_warnings,
     unfinished_levels,
 )
+from panscan.core.text import clean, count, number_text, percent
 from panscan.records.load_runs import load_settings
 from panscan.records.metrics import percentile_name
 from panscan.records.store import Run
 from panscan.report import definitions
 from panscan.report.charts import Panel, attainment, latency_curves, throughput_curves
-from panscan.report.formatting import clean, percent
 from panscan.report.table import Column, Measured, Medium, Table, TableCell, measured, plain_text, with_interval
 
 __all__ = ["LoadReport", "TimeRow"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from panscan.analysis.cells import count
 from panscan.analysis.levels import VERIFY_HINT
+from panscan.core.text import count
 from panscan.report.answers import Breakdown
 from panscan.report.definitions import RunFacts
 from panscan.report.load import LoadReport

@@ -13,11 +13,9 @@ from panscan.analysis.cells import (
     MeasuredCell,
     Unmeasured,
     alias_lines,
-    count,
     distinguishing_names,
     measured_rows,
     memory_metric,
-    number_text,
     queueing_note,
     shared_settings,
     short_name,
@@ -31,6 +29,7 @@ from panscan.analysis.setting_words import label
 from panscan.analysis.significance import p_text, points_text
 from panscan.analysis.task_cost import TITLE, TaskCost, cost_lines, costs_of_cells
 from panscan.core import RecordsError
+from panscan.core.text import clean, count, nats, number_text, times
 from panscan.records.metrics import ReplicaShare
 from panscan.records.quality import Quality, metric_title, quality_of
 from panscan.records.schema import STAGES
@@ -40,7 +39,7 @@ from panscan.records.verdict import Verdict, is_quantized, token_lines
 from panscan.report import definitions
 from panscan.report.answers import Answers, answers_of
 from panscan.report.charts import ChartGroup, Panel, by_request, comparisons, decision_charts, front_of
-from panscan.report.formatting import clean, nats, times, verdict_figures
+from panscan.report.formatting import verdict_figures
 from panscan.report.table import (
     Column,
     Measured,
@@ -201,7 +200,8 @@ class SweepReport(definitions.RunFacts):
         """The columns of the measured cells: a new one is a line here."""
         title = self.quality_title
         return (
-            Column("setting", self._setting, text=Medium.ALL),
+            Column("setting", lambda cell: cell.name, on=~Medium.MARKDOWN, text=Medium.ALL),
+            Column("setting", self._marked_setting, on=Medium.MARKDOWN),
             Column(title, lambda cell: quality_cell(cell.quality), optional=Medium.ALL, markdown=f"{title}, 95%"),
             Column(TITLE, _cost_cell, optional=Medium.ALL, terminal=TITLE.replace(" ", "\n", 1)),
             Column(
@@ -227,7 +227,8 @@ class SweepReport(definitions.RunFacts):
             Column(f"{self.memory} GiB", lambda cell: cell.memory_gib, spare=3),
         )
 
-    def _setting(self, cell: ReportCell) -> TableCell:
+    def _marked_setting(self, cell: ReportCell) -> TableCell:
+        """Return a setting's name, the recommended one in bold."""
         chosen = self.advice is not None and cell is self.advice.cell
         return TableCell(cell.name, markdown=f"**{plain_text(cell.name)}**" if chosen else "")
 
@@ -296,6 +297,12 @@ class SweepReport(definitions.RunFacts):
             return recommend(self.run)
         except RecordsError as error:
             return clean(str(error).removeprefix(f"{self.run.path}: "))
+
+    @property
+    def recommendation(self) -> str:
+        """The recommendation in one sentence, or why there is none."""
+        found = self._recommendation
+        return f"No recommendation: {found}." if isinstance(found, str) else clean(found.decision)
 
     @property
     def no_advice(self) -> str:

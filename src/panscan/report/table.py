@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from enum import Flag, auto
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
 
-from panscan.analysis.cells import decimal_places, number_text
+from panscan.core.text import cut, decimal_places, number_text, percent
 from panscan.records.metrics import Metrics
 from panscan.records.quality import Quality
-from panscan.report.formatting import cut, percent, print_line, safe_text
+from panscan.report.formatting import print_line, safe_text
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from panscan.analysis.cells import Sweep, count, number_text, shared_settings, speed, sweeps
+from panscan.analysis.cells import Sweep, shared_settings, speed, sweeps
 from panscan.analysis.levels import VERIFY_HINT
 from panscan.analysis.setting_words import label, setting_title
+from panscan.core.text import count, number_text
 from panscan.records.load_runs import is_load_run
 from panscan.records.quality import empty_answers
 from panscan.records.store import Run
@@ -72,10 +73,8 @@ def print_decision(run: Run, console: Console) -> None:
     """Print the recommendation of a sweep in one sentence; why there is none, if several settings were measured."""
     if is_load_run(run):
         return
-    facts = SweepReport(run)
-    text = f"No recommendation: {facts.no_advice}." if facts.advice is None else facts.advice.decision
     print_line(console, "")
-    console.print(safe_text(console, text), style="bold")
+    console.print(safe_text(console, SweepReport(run).recommendation), style="bold")
 
 
 def _remarks(facts: SweepReport) -> list[str]:

@@ -9,10 +9,10 @@ from panscan.core import Request, Result, SettingError
 from panscan.settings import ALL_AT_ONCE, Settings
 
 if TYPE_CHECKING:
-    from panscan.model.checkpoint import Loaded
+    from panscan.model.checkpoint import Loaded, Reader
     from panscan.model.observation import ForcedTokens, Observation
 
-__all__ = ["Runner", "TracksPeakMemory", "batches", "calls", "check_change"]
+__all__ = ["Runner", "TracksPeakMemory", "batches", "calls", "check_change", "check_interpreted", "processor_rounding"]
 
 
 class Runner(Protocol):
@@ -86,6 +86,32 @@ def check_change(loaded: Settings, wanted: Settings) -> None:
         raise SettingError("the settings need different weights: load another runner")
     if wanted != loaded:  # the current settings were checked before loading
         require_supported(wanted)
+
+
+def check_interpreted(request: Request, reader: Reader, runner: str, interpreter: str) -> None:
+    """Refuse prompts whose special tokens a runner would interpret.
+
+    Args:
+        request: request to answer.
+        reader: reader of the checkpoint.
+        runner: name of the runner.
+        interpreter: what interprets the prompt, for messages.
+
+    Raises:
+        SettingError: the prompt is raw, or contains a special token.
+    """
+    if request.raw:
+        raise SettingError(f"runner {runner}: raw prompts are not supported; use the runner generate")
+    if (special := reader.prompts.special_in(request)) is not None:
+        raise SettingError(
+            f"runner {runner}: the prompt contains {special}, which {interpreter} would interpret; use the runner"
+            " generate"
+        )
+
+
+def processor_rounding(reader: Reader) -> str:
+    """Return the rounding of a checkpoint's processor: ``device`` if it uses torchvision, else ``cpu``."""
+    return "cpu" if type(reader.processor.image_processor).__name__.endswith("Pil") else "device"
 
 
 def calls(views: Sequence[int], settings: Settings) -> list[list[int]]:

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from panscan.core import now
-from panscan.model.machine import synchronize
+from panscan.model.machine import record_event, synchronize
 from panscan.model.phases import PHASE_PREFIX, phase, profiled
 
 __all__ = ["DeviceClock", "TokenClock", "marked_steps", "timed_vision"]
@@ -36,14 +36,14 @@ class DeviceClock:
         self._marks: list[Any] = []
         synchronize(device)
         if self._events:
-            self._anchor = self._event()
+            self._anchor = record_event(self.device)
             synchronize(device)
         self._zero = now()
 
     def mark(self) -> int:
         """Record a timestamp and return its index in :meth:`read`."""
         if self._events:
-            self._marks.append(self._event())
+            self._marks.append(record_event(self.device))
         else:
             synchronize(self.device)
             self._marks.append(now())
@@ -58,15 +58,10 @@ class DeviceClock:
         synchronize(self.device)
         if not self._events:
             return list(self._marks)
-        last = self._event()
+        last = record_event(self.device)
         synchronize(self.device)
         per_millisecond = (now() - self._zero) / self._anchor.elapsed_time(last)
         return [self._zero + self._anchor.elapsed_time(event) * per_millisecond for event in self._marks]
-
-    def _event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch has no types for it
-        event.record(torch.cuda.current_stream(self.device))
-        return event
 
 
 class TokenClock:

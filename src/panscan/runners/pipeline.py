@@ -20,6 +20,7 @@ from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import DecodedRequest, Prepared, read_images
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.prompt import conversation
+from panscan.runners.base import check_interpreted, processor_rounding
 from panscan.runners.clock import DeviceClock, TokenClock
 from panscan.runners.generate import GenerateRunner, finished, generation_config, one_sampling
 from panscan.runners.observe import ObservationRecorder, observation_config
@@ -47,7 +48,7 @@ class PipelineRunner(GenerateRunner):
 
     def pixels(self, settings: Settings) -> str:
         """Return the rounding of the processor: ``device`` if it uses torchvision, else ``cpu``."""
-        return "cpu" if type(self.loaded.reader.processor.image_processor).__name__.endswith("Pil") else "device"
+        return processor_rounding(self.loaded.reader)
 
     @torch.no_grad()
     def observe(self, batch: Sequence[Request], forced: Sequence[ForcedTokens]) -> list[Observation]:
@@ -66,13 +67,7 @@ class PipelineRunner(GenerateRunner):
             SettingError: the prompt is raw, or contains a special token that the pipeline would interpret.
         """
         request = read.request
-        if request.raw:
-            raise SettingError("runner pipeline: raw prompts are not supported; use the runner generate")
-        if (special := self.loaded.reader.prompts.special_in(request)) is not None:
-            raise SettingError(
-                f"runner pipeline: the prompt contains {special}, which the pipeline would interpret; use the runner"
-                " generate"
-            )
+        check_interpreted(request, self.loaded.reader, "pipeline", "the pipeline")
         with self._rendered(conversation(request)):
             [answer] = self._pipe(
                 _chat(read),

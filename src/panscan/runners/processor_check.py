@@ -42,7 +42,7 @@ def check_inputs(reader: Reader, requests: Sequence[Request]) -> dict[str, Any]:
         ``note``: what was not checked and why, or empty.
     """
     checked = requests[:CHECKED_REQUESTS]
-    views, notes = 0, []
+    views, notes, difference = 0, [], None
     for request in checked:
         read = read_images(request)
         try:
@@ -52,14 +52,12 @@ def check_inputs(reader: Reader, requests: Sequence[Request]) -> dict[str, Any]:
             continue
         views += count
         if found is not None:
-            return _record(len(checked), views, f"request {request.id}, {found}", notes)
-    if any(reader.prompts.special_in(request) for request in checked if not request.raw):
-        notes.append("token ids of prompts that contain special tokens differ on purpose and were not compared")
-    return _record(len(checked), views, None, notes)
-
-
-def _record(requests: int, views: int, difference: str | None, notes: Sequence[str]) -> dict[str, Any]:
-    return {"requests": requests, "views": views, "difference": difference, "note": "; ".join(notes)}
+            difference = f"request {request.id}, {found}"
+            break
+    else:
+        if any(reader.prompts.special_in(request) for request in checked if not request.raw):
+            notes.append("token ids of prompts that contain special tokens differ on purpose and were not compared")
+    return {"requests": len(checked), "views": views, "difference": difference, "note": "; ".join(notes)}
 
 
 def _input_difference(reader: Reader, read: DecodedRequest) -> tuple[str | None, int]:

@@ -43,7 +43,7 @@ from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.prompt import Prompt, conversation
 from panscan.model.random_weights import write_shape
-from panscan.runners.base import check_change
+from panscan.runners.base import check_change, check_interpreted, processor_rounding
 from panscan.settings import Settings
 
 __all__ = [
@@ -147,7 +147,7 @@ class VllmRunner:
 
     def pixels(self, settings: Settings) -> str:
         """Return the rounding of the processor: ``device`` with torchvision, which vLLM requires, else ``cpu``."""
-        return "cpu" if type(self.loaded.reader.processor.image_processor).__name__.endswith("Pil") else "device"
+        return processor_rounding(self.loaded.reader)
 
     def observe(self, batch: Sequence[Request], forced: Sequence[ForcedTokens]) -> list[Observation]:
         """Return the log-probabilities of the most probable tokens along forced tokens, appended to the prompt.
@@ -317,12 +317,7 @@ def prompt_ids(request: Request, reader: Reader) -> list[int]:
     Raises:
         SettingError: the prompt is raw, or contains a special token that vLLM would interpret.
     """
-    if request.raw:
-        raise SettingError("runner vllm: raw prompts are not supported; use the runner generate")
-    if (special := reader.prompts.special_in(request)) is not None:
-        raise SettingError(
-            f"runner vllm: the prompt contains {special}, which vLLM would interpret; use the runner generate"
-        )
+    check_interpreted(request, reader, "vllm", "vLLM")
     text = reader.prompts.render(conversation(request))
     ids: list[int] = reader.tokenizer.encode(text, add_special_tokens=False)
     return ids

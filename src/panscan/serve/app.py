@@ -166,15 +166,17 @@ class _Api:
 
     async def views(self, slot: AdmissionSlot, body: ViewsRequest, uploads: Mapping[str, bytes]) -> Response:
         """Return the views of an image under the given pan-and-scan settings."""
-        settings = self._builder.pan_and_scan(body.mm_processor_kwargs)
-        cost = self._backend.info.cost if self._backend.info is not None else None
+        builder = self._builder
+        settings = builder.pan_and_scan(body.mm_processor_kwargs)
         if body.image is None:
             assert body.width is not None and body.height is not None  # the body was checked
             check_used(uploads, ())
-            return json_response({"pages": [size_views(body.width, body.height, settings, cost)], "page_count": 1})
-        work = partial(self._builder.document, body.image, uploads, slot.deadline)
+            return json_response(
+                {"pages": [size_views(body.width, body.height, settings, builder.cost)], "page_count": 1}
+            )
+        work = partial(builder.document, body.image, uploads, slot.deadline)
         document = await self._read(slot, work, [body.image], uploads)
-        draw = partial(page_views, document, settings, cost, slot.deadline, preview=body.preview)
+        draw = partial(page_views, document, settings, builder.cost, slot.deadline, preview=body.preview)
         return json_response({"pages": await slot.in_thread(draw, "decode"), "page_count": len(document.pages)})
 
     async def page(self, request: Request) -> Response:

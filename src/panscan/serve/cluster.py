@@ -94,7 +94,7 @@ class Ingress:
 
         # A configuration file may use another application name: one cluster can serve several models.
         name = serve.get_replica_context().app_name
-        self._backend = ReplicaBackend(engines, options, app=name, replicas=replicas)
+        self._backend = ReplicaBackend(engines, app=name, replicas=replicas)
         decode_in_children()
         self._app = create_app(options, self._backend)
         self._loading = asyncio.get_running_loop().create_task(self._load())

@@ -107,19 +107,9 @@ class EngineProcess:
         self._deaths = 0  # consecutive
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
-        self._info: ModelInfo | None = None
-        self._retried = 0
+        self.info: ModelInfo | None = None
+        self.retried = 0
         self.failed = asyncio.Event()
-
-    @property
-    def info(self) -> ModelInfo | None:
-        """See :class:`panscan.serve.backend.ServeBackend`."""
-        return self._info
-
-    @property
-    def retried(self) -> int:
-        """See :class:`panscan.serve.backend.ServeBackend`."""
-        return self._retried
 
     @property
     def ready(self) -> bool:
@@ -154,7 +144,7 @@ class EngineProcess:
 
     def submit(self, request: Request, work: RequestWork, *, stream: bool) -> Stream:
         """See :class:`panscan.serve.backend.ServeBackend`."""
-        if self.failed.is_set() or self._closed or self._info is None:
+        if self.failed.is_set() or self._closed or self.info is None:
             raise EngineError("the engine is not running")
         entry = PendingRequest(request, Stream(request.id, lambda: self._cancel(request.id)), stream)
         self._inflight[request.id] = entry
@@ -200,7 +190,7 @@ class EngineProcess:
 
         child.listen(receive)
         self._transmit(self._settings)
-        self._info = await opened
+        self.info = await opened
         self._ready.set()
         for entry in list(self._inflight.values()):
             self._send(entry)
@@ -267,7 +257,7 @@ class EngineProcess:
                 del self._inflight[id]
                 entry.fail(error)
             else:
-                self._retried += 1
+                self.retried += 1
         self._spawn(self._restart(reason))
 
     async def _restart(self, reason: str) -> None:

@@ -70,7 +70,7 @@ class _Worker:
         on_event = partial(self._on_event, id) if submit.stream else None
         with self._registering:  # a request may end before start() returns
             try:
-                self._cancels[id] = model.start(submit.request, on_event, partial(self._on_end, id))
+                self._cancels[id] = model.engine.start(submit.request, on_event, partial(self._on_end, id))
             except EngineError as error:
                 self._outgoing.put(Ended(id, Result.unanswered(id, now(), error)))
 
@@ -112,7 +112,7 @@ def _query_result(model: LoadedModel, query: Query) -> Any:
         case QueryKind.TOKEN_TEXTS:
             return model.token_texts(query.argument)
         case QueryKind.READ_STATS:
-            return model.stats()
+            return model.engine.stats()
 
 
 def main() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from panscan.core import Request, Result, Stats, TokenEvent
+from panscan.core import Request
 from panscan.engine.detokenizer import token_bytes
 from panscan.engine.engine import Engine
 from panscan.model.inputs import count_prompt
@@ -34,10 +34,13 @@ def open_model(settings: Settings) -> LoadedModel:
 
 
 class LoadedModel:
-    """An engine, with the properties and counts that the server asks for. Thread-safe."""
+    """An engine, with the properties and counts that the server asks for. Thread-safe.
+
+    ``engine.stats()`` waits for the current step, so the call blocks while the engine hangs.
+    """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self.engine = engine
         reader = engine.loaded.reader
         self.info = ModelInfo(
             max_model_len=reader.prompts.context or 0,
@@ -48,25 +51,11 @@ class LoadedModel:
             decisions=engine.decisions,
         )
 
-    def start(
-        self, request: Request, on_event: Callable[[TokenEvent], None] | None, on_end: Callable[[Result], None]
-    ) -> Callable[[], None]:
-        """Answer one request; return a function that cancels it (see :meth:`panscan.engine.engine.Engine.start`)."""
-        return self._engine.start(request, on_event, on_end)
-
     def count(self, request: Request) -> TokenCounts:
         """Count the tokens of a prompt."""
-        ids, image_tokens, views = count_prompt(request, self._engine.loaded.reader)
+        ids, image_tokens, views = count_prompt(request, self.engine.loaded.reader)
         return TokenCounts(tuple(ids), image_tokens, views)
 
     def token_texts(self, ids: Sequence[int]) -> list[bytes]:
         """Return the bytes of each token; empty for special tokens."""
-        return [token_bytes(self._engine.loaded.reader.tokenizer, token) for token in ids]
-
-    def stats(self) -> Stats:
-        """Return current statistics. Waits for the current step, so the call blocks while the engine hangs."""
-        return self._engine.stats()
-
-    def close(self) -> None:
-        """Cancel running requests and free the model."""
-        self._engine.close()
+        return [token_bytes(self.engine.loaded.reader.tokenizer, token) for token in ids]

@@ -54,7 +54,7 @@ class MediaReader:
 
     def __init__(self, options: ServeOptions) -> None:
         self._options = options
-        self._domains = frozenset(domain.lower().rstrip(".") for domain in options.allowed_media_domains)
+        self._domains = frozenset(options.allowed_media_domains)
         root = options.allowed_local_media_path
         self._root = None if root is None else root.resolve()
         self._max_bytes = round(options.max_body_mb * 1e6)

@@ -377,13 +377,17 @@ def parse(kind: type[Parsed], body: bytes) -> Parsed:
         raise FieldError(f"the body has more than {_MOST_VALUES} JSON values")
     try:
         content = msgspec.json.decode(body)
-        json.loads(body, object_pairs_hook=_unique)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FieldError(f"the body is not valid JSON: {error}") from None
     try:
-        return msgspec.convert(_supported_fields(content, kind), kind)
+        parsed = msgspec.convert(_supported_fields(content, kind), kind)
     except msgspec.ValidationError as error:
         raise _conversion_error(str(error), kind) from None
+    try:
+        json.loads(body, object_pairs_hook=_unique)  # last, because it takes longest
+    except RecursionError:
+        raise FieldError("the body is nested too deeply") from None
+    return parsed
 
 
 def count_values(body: bytes) -> int:
@@ -430,13 +434,14 @@ def _supported_fields(value: Any, kind: type[Body] | Mapping[str, type[Body]], p
         _check_choice(f"{path}type", value.get("type"), tuple(kind))
         kind = kind[value["type"]]
     supported = {}
+    known = _field_choices(kind)
     for name, inner in value.items():
         if inner is None or _is_neutral(kind, name, inner, path):
             continue
-        if name not in (*kind.__struct_fields__, kind.__struct_config__.tag_field):
+        if name not in known:
             raise _unsupported(path, name, nearest(name[:_LONGEST_SHOWN], kind.__struct_fields__))
-        if name in _choices(kind):
-            _check_choice(f"{path}{name}", inner, _choices(kind)[name])
+        if choices := known[name]:
+            _check_choice(f"{path}{name}", inner, choices)
         nested = _NESTED.get(name)
         if nested is None:
             supported[name] = inner
@@ -467,10 +472,13 @@ def _unsupported(path: str, name: str, hint: str) -> FieldError:
 
 
 @cache
-def _choices(kind: type[Body]) -> dict[str, tuple[str, ...]]:
-    """Return the values of each field that takes one of a few."""
+def _field_choices(kind: type[Body]) -> dict[str, tuple[str, ...]]:
+    """Return the fields of a type; for each that takes one of a few values, these values."""
+    names = [*kind.__struct_fields__]
+    if (tag := kind.__struct_config__.tag_field) is not None:
+        names.append(tag)
     hints = get_type_hints(kind)
-    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}
+    return {name: get_args(hints[name]) if get_origin(hints.get(name)) is Literal else () for name in names}
 
 
 def _check_choice(path: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -130,7 +130,7 @@ class EngineReplica:
         """Free the model."""
         self._beating.cancel()
         self._watchdog.close()
-        await asyncio.to_thread(self._model.close)
+        await asyncio.to_thread(self._model.engine.close)
 
     async def _beat(self) -> None:
         """Send heartbeats to the watchdog while the event loop runs."""
@@ -142,14 +142,14 @@ class EngineReplica:
         """Return the pending query for statistics, or start one, so that at most one thread waits for the engine."""
         if self._probe is None or self._probe.done():
             self._probed = time.monotonic()
-            self._probe = asyncio.get_running_loop().run_in_executor(None, self._model.stats)
+            self._probe = asyncio.get_running_loop().run_in_executor(None, self._model.engine.stats)
         return self._probe
 
     def _start(
         self, request: Request, on_event: Callable[[TokenEvent], None] | None, on_end: Callable[[Result], None]
     ) -> Callable[[], None]:
         try:
-            return self._model.start(request, on_event, on_end)
+            return self._model.engine.start(request, on_event, on_end)
         except EngineError as error:
             on_end(Result.unanswered(request.id, now(), error))
             return lambda: None

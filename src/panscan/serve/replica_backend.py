@@ -15,7 +15,6 @@ from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
 from panscan.core import EngineError, PanscanError, Request, Result, Stats, Stream
 from panscan.serve.backend import ModelInfo, PendingRequest, ReplicaLostError, RequestWork, TokenCounts
-from panscan.serve.options import ServeOptions
 from panscan.serve.routing import router_of
 
 __all__ = ["ReplicaBackend"]
@@ -36,13 +35,12 @@ class ReplicaBackend:
 
     Args:
         engines: Ray's handle of the deployment.
-        options: server options with the limits and timeouts.
         app: name of the Ray Serve application.
         replicas: maximum number of replicas.
     """
 
-    def __init__(self, engines: Any, options: ServeOptions, *, app: str, replicas: int) -> None:
-        self._engines, self._options, self._app, self._replicas = engines, options, app, replicas
+    def __init__(self, engines: Any, *, app: str, replicas: int) -> None:
+        self._engines, self._app, self._replicas = engines, app, replicas
         self._inflight: dict[str, asyncio.Task[None]] = {}
         self._closed = False
         self.info: ModelInfo | None = None
@@ -112,14 +110,10 @@ class ReplicaBackend:
         """Answer one request, and always deliver a result."""
         error: PanscanError | None
         try:
-            async with asyncio.timeout(self._options.request_timeout):
-                result = await self._attempt(entry, work)
-            entry.stream.on_end(result)
+            entry.stream.on_end(await self._attempt(entry, work))
             return
         except asyncio.CancelledError:  # raised by Stream.cancel or close; nothing else holds this task
             error = None
-        except TimeoutError:
-            error = EngineError(f"no answer within --timeout ({self._options.request_timeout:g} s)")
         except PanscanError as known:
             error = known
         except Exception as bug:  # it must not leave the client waiting

@@ -63,7 +63,7 @@ class RequestBuilder:
     """
 
     def __init__(self, options: ServeOptions, cost: PromptCost | None = None) -> None:
-        self._options, self._cost = options, cost or GEMMA3_COST
+        self._options, self.cost = options, cost or GEMMA3_COST
         self._media = MediaReader(options)
 
     def chat(self, body: ChatCompletionRequest, uploads: Mapping[str, bytes], deadline: Deadline) -> PreparedRequest:
@@ -206,7 +206,7 @@ class RequestBuilder:
             FieldError: the pan-and-scan settings do not fit a document (see :func:`panscan.images.views.split`).
         """
         try:
-            plans = [plan_views(*size, pan_and_scan, self._cost) for document in documents for size in document.sizes]
+            plans = [plan_views(*size, pan_and_scan, self.cost) for document in documents for size in document.sizes]
         except SettingError as error:
             raise FieldError(str(error), "mm_processor_kwargs") from error
         tokens = sum(plan.prompt_tokens for plan in plans) + characters // _CHARACTERS_PER_TOKEN

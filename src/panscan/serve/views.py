@@ -11,7 +11,7 @@ from PIL import Image
 from panscan.core import PanAndScan
 from panscan.core.deadline import Deadline
 from panscan.images.files import open_image
-from panscan.images.views import GEMMA3_COST, PromptCost, plan_views
+from panscan.images.views import PromptCost, plan_views
 from panscan.serve.media import MediaFile
 
 __all__ = ["page_views", "size_views"]
@@ -20,13 +20,13 @@ _PREVIEW = 1600  # pixels of the longer side
 _PREVIEWS = 20  # maximum number of pages in one response
 
 
-def size_views(width: int, height: int, settings: PanAndScan, cost: PromptCost | None) -> dict[str, Any]:
+def size_views(width: int, height: int, settings: PanAndScan, cost: PromptCost) -> dict[str, Any]:
     """Return the views and token counts of an image of this size in pixels.
 
     Raises:
         SettingError: see :func:`panscan.images.views.split`.
     """
-    plan = plan_views(width, height, settings, cost or GEMMA3_COST)
+    plan = plan_views(width, height, settings, cost)
     views = [{"kind": view.kind, "box": view.box} for view in plan.views]
     return {
         "width": width,
@@ -38,14 +38,14 @@ def size_views(width: int, height: int, settings: PanAndScan, cost: PromptCost |
 
 
 def page_views(
-    document: MediaFile, settings: PanAndScan, cost: PromptCost | None, deadline: Deadline, *, preview: bool
+    document: MediaFile, settings: PanAndScan, cost: PromptCost, deadline: Deadline, *, preview: bool
 ) -> list[dict[str, Any]]:
     """Return the views of each page. Pages are decoded one at a time, because decoding determines the orientation.
 
     Args:
         document: document within the server's limits.
         settings: pan-and-scan settings.
-        cost: prompt tokens of an image; None: those of Gemma 3.
+        cost: prompt tokens of an image.
         deadline: when the work ends.
         preview: whether to add a JPEG of each page, at most 1,600 pixels per side, as a data URL.
 

@@ -1,20 +1,22 @@
 """Every option of every command, declared once: name, type, default, range, help, aliases, commands."""
 
 from panscan.settings.command_options import (
-    MAX_PIXELS,
-    MAX_PROMPTS,
-    RATE,
     Options,
-    ServerTable,
-    TrafficTable,
-    VerifyTable,
     check_options,
     default_of,
     fields_from,
     options_of,
     range_of,
 )
-from panscan.settings.declaration import BOOLEANS, GROUPS, Group, Option, declared_options, nearest, option
+from panscan.settings.declaration import BOOLEANS, GROUPS, Group, Option, declared_options, nearest
+from panscan.settings.endpoint_options import (
+    MAX_PIXELS,
+    MAX_PROMPTS,
+    RATE,
+    ServerTable,
+    TrafficTable,
+    VerifyTable,
+)
 from panscan.settings.runners import (
     ALL_AT_ONCE,
     ENGINE_AXES,
@@ -93,7 +95,6 @@ __all__ = [
     "foreign_settings",
     "missing_package",
     "nearest",
-    "option",
     "options_of",
     "range_of",
     "recorded_settings",

@@ -14,7 +14,7 @@ from panscan.core import SettingError
 from panscan.core.ranges import Range, shorten
 from panscan.settings.spellings import FOREIGN_VALUES, SAME_OPTION
 
-__all__ = ["BOOLEANS", "GROUPS", "Group", "Option", "declared_options", "nearest", "option"]
+__all__ = ["BOOLEANS", "GROUPS", "Group", "Option", "declared_options", "nearest"]
 
 Group = Literal[
     "Input", "Model", "Pan and scan", "Runner", "Engine", "Generation", "Server", "Traffic", "Measurement", "Output"
@@ -50,6 +50,7 @@ class Option:
         required: whether the command needs it.
         rare: whether only ``--help-all`` lists it.
         hidden: whether no help lists it.
+        sampled: whether it has no effect at temperature 0.
         level: whether it counts when a model is loaded, or for each call.
         only: the one runner that has this setting; empty if several do.
         by_verb: fields that differ in some commands, by the names of these commands.
@@ -74,6 +75,7 @@ class Option:
     required: bool = False
     rare: bool = False
     hidden: bool = False
+    sampled: bool = False
     level: Literal["load", "call"] = "call"
     only: str = ""
     by_verb: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -162,14 +164,9 @@ class Option:
         return BOOLEANS[text.lower()]
 
 
-def option(default: Any, group: Group, help: str, verbs: str, **facts: Any) -> Any:
-    """Return a field of a table of options; ``facts`` are further fields of :class:`Option`."""
-    return field(default=default, metadata={"group": group, "help": help, "verbs": verbs, **facts})
-
-
 @cache
 def declared_options(table: type) -> dict[str, Option]:
-    """Return the options that a dataclass declares by :func:`option`, by name, in its order."""
+    """Return the options that a dataclass declares by :func:`panscan.core.ranges.option`, by name, in its order."""
     hints = get_type_hints(table)
     options = {}
     for item in fields(table):

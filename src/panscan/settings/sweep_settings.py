@@ -10,9 +10,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from panscan.core import PanAndScan, Sampling, SettingError
-from panscan.core.ranges import Range, shorten
-from panscan.core.request import PAN_AND_SCAN_RANGES, SAMPLING_RANGES
-from panscan.settings.declaration import Option, declared_options, nearest, option
+from panscan.core.ranges import Range, option, shorten
+from panscan.core.request import PAN_AND_SCAN_RANGES, SAMPLING_NAMES, SEEDS, TOKENS, SamplingTable
+from panscan.settings.declaration import Option, declared_options, nearest
 from panscan.settings.spellings import FOREIGN_OPTIONS, SWITCHES
 
 __all__ = [
@@ -50,7 +50,6 @@ REMOVED_SETTINGS: dict[str, Any] = {"tf32": False, "tp_plan": None, "pad_to_mult
 PREFILL_CHUNK_SIZE = 2048
 """The engine's default: a prompt of seven views in one pass."""
 _REQUESTS = Range(integer=True, ge=1, le=65_536)  # arrays have a row for each
-_TOKENS = SAMPLING_RANGES["max_new_tokens"]
 
 
 def _gigabytes(note: str) -> Range:
@@ -68,8 +67,8 @@ _SERVER_DEFAULT = {"load": {"shown_default": "the server's"}}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """One point of a sweep. Values are checked on construction; what a machine cannot do is checked by the runner."""
+class _RunTable:
+    """Settings of the model, its runner, the engine, and pan and scan."""
 
     runner: str = option(
         "generate",
@@ -311,7 +310,7 @@ class Settings:
         "Engine",
         "Prompt tokens per engine step; breaks images in generate().",
         f"{_SIMULATED} attention profile",
-        range=_TOKENS,
+        range=TOKENS,
         shown_default=str(PREFILL_CHUNK_SIZE),
         by_verb={"attention batch plan serve": {"help": "Prompt tokens per engine step."}},
     )
@@ -360,56 +359,13 @@ class Settings:
         range=PAN_AND_SCAN_RANGES["min_ratio_to_activate"],
         by_verb=_SERVER_DEFAULT,
     )
-    max_new_tokens: int = option(
-        128,
-        "Generation",
-        "Maximum output tokens.",
-        f"{_PROFILED} load quantize",
-        range=_TOKENS,
-        by_verb={
-            "serve": {"help": "Output tokens of a request without max_tokens."},
-            "profile": {"default": 16},
-        },
-    )
-    temperature: float = option(
-        0.0, "Generation", "Sampling temperature; 0 is greedy.", _ANSWER, range=SAMPLING_RANGES["temperature"]
-    )
-    top_k: int | None = option(
-        None, "Generation", "Sample from the k most probable tokens.", _ANSWER, range=SAMPLING_RANGES["top_k"]
-    )
-    top_p: float | None = option(
-        None,
-        "Generation",
-        "Sample from top tokens with this total probability.",
-        _ANSWER,
-        range=SAMPLING_RANGES["top_p"],
-    )
-    min_p: float | None = option(
-        None,
-        "Generation",
-        "Drop tokens below this share of the most probable.",
-        _ANSWER,
-        range=SAMPLING_RANGES["min_p"],
-        rare=True,
-    )
-    repetition_penalty: float | None = option(
-        None,
-        "Generation",
-        "Penalty on repeated tokens; above 1 repeats less.",
-        _ANSWER,
-        range=SAMPLING_RANGES["repetition_penalty"],
-        rare=True,
-    )
-    sampling_seed: int | None = option(
-        None, "Generation", "Seed of the sampler.", _ANSWER, range=SAMPLING_RANGES["seed"]
-    )
-    ignore_eos: bool = option(
-        False,
-        "Generation",
-        "Ignore end tokens: always generate the full length.",
-        f"{_PROFILED} load",
-        by_verb={"profile": {"default": True}},
-    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(SamplingTable, _RunTable):
+    """One point of a sweep. Values are checked on construction; what a machine cannot do is checked by the runner."""
+
+    sampling_seed: int | None = option(None, "Generation", "Seed of the sampler.", _ANSWER, range=SEEDS)
 
     def __post_init__(self) -> None:
         for axis in axes().values():
@@ -492,16 +448,8 @@ class Settings:
 
     @cached_property
     def sampling(self) -> Sampling:
-        return Sampling(
-            self.max_new_tokens,
-            self.temperature,
-            self.top_k,
-            self.top_p,
-            self.min_p,
-            self.repetition_penalty,
-            self.sampling_seed,
-            self.ignore_eos,
-        )
+        shared = {name: getattr(self, name) for name in SAMPLING_NAMES}
+        return Sampling(**shared, seed=self.sampling_seed)
 
     @property
     def load_key(self) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
 
-from panscan.report.formatting import times
+from panscan.core.text import times
 from panscan.trace.figures import StepTime, Summary
 from panscan.trace.wording import filler_name, milliseconds, short_name, short_names
 

@@ -63,27 +63,20 @@ def idle_fillers(columns: Columns, thread: int, idle: Spans, windows: Spans) -> 
         windows: intervals in which time on the stack counts.
     """
     stack = _Stack.of(columns, np.flatnonzero(columns.cpu.thread == thread))
-    size = len(columns.names)
+    size, outermost = len(columns.names), stack.outermost
+    outer = stack.name[outermost]
     shared = idle.overlap(stack.start, stack.end)
     self_us = np.bincount(stack.name, stack.own(shared), size)
-    outermost = stack.outermost
-    total_us = np.bincount(stack.name[outermost], shared[outermost], size)
-    stack_us = np.bincount(stack.name[outermost], windows.overlap(stack.start[outermost], stack.end[outermost]), size)
-    weighted = np.bincount(stack.name[outermost], (shared * stack.depth)[outermost], size)
-    depth = weighted / np.maximum(total_us, 1e-9)
+    total_us = np.bincount(outer, shared[outermost], size)
+    stack_us = np.bincount(outer, windows.overlap(stack.start[outermost], stack.end[outermost]), size)
+    depth = np.bincount(outer, (shared * stack.depth)[outermost], size) / np.maximum(total_us, 1e-9)
     kind = np.zeros(size, dtype=np.int64)
     kind[stack.name] = stack.kind
-    found = [
-        Filler(
-            columns.names[name],
-            _KIND_NAMES[int(kind[name])],
-            float(self_us[name]) / 1e3,
-            float(total_us[name]) / 1e3,
-            float(stack_us[name]) / 1e3,
-            float(depth[name]),
-        )
-        for name in np.flatnonzero(total_us > 0).tolist()
-    ]
+    found = []
+    for name in np.flatnonzero(total_us > 0).tolist():
+        inner, total, on_stack = (float(time[name]) / 1e3 for time in (self_us, total_us, stack_us))
+        kind_name = _KIND_NAMES[int(kind[name])]
+        found.append(Filler(columns.names[name], kind_name, inner, total, on_stack, float(depth[name])))
     rest = idle.total / 1e3 - sum(filler.self_ms for filler in found)
     if rest > 1e-6:
         found.append(Filler(NOTHING, "", rest, rest, rest, 0.0))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +49,8 @@ def kernel_times(columns: Columns, kinds: Ints, gpu: Gpu | None, most: int) -> t
     order = np.argsort(-total, kind="stable")[:most]
     for name in order[count[order] > 0].tolist():
         seconds = float(total[name]) / 1e6
-        whole = work.activities[name] == count[name] and seconds > 0
+        known = seconds > 0 and work.activities[name] == count[name]
+        achieved = [float(part[name]) / seconds if known and part[name] else None for part in work[:3]]
         found.append(
             KernelTime(
                 name=columns.names[name],
@@ -59,16 +59,15 @@ def kernel_times(columns: Columns, kinds: Ints, gpu: Gpu | None, most: int) -> t
                 total_ms=seconds * 1e3,
                 mean_us=float(total[name] / count[name]),
                 share=float(total[name] / max(duration.sum(), 1e-9)),
-                bytes_per_s=float(work.bytes[name]) / seconds if whole and work.bytes[name] else None,
-                flops_per_s=float(work.flops[name]) / seconds if whole and work.flops[name] else None,
-                ceiling_share=float(work.least_s[name]) / seconds if whole and work.least_s[name] else None,
+                bytes_per_s=achieved[0],
+                flops_per_s=achieved[1],
+                ceiling_share=achieved[2],
             )
         )
     return tuple(found), float(total.sum()) / 1e3 - sum(kernel.total_ms for kernel in found)
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
+class _Work(NamedTuple):
     """Recorded work by name; each array has one element per name.
 
     Args:
@@ -131,17 +130,14 @@ def product_times(columns: Columns, gpu: Gpu | None, most: int) -> tuple[Product
         return ()
     size = len(columns.products)
     if len(columns.gpu.start):
-        product = _products_of_activities(columns)
+        product, time = _products_of_activities(columns), columns.gpu.end - columns.gpu.start
         rows = np.flatnonzero(product < size)
-        total = np.bincount(product[rows], (columns.gpu.end - columns.gpu.start)[rows], size)
         calls = np.unique(np.stack((product[rows], columns.gpu.external[rows])), axis=1)[0]
-        count = np.bincount(calls, minlength=size)
     else:
-        gpu = None
-        rows = np.flatnonzero((columns.cpu.product >= 0) & (columns.cpu.kind == OPERATOR))
-        product = columns.cpu.product[rows]
-        total = np.bincount(product, (columns.cpu.end - columns.cpu.start)[rows], size)
-        count = np.bincount(product, minlength=size)
+        gpu, product, time = None, columns.cpu.product, columns.cpu.end - columns.cpu.start
+        rows = np.flatnonzero((product >= 0) & (columns.cpu.kind == OPERATOR))
+        calls = product[rows]
+    total, count = np.bincount(product[rows], time[rows], size), np.bincount(calls, minlength=size)
     order = [index for index in np.argsort(-total, kind="stable")[:most].tolist() if total[index] > 0]
     return tuple(_product_time(columns.products[i], int(count[i]), float(total[i]) / 1e6, gpu) for i in order)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from panscan.report.formatting import clean, templates
+from panscan.core.text import clean
+from panscan.report.formatting import templates
 from panscan.trace.compare import compare, letters
 from panscan.trace.figures import Summary
 from panscan.trace.tables import comparison_tables, tables_of

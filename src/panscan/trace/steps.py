@@ -9,8 +9,8 @@ import numpy as np
 from panscan.trace.columns import ANNOTATION, KERNEL, Columns
 from panscan.trace.cpu import idle_fillers, thread_name
 from panscan.trace.figures import Filler, PhaseTime, StepTime
+from panscan.trace.gpu import Launches, launch_calls
 from panscan.trace.intervals import Floats, Ints, Spans
-from panscan.trace.launches import Launches, launch_calls
 
 __all__ = ["PHASE", "Windows", "phase_times", "step_time", "step_windows"]
 

@@ -14,10 +14,9 @@ from panscan.settings import nearest
 from panscan.trace.columns import PYTHON, Columns, collect
 from panscan.trace.cpu import cpu_time, operator_spans, operator_times
 from panscan.trace.figures import Filler, StepTime, Summary
-from panscan.trace.gpu import activity_kinds, gpu_times
+from panscan.trace.gpu import activity_kinds, gpu_times, launches_of, main_thread
 from panscan.trace.intervals import Spans
 from panscan.trace.kernels import gpu_of, kernel_times, product_times
-from panscan.trace.launches import launches_of, main_thread
 from panscan.trace.read import TraceFile
 from panscan.trace.steps import PHASE, Windows, phase_times, step_time, step_windows
 from panscan.trace.wording import headline

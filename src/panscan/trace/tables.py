@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
-from panscan.analysis.cells import number_text
-from panscan.report.formatting import percent, times
+from panscan.core.text import number_text, percent, times
 from panscan.report.table import Column, Content, Table, TableCell, share_cell
 from panscan.trace.compare import STEP_COUNTS, STEP_TIMES, ComparedFigure, TraceComparison, letters
 from panscan.trace.figures import Filler, GpuTime, KernelTime, OperatorTime, PhaseTime, ProductTime, StepTime, Summary

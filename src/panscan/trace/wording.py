@@ -6,8 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 
-from panscan.analysis.cells import number_text
-from panscan.report.formatting import clean, percent
+from panscan.core.text import clean, number_text, percent
 from panscan.trace.figures import NOTHING, Filler, StepTime, Summary
 
 __all__ = ["filler_name", "headline", "milliseconds", "short_name", "short_names"]

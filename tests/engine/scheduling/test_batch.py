@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 from tests.engine.test_attention import interval, sequences
 
 from panscan.core import Sampling
-from panscan.engine.scheduling.batch import FlatBatch, ImageRows, SamplingRow, ViewToEncode
-from panscan.engine.scheduling.sequence import Chunk, PromptLayout, Sequence, flatten
+from panscan.engine.scheduling.batch import (
+    Chunk,
+    FlatBatch,
+    ImageRows,
+    PromptLayout,
+    SamplingRow,
+    Sequence,
+    ViewToEncode,
+    flatten,
+)
 
 SHAPES = {
     "seed": st.integers(0, 2**32),

@@ -9,8 +9,8 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from tests.engine.drawn import PIECES, sequence
 
+from panscan.engine.scheduling.batch import Sequence
 from panscan.engine.scheduling.kv_blocks import KVBlocks, extend_hashes
-from panscan.engine.scheduling.sequence import Sequence
 
 SIZES = st.integers(1, 5)
 WINDOWS = st.none() | st.integers(1, 12)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from panscan.engine.scheduling.sequence import PromptLayout, Span
+from panscan.engine.scheduling.batch import PromptLayout, Span
 
 SOFT = 9
 

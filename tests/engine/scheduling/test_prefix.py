@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.engine.drawn import PIECES, content, sequence
 
+from panscan.engine.scheduling.batch import PromptLayout, Sequence, Span
 from panscan.engine.scheduling.kv_blocks import block_hash, extend_hashes
-from panscan.engine.scheduling.sequence import PromptLayout, Sequence, Span
 
 PARTS = st.tuples(
     st.binary(max_size=3),

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.engine.drawn import IMAGES, PIECES, content, seen_until, sequence
 
+from panscan.engine.scheduling.batch import Chunk, Sequence, Step
 from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.pacing import PrefillLimit
 from panscan.engine.scheduling.scheduler import Scheduler
-from panscan.engine.scheduling.sequence import Chunk, Sequence, Step
 
 LONGEST = max(IMAGES.values())
 LIMITS = (None, None, None, *(PrefillLimit(seconds, 1.0, 3.0) for seconds in (-1.0, 2.0, 7.0, 12.0)))

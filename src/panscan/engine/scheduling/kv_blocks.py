@@ -1,4 +1,4 @@
-"""KV cache blocks: allocation, prefix sharing and release. Numbers only; the tensors are in ``engine.kv_memory``."""
+"""KV cache blocks: allocation, prefix sharing and release. Numbers only; the tensors are in ``engine.attention``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, MutableSequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from panscan.engine.scheduling.sequence import PromptLayout, Sequence, Span
+from panscan.engine.scheduling.batch import PromptLayout, Sequence, Span
 
 __all__ = ["BlockPool", "KVBlocks", "block_hash", "extend_hashes"]
 

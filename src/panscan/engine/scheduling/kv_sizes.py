@@ -1,4 +1,4 @@
-"""Memory of passes and of the KV cache, as sizes. Integers only; the tensors are in ``engine.kv_memory``."""
+"""Memory of passes and of the KV cache, as sizes. Integers only; the tensors are in ``engine.attention``."""
 
 from __future__ import annotations
 

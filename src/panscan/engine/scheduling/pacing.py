@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import inf
 
-from panscan.engine.scheduling.sequence import PromptLayout, Sequence, Step
+from panscan.engine.scheduling.batch import PromptLayout, Sequence, Step
 
 __all__ = ["Pacer", "PassSize", "PrefillLimit"]
 

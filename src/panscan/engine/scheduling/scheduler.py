@@ -9,9 +9,9 @@ from bisect import insort
 from collections import abc
 from dataclasses import dataclass, replace
 
+from panscan.engine.scheduling.batch import Chunk, Sequence, Step
 from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.pacing import PrefillLimit
-from panscan.engine.scheduling.sequence import Chunk, Sequence, Step
 
 __all__ = ["Scheduler"]
 

@@ -1,0 +1,135 @@
+"""What the loop and the executors of its passes exchange: facts, results, pixels and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from panscan.core import EngineError, PanscanError, UnsupportedError, View
+from panscan.core.errors import brief
+from panscan.engine.scheduling.batch import FlatBatch, PixelRef, SampledToken
+from panscan.model.machine import is_out_of_memory
+
+__all__ = [
+    "Launched",
+    "PassExecutor",
+    "PassResult",
+    "PixelIntake",
+    "RunnerFacts",
+    "pass_error",
+    "raise_if_device_failed",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerFacts:
+    """Properties of a model runner that the loop needs, as plain values.
+
+    Args:
+        device: type of the device: cuda, cpu or mps.
+        overlaps: whether the device computes a pass while the host prepares the next one.
+        window: positions that a local layer attends to, the row's own included; None: there is no local layer.
+        max_positions: the model's context length.
+        blocks: KV cache blocks of global and of local layers.
+        image_tokens: tokens of one encoded view; 0 for a text-only model.
+        view_bytes: size of one encoded view; 0 for a text-only model.
+        pixel_bytes: pixels that may wait on the GPUs of all ranks; None: pixels are in host memory.
+        decisions: startup choices with reasons, and startup timings, one line each.
+    """
+
+    device: str
+    overlaps: bool
+    window: int | None
+    max_positions: int
+    blocks: tuple[int, int]
+    image_tokens: int
+    view_bytes: int
+    pixel_bytes: int | None
+    decisions: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PassResult:
+    """What one pass computed, on the host.
+
+    Args:
+        chosen: the token of each sampled row.
+        finished_at: time at which the result reached the host, in seconds of :func:`panscan.core.now`.
+        vision: start and end of encoding its views, on the same clock; None if it encoded none.
+        hidden: float32 ``[observed, hidden]``: final hidden states of the observed rows; None without.
+        logits: float32 ``[observed, vocabulary]`` of the same rows.
+        answers: float32 ``[observed samples, vocabulary]``: logits of observed sampled rows; None without.
+    """
+
+    chosen: list[SampledToken]
+    finished_at: float
+    vision: tuple[float, float] | None = None
+    hidden: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    answers: torch.Tensor | None = None
+
+
+class Launched(Protocol):
+    """A launched pass."""
+
+    def wait(self) -> PassResult:
+        """Return the result once the device has computed it.
+
+        Raises: whatever failed on the device.
+        """
+        ...
+
+
+class PixelIntake(Protocol):
+    """The receiver of pixels: a model runner. Thread-safe."""
+
+    def put(self, levels: NDArray[np.uint8], views: Sequence[View]) -> list[PixelRef]:
+        """Compute and keep the pixels of views (see :meth:`panscan.engine.views.PixelStore.put`)."""
+        ...
+
+    def forget(self, refs: Iterable[PixelRef]) -> None:
+        """Drop pixels that are no longer needed."""
+        ...
+
+
+class PassExecutor(PixelIntake, Protocol):
+    """An executor of passes: a :class:`panscan.engine.model_runner.ModelRunner`, or one in each rank process.
+
+    ``facts``: properties that the loop needs.
+    """
+
+    facts: RunnerFacts
+
+    def execute(self, batch: FlatBatch) -> Launched:
+        """Launch a pass, to run after all earlier ones."""
+        ...
+
+    def close(self) -> None:
+        """Release the device."""
+        ...
+
+
+def raise_if_device_failed(error: Exception) -> None:
+    """Raise if no later pass can run: CUDA reports an illegal access or a lost device to every later call too.
+
+    Raises:
+        EngineError: the device has failed.
+    """
+    if isinstance(error, RuntimeError) and "CUDA error" in str(error) and not is_out_of_memory(error):
+        raise EngineError(f"the device has failed: {brief(error, 300)}") from error
+
+
+def pass_error(error: Exception) -> PanscanError:
+    """Return the error of the requests in a failed pass."""
+    if isinstance(error, PanscanError):
+        return error
+    text = brief(error, 300)
+    if is_out_of_memory(error):
+        fix = "lower --prefill-chunk-size, --vision-batch-size, --max-num-seqs or --kv-cache-gb"
+        return UnsupportedError(f"out of memory in an engine pass: {fix} ({text})")
+    return PanscanError(f"an engine pass failed: {type(error).__name__}: {text}")

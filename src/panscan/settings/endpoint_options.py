@@ -1,0 +1,205 @@
+"""Options of the commands that serve an endpoint, load it and verify it, which their rooms extend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from panscan.core.ranges import Range, option
+from panscan.core.request import TOKENS
+
+__all__ = ["MAX_PIXELS", "MAX_PROMPTS", "RATE", "RateTable", "ServerTable", "TrafficTable", "VerifyTable"]
+
+MAX_PIXELS = 178_956_970
+"""Pixels of one image; Pillow's own limit."""
+MAX_PROMPTS = 1_000_000
+"""Requests of one load level, or of one cell."""
+RATE = Range(gt=0, le=1_000_000)
+"""Requests per second."""
+_COUNT = Range(integer=True, ge=1, le=MAX_PROMPTS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerTable:
+    """Limits and addresses of a server."""
+
+    host: str = option("127.0.0.1", "Server", "Address to bind.", "serve", metavar="ADDRESS")
+    port: int = option(
+        8000,
+        "Server",
+        "TCP port; 0 selects a free port.",
+        "serve",
+        range=Range(integer=True, ge=0, le=65_535, note="0 takes a free port"),
+    )
+    served_model_name: str | None = option(None, "Server", "Model name in the API.", "serve", metavar="NAME")
+    allowed_hosts: tuple[str, ...] = option(
+        (), "Server", "Host name to accept; repeatable.", "serve", metavar="NAME", rare=True
+    )
+    allowed_media_domains: tuple[str, ...] = option(
+        (), "Server", "Domain to fetch images from; repeatable.", "serve", metavar="DOMAIN", rare=True
+    )
+    allowed_local_media_path: Path | None = option(
+        None, "Server", "Directory that file: URLs may read.", "serve", metavar="DIR", rare=True
+    )
+    max_queued_requests: int = option(
+        256,
+        "Server",
+        "Maximum queued requests; more get status 429.",
+        "serve",
+        range=Range(integer=True, ge=0, le=1_000_000),
+    )
+    request_timeout: float = option(
+        600.0,
+        "Server",
+        "Seconds until a request fails with status 504.",
+        "serve",
+        flag="timeout",
+        range=Range(gt=0, le=86_400, note="seconds"),
+        metavar="SECONDS",
+    )
+    drain_timeout: float = option(
+        60.0,
+        "Server",
+        "Time to finish requests after SIGTERM, seconds.",
+        "serve",
+        range=Range(ge=0, le=86_400, note="seconds"),
+        metavar="SECONDS",
+        rare=True,
+    )
+    max_body_mb: float = option(
+        64.0, "Server", "Maximum size of a request body, MB.", "serve", range=Range(gt=0, le=4096), rare=True
+    )
+    max_images: int = option(
+        16,
+        "Server",
+        "Maximum images and documents per request.",
+        "serve",
+        range=Range(integer=True, ge=0, le=10_000),
+    )
+    max_pixels: int = option(
+        MAX_PIXELS,
+        "Server",
+        "Maximum pixels per image or page.",
+        "serve",
+        range=Range(integer=True, ge=1, le=MAX_PIXELS),
+        rare=True,
+    )
+    max_output_tokens: int = option(16_384, "Server", "Hard limit of output tokens per answer.", "serve", range=TOKENS)
+    max_choices: int = option(
+        16,
+        "Server",
+        "Maximum answers per request (n).",
+        "serve",
+        range=Range(integer=True, ge=1, le=128),
+        rare=True,
+    )
+    otlp_traces_endpoint: str | None = option(
+        None, "Server", "Endpoint for OpenTelemetry traces.", "serve", metavar="URL", rare=True
+    )
+    routing: Literal["affinity", "work", "random"] = option(
+        "affinity", "Server", "Routing policy: affinity, work or random.", "serve", metavar="NAME", rare=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateTable:
+    """How much a load run sends, as text or a file."""
+
+    request_rates: str | None = option(
+        None,
+        "Traffic",
+        "Rates, requests/s, comma list.",
+        "load",
+        flag="request-rate",
+        range=RATE,
+        metavar="RATES",
+        shown_default="inf",
+    )
+    request_rate: float | None = option(
+        None, "Traffic", "Load to size a fleet for, requests/s.", "plan", range=RATE, metavar="RATE"
+    )
+    max_concurrencies: str | None = option(
+        None,
+        "Traffic",
+        "Maximum requests in flight, comma list.",
+        "load",
+        flag="max-concurrency",
+        range=Range(integer=True, ge=1, le=100_000),
+        metavar="INTS",
+    )
+    trace: str | None = option(
+        None, "Traffic", "Arrivals to replay: JSON Lines with timestamp in ms.", "load", metavar="FILE"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrafficTable:
+    """What a load run sends, and when."""
+
+    arrival: Literal["poisson", "constant"] = option("poisson", "Traffic", "Arrival process.", "load")
+    burstiness: float = option(
+        1.0,
+        "Traffic",
+        "Gamma shape of arrivals; below 1 is burstier.",
+        "load plan",
+        range=Range(gt=0, le=1_000_000),
+    )
+    trace_speedup: float = option(
+        1.0, "Traffic", "Speed-up of the replayed trace.", "load", range=Range(gt=0, le=1_000_000), rare=True
+    )
+    num_prompts: int = option(64, "Traffic", "Requests per level.", "load", range=_COUNT)
+    num_warmups: int = option(
+        1,
+        "Traffic",
+        "Discarded requests before the first level.",
+        "load",
+        range=Range(integer=True, ge=0, le=MAX_PROMPTS),
+    )
+    find_max_rate: bool = option(False, "Traffic", "Search for the highest rate that meets --goodput.", "load")
+    processes: int | None = option(
+        None,
+        "Traffic",
+        "Client processes.",
+        "load",
+        range=Range(integer=True, ge=1, le=256),
+        shown_default="by the rate",
+        rare=True,
+    )
+    goodput_attainment: float = option(
+        0.95,
+        "Measurement",
+        "Share of requests that must meet the limits.",
+        "load plan",
+        range=Range(gt=0, le=1),
+    )
+    min_tokens: int | None = option(
+        None, "Generation", "Minimum of output lengths drawn up to --max-new-tokens.", "load", range=TOKENS
+    )
+    image_reuse: float = option(
+        0.0, "Traffic", "Share of requests that repeat an image.", "load plan", range=Range(ge=0, le=1)
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyTable:
+    """What ``panscan verify`` asks an endpoint for."""
+
+    max_requests: int = option(
+        32, "Server", "Maximum requests to send.", "verify", range=Range(integer=True, ge=3, le=32)
+    )
+    max_tokens: int = option(
+        16,
+        "Measurement",
+        "Output tokens per request.",
+        "verify",
+        flag="max-new-tokens",
+        range=Range(integer=True, ge=1, le=256),
+    )
+    top_logprobs: int = option(
+        20,
+        "Measurement",
+        "Log-probabilities per token to request.",
+        "verify",
+        range=Range(integer=True, ge=0, le=20),
+    )
