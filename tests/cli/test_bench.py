@@ -414,5 +414,5 @@ def test_a_resumed_run_makes_only_the_references_that_it_still_needs(folder: Pat
     lines = measured.path.read_text().splitlines(keepends=True)
     measured.path.write_text("".join(line for line in lines if json.loads(line).get("cell") != left))
     assert run(["bench", "--resume", str(directory)]) == 0
-    assert only_run(folder).verdicts[left]["verdict"] == "exact"
+    assert only_run(folder).verdicts[left].verdict == "exact"
     assert len(list((directory / "truth").iterdir())) == 1

@@ -169,7 +169,7 @@ def test_every_command_takes_the_preset_of_a_real_sweep(
     [directory] = Path("runs").iterdir()
     measured = read_run(directory)
     alone = next(cell for cell, settings in measured.cells.items() if settings["batch_size"] == 1)
-    scores = {record["image"][0]: record["scores"] for record in measured.requests[alone, 0]}
+    scores = {record.image[0]: record.scores for record in measured.requests[alone, 0]}
     assert set(scores["tall.png"].values()) == {1.0}, "asked alone, it answers what it answered before"
 
     found = printed(capsys, "recommend", str(directory), "--min-quality", "0", "--json")

@@ -218,7 +218,7 @@ def wait_for_level(folder: Path, cell: str) -> None:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         lines = [line for file in folder.glob(f"*/{FILE_NAME}") for line in file.read_bytes().splitlines()]
-        if any(record["type"] == "cell" and record.cell == cell for record in map(json.loads, lines)):
+        if any(record["type"] == "cell" and record["cell"] == cell for record in map(json.loads, lines)):
             return
         time.sleep(0.05)
     pytest.fail(f"{cell} was not recorded")
