@@ -105,7 +105,9 @@ def verb(name: str, epilog: str) -> Callable[[Callable[..., Any]], Verb]:
             set_remote_access(RemoteAccess(options.allow_private_urls, options.storage_timeout))
             return function(options, **positional)
 
-        return click.command(name, cls=Verb, epilog=epilog, formatter_settings=_FORMATTER)(call)
+        settings = {"help_option_names": ["-h", "--help"]}  # also where a command runs without the group
+        declare = click.command(name, cls=Verb, epilog=epilog, context_settings=settings, formatter_settings=_FORMATTER)
+        return declare(call)
 
     return decorate
 
