@@ -15,6 +15,7 @@ from panscan.bench.grid import Cell
 from panscan.bench.plan import SweepPlan
 from panscan.bench.run import plan_of
 from panscan.cli import bench
+from panscan.cli.verb import parsed_options
 from panscan.core import InputError, SettingError
 from panscan.images.samples import write_samples
 from panscan.records.store import Run, read_run
@@ -94,6 +95,6 @@ def test_a_demo_returns_its_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_the_command_of_the_sweep_makes_the_same_plan(tmp_path: Path) -> None:
     questions = write_samples(tmp_path / "documents", count=2)
     command = demo_module._bench_command(questions, tmp_path / "runs")
-    options = bench.command.make_context("bench", command[2:]).params
-    assert bench._plan(options) == demo_module._plan(questions)
-    assert Path(options["output_dir"]) == tmp_path / "runs"
+    options, _ = parsed_options("bench", bench.command.make_context("bench", command[2:]))
+    assert bench._sweep_plan(options, ()) == demo_module._plan(questions)
+    assert options.output_dir == tmp_path / "runs"

@@ -28,7 +28,7 @@ from panscan.settings import (
 )
 from panscan.settings.spellings import FOREIGN_OPTIONS, SWITCHES
 
-__all__ = ["ClickOption", "Verb", "verb"]
+__all__ = ["ClickOption", "Verb", "parsed_options", "verb"]
 
 _HELP_ALL = "panscan.help_all"
 _FORMATTER = cloup.HelpFormatter.settings(col1_max_width=30, col2_min_width=30)
@@ -93,15 +93,8 @@ def verb(name: str, epilog: str) -> Callable[[Callable[..., Any]], Verb]:
 
     def decorate(function: Callable[..., Any]) -> Verb:
         @wraps(function)
-        def call(**values: Any) -> Any:
-            context = click.get_current_context()
-            commandline = click.core.ParameterSource.COMMANDLINE
-            given = frozenset(name for name in values if context.get_parameter_source(name) is commandline)
-            declared = options_of(name)
-            positional = {name: values.pop(name) for name in list(values) if name not in declared}
-            settings = {name: values.pop(name) for name in axes() if name in declared}
-            texts = {name: text for name, text in settings.items() if text is not None}
-            options = Options.parsed(values, texts, given)
+        def call(**_values: Any) -> Any:
+            options, positional = parsed_options(name, click.get_current_context())
             set_remote_access(RemoteAccess(options.allow_private_urls, options.storage_timeout))
             return function(options, **positional)
 
@@ -110,6 +103,17 @@ def verb(name: str, epilog: str) -> Callable[[Callable[..., Any]], Verb]:
         return declare(call)
 
     return decorate
+
+
+def parsed_options(verb: str, context: click.Context) -> tuple[Options, dict[str, Any]]:
+    """Return the options of a parsed command line, and its positional arguments by name."""
+    values, declared = dict(context.params), options_of(verb)
+    commandline = click.core.ParameterSource.COMMANDLINE
+    given = frozenset(name for name in values if context.get_parameter_source(name) is commandline)
+    positional = {name: values.pop(name) for name in list(values) if name not in declared}
+    settings = {name: values.pop(name) for name in axes() if name in declared}
+    texts = {name: text for name, text in settings.items() if text is not None}
+    return Options.parsed(values, texts, given), positional
 
 
 class Verb(cloup.Command):
