@@ -68,7 +68,7 @@ def test_a_public_dataset_from_bench_to_recommendation(folder: Path, capsys: pyt
     assert "ANLS" in said.out
 
     measured = only_run(folder)
-    kept = measured.header["settings"]
+    kept = measured.header.settings
     assert (metric_of(measured), kept.quality_metric, kept.dataset.used) == ("anls", "anls", 4)
     [first, *_] = measured.requests.values()
     assert [set(record.scores) for record in first] == [

@@ -263,13 +263,13 @@ class MaskDifference:
 
 def differences(shown: PromptAttention, other: Masks) -> list[MaskDifference]:
     """Return how an implementation's masks differ from the reference's, by layer kind."""
-    found = []
+    by_layer_kind = []
     for kind in shown.layers:
         reference, mask = shown.reference.by_kind[kind], other.by_kind[kind]
         attended, missing, extra = map(np.count_nonzero, (reference, reference & ~mask, mask & ~reference))
         why = cause(shown.segments, reference, mask) if missing or extra else None
-        found.append(MaskDifference(kind, int(attended), int(missing), int(extra), why))
-    return found
+        by_layer_kind.append(MaskDifference(kind, int(attended), int(missing), int(extra), why))
+    return by_layer_kind
 
 
 def statements(shown: PromptAttention, other: Masks) -> list[str]:

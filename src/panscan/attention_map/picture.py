@@ -207,10 +207,10 @@ def _legend_entries(shown: PromptAttention, scale: _Scale) -> list[_Entry]:
     if views:
         entries.append((_VIEWS[:views], "attends to a view" + (" (colours in turn)" if views > 1 else "")))
     reference = shown.reference.names[0]
-    found = [difference for group in shown.groups[1:] for difference in differences(shown, group)]
-    if any(difference.missing for difference in found):
+    changes = [difference for group in shown.groups[1:] for difference in differences(shown, group)]
+    if any(difference.missing for difference in changes):
         entries.append(([_MISSING], f"missing: only {reference} attends"))
-    if any(difference.extra for difference in found):
+    if any(difference.extra for difference in changes):
         entries.append(([_EXTRA], f"extra: {reference} does not attend"))
     if scale.blends:
         cells = scale.tokens / scale.side

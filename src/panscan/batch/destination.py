@@ -155,9 +155,9 @@ def _has_table(target: Destination) -> bool:
 
 def _refuse_older_spool(url: str, path: Path) -> None:
     with path.open("rb") as file:
-        here = set(filter(None, map(_answered_id, file)))
+        local = set(filter(None, map(_answered_id, file)))
     with io.BufferedReader(open_object(url), _BLOCK_BYTES) as stored:
-        missing = sum(found not in here for line in stored if (found := _answered_id(line)) is not None)
+        missing = sum(answered not in local for line in stored if (answered := _answered_id(line)) is not None)
     if missing:
         raise RecordsError(
             f"{url} has {missing} answers that {path} lacks: another machine continued this job. Delete {path.parent}"

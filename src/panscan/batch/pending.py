@@ -91,16 +91,16 @@ class AnsweredItems:
             RecordsError: an item's answer belongs to a different question or image, or no item has an answer, so that
                 this is a different job or the documents were named differently.
         """
-        known = not self._asked
+        is_same_job = not self._asked
         ahead: list[Task] = []
         for item in items:
-            known = known or item.id in self._asked or item.document in self._asked
+            is_same_job = is_same_job or item.id in self._asked or item.document in self._asked
             if (task := self._task(item)) is not None:
                 ahead.append(task)
-            if known:
+            if is_same_job:
                 yield from ahead
                 ahead.clear()
-        if not known:
+        if not is_same_job:
             named = f"it has {next(iter(self._asked))!r}, not {ahead[0].item.id!r}" if ahead else "none was found"
             raise RecordsError(
                 f"{self._file.path} answers none of these documents ({named}): name them as before, or choose another"
@@ -156,12 +156,12 @@ class AnswerCounts:
 
 def tally(records: Iterable[Record], reasons: int) -> AnswerCounts:
     """Count answers, and keep the first ``reasons`` failures."""
-    found = AnswerCounts(0, 0, [])
+    counts = AnswerCounts(0, 0, [])
     for record in records:
         if record.get("error") is None:
-            found.answered += 1
+            counts.answered += 1
             continue
-        found.failed += 1
-        if len(found.reasons) < reasons:
-            found.reasons.append((record["id"], str(record["error"])))
-    return found
+        counts.failed += 1
+        if len(counts.reasons) < reasons:
+            counts.reasons.append((record["id"], str(record["error"])))
+    return counts

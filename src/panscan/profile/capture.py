@@ -25,7 +25,7 @@ __all__ = ["FACTS_KEY", "CaptureOptions", "captured", "start_profiler_once", "wr
 FACTS_KEY = "panscan"
 """The key of the trace file's top level under which the facts are."""
 _QUIET = "KINETO_LOG_LEVEL"
-Found = TypeVar("Found")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class CaptureOptions:
     stacks: bool = False
 
 
-def captured(work: Callable[[], Found], device: torch.device, options: CaptureOptions) -> tuple[Found, profile]:
+def captured(work: Callable[[], T], device: torch.device, options: CaptureOptions) -> tuple[T, profile]:
     """Profile one call; return what it returned, and the profiler.
 
     The trace has all threads of this process. With ``options.memory`` it has only the calling one: PyTorch records no
@@ -58,11 +58,11 @@ def captured(work: Callable[[], Found], device: torch.device, options: CaptureOp
     profiler.start()
     try:
         with phase("request"):
-            found = work()
+            result = work()
             synchronize(device)
     finally:
         profiler.stop()
-    return found, profiler
+    return result, profiler
 
 
 def start_profiler_once(device: torch.device) -> None:

@@ -61,11 +61,11 @@ def chosen_modes(runners: Sequence[str], modes: Sequence[str]) -> list[Mode]:
             raise SettingError(f"--mode takes {', '.join(known)}; got {mode!r}{nearest(mode, known)}")
     if modes and "generate" not in runners:
         raise SettingError("--mode is for --runner generate: add generate to --runner, or leave --mode out")
-    found = []
+    selected = []
     if "generate" in runners:
         wanted = tuple(GENERATE_MODES) if "all" in modes else tuple(modes) or ("dynamic",)
-        found += [GENERATE_MODES[name] for name in dict.fromkeys(wanted)]
-    return [*found, ENGINE] if "engine" in runners else found
+        selected += [GENERATE_MODES[name] for name in dict.fromkeys(wanted)]
+    return [*selected, ENGINE] if "engine" in runners else selected
 
 
 def without_graphs(modes: Sequence[Mode]) -> list[Mode]:

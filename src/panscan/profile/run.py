@@ -62,14 +62,14 @@ def checked_modes(settings: Settings, modes: Sequence[Mode]) -> list[tuple[Mode,
         UnsupportedError: a mode, setting or device that this machine or every runner among the modes lacks.
     """
     on_gpu = resolve_device(settings.device).type == "cuda"
-    found = [(mode, mode_settings(settings, mode, on_gpu=on_gpu)) for mode in modes]
+    settings_by_mode = [(mode, mode_settings(settings, mode, on_gpu=on_gpu)) for mode in modes]
     if ENGINE not in modes:
         require_supported(settings)  # refuses what only the engine has
     if runs_gemma3n(settings):
         require_gemma3n_settings(settings)
-    for _, chosen in found:
+    for _, chosen in settings_by_mode:
         require_supported(chosen)
-    return found
+    return settings_by_mode
 
 
 def profile_modes(

@@ -102,13 +102,13 @@ def audit(
     """
     name = settings.model
     stored = inventory(name, settings.revision)
-    found = Audit(
+    result = Audit(
         name, stored.format or "not quantised, or in a format that Transformers loads", _part_summaries(stored)
     )
-    found.remarks += [f"{note}." for note in stored.notes]
+    result.remarks += [f"{note}." for note in stored.notes]
     if not verify:
-        return found
-    checkpoint = _base_checkpoint(base, settings, found)
+        return result
+    checkpoint = _base_checkpoint(base, settings, result)
     reads_images = "vision_config" in checkpoint_files(name, settings.revision).config
     documents = load_documents(dataset, num_samples, seed, on_problem, on_step, reads_images=reads_images)
     device = resolve_device(settings.device)
@@ -119,20 +119,20 @@ def audit(
         loaded = load_model(name, placement, revision=settings.revision)
         linears = [module for module in loaded.model.modules() if isinstance(module, QuantizedLinear)]
         formats = Counter(linear.weight_format for linear in linears)
-        found.remarks += [f"{count} matrices: {_format_text(kind)}." for kind, count in formats.most_common()]
+        result.remarks += [f"{count} matrices: {_format_text(kind)}." for kind, count in formats.most_common()]
         if checkpoint is not None:
-            folded.extend(_misfolded(loaded, checkpoint, found))
+            folded.extend(_misfolded(loaded, checkpoint, result))
         return loaded
 
     dense = None if checkpoint is None else WeightsToMeasure("dense", lambda: load_model(checkpoint.name, placement))
     quantized = WeightsToMeasure(Path(name).name, load, required=True)
-    found.measurement = measure(dense, [quantized], settings, *documents, on_step)
-    *reference, row = found.measurement.rows
+    result.measurement = measure(dense, [quantized], settings, *documents, on_step)
+    *reference, row = result.measurement.rows
     answered = row.contains is not None and not folded  # answers alone do not clear damaged norms
-    found.judged = answered or row.figures is not None
+    result.judged = answered or row.figures is not None
     if (reason := garbage_reason(row, *reference)) is not None:
-        found.garbage = f"{reason}. {_likely_cause(folded, stored, has_base=checkpoint is not None)}"
-    return found
+        result.garbage = f"{reason}. {_likely_cause(folded, stored, has_base=checkpoint is not None)}"
+    return result
 
 
 def garbage_reason(row: MeasuredWeights, reference: MeasuredWeights | None = None) -> str | None:
@@ -162,7 +162,7 @@ def garbage_reason(row: MeasuredWeights, reference: MeasuredWeights | None = Non
     return None
 
 
-def _base_checkpoint(base: str | None, settings: Settings, found: Audit) -> DenseCheckpoint | None:
+def _base_checkpoint(base: str | None, settings: Settings, result: Audit) -> DenseCheckpoint | None:
     """Return the dense checkpoint to compare with, if there is one. Only one that the user named is downloaded."""
     if base is not None:
         return DenseCheckpoint(base)
@@ -172,7 +172,7 @@ def _base_checkpoint(base: str | None, settings: Settings, found: Audit) -> Dens
         return DenseCheckpoint(named if is_local else snapshot_download(named, local_files_only=True))
     except (ModelError, LocalEntryNotFoundError) as error:
         reason = str(error).removeprefix(f"--model {settings.model}: ").partition(";")[0].partition("\n")[0]
-        found.remarks.append(f"No reference: {reason}. Pass --model BASE to compare with the dense model.")
+        result.remarks.append(f"No reference: {reason}. Pass --model BASE to compare with the dense model.")
         return None
 
 
@@ -196,7 +196,7 @@ def _format_text(weight_format: WeightFormat) -> str:
     return f"int4, 4 bits, groups of {weight_format.group_size}, {zeros}, {order}, weights only"
 
 
-def _misfolded(loaded: Loaded, base: DenseCheckpoint, found: Audit) -> list[str]:
+def _misfolded(loaded: Loaded, base: DenseCheckpoint, result: Audit) -> list[str]:
     """Return the norms whose scales were moved wrongly; remark on norms that differ from the base's.
 
     Raises:
@@ -205,7 +205,7 @@ def _misfolded(loaded: Loaded, base: DenseCheckpoint, found: Audit) -> list[str]
     layers = getattr(loaded.model.model, "language_model", loaded.model.model).layers
     if len(layers) != len(base.layers):
         raise ModelError(
-            f"--model {base.name} has {len(base.layers)} layers, {found.name} {len(layers)}: use its base model"
+            f"--model {base.name} has {len(base.layers)} layers, {result.name} {len(layers)}: use its base model"
         )
     changed, wrong = 0, []
     for number, layer in enumerate(layers):
@@ -214,7 +214,7 @@ def _misfolded(loaded: Loaded, base: DenseCheckpoint, found: Audit) -> list[str]
             dense_norm = tensor.replace(f"{matrix}.weight", f"{norm}.weight")
             weight, dense = layer.get_submodule(norm).weight.float().cpu(), base.read(dense_norm).float()
             if weight.shape != dense.shape:
-                raise ModelError(f"--model {base.name}: {dense_norm} has another shape than in {found.name}")
+                raise ModelError(f"--model {base.name}: {dense_norm} has another shape than in {result.name}")
             if torch.allclose(weight, dense, rtol=_MOVED, atol=1e-3):
                 continue
             changed += 1
@@ -226,7 +226,7 @@ def _misfolded(loaded: Loaded, base: DenseCheckpoint, found: Audit) -> list[str]
         effect_text = (
             f"in {len(wrong)} of them the matrices do not compensate" if wrong else "the matrices compensate for it"
         )
-        found.remarks.append(f"{changed} norms differ from those of {base.name}; {effect_text}.")
+        result.remarks.append(f"{changed} norms differ from those of {base.name}; {effect_text}.")
     return wrong
 
 

@@ -34,7 +34,7 @@ def described_format(weight_format: WeightFormat) -> str:
 
 
 def model_card(
-    base: str, name: str, described: str, prompts: int, sizes: tuple[int, int], found: Measurement | None
+    base: str, name: str, described: str, prompts: int, sizes: tuple[int, int], measurement: Measurement | None
 ) -> str:
     """Return the model card as markdown with front matter.
 
@@ -44,7 +44,7 @@ def model_card(
         described: format of its decoder matrices in words.
         prompts: calibration prompts; 0: rounded to nearest.
         sizes: bytes of the dense weights and of the quantised ones.
-        found: measured values; None if nothing was measured.
+        measurement: measured values; None if nothing was measured.
     """
     calibration = (
         f"GPTQ on {prompts} prompts with images, prepared with pan and scan"
@@ -71,7 +71,7 @@ def model_card(
         f"| Size | {quantized} (dense: {dense}) |",
         f"| Made with | panscan {panscan.__version__}, {libraries} |",
         "",
-        *_evaluation(found),
+        *_evaluation(measurement),
     ]
     return "\n".join(lines) + "\n"
 
@@ -80,7 +80,7 @@ def _kl_column(title: str, kind: str) -> Column[MeasuredWeights]:
     return Column(title, lambda row: nats(row.kl(kind)))
 
 
-def measured_table(found: Measurement) -> Table[MeasuredWeights]:
+def measured_table(measurement: Measurement) -> Table[MeasuredWeights]:
     """Return the table of the card and of the terminal: a row for each measured model."""
     columns: list[Column[MeasuredWeights]] = [
         Column("Weights", lambda row: row.name, text=Medium.ALL),
@@ -91,7 +91,7 @@ def measured_table(found: Measurement) -> Table[MeasuredWeights]:
         Column("Accuracy", lambda row: "-" if row.accuracy is None else f"{100 * row.accuracy:.1f}%"),
         Column("Difference", _difference_points),
     ]
-    return Table(columns, found.rows)
+    return Table(columns, measurement.rows)
 
 
 def _verdict_word(row: MeasuredWeights) -> str:
@@ -103,21 +103,21 @@ def _difference_points(row: MeasuredWeights) -> str:
     return "-" if gap is None else f"{100 * gap.value:+.1f} [{100 * gap.low:+.0f}, {100 * gap.high:+.0f}]"
 
 
-def _evaluation(found: Measurement | None) -> list[str]:
-    if found is None:
+def _evaluation(measurement: Measurement | None) -> list[str]:
+    if measurement is None:
         return ["## Evaluation", "", "Not evaluated."]
-    return ["## Evaluation", "", measured_table(found).markdown(), "", *notes(found)]
+    return ["## Evaluation", "", measured_table(measurement).markdown(), "", *notes(measurement)]
 
 
-def notes(found: Measurement) -> list[str]:
+def notes(measurement: Measurement) -> list[str]:
     """Return the notes below the table, one sentence per line."""
     lines = [
         "KL: Kullback-Leibler divergence from the float32 reference of the dense weights, in nats per token.",
         "Top-1: share of positions with a clear choice where the most probable token matches the reference.",
     ]
-    if found.metric is not None:
-        title = accuracy_title(found.metric)
+    if measurement.metric is not None:
+        title = accuracy_title(measurement.metric)
         lines.append(
-            f"{title} over {found.questions} questions; differences in percentage points, paired, 95% interval."
+            f"{title} over {measurement.questions} questions; differences in percentage points, paired, 95% interval."
         )
-    return lines + [f"{row.name}: {row.problem}." for row in found.rows if row.problem]
+    return lines + [f"{row.name}: {row.problem}." for row in measurement.rows if row.problem]

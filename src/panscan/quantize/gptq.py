@@ -62,17 +62,17 @@ def gptq(
     if not hessian.isfinite().all():
         raise ValueError("the calibration inputs are not finite")
     device = hessian.device
-    found = QuantizedLinear(weight.shape[1], weight.shape[0], weight_format, scale_type=scale_type, device=device)
-    found.quantize(weight)
+    linear = QuantizedLinear(weight.shape[1], weight.shape[0], weight_format, scale_type=scale_type, device=device)
+    linear.quantize(weight)
     dense = weight.to(device, torch.float32)
-    found.scale.copy_(_scales(dense, found.scale, hessian.diagonal(), weight_format))
+    linear.scale.copy_(_scales(dense, linear.scale, hessian.diagonal(), weight_format))
     order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
     factor = _inverse_factor(hessian[order][:, order])
-    scales = found.scale.float()[order // weight_format.group_size]
+    scales = linear.scale.float()[order // weight_format.group_size]
     levels = _quantized_columns(dense[:, order].T.contiguous(), factor, scales)
     restored = torch.empty_like(levels).index_copy_(0, order, levels)
-    found.weight.copy_(pack_int4(restored.T.contiguous()))
-    return found
+    linear.weight.copy_(pack_int4(restored.T.contiguous()))
+    return linear
 
 
 def _scales(
@@ -129,10 +129,10 @@ def _quantized_columns(columns: torch.Tensor, factor: torch.Tensor, scales: torc
     for start in range(0, len(columns), _TOGETHER):
         stop = min(start + _TOGETHER, len(columns))
         errors = torch.empty(stop - start, columns.shape[1], device=columns.device)
-        for at in range(start, stop):
-            level = torch.round(columns[at] / scales[at]).clamp_(-8, 7)
-            levels[at] = (level + _ZERO).to(torch.uint8)
-            errors[at - start] = (columns[at] - level * scales[at]) / factor[at, at]
-            columns[at + 1 : stop].addr_(factor[at, at + 1 : stop], errors[at - start], alpha=-1)
+        for column in range(start, stop):
+            level = torch.round(columns[column] / scales[column]).clamp_(-8, 7)
+            levels[column] = (level + _ZERO).to(torch.uint8)
+            errors[column - start] = (columns[column] - level * scales[column]) / factor[column, column]
+            columns[column + 1 : stop].addr_(factor[column, column + 1 : stop], errors[column - start], alpha=-1)
         columns[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)
     return levels

@@ -162,7 +162,7 @@ class _Session:
         try:
             self.on_step(f"loading {weights.name}", 0, 1)
             loaded = weights.load()
-            self._answer(loaded, row)
+            self._answer_questions(loaded, row)
             if is_reference:
                 with reference_computation(loaded.model):
                     self._compute_reference(loaded)
@@ -177,7 +177,7 @@ class _Session:
         release_memory()
         return row
 
-    def _answer(self, loaded: Loaded, row: MeasuredWeights) -> None:
+    def _answer_questions(self, loaded: Loaded, row: MeasuredWeights) -> None:
         items = list(self.asked or self.verdict_items)
         runner = GenerateRunner(loaded, self.settings)
         results = []
