@@ -292,15 +292,6 @@ def test_each_replica_needs_the_gpus_of_the_largest_tensor_parallel_size(
     assert said in " ".join(capsys.readouterr().err.split())
 
 
-def test_replicas_do_not_go_with_torchrun(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert cli(["bench", "doc0.png", "--replicas", "2", "--device", "cpu"]) == 2
-    assert "leave torchrun out" in capsys.readouterr().err
-
-
 @given(count=st.integers(1, 6), each=st.integers(1, 4), there=st.integers(0, 30), named=st.booleans())
 def test_slices_of_gpus_are_disjoint_and_called_by_both_names(count: int, each: int, there: int, named: bool) -> None:
     outer = [f"GPU-{100 + index}" for index in range(there)] if named else [str(index) for index in range(there)]

@@ -83,7 +83,7 @@ def check_metrics(found: Run, directory: Path) -> None:
             "median_tpot_ms": 1e3 * np.median([(times[-1] - times[0]) / (TOKENS - 1) for times in sent]),
             "mean_itl_ms": 1e3 * np.mean([later - earlier for times in sent for earlier, later in pairwise(times)]),
         }
-        seconds = max(map(max, sent)) - window["started"]
+        seconds = max(map(max, sent)) - window.started
         metrics = cell_metrics(found, cell)
         assert metrics is not None and metrics.values["median_ttft_ms"] >= TTFT_MS
         result: dict[str, Any] = json.loads((directory / f"vllm-{cell}.json").read_text())
@@ -99,7 +99,7 @@ def check_metrics(found: Run, directory: Path) -> None:
 def test_a_level_without_an_answer_is_code_4(url: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "fake:500", "--max-concurrency", "2", "--num-prompts", "3"]
     found = load(f"{url}?key=hush", *words, code=4)
-    assert found.outcomes["concurrency-2"]["reason"] == "no request succeeded: HTTP 500: CUDA out of memory"
+    assert found.outcomes["concurrency-2"].reason == "no request succeeded: HTTP 500: CUDA out of memory"
     said = capsys.readouterr()
     assert "refused a prompt with an image" in said.out + said.err
     assert not [word for word in ("Traceback", "hush") if word in said.err + said.out]
@@ -120,7 +120,7 @@ def test_a_signal_ends_the_run_with_its_figures(url: str, folder: Path, capsys: 
     stopper.start()
     found = load(url, "--request-rate", "40,0.05", "--num-prompts", "4", "--arrival", "constant", code=130)
     stopper.join()
-    assert found.outcomes["rate-40"]["outcome"] == "done"
+    assert found.outcomes["rate-40"].outcome == "done"
     assert "rate-0.05" not in found.outcomes or "interrupted" in found.outcomes["rate-0.05"].reason
     assert "results so far" in capsys.readouterr().err
     assert next(Path("runs").iterdir()).joinpath("report.html").exists()

@@ -134,7 +134,7 @@ def test_commands_parse_and_set_what_the_plan_assumed(
     assert (program, name) == ("panscan", verb)
     command = cli.get_command(click.Context(cli), verb)
     assert command is not None
-    parsed = command.make_context(verb, words, token_normalize_func=lambda word: word.replace("_", "-")).params
+    parsed = command.make_context(verb, words, **cli.context_settings).params
     given = {name: axis.parse(parsed[name]) for name, axis in axes().items() if parsed.get(name) is not None}
     settings = Settings(**{"runner": "engine", **given})
     variant = advice.layout.variant

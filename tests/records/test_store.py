@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.records.synthetic import header, outcome, record_of, records_of, repeat, request, write_run
 
 from panscan.core import RecordsError
+from panscan.images.fetch import ConcealedUrl
 from panscan.records import store
 from panscan.records.store import FILE_NAME, RecordWriter, read_run
 
@@ -44,6 +46,16 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert run.finished() == {("a", 0), ("a", 1)}
     assert run.notes == []
     assert read_run(tmp_path / "new" / "run" / FILE_NAME) == run
+
+
+def test_texts_and_numbers_of_other_classes_are_written(tmp_path: Path) -> None:
+    lines = records_of(block("a", 0))
+    lines[0].image, lines[0].due = [ConcealedUrl("https://host/page.png?sig=***")], np.float64(1.5)
+    write_all(tmp_path, [header(CELLS)])
+    with RecordWriter(tmp_path) as writer:
+        writer.write(lines)
+    [request, _] = read_run(tmp_path).requests["a", 0]
+    assert (request.image, request.due) == (["https://host/page.png?sig=***"], 1.5)
 
 
 def test_names_that_are_not_unicode_survive(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ have ``probe`` and ``search`` lines, and ``cells`` lines that add levels.
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import re
@@ -215,7 +216,9 @@ class RecordWriter:
         if isinstance(record, RunRecord) != first:
             raise RecordsError(f"{self.path}: not written: the run line comes first, and once")
         try:
-            line = json.dumps(msgspec.to_builtins(record), separators=(",", ":"), allow_nan=False).encode()
+            line = json.dumps(
+                msgspec.to_builtins(record, enc_hook=_plain_value), separators=(",", ":"), allow_nan=False
+            ).encode()
         except (TypeError, ValueError) as error:
             raise RecordsError(f"{self.path}: not written: a {kind} record is not JSON: {error}") from error
         try:
@@ -223,6 +226,15 @@ class RecordWriter:
         except ValueError as error:
             raise RecordsError(f"{self.path}: not written: {error}") from error
         return line + b"\n"
+
+
+def _plain_value(value: object) -> str | int | float:
+    """Return a text or number of a subclass, such as a URL without its credentials, as one of its base class."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int | float):
+        return int(value) if isinstance(value, int) else float(value)
+    raise TypeError(f"{type(value).__name__} is no JSON value")
 
 
 def read_run(path: Path) -> Run:
@@ -234,7 +246,14 @@ def read_run(path: Path) -> Run:
         RecordsError: no records there, a garbled line, an unknown type of record, or another schema.
     """
     path = path / FILE_NAME if path.is_dir() else path
-    return parse_run(path, _bytes_of(path))
+    data = _bytes_of(path)
+    collects = gc.isenabled()
+    gc.disable()  # hundreds of thousands of new objects, none of them garbage: each search would be in vain
+    try:
+        return parse_run(path, data)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def parse_run(path: Path, data: bytes) -> Run:
