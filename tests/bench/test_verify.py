@@ -25,6 +25,7 @@ from panscan.bench.workload import Source, build_workload, request_of
 from panscan.core import PanscanWarning, RecordsError
 from panscan.model.random_weights import write_shape
 from panscan.model.runtime import apply_attention
+from panscan.records.schema import VerdictRecord
 from panscan.runners.factory import open_runner
 from panscan.runners.generate import GenerateRunner
 from panscan.runners.pipeline import PipelineRunner
@@ -59,7 +60,7 @@ class RecordingVerifier(Verifier):
         self.said: list[str] = []
         super().__init__(bench.items, source, STEPS, directory, found, self.records.extend, self.said.append)
 
-    def verdict(self, runner: GenerateRunner, settings: Settings) -> Record:
+    def verdict(self, runner: GenerateRunner, settings: Settings) -> VerdictRecord:
         cell = Cell.of(settings)
         self.prepare_quantized([cell])
         self.prepare(runner, [cell])

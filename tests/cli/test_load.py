@@ -83,7 +83,7 @@ def check_metrics(found: Run, directory: Path) -> None:
             "median_tpot_ms": 1e3 * np.median([(times[-1] - times[0]) / (TOKENS - 1) for times in sent]),
             "mean_itl_ms": 1e3 * np.mean([later - earlier for times in sent for earlier, later in pairwise(times)]),
         }
-        seconds = max(map(max, sent)) - window["started"]
+        seconds = max(map(max, sent)) - window.started
         metrics = cell_metrics(found, cell)
         assert metrics is not None and metrics.values["median_ttft_ms"] >= TTFT_MS
         result: dict[str, Any] = json.loads((directory / f"vllm-{cell}.json").read_text())

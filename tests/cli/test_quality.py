@@ -74,7 +74,7 @@ def test_a_public_dataset_from_bench_to_recommendation(folder: Path, capsys: pyt
     assert [set(record.scores) for record in first] == [
         {"exact_match", "anls", "relaxed_accuracy", "contains_answer"}
     ] * 3 + [set()]
-    assert first[1]["tags"] == {"type": ["form", "layout"]}
+    assert first[1].tags == {"type": ["form", "layout"]}
 
     assert counts in section(page(measured), "cells").text
     answers = section(page(measured), "answers")

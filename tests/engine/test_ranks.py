@@ -235,7 +235,7 @@ def test_the_verdict_is_exact_and_failed_processes_are_replaced(tmp_path: Path) 
     verifier = Bench(tmp_path).verifier()
     verifier.prepare(runner, [Cell.of(settings)])
     record = verifier.verify(runner, Cell.of(settings))
-    assert record["verdict"] == "exact", record
+    assert record.verdict == "exact", record
     runner.reset_peak_memory()
     assert (runner.peak_memory()["peak_rss_bytes"] or 1) > 0
     asked = [engine_request("Hi", runner)]

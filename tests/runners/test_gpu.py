@@ -111,11 +111,12 @@ def test_verdicts(tmp_path: Path, causal: str, dtype: str, modes: list[dict[str,
     plain = runner.settings
     for changes in modes:
         record = bench.verifier().verdict(runner, replace(plain, **changes))
-        assert record["verdict"] == "exact", (changes, record)
-        assert record["equal_tokens"] or dtype == "bf16"
+        assert record.verdict == "exact", (changes, record)
+        assert record.equal_tokens or dtype == "bf16"
     verifier = bench.verifier()
     verifier.verdict(runner, plain)
     apply_attention(runner.loaded.model, causal)
     record = verifier.verify(runner, Cell.of(plain))
-    assert record["verdict"] == "different", record
-    assert record["image"]["kl"] > 10 * max(record["image"]["noise"], 1e-6)
+    assert record.verdict == "different", record
+    assert record.image is not None
+    assert record.image.kl > 10 * max(record.image.noise, 1e-6)

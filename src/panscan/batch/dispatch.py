@@ -77,14 +77,14 @@ def answer(
     lines = _OrderedWriter(output, window)
     streamed = _StreamedTasks(job, iter(tasks), lines, on_answer, proven=proven)
     # A stream ends early when the window is full: its requests finish, then the next stream continues.
-    before = -1
+    most, before = job.settings.max_concurrency, -1
     while lines.begun > before:
         before = lines.begun
         if engine is None:
             deque(streamed.requests(), maxlen=0)
         else:
-            results = engine.stream_results(streamed.requests(), max_concurrency=job.settings.max_concurrency)
-            for index, result in results:
+            # No name for the results: an exception must close them here, while the engine is open.
+            for index, result in engine.stream_results(streamed.requests(), max_concurrency=most):
                 streamed.finished(index, result)
         streamed.settle()
 
