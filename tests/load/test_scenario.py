@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.records.load_runs import load_request
+from tests.records.synthetic import records_of
 
 from panscan.core import SettingError
 from panscan.load.options import (
@@ -208,7 +209,7 @@ def test_undisturbed_requests_overlap_no_other_even_in_the_queue_of_the_client()
     ]
     for record in records:
         record["stamps"]["end"] = record["stamps"]["tokens"][-1]
-    assert [record["request"] for record in undisturbed(records)] == ["q0", "q3"]
+    assert [request.request for request in undisturbed(records_of(records))] == ["q0", "q3"]
     assert undisturbed([]) == []
 
 
