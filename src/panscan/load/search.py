@@ -52,7 +52,7 @@ def undisturbed(requests: Sequence[RequestRecord]) -> list[RequestRecord]:
     """
     spans = sorted(((each.due or 0.0, each.stamps.end or 0.0, each) for each in requests), key=lambda span: span[0])
     found, busy_until = [], -math.inf
-    for (due, end, request), following in zip(spans, [due for due, *_ in spans[1:]] + [math.inf], strict=True):
+    for (due, end, request), following in zip(spans, [due for due, *_ in spans[1:]] + [math.inf], strict=False):
         if busy_until <= due and end <= following:
             found.append(request)
         busy_until = max(busy_until, end)
