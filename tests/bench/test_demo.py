@@ -87,7 +87,7 @@ def test_a_demo_returns_its_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert {key[1] for key in demo.run.repeats} == {0, 1, 2}, "three repeats give intervals"
 
     [plan] = watch.plans
-    assert demo.run.header["command"] == watch.commands[1]
+    assert demo.run.header.command == watch.commands[1]
     resumed = plan_of(demo.run, on_problem=refuse)
     assert (resumed.cells, resumed.items, resumed.source) == (plan.cells, plan.items, plan.source)
 

@@ -223,10 +223,10 @@ def test_a_dataset_brings_its_questions(folder: Path) -> None:
     line = ["bench", "--dataset", "docs/q.jsonl", "--include-content", "--batch-size", "2", "--no-pan-and-scan", *QUICK]
     assert run(line) == 0
     [[one, two]] = only_run(folder).requests.values()
-    assert (one["request"], one["image"], one["views"]) == ("first", ["docs/a.png"], 1)
-    assert (two["image"], two["views"]) == (["docs/b.png", "docs/c.png"], 2)
-    assert (one["content"]["prompt"], one["content"]["answers"]) == ("What?", ["x"])
-    assert two["content"]["prompt"] == "And these?"
+    assert (one.request, one.image, one.views) == ("first", ["docs/a.png"], 1)
+    assert (two.image, two.views) == (["docs/b.png", "docs/c.png"], 2)
+    assert (one.content.prompt, one.content.answers) == ("What?", ["x"])
+    assert two.content.prompt == "And these?"
 
 
 @pytest.mark.parametrize("count", [1, 3, 7])
@@ -378,7 +378,7 @@ def test_a_reference_must_fit(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert run(["bench", "docs/a.png", "-p", "x", "--attention", "eager", *elsewhere, *QUICK]) == 0
     [second] = (folder / "elsewhere").iterdir()
     found = read_run(second)
-    assert [truth["source"] for truth in found.truths.values()] == ["reference"]
+    assert [truth.source for truth in found.truths.values()] == ["reference"]
     assert [record.verdict for record in found.verdicts.values()] == ["exact"]
     capsys.readouterr()
     assert run(["bench", "docs/a.png", "-p", "another", *elsewhere, *QUICK]) == 3

@@ -90,7 +90,7 @@ def test_a_sweep_compares_sizes_and_quantised_weights(folder: Path) -> None:
     for size in (1, 2):  # inputs of split matrices have scales per rank, so the two may differ in rounding
         answer = verdicts[size, "int8"].answer
         assert answer is not None and 1e-5 < answer.kl < 0.5
-        assert found.loads[cells[size, "int8"]]["weights"] == "int8"
-    peaks = {cell: repeat["peak_rss_bytes"] for (cell, _), repeat in found.repeats.items()}
+        assert found.loads[cells[size, "int8"]].weights == "int8"
+    peaks = {cell: repeat.peak_rss_bytes for (cell, _), repeat in found.repeats.items()}
     if (peak := peaks[cells[1, None]]) is not None:  # the system can reset the peak of a process
         assert peaks[cells[2, None]] > 1.5 * peak, "the ranks' peaks count"

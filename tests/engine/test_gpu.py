@@ -131,7 +131,7 @@ def test_bf16_is_exact(tmp_path: Path, changes: dict[str, object]) -> None:
     chosen = settings_from(given)
     runner = ready_runner(chosen)
     verdict = VerdictBench(tmp_path).verifier().verdict(runner, chosen)
-    assert (verdict["verdict"], verdict["reason"]) == ("exact", None)
+    assert (verdict.verdict, verdict.reason) == ("exact", None)
     runner.close()
 
 

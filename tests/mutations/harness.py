@@ -77,7 +77,7 @@ def verdict_under(mutation: Mutation, pages: list[Path], directory: Path) -> Fou
         BEYOND: verdict.beyond is not None and verdict.beyond.first is not None,
         ANSWER: verdict.answer is not None and verdict.answer.ratio > 2,
         IMAGE: verdict.image is not None and verdict.image.ratio > 2,
-        INPUTS: any((each.get("inputs") or {}).get("difference") for each in run.truths.values()),
+        INPUTS: any(truth.inputs is not None and truth.inputs.difference for truth in run.truths.values()),
         **{f"invariance: {axis.axis}": axis.broken for axis in verdict.axes},
     }
     caught = frozenset(name for name, caught in parts.items() if caught)

@@ -22,6 +22,7 @@ from panscan.core import ImageError, UnsupportedError
 from panscan.model.inputs import prepare, read_images
 from panscan.model.observation import ForcedTokens, sample_image_positions
 from panscan.model.support import unsupported_reason
+from panscan.records.schema import RequestRecord, VerdictRecord
 from panscan.runners.engine import EngineRunner
 from panscan.runners.factory import open_runner, ready_runner
 from panscan.runners.observe import observe
@@ -124,15 +125,16 @@ def test_a_sweep_of_both_runners(tmp_path: Path, model: str) -> None:
     run_sweep(
         plan, lines, set(), RecordingObserver(), Verifier(items, source, STEPS, None, [], lines.write, lambda _: None)
     )
-    verdicts = {line["cell"]: line for line in lines.records if line["type"] == "verdict"}
-    assert [verdicts[cell.id]["verdict"] for cell in cells] == ["exact"] * 3
-    assert all(verdict["equal_tokens"] for verdict in verdicts.values())
+    verdicts = {line.cell: line for line in lines.records if isinstance(line, VerdictRecord)}
+    assert [verdicts[cell.id].verdict for cell in cells] == ["exact"] * 3
+    assert all(verdict.equal_tokens for verdict in verdicts.values())
     answers: dict[str, list[str]] = {cell.id: [] for cell in cells}
     for line in lines.records:
-        if line["type"] == "request":
-            answers[line["cell"]].append(line["content"]["answer"])
-            assert (line["stamps"]["scheduled"] is not None) == (line["cell"] == cells[2].id)
-            assert line["cell"] != cells[2].id or line["batch"] == 0
+        if isinstance(line, RequestRecord):
+            assert line.content is not None
+            answers[line.cell].append(line.content.answer)
+            assert (line.stamps.scheduled is not None) == (line.cell == cells[2].id)
+            assert line.cell != cells[2].id or line.batch == 0
     assert answers[cells[0].id] == answers[cells[1].id] == answers[cells[2].id]
 
 
@@ -141,8 +143,8 @@ def test_its_verdict_in_bf16_is_exact(tmp_path: Path, changes: dict[str, int]) -
     settings = settings_from({**SMALL, "dtype": "bf16", "max_new_tokens": VERDICT_STEPS, **changes})
     runner = ready_runner(settings)
     verdict = VerdictBench(tmp_path).verifier().verdict(runner, settings)
-    assert (verdict["verdict"], verdict["reason"]) == ("exact", None)
-    assert verdict["image"]["positions"] > 0
+    assert (verdict.verdict, verdict.reason) == ("exact", None)
+    assert verdict.image is not None and verdict.image.positions > 0
     runner.close()
 
 

@@ -802,7 +802,7 @@ class Top1(Struct, frozen=True):
         return self.agree / self.clear if self.clear else 1.0
 
 
-class VerdictRecord(Struct, tag_field="type", tag="verdict", omit_defaults=True, kw_only=True):
+class VerdictRecord(Struct, tag_field="type", tag="verdict", kw_only=True):
     """The comparison of a cell's answers with the reference.
 
     Args:
