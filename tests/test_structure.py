@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -60,6 +61,16 @@ def _chains(imports: dict[str, set[str]]) -> list[list[str]]:
         return longest[module]
 
     return [chain(module) for module in imports]
+
+
+def test_private_helpers_have_names_of_their_own() -> None:
+    """A stack trace with the name of a helper should say which one: no private name stands in four modules."""
+    modules = defaultdict(set)
+    for path in (ROOT / "src" / "panscan").rglob("*.py"):
+        for node in ast.parse(path.read_text("utf-8")).body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name.startswith("_"):
+                modules[node.name].add(path.name)
+    assert {name: paths for name, paths in modules.items() if len(paths) > 3} == {}
 
 
 def test_a_class_name_means_one_thing() -> None:
