@@ -20,10 +20,10 @@ EVIL = f"{TITLE}\x9b31m\u202e\x7f"
 ESCAPED = r"\u001b]0;owned\u0007\u009b31m\u202e\u007f"
 SHOW = """
 import sys
-from panscan.cli.ask import _show
+from panscan.cli.ask import _print_answer
 from panscan.core import Result, Stamps
 result = Result("0", sys.argv[1], [1], "stop", 1, 0, 64, 70, Stamps(0.0))
-_show(result, {}, "engine", as_json=sys.argv[2] == "json")
+_print_answer(result, {}, "engine", as_json=sys.argv[2] == "json")
 """
 
 
