@@ -178,11 +178,22 @@ def test_ranks_of_gpus_add_up_and_8_bit_products_are_quicker_where_the_gpu_is_kn
     two = floor(settings=engine, device="cuda:0").request_throughput
     assert two == pytest.approx(2 * floor(settings={"runner": "engine"}).request_throughput)
     assert floor(settings=engine).request_throughput == pytest.approx(two / 2), "ranks share a CPU"
-    run = run_with(requests_of(BATCHES), settings={"quantization": "int8"}, bytes_per_s=1e9)
-    run.header.environment["gpus"] = [{"name": "NVIDIA A100-SXM4-40GB"}]
-    quick = floor_of(run, "c")
-    assert quick is not None
-    assert 0.5 < quick.prefill_ms / floor(bytes_per_s=1e9).prefill_ms < 1
+    half = {"device": "cuda:0", "dtype": "bfloat16", "bytes_per_s": 1e9}
+    for machine, known in ((half, True), (half | {"device": "cpu"}, False), (half | {"dtype": "float32"}, False)):
+        run = run_with(requests_of(BATCHES), settings={"quantization": "int8"}, **machine)
+        run.header.environment["gpus"] = [{"name": "NVIDIA A100-SXM4-40GB"}]
+        quick = floor_of(run, "c")
+        assert (quick is not None) == known, "data sheets compare 8-bit products with 16-bit ones on that GPU"
+        assert quick is None or 0.5 < quick.prefill_ms / floor(**machine).prefill_ms < 1
+
+
+def test_only_the_engine_has_the_engines_limit() -> None:
+    def throughput(runner: str, limit: int) -> float:
+        settings = {"runner": runner, "max_num_seqs": limit}
+        return floor((((0, 1, 9),) * 3,), settings=settings, flops_per_s=1e6).request_throughput
+
+    assert throughput("engine", 1) < throughput("engine", 128)
+    assert throughput("vllm", 1) == throughput("vllm", 128)
 
 
 def test_requests_that_failed_are_no_work() -> None:
@@ -201,6 +212,8 @@ def test_requests_that_failed_are_no_work() -> None:
         ({}, {"tp_plan": "auto"}),
         ({}, {"quantization": "bnb-8bit"}),
         ({}, {"quantization": "fp8"}),
+        ({"weights": "compressed-tensors"}, {}),
+        ({"weights": "int8 and int4, groups of 128"}, {}),
         ({"device": "cuda:0"}, {"tf32": True}),
     ],
 )

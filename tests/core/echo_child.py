@@ -19,6 +19,9 @@ def main() -> None:
                 parent.send(content)
             case ("from", channel):
                 parent.send(parent.receive(channel))
+            case ("print", lines):
+                sys.stderr.write("".join(f"{number:099d}\n" for number in range(lines)))
+                parent.send("printed")
             case "time":
                 parent.send(now())
             case "start":

@@ -88,6 +88,35 @@ def test_an_ending_is_told_with_the_last_line(
         child.send("more")
 
 
+def test_kept_output_is_bounded_and_its_end_stays(start: Callable[[], tuple[Child, Inbox]]) -> None:
+    child, inbox = start()
+    descriptors = set(Path(f"/proc/{child.pid}/fd").iterdir()) if Path("/proc/self/fd").exists() else set()
+    for _ in range(4):
+        child.send(("print", 20_000))
+        assert inbox.get(timeout=SECONDS)[1] == "printed"
+    child.send(("echo", "bounded after the next message"))
+    inbox.get(timeout=SECONDS)
+    assert all(
+        descriptor.stat().st_size < 2**22 for descriptor in descriptors if "panscan-child" in str(descriptor.readlink())
+    )
+    child.send("exit")
+    assert inbox.get(timeout=SECONDS) == (child, None)
+    assert child.ending() == r"exited with code 3: the library is\x1b broken"
+
+
+class Unsendable:
+    def __reduce__(self) -> Any:
+        raise MemoryError
+
+
+def test_a_message_that_fails_halfway_ends_the_child(start: Callable[[], tuple[Child, Inbox]]) -> None:
+    child, inbox = start()
+    with pytest.raises(MemoryError):
+        child.send([b"x" * 200_000, Unsendable()])
+    assert inbox.get(timeout=SECONDS) == (child, None)
+    assert child.ending() == "was killed by panscan"
+
+
 def test_closing_kills_a_child_that_hangs_and_what_it_started(start: Callable[[], tuple[Child, Inbox]]) -> None:
     child, inbox = start()
     child.send("start")

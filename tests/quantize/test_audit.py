@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -107,7 +108,7 @@ def test_an_audit_against_another_model_is_refused(
 
 
 def judged(**figures: Any) -> VerdictRecord:
-    return VerdictRecord(cell="", verdict="different", **figures)
+    return structs.replace(VerdictRecord.without_figures("", "different"), **figures)
 
 
 @pytest.mark.parametrize(

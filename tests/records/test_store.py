@@ -58,6 +58,12 @@ def test_texts_and_numbers_of_other_classes_are_written(tmp_path: Path) -> None:
     assert (request.image, request.due) == (["https://host/page.png?sig=***"], 1.5)
 
 
+def test_the_largest_seed_is_written_and_read(tmp_path: Path) -> None:
+    largest = repeat("a", 0, 0.0, 1.0, sampling_seed=2**64 - 1)
+    run = write_run(tmp_path, [{**header(CELLS), "settings": {"seed": 2**64 - 1}}, largest])
+    assert (run.header.settings.seed, run.repeats["a", 0].sampling_seed) == (2**64 - 1, 2**64 - 1)
+
+
 def test_names_that_are_not_unicode_survive(tmp_path: Path) -> None:
     lines = block("a", 0)
     lines[0]["image"] = ["r\udce9sum\u2028\n.png"]  # an undecodable byte, as os.fsdecode gives it
@@ -253,6 +259,12 @@ def test_the_writer_refuses_what_could_not_be_read(
             json.dumps({**block("a", 0)[0], "stamps": {"accepted": 0, "tokens": [], "end": "x"}}),
             "line 3: field 'stamps.end' of a request record",
         ),
+        ('{"type":"verdict","cell":"a","verdict":"exact"}', "line 3: .* `reason`"),
+        (
+            json.dumps(repeat("a", 0, 0.0, 1.0, tokens={"requests": 3, "tokens": 30})),
+            "line 3: field 'tokens' of a repeat record: .* `departed`",
+        ),
+        (json.dumps(repeat("a", 0, 0.0, 1.0, sampling_seed=2**64)), "line 3: not a JSON object of 64-bit numbers"),
     ],
 )
 def test_a_garbled_line_is_named(tmp_path: Path, line: str, message: str) -> None:

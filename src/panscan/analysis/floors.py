@@ -26,8 +26,10 @@ __all__ = ["Floor", "floor_of", "ratios"]
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _NARROW = ("fp8", "int8")
 """Quantisations whose products are narrower and so faster than the product that was measured, as data sheets say."""
-_UNKNOWN_PRODUCTS = ("bnb-8bit", "torchao-float8")
-"""Quantisations that multiply in narrower types at a rate that is not known."""
+_UNKNOWN_PRODUCTS = ("bnb-8bit", "torchao-float8", "compressed-tensors", "torchao")
+"""Quantisations that multiply, or may multiply, in narrower types at a rate that is not known."""
+_HALF_TYPES = ("bfloat16", "float16")
+"""Types whose measured product data sheets compare with narrower ones."""
 _MIXED = ("generate_batch", *ALL_AT_ONCE)
 """Runners that mix prefill and decode in one pass."""
 
@@ -86,7 +88,7 @@ def floor_of(run: Run, cell: str) -> Floor | None:
         groups[(*batch, record.request) if runner == "pipeline" else batch].append(record)
     if roofline is None or not groups:
         return None
-    limits = settings.get("max_num_seqs"), settings.get("max_concurrency")
+    limits = (settings.get("max_num_seqs"), settings.get("max_concurrency")) if runner == "engine" else (None, None)
     batches = {}
     for key, records in groups.items():
         requests = _counts(records, shared=runner in _MIXED)
@@ -122,9 +124,10 @@ def _roofline(run: Run, cell: str) -> Roofline | None:
         return None
     on_gpu, kinds = load.device.startswith("cuda"), {settings.get("quantization"), load.weights}
     kind = next((kind for kind in _NARROW if kind in kinds), None)
-    narrow = 1.0 if kind is None else _narrow_rate(run, kind)
+    narrow = 1.0 if kind is None else _narrow_rate(run, kind) if on_gpu and load.dtype in _HALF_TYPES else None
     tf32 = settings.get("tf32") and load.dtype == "float32" and on_gpu
-    if tf32 or narrow is None or kinds & {*_UNKNOWN_PRODUCTS}:
+    mixed = any(" and " in (weights or "") for weights in kinds)  # as in "int8 and int4, groups of 128"
+    if tf32 or narrow is None or mixed or kinds & {*_UNKNOWN_PRODUCTS}:
         return None
     try:
         shape = Shape.from_dict(load.shape)

@@ -65,6 +65,7 @@ _OFF = {
     "max_concurrency": "unlimited requests in flight",
     "prefill_chunk_size": "unchunked prefill",
     "pad_to_multiple_of": "no padding",
+    "tf32": "no TF32",
 }
 _TITLES = {
     "pan_and_scan_max_num_crops": "maximum number of crops",

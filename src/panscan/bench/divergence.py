@@ -154,11 +154,11 @@ class DivergenceTally:
         for each, level in kinds.values():
             if not isfinite(level):
                 reason = "eager attention itself overflows at this precision"
-                return VerdictRecord(cell=cell, verdict="different", reason=reason)
+                return VerdictRecord.without_figures(cell, "different", reason)
             if not each.kl.isfinite().all():
                 broken = int((~each.kl.isfinite()).sum())
                 reason = f"{broken} of {len(each.kl)} positions overflow"
-                return VerdictRecord(cell=cell, verdict="different", reason=reason)
+                return VerdictRecord.without_figures(cell, "different", reason)
         clear = answer.margin > max(noise.margin, MARGIN_FLOOR)
         top1 = Top1(int(clear.sum()), int((answer.agree & clear).sum()))
         found = {
@@ -168,5 +168,13 @@ class DivergenceTally:
         equal = bool(answer.agree.all())
         word = judge(found["answer"], found.get("image"), top1, equal_tokens=equal, float32=float32)
         return VerdictRecord(
-            cell=cell, verdict=word, answer=found["answer"], image=found.get("image"), top1=top1, equal_tokens=equal
+            cell=cell,
+            verdict=word,
+            reason=None,
+            truth=None,
+            answer=found["answer"],
+            image=found.get("image"),
+            top1=top1,
+            equal_tokens=equal,
+            seconds=0.0,
         )

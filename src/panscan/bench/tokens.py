@@ -110,7 +110,7 @@ def compared_with_reference(
         results: measured results; without an expected answer, only the end is checked.
         seed: sampler seed of this repeat; None for greedy cells.
     """
-    total = sum((_wrong_end(judge, result) for result in results), TokenCheck())
+    total = sum((_wrong_end(judge, result) for result in results), TokenCheck.of())
     settings = judge.settings
     if settings.repetition_penalty not in (None, 1):
         note = "a repetition penalty changes the scores: only the distributions were compared"
@@ -131,13 +131,13 @@ def _wrong_end(judge: Judge, result: Result) -> TokenCheck:
     tokens = result.token_ids
     marked = bool(tokens) and tokens[-1] in judge.loaded.eos_ids and not judge.settings.ignore_eos
     if result.error is not None or result.finish_reason != "stop" or marked:
-        return TokenCheck()
+        return TokenCheck.of()
     departure = judge.departure(result.id, len(tokens), (None, None), None)
-    return TokenCheck(departed=1, equal=False, first=structs.replace(departure, found=_END, wanted="another token"))
+    return TokenCheck.of(departed=1, equal=False, first=structs.replace(departure, found=_END, wanted="another token"))
 
 
 def _departed(compared: int, departure: Departure) -> TokenCheck:
-    return TokenCheck(1, compared, 1, equal=False, first=departure)
+    return TokenCheck.of(1, compared, 1, equal=False, first=departure)
 
 
 def _within_context(judge: Judge, expected: Expected, result: Result) -> Expected:
@@ -159,12 +159,12 @@ def _compared_choices(judge: Judge, request: str, expected: Expected, tokens: To
     if position is None and ends and len(tokens) > len(reference):
         position = len(reference)
     if position is None:
-        return TokenCheck(1, len(reference))
+        return TokenCheck.of(1, len(reference))
     token = tokens[position] if position < len(tokens) else None
     wanted, hidden = (reference[position], expected.hidden[position]) if position < len(reference) else (None, None)
     departure = judge.departure(request, position, (token, wanted), hidden)
     clear = departure.clear is True
-    return TokenCheck(1, position + 1, int(clear), equal=False, first=departure if clear else None)
+    return TokenCheck.of(1, position + 1, int(clear), equal=False, first=departure if clear else None)
 
 
 def first_difference(a: Tokens, b: Tokens) -> int | None:
@@ -193,7 +193,7 @@ def _compared_draws(judge: Judge, request: str, expected: Expected, tokens: Toke
             return _departed(compared, Departure(request, position, token, drawn[0], *texts, None, clear=True))
         if token != expected.tokens[position]:
             break
-    return TokenCheck(1, compared)
+    return TokenCheck.of(1, compared)
 
 
 @dataclass(slots=True)
@@ -234,4 +234,4 @@ class ReferenceRows:
                 departure = judge.departure(request, position, pair, hidden[position - start])
                 if departure.clear:
                     return _departed(compared, departure)
-        return TokenCheck(1, compared)
+        return TokenCheck.of(1, compared)

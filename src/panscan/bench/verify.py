@@ -196,13 +196,13 @@ class Verifier:
                 self._store_digest(runner, cell.settings)
             reference = self._reference(cell.settings, runner.pixels(cell.settings))
             if reference is None:
-                return TokenCheck(note="no reference for these weights and views") if self.follows else None
+                return TokenCheck.of(note="no reference for these weights and views") if self.follows else None
             judge = self._judge(runner, cell.settings, reference)
             pairs = zip(self.items, reference.requests, strict=True)
             expected = {item.id: Expected(request.tokens, request.answer) for item, request in pairs}
             return compared_with_reference(judge, expected, results, seed)
         except Exception as error:  # a failed comparison does not invalidate the measurement
-            return TokenCheck(note=_failure_text(error, "comparing measured tokens"))
+            return TokenCheck.of(note=_failure_text(error, "comparing measured tokens"))
 
     def conclude(self, runner: Runner, cells: Sequence[Cell]) -> Iterator[VerdictRecord]:
         """Yield the final verdict records, with the checks that need the bare model.
@@ -230,7 +230,7 @@ class Verifier:
     def verify(self, runner: Runner, cell: Cell) -> VerdictRecord:
         """Return the verdict record of the cell that ``runner`` is configured for."""
         started = now()
-        record = VerdictRecord(cell=cell.id, verdict="unverified")
+        record = VerdictRecord.without_figures(cell.id, "unverified")
         pixels = runner.pixels(cell.settings)
         reference = self._reference(cell.settings, pixels)
         if reference is None:
@@ -295,7 +295,9 @@ class Verifier:
         try:
             beyond = self._beyond(cell, reference, judge, states)
         except Exception as error:  # such as quantised weights, or too little memory
-            beyond = TokenCheck(note=f"tokens beyond the reference: {_failure_text(error, 'computing the reference')}")
+            beyond = TokenCheck.of(
+                note=f"tokens beyond the reference: {_failure_text(error, 'computing the reference')}"
+            )
         return beyond, self._axes(cell, judge, states)
 
     def _beyond(self, cell: Cell, reference: Reference, judge: Judge, states: ReferenceRows) -> TokenCheck | None:
@@ -303,7 +305,7 @@ class Verifier:
         beyond: dict[tuple[str, tuple[int, ...]], int] = {}
         runs = [variant for variant in self._runs.get(cell.id, ()) if variant.axis == "repeats"]
         if not runs:
-            return TokenCheck(note="tokens measured before this run was resumed are not stored")
+            return TokenCheck.of(note="tokens measured before this run was resumed are not stored")
         for run in runs:
             for item, expected in zip(self.items, reference.requests, strict=True):
                 tokens = tuple(run.answers.get(item.id, ()))
@@ -313,7 +315,7 @@ class Verifier:
                     beyond[item.id, tokens] = start
         longest = sorted(beyond, key=lambda answer: beyond[answer] - len(answer[1]))[:_MAX_BEYOND]
         checks = [states.check(judge, *answer, beyond[answer]) for answer in longest]
-        return sum(checks, TokenCheck()) if checks else None
+        return sum(checks, TokenCheck.of()) if checks else None
 
     def _axes(self, cell: Cell, judge: Judge, states: ReferenceRows) -> list[AxisCheck]:
         """Compare the cell with its other runs, and with cells that differ from it in one axis only."""

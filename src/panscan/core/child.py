@@ -8,7 +8,9 @@ Every child ends with its parent, uses its time line, and ignores Ctrl-C, which 
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import os
 import pickle
 import queue
@@ -30,6 +32,8 @@ from panscan.core.process import join_time_line, now, time_line, worker_command
 
 __all__ = ["Child", "ChildEndedError", "Inbox", "JsonChild", "JsonParent", "Message", "Parent"]
 
+log = logging.getLogger(__name__)
+
 _HEAD = struct.Struct("<QB")  # bytes of the JSON object, number of files
 _MOST_JSON = 16 * 2**20
 _SEND_SECONDS = 60.0  # for the other side to take a JSON message
@@ -37,6 +41,7 @@ _MOST_FILES = 8
 _EXIT_SECONDS = 10.0  # from SIGKILL to the end of a process, which may have to release a GPU
 _PARENT_MILLISECONDS = 2000  # between two checks that the parent runs
 _TAIL_BYTES = 4096
+_MOST_OUTPUT = 2**20  # bytes of a child's output that are kept
 _BUFFER_BYTES = 2**16
 
 
@@ -67,7 +72,7 @@ class _ChildProcess:
         channels: int = 1,
     ) -> None:
         self._output = _unnamed_file() if keep_output else None
-        self._killing, self._killed = threading.Lock(), False
+        self._killing, self._killed, self._ended_by_kill = threading.Lock(), False, False
         self._listener: threading.Thread | None = None
         pairs = [socket.socketpair() for _ in range(channels)]
         self._sockets = [parent_end for parent_end, _ in pairs]
@@ -115,7 +120,12 @@ class _ChildProcess:
             code = self._process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             self.kill()
-            code = self._process.wait()
+            try:
+                code = self._process.wait(_EXIT_SECONDS)
+            except subprocess.TimeoutExpired:  # stuck in a driver or a file system
+                return "was killed, but has not ended"
+        if code == -signal.SIGKILL and self._ended_by_kill:
+            return "was killed by panscan"
         if code == -signal.SIGKILL:
             return "was killed by SIGKILL, as the system does when memory runs out"
         names = {number.value: number.name for number in signal.Signals}
@@ -128,7 +138,7 @@ class _ChildProcess:
         """Kill the process, and the processes that it started in its session."""
         with self._killing:
             if not self._killed:  # a second time, the number may belong to another process
-                self._killed = True
+                self._killed, self._ended_by_kill = True, self._process.poll() is None
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -154,6 +164,16 @@ class _ChildProcess:
             connection.close()
         if self._output is not None:
             self._output.close()
+
+    def _limit_output(self) -> None:
+        """Drop all but the end of the kept output, which a long-lived child would fill the memory with."""
+        if self._output is None or self._output.closed:
+            return
+        descriptor = self._output.fileno()
+        if (size := os.fstat(descriptor).st_size) > _MOST_OUTPUT:
+            tail = os.pread(descriptor, _TAIL_BYTES, size - _TAIL_BYTES)
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, tail)  # at the end: the file is opened to append
 
     def _last_line(self) -> str:
         if self._output is None or self._output.closed:
@@ -181,9 +201,13 @@ class Child(_ChildProcess):
         self._write(lambda connection: _send_object(connection, message), channel)
 
     def send_if_alive(self, message: object) -> None:
-        """Send an object; does nothing if the child has ended, which :meth:`listen` reports."""
-        with suppress(ChildEndedError):
+        """Send an object. If the child has ended, or the object cannot be sent, :meth:`listen` reports the end."""
+        try:
             self.send(message)
+        except ChildEndedError:
+            pass
+        except Exception:
+            log.exception("a message to process %d could not be sent", self.pid)
 
     def send_pickled(self, message: bytes) -> None:
         """Send an object that is pickled already, for example because several children receive it; see :meth:`send`."""
@@ -210,12 +234,16 @@ class Child(_ChildProcess):
                 write(self._sockets[channel])
         except OSError:
             raise ChildEndedError(self.ending()) from None
+        except BaseException:  # a part of a message was sent: the child would read nonsense from here on
+            self.kill()
+            raise
 
     def _listen(self, on_message: Callable[[Any], None]) -> None:
         try:
             with self._sockets[0].makefile("rb", _BUFFER_BYTES) as stream:
                 while (message := _next_object(stream)) is not None:
                     on_message(message)
+                    self._limit_output()
         finally:
             on_message(None)
 
@@ -258,7 +286,8 @@ class JsonChild(_ChildProcess):
             message = _receive_json(self._sockets[0], now() + seconds)
         except TimeoutError:
             raise
-        except (OSError, ValueError, RecursionError):  # a child that was taken over may send anything
+        except (OSError, ValueError, RecursionError):  # a child that was taken over may send anything, and stay
+            self.kill()
             message = None
         if message is None:
             raise ChildEndedError(self.ending())
@@ -283,6 +312,8 @@ class _ParentConnection:
         join_time_line(float(origin))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._sockets = [socket.socket(fileno=int(descriptor)) for descriptor in descriptors]
+        for connection in self._sockets:  # else what this process starts would keep the connection open
+            connection.set_inheritable(False)
         threading.Thread(target=self._end_with_parent, name="panscan-parent", daemon=True).start()
 
     def _end_with_parent(self) -> None:
@@ -351,8 +382,11 @@ def _exit_child() -> NoReturn:
 def _unnamed_file() -> IO[bytes]:
     """Return a new file without a name: in memory on Linux, because the temporary directory may be full."""
     if hasattr(os, "memfd_create"):
-        return os.fdopen(os.memfd_create("panscan-child", os.MFD_CLOEXEC), "w+b")
-    return tempfile.TemporaryFile()
+        file: IO[bytes] = os.fdopen(os.memfd_create("panscan-child", os.MFD_CLOEXEC), "w+b")
+    else:
+        file = tempfile.TemporaryFile()  # noqa: SIM115
+    fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_APPEND)
+    return file
 
 
 def _send_object(connection: socket.socket, message: object) -> None:

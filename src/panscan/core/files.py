@@ -200,9 +200,10 @@ class JsonLog:
                     rest = rest[os.write(self._file, rest) :]
                 if now() - self._synced >= self._sync_seconds:
                     self._sync()
-        except BaseException:  # includes KeyboardInterrupt: the next line must not join a partial one
+        except BaseException as cause:  # includes KeyboardInterrupt: the next line must not join a partial one
             with contextlib.suppress(OSError):
-                os.ftruncate(self._file, before)
+                if isinstance(cause, Exception) or os.fstat(self._file).st_size < before + len(lines):
+                    os.ftruncate(self._file, before)
             raise
         return before
 
@@ -282,7 +283,8 @@ class WriteLock:
         from filelock import Timeout
 
         if not self._path.exists():  # filelock would take some errors of creating it for a lock
-            os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o664))
+            with tempfile.TemporaryFile(dir=self._path.parent):
+                pass
         try:
             self._lock.acquire()
         except Timeout as held:

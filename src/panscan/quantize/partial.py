@@ -162,7 +162,7 @@ class PartialCheckpoint:
             changed = [key for key in {**before, **self.job} if before.get(key) != self.job.get(key)]
             raise SettingError(
                 f"{self.path} holds another job's partial work (different: {', '.join(changed)}): use that job's"
-                " options to resume it, or --overwrite to discard it"
+                " options to resume it, or --force to discard it"
             )
         for entry in entries:
             if entry.is_file() and entry.name != JOB_FILE:  # which shows until the end whose work this is
@@ -202,8 +202,8 @@ def resolved_output(out: Path, *, overwrite: bool) -> Path:
         raise SettingError(f"{out}: give a directory for the checkpoint, not the root or the current directory")
     if os.path.lexists(resolved):
         if not overwrite:
-            raise SettingError(f"{out} exists: choose another directory, or replace it with --overwrite")
-        _check_ours(resolved, "--overwrite does not replace it")
+            raise SettingError(f"{out} exists: choose another directory, or replace it with --force")
+        _check_ours(resolved, "--force does not replace it")
     if (partial := _sibling(resolved, "partial")).is_symlink():
         raise SettingError(f"{partial} is a symbolic link: move it, or choose another OUT")
     if os.path.lexists(replaced := _sibling(resolved, "replaced")):

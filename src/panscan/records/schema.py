@@ -106,8 +106,16 @@ def _one_of(names: tuple[str, ...]) -> Meta:
     return Meta(pattern=rf"^({'|'.join(names)})\Z")
 
 
+def _check_seed(seed: int | None) -> None:
+    """Refuse a seed of more than 64 bits, which msgspec's limits cannot express."""
+    if seed is not None and seed >= 2**64:
+        raise ValueError(f"a seed has 64 bits, got {shorten(seed)}")
+
+
 Count = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """No count or size is larger, and larger ones overflow in a division."""
+Seed = Annotated[int, Meta(ge=-(2**63))]
+"""Seeds may have 64 bits without a sign (:data:`panscan.core.request.SEEDS`); see :func:`_check_seed`."""
 Number = Seconds
 Percent = Annotated[float, Meta(gt=0, lt=100)]
 LimitedTime = Annotated[str, _one_of(LIMITED_TIMES)]
@@ -247,7 +255,7 @@ class LoadRunSettings(Struct, kw_only=True, frozen=True):
     image_reuse: Number | None
     num_prompts: Count
     num_warmups: Count
-    seed: Count
+    seed: Seed
     metric_percentiles: list[Percent]
     percentile_metrics: list[Annotated[str, _one_of(TIMES)]]
     ignore_eos: bool
@@ -255,6 +263,9 @@ class LoadRunSettings(Struct, kw_only=True, frozen=True):
     max_tokens: Count | None = None
     image_salt: Count | None = None
     mm_processor_kwargs: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        _check_seed(self.seed)
 
 
 class RunSettings(Struct, omit_defaults=True, kw_only=True, frozen=True):
@@ -285,7 +296,7 @@ class RunSettings(Struct, omit_defaults=True, kw_only=True, frozen=True):
     requests: Count | None = None
     repeats: Count | None = None
     warmup: Count | None = None
-    seed: Count | None = None
+    seed: Seed | None = None
     include_content: bool | None = None
     verify: bool | None = None
     verify_requests: Count | None = None
@@ -297,6 +308,9 @@ class RunSettings(Struct, omit_defaults=True, kw_only=True, frozen=True):
     dataset: DatasetFacts | None = None
     quality_metric: str | None = None
     load: LoadRunSettings | None = None
+
+    def __post_init__(self) -> None:
+        _check_seed(self.seed)
 
 
 class LevelSettings(Struct, frozen=True):
@@ -568,12 +582,26 @@ class TokenCheck(Struct, frozen=True):
         note: reason why nothing or not everything was compared.
     """
 
-    requests: Count = 0
-    tokens: Count = 0
-    departed: Count = 0
-    equal: bool = True
-    first: Departure | None = None
-    note: str = ""
+    requests: Count
+    tokens: Count
+    departed: Count
+    equal: bool
+    first: Departure | None
+    note: str
+
+    @classmethod
+    def of(
+        cls,
+        requests: int = 0,
+        tokens: int = 0,
+        departed: int = 0,
+        *,
+        equal: bool = True,
+        first: Departure | None = None,
+        note: str = "",
+    ) -> TokenCheck:
+        """Return a comparison; of nothing, by default. In a record, a missing field is no equality."""
+        return cls(requests, tokens, departed, equal, first, note)
 
     def __add__(self, other: TokenCheck) -> TokenCheck:
         return TokenCheck(
@@ -599,11 +627,11 @@ class AxisCheck(Struct, frozen=True):
     """
 
     axis: Annotated[str, _one_of(tuple(AXES))]
-    requests: Count = 0
-    differ: Count = 0
-    first: Departure | None = None
-    own: bool = True
-    note: str = ""
+    requests: Count
+    differ: Count
+    first: Departure | None
+    own: bool
+    note: str
 
     @property
     def broken(self) -> bool:
@@ -692,9 +720,12 @@ class RepeatRecord(Process, tag_field="type", tag="repeat", omit_defaults=True, 
     peak_reserved_bytes: Count | None
     peak_rss_bytes: Count | None
     dtype: str | None = None
-    sampling_seed: Count | None = None
+    sampling_seed: Seed | None = None
     replicas: list[ReplicaRecord] = []
     load: LevelLoad | None = None
+
+    def __post_init__(self) -> None:
+        _check_seed(self.sampling_seed)
 
 
 class LoadRecord(Struct, tag_field="type", tag="load", omit_defaults=True, kw_only=True):
@@ -822,16 +853,31 @@ class VerdictRecord(Struct, tag_field="type", tag="verdict", kw_only=True):
 
     cell: str
     verdict: Annotated[str, _one_of(VERDICTS)]
-    reason: str | None = None
-    truth: str | None = None
-    answer: Divergence | None = None
-    image: Divergence | None = None
-    top1: Top1 | None = None
-    equal_tokens: bool | None = None
-    seconds: Number = 0.0
+    reason: str | None
+    truth: str | None
+    answer: Divergence | None
+    image: Divergence | None
+    top1: Top1 | None
+    equal_tokens: bool | None
+    seconds: Number
     concluded: bool = True
     beyond: TokenCheck | None = None
     invariance: list[AxisCheck] | None = None
+
+    @classmethod
+    def without_figures(cls, cell: str, verdict: str, reason: str | None = None) -> VerdictRecord:
+        """Return a verdict that no comparison of distributions supports."""
+        return cls(
+            cell=cell,
+            verdict=verdict,
+            reason=reason,
+            truth=None,
+            answer=None,
+            image=None,
+            top1=None,
+            equal_tokens=None,
+            seconds=0.0,
+        )
 
 
 class ProbeRecord(Struct, tag_field="type", tag="probe", kw_only=True):

@@ -129,7 +129,7 @@ def verdict_of(run: Run, cell: str) -> Verdict:
 
 def _tokens_beyond(record: VerdictRecord) -> TokenCheck | None:
     if not record.concluded:
-        return TokenCheck(note="tokens beyond the reference: the run stopped before this check; --resume runs it")
+        return TokenCheck.of(note="tokens beyond the reference: the run stopped before this check; --resume runs it")
     return record.beyond
 
 
@@ -164,7 +164,7 @@ def merged_axes(checks: Iterable[AxisCheck]) -> list[AxisCheck]:
     """Return one check per axis: sums, and the first difference, preferably one beyond the noise."""
     found: dict[str, AxisCheck] = {}
     for check in checks:
-        known = found.get(check.axis, AxisCheck(check.axis, own=False))
+        known = found.get(check.axis, AxisCheck(check.axis, 0, 0, None, False, ""))
         takes = check.first is not None and (known.first is None or (check.broken and not known.broken))
         notes = dict.fromkeys(each.note for each in (known, check) if each.note and each.requests)
         found[check.axis] = AxisCheck(

@@ -42,6 +42,7 @@ class BatchReplica:
         access: RemoteAccess,
     ) -> None:
         set_remote_access(access)
+        os.environ.update(access.environment())  # what the job denies, the machine's environment cannot allow
         self._settings, self._replicas, self._id, self._threads = settings, replicas, id, threads
         with suppress(OSError):
             os.chdir(folder)

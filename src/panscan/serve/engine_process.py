@@ -274,7 +274,7 @@ class EngineProcess:
             log.warning("restarting the engine's process")
             try:
                 await self._open()
-            except PanscanError as error:
+            except (PanscanError, OSError) as error:  # OSError: no process can be started now
                 reason = str(error)
                 log.error("the engine's process could not be restarted: %s", reason)
             else:
