@@ -35,7 +35,7 @@ def test_every_command_of_the_guide_is_valid() -> None:
             pytest.fail(f"{line}: {error}")
 
 
-@pytest.mark.parametrize("line", ["panscan batch scans/ --quantisation int8", "panscan serve --replicas none"])
+@pytest.mark.parametrize("line", ["panscan batch scans/ --quantisation int8", "panscan serve --replicas many"])
 def test_a_wrong_command_would_be_noticed(line: str) -> None:
     with pytest.raises((click.UsageError, PanscanError)):
         parse(line)

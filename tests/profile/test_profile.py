@@ -132,7 +132,7 @@ def test_gemma3n_takes_the_same_command(gemma3n: Path, tmp_path: Path, capsys: p
     ("arguments", "said"),
     [
         (["--runner", "engine"], "--runner engine: Gemma 3n has no pan and scan and no panscan engine"),
-        (["--do-pan-and-scan", "true"], "--do-pan-and-scan: Gemma 3n has no pan and scan"),
+        (["--do-pan-and-scan", "true"], "--pan-and-scan: Gemma 3n has no pan and scan"),
         (["doc.png"], "reads text only: leave the images out"),
         (["--quantization", "int8"], "--quantization is not supported for Gemma 3n"),
         (["--preprocess", "device"], "--preprocess is not supported for Gemma 3n"),

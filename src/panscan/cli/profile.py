@@ -96,14 +96,14 @@ def _profiled_modes(options: Options, settings: Settings, given: Collection[str]
         if "engine" in runners:
             raise SettingError(f"--runner engine: {_GEMMA3N}; use --runner generate")
         if named := [name for name in _VIEWS if name in given]:
-            raise SettingError(f"{axes()[named[0]].flag}: Gemma 3n has no pan and scan; leave it out")
+            raise SettingError(f"--{axes()[named[0]].flag}: Gemma 3n has no pan and scan; leave it out")
         errors().print(f"{_GEMMA3N}: profiling Transformers' generate()", style="dim", soft_wrap=True)
     if options.memory and "engine" in runners:
         raise SettingError("--memory is for --runner generate: PyTorch records the allocations of one thread only")
     usual = ["generate"] if gemma3n or options.memory else list(RUNNERS)
     modes = chosen_modes(runners or usual, _comma_list("--mode", options.mode))
     if modes == [ENGINE] and (idle := [name for name in ENGINE_LIMITS if name in given and name != "batch_size"]):
-        raise SettingError(f"{axes()[idle[0]].flag} is for --runner generate: leave it out")
+        raise SettingError(f"--{axes()[idle[0]].flag} is for --runner generate: leave it out")
     return modes
 
 
