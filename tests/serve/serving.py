@@ -21,7 +21,7 @@ import psutil
 from PIL import Image
 
 LOAD_SECONDS = 120.0
-DEADLINE = 60.0
+DEADLINE = 120.0
 
 
 def engines_of(pid: int) -> list[psutil.Process]:
