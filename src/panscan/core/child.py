@@ -286,7 +286,9 @@ class JsonChild(_ChildProcess):
             message = _receive_json(self._sockets[0], now() + seconds)
         except TimeoutError:
             raise
-        except (OSError, ValueError, RecursionError):  # a child that was taken over may send anything, and stay
+        except OSError:
+            message = None
+        except (ValueError, RecursionError):  # a child that was taken over may send anything, and stay
             self.kill()
             message = None
         if message is None:
