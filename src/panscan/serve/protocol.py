@@ -418,7 +418,7 @@ def _printable(name: str) -> str:
 
 
 def _supported_fields(value: Any, kind: type[Body] | Mapping[str, type[Body]], path: str = "") -> Any:
-    """Return a JSON object without nulls and neutral fields; any other value as it is.
+    """Return a JSON object without nulls and neutral fields; any other value unchanged.
 
     Args:
         value: JSON value.
