@@ -18,18 +18,6 @@ from panscan.analysis.cells import measured_rows
 from panscan.analysis.significance import paired_difference, points_text
 from panscan.records.store import read_run
 
-__all__ = [
-    "Figure",
-    "Step",
-    "commands",
-    "faster_cpu",
-    "faster_one",
-    "faster_several",
-    "faster_small",
-    "faster_transformers",
-    "faster_wrong",
-]
-
 RECORDS = Path(__file__).parent / "records"
 _RATE, _TIME = "requests/s", "ms"
 _27B, _4B = "--model google/gemma-3-27b-it", "--model google/gemma-3-4b-it"

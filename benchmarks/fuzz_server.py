@@ -44,8 +44,6 @@ from benchmarks.robustness.mutate import MUTATIONS, mutated
 from benchmarks.robustness.seeds import SEEDS
 from panscan.records.environment import environment
 
-__all__ = ["GROUPS", "Attack", "Fuzzer", "attack"]
-
 RECORD = Path(__file__).parent / "records" / "serve-fuzz.json"
 DEADLINE = 40.0  # seconds for one answer; the server's timeout is half of it
 _FINE = {503, 504}

@@ -9,8 +9,6 @@ from typing import Any
 
 from benchmarks.markdown import table
 
-__all__ = ["idle_gap"]
-
 RECORD = Path(__file__).parent / "records" / "idle-gap-h200.json"
 _COLUMNS = [
     "model",

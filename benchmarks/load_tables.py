@@ -15,8 +15,6 @@ from panscan.records.store import Run, read_run
 from panscan.report.charts import attainment
 from panscan.report.load import LoadReport
 
-__all__ = ["load_crosscheck", "load_generator", "load_kills", "load_mixed", "load_replicas"]
-
 RECORDS = Path(__file__).parent / "records"
 
 

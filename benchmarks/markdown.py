@@ -5,8 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Collection, Iterable, Sequence
 
-__all__ = ["counted", "days", "number", "ranged", "table"]
-
 
 def table(headings: list[str], rows: list[list[str]], text: Collection[int] = (0,)) -> str:
     """Return a table; columns at the positions ``text`` hold text, the others numbers."""

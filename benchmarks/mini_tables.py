@@ -11,8 +11,6 @@ from benchmarks.markdown import table
 from panscan.analysis.significance import p_text, paired_difference, points_text
 from panscan.records.intervals import wilson_interval
 
-__all__ = ["mini_by_part", "mini_on_cpu", "mini_quality", "mini_training", "task_cost"]
-
 RECORDS = Path(__file__).parent / "records"
 
 

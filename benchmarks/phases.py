@@ -29,8 +29,6 @@ from panscan.core.files import write_file
 from panscan.model.shapes import SHAPES
 from panscan.settings import WEIGHT_KINDS
 
-__all__ = ["Configuration", "Job", "main", "run_jobs"]
-
 _POLL_SECONDS = 0.5
 _LINK = "link"
 _LINK_SECONDS = 90.0

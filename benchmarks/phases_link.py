@@ -22,8 +22,6 @@ from torch import distributed, multiprocessing
 from panscan.core.files import write_file
 from panscan.model.sharding import ProcessRanks
 
-__all__ = ["main"]
-
 ROWS = (1, 8, 64, 512, 1102, 2048, 8816)
 _RANKS = 2
 _CALLS = 20  # between two readings of the clock

@@ -35,8 +35,6 @@ from panscan.model.runtime import apply_attention, forbid_tf32
 from panscan.records.environment import environment
 from panscan.settings import Settings, settings_from
 
-__all__ = ["main"]
-
 _TURNS = 3  # of what takes milliseconds, after one that warms up
 _WARM_UP = 24  # requests that run first: kernels are compiled for the row counts of their passes
 _FEW = 8  # requests of the middle decode batch

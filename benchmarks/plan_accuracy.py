@@ -29,20 +29,6 @@ from benchmarks.markdown import table
 from benchmarks.plan_points import GPU, PHASES, Point, points, points_of_another_gpu, read_ceilings
 from panscan.plan.efficiency import Efficiency, Factors, committed_efficiency
 
-__all__ = [
-    "PLAN_FILE",
-    "TARGET",
-    "accuracy_table",
-    "differences",
-    "errors",
-    "fit",
-    "fit_factors",
-    "main",
-    "missed",
-    "plan_accuracy",
-    "plan_of_another_gpu",
-]
-
 PLAN_FILE = Path(__file__).parent.parent / "src" / "panscan" / "plan" / "efficiency.json"
 TARGET = 0.2
 """Relative error that the plan aims to stay within."""

@@ -24,8 +24,6 @@ from panscan.plan.memory import memory_plan
 from panscan.plan.mix import PageShare, WorkloadMix
 from panscan.plan.simulate import EngineSizes, simulate_burst
 
-__all__ = ["FITTED", "GPU", "PHASES", "RECORDS", "Point", "points", "points_of_another_gpu", "read_ceilings"]
-
 RECORDS = Path(__file__).parent / "records"
 GPU = "h200"
 _OLDER = (

@@ -33,8 +33,6 @@ from panscan.plan.simulate import SimulatedEngine, SimulatedRequest, route_arriv
 from panscan.records.store import Run, read_run
 from panscan.settings import default_of
 
-__all__ = ["factors_digest", "plan_on_cpu", "plan_simulation", "simulate_records"]
-
 RECORDS = Path(__file__).parent / "records"
 RECORD = RECORDS / "plan-simulation.json"
 CPU_RECORD = RECORDS / "plan-on-cpu.json"

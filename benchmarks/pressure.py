@@ -38,8 +38,6 @@ from benchmarks.faults import Tally, ask, read
 from benchmarks.robustness.bombs import RECIPES, bomb
 from benchmarks.robustness.seeds import SEEDS
 
-__all__ = ["PARTS", "PressedServer", "press"]
-
 ADDRESS_SPACE_KB, DESCRIPTORS = 8_000_000, 1024
 MOST_MB = 2500  # resident memory of each process
 MOST_RATIO = 3.0  # of the 99th percentiles of good requests

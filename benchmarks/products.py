@@ -4,7 +4,7 @@
 
 The four matrices of a decoder layer at their true shapes, with random weights; microseconds of each, replayed from a
 CUDA graph over copies that together exceed the L2 cache. Includes the methods that were not chosen
-(:mod:`panscan.linear.multiply`).
+(:mod:`panscan.model.linear.multiply`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.workloads.device import Power
-from panscan.linear import kernels
-from panscan.linear.multiply import multiply_fp8, multiply_int4, multiply_int8, quantize_rows
-from panscan.linear.quantized import QuantizedLinear, WeightFormat
-from panscan.linear.rows import QuantizedRows
+from panscan.model.linear import kernels
+from panscan.model.linear.multiply import multiply_fp8, multiply_int4, multiply_int8, quantize_rows
+from panscan.model.linear.quantized import QuantizedLinear, WeightFormat
+from panscan.model.linear.rows import QuantizedRows
 from panscan.model.shapes import SHAPES, TextShape
 from panscan.records.environment import environment
 

@@ -29,7 +29,7 @@ from panscan.bench.verify import Verifier
 from panscan.bench.workload import Item, Source, build_workload, request_of
 from panscan.core import InputError
 from panscan.images.samples import write_samples
-from panscan.linear.quantized import QuantizedLinear, WeightFormat
+from panscan.model.linear.quantized import QuantizedLinear, WeightFormat
 from panscan.model.load import load_for
 from panscan.model.quantization import weight_bytes, weights_name
 from panscan.quality.scores import exact_match

@@ -12,8 +12,6 @@ from benchmarks.markdown import table
 from panscan.analysis.significance import p_text, paired_difference, points_text
 from panscan.records.intervals import wilson_interval
 
-__all__ = ["quantization_27b", "quantization_mini", "quantization_products"]
-
 RECORDS = Path(__file__).parent / "records"
 _W1 = re.compile(r"w1-27b(-tp2|-(fp8|int8|int4).*)?(-40gb|-24gb)?(-h100)?")
 """Records of W1 on the 27B shape: bf16 on one and two GPUs, and quantised ones once they are measured."""

@@ -9,8 +9,6 @@ from typing import Any
 
 from benchmarks.markdown import table
 
-__all__ = ["robustness_cases", "robustness_parts"]
-
 RECORD = Path(__file__).parent / "records" / "robustness.json"
 _CALLED = {
     "files": "damaged images and PDFs",

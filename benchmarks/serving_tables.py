@@ -10,17 +10,6 @@ from typing import Any
 
 from benchmarks.markdown import table
 
-__all__ = [
-    "batch_replicas",
-    "decoding_pool",
-    "serving_faults",
-    "serving_fuzz",
-    "serving_over_http",
-    "serving_pressure",
-    "serving_replicas",
-    "serving_routing",
-]
-
 RECORDS = Path(__file__).parent / "records"
 _FAULTS = {
     "kill_replica": "`kill -9` of a replica",

@@ -9,8 +9,6 @@ from typing import Any
 
 from benchmarks.markdown import table
 
-__all__ = ["verify_faults", "verify_vllm"]
-
 RECORDS = Path(__file__).parent / "records"
 _COLUMNS = ["verdict", "diagnosis", "explains it", "KL, reference (nats)", "KL, diagnosis (nats)", "requests"]
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from benchmarks.markdown import days, number, ranged, table
 
-__all__ = ["comparison"]
-
 _SIDES = ("engine", "vllm-exact", "vllm-default", "generate")
 _SHAPES = {"27b": "27B", "4b": "4B", "12b": "12B"}
 Measured = Mapping[str, Any]

@@ -9,8 +9,6 @@ from typing import Any
 from benchmarks.markdown import counted, number, ranged, table
 from panscan.settings import axes
 
-__all__ = ["distinct_documents", "questions"]
-
 _NOTE = "For requests/s the limit is a maximum, and the ratio is limit / measured."
 
 

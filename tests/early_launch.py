@@ -1,4 +1,4 @@
-"""What a compiled kernel that starts early must look like; see :func:`panscan.linear.jit.wait_for_inputs`."""
+"""What a compiled kernel that starts early must look like; see :func:`panscan.core.jit.wait_for_inputs`."""
 
 from __future__ import annotations
 

@@ -25,8 +25,6 @@ from panscan.model.tokenizer import build_tokenizer
 from training.fonts import held_out_faces, training_faces
 from training.pages import Page, a_page, a_page_of_labels, a_page_of_signs, rows_of
 
-__all__ = ["IGNORED", "SHAPE", "SIDE", "Batch", "Plan", "draw_batch", "prefix_ids", "slots_of", "views_of"]
-
 IGNORED = -100
 SHAPE = SHAPES["mini"]
 assert SHAPE.vision is not None  # for the type checker: the mini sees

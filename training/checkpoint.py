@@ -10,8 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-__all__ = ["Snapshot", "load", "load_trained", "save"]
-
 _MOST = 15_000_000  # bytes of a file
 
 

@@ -12,8 +12,6 @@ from torch.utils.data import Dataset
 
 from training.batches import Batch, Plan, draw_batch
 
-__all__ = ["Batches", "as_tensors", "plan_of", "twice"]
-
 _DOCUMENTS = {1: 192, 3: 104, 4: 80, 5: 68, 6: 56, 7: 48}
 _MIX = {1: 34, 3: 20, 4: 22, 5: 20, 6: 3, 7: 3}
 """Documents of a batch by their number of views, and how often such a batch comes."""

@@ -32,8 +32,6 @@ from panscan.records.intervals import cluster_intervals, wilson_interval
 from training.fonts import held_out_faces, training_faces
 from training.pages import Page, a_page
 
-__all__ = ["Held", "documents", "evaluate", "summary"]
-
 WITH = PanAndScan(min_crop_size=256, max_num_crops=4, min_ratio_to_activate=1.2)
 WITHOUT = PanAndScan(enabled=False)
 SETTINGS: dict[str, PanAndScan] = {"with": WITH, "without": WITHOUT} | {

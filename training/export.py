@@ -16,8 +16,6 @@ from training.batches import SHAPE, SIDE
 from training.checkpoint import load_trained
 from training.model import new_model
 
-__all__ = ["export"]
-
 
 def export(model: Any, directory: Path) -> None:
     """Write weights (bfloat16, under their published names), configuration, tokenizer and processor.

@@ -25,8 +25,6 @@ from training.log import Log, about, totals
 from training.model import Reader, new_model
 from training.train import backward, held_out, rate
 
-__all__ = ["plan_to_finish", "text_layers"]
-
 _DOCUMENTS = {1: 24, 3: 10, 4: 8, 5: 6, 6: 5, 7: 4}
 _MIX = {1: 55, 3: 18, 4: 16, 5: 7, 6: 2, 7: 2}
 """Documents of a batch by their number of views, and how often such a batch comes."""

@@ -9,8 +9,6 @@ from pathlib import Path
 from panscan.core import SettingError
 from panscan.images.ink import AILERON, Face
 
-__all__ = ["held_out_faces", "training_faces"]
-
 _FILES: dict[str, tuple[str, str, str | None]] = {
     # name: package, regular file, bold file
     "DejaVu Sans": ("matplotlib", "mpl-data/fonts/ttf/DejaVuSans.ttf", "mpl-data/fonts/ttf/DejaVuSans-Bold.ttf"),

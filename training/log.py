@@ -17,8 +17,6 @@ import transformers
 
 from training.batches import Plan, slots_of
 
-__all__ = ["Log", "about", "totals"]
-
 
 def about(processes: int, device: str) -> dict[str, str]:
     """What the record says first."""

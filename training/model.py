@@ -14,8 +14,6 @@ from panscan.model.config import gemma3_config
 from panscan.model.tokenizer import build_tokenizer
 from training.batches import IGNORED, SHAPE, prefix_ids, slots_of
 
-__all__ = ["Reader", "new_model"]
-
 _MASKED = -1e9
 
 

@@ -12,8 +12,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Muon", "optimizers"]
-
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # Jordan's quintic: steepest at zero, singular values end between 0.7 and 1.2
 
 

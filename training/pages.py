@@ -26,8 +26,6 @@ from panscan.images.documents.words import (
 )
 from panscan.images.ink import Face
 
-__all__ = ["Page", "a_page", "a_page_of_labels", "a_page_of_signs", "rows_of"]
-
 _SQUARE = ("receipt", "chart", "chart", "notes", "notes", "table", "form", "sign", "sign", "board")
 _TALL = ("receipt", "receipt", "receipt", "invoice", "notes", "form")
 _WIDE = ("board", "board", "table")

@@ -19,8 +19,6 @@ from benchmarks.robustness.cases import Case, Part, random_of
 from benchmarks.robustness.children import panscan, run_child
 from benchmarks.robustness.commands import outcome_of
 
-__all__ = ["RECIPES", "bomb", "run_bombs"]
-
 DEADLINE = 90.0  # seconds: two operations on a page, each at most 20, and the starts of processes on a busy machine
 MOST_MB = 2_500
 

@@ -12,8 +12,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-__all__ = ["FINE", "Case", "Part", "random_of"]
-
 FINE = frozenset({"read", "refused", "answered", "partly", "kept"})
 """Outcomes that are no failure."""
 _MOST_FAILURES = 200

@@ -20,8 +20,6 @@ from benchmarks.robustness.commands import _detail, outcome_of
 from panscan.images.samples import write_samples
 from panscan.model.bundled import mini_directory
 
-__all__ = ["RECIPES", "checkpoint_cases", "run_checkpoints"]
-
 _DEADLINE = 60.0  # seconds
 _MEMORY = 2_500_000_000  # bytes of a command, beyond what the forking process has
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -21,8 +21,6 @@ from pathlib import Path
 
 from panscan.cli.main import VERBS, main
 
-__all__ = ["Ended", "panscan", "preload", "run_child"]
-
 _ERROR_BYTES = 20_000
 _LATE = ("panscan.engine.engine", "panscan.batch.dispatch", "panscan.bench.run", "panscan.report.html")
 

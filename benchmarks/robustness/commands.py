@@ -19,8 +19,6 @@ from panscan.cli.main import VERBS, cli
 from panscan.cli.verb import ClickOption
 from panscan.images.samples import write_samples
 
-__all__ = ["command_line", "furnish", "run_commands"]
-
 _DEADLINE = 120.0  # seconds; a demo of two documents takes a fraction
 _REFUSED_WITHIN = 15.0  # seconds; what is wrong with an option needs no model
 _ADDRESS_SPACE = 16_000_000_000

@@ -13,8 +13,6 @@ from benchmarks.robustness.cases import Case, Part
 from benchmarks.robustness.children import Ended, panscan, run_child
 from benchmarks.robustness.hostile_server import ENDPOINTS
 
-__all__ = ["run_endpoints"]
-
 _DEADLINE = 60.0  # seconds
 _MOST_MB = 2500.0
 _LIMITED = ("--timeout", "2")  # seconds of a request

@@ -25,8 +25,6 @@ from panscan.core import ImageError, PanAndScan
 from panscan.images.files import find_pages, load_page
 from panscan.images.views import plan_views
 
-__all__ = ["run_files"]
-
 _DEADLINE = 10.0  # seconds for one file
 _ADDRESS_SPACE = 2_000_000_000  # bytes beyond what a worker begins with
 _MOST_MB = 800  # an image of 178 million pixels, the most that is decoded, takes 537 MB

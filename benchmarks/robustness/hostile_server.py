@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator
 from itertools import chain, repeat
 from typing import Any
 
-__all__ = ["ENDPOINTS", "HostileServer", "serve"]
-
 Bytes = Iterator[bytes]
 _MEGABYTE = b"x" * 2**20
 _LONG = 400  # pieces of a megabyte: more than any client should read

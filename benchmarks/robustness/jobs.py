@@ -10,8 +10,6 @@ from typing import Any, Protocol
 from panscan.core import PanscanError
 from panscan.records.store import FILE_NAME, read_run
 
-__all__ = ["JOBS", "SMALL", "Job", "Results"]
-
 SMALL = ("--max-new-tokens", "2", "--do-pan-and-scan", "false", "--device", "cpu")
 """Settings under which the bundled mini model answers quickly."""
 

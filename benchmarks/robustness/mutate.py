@@ -8,8 +8,6 @@ import zlib
 from collections.abc import Callable
 from random import Random
 
-__all__ = ["MUTATIONS", "mutated"]
-
 _EXTREMES = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0x8000, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)
 _TOKENS = re.compile(rb"/[A-Za-z]+|\d+ \d+ R|\d+|<<|>>|\[|\]|[A-Z]{4}|endobj|stream")
 _HEADER = 128

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageCms
 
-__all__ = ["SEEDS"]
-
 _SIZE = 48, 64
 
 

@@ -17,8 +17,6 @@ from benchmarks.robustness.children import Ended, panscan, run_child
 from benchmarks.robustness.jobs import JOBS, Results, lost, results_of
 from panscan.images.samples import write_samples
 
-__all__ = ["run_enospc", "run_kills"]
-
 _DEADLINE = 300.0
 _DISK_KB = 4096
 _FREE_KB = {"batch": (0, 4, 8, 12, 16), "bench": (0, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)}

@@ -22,16 +22,6 @@ from panscan.load.chat import ChatRequest, Endpoint, chat_body, data_url
 from panscan.load.generator import LevelResult, run_level
 from panscan.settings import Settings, axes
 
-__all__ = [
-    "Health",
-    "as_files",
-    "chat_requests",
-    "requests_per_s",
-    "running_server",
-    "send_all",
-    "wait_for_replicas",
-]
-
 _START_SECONDS = 300.0
 _ANSWER_SECONDS = 600.0
 MODEL = "measured"  # the name of any model in the API

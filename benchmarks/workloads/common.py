@@ -38,22 +38,6 @@ from panscan.runners.generate import GenerateRunner
 from panscan.runners.vllm import VllmRunner
 from panscan.settings import ENGINE_AXES, Settings, axes, axis_name, foreign_settings, settings_from
 
-__all__ = [
-    "TEXT_TOKENS",
-    "Asked",
-    "Work",
-    "ask",
-    "base_record",
-    "floors_of",
-    "open_runners",
-    "parse",
-    "save",
-    "say",
-    "shown",
-    "verdicts",
-    "vllm_options",
-]
-
 TEXT_TOKENS = 78
 """Of each prompt, beside its image tokens: 1,102 prompt tokens of a page of four views in the published models."""
 

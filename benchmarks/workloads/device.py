@@ -17,8 +17,6 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.workloads.figures import Interval, decode_window, idle_share
 from panscan.core import Result, now
 
-__all__ = ["Power", "counted_joules", "decode_idle", "start_profiler"]
-
 _EVERY = 0.1  # seconds between samples of power
 _LONGEST = 0.5  # seconds that are profiled: some thousand kernels a step
 

@@ -10,18 +10,6 @@ import numpy as np
 
 from panscan.core import Result, Stamps
 
-__all__ = [
-    "Interval",
-    "decode_window",
-    "e2e_ms",
-    "idle_share",
-    "latencies",
-    "spread",
-    "stage_means",
-    "step_ms",
-    "ttft_ms",
-]
-
 Interval = tuple[float, float]
 """Start and end, in any unit of time."""
 

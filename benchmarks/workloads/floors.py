@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 
 from panscan.plan.cost import RequestCounts, Roofline
 
-__all__ = ["Floors", "ratios"]
-
 
 @dataclass(frozen=True, slots=True)
 class Floors:

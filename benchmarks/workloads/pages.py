@@ -11,8 +11,6 @@ from PIL import Image
 from panscan.core import Request, SettingError
 from panscan.model.prompt import PromptWriter
 
-__all__ = ["PAGE", "page", "question"]
-
 PAGE = (896, 2688)
 """Pixels, width and height: with the default settings three crops and the whole, each of them 896 pixels a side."""
 

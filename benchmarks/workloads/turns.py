@@ -14,8 +14,6 @@ from panscan.model.machine import peak_memory, reset_peak_memory
 from panscan.runners.base import Runner, TracksPeakMemory
 from panscan.runners.vllm import VllmRunner
 
-__all__ = ["turn_of", "with_tokens"]
-
 
 def turn_of(
     answer: Callable[[Sequence[Request]], list[Result]], requests: Sequence[Request], runner: Runner

@@ -20,8 +20,6 @@ from panscan.engine.passes import PassResult
 from panscan.engine.scheduling.batch import Chunk, FlatBatch, PromptLayout, SamplingRow, Sequence, ViewToEncode, flatten
 from panscan.model.checkpoint import Loaded
 
-__all__ = ["ForcedSequence", "Pages", "ask", "teacher"]
-
 
 @dataclass
 class ForcedSequence:

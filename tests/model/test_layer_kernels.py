@@ -17,9 +17,9 @@ from torch.nn import functional
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, apply_rotary_pos_emb
 
 from panscan.engine.kernels import decode
-from panscan.linear.products import Rows
-from panscan.linear.rows import QuantizedRows, UnscaledProduct
 from panscan.model.layer_kernels import add_layer_norm, add_rms_norms, gelu_product, rms_norm, rotate_and_store
+from panscan.model.linear.products import Rows
+from panscan.model.linear.rows import QuantizedRows, UnscaledProduct
 
 CLOSE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}  # one unit in the last place, and a little
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]  # NumPy has no bfloat16

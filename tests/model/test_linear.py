@@ -18,8 +18,8 @@ from transformers import TorchAoConfig
 
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
-from panscan.linear.products import ModuleLinear, PlainLinear, is_plain, linear_of, runs_own_forward
 from panscan.model.checkpoint import Placement, load_model
+from panscan.model.linear.products import ModuleLinear, PlainLinear, is_plain, linear_of, runs_own_forward
 from panscan.model.random_weights import random_model
 from panscan.model.reference import converted_model, weights_digest
 from panscan.model.shapes import Shape, TextShape, VisionShape

@@ -13,8 +13,8 @@ from torch import nn
 
 from panscan import GenerateRunner
 from panscan.core import ModelError, UnsupportedError
-from panscan.linear.quantized import QuantizedLinear
 from panscan.model.bundled import bundled_directory
+from panscan.model.linear.quantized import QuantizedLinear
 from panscan.model.load import load_for, quantization_config, requested_format
 from panscan.model.machine import is_out_of_memory
 from panscan.model.quantization import unquantized_settings, weight_bytes, weights_name

@@ -24,8 +24,6 @@ from panscan.images.views import ViewPlan, plan_views
 from panscan.model import inputs
 from panscan.model.prompt import Prompt, PromptWriter
 
-__all__ = ["MUTATIONS", "Mutation"]
-
 Break = Callable[[pytest.MonkeyPatch], None]
 
 

@@ -16,8 +16,6 @@ from panscan.core import InputError
 from panscan.records.verdict import Verdict, verdict_of
 from panscan.settings import Settings, settings_from
 
-__all__ = ["Found", "documents", "verdict_under"]
-
 BASE = {
     "model": "tiny",
     "runner": "engine",

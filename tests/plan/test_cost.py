@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from panscan.core import SettingError
-from panscan.linear.quantized import WeightFormat
+from panscan.model.linear.quantized import WeightFormat
 from panscan.model.quantization import weight_bytes
 from panscan.model.random_weights import random_model
 from panscan.model.shapes import SHAPES, Shape, TextShape

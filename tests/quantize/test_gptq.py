@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from panscan.linear.quantized import WeightFormat
+from panscan.model.linear.quantized import WeightFormat
 from panscan.quantize.gptq import Hessian, gptq
 from panscan.quantize.write import compressed_parts, linear_of_parts, rounded
 from panscan.settings import WEIGHT_KINDS

@@ -17,20 +17,20 @@ from rich.console import Console
 from tests.analysis.noisy_runs import noisy_records
 from tests.analysis.test_quantization import CELLS
 from tests.analysis.test_task_cost import BASE, cell_records
+from tests.inspect.trace.kineto import busy_trace, decode_trace
 from tests.records import synthetic
 from tests.records.load_runs import CLIENT, START, failed_request, level, level_records, load_header, load_request
 from tests.records.load_runs import load_run as load_records
 from tests.report import report_known
-from tests.trace.kineto import busy_trace, decode_trace
 
 from panscan.analysis.comparison import build_report
 from panscan.cli.main import run as run_command
+from panscan.inspect.trace.output import comparison_lines, lines, page
+from panscan.inspect.trace.summary import Summary, summarize
 from panscan.records.store import Run
 from panscan.report import to_markdown, write_report
 from panscan.report.comparison import markdown_text, print_comparison
 from panscan.report.terminal import print_curves, print_decision, print_summary
-from panscan.trace.output import comparison_lines, lines, page
-from panscan.trace.summary import Summary, summarize
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 RENEW = "PANSCAN_RENEW_SNAPSHOTS"

@@ -29,8 +29,6 @@ from panscan.model.prompt import Prompt, PromptWriter
 from panscan.serve import engine_worker
 from panscan.serve.requests import RequestBuilder
 
-__all__ = ["FAULTS", "command"]
-
 ROOT = Path(__file__).parents[2]
 _WORKER = "--engine-worker"
 Turns = list[dict[str, Any]]

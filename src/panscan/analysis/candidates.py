@@ -20,13 +20,6 @@ from panscan.records.intervals import Interval
 from panscan.records.quality import Quality, quality_of
 from panscan.records.store import Run, outcome_of
 
-__all__ = [
-    "Candidate",
-    "candidates_of",
-    "cell_names",
-    "pareto_front",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Candidate:

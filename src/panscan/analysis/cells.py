@@ -15,30 +15,6 @@ from panscan.records.summary import cell_metrics
 from panscan.records.verdict import Verdict, verdict_of
 from panscan.settings import ENGINE_AXES, REMOVED_SETTINGS, VLLM_AXES, VLLM_LIMITS, axes, foreign_settings
 
-__all__ = [
-    "MeasuredCell",
-    "Sweep",
-    "Unmeasured",
-    "alias_lines",
-    "aliases_of",
-    "cell_title",
-    "display_settings",
-    "display_settings_of",
-    "distinguishing_names",
-    "effective_settings",
-    "measured_rows",
-    "memory_metric",
-    "preset_of",
-    "queueing_note",
-    "shared_settings",
-    "short_name",
-    "speed",
-    "speedup_lines",
-    "sweeps",
-    "unmeasured",
-    "varying_names",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCell:

@@ -31,8 +31,6 @@ from panscan.records.quality import metric_of
 from panscan.records.schema import METRICS as METRIC_NAMES
 from panscan.records.store import Run
 
-__all__ = ["Report", "Row", "as_json", "build_report"]
-
 Row = tuple[str, str, str, str, str, str]
 """Metric, A, B, change, interval, word."""
 

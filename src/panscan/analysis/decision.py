@@ -15,8 +15,6 @@ from panscan.records.quality import metric_of, metric_title
 from panscan.records.schema import FLOOR
 from panscan.records.store import Run
 
-__all__ = ["Rule", "Selection", "costs_of", "decision_of", "reason_of", "verdict_text"]
-
 Rule = Literal["accuracy", "views", "limit"]
 """What made settings qualify: no measurable loss of accuracy, the most views, or the user's ``--min-quality``."""
 

@@ -26,20 +26,6 @@ from panscan.records.intervals import Interval
 from panscan.records.metrics import LEAST_SAMPLES
 from panscan.settings import nearest
 
-__all__ = [
-    "DEFAULT_METRICS",
-    "METRICS",
-    "Condition",
-    "Difference",
-    "Finding",
-    "differences",
-    "evaluate",
-    "measured",
-    "parse_condition",
-    "repeats_needed",
-    "score_names",
-]
-
 _PERCENTS = {"mean": None, "median": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0}
 _TIMES = ("ttft", "tpot", "e2el")
 _RATES = ("request_throughput", "output_throughput")

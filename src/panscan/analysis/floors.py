@@ -21,8 +21,6 @@ from panscan.records.schema import RequestRecord
 from panscan.records.store import Run
 from panscan.settings import ALL_AT_ONCE
 
-__all__ = ["Floor", "floor_of", "ratios"]
-
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _NARROW = ("fp8", "int8")
 """Quantisations whose products are narrower and so faster than the product that was measured, as data sheets say."""

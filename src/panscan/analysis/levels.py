@@ -25,22 +25,6 @@ from panscan.records.schema import ClientFigures, LevelSettings, LoadRunSettings
 from panscan.records.store import Run, outcome_of
 from panscan.records.summary import cell_metrics
 
-__all__ = [
-    "TIME_NAMES",
-    "VERIFY_HINT",
-    "ErrorGroup",
-    "LoadResult",
-    "MeasuredLevel",
-    "error_groups",
-    "level_names",
-    "levels_of",
-    "limits_text",
-    "load_result",
-    "load_warnings",
-    "refuse_load_run",
-    "unfinished_levels",
-]
-
 VERIFY_HINT = (
     "A load run measures speed, not answers: panscan verify URL --model CHECKPOINT checks an endpoint's answers."
 )

@@ -25,18 +25,6 @@ from panscan.records.store import Run, outcome_of
 from panscan.records.verdict import Verdict, verdict_of
 from panscan.settings import axes
 
-__all__ = [
-    "ATTAINMENT",
-    "LOAD_WORKLOAD",
-    "CellPair",
-    "Comparison",
-    "PairedRequests",
-    "RequestPair",
-    "compare_runs",
-    "noun_of",
-    "pair_requests",
-]
-
 ATTAINMENT = "attainment"
 """The name of a request's score that is 1 if it meets the limits of both runs, else 0."""
 LOAD_WORKLOAD = ("arrival", "scenario", "image_reuse", "num_prompts", "seed", "ignore_eos")

@@ -12,8 +12,6 @@ from panscan.records.quality import Quality, quality_of
 from panscan.records.store import Run
 from panscan.records.verdict import is_quantized
 
-__all__ = ["NOTE", "Tradeoff", "tradeoffs_of"]
-
 _KINDS = ("quantization", "quantization_group_size")
 NOTE = (
     "KL is the mean divergence of next-token distributions from the float32 reference of the unquantised model. "

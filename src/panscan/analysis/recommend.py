@@ -23,8 +23,6 @@ from panscan.records.store import Run
 from panscan.records.verdict import verdict_of
 from panscan.settings import nearest, recorded_settings
 
-__all__ = ["Recommendation", "preset_text", "recommend", "write_preset"]
-
 _RANK = {"exact": 0, "close": 1}
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from panscan.settings import axes
 
-__all__ = ["CROPS", "label", "setting_title", "setting_words", "shown"]
-
 CROPS = "pan_and_scan_"
 """Prefix of the settings that mean something only with pan and scan."""
 

@@ -19,29 +19,6 @@ from panscan.records.intervals import RESAMPLED_AT_ONCE, Z95, Interval, bounds, 
 from panscan.records.quality import metric_of, metric_title, quality_of, scores_of_cell
 from panscan.records.store import Run
 
-__all__ = [
-    "ALPHA",
-    "LEAST_QUESTIONS",
-    "WORST_LOSS",
-    "BaselineComparison",
-    "Paired",
-    "QualityDifference",
-    "Rates",
-    "Values",
-    "clusters_needed",
-    "compare_with_baseline",
-    "decide",
-    "draws_for",
-    "least_p_value",
-    "p_text",
-    "paired_difference",
-    "points_text",
-    "quality_difference",
-    "shows_no_loss",
-    "sign_flip_p_value",
-    "tail_p_values",
-]
-
 ALPHA = 0.05
 """The chance, at most, that a family of decisions holds one or more false alarms."""
 

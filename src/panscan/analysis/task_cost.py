@@ -13,8 +13,6 @@ from panscan.records.quality import metrics_in
 from panscan.records.store import Run
 from panscan.records.verdict import verdict_of
 
-__all__ = ["COLUMNS", "NO_EXACT_CELL", "TITLE", "TaskCost", "cost_columns", "cost_lines", "costs_of_cells"]
-
 TITLE = "accuracy vs exact"
 NO_EXACT_CELL = "no exact cell"
 COLUMNS = ("exact_cell", *(f"accuracy_vs_exact{part}" for part in ("", "_low", "_high", "_p_value")))

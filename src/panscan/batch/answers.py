@@ -25,8 +25,6 @@ from panscan.core import RecordsError
 from panscan.core.files import WriteLock, write_errors, write_file
 from panscan.core.foreign import parse_json
 
-__all__ = ["AnswerFile", "Mode", "refuse_answers", "refuse_sources"]
-
 Mode = Literal["new", "resume", "force"]
 Check = Callable[[Record, Record], str | None]
 

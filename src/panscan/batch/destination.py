@@ -34,8 +34,6 @@ from panscan.images.storage import (
 )
 from panscan.quality.datasets.tables import require_pyarrow
 
-__all__ = ["Destination", "Uploader", "destination", "fetch_previous"]
-
 _LOG = logging.getLogger(__name__)
 
 _INTERVAL_SECONDS = 60.0  # minimum between two uploads

@@ -15,8 +15,6 @@ from panscan.batch.pending import Task
 from panscan.core import EngineError, InputError, PanscanError, Request, Result, SettingError, StorageError, now
 from panscan.settings import Settings
 
-__all__ = ["SupportsStreamResults", "answer", "answers_ahead", "up_to_first_question"]
-
 _SAME_ERRORS = 3  # first requests with the same setting error, after which the setting is at fault
 _STORAGE_ERRORS = 8  # consecutive storage errors, after which the object store is at fault
 

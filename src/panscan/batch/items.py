@@ -21,8 +21,6 @@ from panscan.images.files import SUFFIXES, Page, expand_images, find_files
 from panscan.images.storage import check_object, is_stored, local_path
 from panscan.quality.datasets import Boundary, dataset_rows
 
-__all__ = ["BatchItem", "BatchWork", "find_work"]
-
 _ONE_PAGE = SUFFIXES - {".pdf", ".tif", ".tiff"}
 _AHEAD = 8  # stored documents to download in advance, to count their pages
 

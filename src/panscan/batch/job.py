@@ -13,8 +13,6 @@ from panscan.core.request import MAX_PAGES
 from panscan.model.bundled import fingerprints
 from panscan.settings import ENGINE_AXES, REMOVED_SETTINGS, Settings, axes
 
-__all__ = ["Job", "changed_versions", "difference", "with_resolved_dtype"]
-
 SCHEMA = 1
 
 _ANSWERS_STAY = frozenset(

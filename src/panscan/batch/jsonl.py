@@ -13,8 +13,6 @@ from panscan.core.files import LONGEST_LINE, JsonLog
 from panscan.core.foreign import is_count, parse_json
 from panscan.core.ranges import Range
 
-__all__ = ["ANSWER_FIELDS", "AnswerLine", "AnswerLog", "HeldAnswers", "Record", "encode"]
-
 Record = dict[str, Any]
 
 ANSWER_FIELDS = {

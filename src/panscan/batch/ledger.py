@@ -22,8 +22,6 @@ from panscan.core import RecordsError, now
 from panscan.core.files import write_file
 from panscan.core.foreign import parse_json
 
-__all__ = ["SCHEMA", "JobStart", "Ledger", "LedgerWriter", "ledger_path", "read_ledger"]
-
 SCHEMA = 1
 
 Ending = Literal["running", "finished", "stopped"]

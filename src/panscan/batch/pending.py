@@ -11,8 +11,6 @@ from panscan.batch.items import BatchItem
 from panscan.batch.jsonl import Record
 from panscan.core import RecordsError
 
-__all__ = ["AnswerCounts", "AnsweredItems", "Task", "tally"]
-
 _LOG = logging.getLogger(__name__)
 
 

@@ -19,8 +19,6 @@ from panscan.images.storage import MAX_OBJECTS, is_stored, open_object
 from panscan.quality.datasets import Boundary
 from panscan.quality.datasets.tables import IDS, IMAGES, QUESTIONS, check_table, image_bytes, require_pyarrow
 
-__all__ = ["ParquetTable", "RowImages", "TableColumns", "is_table", "write_answers"]
-
 _IMAGE_ROWS = 16  # rows whose images are read at once
 _TEXT_ROWS = 250
 _BUFFER_BYTES = 8 * 2**20

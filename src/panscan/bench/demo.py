@@ -18,8 +18,6 @@ from panscan.core import InputError, SettingError
 from panscan.images.samples import write_samples
 from panscan.records.store import Run
 
-__all__ = ["Demo", "DemoObserver", "run_demo"]
-
 _FLAGS = {
     "--runner": ["engine"],
     "--max-new-tokens": ["32"],

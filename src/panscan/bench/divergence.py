@@ -14,8 +14,6 @@ from panscan.model.reference import head_logits
 from panscan.records.schema import Divergence, Top1, VerdictRecord
 from panscan.records.verdict import MARGIN_FLOOR, judge
 
-__all__ = ["DivergenceTally", "Noise", "PositionComparison", "compare_logits"]
-
 
 @dataclass(frozen=True, slots=True)
 class Noise:

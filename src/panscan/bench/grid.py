@@ -15,8 +15,6 @@ from panscan.core.request import SAMPLED_NAMES
 from panscan.settings import ALL_AT_ONCE, RunnerChoice, Settings, axes, choose_runner, foreign_settings
 from panscan.settings.preset_files import MAX_VALUES, Axes, load_preset, parse_axes
 
-__all__ = ["MAX_CELLS", "Cell", "build_cells", "merge_equal_work", "sweep_runners"]
-
 MAX_CELLS = 10_000
 """Cells of a sweep; each is measured for seconds at least."""
 

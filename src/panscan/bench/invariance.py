@@ -18,8 +18,6 @@ from panscan.records.schema import AxisCheck, Departure
 from panscan.runners.base import Runner, calls
 from panscan.settings import Settings
 
-__all__ = ["Answers", "RepeatedAnswers", "RunAnswers", "answer_again", "compare", "shared_axis", "variants"]
-
 _ALONE = 8  # requests that are answered alone
 _JUDGED = 4  # differences of an axis whose margin is computed; each takes a float32 pass over prompt and answer
 _SETTINGS = {

@@ -16,8 +16,6 @@ from panscan.records.schema import AnyRecord, DatasetFacts
 from panscan.runners.base import calls
 from panscan.settings import Settings
 
-__all__ = ["MAX_MEASUREMENTS", "Observer", "SweepPlan", "Visit", "Writer"]
-
 MAX_MEASUREMENTS = 100_000
 """Repeats of all cells together."""
 

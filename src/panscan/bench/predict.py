@@ -13,8 +13,6 @@ from panscan.model.shapes import SHAPES, Shape, shape_named
 from panscan.plan.cost import Variant, pass_work, vision_work
 from panscan.settings import ALL_AT_ONCE, WEIGHT_KINDS, Settings
 
-__all__ = ["Prediction", "predict"]
-
 # Share of a large product's rate that Gemma 3's phases reach in Transformers, and the host's time per layer and decode
 # step in generate(): both from generate() runs on one GPU, and no better than a factor of two elsewhere.
 _EFFICIENCY = 0.5

@@ -32,19 +32,6 @@ from panscan.model.reference import converted_model, one_view_at_a_time
 from panscan.runners.observe import observe
 from panscan.settings import Settings
 
-__all__ = [
-    "Reference",
-    "ReferenceRequest",
-    "compute_reference",
-    "eager_settings",
-    "find_references",
-    "load_reference",
-    "observe_eager",
-    "reference_states",
-    "save_reference",
-    "views_digest",
-]
-
 FORMAT = "2"
 TOKENS = 32
 _BATCH = 4  # requests per call; 1 after running out of memory

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from panscan.bench.grid import Cell
     from panscan.settings import Settings
 
-__all__ = ["main"]
-
 
 class _RemoteRun:
     """The parent's writer and observer, as this process's sweep uses them."""

@@ -28,20 +28,6 @@ from panscan.core.access import remote_access
 from panscan.core.child import Child, Inbox
 from panscan.records.schema import AnyRecord, CellRecord, RepeatRecord, ReplicaRecord, RequestRecord
 
-__all__ = [
-    "Message",
-    "Progress",
-    "Ready",
-    "ReplicaSignal",
-    "ReplicaSync",
-    "Slot",
-    "Start",
-    "gpu_slots",
-    "merged_repeat",
-    "run_replicas",
-    "slots",
-]
-
 
 class ReplicaSignal(Enum):
     """Messages without data."""

@@ -31,19 +31,6 @@ from panscan.settings import recorded_settings
 if TYPE_CHECKING:
     from panscan.bench.verify import Verifier
 
-__all__ = [
-    "check_plan",
-    "check_same_machine",
-    "finish",
-    "header",
-    "new_directory",
-    "plan_of",
-    "plan_to_resume",
-    "resume",
-    "start",
-    "verifier_of",
-]
-
 
 _PLAN = ("repeats", "warmup", "seed", "include_content", "verify", "replicas", "gpus_per_replica")
 """Fields of a plan that a run's header has."""

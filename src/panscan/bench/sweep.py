@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from panscan.bench.verify import Verifier
     from panscan.runners.base import Runner
 
-__all__ = ["compiles", "measure", "run_sweep"]
 
 _WARM = 4  # requests of an engine's warm-up
 

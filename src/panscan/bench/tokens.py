@@ -21,8 +21,6 @@ from panscan.records.schema import Departure, TokenCheck
 from panscan.records.verdict import clear_margin
 from panscan.settings import Settings
 
-__all__ = ["Expected", "Judge", "ReferenceRows", "Tokens", "compared_with_reference", "first_difference"]
-
 _PERTURBED = 32  # perturbed logits per sampled position; if all draw the same token, noise cannot change it
 _CACHED = 64  # answers whose hidden states stay in memory, a few megabytes each
 _END = "the end"

@@ -62,8 +62,6 @@ if TYPE_CHECKING:
     from panscan.runners.base import Runner
 
 
-__all__ = ["Verifier"]
-
 _WeightsKey = tuple[Any, ...]
 _ANY = ""
 """Stands for all views, in place of their digest."""

@@ -45,24 +45,6 @@ from panscan.quality.scores import ANNOTATORS, metrics_for
 from panscan.records.schema import EXACT_MATCH, METRICS, DatasetFacts
 from panscan.settings import Settings, nearest
 
-__all__ = [
-    "DEFAULT_PROMPT",
-    "MAX_REQUESTS",
-    "DocumentFile",
-    "Item",
-    "Source",
-    "Workload",
-    "build_workload",
-    "content_digest",
-    "load_workload",
-    "plans_of",
-    "request_of",
-    "sample_dataset",
-    "source_or_samples",
-    "view_counts",
-    "views_of",
-]
-
 MAX_REQUESTS = 1_000_000
 """Requests of one cell."""
 

@@ -18,8 +18,6 @@ from panscan.core import Request, Result, Sampling, SettingError, now
 from panscan.core.activity import activity
 from panscan.settings import ENGINE_LIMITS, Options, RunnerChoice, Settings, axes
 
-__all__ = ["command"]
-
 EPILOG = """\b
 Examples
   panscan ask receipt.png -p "What is the total?"

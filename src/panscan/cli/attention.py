@@ -19,9 +19,8 @@ from panscan.core.activity import activity
 from panscan.settings import Options, Settings
 
 if TYPE_CHECKING:
-    from panscan.attention_map.measure import PromptAttention
+    from panscan.inspect.attention.measure import PromptAttention
 
-__all__ = ["command"]
 
 _PICTURE = "attention.png"
 
@@ -47,8 +46,8 @@ def command(options: Options, images: tuple[str, ...]) -> None:
     names = [name.strip() for name in options.implementations.split(",")]
     settings = Settings(**{**one_preset(options, "attention"), **given_values(options)})
     import_libraries()
-    from panscan.attention_map.measure import check_names, measure
     from panscan.images.files import expand_images
+    from panscan.inspect.attention.measure import check_names, measure
 
     check_names(names)
     pages = expand_images(images, max_pages=options.max_pages)
@@ -89,8 +88,8 @@ def _picture_path(output: str | None, images: Sequence[str], *, as_json: bool) -
 
 
 def _save_picture(shown: PromptAttention, path: Path) -> None:
-    from panscan.attention_map.picture import draw_attention
     from panscan.core.files import write_file
+    from panscan.inspect.attention.picture import draw_attention
 
     data = io.BytesIO()
     draw_attention(shown).save(data, "PNG", optimize=True)
@@ -105,7 +104,7 @@ def _print_attention(shown: PromptAttention, path: Path | None, *, as_json: bool
     if as_json:
         echo(json.dumps(_attention_json(shown, path), indent=2, ensure_ascii=False))
         return
-    from panscan.attention_map.terminal import attention_lines
+    from panscan.inspect.attention.terminal import attention_lines
 
     for line in attention_lines(shown, width=out().width):
         echo(line)
@@ -113,7 +112,7 @@ def _print_attention(shown: PromptAttention, path: Path | None, *, as_json: bool
 
 
 def _attention_json(shown: PromptAttention, path: Path | None) -> dict[str, Any]:
-    from panscan.attention_map.measure import differences
+    from panscan.inspect.attention.measure import differences
 
     implementations = [
         {"names": group.names, "differences": list(map(asdict, differences(shown, group))), "notes": group.notes}

@@ -37,8 +37,6 @@ from panscan.core import (
 from panscan.core.activity import activity
 from panscan.settings import Options, Settings
 
-__all__ = ["command"]
-
 _REASONS = 50  # failed documents that are listed; the file has them all
 
 EPILOG = """\

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from panscan.cli.progress import SweepProgress
     from panscan.records.store import Run
 
-__all__ = ["command", "exit_code", "print_dataset", "print_files", "print_run", "print_start", "sweep_progress"]
 
 EPILOG = """\
 Options take comma lists of values; every combination is a cell. Presets: baseline,

@@ -12,8 +12,6 @@ from panscan.cli.verb import verb
 from panscan.core import SettingError
 from panscan.settings import Options
 
-__all__ = ["command"]
-
 EPILOG = """\
 A condition is "METRIC>5%" (rises by more than 5% against A), "METRIC<-5%" (falls by more
 than 5%) or "verdict" (becomes worse). METRIC is request_throughput, output_throughput,

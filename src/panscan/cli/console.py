@@ -16,8 +16,6 @@ from panscan.core import PanscanWarning, escape_controls
 from panscan.core.activity import activity
 from panscan.core.process import import_uncollected
 
-__all__ = ["echo", "errors", "import_libraries", "out", "show_log", "show_warnings", "warn_mini"]
-
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:

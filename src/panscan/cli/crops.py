@@ -21,7 +21,6 @@ from panscan.settings import Options, Settings
 if TYPE_CHECKING:
     from panscan.images.files import Page
 
-__all__ = ["command"]
 
 _RELEASED = "the released Gemma 3"
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from panscan.bench.plan import Observer, SweepPlan
     from panscan.records.store import Run
 
-__all__ = ["command"]
 
 EPILOG = """\b
 Examples

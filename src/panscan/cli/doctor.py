@@ -9,12 +9,10 @@ from panscan.cli.console import echo, out
 from panscan.cli.verb import verb
 from panscan.core import SettingError, UnsupportedError
 from panscan.core.activity import activity
-from panscan.doctor.checks import CHECKS, GROUPS, SYMBOLS, Check
-from panscan.doctor.run import run_checks
-from panscan.doctor.text import as_json, lines, summary
+from panscan.inspect.doctor.checks import CHECKS, GROUPS, SYMBOLS, Check
+from panscan.inspect.doctor.run import run_checks
+from panscan.inspect.doctor.text import as_json, lines, summary
 from panscan.settings import Options, nearest
-
-__all__ = ["command"]
 
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red", "not checked": "dim"}
 

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from panscan.load.options import LoadLevel, Trace
     from panscan.load.run import LoadPlan
 
-__all__ = ["command"]
 
 _INTERRUPTED = 130
 

@@ -20,8 +20,6 @@ from panscan.core.errors import brief, one_line
 from panscan.core.ranges import shorten
 from panscan.settings import nearest
 
-__all__ = ["main"]
-
 # Heading -> verb -> its help line. Each verb lives in panscan.cli.<verb>, imported when called: --help must be quick.
 SECTIONS = {
     "Ask and serve": {

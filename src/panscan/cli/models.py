@@ -9,8 +9,6 @@ from panscan.core import BUNDLED, UnsupportedError
 from panscan.model.bundled import is_demonstration
 from panscan.settings import Settings, missing_package
 
-__all__ = ["DemonstrationWarning", "check_checkpoint", "check_model_names"]
-
 
 def check_checkpoint(settings: Settings) -> None:
     """Contact the hub for a checkpoint that is not on this machine, before PyTorch is imported.

@@ -26,21 +26,6 @@ from panscan.settings import (
     options_of,
 )
 
-__all__ = [
-    "chosen_settings",
-    "command_words",
-    "engine_settings",
-    "given_axes",
-    "given_values",
-    "one_preset",
-    "print_ignored",
-    "print_runner",
-    "print_skipped",
-    "read_json_schema",
-    "read_prompt",
-    "utf8",
-]
-
 
 def read_json_schema(path: str | None, *, ignore_eos: bool = False) -> str | None:
     """Return the checked schema of ``--json-schema``; None without a path.

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from panscan.plan.mix import WorkloadMix
     from panscan.plan.models import PlannedModel
 
-__all__ = ["command"]
 
 _DEFAULT_VIEWS = "4"
 _DEFAULT_GOODPUT = ("ttft:2000", "tpot:50")

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from panscan.plan.fleet import Fleet, FleetLevel
     from panscan.plan.layouts import Layout
 
-__all__ = ["no_fit_message", "no_fleet_message", "print_answer"]
 
 _WIDTH = 118  # characters of a table: a narrower terminal wraps its lines, because cut figures would mislead
 

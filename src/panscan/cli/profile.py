@@ -19,10 +19,9 @@ from panscan.settings import ENGINE_LIMITS, Options, Settings, axes, default_of
 
 if TYPE_CHECKING:
     from panscan.core import Request
-    from panscan.profile.modes import Mode
-    from panscan.profile.run import Profiled
+    from panscan.inspect.profile.modes import Mode
+    from panscan.inspect.profile.run import Profiled
 
-__all__ = ["command"]
 
 _VIEWS = tuple(name for name in axes() if "pan_and_scan" in name)
 _GEMMA3N = "Gemma 3n has no pan and scan and no panscan engine"
@@ -64,10 +63,10 @@ def command(options: Options, images: tuple[str, ...]) -> None:
     modes = _profiled_modes(options, settings, given)
     if settings.model == "mini" and not settings.random_weights and "model" not in given:
         warn_mini()
+    from panscan.inspect.profile.modes import without_graphs
+    from panscan.inspect.profile.run import checked_modes
+    from panscan.inspect.profile.workload import profiled_requests, repeats_documents
     from panscan.model.machine import resolve_device
-    from panscan.profile.modes import without_graphs
-    from panscan.profile.run import checked_modes
-    from panscan.profile.workload import profiled_requests, repeats_documents
 
     if "all" in _comma_list("--mode", options.mode) and resolve_device(settings.device).type != "cuda":
         errors().print("--mode all: skipping cuda-graphs, which needs an NVIDIA GPU", soft_wrap=True)
@@ -87,8 +86,8 @@ def _profiled_modes(options: Options, settings: Settings, given: Collection[str]
     Raises:
         SettingError: an unknown mode, or an option that none of the modes has.
     """
-    from panscan.profile.modes import ENGINE, RUNNERS, chosen_modes
-    from panscan.profile.run import runs_gemma3n
+    from panscan.inspect.profile.modes import ENGINE, RUNNERS, chosen_modes
+    from panscan.inspect.profile.run import runs_gemma3n
 
     runners = _comma_list("--runner", options.profiled_runners)
     gemma3n = runs_gemma3n(settings)
@@ -117,8 +116,8 @@ def _comma_list(flag: str, text: str | None) -> list[str]:
 def _profile(requests: list[Request], modes: list[tuple[Mode, Settings]], options: Options) -> None:
     """Profile each mode; write and print the summaries, also those of the finished modes if a later one fails."""
     from panscan.bench.run import new_directory
-    from panscan.profile.capture import CaptureOptions
-    from panscan.profile.run import profile_modes
+    from panscan.inspect.profile.capture import CaptureOptions
+    from panscan.inspect.profile.run import profile_modes
 
     wanted = CaptureOptions(options.record_shapes, options.memory, options.stacks)
     found: list[Profiled] = []
@@ -136,7 +135,7 @@ def _profile(requests: list[Request], modes: list[tuple[Mode, Settings]], option
 
 def _print_profiles(found: list[Profiled], folder: Path) -> None:
     """Summarise finished profiles: write the results into their folder, and print them."""
-    from panscan.profile.results import printed, summary_of, write_results
+    from panscan.inspect.profile.results import printed, summary_of, write_results
 
     with activity("summarising the traces"):
         modes = [(profiled, summary_of(profiled, compared=len(found) > 1)) for profiled in found]

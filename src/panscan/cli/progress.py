@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from panscan.bench.plan import SweepPlan
     from panscan.settings import Settings
 
-__all__ = ["ProgressLine", "SweepProgress", "batch_progress", "progress_line"]
 
 _DELAY_S = 2.0  # until a step is shown where lines cannot be updated
 _EVERY_S = 30.0  # between lines there

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from panscan.quantize.audit import Audit, PartSummary
     from panscan.quantize.measure import Measurement
 
-__all__ = ["command"]
 
 _GARBAGE, _UNKNOWN = 5, 6
 

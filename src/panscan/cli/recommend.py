@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from panscan.analysis.recommend import Recommendation
     from panscan.records.store import Run
 
-__all__ = ["command", "print_recommendation"]
 
 EPILOG = """\
 A cell qualifies if its answers match the reference and, on a labelled dataset, show no

@@ -12,8 +12,6 @@ from panscan.core import RecordsError, SettingError
 from panscan.core.files import write_file
 from panscan.settings import Options
 
-__all__ = ["command"]
-
 EPILOG = """\
 html needs no network; md suits an issue tracker; csv is the table of measured settings or
 levels; png draws the curves; gallery shows every answer beside its document, for runs with

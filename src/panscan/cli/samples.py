@@ -11,8 +11,6 @@ from panscan.cli.console import out
 from panscan.cli.verb import verb
 from panscan.settings import Options
 
-__all__ = ["command", "print_samples"]
-
 EPILOG = """\
 A request set is one JSON Lines file with the images as data: URLs. Each request uses a
 different document, so caches do not help. 60% of the prompts are questions (32 output

@@ -14,8 +14,6 @@ from panscan.model.bundled import is_demonstration
 from panscan.serve.options import ApiKeys, ServeOptions, read_api_keys
 from panscan.settings import Options, ServerTable, fields_from
 
-__all__ = ["command"]
-
 EPILOG = """\
 The playground is the server's root page. Sampling and pan-and-scan options set the
 defaults of requests. PANSCAN_API_KEYS adds API keys, separated by spaces.

@@ -17,8 +17,6 @@ from panscan.core.text import count
 from panscan.images.views import ViewPlan
 from panscan.report.table import Column, Medium, Table, print_table
 
-__all__ = ["print_plan", "print_predictions", "print_result"]
-
 
 def print_plan(name: str, plan: ViewPlan, *, model: str, estimated: bool, console: Console) -> None:
     """Views of one image: kind, box, size and tokens as a model counts them."""

@@ -16,9 +16,8 @@ from panscan.core.activity import activity
 from panscan.settings import Options
 
 if TYPE_CHECKING:
-    from panscan.trace.figures import Summary
+    from panscan.inspect.trace.figures import Summary
 
-__all__ = ["command"]
 
 EPILOG = """\
 Reads traces of torch.profiler and other files in Chrome's format: JSON, gzip, or a zip
@@ -43,9 +42,9 @@ def command(options: Options, files: tuple[str, ...]) -> None:
     Several files are compared, the first with the last. Files of any size are read in pieces.
     """
     from panscan.core.files import write_file
+    from panscan.inspect.trace.read import open_trace
+    from panscan.inspect.trace.summary import summarize
     from panscan.plan.gpus import gpu_named
-    from panscan.trace.read import open_trace
-    from panscan.trace.summary import summarize
 
     if len(files) > _MOST_FILES:
         raise SettingError(f"trace takes 1 to {_MOST_FILES} files, got {len(files)}")
@@ -61,7 +60,7 @@ def command(options: Options, files: tuple[str, ...]) -> None:
         with activity(f"reading {trace.path.name}"):
             summaries.append(summarize(trace, gpu=limits, step=options.step, top=top if len(files) == 1 else _COMPARED))
     if html is not None:
-        from panscan.trace.output import page
+        from panscan.inspect.trace.output import page
 
         write_file(html, page(summaries, top=top))
     if options.json:
@@ -73,14 +72,14 @@ def command(options: Options, files: tuple[str, ...]) -> None:
 
 
 def _document(summaries: list[Summary]) -> dict[str, object]:
-    from panscan.trace.compare import compare
+    from panscan.inspect.trace.compare import compare
 
     traces = [asdict(summary) for summary in summaries]
     return {"traces": traces, **({"comparison": asdict(compare(summaries))} if len(traces) > 1 else {})}
 
 
 def _print(summaries: list[Summary]) -> None:
-    from panscan.trace.output import comparison_lines, lines
+    from panscan.inspect.trace.output import comparison_lines, lines
 
     width = out().width if out().is_terminal else 120
     found = lines(summaries[0], width=width) if len(summaries) == 1 else comparison_lines(summaries, width=width)

@@ -28,8 +28,6 @@ from panscan.settings import (
 )
 from panscan.settings.spellings import FOREIGN_OPTIONS, SWITCHES
 
-__all__ = ["ClickOption", "Verb", "parsed_options", "verb"]
-
 _HELP_ALL = "panscan.help_all"
 _FORMATTER = cloup.HelpFormatter.settings(col1_max_width=30, col2_min_width=30)
 

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from panscan.verify.diagnosis import HypothesisFit
     from panscan.verify.run import Verification
 
-__all__ = ["command"]
 
 _DIFFERENT, _UNKNOWN = 5, 6
 _ROWS = 6  # of the evidence table

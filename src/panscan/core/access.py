@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from panscan.core.ranges import Range
 
-__all__ = ["ALLOW_PRIVATE", "STORAGE_TIMEOUT", "RemoteAccess", "remote_access", "set_remote_access"]
-
 ALLOW_PRIVATE = "PANSCAN_ALLOW_PRIVATE_URLS"
 """Environment variable that allows non-public addresses."""
 STORAGE_TIMEOUT = "PANSCAN_STORAGE_TIMEOUT"

@@ -14,8 +14,6 @@ from typing import Protocol
 
 from panscan.core.process import now
 
-__all__ = ["Activity", "Display", "activity", "displayed"]
-
 
 class Activity:
     """A running step.

@@ -30,8 +30,6 @@ from typing import IO, Any, NamedTuple, NoReturn, Self
 from panscan.core.errors import one_line
 from panscan.core.process import join_time_line, now, time_line, worker_command
 
-__all__ = ["Child", "ChildEndedError", "Inbox", "JsonChild", "JsonParent", "Message", "Parent"]
-
 log = logging.getLogger(__name__)
 
 _HEAD = struct.Struct("<QB")  # bytes of the JSON object, number of files

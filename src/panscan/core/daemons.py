@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 
-__all__ = ["DaemonThreads", "native_work"]
-
 _EXIT_SECONDS = 10.0  # longest wait at exit for native work, which takes a fraction of a second
 
 

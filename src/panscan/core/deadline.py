@@ -7,8 +7,6 @@ import threading
 
 from panscan.core.process import now
 
-__all__ = ["Deadline"]
-
 
 class Deadline:
     """The time at which a request's work ends, or earlier if the request is abandoned. Thread-safe.

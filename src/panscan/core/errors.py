@@ -2,24 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "DatasetError",
-    "EndpointError",
-    "EngineError",
-    "ImageError",
-    "InputError",
-    "ModelError",
-    "PanscanError",
-    "PanscanWarning",
-    "RecordsError",
-    "SettingError",
-    "StorageError",
-    "UnsupportedError",
-    "brief",
-    "error_line",
-    "one_line",
-]
-
 _LONGEST = 1000  # characters of a message; a file or a command line can hold megabytes
 
 

@@ -18,21 +18,6 @@ import platformdirs
 from panscan.core.errors import InputError, PanscanError, SettingError
 from panscan.core.process import now
 
-__all__ = [
-    "LONGEST_LINE",
-    "JsonLog",
-    "WriteLock",
-    "cache_directory",
-    "complete_size",
-    "create_file",
-    "fallback_directory",
-    "publish_file",
-    "replace_file",
-    "sync_directory",
-    "write_errors",
-    "write_file",
-]
-
 LONGEST_LINE = 64 * 2**20
 """Bytes of a line of a log. A longer one is read in pieces, which are not JSON."""
 

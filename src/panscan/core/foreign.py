@@ -6,8 +6,6 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["DEEPEST", "MOST_COUNT", "MOST_VALUES", "is_count", "parse_json"]
-
 DEEPEST = 100
 """Levels of arrays and objects. Python's own limit depends on the caller, and ``repr`` and ``pickle`` have others."""
 

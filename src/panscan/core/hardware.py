@@ -9,8 +9,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["FEATURES", "SHARED_BYTES", "Capability", "Feature", "refusal", "runs_on", "supports"]
-
 Capability = tuple[int, int]
 """Major and minor compute capability of an NVIDIA GPU."""
 

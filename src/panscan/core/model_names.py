@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["BUNDLED", "IMAGE_TOKENS", "VIEW_SIDE", "canonical_model", "same_model"]
-
 BUNDLED = ("mini", "tiny")
 """The models in the package: ``mini``, which was trained to read, and ``tiny``, with random weights."""
 IMAGE_TOKENS, VIEW_SIDE = 256, 896

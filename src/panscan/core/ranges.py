@@ -8,8 +8,6 @@ from typing import Any
 
 from panscan.core.errors import SettingError
 
-__all__ = ["Range", "option", "shorten"]
-
 _REPR = Repr()
 _REPR.maxstring = _REPR.maxother = 60
 

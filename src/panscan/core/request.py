@@ -11,24 +11,6 @@ from typing import Any, Literal
 from panscan.core.errors import SettingError
 from panscan.core.ranges import Range, option, shorten
 
-__all__ = [
-    "MAX_PAGES",
-    "MAX_SCHEMA_BYTES",
-    "PAN_AND_SCAN_RANGES",
-    "SAMPLED_NAMES",
-    "SAMPLING_NAMES",
-    "SEEDS",
-    "TOKENS",
-    "Message",
-    "PanAndScan",
-    "Request",
-    "Sampling",
-    "SamplingTable",
-    "View",
-    "checked_request",
-    "request_list",
-]
-
 MAX_PAGES = 1000
 """Pages taken of one document unless the request or ``--max-pages`` says otherwise; one with more is refused."""
 

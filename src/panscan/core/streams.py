@@ -9,8 +9,6 @@ from collections.abc import AsyncIterator, Callable
 from panscan.core.errors import EngineError, SettingError
 from panscan.core.result import Result, TokenEvent
 
-__all__ = ["FORKED", "Stream"]
-
 FORKED = "the engine was created in another process: create the Engine after the fork, or start processes with 'spawn'"
 
 

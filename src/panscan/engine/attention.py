@@ -22,8 +22,6 @@ from panscan.engine.scheduling.batch import FlatBatch
 from panscan.images.transfer import upload
 from panscan.model.text_layers import AttentionPlan, LayerFacts
 
-__all__ = ["Backend", "KVCache", "SegmentsBackend", "SegmentsPlan"]
-
 
 class KVCache:
     """Keys and values of every layer: ``k[layer]`` and ``v[layer]`` are ``[blocks x block size, kv heads, D]``.

@@ -7,8 +7,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Detokenizer", "token_bytes"]
-
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 

@@ -48,8 +48,6 @@ from panscan.model.support import require_supported
 from panscan.settings import Settings, axes, foreign_settings, range_of, settings_from
 from panscan.settings.preset_files import single_preset
 
-__all__ = ["Admission", "Engine"]
-
 MAX_QUEUED_REQUESTS = 1024
 """Default number of requests that :meth:`Engine.submit` queues in addition to running ones."""
 

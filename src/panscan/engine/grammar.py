@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from panscan.core import SettingError
 
-__all__ = ["Constraint", "Grammars", "check_schema"]
-
 _CACHED = 64  # compiled schemas; a batch job uses one
 _OPTIONS: Any = {  # no optional whitespace: a model could write it without end
     "item_separator": ", ",

@@ -18,8 +18,6 @@ from panscan.engine.triton_attention import KernelInputs, TritonBackend, TritonP
 from panscan.images.transfer import upload
 from panscan.model.machine import side_stream
 
-__all__ = ["Graphs", "RunLayers", "padded"]
-
 _WARM_UPS = 1  # passes before a capture: one-time compilation and allocation must not happen while recording
 _one_at_a_time = Lock()
 

@@ -7,8 +7,6 @@ from collections import deque
 
 from panscan.core import recorded_wait
 
-__all__ = ["DECODED_BYTES", "ImageMemory", "Share"]
-
 DECODED_BYTES = 10
 """Peak bytes per pixel of decoding: four in Pillow, four in the copy, and what decoders need in addition."""
 

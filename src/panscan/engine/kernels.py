@@ -16,19 +16,7 @@ import triton.language as tl
 from triton.compiler.compiler import max_shared_mem
 
 from panscan.core.hardware import SHARED_BYTES
-from panscan.linear.jit import early_launch, kernel, wait_for_inputs
-
-__all__ = [
-    "DECODE_MEMBERS",
-    "Sizes",
-    "choose_splits",
-    "decode",
-    "decode_sizes",
-    "decode_units",
-    "prefill",
-    "prefill_sizes",
-    "shared_bytes",
-]
+from panscan.core.jit import early_launch, kernel, wait_for_inputs
 
 DECODE_MEMBERS = 8
 """Maximum sequences that one program of the decode kernel computes. With two query heads per kv head, as in most

@@ -25,8 +25,6 @@ from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory
 from panscan.model.phases import host_work, phase
 
-__all__ = ["Loop"]
-
 
 @dataclass(frozen=True, slots=True)
 class _PassInFlight:

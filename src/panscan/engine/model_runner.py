@@ -36,9 +36,9 @@ from panscan.engine.views import PixelStore, ViewFeatures
 from panscan.images.pixels import PixelSpec
 from panscan.images.resize import Resize, by_pillow, choose_resize
 from panscan.images.transfer import upload
-from panscan.linear.quantized import QuantizedLinear
-from panscan.linear.tuning import choose_methods
 from panscan.model.checkpoint import Loaded
+from panscan.model.linear.quantized import QuantizedLinear
+from panscan.model.linear.tuning import choose_methods
 from panscan.model.machine import (
     is_out_of_memory,
     limit_process_memory,
@@ -54,8 +54,6 @@ from panscan.model.support import fp8_cache_reason
 from panscan.model.text_layers import LayerFacts, OutputRows, TextLayers
 from panscan.model.vision_layers import ATTENTION_KERNELS, VisionLayers
 from panscan.settings import ATTENTION_BACKENDS, nearest
-
-__all__ = ["BackendChoice", "ModelRunner", "choose_backend"]
 
 log = logging.getLogger("panscan.engine")
 

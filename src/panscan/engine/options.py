@@ -9,8 +9,6 @@ from panscan.core import SettingError
 from panscan.core.ranges import Range
 from panscan.settings import KV_CACHE_DTYPES, PREFILL_CHUNK_SIZE, Settings, axes
 
-__all__ = ["EngineOptions"]
-
 _BLOCK = 2  # tokens: prefixes are reused in whole blocks, and Gemma 3 writes two tokens after an image
 _BLOCK_SIZES = Range(integer=True, ge=1, le=65_536)
 

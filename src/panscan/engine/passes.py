@@ -15,16 +15,6 @@ from panscan.core.errors import brief
 from panscan.engine.scheduling.batch import FlatBatch, PixelRef, SampledToken
 from panscan.model.machine import is_out_of_memory
 
-__all__ = [
-    "Launched",
-    "PassExecutor",
-    "PassResult",
-    "PixelIntake",
-    "RunnerFacts",
-    "pass_error",
-    "raise_if_device_failed",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class RunnerFacts:

@@ -33,8 +33,6 @@ from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import images_of, plan_sizes
 from panscan.model.phases import phase
 
-__all__ = ["Preparer"]
-
 _KNOWN_FILES = 4096
 _AGAIN_SECONDS = 10.0  # to read an image whose features were evicted
 _MOST_HASHED = 1 << 24  # bytes of a file: hashing them takes a tenth of the time that decoding them would take

@@ -42,8 +42,6 @@ from panscan.model.machine import peak_memory, release_memory, reset_peak_memory
 from panscan.model.runtime import forbid_tf32, quiet_libraries
 from panscan.model.sharding import ProcessRanks
 
-__all__ = ["main"]
-
 _PIXEL_SHARE = 0.8  # part of a pass's deadline after which it stops waiting for pixels, and can say so
 _LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 

@@ -34,20 +34,6 @@ from panscan.engine.passes import PassResult, RunnerFacts
 from panscan.engine.scheduling.batch import FlatBatch, PixelRef
 from panscan.settings import Settings
 
-__all__ = [
-    "HEARTBEAT_SECONDS",
-    "PIXELS",
-    "CommandReply",
-    "ForgetPixels",
-    "LoadShard",
-    "PassEnded",
-    "PutPixels",
-    "RankGroup",
-    "RankSignal",
-    "StartRunner",
-    "pass_seconds",
-]
-
 SILENCE_SECONDS = 30.0
 """A rank that sends nothing for this long has hung. It sends a heartbeat every :data:`HEARTBEAT_SECONDS`."""
 HEARTBEAT_SECONDS = 2.0

@@ -30,8 +30,6 @@ from panscan.engine.image_memory import Share
 from panscan.engine.scheduling.batch import PixelRef, SampledToken, SamplingRow, Sequence
 from panscan.model.observation import ForcedTokens, Observation
 
-__all__ = ["ObservationState", "RequestState", "RequestView", "described", "drop_frames", "ignore_event"]
-
 log = logging.getLogger("panscan.engine")
 
 

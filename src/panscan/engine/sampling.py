@@ -15,8 +15,6 @@ from panscan.engine.scheduling.batch import SampledToken, SamplingRow
 from panscan.images.transfer import upload
 from panscan.model.machine import Readback
 
-__all__ = ["DRAWS", "PendingTokens", "Sampler", "draw", "filter_scores"]
-
 _BITS = 31  # bits of a draw: its product with the low half of a sum of weights fits into int64
 DRAWS = 2**_BITS
 """Number of different draws; ``draw / DRAWS`` is a point in the cumulative distribution over ids."""

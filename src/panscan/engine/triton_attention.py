@@ -20,18 +20,6 @@ from panscan.core.hardware import refusal
 from panscan.engine.scheduling.batch import FlatBatch
 from panscan.images.transfer import upload
 
-__all__ = [
-    "HEAD_SIZES",
-    "KernelInputs",
-    "TritonBackend",
-    "TritonPlan",
-    "pack",
-    "prefix_groups",
-    "shares_prefix",
-    "unpack",
-    "unsupported_reason",
-]
-
 HEAD_SIZES = (16, 32, 64, 128, 256)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MIN_SHARED = 128  # keys: sequences with a shorter common prefix are not grouped
@@ -47,7 +35,7 @@ def unsupported_reason(head_size: int, dtype: torch.dtype, device: torch.device)
     if find_spec("triton") is None:
         return "Triton is not installed"
     if device.type != "cuda":
-        from panscan.linear.jit import INTERPRETED
+        from panscan.core.jit import INTERPRETED
 
         return None if device.type == "cpu" and INTERPRETED else f"the Triton kernels need an NVIDIA GPU, not {device}"
     return refusal("the Triton kernels need", "triton", torch.cuda.get_device_capability(device), str(device))

@@ -20,8 +20,6 @@ from panscan.images.resize import Resize, by_pillow
 from panscan.model.machine import record_event, side_stream
 from panscan.model.sharding import Ranks
 
-__all__ = ["PixelStore", "ViewFeatures"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:

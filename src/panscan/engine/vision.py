@@ -15,8 +15,6 @@ from panscan.core import SettingError
 if TYPE_CHECKING:  # it imports PyTorch, which panscan plan does without
     from panscan.images.pixels import PixelSpec
 
-__all__ = ["KnownFiles", "VisionCache", "view_key"]
-
 
 def view_key(image: bytes, box: tuple[int, int, int, int], preprocess: str, spec: PixelSpec) -> bytes:
     """Return a digest of all that a view's pixels depend on: image digest, box, and how it is resized and scaled."""

@@ -22,8 +22,6 @@ from panscan.engine.loop import Loop
 from panscan.engine.request_state import RequestState, described, drop_frames
 from panscan.images.pool import worker_count
 
-__all__ = ["Worker", "ahead_of_need"]
-
 _THREADS = 4  # to decode and resize images; Pillow releases the GIL while it does
 _LIVENESS_SECONDS = 1.0  # between two looks at the engine's thread while a call waits for it
 

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 
-__all__ = ["WORTH_THREADS", "copy_in_pieces"]
-
 WORTH_THREADS = 1 << 20
 """Bytes from which several threads copy an array faster than one."""
 _THREADS = min(8, os.cpu_count() or 1)

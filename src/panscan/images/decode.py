@@ -18,20 +18,7 @@ from panscan.core import ImageError, hold_lock
 from panscan.core.request import MAX_PAGES
 from panscan.images.headers import MAX_PIXELS, PageStream, find_directories, image_error
 
-__all__ = [
-    "MAX_PIXELS",
-    "PDF_DPI",
-    "PDF_MAX_SIDE",
-    "array_image",
-    "count_pages",
-    "image_error",
-    "page_index",
-    "page_size",
-    "page_sizes",
-    "read_page",
-    "reading",
-    "upright_rgb",
-]
+__all__ = ["MAX_PIXELS", "image_error"]
 
 PDF_DPI = 150
 """Resolution of a PDF page. A4 becomes 1240 x 1754 pixels: more than one 896-pixel view shows, enough for its crops."""

@@ -26,8 +26,6 @@ from panscan.images.decode import count_pages, page_size, page_sizes, read_page
 from panscan.images.headers import MAX_PIXELS
 from panscan.images.page_levels import copy_levels
 
-__all__ = ["SEALS", "main"]
-
 SEALS = getattr(fcntl, "F_SEAL_SHRINK", 0) | getattr(fcntl, "F_SEAL_GROW", 0)
 """Seals of a file with pixels, so that its size cannot change under the reader."""
 

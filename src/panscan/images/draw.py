@@ -11,9 +11,6 @@ from panscan.core import ImageError, SettingError
 from panscan.images.ink import Box, printable, rounded, shorten, text_width, wrap, write
 from panscan.images.views import ViewPlan
 
-__all__ = ["COLOURS", "LEAST_SIDE", "MARGIN", "PictureLayout", "draw_views", "lay_out", "view_label"]
-
-
 LEAST_SIDE = 320
 """Smaller images are enlarged to this many pixels, and ``max_side`` is at least this many."""
 

@@ -22,21 +22,7 @@ from panscan.core import ImageError, now
 from panscan.core.access import ALLOW_PRIVATE, remote_access
 from panscan.images.decode import image_error
 
-__all__ = [
-    "ALLOW_PRIVATE",
-    "CACHE_BYTES",
-    "MAX_BYTES",
-    "TIMEOUT_S",
-    "TRANSFER_S",
-    "ConcealedUrl",
-    "ContentCache",
-    "conceal",
-    "fetch",
-    "fetch_from",
-    "is_public",
-    "named_url",
-    "rewritten",
-]
+__all__ = ["ALLOW_PRIVATE"]
 
 MAX_BYTES = 128 * 2**20
 """Maximum size of a response, enforced while it arrives, whatever its headers claim."""

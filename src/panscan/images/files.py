@@ -23,24 +23,6 @@ from panscan.images.fetch import ConcealedUrl, fetch, named_url, rewritten
 from panscan.images.pool import PageLevels, count_pages, is_cheap, page_size, read_page, read_pixels
 from panscan.images.storage import is_stored, list_objects, object_exists, read_object
 
-__all__ = [
-    "SUFFIXES",
-    "Page",
-    "PageBytes",
-    "expand_images",
-    "find_files",
-    "find_pages",
-    "image_size",
-    "in_memory",
-    "load_page",
-    "open_image",
-    "open_pixels",
-    "opens_quickly",
-    "page_digest",
-    "page_named",
-    "split_page",
-]
-
 SUFFIXES = frozenset(
     {".bmp", ".gif", ".jfif", ".jpe", ".jpeg", ".jpg", ".pdf", ".png", ".tif", ".tiff", ".webp"},
 )

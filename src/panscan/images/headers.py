@@ -21,19 +21,6 @@ from typing import Any, BinaryIO
 from panscan.core import ImageError
 from panscan.core.errors import one_line
 
-__all__ = [
-    "MAX_CHUNKS",
-    "MAX_PIXELS",
-    "MAX_SCANS",
-    "MAX_SIDE",
-    "ORDINARY_BYTES",
-    "ImageHeader",
-    "PageStream",
-    "find_directories",
-    "image_error",
-    "read_header",
-]
-
 MAX_PIXELS = 178_956_970
 """More pixels than this are refused from the header alone: the limit at which Pillow itself raises (1/2 GiB of RGB)."""
 

@@ -11,21 +11,6 @@ from typing import cast
 
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 
-__all__ = [
-    "AILERON",
-    "Box",
-    "Face",
-    "font",
-    "mean_advance",
-    "printable",
-    "rounded",
-    "shorten",
-    "stamp",
-    "text_width",
-    "wrap",
-    "write",
-]
-
 Box = tuple[int, int, int, int]
 """(left, top, right, bottom) in pixels, half open."""
 

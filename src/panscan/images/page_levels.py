@@ -20,8 +20,6 @@ from PIL import Image
 
 from panscan.images.copying import WORTH_THREADS, copy_in_pieces
 
-__all__ = ["copy_levels"]
-
 _BLOCK_BYTES = 15 << 20  # of pixels: Pillow stores images in blocks of 16 MiB, and shares no more than one
 _threads = blake3.AUTO
 _MASK = np.frombuffer(b"\xff\xff\xff\x00", np.uint32)

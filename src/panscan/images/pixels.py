@@ -22,16 +22,6 @@ from panscan.core import View
 from panscan.core.model_names import VIEW_SIDE
 from panscan.images.transfer import upload
 
-__all__ = [
-    "PixelSpec",
-    "levels_of",
-    "levels_to_device",
-    "normalised",
-    "pixels_pil",
-    "pixels_torch",
-    "resized_pil",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class PixelSpec:

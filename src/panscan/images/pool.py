@@ -39,21 +39,6 @@ from panscan.images.decode import image_error, page_index
 from panscan.images.decoder import SEALS
 from panscan.images.headers import ImageHeader, read_header
 
-__all__ = [
-    "MEMORY_BYTES",
-    "PAGE_SECONDS",
-    "DecodingPool",
-    "PageLevels",
-    "count_pages",
-    "decode_in_children",
-    "is_cheap",
-    "page_size",
-    "page_sizes",
-    "read_page",
-    "read_pixels",
-    "worker_count",
-]
-
 PAGE_SECONDS = 20.0
 """Longest time for opening a document or decoding one of its pages, seconds, once a child process is free."""
 

@@ -15,8 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-__all__ = ["WEIGHT_BITS", "columns_first", "filter_weights", "has_weights", "order_known"]
-
 WEIGHT_BITS = 22
 """Fractional bits of a weight. A sum of weighted levels starts at one half and is shifted right by as many."""
 

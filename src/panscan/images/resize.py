@@ -17,8 +17,6 @@ from panscan.images.pixels import PixelSpec, levels_to_device, normalised, pixel
 from panscan.images.resample import has_weights, order_known
 from panscan.images.transfer import upload
 
-__all__ = ["Resize", "by_kernel", "by_pillow", "by_torch", "choose_resize"]
-
 log = logging.getLogger(__name__)
 
 Resize = Callable[[NDArray[np.uint8], Sequence[View], PixelSpec, torch.device], torch.Tensor]

@@ -9,11 +9,9 @@ import triton
 import triton.language as tl
 
 from panscan.core import View
+from panscan.core.jit import kernel
 from panscan.images.resample import WEIGHT_BITS, columns_first, filter_weights
 from panscan.images.transfer import upload
-from panscan.linear.jit import kernel
-
-__all__ = ["resized"]
 
 _BITS, _HALF = tl.constexpr(WEIGHT_BITS), tl.constexpr(1 << (WEIGHT_BITS - 1))
 _ROWS, _COLUMNS = 8, 512  # of the levels that a program writes

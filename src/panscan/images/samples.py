@@ -15,8 +15,6 @@ from panscan.core.files import replace_file
 from panscan.images.documents import COLUMNS, draw_document
 from panscan.settings import range_of
 
-__all__ = ["QuestionRow", "document_name", "encode_document", "is_sample", "write_samples"]
-
 _QUESTIONS = "questions.jsonl"
 _MARK = "panscan sample document"  # in the file's metadata
 

@@ -32,19 +32,6 @@ from panscan.images.fetch import MAX_BYTES, ContentCache
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-__all__ = [
-    "MAX_OBJECTS",
-    "check_object",
-    "delete_object",
-    "download",
-    "is_stored",
-    "list_objects",
-    "local_path",
-    "object_exists",
-    "open_object",
-    "read_object",
-    "upload",
-]
 
 MAX_OBJECTS = 20_000_000
 """Objects that one listing may hold."""

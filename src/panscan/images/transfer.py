@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from panscan.images.copying import WORTH_THREADS, copy_in_pieces
 
-__all__ = ["upload"]
-
 
 def upload(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     """An array, which may be read-only, as a tensor on a device, in the order of the present stream. The host may reuse

@@ -8,8 +8,6 @@ from math import ceil, floor
 from panscan.core import ImageError, PanAndScan, SettingError, View
 from panscan.core.model_names import IMAGE_TOKENS
 
-__all__ = ["GEMMA3_COST", "PromptCost", "ViewPlan", "plan_views", "split"]
-
 
 @dataclass(frozen=True, slots=True)
 class PromptCost:

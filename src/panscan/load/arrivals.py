@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-__all__ = ["constant_arrivals", "gamma_arrivals", "trace_arrivals"]
-
 
 def constant_arrivals(rate: float, count: int) -> list[float]:
     """Return equal intervals at ``rate`` requests per second, starting at 0."""

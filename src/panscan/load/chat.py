@@ -21,19 +21,7 @@ from panscan.core.foreign import MOST_COUNT, is_count, parse_json
 from panscan.core.ranges import shorten
 from panscan.load.connection import ConnectionPool, ErrorKind, ServerAddress
 
-__all__ = [
-    "MOST_TEXT",
-    "ChatRequest",
-    "ChatStream",
-    "Endpoint",
-    "ErrorKind",
-    "RequestOutcome",
-    "chat_body",
-    "chat_parts",
-    "data_url",
-    "fetch_json",
-    "served_models",
-]
+__all__ = ["ErrorKind"]
 
 MOST_TEXT = 1_048_576, 256
 """Characters of an answer: a number, and so many more per token that was asked for."""

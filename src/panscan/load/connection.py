@@ -18,8 +18,6 @@ import httptools
 
 from panscan.core import now
 
-__all__ = ["ConnectionPool", "ErrorKind", "ResponseHandler", "ServerAddress"]
-
 ErrorKind = Literal["connect", "timeout", "http", "protocol", "stream", "usage", "client"]
 """Why a request failed.
 

@@ -22,8 +22,6 @@ from panscan.load.options import LoadOptions
 from panscan.load.scenario import Scenario
 from panscan.load.variants import VariantImage
 
-__all__ = ["MAX_BYTES", "Content", "LoadRequest", "RequestMix", "mix_of_items", "mix_of_scenario"]
-
 MAX_BYTES = 2**31
 """Encoded documents and request bodies of one level, bytes."""
 

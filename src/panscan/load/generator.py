@@ -19,7 +19,7 @@ from panscan.load.chat import ChatRequest, Endpoint, RequestOutcome
 from panscan.load.workers import HEARTBEAT, LevelShare, Outcomes, Sender, SenderLoad, WorkerSignal, prepared_process
 from panscan.records.schema import ClientFigures
 
-__all__ = ["ClientFigures", "LevelResult", "run_level"]
+__all__ = ["ClientFigures"]
 
 _LEAD = 0.02  # seconds from the decision to start to the start
 _LEAD_PROCESSES = 0.25  # with the message to the subprocesses

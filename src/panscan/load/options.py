@@ -15,20 +15,6 @@ from panscan.core.ranges import Range, shorten
 from panscan.load.arrivals import constant_arrivals, gamma_arrivals, trace_arrivals
 from panscan.settings import MAX_PROMPTS, RATE, TrafficTable, check_options, default_of, nearest, range_of
 
-__all__ = [
-    "GOODPUT_METRICS",
-    "LATENCY_METRICS",
-    "LoadLevel",
-    "LoadOptions",
-    "Trace",
-    "parse_concurrencies",
-    "parse_goodput",
-    "parse_latency_metrics",
-    "parse_percentiles",
-    "parse_rates",
-    "read_trace",
-]
-
 LATENCY_METRICS = ("ttft", "tpot", "itl", "e2el")
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 MAX_LEVELS = 100

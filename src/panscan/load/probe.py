@@ -23,8 +23,6 @@ from panscan.load.chat import Endpoint, chat_body, fetch_json, served_models
 from panscan.load.scenario import DocumentShare
 from panscan.records.schema import ProbeRecord
 
-__all__ = ["EndpointFacts", "address", "find_model", "probe_endpoint"]
-
 _MODELS_SECONDS = 30.0
 _POLL_SECONDS = 0.5
 _PROMPT = "What does this document say?"

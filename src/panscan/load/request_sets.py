@@ -22,17 +22,6 @@ from panscan.images.views import plan_views
 from panscan.load.chat import chat_parts
 from panscan.settings import nearest, range_of
 
-__all__ = [
-    "FORMATS",
-    "DocumentRequest",
-    "RequestFormat",
-    "RequestSet",
-    "data_url",
-    "document_requests",
-    "guidellm_row",
-    "write_request_set",
-]
-
 _TASKS: tuple[tuple[int, str, int], ...] = (
     # percent of requests; prompt, empty: a question about the document; output tokens
     (60, "", 32),

@@ -45,8 +45,6 @@ from panscan.records.schema import (
 from panscan.records.store import RecordWriter, Run
 from panscan.settings import MAX_PROMPTS
 
-__all__ = ["LoadObserver", "LoadPlan", "new_salt", "run_load"]
-
 _RATE_PER_PROCESS = 400.0  # requests per second; one core sends about 1,000
 _WARM_AT_ONCE = 8
 _LONGEST_REASON = 300  # characters

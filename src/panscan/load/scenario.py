@@ -20,8 +20,6 @@ from panscan.load.options import GOODPUT_METRICS
 from panscan.settings import nearest, range_of
 from panscan.settings.preset_files import read_yaml_text
 
-__all__ = ["DocumentShare", "Scenario", "load_scenario", "scenario_names"]
-
 _MAX_DOCUMENTS = 100  # entries of a scenario
 _MAX_PROMPTS = 1_000
 _SIDE = Range(integer=True, ge=64, le=8_192)

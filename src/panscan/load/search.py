@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from panscan.records.goodput import Goodput, HighestRate, highest_rate
 from panscan.records.schema import RequestRecord, SearchLevel
 
-__all__ = ["RateSearch", "Trial", "undisturbed"]
-
 _STEP = 2.0  # factor between rates until the limit is enclosed
 _DOWN = 8  # halvings of the first rate at most
 _HIGHEST = 1e5  # requests per second

@@ -21,8 +21,6 @@ from PIL import Image, JpegImagePlugin
 
 from panscan.core import ImageError
 
-__all__ = ["VariantImage"]
-
 _SEGMENT = 16  # pixels: the width of a JPEG block with subsampled colours
 _LEVELS = 8  # values of one digit
 _STEP = 4  # levels between two values: they survive JPEG's rounding

@@ -13,8 +13,6 @@ from panscan.load.chat import Endpoint, RequestOutcome
 from panscan.load.generator import LevelResult
 from panscan.load.options import LoadLevel, LoadOptions
 
-__all__ = ["vllm_result"]
-
 
 def vllm_result(
     level: LoadLevel, result: LevelResult, endpoint: Endpoint, options: LoadOptions, goodput: float | None

@@ -20,8 +20,6 @@ from panscan.core.daemons import DaemonThreads
 from panscan.load.chat import ChatRequest, ChatStream, Endpoint, RequestOutcome
 from panscan.load.connection import ConnectionPool
 
-__all__ = ["HEARTBEAT", "LevelShare", "Outcomes", "Sender", "SenderLoad", "WorkerSignal", "main", "prepared_process"]
-
 _TICK = 0.02  # seconds
 _BURST = 64  # requests sent before responses are received
 _SPARE_FILES = 256  # besides one per connection

@@ -25,16 +25,6 @@ from panscan.model.build import build_model, one_layer_config
 from panscan.model.machine import resolve_device
 from panscan.model.support import attention_reason
 
-__all__ = [
-    "PROBE_COLUMNS",
-    "Attend",
-    "LayerKind",
-    "effective_mask",
-    "flash_reference",
-    "kernel_reason",
-    "measured_mask",
-]
-
 LayerKind = Literal["global", "local"]
 _KINDS: Mapping[LayerKind, str] = {"global": "full_attention", "local": "sliding_attention"}
 Attend = Callable[[torch.Tensor], Mapping[LayerKind, torch.Tensor]]

@@ -15,18 +15,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from panscan.core import UnsupportedError
-from panscan.linear.quantized import QuantizedLinear, WeightFormat
+from panscan.model.linear.quantized import QuantizedLinear, WeightFormat
 from panscan.settings import GROUP_SIZES
-
-__all__ = [
-    "build_model",
-    "decoder_linears",
-    "empty_quantized_model",
-    "fitting_group_size",
-    "one_layer_config",
-    "set_computed_buffers",
-    "set_module",
-]
 
 
 def empty_quantized_model(config: Any, weight_format: WeightFormat, dtype: torch.dtype, device: torch.device) -> Any:

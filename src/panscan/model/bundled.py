@@ -10,7 +10,7 @@ from pathlib import Path
 from panscan.core import BUNDLED, ModelError
 from panscan.settings import Settings
 
-__all__ = ["BUNDLED", "bundled_directory", "fingerprints", "is_demonstration", "mini_directory"]
+__all__ = ["BUNDLED"]
 
 _FILES = (
     "chat_template.jinja",

@@ -11,8 +11,6 @@ import torch
 
 from panscan.model.machine import synchronize
 
-__all__ = ["Ceilings", "measure_ceilings"]
-
 _SIDES = (256, 512, 1024, 2048, 4096, 8192)
 _BUSY_SECONDS = 0.015
 _GROWTH = 4  # of the seconds from one side to the next, where the device is busy; the work grows by 8

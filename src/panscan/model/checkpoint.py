@@ -18,47 +18,23 @@ from transformers import (
 )
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from panscan.checkpoints.check import check_directory, template_file
-from panscan.checkpoints.fields import check_tokenizer
-from panscan.checkpoints.files import DamagedFileError, read_json
-from panscan.checkpoints.headers import index_files
 from panscan.core import ModelError, UnsupportedError
 from panscan.images.pixels import PixelSpec
-from panscan.linear.quantized import WeightFormat
-from panscan.linear.schemes import StoredScheme
-from panscan.linear.tensors import StoredTensors
 from panscan.model.build import build_model, empty_quantized_model
 from panscan.model.bundled import bundled_directory
+from panscan.model.checkpoint_files.check import check_directory, template_file
+from panscan.model.checkpoint_files.fields import check_tokenizer
+from panscan.model.checkpoint_files.files import DamagedFileError, read_json
+from panscan.model.checkpoint_files.headers import index_files
 from panscan.model.hub import checkpoint_directory
 from panscan.model.hub_errors import PICKLED, friendly_errors, quiet_transformers, read_by_transformers
+from panscan.model.linear.quantized import WeightFormat
+from panscan.model.linear.schemes import StoredScheme
+from panscan.model.linear.tensors import StoredTensors
 from panscan.model.prompt import PromptWriter
 from panscan.model.shapes import Shape
 from panscan.model.sharding import check_divides, fill_shard, shard_config
 from panscan.model.stored import load_stored, stored_scheme
-
-__all__ = [
-    "COMPANIONS",
-    "CheckpointFiles",
-    "Loaded",
-    "Placement",
-    "Reader",
-    "already_quantized",
-    "checkpoint_files",
-    "checkpoint_source",
-    "drop_weights",
-    "load_config",
-    "load_meta_model",
-    "load_model",
-    "load_random",
-    "load_random_meta_model",
-    "load_reader",
-    "load_shard_of",
-    "open_stored",
-    "quantization_method",
-    "ready_model",
-    "stored_format",
-    "stored_scheme_of",
-]
 
 IMAGE_MODEL, TEXT_MODEL = "gemma3", "gemma3_text"
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"

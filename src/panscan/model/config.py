@@ -23,8 +23,6 @@ from panscan.model.tokenizer import END_MARKS, MARKS
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["gemma3_config", "generation_config", "processor_for", "shape_of_config"]
-
 
 def gemma3_config(shape: Shape, tokenizer: PreTrainedTokenizerBase) -> Gemma3Config | Gemma3TextConfig:
     """The configuration of ``shape`` with the token ids of ``tokenizer``; a text configuration for a text-only shape.

@@ -18,14 +18,12 @@ from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, XetDownloadError
 from tqdm import tqdm
 
-from panscan.checkpoints.headers import index_files
 from panscan.core import ModelError, PanscanWarning
 from panscan.core.activity import activity
 from panscan.core.errors import brief
+from panscan.model.checkpoint_files.headers import index_files
 from panscan.model.hub_errors import friendly_errors
 from panscan.settings import MODEL_SHAPES
-
-__all__ = ["check_model_name", "checkpoint_directory"]
 
 _DEADLINE_S = 4.0  # for the hub's first answer, name resolution included
 _PARALLEL = 8  # downloads

@@ -19,11 +19,9 @@ from huggingface_hub.errors import (
 )
 from safetensors import SafetensorError
 
-from panscan.checkpoints.files import DamagedFileError, read_json
 from panscan.core import ModelError, PanscanError, UnsupportedError
 from panscan.core.errors import brief
-
-__all__ = ["PICKLED", "friendly_errors", "quiet_transformers", "read_by_transformers"]
+from panscan.model.checkpoint_files.files import DamagedFileError, read_json
 
 PICKLED = (
     "not all of its weights are in safetensors files: convert them with save_pretrained() (pickled weights, such as"

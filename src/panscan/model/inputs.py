@@ -16,19 +16,6 @@ from panscan.images.views import ViewPlan, plan_views
 from panscan.model.checkpoint import Loaded, Reader
 from panscan.model.prompt import Prompt
 
-__all__ = [
-    "DecodedRequest",
-    "Prepared",
-    "collate",
-    "count_prompt",
-    "count_views",
-    "images_of",
-    "plan_request",
-    "plan_sizes",
-    "prepare",
-    "read_images",
-]
-
 
 @dataclass(slots=True)
 class DecodedRequest:

@@ -8,11 +8,9 @@ from typing import Literal
 import torch
 
 from panscan.core import ModelError
-from panscan.linear.schemes import StoredScheme
-from panscan.linear.tensors import StoredTensors, names_of
 from panscan.model.checkpoint import open_stored, stored_scheme_of
-
-__all__ = ["Inventory", "Part", "TensorFacts", "inventory"]
+from panscan.model.linear.schemes import StoredScheme
+from panscan.model.linear.tensors import StoredTensors, names_of
 
 Part = Literal["decoder", "vision", "projector", "embedding", "head", "other"]
 _PARTS: tuple[tuple[str, Part], ...] = (

@@ -11,12 +11,10 @@ import triton
 import triton.language as tl
 from torch import nn
 
-from panscan.linear.jit import early_launch, kernel, wait_for_inputs
-from panscan.linear.kernels import quantize_chunks, rounded
-from panscan.linear.products import Product, Rows
-from panscan.linear.rows import LARGEST, LEAST_SCALE, QuantizedRows, UnscaledProduct
-
-__all__ = ["add_layer_norm", "add_rms_norms", "gelu_product", "rms_norm", "rotate_and_store"]
+from panscan.core.jit import early_launch, kernel, wait_for_inputs
+from panscan.model.linear.kernels import quantize_chunks, rounded
+from panscan.model.linear.products import Product, Rows
+from panscan.model.linear.rows import LARGEST, LEAST_SCALE, QuantizedRows, UnscaledProduct
 
 _GELU_COLUMNS = 1024  # per program
 _LEAST_SCALE = tl.constexpr(LEAST_SCALE)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from panscan.core import PanscanWarning
-from panscan.linear.quantized import WeightFormat
 from panscan.model.build import fitting_group_size
 from panscan.model.checkpoint import (
     Loaded,
@@ -23,12 +22,11 @@ from panscan.model.checkpoint import (
     load_shard_of,
     stored_format,
 )
+from panscan.model.linear.quantized import WeightFormat
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.model.shapes import SHAPES
 from panscan.model.sharding import check_divides
 from panscan.settings import WEIGHT_KINDS, Settings
-
-__all__ = ["load_for", "load_meta_model_for", "load_shard", "quantization_config", "requested_format"]
 
 
 def load_for(settings: Settings) -> Loaded:

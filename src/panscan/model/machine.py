@@ -14,26 +14,6 @@ import torch
 
 from panscan.core import UnsupportedError
 
-__all__ = [
-    "Readback",
-    "cuda_version",
-    "gpu_count",
-    "gpu_facts",
-    "is_out_of_memory",
-    "limit_process_memory",
-    "measure_memory",
-    "peak_memory",
-    "record_event",
-    "release_memory",
-    "reset_peak_memory",
-    "resolve_device",
-    "resolve_dtype",
-    "set_thread_count",
-    "side_stream",
-    "synchronize",
-    "thread_count",
-]
-
 _CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 _limits: dict[int, list[float]] = {}  # by GPU: the limits of this process's engines; the lowest applies
 

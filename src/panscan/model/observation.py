@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["IMAGE_POSITIONS", "ForcedTokens", "Observation", "sample_image_positions"]
-
 IMAGE_POSITIONS = 32  # per request
 
 

@@ -10,8 +10,6 @@ from typing import Any, Literal
 
 from torch.autograd import profiler
 
-__all__ = ["PHASE_PREFIX", "Phase", "host_work", "phase", "profiled"]
-
 Phase = Literal["request", "load", "preprocess", "vision", "prefill", "decode"]
 """``request`` contains all others; ``load`` reads and decodes image files, as the stage of that name in reports."""
 

@@ -16,11 +16,9 @@ from math import ceil
 from reprlib import repr as short
 from typing import Any, TypeGuard
 
-from panscan.checkpoints.template import render_template
 from panscan.core import Message, ModelError, Request, SettingError
 from panscan.images.views import PromptCost
-
-__all__ = ["Prompt", "PromptWriter", "conversation"]
+from panscan.model.checkpoint_files.template import render_template
 
 
 @dataclass(frozen=True, slots=True)

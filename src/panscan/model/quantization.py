@@ -12,14 +12,12 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from panscan.checkpoints.files import DamagedFileError, read_text
 from panscan.core import ModelError, UnsupportedError
-from panscan.linear.quantized import QuantizedLinear
 from panscan.model.bundled import BUNDLED
 from panscan.model.checkpoint import checkpoint_source, quantization_method, stored_format
+from panscan.model.checkpoint_files.files import DamagedFileError, read_text
+from panscan.model.linear.quantized import QuantizedLinear
 from panscan.settings import Settings
-
-__all__ = ["base_model_of", "unquantized_settings", "weight_bytes", "weights_name"]
 
 _CARD = "README.md"
 _MAX_FRONT_MATTER = 65_536  # characters

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from panscan.core import SettingError
-from panscan.linear.quantized import WeightFormat
 from panscan.model.build import build_model, empty_quantized_model
 from panscan.model.config import gemma3_config, generation_config, processor_for
+from panscan.model.linear.quantized import WeightFormat
 from panscan.model.shapes import SHAPES, Shape
 from panscan.model.sharding import check_divides, fill_shard, shard_config
 from panscan.model.tokenizer import tokenizer_for
@@ -20,7 +20,6 @@ from panscan.model.tokenizer import tokenizer_for
 if TYPE_CHECKING:
     from transformers import Gemma3Processor, GemmaTokenizer, PreTrainedModel
 
-__all__ = ["random_model", "write_shape"]
 
 _DEVIATION = 0.02
 

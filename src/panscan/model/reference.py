@@ -14,9 +14,7 @@ from torch.nn import functional
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from panscan.core import Sampling, UnsupportedError
-from panscan.linear.quantized import is_quantized
-
-__all__ = ["converted_model", "head_logits", "one_view_at_a_time", "warped_scores", "weights_digest"]
+from panscan.model.linear.quantized import is_quantized
 
 _DRAWN = 64  # values of each parameter that the digest looks at
 _HEAD_ROWS = 32_768  # of the output matrix that are float32 at once

@@ -14,8 +14,6 @@ from transformers.utils import logging as transformers_logging
 from panscan.core import PanscanWarning, UnsupportedError
 from panscan.core.errors import brief
 
-__all__ = ["apply_attention", "apply_compile", "forbid_tf32", "quiet_libraries", "reference_computation"]
-
 
 def apply_attention(model: Any, name: str) -> None:
     """Switch every part of the model to an attention implementation.

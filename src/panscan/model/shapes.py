@@ -17,22 +17,7 @@ from typing import Any
 from panscan.core import BUNDLED, RecordsError
 from panscan.core.model_names import IMAGE_TOKENS, VIEW_SIDE
 
-__all__ = [
-    "BUNDLED",
-    "PATTERN",
-    "SHAPES",
-    "SIGLIP",
-    "TEXT_FIELDS",
-    "VISION_FIELDS",
-    "Shape",
-    "TextShape",
-    "VisionShape",
-    "decoder_working_bytes",
-    "first_global_layer",
-    "shape_named",
-    "split_reason",
-    "vision_working_bytes",
-]
+__all__ = ["BUNDLED"]
 
 PATTERN = 6
 """Of the published models, every sixth layer is global."""

@@ -18,18 +18,8 @@ from torch import distributed
 from torch.nn import functional
 
 from panscan.core import UnsupportedError
-from panscan.linear.quantized import QuantizedLinear
+from panscan.model.linear.quantized import QuantizedLinear
 from panscan.model.shapes import split_reason
-
-__all__ = [
-    "SINGLE_RANK",
-    "ProcessRanks",
-    "Ranks",
-    "check_divides",
-    "fill_shard",
-    "shard_config",
-    "shard_of",
-]
 
 _BY_ROWS = re.compile(r"\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.(weight|bias)$|(embed_tokens|lm_head)\.weight$")
 _BY_COLUMNS = re.compile(r"\.(o_proj|down_proj)\.weight$")

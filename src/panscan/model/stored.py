@@ -18,17 +18,15 @@ import torch
 from torch import nn
 
 from panscan.core import ModelError, UnsupportedError
-from panscan.linear.compressed import CompressedTensorsScheme
-from panscan.linear.gptq import AwqScheme, GptqScheme
-from panscan.linear.multiply import device_reason
-from panscan.linear.schemes import StoredScheme, unsupported_format
-from panscan.linear.shards import shard_linear
-from panscan.linear.tensors import MatrixTensors, StoredTensors, key_of, names_of
-from panscan.linear.torchao_tensors import TorchAoScheme
 from panscan.model.build import build_model, decoder_linears, set_computed_buffers, set_module
+from panscan.model.linear.compressed import CompressedTensorsScheme
+from panscan.model.linear.gptq import AwqScheme, GptqScheme
+from panscan.model.linear.multiply import device_reason
+from panscan.model.linear.schemes import StoredScheme, unsupported_format
+from panscan.model.linear.shards import shard_linear
+from panscan.model.linear.tensors import MatrixTensors, StoredTensors, key_of, names_of
+from panscan.model.linear.torchao_tensors import TorchAoScheme
 from panscan.model.sharding import shard_config, shard_of
-
-__all__ = ["load_stored", "stored_scheme"]
 
 log = logging.getLogger("panscan.model")
 

@@ -13,18 +13,9 @@ import torch
 
 from panscan.core import UnsupportedError
 from panscan.core.hardware import refusal
-from panscan.linear.multiply import capability_of, device_reason
+from panscan.model.linear.multiply import capability_of, device_reason
 from panscan.model.machine import gpu_count, resolve_device, resolve_dtype
 from panscan.settings import ENGINE_AXES, RUNNER_LIMITS, VLLM_AXES, WEIGHT_KINDS, Settings, axes, missing_package
-
-__all__ = [
-    "FLASH_PACKAGES",
-    "attention_reason",
-    "fp8_cache_reason",
-    "quantization_reason",
-    "require_supported",
-    "unsupported_reason",
-]
 
 FLASH_PACKAGES = {
     "flash_attention_2": ("flash_attn", "flash-attn"),

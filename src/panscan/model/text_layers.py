@@ -1,7 +1,7 @@
 """Gemma 3's decoder, written once for every device: rows of any sequences in, final hidden states and logits out.
 
 The weights are those of a loaded Transformers model; projections of the same input share one product
-(:mod:`panscan.linear.products`). What lies between the products runs in Triton kernels on NVIDIA GPUs
+(:mod:`panscan.model.linear.products`). What lies between the products runs in Triton kernels on NVIDIA GPUs
 (:mod:`panscan.model.layer_kernels`) and in PyTorch operators elsewhere. Attention and the KV cache are the engine's.
 """
 
@@ -17,13 +17,11 @@ from transformers import Gemma3ForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, apply_rotary_pos_emb
 
 from panscan.core import UnsupportedError
-from panscan.linear.multiply import apply_scales
-from panscan.linear.products import Linear, Product, RowParallelLinear, Rows, is_plain, linear_of
-from panscan.linear.rows import UnscaledProduct
+from panscan.model.linear.multiply import apply_scales
+from panscan.model.linear.products import Linear, Product, RowParallelLinear, Rows, is_plain, linear_of
+from panscan.model.linear.rows import UnscaledProduct
 from panscan.model.shapes import decoder_working_bytes
 from panscan.model.sharding import SINGLE_RANK, Ranks
-
-__all__ = ["AttentionPlan", "LayerFacts", "OutputRows", "TextLayers"]
 
 
 class AttentionPlan(Protocol):

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-__all__ = ["rename_as_published", "tiny_directory", "write_tiny"]
-
 _RECIPE = ("config.py", "shapes.py", "tiny.py", "tokenizer.py")
 _MANIFEST = "manifest.json"
 _SEED = 11

@@ -9,8 +9,6 @@ from itertools import pairwise
 from tokenizers import AddedToken
 from transformers import GemmaTokenizer
 
-__all__ = ["CHAT_TEMPLATE", "END_MARKS", "MARKS", "VOCABULARY_SIZE", "build_tokenizer", "tokenizer_for"]
-
 VOCABULARY_SIZE = 1024
 
 MARKS = (

@@ -35,9 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as HopperDescriptor
 
 from panscan.core.hardware import SHARED_BYTES
-from panscan.linear.jit import INTERPRETED, gpu_has
-
-__all__ = ["attend", "supported"]
+from panscan.core.jit import INTERPRETED, gpu_has
 
 _LOG2E = 1.4426950408889634
 _ROWS = 64  # query rows of a warpgroup: the fixed height of a Hopper matrix product

@@ -1,8 +1,8 @@
 """SigLIP and Gemma 3's image projector, written once for every device: pixels in, features of image tokens out.
 
 The weights are those of a loaded Transformers model; query, key and value share one product
-(:mod:`panscan.linear.products`). Each sum is computed together with the layer norm behind it, and the patch convolution
-is one product. On NVIDIA GPUs the fastest attention kernel is measured at startup.
+(:mod:`panscan.model.linear.products`). Each sum is computed together with the layer norm behind it, and the patch
+convolution is one product. On NVIDIA GPUs the fastest attention kernel is measured at startup.
 """
 
 from __future__ import annotations
@@ -32,11 +32,9 @@ from transformers.models.siglip.modeling_siglip import (
 )
 
 from panscan.core import UnsupportedError
-from panscan.linear.products import DenseLinear, Linear, PlainLinear, is_plain, linear_of, runs_own_forward
-from panscan.linear.tuning import gpu_seconds
+from panscan.model.linear.products import DenseLinear, Linear, PlainLinear, is_plain, linear_of, runs_own_forward
+from panscan.model.linear.tuning import gpu_seconds
 from panscan.model.shapes import SIGLIP, vision_working_bytes
-
-__all__ = ["ATTENTION_KERNELS", "VisionLayers", "choose_vision_attention", "fastest"]
 
 log = logging.getLogger("panscan.engine")
 

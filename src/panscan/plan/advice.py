@@ -15,19 +15,6 @@ from panscan.plan.layouts import GPUS_PER_HOST, Goal, Layout, PlanInputs, find_l
 from panscan.plan.models import PlannedModel
 from panscan.settings import WEIGHT_KINDS
 
-__all__ = [
-    "Caution",
-    "LayoutAdvice",
-    "PlanAnswer",
-    "Rejection",
-    "advise",
-    "answer_data",
-    "command_words",
-    "rejections",
-    "warnings_for",
-    "what_would_fit",
-]
-
 _GAIN = 1.1  # from which a quantised layout is worth mentioning beside an exact one
 
 

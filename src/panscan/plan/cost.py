@@ -22,24 +22,12 @@ from panscan.engine.scheduling.kv_sizes import KVShape
 from panscan.model.shapes import Shape, TextShape, split_reason
 from panscan.settings import GROUP_SIZES
 
-__all__ = [
-    "DTYPE_BYTES",
-    "OUTPUT_COST",
-    "VIEW_COST",
-    "RequestCounts",
-    "Roofline",
-    "Variant",
-    "Work",
-    "pass_work",
-    "vision_work",
-]
-
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of an unquantised weight or an activation."""
 VIEW_COST, OUTPUT_COST = 440.0, 4.0
 """Cost of a view and of an output token in prompt tokens, to compare requests: the 4B model's tower takes 3.5 TFLOP per
 view, its prefill 7.8 GFLOP per token. A decode step is limited by memory bandwidth and shared by a batch."""
-_INT4_BLOCK = 256  # input channels that int4 weights are padded to (panscan.linear.quantized.BLOCK)
+_INT4_BLOCK = 256  # input channels that int4 weights are padded to (panscan.model.linear.quantized.BLOCK)
 _SCALE_BYTES = 4  # float32 scale of each output channel of 8-bit weights
 
 

@@ -28,9 +28,7 @@ from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS, Size, graph_s
 from panscan.plan.cost import Variant, Work, pass_work, vision_work
 from panscan.plan.gpus import Gpu, all_gpus
 
-__all__ = ["Clock", "Efficiency", "Factors", "Interval", "committed_efficiency"]
-
-_VECTOR_ROWS = 2  # int4: up to this many rows, a kernel without tensor cores; see panscan.linear.multiply
+_VECTOR_ROWS = 2  # int4: up to this many rows, a kernel without tensor cores; see panscan.model.linear.multiply
 _FEW_ROWS = 64  # int4: more rows multiply dequantised weights; engines measure it at startup, an H200 finds this
 _OVERLAP, _OVERLAP_INT8 = 3.0, 1.5  # exponents of the norm of compute and read times, as in products.json
 _CUDNN_VISION = 0.88  # rate of the tower with cuDNN's attention, to that with the kernel for Hopper (vision-tower.json)

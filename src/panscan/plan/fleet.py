@@ -19,16 +19,6 @@ from panscan.records.goodput import Goodput, Limits, goodput_of, missed_limits
 from panscan.records.schema import RequestTimes
 from panscan.settings import default_of
 
-__all__ = [
-    "ArrivalTimes",
-    "Fleet",
-    "FleetLevel",
-    "FleetSimulation",
-    "Traffic",
-    "size_fleets",
-    "with_replicas",
-]
-
 ArrivalTimes = Callable[[float, int], Sequence[float]]
 """Returns the arrival times in seconds of so many requests at a rate, ascending."""
 

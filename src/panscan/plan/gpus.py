@@ -18,8 +18,6 @@ from panscan.core.hardware import FEATURES, Capability, refusal
 from panscan.core.ranges import shorten
 from panscan.settings import nearest
 
-__all__ = ["Gpu", "all_gpus", "gpu_named", "reported_gpu"]
-
 _RATES = ("bf16", "fp16", "fp32", "fp8", "int8")
 _NEEDED = ("memory", "bandwidth", "bf16")
 _CUSTOM = (*_NEEDED, "fp16", "fp32", "fp8", "int8", "link", "capability")

@@ -19,18 +19,6 @@ from panscan.plan.mix import WorkloadMix
 from panscan.plan.simulate import EngineSizes
 from panscan.settings import WEIGHT_KINDS
 
-__all__ = [
-    "GPUS_PER_HOST",
-    "ClockTimes",
-    "Goal",
-    "Layout",
-    "LayoutSpeed",
-    "PlanInputs",
-    "find_layouts",
-    "kind_reason",
-    "layout_of",
-]
-
 Goal = Literal["throughput", "latency"]
 Level = Literal["low", "value", "high"]
 GPUS_PER_HOST = 8

@@ -23,8 +23,6 @@ from panscan.model.shapes import decoder_working_bytes, vision_working_bytes
 from panscan.plan.cost import Variant
 from panscan.plan.gpus import Gpu
 
-__all__ = ["MemoryPlan", "concurrent_requests", "memory_plan"]
-
 _CONTEXT = 600 << 20  # CUDA context and libraries, outside PyTorch's allocator
 _FRAGMENTS = 250_000_000  # bytes that PyTorch's allocator reserves and cannot release, whatever the decoder
 _DENSE_HOLES, _OTHER_HOLES = 0.16, 0.083  # of one dense MLP matrix, per decoder layer: likewise

@@ -14,8 +14,6 @@ from panscan.engine.scheduling.batch import PromptLayout, Span
 from panscan.images.views import GEMMA3_COST, PromptCost, plan_views
 from panscan.model.shapes import Shape
 
-__all__ = ["PageShare", "RequestSketch", "WorkloadMix", "mix_of_sizes", "mix_of_views", "parse_output_tokens"]
-
 VIEWS = Range(integer=True, ge=0, le=1_000)
 _SHARE = Range(gt=0, le=1_000_000)
 _MOST_ENTRIES = 100

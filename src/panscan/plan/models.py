@@ -6,11 +6,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from panscan.checkpoints.check import check_directory
-from panscan.checkpoints.fields import ConfigSizes
-from panscan.checkpoints.files import DamagedFileError, read_json
 from panscan.core import BUNDLED, ModelError, SettingError
 from panscan.core.ranges import shorten
+from panscan.model.checkpoint_files.check import check_directory
+from panscan.model.checkpoint_files.fields import ConfigSizes
+from panscan.model.checkpoint_files.files import DamagedFileError, read_json
 from panscan.model.shapes import (
     PATTERN,
     SHAPES,
@@ -22,8 +22,6 @@ from panscan.model.shapes import (
     first_global_layer,
 )
 from panscan.settings import nearest
-
-__all__ = ["PlannedModel", "model_named"]
 
 _HUB = re.compile(r"[\w.-]+/[\w.-]*gemma-3-(270m|1b|4b|12b|27b)(?![0-9a-z])[\w.-]*", re.ASCII)
 

@@ -25,16 +25,6 @@ from panscan.engine.vision import VisionCache
 from panscan.plan.cost import OUTPUT_COST, VIEW_COST
 from panscan.plan.mix import RequestSketch
 
-__all__ = [
-    "EngineSizes",
-    "PassTimes",
-    "SimulatedEngine",
-    "SimulatedPass",
-    "SimulatedRequest",
-    "route_arrivals",
-    "simulate_burst",
-]
-
 _AHEAD = 32  # requests that are prepared while others compute; see panscan.engine.worker
 _THREADS = 4  # that prepare requests; see panscan.engine.worker
 _CONTENTION = 0.3

@@ -15,20 +15,6 @@ from rapidfuzz.distance import Levenshtein
 
 from panscan.records.schema import EXACT_MATCH, METRICS
 
-__all__ = [
-    "ANLS_THRESHOLD",
-    "ANNOTATORS",
-    "RELAXED",
-    "anls",
-    "contains_answer",
-    "exact_match",
-    "metrics_for",
-    "plain_answer",
-    "relaxed_accuracy",
-    "scores_of",
-    "vqa_accuracy",
-]
-
 ANLS_THRESHOLD = 0.5
 """Similarities below this count as none: another answer, not a misread one."""
 RELAXED = 0.05

@@ -17,17 +17,15 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from panscan.core import BUNDLED, ModelError
-from panscan.linear.quantized import QuantizedLinear, WeightFormat
 from panscan.model.checkpoint import Loaded, Placement, checkpoint_files, load_model
 from panscan.model.inventory import Inventory, Part, inventory
+from panscan.model.linear.quantized import QuantizedLinear, WeightFormat
 from panscan.model.machine import resolve_device, resolve_dtype
 from panscan.model.quantization import base_model_of
 from panscan.quantize.documents import load_documents
 from panscan.quantize.measure import MeasuredWeights, Measurement, OnProblem, Steps, WeightsToMeasure, measure
 from panscan.quantize.source import DenseCheckpoint
 from panscan.settings import Settings
-
-__all__ = ["Audit", "PartSummary", "audit", "garbage_reason"]
 
 _PARTS: tuple[Part, ...] = get_args(Part)
 _NORMED = (("input_layernorm", "self_attn.q_proj"), ("pre_feedforward_layernorm", "mlp.gate_proj"))

@@ -23,8 +23,6 @@ from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import collate, prepare, read_images
 from panscan.quantize.gptq import Hessian
 
-__all__ = ["Calibration", "check_prompt_memory"]
-
 _BITS = 8  # of a byte
 _MASKS = 2  # of each prompt: full and sliding attention
 _USUAL_WIDTH = 2560  # of a text model whose config.json leaves the default out

@@ -8,12 +8,10 @@ import yaml
 
 import panscan
 from panscan.core.text import nats
-from panscan.linear.quantized import WeightFormat
+from panscan.model.linear.quantized import WeightFormat
 from panscan.quantize.measure import MeasuredWeights, Measurement
 from panscan.records.quality import accuracy_title
 from panscan.report.table import Column, Medium, Table
-
-__all__ = ["described_format", "measured_table", "model_card", "notes"]
 
 _FORMATS = {
     "int4": "4-bit weights in groups of {group}, bf16 products (W4A16)",

@@ -13,8 +13,6 @@ from panscan.core import DatasetError, ImageError, SettingError
 from panscan.core.request import MAX_PAGES
 from panscan.quantize.measure import OnProblem, Steps
 
-__all__ = ["CalibrationSource", "digest_of", "load_calibration", "load_documents"]
-
 _HELD_OUT = 5  # one of so many calibration documents is kept for the measurement
 _MOST_HELD_OUT = 8
 _DATASETS = (".jsonl", ".json", ".parquet", ".arrow")

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from panscan.linear.quantized import QuantizedLinear, WeightFormat, pack_int4
-
-__all__ = ["Hessian", "gptq"]
+from panscan.model.linear.quantized import QuantizedLinear, WeightFormat, pack_int4
 
 _DAMPING = 0.01  # of the mean diagonal
 _ATTEMPTS = 5

@@ -22,8 +22,6 @@ from panscan.records.schema import Divergence, VerdictRecord
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings
 
-__all__ = ["MeasuredWeights", "Measurement", "OnProblem", "Steps", "WeightsToMeasure", "measure"]
-
 VERDICT_REQUESTS, VERDICT_TOKENS = 8, 32
 """Requests of the verdict and tokens of each."""
 _LEAST_TOKENS = 12  # of an answer that may be repetition

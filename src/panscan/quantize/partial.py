@@ -26,8 +26,6 @@ from panscan.core.files import WriteLock, publish_file, replace_file, sync_direc
 from panscan.core.foreign import parse_json
 from panscan.model.checkpoint import COMPANIONS
 
-__all__ = ["CARD_FILE", "INDEX_FILE", "JOB_FILE", "PartialCheckpoint", "resolved_output"]
-
 JOB_FILE = "panscan-quantize.json"
 CARD_FILE = "README.md"
 INDEX_FILE = "model.safetensors.index.json"

@@ -22,8 +22,6 @@ from panscan.quantize.source import DenseCheckpoint, choose_format
 from panscan.quantize.write import CheckpointWriter
 from panscan.settings import Settings, check_weight_kind
 
-__all__ = ["QuantizeOptions", "Quantized", "quantize_checkpoint"]
-
 _NO_CALIBRATION = CalibrationSource()
 _BYTES_PER_TOKEN = 4  # of a question, roughly
 

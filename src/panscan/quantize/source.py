@@ -10,14 +10,12 @@ from functools import cached_property
 import torch
 from safetensors import SafetensorError, safe_open
 
-from panscan.checkpoints.headers import key_of, read_header
 from panscan.core import ModelError, SettingError
-from panscan.linear.quantized import WeightFormat
 from panscan.model.checkpoint import checkpoint_files
+from panscan.model.checkpoint_files.headers import key_of, read_header
 from panscan.model.hub_errors import friendly_errors
+from panscan.model.linear.quantized import WeightFormat
 from panscan.settings import GROUP_SIZES
-
-__all__ = ["DenseCheckpoint", "choose_format"]
 
 _MATRIX = re.compile(r"layers\.(\d+)\.((?:self_attn|mlp)\.\w+_proj)\.weight")
 _SHARD_BYTES = 2_000_000_000  # of unquantised tensors in one file

@@ -24,16 +24,14 @@ from typing import Any
 import torch
 
 from panscan.core import ModelError, Request
-from panscan.linear.quantized import QuantizedLinear, WeightFormat, pack_int4, unpack_int4
 from panscan.model.checkpoint import Placement, load_model
+from panscan.model.linear.quantized import QuantizedLinear, WeightFormat, pack_int4, unpack_int4
 from panscan.model.machine import resolve_dtype
 from panscan.quantize.calibration import Calibration
 from panscan.quantize.gptq import gptq
 from panscan.quantize.measure import Steps
 from panscan.quantize.partial import INDEX_FILE, PartialCheckpoint
 from panscan.quantize.source import DenseCheckpoint
-
-__all__ = ["CheckpointWriter", "compressed_parts", "linear_of_parts", "rounded"]
 
 _VERSION = "0.20.0"
 """Version of compressed-tensors whose layout this is."""

@@ -19,13 +19,6 @@ from panscan.model.bundled import BUNDLED
 from panscan.records.schema import SCHEMA, RecordedCell, RunRecord, RunSettings
 from panscan.records.store import Run
 
-__all__ = [
-    "bundled_weights",
-    "environment",
-    "has_random_weights",
-    "new_run_record",
-]
-
 _PACKAGES = (
     "torch",
     "transformers",

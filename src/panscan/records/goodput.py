@@ -15,8 +15,6 @@ import numpy as np
 from panscan.records.intervals import Interval, wilson_interval
 from panscan.records.schema import RequestTimes
 
-__all__ = ["Goodput", "HighestRate", "Limits", "follows_arrivals", "goodput_of", "highest_rate", "missed_limits"]
-
 Limits = Mapping[str, float]
 """Milliseconds that the times of a request may take, by name of :data:`panscan.records.schema.LIMITED_TIMES`."""
 

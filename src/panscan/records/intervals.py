@@ -12,18 +12,6 @@ from math import ceil, sqrt
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "RESAMPLED_AT_ONCE",
-    "Z95",
-    "Interval",
-    "bounds",
-    "cluster_draws",
-    "cluster_intervals",
-    "ratio_interval",
-    "weighted_percentiles",
-    "wilson_interval",
-]
-
 Floats = NDArray[np.float64]
 Counts = NDArray[np.int64]
 Interval = tuple[float, float]

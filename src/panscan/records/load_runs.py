@@ -11,19 +11,6 @@ from panscan.records.metrics import window_seconds
 from panscan.records.schema import ClientFigures, LoadRunSettings
 from panscan.records.store import Repeat, Run
 
-__all__ = [
-    "BLOCKS",
-    "block_size",
-    "client_figures",
-    "in_blocks",
-    "is_load_run",
-    "keeps_up",
-    "level_goodput",
-    "load_settings",
-    "offered_rate",
-    "queued_ms",
-]
-
 BLOCKS = 20
 """The most blocks of a level's requests that intervals and tests draw from. Requests that are in flight together share
 the endpoint's queue, so they are not independent; blocks that are longer nearly are (the method of batch means)."""

@@ -22,22 +22,6 @@ from panscan.records.intervals import Interval, cluster_intervals, ratio_interva
 from panscan.records.schema import LIMITED_TIMES, STAGES, TIMES, Process, RepeatRecord, RequestRecord
 from panscan.records.store import Repeat
 
-__all__ = [
-    "COLUMNS",
-    "INTERVALS",
-    "LAUNCHER",
-    "LEAST_SAMPLES",
-    "Batch",
-    "Metrics",
-    "ReplicaShare",
-    "batches_of",
-    "least_samples",
-    "metrics_of",
-    "percentile_name",
-    "shares_of",
-    "window_seconds",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Batch:

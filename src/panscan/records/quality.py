@@ -14,18 +14,6 @@ from panscan.records.schema import EXACT_MATCH, METRICS, RequestRecord
 from panscan.records.store import Run
 from panscan.settings import nearest
 
-__all__ = [
-    "Quality",
-    "accuracy_title",
-    "empty_answers",
-    "metric_of",
-    "metric_title",
-    "metrics_in",
-    "quality_of",
-    "scores_of_cell",
-    "with_metric",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Quality:

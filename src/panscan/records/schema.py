@@ -21,52 +21,6 @@ from panscan.core.ranges import shorten
 from panscan.core.result import LARGEST, Seconds
 from panscan.settings import axes
 
-__all__ = [
-    "ARRIVALS",
-    "AXES",
-    "EXACT_MATCH",
-    "FLOOR",
-    "LIMITED_TIMES",
-    "METRICS",
-    "OUTCOMES",
-    "SCHEMA",
-    "SCHEMAS_READ",
-    "STAGES",
-    "TIMES",
-    "VERDICTS",
-    "AnyRecord",
-    "AxisCheck",
-    "CellRecord",
-    "CellsRecord",
-    "ClientFigures",
-    "DatasetFacts",
-    "Departure",
-    "Divergence",
-    "Environment",
-    "InputCheck",
-    "LevelLoad",
-    "LevelSettings",
-    "LoadRecord",
-    "LoadRunSettings",
-    "ProbeRecord",
-    "Process",
-    "RecordedAnswer",
-    "RecordedCell",
-    "RecordedGpu",
-    "RepeatRecord",
-    "ReplicaRecord",
-    "RequestRecord",
-    "RequestTimes",
-    "RunRecord",
-    "RunSettings",
-    "SearchLevel",
-    "SearchRecord",
-    "TokenCheck",
-    "Top1",
-    "TruthRecord",
-    "VerdictRecord",
-]
-
 SCHEMA = 3
 SCHEMAS_READ = (1, 2, 3)
 OUTCOMES = ("skipped", "failed", "oom", "done")

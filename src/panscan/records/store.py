@@ -46,17 +46,7 @@ from panscan.records.schema import (
     VerdictRecord,
 )
 
-__all__ = [
-    "FILE_NAME",
-    "SCHEMA",
-    "RecordWriter",
-    "Repeat",
-    "Run",
-    "outcome_of",
-    "parse_record",
-    "parse_run",
-    "read_run",
-]
+__all__ = ["SCHEMA"]
 
 FILE_NAME = "records.jsonl"
 UNFINISHED = "unfinished"

@@ -41,8 +41,6 @@ from panscan.records.schema import EXACT_MATCH, STAGES, TIMES
 from panscan.records.store import Run, outcome_of
 from panscan.records.verdict import verdict_of
 
-__all__ = ["cell_metrics", "replica_shares", "summary_columns", "write_summary"]
-
 _LOAD = (
     "offered_rate",
     "sent",

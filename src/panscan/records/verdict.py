@@ -16,22 +16,6 @@ from dataclasses import dataclass, replace
 from panscan.records.schema import AXES, FLOOR, VERDICTS, AxisCheck, Divergence, TokenCheck, Top1, VerdictRecord
 from panscan.records.store import Run
 
-__all__ = [
-    "CLOSE_RATIO",
-    "CLOSE_TOP1",
-    "EXACT_RATIO",
-    "MARGIN_FLOOR",
-    "Verdict",
-    "axis_checks",
-    "clear_margin",
-    "is_quantized",
-    "judge",
-    "merged_axes",
-    "token_lines",
-    "verdict_lines",
-    "verdict_of",
-]
-
 MARGIN_FLOOR: float = (8 * FLOOR) ** 0.5
 """Nats; the same floor for margins. Between two tokens that share all probability evenly, a margin that moves by m
 diverges by ln cosh(m / 2), about m^2 / 8: less than this is less than :data:`FLOOR`."""

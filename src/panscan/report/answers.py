@@ -22,16 +22,6 @@ from panscan.records.store import Run
 from panscan.report.formatting import FEW
 from panscan.report.table import Column, Medium, Table, quality_cell
 
-__all__ = [
-    "SHAPES",
-    "Answers",
-    "Breakdown",
-    "CellAnswers",
-    "answers_of",
-    "breakdowns",
-    "shape_of",
-]
-
 MOST_GROUPS = 12
 """The largest groups of a breakdown; more would not fit a page."""
 _STEPS = (1.2, 2.0, 3.0)

@@ -24,23 +24,6 @@ from panscan.records.verdict import EXACT_RATIO
 from panscan.report.formatting import FEW
 from panscan.report.table import Measured, measured
 
-__all__ = [
-    "LONGEST_NAME",
-    "MOST_NAMED",
-    "MOST_SERIES",
-    "ChartGroup",
-    "Panel",
-    "Point",
-    "Series",
-    "attainment",
-    "by_request",
-    "comparisons",
-    "decision_charts",
-    "front_of",
-    "latency_curves",
-    "throughput_curves",
-]
-
 MOST_SERIES = 6
 """More curves in one chart cannot be told apart."""
 MOST_NAMED = 9

@@ -12,7 +12,6 @@ from panscan.report.table import Column, Medium, Table, TableCell, plain_text, p
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["markdown_text", "print_comparison"]
 
 _STYLES = {"slower": "bold red", "worse": "bold red", "faster": "green", "better": "green"}
 

@@ -12,16 +12,6 @@ from panscan.records.environment import bundled_weights, has_random_weights
 from panscan.records.schema import InputCheck, LoadRecord
 from panscan.records.store import Run
 
-__all__ = [
-    "ReferenceSummary",
-    "RunFacts",
-    "environment",
-    "machine",
-    "model_names",
-    "random_note",
-    "references",
-]
-
 _WORDS = {
     "panscan": "panscan",
     "commit": "commit",

@@ -22,16 +22,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "DARK",
-    "LIGHT",
-    "SERIES",
-    "chart_markup",
-    "key_markup",
-    "panel_figure",
-    "png",
-    "tips",
-]
 
 LIGHT = {
     "page": "#ffffff",

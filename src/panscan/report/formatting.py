@@ -14,13 +14,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-__all__ = [
-    "FEW",
-    "print_line",
-    "safe_text",
-    "templates",
-    "verdict_figures",
-]
 
 FEW = 20
 """Groups of fewer samples are too small to compare settings: they are folded."""

@@ -26,8 +26,6 @@ from panscan.report import draw
 from panscan.report.formatting import templates
 from panscan.settings import recorded_settings
 
-__all__ = ["Answer", "CellViews", "GalleryEntry", "QuestionAnswers", "entries_of", "render_gallery"]
-
 _IMAGE_SIZE = (460, 620)  # maximum width and height of an image in pixels
 _TILE = 192  # maximum side of a view in pixels
 _MAX_DOCUMENTS = 200  # per page

@@ -14,8 +14,6 @@ from panscan.report.formatting import templates
 from panscan.report.load import LoadReport
 from panscan.report.sweep import ReportCell, SweepReport
 
-__all__ = ["render_html"]
-
 _FLOORED = ("vision", "prefill", "decode", "E2E")
 _SIGNS = {"exact": "✓", "close": "≈", "different": "✗", "unverified": "?"}
 

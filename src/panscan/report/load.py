@@ -26,8 +26,6 @@ from panscan.report import definitions
 from panscan.report.charts import Panel, attainment, latency_curves, throughput_curves
 from panscan.report.table import Column, Measured, Medium, Table, TableCell, measured, plain_text, with_interval
 
-__all__ = ["LoadReport", "TimeRow"]
-
 _ARRIVALS = {
     "poisson": "Poisson arrivals",
     "gamma": "gamma arrivals",

@@ -13,8 +13,6 @@ from panscan.report.load import LoadReport
 from panscan.report.sweep import SweepReport, unmeasured_text
 from panscan.report.table import plain_text
 
-__all__ = ["render_markdown"]
-
 _UNCERTIFIED = r" \~ has too few samples for 99% confidence."
 
 

@@ -52,8 +52,6 @@ from panscan.report.table import (
     with_interval,
 )
 
-__all__ = ["Advice", "ReportCell", "SweepReport", "unmeasured_text"]
-
 _SHOWN_LATENCIES = {"median_ttft_ms", "median_tpot_ms", "p95_e2el_ms"}
 _UNFIT = re.compile(r"[^\w.-]")  # for code in a table: no id of panscan's own has any
 _WEIGHTS = ("quantization", "quantization_group_size", "model", "revision")

@@ -22,20 +22,6 @@ from panscan.report.formatting import print_line, safe_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = [
-    "Column",
-    "Content",
-    "Measured",
-    "Medium",
-    "Table",
-    "TableCell",
-    "measured",
-    "plain_text",
-    "print_table",
-    "quality_cell",
-    "share_cell",
-    "with_interval",
-]
 
 Row = TypeVar("Row")
 _Item = TypeVar("_Item")

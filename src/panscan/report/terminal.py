@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-__all__ = ["print_curves", "print_decision", "print_summary"]
-
 _UNCERTIFIED = "~ has too few samples for 99% confidence."
 _SWEEP_LINES, _LOAD_LINES = 11, 12  # of a plot
 _MOST_SERIES = 4

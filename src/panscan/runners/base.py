@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from panscan.model.checkpoint import Loaded, Reader
     from panscan.model.observation import ForcedTokens, Observation
 
-__all__ = ["Runner", "TracksPeakMemory", "batches", "calls", "check_change", "check_interpreted", "processor_rounding"]
-
 
 class Runner(Protocol):
     """A loaded model that answers batches of requests. Settings of level "call" may change between batches."""

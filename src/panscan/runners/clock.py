@@ -13,8 +13,6 @@ from panscan.core import now
 from panscan.model.machine import record_event, synchronize
 from panscan.model.phases import PHASE_PREFIX, phase, profiled
 
-__all__ = ["DeviceClock", "TokenClock", "marked_steps", "timed_vision"]
-
 _PREPARE, _UPDATE = "prepare_inputs_for_generation", "_update_model_kwargs_for_generation"
 _SETUP, _CHOOSE = "generate: configuration and cache", "generate: next token and stopping criteria"
 

@@ -17,8 +17,6 @@ from panscan.model.sharding import check_divides
 from panscan.runners.base import check_change
 from panscan.settings import Settings
 
-__all__ = ["EngineRunner"]
-
 
 class EngineRunner:
     """Gemma 3 through :class:`panscan.engine.engine.Engine`, opened on first use and reopened for other options.

@@ -6,8 +6,6 @@ from panscan.model.support import require_supported
 from panscan.runners.base import Runner
 from panscan.settings import Settings
 
-__all__ = ["open_runner", "ready_runner"]
-
 
 def open_runner(settings: Settings) -> Runner:
     """Load the model and the runner that the settings name. Call ``configure`` before the first batch.

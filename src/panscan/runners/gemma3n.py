@@ -13,26 +13,17 @@ from transformers import (
 )
 from transformers.utils import CONFIG_NAME
 
-from panscan.checkpoints.files import read_json
 from panscan.core import ModelError, PanAndScan, SettingError, UnsupportedError
 from panscan.images.pixels import PixelSpec
 from panscan.images.views import plan_views
 from panscan.model.checkpoint import Loaded, Reader, checkpoint_source, ready_model
+from panscan.model.checkpoint_files.files import read_json
 from panscan.model.hub_errors import friendly_errors, quiet_transformers
 from panscan.model.inputs import DecodedRequest, Prepared, plan_request
 from panscan.model.machine import resolve_device, resolve_dtype
 from panscan.model.prompt import Prompt, PromptWriter, conversation
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings, axes
-
-__all__ = [
-    "Gemma3nRunner",
-    "gemma3n_reader",
-    "gemma3n_reads_images",
-    "is_gemma3n",
-    "load_gemma3n",
-    "require_gemma3n_settings",
-]
 
 _IMAGE_MODEL, _TEXT_MODEL = "gemma3n", "gemma3n_text"
 _UNSUPPORTED = ("quantization", "device_map", "max_memory", "prefill_chunk_size", "preprocess")

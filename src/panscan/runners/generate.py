@@ -25,8 +25,6 @@ from panscan.runners.clock import DeviceClock, TokenClock, marked_steps, timed_v
 from panscan.runners.observe import observe
 from panscan.settings import Settings, settings_from
 
-__all__ = ["GenerateRunner", "finished", "generation_config", "one_sampling"]
-
 
 def generation_config(
     sampling: Sampling,

@@ -18,8 +18,6 @@ from panscan.model.observation import ForcedTokens, Observation
 from panscan.runners.generate import GenerateRunner, finished, generation_config, one_sampling
 from panscan.settings import Settings
 
-__all__ = ["GenerateBatchRunner"]
-
 _BLOCK = 256  # tokens, Transformers' default
 
 

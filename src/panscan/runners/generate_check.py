@@ -26,18 +26,6 @@ from panscan.model.inputs import collate, prepare, read_images
 from panscan.model.shapes import SHAPES, Shape
 from panscan.runners.observe import greedy_config
 
-__all__ = [
-    "FLASH_MASK",
-    "AttentionResponse",
-    "Recompilations",
-    "attention_response",
-    "batch_answers",
-    "chunked_prefill",
-    "padding_error",
-    "recompilations",
-    "tiny_model",
-]
-
 _CHUNK = 40  # tokens; a view of the tiny model has 64
 _BLOCK = 256  # tokens of a cache block
 _STEPS = 6

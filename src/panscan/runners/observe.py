@@ -21,8 +21,6 @@ from panscan.model.inputs import collate, prepare, read_images
 from panscan.model.observation import ForcedTokens, Observation, sample_image_positions
 from panscan.settings import Settings
 
-__all__ = ["ObservationRecorder", "greedy_config", "observation_config", "observe"]
-
 
 def greedy_config(loaded: Loaded, tokens: int, **changes: Any) -> GenerationConfig:
     """Return the configuration of a greedy call that no token ends: its end token is outside the vocabulary."""

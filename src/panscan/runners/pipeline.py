@@ -26,8 +26,6 @@ from panscan.runners.generate import GenerateRunner, finished, generation_config
 from panscan.runners.observe import ObservationRecorder, observation_config
 from panscan.settings import Settings
 
-__all__ = ["PipelineRunner"]
-
 
 class PipelineRunner(GenerateRunner):
     """Gemma 3 through Transformers' ``image-text-to-text`` pipeline: one chat per call."""

@@ -22,8 +22,6 @@ from panscan.model.checkpoint import Reader
 from panscan.model.inputs import DecodedRequest, plan_request, read_images
 from panscan.model.prompt import conversation
 
-__all__ = ["CHECKED_REQUESTS", "check_inputs"]
-
 CHECKED_REQUESTS = 4
 _MOST_PIXELS = 64_000_000  # per image whose boxes are checked: the check takes four bytes per pixel
 

@@ -16,8 +16,6 @@ import transformers
 
 from panscan.model.random_weights import random_model
 
-__all__ = ["Resolution", "resolve", "resolve_part"]
-
 _ROOT = Path(transformers.__file__).parent
 
 

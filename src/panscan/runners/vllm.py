@@ -46,17 +46,6 @@ from panscan.model.random_weights import write_shape
 from panscan.runners.base import check_change, check_interpreted, processor_rounding
 from panscan.settings import Settings
 
-__all__ = [
-    "TOP_LOGPROBS",
-    "VllmRunner",
-    "check_prompt",
-    "llm_arguments",
-    "observation_of",
-    "prompt_ids",
-    "result_of",
-    "sampling_arguments",
-]
-
 _RESET_TRIES = 10
 TOP_LOGPROBS = 20
 """Log-probabilities per position for the verdict; vLLM's default limit."""

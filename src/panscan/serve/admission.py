@@ -24,19 +24,6 @@ from panscan.serve.metrics import ServerMetrics
 from panscan.serve.options import ServeOptions
 from panscan.serve.protocol import FieldError
 
-__all__ = [
-    "SHUTTING_DOWN",
-    "AdmissionControl",
-    "AdmissionSlot",
-    "Pool",
-    "RefusedError",
-    "body_limit",
-    "disconnection",
-    "parse_form",
-    "race",
-    "read_body",
-]
-
 Answer = TypeVar("Answer")
 Pool = Literal["parse", "read", "document", "fetch", "decode"]
 """Threads that parse large bodies, read images, read documents, download either, or decode pages for previews."""

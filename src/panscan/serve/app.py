@@ -43,8 +43,6 @@ from panscan.serve.requests import RequestBuilder, check_used, media_pool, messa
 from panscan.serve.tracing import open_tracer
 from panscan.serve.views import page_views, size_views
 
-__all__ = ["create_app"]
-
 log = logging.getLogger("panscan.serve")
 
 _Read = TypeVar("_Read")

@@ -9,8 +9,6 @@ from typing import Protocol
 from panscan.core import EngineError, PanscanError, Request, Result, Stats, Stream, TokenEvent, now
 from panscan.images.views import PromptCost
 
-__all__ = ["ModelInfo", "PendingRequest", "ReplicaLostError", "RequestWork", "ServeBackend", "TokenCounts"]
-
 
 class ReplicaLostError(EngineError):
     """A replica died or cannot be reached."""

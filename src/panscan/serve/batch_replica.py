@@ -13,8 +13,6 @@ from panscan.images.files import split_page
 from panscan.serve.backend import ModelInfo, RequestWork
 from panscan.settings import Settings
 
-__all__ = ["BatchReplica", "InvisibleFiles"]
-
 
 class InvisibleFiles:
     """The reply of a replica whose machine does not have the files of a request."""

@@ -27,8 +27,6 @@ from panscan.serve.ray_session import check_gpus, gpus_per_replica, ray_session
 from panscan.serve.replica import DeployedReplica
 from panscan.settings import nearest, range_of, settings_from
 
-__all__ = ["API_KEYS_VARIABLE", "Ingress", "Scale", "application", "build", "print_config", "run_cluster"]
-
 log = logging.getLogger("panscan.serve")
 
 API_KEYS_VARIABLE = "PANSCAN_API_KEYS"

@@ -26,7 +26,6 @@ from panscan.settings import Settings, range_of
 if TYPE_CHECKING:
     from panscan.serve.fleet import FleetReplica
 
-__all__ = ["ClusterEngine"]
 
 _ATTEMPTS = 3  # attempts per request, so that a request that kills its replica fails eventually
 _AHEAD = 8  # requests per replica that are prepared while others compute; with more, the last ones are spread unevenly

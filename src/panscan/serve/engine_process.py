@@ -28,8 +28,6 @@ from panscan.core.daemons import DaemonThreads
 from panscan.serve.backend import ModelInfo, PendingRequest, RequestWork, TokenCounts
 from panscan.settings import Settings
 
-__all__ = ["Cancel", "Ended", "EngineProcess", "Query", "QueryKind", "QueryReply", "Submit"]
-
 log = logging.getLogger("panscan.serve")
 
 _ATTEMPTS = 3  # attempts per request, so that a request that kills its process fails eventually

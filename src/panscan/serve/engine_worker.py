@@ -19,8 +19,6 @@ from panscan.images.pool import decode_in_children
 from panscan.serve.engine_process import Cancel, Ended, Query, QueryKind, QueryReply, Submit
 from panscan.serve.loaded_model import LoadedModel, open_model
 
-__all__ = ["main"]
-
 _HELPERS = 2  # threads for queries: token counts and token texts
 
 

@@ -27,8 +27,6 @@ from panscan.serve.batch_replica import BatchReplica
 from panscan.serve.routing import Router
 from panscan.settings import Settings
 
-__all__ = ["FleetReplica", "ReplicaFleet"]
-
 log = logging.getLogger("panscan.batch")
 
 _HEALTH_SECONDS = 5.0

@@ -20,7 +20,6 @@ from panscan.serve.requests import PreparedRequest
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
-__all__ = ["Generation"]
 
 log = logging.getLogger("panscan.serve")
 

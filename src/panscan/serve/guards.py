@@ -12,8 +12,6 @@ from panscan.serve.admission import RefusedError
 from panscan.serve.options import ServeOptions
 from panscan.serve.replies import error_body, json_response
 
-__all__ = ["Guard"]
-
 _OPEN = ("/", "/health", "/ready")  # no key required: they reveal nothing private
 _OPEN_PREFIX = "/playground/"
 _PROBES = ("/health", "/ready")  # accepted with any host name: orchestrators use the container's address

@@ -12,8 +12,6 @@ from panscan.model.inputs import count_prompt
 from panscan.serve.backend import ModelInfo, TokenCounts
 from panscan.settings import Settings
 
-__all__ = ["LoadedModel", "open_model"]
-
 
 def open_model(settings: Settings) -> LoadedModel:
     """Load the engine, in a process that does nothing else.

@@ -22,8 +22,6 @@ from panscan.images.files import PageBytes
 from panscan.images.pool import page_sizes
 from panscan.serve.options import ServeOptions
 
-__all__ = ["MediaFile", "MediaReader"]
-
 
 @dataclass(frozen=True, slots=True)
 class MediaFile:

@@ -16,8 +16,6 @@ from panscan.core import SettingError
 from panscan.core.ranges import shorten
 from panscan.settings import ServerTable, Settings, check_options, default_of
 
-__all__ = ["ApiKeys", "ServeOptions", "read_api_keys"]
-
 _HOST = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,252}[a-z0-9_])?")
 
 

@@ -16,26 +16,6 @@ from panscan.core import Sampling, SettingError
 from panscan.core.ranges import shorten
 from panscan.settings import nearest
 
-__all__ = [
-    "MOST_PARTS",
-    "Body",
-    "ChatCompletionRequest",
-    "ChatMessage",
-    "CompletionRequest",
-    "FieldError",
-    "FilePart",
-    "ImagePart",
-    "MmProcessorKwargs",
-    "Parsed",
-    "ResponseFormat",
-    "SamplingFields",
-    "TextPart",
-    "TokenizeRequest",
-    "ViewsRequest",
-    "count_values",
-    "parse",
-]
-
 _MOST_VALUES = 50_000  # JSON values of a body
 _LONGEST_SHOWN = 100  # characters of a client's name in a message
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)  # matches at every quote: linear work

@@ -9,8 +9,6 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 from panscan.serve.backend import RequestWork
 from panscan.serve.routing import create_router
 
-__all__ = ["WorkRouter"]
-
 _NO_WORK = RequestWork(views=0, prompt_tokens=0, max_new_tokens=0)
 
 

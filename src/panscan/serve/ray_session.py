@@ -13,8 +13,6 @@ from contextlib import contextmanager
 from panscan.core import SettingError, UnsupportedError
 from panscan.settings import Settings
 
-__all__ = ["check_gpus", "gpus_per_replica", "ray_session"]
-
 log = logging.getLogger("panscan.serve")
 
 _OBJECT_STORE_BYTES = 1 << 30  # for request bodies in transit to replicas; Ray spills the rest to disk

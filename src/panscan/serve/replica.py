@@ -17,8 +17,6 @@ from panscan.serve.loaded_model import open_model
 from panscan.serve.watchdog import Watchdog
 from panscan.settings import Settings
 
-__all__ = ["DeployedReplica", "EngineReplica"]
-
 log = logging.getLogger("panscan.serve")
 
 _STATS_SECONDS = 2.0  # longest wait for one replica when metrics are scraped

@@ -17,8 +17,6 @@ from panscan.core import EngineError, PanscanError, Request, Result, Stats, Stre
 from panscan.serve.backend import ModelInfo, PendingRequest, ReplicaLostError, RequestWork, TokenCounts
 from panscan.serve.routing import router_of
 
-__all__ = ["ReplicaBackend"]
-
 log = logging.getLogger("panscan.serve")
 T = TypeVar("T")
 

@@ -26,18 +26,6 @@ from panscan.core import (
 from panscan.serve.backend import ServeBackend
 from panscan.serve.protocol import ChatCompletionRequest, CompletionRequest, FieldError
 
-__all__ = [
-    "DONE",
-    "TIMED_OUT",
-    "Reply",
-    "TokenNames",
-    "error_body",
-    "error_of",
-    "error_status",
-    "json_response",
-    "server_sent",
-]
-
 DONE = b"data: [DONE]\n\n"
 _LONGEST_MESSAGE = 1000  # characters: some errors quote what a client sent
 _LOWEST = -9999.0  # JSON has no minus infinity

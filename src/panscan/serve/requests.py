@@ -29,8 +29,6 @@ from panscan.serve.protocol import (
     TokenizeRequest,
 )
 
-__all__ = ["PreparedRequest", "RequestBuilder", "check_used", "media_pool", "message_urls"]
-
 _CHARACTERS_PER_TOKEN = 4  # approximate; used to estimate a prompt's length
 _MOST_LOGPROBS = 100_000  # log-probabilities of one HTTP request: about 10 MB of JSON
 

@@ -11,9 +11,6 @@ from panscan.core.model_names import IMAGE_TOKENS
 from panscan.plan.cost import OUTPUT_COST, VIEW_COST
 from panscan.serve.backend import RequestWork
 
-__all__ = ["Router", "cost_of", "create_router", "router_of", "saved_cost"]
-
-
 _EXPECTED_OUTPUT = 256  # cap on the predicted output tokens: max_new_tokens is often far above the real length
 _IMAGES = 2048  # most recently used images remembered per replica
 

@@ -25,8 +25,6 @@ from panscan.serve.app import create_app
 from panscan.serve.engine_process import EngineProcess
 from panscan.serve.options import ServeOptions
 
-__all__ = ["run_server"]
-
 log = logging.getLogger("panscan.serve")
 
 _KEEP_ALIVE = 30  # seconds that an idle connection stays open

@@ -9,8 +9,6 @@ from panscan.core import Result, UnsupportedError
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
-__all__ = ["open_tracer", "record"]
-
 
 def open_tracer(endpoint: str, model_name: str) -> Tracer:
     """Return a tracer that sends spans to an OTLP endpoint over HTTP, in the background.

@@ -14,8 +14,6 @@ from panscan.images.files import open_image
 from panscan.images.views import PromptCost, plan_views
 from panscan.serve.media import MediaFile
 
-__all__ = ["page_views", "size_views"]
-
 _PREVIEW = 1600  # pixels of the longer side
 _PREVIEWS = 20  # maximum number of pages in one response
 

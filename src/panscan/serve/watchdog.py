@@ -11,8 +11,6 @@ import subprocess
 import sys
 from contextlib import suppress
 
-__all__ = ["Watchdog"]
-
 _PROGRAM = """
 import os, select, signal, sys
 parent, limit = int(sys.argv[1]), float(sys.argv[2])

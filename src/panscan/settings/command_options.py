@@ -14,15 +14,6 @@ from panscan.settings.declaration import Option, declared_options
 from panscan.settings.endpoint_options import MAX_PROMPTS, RateTable, ServerTable, TrafficTable, VerifyTable
 from panscan.settings.sweep_settings import Settings
 
-__all__ = [
-    "Options",
-    "check_options",
-    "default_of",
-    "fields_from",
-    "options_of",
-    "range_of",
-]
-
 _COUNT = Range(integer=True, ge=1, le=MAX_PROMPTS)
 _LARGE = Range(integer=True, ge=1, le=2**31 - 1)
 _SECONDS = Range(gt=0, le=86_400)

@@ -14,8 +14,6 @@ from panscan.core import SettingError
 from panscan.core.ranges import Range, shorten
 from panscan.settings.spellings import FOREIGN_VALUES, SAME_OPTION
 
-__all__ = ["BOOLEANS", "GROUPS", "Group", "Option", "declared_options", "nearest"]
-
 Group = Literal[
     "Input", "Model", "Pan and scan", "Runner", "Engine", "Generation", "Server", "Traffic", "Measurement", "Output"
 ]

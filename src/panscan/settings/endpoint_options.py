@@ -9,8 +9,6 @@ from typing import Literal
 from panscan.core.ranges import Range, option
 from panscan.core.request import TOKENS
 
-__all__ = ["MAX_PIXELS", "MAX_PROMPTS", "RATE", "RateTable", "ServerTable", "TrafficTable", "VerifyTable"]
-
 MAX_PIXELS = 178_956_970
 """Pixels of one image; Pillow's own limit."""
 MAX_PROMPTS = 1_000_000

@@ -18,17 +18,6 @@ from panscan.core.ranges import shorten
 from panscan.settings.declaration import nearest
 from panscan.settings.sweep_settings import axes, axis_name
 
-__all__ = [
-    "MAX_VALUES",
-    "Axes",
-    "load_preset",
-    "parse_axes",
-    "preset_names",
-    "read_grid_file",
-    "read_yaml_text",
-    "single_preset",
-]
-
 MAX_VALUES = 1000
 """Values of one setting; a sweep multiplies them."""
 

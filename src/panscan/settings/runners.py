@@ -7,21 +7,6 @@ from typing import Any, NamedTuple
 
 from panscan.settings.sweep_settings import axes
 
-__all__ = [
-    "ALL_AT_ONCE",
-    "ENGINE_AXES",
-    "ENGINE_COMMANDS",
-    "ENGINE_LIMITS",
-    "GENERATE_AXES",
-    "NEEDS_GENERATE",
-    "RUNNER_LIMITS",
-    "VLLM_AXES",
-    "VLLM_LIMITS",
-    "RunnerChoice",
-    "choose_runner",
-    "foreign_settings",
-]
-
 ENGINE_AXES = tuple(axis.name for axis in axes().values() if axis.only == "engine")
 """Settings of the engine alone."""
 VLLM_AXES = tuple(axis.name for axis in axes().values() if axis.only == "vllm")

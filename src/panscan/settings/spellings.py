@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["FOREIGN_OPTIONS", "FOREIGN_VALUES", "SAME_OPTION", "SWITCHES"]
-
 SAME_OPTION: dict[str, tuple[str, ...]] = {
     "max-new-tokens": ("max_tokens", "output_tokens"),
     "num-prompts": ("num_samples", "limit"),

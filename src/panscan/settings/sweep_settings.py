@@ -15,26 +15,6 @@ from panscan.core.request import PAN_AND_SCAN_RANGES, SAMPLING_NAMES, SEEDS, TOK
 from panscan.settings.declaration import Option, declared_options, nearest
 from panscan.settings.spellings import FOREIGN_OPTIONS, SWITCHES
 
-__all__ = [
-    "ATTENTION",
-    "ATTENTION_BACKENDS",
-    "GROUP_SIZES",
-    "KV_CACHE_DTYPES",
-    "MODEL_SHAPES",
-    "PREFILL_CHUNK_SIZE",
-    "QUANTIZATION",
-    "REMOVED_SETTINGS",
-    "WEIGHT_KINDS",
-    "Settings",
-    "axes",
-    "axis_name",
-    "axis_names",
-    "check_weight_kind",
-    "missing_package",
-    "recorded_settings",
-    "settings_from",
-]
-
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 ATTENTION_BACKENDS = ("auto", "triton", "sdpa")
 """What the engine attends with; see :func:`panscan.engine.model_runner.choose_backend`."""

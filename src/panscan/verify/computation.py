@@ -14,8 +14,6 @@ from torch.nn import functional
 
 from panscan.model.reference import converted_model, one_view_at_a_time
 
-__all__ = ["changed_model", "final_states", "rope_factor", "view_features"]
-
 _SCALE = "exact-embedding-scale"
 _GROUP = 32  # weights
 _FP8 = torch.float8_e4m3fn

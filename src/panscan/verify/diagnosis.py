@@ -12,19 +12,6 @@ from panscan.records.verdict import CLOSE_TOP1, EXACT_RATIO, clear_margin, judge
 from panscan.verify.evidence import Fit
 from panscan.verify.hypotheses import CHANGES, Hypothesis
 
-__all__ = [
-    "Explanation",
-    "HypothesisFit",
-    "NoiseLevel",
-    "VerdictWord",
-    "best_candidates",
-    "explain",
-    "explained_word",
-    "judge_candidate",
-    "judge_fit",
-    "summary",
-]
-
 VerdictWord = Literal["exact", "close", "different", "unknown"]
 Strength = Literal["matches", "consistent", "closest", "none"]
 

@@ -20,8 +20,6 @@ from panscan.core.foreign import is_count
 from panscan.load.chat import MOST_TEXT, Endpoint, chat_body, data_url, fetch_json, served_models
 from panscan.verify.evidence import ReportedStep, ReportedToken
 
-__all__ = ["Capabilities", "EndpointAnswer", "EndpointClient", "encoded_image"]
-
 _REFUSED = (400, 415, 422, 500, 501)
 """HTTP statuses of a request that may succeed with fewer fields."""
 _SERVER_ERROR = 500  # the first HTTP status of failures that may pass

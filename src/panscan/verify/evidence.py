@@ -16,22 +16,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "AnswerEvidence",
-    "Fit",
-    "MappedAnswer",
-    "ReportedStep",
-    "ReportedToken",
-    "TokenNaming",
-    "coarse_kl",
-    "compare_answer",
-    "forced_tokens",
-    "local_reports",
-    "map_answer",
-    "merged_fit",
-    "moved_margin",
-]
-
 Distributions = NDArray[np.float32]
 """Natural log-probabilities ``[positions, vocabulary]``."""
 

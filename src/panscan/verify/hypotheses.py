@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from panscan.core import SettingError
 
-__all__ = ["CHANGES", "HYPOTHESES", "REFERENCE", "Change", "Hypothesis", "combine", "hypothesis"]
-
 
 @dataclass(frozen=True, slots=True)
 class Change:

@@ -20,8 +20,6 @@ from panscan.model.checkpoint import Reader
 from panscan.model.inputs import DecodedRequest
 from panscan.model.prompt import conversation
 
-__all__ = ["ChangedPrompt", "changed_pixels", "changed_prompt"]
-
 _SYSTEM = "You are a helpful assistant."
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 

@@ -30,8 +30,6 @@ from panscan.verify.computation import changed_model, final_states, rope_factor,
 from panscan.verify.hypotheses import CHANGES, HYPOTHESES, Hypothesis
 from panscan.verify.inputs import ChangedPrompt, changed_pixels, changed_prompt
 
-__all__ = ["LocalModel"]
-
 _REQUESTS, _VIEWS, _STATES = 32, 96, 512  # cache sizes: decoded requests, features of views, hidden states
 _Value = TypeVar("_Value")
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from panscan.settings import Settings, VerifyTable, check_options, default_of
 
-__all__ = ["VerifyOptions"]
-
 
 @dataclass(frozen=True)
 class VerifyOptions(VerifyTable):

@@ -12,8 +12,6 @@ from panscan.images.documents import Document, draw_document
 from panscan.images.files import find_pages, open_image
 from panscan.verify.endpoint import encoded_image
 
-__all__ = ["own_probes", "sample_probes"]
-
 _SEED = 977  # of documents
 _RECEIPT, _BOARD, _CHART, _TABLE, _SIGN, _FORM = 0, 1, 3, 5, 7, 8
 _DESCRIBE = "Describe this document in detail."

@@ -27,8 +27,6 @@ from panscan.verify.options import VerifyOptions
 from panscan.verify.probes import sample_probes
 from panscan.verify.search import Evaluator, ProbeAnswer, find_explanation, unseen_changes
 
-__all__ = ["Verification", "as_json", "verify_endpoint"]
-
 _MOST_FAILURES = 3  # in a row
 _IMAGES_REFUSED = (400, 415, 422, 501)  # HTTP statuses; others, such as 408, 413 or 429, may pass
 _INCOMPLETE = re.compile("[\ud800-\udfff\ufffd]")  # a character cut between two tokens

@@ -24,8 +24,6 @@ from panscan.verify.evidence import (
 from panscan.verify.hypotheses import CHANGES, REFERENCE, Hypothesis, combine, hypothesis
 from panscan.verify.local import LocalModel
 
-__all__ = ["Evaluator", "ProbeAnswer", "find_explanation", "unseen_changes"]
-
 _SCREENED = 2  # answers with images, those that deviate most, on which all hypotheses are compared
 _FINALISTS = 4  # hypotheses that are then compared on all answers
 _ROUNDS = 2  # further changes that are combined with the best hypothesis

@@ -17,22 +17,6 @@ from numpy.typing import NDArray
 
 from panscan.core import Sampling, TokenLogprobs
 
-__all__ = [
-    "NO_ROWS",
-    "Chunk",
-    "FlatBatch",
-    "ImageRows",
-    "PixelRef",
-    "PromptLayout",
-    "SampledToken",
-    "SamplingRow",
-    "Sequence",
-    "Span",
-    "Step",
-    "ViewToEncode",
-    "flatten",
-]
-
 NO_ROWS: NDArray[np.int64] = np.empty(0, np.int64)
 
 

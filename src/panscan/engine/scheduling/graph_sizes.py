@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["MOST_CHUNKS", "MOST_CHUNK_ROWS", "Size", "decode_sizes", "graph_sizes"]
-
 MOST_CHUNK_ROWS = 512
 """Rows of a recorded pass in addition to its decode rows, at most."""
 MOST_CHUNKS = 16

@@ -12,8 +12,6 @@ from itertools import takewhile
 
 from panscan.engine.scheduling.batch import PromptLayout, Sequence, Span
 
-__all__ = ["BlockPool", "KVBlocks", "block_hash", "extend_hashes"]
-
 
 class BlockPool:
     """Blocks ``0 .. count - 1``. Each is free, held (by one or more sequences), or evictable: not held, content kept.

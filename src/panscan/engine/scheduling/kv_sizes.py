@@ -12,16 +12,6 @@ from panscan.engine.options import EngineOptions
 if TYPE_CHECKING:
     from panscan.model.text_layers import LayerFacts
 
-__all__ = [
-    "DeviceMemory",
-    "KVShape",
-    "MemoryBudget",
-    "MemoryFacts",
-    "choose_blocks",
-    "gpu_working_bytes",
-    "pass_rows",
-    "split_blocks",
-]
 
 _CPU_SHARE = 0.9  # share of the available memory; passes need the rest
 _CPU_BYTES = 4_000_000_000  # unless --kv-cache-gb asks for more: a laptop has other work

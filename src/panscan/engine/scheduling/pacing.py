@@ -16,8 +16,6 @@ from math import inf
 
 from panscan.engine.scheduling.batch import PromptLayout, Sequence, Step
 
-__all__ = ["Pacer", "PassSize", "PrefillLimit"]
-
 _MARGIN = 0.95  # share of the target to aim at, because passes differ from their prediction
 _WINDOW = 8  # tokens that TPOT is averaged over
 _PATIENCE = 1.5  # seconds that a prompt may wait before the target is raised

@@ -13,8 +13,6 @@ from panscan.engine.scheduling.batch import Chunk, Sequence, Step
 from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.pacing import PrefillLimit
 
-__all__ = ["Scheduler"]
-
 _MOST_CONSIDERED = 64  # waiting sequences that may overtake, per step
 
 

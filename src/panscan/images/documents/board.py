@@ -8,8 +8,6 @@ from panscan.images.documents.invoice import money, money_answers
 from panscan.images.documents.sheet import Document, Flow, Question, Sheet
 from panscan.images.documents.words import GOODS, TOWNS, a_name
 
-__all__ = ["LAYOUTS", "board"]
-
 LAYOUTS = 4
 """The last one is held out."""
 

@@ -10,8 +10,6 @@ from random import Random
 from panscan.images.documents.sheet import Document, Question, Sheet
 from panscan.images.documents.words import PEOPLE, TOWNS, a_name
 
-__all__ = ["LAYOUTS", "chart"]
-
 LAYOUTS = 5
 """The last one is held out."""
 

@@ -19,8 +19,6 @@ from panscan.images.documents.words import (
     long_date,
 )
 
-__all__ = ["LAYOUTS", "form"]
-
 LAYOUTS = 4
 """The last one is held out."""
 

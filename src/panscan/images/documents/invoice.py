@@ -14,8 +14,6 @@ from random import Random
 from panscan.images.documents.sheet import Document, Flow, Question, Sheet
 from panscan.images.documents.words import COMPANIES, GOODS, PEOPLE, a_code, a_date, a_name, long_date
 
-__all__ = ["LAYOUTS", "Bill", "Line", "invoice", "item_questions", "money", "money_answers"]
-
 LAYOUTS = 4
 """The last one is held out."""
 

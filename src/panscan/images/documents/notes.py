@@ -10,8 +10,6 @@ from random import Random
 from panscan.images.documents.sheet import Document, Question, Sheet
 from panscan.images.documents.words import GOODS, PEOPLE, TASKS, TOWNS, a_code, a_name
 
-__all__ = ["LAYOUTS", "notes"]
-
 LAYOUTS = 8
 """The last one is held out."""
 

@@ -21,8 +21,6 @@ from panscan.images.documents.words import (
 )
 from panscan.images.ink import rounded
 
-__all__ = ["LAYOUTS", "receipt"]
-
 _FAREWELLS = ("Thank you", "See you again", "Have a nice day", "Keep this receipt", "Open every day")
 _PLACES = ("Till", "Counter", "Table", "Desk")
 

@@ -11,8 +11,6 @@ from PIL import Image, ImageDraw
 from panscan.images.documents.words import a_name, a_word
 from panscan.images.ink import AILERON, Box, Face, mean_advance, text_width, write
 
-__all__ = ["Document", "Flow", "Print", "Question", "Sheet", "Text", "choose"]
-
 
 @dataclass(frozen=True, slots=True)
 class Text:

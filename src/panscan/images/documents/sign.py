@@ -9,8 +9,6 @@ from panscan.images.documents.sheet import Document, Flow, Question, Sheet
 from panscan.images.documents.words import PEOPLE, SHOPS, TOWNS, a_date, a_name, a_phone, long_date
 from panscan.images.ink import rounded
 
-__all__ = ["LAYOUTS", "sign"]
-
 LAYOUTS = 5
 """The last one is held out."""
 

@@ -7,8 +7,6 @@ from random import Random
 from panscan.images.documents.sheet import Document, Question, Sheet
 from panscan.images.documents.words import GOODS, MONTHS, TOWNS
 
-__all__ = ["LAYOUTS", "table"]
-
 LAYOUTS = 4
 """The last one is held out."""
 

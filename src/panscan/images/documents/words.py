@@ -5,24 +5,6 @@ from __future__ import annotations
 from datetime import date, timedelta
 from random import Random
 
-__all__ = [
-    "COMPANIES",
-    "GOODS",
-    "LABELS",
-    "MONTHS",
-    "PEOPLE",
-    "SHOPS",
-    "STREETS",
-    "TASKS",
-    "TOWNS",
-    "a_code",
-    "a_date",
-    "a_name",
-    "a_phone",
-    "a_word",
-    "long_date",
-]
-
 
 def _name_list(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(","))

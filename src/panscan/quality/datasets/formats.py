@@ -27,13 +27,6 @@ from panscan.quality.datasets.rows import (
 from panscan.records.schema import EXACT_MATCH, DatasetFacts
 from panscan.settings import nearest
 
-__all__ = [
-    "FORMATS",
-    "DatasetFormat",
-    "dataset_rows",
-    "load_dataset",
-]
-
 _DOCVQA_FOLDERS = (
     "documents",
     "spdocvqa_images",

@@ -19,25 +19,6 @@ from panscan.images.fetch import conceal
 from panscan.images.files import split_page
 from panscan.records.schema import DatasetFacts
 
-__all__ = [
-    "ANSWER_KEYS",
-    "MOST_ROWS",
-    "Boundary",
-    "DatasetRow",
-    "Embedded",
-    "LoadedDataset",
-    "Number",
-    "Pictures",
-    "answer_texts",
-    "counted",
-    "is_file",
-    "is_unicode",
-    "parse_json",
-    "read_json",
-    "read_text",
-    "unique_id",
-]
-
 _MOST_BYTES = 256 * 2**20  # of a file of questions or prompts, which are all in memory
 
 MOST_ROWS = 1_000_000

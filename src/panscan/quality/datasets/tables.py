@@ -17,18 +17,6 @@ from panscan.core.errors import brief
 from panscan.core.files import replace_file
 from panscan.quality.datasets.rows import ANSWER_KEYS, MOST_ROWS, Boundary, Embedded, LoadedDataset, is_file
 
-__all__ = [
-    "IDS",
-    "IMAGES",
-    "QUESTIONS",
-    "check_table",
-    "image_bytes",
-    "metric_of_columns",
-    "read",
-    "require_pyarrow",
-    "write_pictures",
-]
-
 IMAGES = ("image", "images")
 QUESTIONS = ("question", "query")
 _ANSWERS = ("answers", "answer", "label")

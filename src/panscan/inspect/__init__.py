@@ -1,0 +1,1 @@
+"""See what a model, a machine or a recording does: profiles, traces, checks of this machine, attention."""

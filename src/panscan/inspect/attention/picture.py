@@ -1,0 +1,243 @@
+"""A picture of attention masks: queries as rows, keys as columns, and the cells in which an implementation differs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count, cycle
+from math import ceil
+
+import numpy as np
+from PIL import Image, ImageColor, ImageDraw
+
+from panscan.images.ink import printable, shorten, text_width, wrap, write
+from panscan.inspect.attention.measure import (
+    Mask,
+    Masks,
+    PromptAttention,
+    Segment,
+    differences,
+    plain_token,
+    statements,
+)
+from panscan.model.attention_masks import LayerKind
+
+_PAPER, _INK, _GREY, _LINE, _NONE = "#fbfbf9", "#22252b", "#5d626a", "#aeb2b9", "#ffffff"
+_TEXT = "#7a8089"  # keys that are text
+_VIEWS = ("#0072b2", "#009e73", "#56b4e9")  # keys in views, in turn; of Okabe and Ito's colours, as in images/draw.py
+_MISSING, _EXTRA = "#d55e00", "#cc79a7"
+_TITLE_SIZE, _ROW_SIZE, _FACTS_SIZE, _SMALL_SIZE = 24, 19, 16, 14
+_MARGIN, _GAP, _PITCH = 32, 28, 22
+_BAND = 14  # segments along the edges of a panel
+_LABELS = 116  # width of the segments' labels
+_TOP = 62  # above a panel's cells: its title, labels and band
+_BLEND_ABOVE, _BLENDED = 960, 900  # tokens from which a pixel shows several cells; pixels of such a panel's side
+_WANTED = 720  # pixels of a smaller panel's side, about
+_FAINTEST = 0.55  # share of a difference's colour in a pixel with a single differing cell
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """From tokens to pixels along both sides of a panel."""
+
+    tokens: int
+    side: int
+
+    @classmethod
+    def of(cls, tokens: int) -> _Scale:
+        """Return the scale of a prompt: whole pixels per cell, unless there are more cells than pixels."""
+        return cls(tokens, _BLENDED if tokens > _BLEND_ABOVE else tokens * max(1, round(_WANTED / tokens)))
+
+    @property
+    def blends(self) -> bool:
+        """Whether a pixel shows several cells."""
+        return self.side < self.tokens
+
+    def pixel(self, position: int) -> int:
+        """Return the pixel at which a position begins."""
+        return round(position * self.side / self.tokens)
+
+
+def draw_attention(shown: PromptAttention) -> Image.Image:
+    """Draw the masks of a prompt: a row of panels for each group of equal masks, a panel for each kind of layers.
+
+    A prompt of more than 960 tokens is scaled down: the colour of a pixel is the mean of its cells, but a pixel with a
+    differing cell always shows it.
+
+    Returns:
+        A new RGB image, at most 2,100 pixels wide.
+    """
+    scale = _Scale.of(len(shown.tokens))
+    width = max(2 * _MARGIN + _LABELS + len(shown.layers) * (_BAND + scale.side + _GAP) - _GAP, 760)
+    strips = [_header(shown, width), *(_panel_row(shown, group, scale, width) for group in shown.groups)]
+    strips.append(_legend(_legend_entries(shown, scale), width))
+    picture = Image.new("RGB", (width, sum(strip.height for strip in strips)))
+    top = 0
+    for strip in strips:
+        picture.paste(strip, (0, top))
+        top += strip.height
+    return picture
+
+
+def _header(shown: PromptAttention, width: int) -> Image.Image:
+    """Return the title and the facts about the prompt."""
+    room = width - 2 * _MARGIN
+    views = sum(segment.image is not None for segment in shown.segments)
+    counts = f"{len(shown.tokens):,} tokens, {views} view{'' if views == 1 else 's'}"
+    prompt = shorten(printable(f'Prompt: "{shown.prompt}"'), _FACTS_SIZE, room)
+    about = f"{shown.model} - {counts} - each row is a query, each column a key; measured on the attention code"
+    facts = [prompt, *wrap(printable(about), _FACTS_SIZE, room)]
+    strip, draw = _strip(width, _MARGIN + _TITLE_SIZE + _PITCH * len(facts) + _GAP)
+    title = shorten("Which positions attend to which", _TITLE_SIZE, room, bold=True)
+    write(draw, (_MARGIN, _MARGIN + _TITLE_SIZE - 6), title, _TITLE_SIZE, fill=_INK, bold=True)
+    for index, line in enumerate(facts, 1):
+        write(draw, (_MARGIN, _MARGIN + _TITLE_SIZE + _PITCH * index - 2), line, _FACTS_SIZE, fill=_GREY)
+    return strip
+
+
+def _strip(width: int, height: int) -> tuple[Image.Image, ImageDraw.ImageDraw]:
+    picture = Image.new("RGB", (width, height), _PAPER)
+    return picture, ImageDraw.Draw(picture)
+
+
+def _panel_row(shown: PromptAttention, group: Masks, scale: _Scale, width: int) -> Image.Image:
+    """Return a group's names, its notes and how it differs, and its panels."""
+    is_reference, room = group is shown.reference, width - 2 * _MARGIN
+    title = ", ".join(group.names)
+    if is_reference:
+        reference, *agreeing = group.names
+        title = f"{reference} (reference)" + (f"; the same: {', '.join(agreeing)}" if agreeing else "")
+    texts = (*(() if is_reference else statements(shown, group)), *group.notes)
+    lines = [line for text in texts for line in wrap(printable(text), _SMALL_SIZE, room)]
+    top = _ROW_SIZE + 12 + _PITCH * len(lines) + _TOP
+    strip, draw = _strip(width, top + scale.side + _GAP)
+    title = shorten(printable(title), _ROW_SIZE, room, bold=True)
+    write(draw, (_MARGIN, _ROW_SIZE - 4), title, _ROW_SIZE, fill=_INK, bold=True)
+    for index, line in enumerate(lines, 1):
+        write(draw, (_MARGIN, _ROW_SIZE + 4 + _PITCH * index), line, _SMALL_SIZE, fill=_GREY if is_reference else _INK)
+    left = _MARGIN + _LABELS + _BAND
+    _draw_query_labels(draw, shown, scale, left - _BAND - 8, top)
+    for kind in shown.layers:
+        _draw_panel(strip, shown, group, kind, scale, (left, top))
+        left += scale.side + _BAND + _GAP
+    return strip
+
+
+def _draw_query_labels(draw: ImageDraw.ImageDraw, shown: PromptAttention, scale: _Scale, right: int, top: int) -> None:
+    """Write the labels of tokens, or else of segments, left of a row's first panel; those with room for a line."""
+    write(draw, (right, top - _BAND - 6), "queries", _SMALL_SIZE, fill=_GREY, anchor="rs")
+    labels = [(segment.start, segment.end, segment.label(images=shown.images)) for segment in shown.segments]
+    if scale.pixel(1) >= _SMALL_SIZE:
+        labels = [(index, index + 1, printable(plain_token(token))) for index, token in enumerate(shown.tokens)]
+    for first, last, label in labels:
+        start, end = scale.pixel(first), scale.pixel(last)
+        if end - start >= _SMALL_SIZE:
+            short = shorten(label, _SMALL_SIZE, _LABELS - 8)
+            write(draw, (right, top + (start + end) // 2 + 5), short, _SMALL_SIZE, fill=_INK, anchor="rs")
+
+
+def _draw_panel(
+    picture: Image.Image, shown: PromptAttention, group: Masks, kind: LayerKind, scale: _Scale, corner: tuple[int, int]
+) -> None:
+    """Draw the cells of one kind of layers with the segments along both edges; ``corner``: of the first cell."""
+    draw, (left, top) = ImageDraw.Draw(picture), corner
+    total = sum(shown.layers.values())
+    title = f"{kind.capitalize()} layers ({shown.layers[kind]} of {total}"
+    title += f", window {shown.window:,})" if kind == "local" else ")"
+    write(draw, (left - _BAND, top - _BAND - 26), title, _FACTS_SIZE, fill=_INK, bold=True)
+    colours = _segment_colours(shown.segments)
+    for segment, colour in zip(shown.segments, colours, strict=True):
+        start, end = scale.pixel(segment.start), max(scale.pixel(segment.end), scale.pixel(segment.start) + 1)
+        draw.rectangle((left + start, top - _BAND, left + end - 1, top - 3), fill=colour)
+        draw.rectangle((left - _BAND, top + start, left - 3, top + end - 1), fill=colour)
+        labels = (segment.label(images=shown.images), segment.label(images=1))  # the second one is shorter
+        fitting = (label for label in labels if text_width(label, _SMALL_SIZE) <= end - start - 4)
+        middle = (left + (start + end) // 2, top - _BAND - 6)
+        write(draw, middle, next(fitting, ""), _SMALL_SIZE, fill=_INK, anchor="ms")
+    cells = _panel_cells(shown.reference.by_kind[kind], group.by_kind[kind], shown.segments, scale)
+    picture.paste(cells, corner)
+    draw.rectangle((left - 1, top - 1, left + scale.side, top + scale.side), outline=_LINE)
+
+
+def _segment_colours(segments: Sequence[Segment]) -> list[str]:
+    """Return the colour of each segment: views take theirs in turn."""
+    views = cycle(_VIEWS)
+    return [_TEXT if segment.image is None else next(views) for segment in segments]
+
+
+def _panel_cells(reference: Mask, mask: Mask, segments: Sequence[Segment], scale: _Scale) -> Image.Image:
+    """Return the cells of a mask, ``scale.side`` pixels square, with their differences from the reference."""
+    colours = _segment_colours(segments)
+    key_index = np.repeat(np.arange(1, len(segments) + 1), [segment.tokens for segment in segments])
+    palette = np.array([ImageColor.getrgb(colour) for colour in (_NONE, *colours)], np.uint8)
+    picture = _to_panel_size(Image.fromarray(palette[np.where(mask, key_index, 0)]), scale)
+    for differing, colour in ((reference & ~mask, _MISSING), (mask & ~reference, _EXTRA)):
+        picture.paste(colour, (0, 0), _shares(differing, scale))
+    return _ruled(picture, segments, scale)
+
+
+def _to_panel_size(image: Image.Image, scale: _Scale) -> Image.Image:
+    """Return an image of one pixel per cell at a panel's size."""
+    method = Image.Resampling.BOX if scale.blends else Image.Resampling.NEAREST
+    return image.resize((scale.side, scale.side), method)
+
+
+def _shares(cells: Mask, scale: _Scale) -> Image.Image:
+    """Return the share of a difference's colour in each pixel, as an image of mode L."""
+    # Scaled as floats: a share below 1 / 255 would round to 0.
+    shares = np.asarray(_to_panel_size(Image.fromarray(cells.astype(np.float32)), scale))
+    return Image.fromarray(np.where(shares > 0, 255 * (_FAINTEST + (1 - _FAINTEST) * shares), 0).astype(np.uint8))
+
+
+def _ruled(picture: Image.Image, segments: Sequence[Segment], scale: _Scale) -> Image.Image:
+    """Return a panel with pale lines at the edges of views."""
+    lines = Image.new("L", picture.size)
+    draw = ImageDraw.Draw(lines)
+    for segment in segments:
+        for edge in (segment.start, segment.end) if segment.image is not None else ():
+            pixel = min(scale.pixel(edge), scale.side - 1)
+            draw.line((pixel, 0, pixel, scale.side), fill=46)
+            draw.line((0, pixel, scale.side, pixel), fill=46)
+    picture.paste(_INK, (0, 0), lines)
+    return picture
+
+
+_Entry = tuple[Sequence[str], str]
+"""Colours of a legend's entry, and its text."""
+
+
+def _legend_entries(shown: PromptAttention, scale: _Scale) -> list[_Entry]:
+    """Return the entries of the legend that the picture needs."""
+    views = min(sum(segment.image is not None for segment in shown.segments), len(_VIEWS))
+    entries: list[_Entry] = [([_NONE], "no attention"), ([_TEXT], "attends to text")]
+    if views:
+        entries.append((_VIEWS[:views], "attends to a view" + (" (colours in turn)" if views > 1 else "")))
+    reference = shown.reference.names[0]
+    changes = [difference for group in shown.groups[1:] for difference in differences(shown, group)]
+    if any(difference.missing for difference in changes):
+        entries.append(([_MISSING], f"missing: only {reference} attends"))
+    if any(difference.extra for difference in changes):
+        entries.append(([_EXTRA], f"extra: {reference} does not attend"))
+    if scale.blends:
+        cells = scale.tokens / scale.side
+        entries.append(([], f"A pixel is {cells:.1f} x {cells:.1f} token pairs: paler where only some of them attend."))
+    return entries
+
+
+def _legend(entries: Sequence[_Entry], width: int) -> Image.Image:
+    """Return the entries, in as many lines as they need."""
+    left, top, places = _MARGIN, 0, []
+    for colours, text in entries:
+        label = printable(text)
+        size = 20 * len(colours) + 6 + ceil(text_width(label, _SMALL_SIZE)) + 26
+        if left > _MARGIN and left + size > width - _MARGIN:
+            left, top = _MARGIN, top + _PITCH + 4
+        places.append((left, top, colours, label))
+        left += size
+    strip, draw = _strip(width, top + _PITCH + 4 + _MARGIN)
+    for left, top, colours, label in places:
+        for start, colour in zip(count(left, 20), colours, strict=False):
+            draw.rectangle((start, top, start + 15, top + 15), fill=colour, outline=_LINE)
+        text_left = left + 20 * len(colours) + 6 * bool(colours)
+        write(draw, (text_left, top + 12), label, _SMALL_SIZE, fill=_GREY)
+    return strip

@@ -1,0 +1,91 @@
+"""What profiles show: the summary of each trace, beside the same work timed without the profiler."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TypeAlias
+
+from panscan.core.files import write_file
+from panscan.core.text import number_text
+from panscan.inspect.profile.run import Profiled
+from panscan.inspect.trace.figures import StepTime, Summary
+from panscan.inspect.trace.output import comparison_lines, lines, page
+from panscan.inspect.trace.read import open_trace
+from panscan.inspect.trace.summary import summarize
+from panscan.report.table import Column, Table
+
+PAGE_NAME, SUMMARY_NAME = "summary.html", "summary.json"
+_TOP = 12  # rows of each table
+_COMPARED = 1_000  # names to match between traces
+
+_Mode: TypeAlias = tuple[Profiled, Summary]
+_TIMES: tuple[Column[_Mode], ...] = (
+    Column("", lambda mode: mode[0].mode.label),
+    Column("TTFT ms", lambda mode: mode[0].facts["without_profiler"]["ttft_ms"]),
+    Column("TPOT ms", lambda mode: mode[0].facts["without_profiler"]["tpot_ms"]),
+    Column("tokens/s", lambda mode: mode[0].facts["without_profiler"]["tokens_per_s"]),
+    Column("profiled TPOT ms", lambda mode: mode[0].facts["profiled"]["tpot_ms"]),
+    Column("busy/step ms", lambda mode: None if (step := _decode_step(mode[1])) is None else step.busy_ms),
+    Column("idle/step ms", lambda mode: None if (step := _decode_step(mode[1])) is None else step.idle_ms),
+    Column("launches/step", lambda mode: _launches(mode[1])),
+)
+
+
+def summary_of(profiled: Profiled, *, compared: bool) -> Summary:
+    """Return the summary of a profile's trace, under the name of its mode.
+
+    Args:
+        profiled: a finished profile.
+        compared: keep enough rows to match them with those of other traces.
+    """
+    return summarize(open_trace(profiled.trace), name=profiled.mode.name, top=_COMPARED if compared else _TOP)
+
+
+def printed(modes: Sequence[_Mode], *, width: int) -> list[str]:
+    """Return lines for the terminal: the summary or the comparison, then the times with and without the profiler."""
+    summaries = [summary for _, summary in modes]
+    shown = lines(summaries[0], width=width) if len(summaries) == 1 else comparison_lines(summaries, width=width)
+    note = "TTFT, TPOT and tokens/s without the profiler, which slows the host down; the rest with it."
+    return [*shown, "", *Table(_TIMES, modes, "Time per token", note).lines(width)]
+
+
+def write_results(folder: Path, modes: Sequence[_Mode], *, title: str) -> Path:
+    """Write ``summary.json`` and ``summary.html``; return the path of the page.
+
+    Args:
+        folder: existing folder of the profile.
+        modes: finished profiles with their summaries.
+        title: heading of the page.
+
+    Raises:
+        InputError: a file cannot be written.
+    """
+    document = {
+        profiled.mode.name: {"facts": dict(profiled.facts), "summary": asdict(summary)} for profiled, summary in modes
+    }
+    write_file(folder / SUMMARY_NAME, json.dumps(document, indent=1, allow_nan=False))
+    noted = [replace(summary, notes=(_timing_note(profiled), *summary.notes)) for profiled, summary in modes]
+    write_file(folder / PAGE_NAME, page(noted, title=title, top=_TOP))
+    return folder / PAGE_NAME
+
+
+def _decode_step(summary: Summary) -> StepTime | None:
+    step = summary.steps
+    return step if step is not None and step.name == "decode step" else None
+
+
+def _launches(summary: Summary) -> float | None:
+    step = _decode_step(summary)
+    return None if step is None or not summary.gpus else step.kernel_launches + step.graph_launches
+
+
+def _timing_note(profiled: Profiled) -> str:
+    plain, traced = profiled.facts["without_profiler"], profiled.facts["profiled"]
+    return (
+        f"{profiled.mode.label}: without the profiler TTFT {number_text(plain['ttft_ms'])} ms, TPOT"
+        f" {number_text(plain['tpot_ms'])} ms, {number_text(plain['tokens_per_s'])} tokens/s; with it TPOT"
+        f" {number_text(traced['tpot_ms'])} ms; model loaded in {number_text(profiled.facts['load_s'])} s"
+    )

@@ -1,0 +1,211 @@
+"""A profile of each mode: load, warm up, time without the profiler, then one request or batch under it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+import panscan
+from panscan.core import Request, Result, SettingError, now
+from panscan.inspect.profile.capture import CaptureOptions, captured, start_profiler_once, write_trace
+from panscan.inspect.profile.modes import ENGINE, Mode, mode_settings
+from panscan.model.machine import resolve_device
+from panscan.model.support import require_supported
+from panscan.records.environment import environment
+from panscan.runners.engine import EngineRunner
+from panscan.runners.factory import ready_runner
+from panscan.runners.gemma3n import Gemma3nRunner, is_gemma3n, require_gemma3n_settings
+from panscan.runners.generate import GenerateRunner
+from panscan.settings import Settings
+
+_WARM_UPS, _TIMED = 2, 3
+ProfiledRunner = GenerateRunner | EngineRunner
+
+
+@dataclass(frozen=True, slots=True)
+class Profiled:
+    """A finished profile.
+
+    Args:
+        mode: decoding mode.
+        trace: the trace file.
+        facts: metadata in the trace file, under ``panscan``.
+    """
+
+    mode: Mode
+    trace: Path
+    facts: Mapping[str, Any]
+
+
+def runs_gemma3n(settings: Settings) -> bool:
+    """Return whether settings name a Gemma 3n checkpoint, which only Transformers' ``generate()`` runs.
+
+    Raises:
+        ModelError: the checkpoint is not available.
+    """
+    return not settings.random_weights and is_gemma3n(settings.model, settings.revision)
+
+
+def checked_modes(settings: Settings, modes: Sequence[Mode]) -> list[tuple[Mode, Settings]]:
+    """Return each mode with its settings, in their order, once this machine is known to have what they need.
+
+    Raises:
+        ModelError: the checkpoint is not available.
+        UnsupportedError: a mode, setting or device that this machine or every runner among the modes lacks.
+    """
+    on_gpu = resolve_device(settings.device).type == "cuda"
+    settings_by_mode = [(mode, mode_settings(settings, mode, on_gpu=on_gpu)) for mode in modes]
+    if ENGINE not in modes:
+        require_supported(settings)  # refuses what only the engine has
+    if runs_gemma3n(settings):
+        require_gemma3n_settings(settings)
+    for _, chosen in settings_by_mode:
+        require_supported(chosen)
+    return settings_by_mode
+
+
+def profile_modes(
+    requests: Sequence[Request],
+    modes: Sequence[tuple[Mode, Settings]],
+    folder: Path,
+    options: CaptureOptions,
+    say: Callable[[str], None],
+) -> Iterator[Profiled]:
+    """Profile requests, as one batch, in each mode; yield each profile when its trace is written.
+
+    The modes of ``generate()`` share one loaded model; the engine loads it again.
+
+    Args:
+        requests: the batch; not empty.
+        modes: result of :func:`checked_modes`; not empty.
+        folder: existing folder for the trace files, ``MODE.json.gz``.
+        options: contents of the traces.
+        say: takes what is being done, in a few words.
+
+    Raises:
+        ModelError: the checkpoint is not available.
+        PanscanError: a request failed.
+    """
+    settings = modes[0][1]
+    gemma3n = runs_gemma3n(settings)
+    start_profiler_once(resolve_device(settings.device))
+    name = ""
+    with ExitStack() as stack:
+        for mode, chosen in modes:
+            if name != chosen.runner:
+                stack.close()  # nothing is open if the next runner cannot be opened
+                say(f"loading {chosen.model_name} for {mode.label}")
+                started = now()
+                runner, name = _opened_runner(chosen, gemma3n), chosen.runner
+                load_s = now() - started
+                stack.callback(_close, runner)
+            runner.configure(chosen)
+            yield profile_runner(runner, mode, requests, folder / f"{mode.name}.json.gz", options, load_s, say)
+
+
+def profile_runner(
+    runner: ProfiledRunner,
+    mode: Mode,
+    requests: Sequence[Request],
+    path: Path,
+    options: CaptureOptions,
+    load_s: float,
+    say: Callable[[str], None],
+) -> Profiled:
+    """Warm a configured runner up, time it without the profiler, and profile it once.
+
+    Args:
+        runner: has the mode's settings.
+        mode: decoding mode.
+        requests: the batch.
+        path: path of the trace file.
+        options: contents of the trace.
+        load_s: seconds that loading the model took, for the facts.
+        say: takes what is being done.
+
+    Raises:
+        PanscanError: a request failed.
+        RecordsError: the trace cannot be written.
+    """
+    if isinstance(runner, GenerateRunner):
+        runner.decode_compile = mode.decode_compile
+    say(f"{mode.label}: warm-up")
+    started = now()
+    for _ in range(_WARM_UPS):
+        runner.run(requests)
+    warm_up_s = now() - started
+    say(f"{mode.label}: timing without the profiler")
+    plain = sorted((_timing(runner.run(requests)) for _ in range(_TIMED)), key=lambda timing: timing["seconds"])
+    facts: dict[str, Any] = {
+        "version": panscan.__version__,
+        "mode": mode.name,
+        "label": mode.label,
+        "model": runner.settings.model_name,
+        "settings": runner.settings.changed(),
+        "batch_size": len(requests),
+        "load_s": load_s,
+        "warm_up_s": warm_up_s,
+        "without_profiler": plain[len(plain) // 2],
+        "environment": environment(),
+    }
+    say(f"{mode.label}: profiling")
+    results, profiler = captured(lambda: runner.run(requests), runner.loaded.device, options)
+    facts |= {
+        "output_tokens": len(results[0].token_ids),
+        "prompt_tokens": results[0].prompt_tokens,
+        "views": results[0].views,
+        "profiled": _timing(results),
+    }
+    write_trace(profiler, path, facts)
+    return Profiled(mode, path, facts)
+
+
+def _timing(results: Sequence[Result]) -> dict[str, Any]:
+    """Return the times of a finished batch.
+
+    ``ttft_ms`` is from accepted to first token, the mean over the batch; ``tpot_ms`` the mean time between output
+    tokens, None for fewer than two; ``seconds`` the time from the first acceptance to the last token, in which
+    ``tokens_per_s`` counts the output tokens.
+    """
+    stamps = [result.stamps for result in results]
+    seconds = max(request.tokens[-1] for request in stamps) - min(request.accepted for request in stamps)
+    steps = [request.tpot for request in stamps if request.tpot is not None]
+    return {
+        "ttft_ms": 1e3 * fmean(request.tokens[0] - request.accepted for request in stamps),
+        "tpot_ms": 1e3 * fmean(steps) if steps else None,
+        "seconds": seconds,
+        "tokens_per_s": sum(len(request.tokens) for request in stamps) / seconds,
+    }
+
+
+def _opened_runner(settings: Settings, gemma3n: bool) -> ProfiledRunner:
+    """Load a model in its runner; of an engine, also its caches and graphs.
+
+    Raises:
+        ModelError: the checkpoint is not available.
+        PanscanError: the engine cannot be opened.
+    """
+    if gemma3n:
+        return Gemma3nRunner.from_settings(settings)
+    runner = ready_runner(settings)
+    if isinstance(runner, EngineRunner):
+        try:
+            runner.engine  # noqa: B018 - opened on first use
+        except BaseException:  # interruptions included: the model must not stay in memory
+            _close(runner)
+            raise
+    elif not isinstance(runner, GenerateRunner):
+        raise SettingError(f"--runner {settings.runner}: only generate and engine are profiled")
+    return runner
+
+
+def _close(runner: ProfiledRunner) -> None:
+    """Release a model, and what was compiled of it, so that the next one has the memory."""
+    torch.compiler.reset()
+    runner.close()

@@ -1,0 +1,632 @@
+"""Triton kernels that multiply by quantised weights. Imported only with Triton.
+
+Multiplying a few rows (decode) is memory-bound, multiplying many rows (prefill) compute-bound. cuBLAS is fast for both
+with float8; for int8, and for a few rows with 4-bit weights, these kernels are faster (``benchmarks/products.py``).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from panscan.core.hardware import SHARED_BYTES
+from panscan.core.jit import INTERPRETED, kernel
+from panscan.model.linear.rows import LARGEST, LEAST_SCALE, QuantizedRows
+
+_LEAST_SCALE = tl.constexpr(LEAST_SCALE)
+_COLUMNS = 1024  # per program, where several programs share a row
+
+
+class Tiles(NamedTuple):
+    """Tile sizes and launch parameters of a kernel. ``tma``: copy tiles with the Tensor Memory Accelerator (Hopper)."""
+
+    rows: int
+    columns: int
+    inputs: int
+    warps: int
+    stages: int
+    tma: bool = False
+
+
+class FixedPoint(NamedTuple):
+    """Rows as ``scale * (256 high + low)``, with a scale for each group of channels.
+
+    ``high``, ``low``: int8 ``[T, inputs]``. ``scale``, ``sum``: float32 ``[T, groups]``; ``sum``: each group's sum.
+    """
+
+    high: torch.Tensor
+    low: torch.Tensor
+    scale: torch.Tensor
+    sum: torch.Tensor
+
+
+def quantize(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise rows by their largest absolute values; return quantised values and float32 scales ``[T, 1]``.
+
+    Args:
+        values: contiguous ``[T, inputs]``.
+        dtype: int8 or float8_e4m3fn.
+    """
+    rows, width = values.shape
+    padded = triton.next_power_of_2(width)
+    quantized = torch.empty_like(values, dtype=dtype)
+    scales = values.new_empty(rows, 1, dtype=torch.float32)
+    with torch.cuda.device(values.get_device()):  # Triton launches on the current device; no effect for a CPU tensor
+        _quantize[(rows,)](
+            values,
+            quantized,
+            scales,
+            LARGEST[dtype],
+            width=width,
+            padded=padded,
+            whole=dtype == torch.int8,
+            num_warps=min(16, max(4, padded // 512)),
+        )
+    return quantized, scales
+
+
+def quantize_chunks(values: torch.Tensor, largest: torch.Tensor, dtype: torch.dtype) -> QuantizedRows:
+    """Quantise rows, given the largest absolute value of each chunk, with one program per chunk.
+
+    Args:
+        values: contiguous ``[T, inputs]``.
+        largest: float32 ``[T, chunks]``: largest absolute value of each 1024 columns.
+        dtype: int8 or float8_e4m3fn.
+    """
+    rows, width = values.shape
+    chunks = largest.shape[1]
+    quantized = torch.empty_like(values, dtype=dtype)
+    scales = values.new_empty(rows, 1, dtype=torch.float32)
+    with torch.cuda.device(values.get_device()):
+        _quantize_chunk[(rows, chunks)](
+            values,
+            largest,
+            quantized,
+            scales,
+            LARGEST[dtype],
+            chunks,
+            width=width,
+            columns=_COLUMNS,
+            padded=triton.next_power_of_2(chunks),
+            whole=dtype == torch.int8,
+        )
+    return QuantizedRows(quantized, scales)
+
+
+def scale_sums(
+    sums: torch.Tensor, row_scale: torch.Tensor, column_scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return ``sums * row_scale * column_scale``, rounded once to ``dtype``.
+
+    Args:
+        sums: contiguous ``[T, outputs]`` of any type.
+        row_scale: float32 ``[T, 1]``.
+        column_scale: float32 ``[outputs]``.
+        dtype: type of the result.
+    """
+    rows, outputs = sums.shape
+    scaled = torch.empty_like(sums, dtype=dtype)
+    with torch.cuda.device(sums.get_device()):
+        _scale_sums[(rows, triton.cdiv(outputs, _COLUMNS))](
+            sums, row_scale, column_scale, scaled, outputs, columns=_COLUMNS
+        )
+    return scaled
+
+
+def int8_tiles(rows: int, shared_bytes: int, *, tma: bool) -> Tiles:
+    """Return the fastest tile sizes for a number of rows, as measured on an H200; shared memory limits the stages.
+
+    Args:
+        rows: number of input rows.
+        shared_bytes: shared memory per program.
+        tma: whether the GPU has a Tensor Memory Accelerator.
+    """
+    few = {16: Tiles(16, 32, 256, 2, 6), 32: Tiles(32, 32, 256, 2, 5), 64: Tiles(64, 32, 256, 4, 4)}
+    most = next((most for most in few if rows <= most), None)
+    if most is not None:
+        tiles = few[most]
+    elif rows <= 128:
+        tiles = Tiles(128, 64, 128, 4, 4)
+    elif rows <= 512 or shared_bytes < 2 * (128 + 256) * 128:
+        tiles = Tiles(128, 128, 128, 8, 4, tma)
+    else:
+        tiles = Tiles(128, 256, 128, 8, 4, tma)
+    return tiles._replace(stages=min(tiles.stages, shared_bytes // ((tiles.rows + tiles.columns) * tiles.inputs)))
+
+
+def product_int8(
+    rows: torch.Tensor,
+    row_scale: torch.Tensor,
+    weight: torch.Tensor,
+    column_scale: torch.Tensor,
+    dtype: torch.dtype,
+    tiles: Tiles,
+) -> torch.Tensor:
+    """Return ``(rows @ weight.T) * row_scale * column_scale`` ``[T, outputs]``: exact sums, rounded once to ``dtype``.
+
+    Args:
+        rows: contiguous int8 ``[T, inputs]``.
+        row_scale: float32 ``[T, 1]``.
+        weight: contiguous int8 ``[outputs, inputs]``.
+        column_scale: float32 ``[outputs]``.
+        dtype: type of the result.
+        tiles: see :func:`int8_tiles`.
+    """
+    count, inputs = rows.shape
+    outputs = len(weight)
+    product = rows.new_empty(count, outputs, dtype=dtype)
+    left, right = rows, weight
+    if tiles.tma:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        left = TensorDescriptor.from_tensor(rows, [tiles.rows, tiles.inputs])
+        right = TensorDescriptor.from_tensor(weight, [tiles.columns, tiles.inputs])
+    grid = (triton.cdiv(count, tiles.rows) * triton.cdiv(outputs, tiles.columns),)
+    with torch.cuda.device(rows.get_device()):
+        _product_int8[grid](
+            left,
+            row_scale,
+            right,
+            column_scale,
+            product,
+            count,
+            outputs,
+            inputs,
+            block_m=tiles.rows,
+            block_n=tiles.columns,
+            block_k=tiles.inputs,
+            group=8,
+            tma=tiles.tma,
+            num_warps=tiles.warps,
+            num_stages=tiles.stages,
+        )
+    return product
+
+
+def fixed_point(values: torch.Tensor, group_size: int) -> FixedPoint:
+    """Convert contiguous rows ``[T, inputs]`` to fixed point with 16 bits per value.
+
+    bfloat16 has 8 significant bits, so a value in [1/256, 1] of its group's largest is converted without loss.
+    """
+    rows, width = values.shape
+    groups = width // group_size
+    high, low = torch.empty_like(values, dtype=torch.int8), torch.empty_like(values, dtype=torch.int8)
+    scale, total = values.new_empty(2, rows, groups, dtype=torch.float32)
+    padded = triton.next_power_of_2(groups)
+    with torch.cuda.device(values.get_device()):
+        _fixed_point[(rows,)](
+            values,
+            high,
+            low,
+            scale,
+            total,
+            width,
+            groups,
+            padded=padded,
+            group=group_size,
+            num_warps=min(16, max(4, padded * group_size // 512)),
+        )
+    return FixedPoint(high, low, scale, total)
+
+
+def vector_int4(
+    rows: FixedPoint, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Multiply one or two rows without tensor cores; return ``[T, outputs]``.
+
+    Args:
+        rows: inputs, in groups like the weights.
+        weight: packed (:func:`panscan.model.linear.quantized.pack_int4`).
+        scale: ``[groups, outputs]``.
+        zero: ``[groups, outputs]`` of any type, or None for 8.
+        dtype: type of the result.
+    """
+    blocks, outputs, _ = weight.shape
+    count, groups = rows.scale.shape
+    group_size = rows.high.shape[1] // groups
+    product = weight.new_empty(count, outputs, dtype=dtype)
+    block_n = 16
+    with torch.cuda.device(weight.get_device()):
+        _vector_int4[(triton.cdiv(outputs, block_n), count)](
+            rows.high.view(torch.int32),
+            rows.low.view(torch.int32),
+            rows.scale,
+            rows.sum,
+            weight.view(torch.int32),
+            scale,
+            scale if zero is None else zero,
+            product,
+            outputs,
+            groups,
+            blocks,
+            weight.stride(0) // 4,
+            scale.stride(0),
+            block_n=block_n,
+            side=4,
+            group=group_size,
+            has_zero=zero is not None,
+            interpreted=INTERPRETED,
+            num_warps=1,
+        )
+    return product
+
+
+def product_int4(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    group_size: int,
+    shared_bytes: int,
+) -> torch.Tensor:
+    """Multiply a few rows (up to about 64); return ``[T, outputs]`` in the type of the rows.
+
+    Args:
+        rows: contiguous ``[T, inputs]``.
+        weight: packed (:func:`panscan.model.linear.quantized.pack_int4`).
+        scale: ``[groups, outputs]``.
+        zero: ``[groups, outputs]`` of any type, or None for 8.
+        group_size: input channels per group.
+        shared_bytes: shared memory that one program may have.
+    """
+    count, inputs = rows.shape
+    outputs = weight.shape[1]
+    product = rows.new_empty(count, outputs)
+    block_m = 16 if count <= 16 else 64
+    with torch.cuda.device(weight.get_device()):
+        _product_int4[(triton.cdiv(outputs, 64), triton.cdiv(count, block_m))](
+            rows,
+            weight,
+            scale,
+            scale if zero is None else zero,
+            product,
+            count,
+            outputs,
+            inputs,
+            weight.stride(0),
+            scale.stride(0),
+            block_m=block_m,
+            block_n=64,
+            slice_k=min(group_size, 128),
+            group=group_size,
+            has_zero=zero is not None,
+            precision="ieee" if rows.dtype == torch.float32 else "tf32",
+            num_warps=4,
+            num_stages=int4_stages(block_m, shared_bytes),
+        )
+    return product
+
+
+def int4_stages(block_m: int, shared_bytes: int) -> int:
+    """Return the pipeline stages of :func:`product_int4` for tiles of ``block_m`` rows, as measured on an H200."""
+    return 3 if block_m <= 16 or shared_bytes >= SHARED_BYTES[8, 0] else 2
+
+
+def dequantize_int4(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    group_size: int,
+    inputs: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Dequantise packed 4-bit weights to dense values ``[outputs, inputs]``.
+
+    Args:
+        weight: packed (:func:`panscan.model.linear.quantized.pack_int4`); may be a slice of the outputs.
+        scale: ``[groups, outputs]``, sliced likewise.
+        zero: ``[groups, outputs]`` of any type, sliced likewise, or None for 8.
+        group_size: input channels per group.
+        inputs: input channels.
+        dtype: type of the result.
+    """
+    blocks, outputs, _ = weight.shape
+    dense = weight.new_empty(outputs, inputs, dtype=dtype)
+    with torch.cuda.device(weight.get_device()):
+        _dequantize_int4[(blocks, triton.cdiv(outputs, 16))](
+            weight,
+            scale,
+            scale if zero is None else zero,
+            dense,
+            outputs,
+            inputs,
+            weight.stride(0),
+            scale.stride(0),
+            block_n=16,
+            slice_k=min(group_size, 128),
+            group=group_size,
+            has_zero=zero is not None,
+            num_warps=4,
+        )
+    return dense
+
+
+@kernel()
+def _quantize(values, quantized, scales, most, width: tl.constexpr, padded: tl.constexpr, whole: tl.constexpr):
+    """Quantise one row; ``whole`` rounds to integers."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, padded)
+    valid = column < width
+    x = tl.load(values + row * width + column, mask=valid, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(x), 0), _LEAST_SCALE) / most
+    tl.store(quantized + row * width + column, rounded(x / scale, whole).to(quantized.dtype.element_ty), mask=valid)
+    tl.store(scales + row, scale)
+
+
+@kernel()
+def _quantize_chunk(
+    values,
+    largest,
+    quantized,
+    scales,
+    most,
+    chunks,
+    width: tl.constexpr,
+    columns: tl.constexpr,
+    padded: tl.constexpr,
+    whole: tl.constexpr,
+):
+    """Quantise ``columns`` columns of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.arange(0, padded)
+    top = tl.max(tl.load(largest + row * chunks + chunk, mask=chunk < chunks, other=0.0), 0)
+    scale = tl.maximum(top, _LEAST_SCALE) / most
+    column = tl.program_id(1) * columns + tl.arange(0, columns)
+    valid = column < width
+    x = tl.load(values + row * width + column, mask=valid, other=0.0).to(tl.float32)
+    tl.store(quantized + row * width + column, rounded(x / scale, whole).to(quantized.dtype.element_ty), mask=valid)
+    if tl.program_id(1) == 0:
+        tl.store(scales + row, scale)
+
+
+@kernel()
+def rounded(x, whole: tl.constexpr):
+    """Round to the nearest even integer if ``whole``: adding 1.5 * 2^23 leaves no fraction bits."""
+    if whole:
+        x = (x + 12582912.0) - 12582912.0
+    return x
+
+
+@kernel()
+def _product_int8(
+    x,
+    x_scale,
+    w,
+    w_scale,
+    out,
+    rows,
+    outputs,
+    inputs,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    block_k: tl.constexpr,
+    group: tl.constexpr,
+    tma: tl.constexpr,
+):
+    """Compute one tile of the output. ``group`` row blocks run consecutively, to share their weights in the L2 cache.
+
+    With ``tma``, ``x`` and ``w`` are tensor descriptors, else pointers.
+    """
+    pid = tl.program_id(0)
+    m_blocks, n_blocks = tl.cdiv(rows, block_m), tl.cdiv(outputs, block_n)
+    in_group = group * n_blocks
+    first = pid // in_group * group
+    size = min(m_blocks - first, group)
+    first_m = (first + pid % in_group % size) * block_m
+    first_n = pid % in_group // size * block_n
+    m, n, k = first_m + tl.arange(0, block_m), first_n + tl.arange(0, block_n), tl.arange(0, block_k)
+    total = tl.zeros((block_m, block_n), tl.int32)
+    for start in range(0, inputs, block_k):
+        if tma:
+            left, right = x.load([first_m, start]), w.load([first_n, start]).T
+        else:
+            there = start + k < inputs
+            x_at = x + m[:, None].to(tl.int64) * inputs + start + k[None, :]
+            w_at = w + n[None, :].to(tl.int64) * inputs + start + k[:, None]
+            left = tl.load(x_at, mask=(m[:, None] < rows) & there[None, :], other=0)
+            right = tl.load(w_at, mask=(n[None, :] < outputs) & there[:, None], other=0)
+        total = tl.dot(left, right, total, out_dtype=tl.int32)
+    scale = tl.load(x_scale + m, mask=m < rows, other=0.0)[:, None] * tl.load(w_scale + n, mask=n < outputs, other=0.0)
+    at = out + m[:, None].to(tl.int64) * outputs + n[None, :]
+    values = (total.to(tl.float32) * scale).to(out.dtype.element_ty)
+    tl.store(at, values, mask=(m[:, None] < rows) & (n[None, :] < outputs))
+
+
+@kernel()
+def _scale_sums(sums, x_scale, w_scale, out, outputs, columns: tl.constexpr):
+    """Scale ``columns`` sums of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * columns + tl.arange(0, columns)
+    valid = n < outputs
+    total = tl.load(sums + row * outputs + n, mask=valid, other=0).to(tl.float32)
+    total = total * (tl.load(x_scale + row) * tl.load(w_scale + n, mask=valid, other=0.0))
+    tl.store(out + row * outputs + n, total.to(out.dtype.element_ty), mask=valid)
+
+
+@kernel()
+def _fixed_point(x, high, low, scales, sums, width, groups, padded: tl.constexpr, group: tl.constexpr):
+    """Write one row as ``scale * (256 high + low)`` with a scale for each group of channels, and the groups' sums."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, padded)
+    column = place[:, None] * group + tl.arange(0, group)[None, :]
+    valid = column < width
+    values = tl.load(x + row * width + column, mask=valid, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(values), 1), _LEAST_SCALE) / 32512.0
+    fixed = rounded(values / scale[:, None], True).to(tl.int32)
+    upper = (fixed + 128) >> 8
+    tl.store(high + row * width + column, upper.to(tl.int8), mask=valid)
+    tl.store(low + row * width + column, (fixed - upper * 256).to(tl.int8), mask=valid)
+    tl.store(scales + row * groups + place, scale, mask=place < groups)
+    tl.store(sums + row * groups + place, tl.sum(fixed, 1).to(tl.float32) * scale, mask=place < groups)
+
+
+@kernel()
+def dot_bytes(a, b, total, interpreted: tl.constexpr):
+    """Add the products of four signed bytes in each of two int32."""
+    if interpreted:
+        for shift in tl.static_range(0, 32, 8):
+            total += ((a << (24 - shift)) >> 24) * ((b << (24 - shift)) >> 24)
+    else:
+        total = tl.inline_asm_elementwise(
+            "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, total], dtype=tl.int32, is_pure=True, pack=1
+        )
+    return total
+
+
+@kernel()
+def _vector_int4(
+    high,
+    low,
+    x_scale,
+    x_sum,
+    w,
+    scale,
+    zero,
+    out,
+    outputs,
+    groups,
+    blocks,
+    w_block,
+    scale_row,
+    block_n: tl.constexpr,
+    side: tl.constexpr,
+    group: tl.constexpr,
+    has_zero: tl.constexpr,
+    interpreted: tl.constexpr,
+):
+    """Compute ``block_n`` outputs of one row, ``side`` packed blocks at a time, with exact sums of integers."""
+    row = tl.program_id(1)
+    per_group: tl.constexpr = group // 4  # int32 words
+    parts: tl.constexpr = 32 // per_group
+    n = tl.program_id(0) * block_n + tl.arange(0, block_n)
+    part = tl.arange(0, side * parts)  # groups of the low halves of ``side`` blocks
+    word = tl.arange(0, per_group)
+    there = n < outputs
+    total = tl.zeros((side * parts, block_n, per_group), tl.float32)
+    offset = tl.zeros((side * parts, block_n), tl.float32)
+    for first in tl.range(0, blocks, side, num_stages=3):
+        block = first + part // parts
+        inside = block < blocks
+        at = block[:, None, None].to(tl.int64) * w_block + n[None, :, None] * 32
+        at += (part % parts * per_group)[:, None, None] + word[None, None, :]
+        packed = tl.load(w + at, mask=inside[:, None, None] & there[None, :, None], other=0)
+        for half in tl.static_range(2):
+            levels = (packed >> (4 * half)) & 0x0F0F0F0F
+            which = block * (2 * parts) + half * parts + part % parts
+            valid = inside & (which < groups)
+            x_group = row * groups + which
+            x_at = (x_group * per_group)[:, None] + word[None, :]
+            upper = tl.load(high + x_at, mask=valid[:, None], other=0)[:, None, :]
+            lower = tl.load(low + x_at, mask=valid[:, None], other=0)[:, None, :]
+            blank = tl.zeros((side * parts, block_n, per_group), tl.int32)
+            found = dot_bytes(levels, upper + blank, blank, interpreted) * 256
+            found = dot_bytes(levels, lower + blank, found, interpreted)
+            # Values are below 2^22: adding the bits of 1.5 * 2^23 and subtracting that number converts int to float
+            # without a conversion instruction.
+            product = (found + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+            place = which[:, None] * scale_row + n[None, :]
+            mask = valid[:, None] & there[None, :]
+            factor = tl.load(scale + place, mask=mask, other=0.0).to(tl.float32)
+            total += product * (factor * tl.load(x_scale + x_group, mask=valid, other=0.0)[:, None])[:, :, None]
+            seen = factor * tl.load(x_sum + x_group, mask=valid, other=0.0)[:, None]
+            if has_zero:
+                offset += seen * tl.load(zero + place, mask=mask, other=0).to(tl.float32)
+            else:
+                offset += seen * 8.0
+    sums = tl.sum(tl.sum(total, 2) - offset, 0)
+    tl.store(out + row * outputs + n, sums.to(out.dtype.element_ty), mask=there)
+
+
+@kernel()
+def _product_int4(
+    x,
+    w,
+    scale,
+    zero,
+    out,
+    rows,
+    outputs,
+    inputs,
+    w_block,
+    scale_row,
+    block_m: tl.constexpr,
+    block_n: tl.constexpr,
+    slice_k: tl.constexpr,
+    group: tl.constexpr,
+    has_zero: tl.constexpr,
+    precision: tl.constexpr,
+):
+    """Compute one tile of the output, transposed: the weights are the left operand, which may stay in registers."""
+    m = tl.program_id(1) * block_m + tl.arange(0, block_m)
+    n = tl.program_id(0) * block_n + tl.arange(0, block_n)
+    k = tl.arange(0, slice_k)
+    there = n < outputs
+    x_at = x + m[None, :].to(tl.int64) * inputs + k[:, None]
+    total = tl.zeros((block_n, block_m), tl.float32)
+    slices: tl.constexpr = 128 // slice_k
+    for step in range(tl.cdiv(inputs, 256) * slices):
+        block = step // slices
+        first = step % slices * slice_k
+        w_at = w + block.to(tl.int64) * w_block + n[:, None] * 128 + first + k[None, :]
+        packed = tl.load(w_at, mask=there[:, None], other=0)
+        for half in tl.static_range(2):
+            at = block * 256 + half * 128 + first
+            right = tl.load(x_at + at, mask=(m[None, :] < rows) & (at + k < inputs)[:, None], other=0.0)
+            bits = (packed >> (4 * half)) & 15
+            if right.dtype == tl.bfloat16:
+                # The level becomes the low mantissa bits of 128.0, which is exact and needs no conversion instruction.
+                level = (bits.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True) - 128.0
+            else:
+                level = bits.to(right.dtype)
+            place = (at // group) * scale_row + n
+            inside = there & (at < inputs)
+            if has_zero:
+                lowest = tl.load(zero + place, mask=inside, other=0).to(tl.float32)  # may lie between two levels
+                level = (level.to(tl.float32) - lowest[:, None]).to(right.dtype)
+            else:
+                level = level - 8.0
+            factor = tl.load(scale + place, mask=inside, other=0.0).to(tl.float32)
+            total += tl.dot(level, right, input_precision=precision) * factor[:, None]
+    at_out = out + m[None, :].to(tl.int64) * outputs + n[:, None]
+    tl.store(at_out, total.to(out.dtype.element_ty), mask=(m[None, :] < rows) & there[:, None])
+
+
+@kernel()
+def _dequantize_int4(
+    w,
+    scale,
+    zero,
+    out,
+    outputs,
+    inputs,
+    w_block,
+    scale_row,
+    block_n: tl.constexpr,
+    slice_k: tl.constexpr,
+    group: tl.constexpr,
+    has_zero: tl.constexpr,
+):
+    """Dequantise ``block_n`` output channels of one block of inputs."""
+    n = tl.program_id(1) * block_n + tl.arange(0, block_n)
+    block = tl.program_id(0)
+    k = tl.arange(0, slice_k)
+    there = n < outputs
+    for start in tl.static_range(0, 128, slice_k):
+        w_at = w + block.to(tl.int64) * w_block + n[:, None] * 128 + start + k[None, :]
+        packed = tl.load(w_at, mask=there[:, None], other=0)
+        for half in tl.static_range(2):
+            at = block * 256 + half * 128 + start
+            inside = there & (at < inputs)
+            factor = tl.load(scale + (at // group) * scale_row + n, mask=inside, other=0.0).to(tl.float32)
+            level = ((packed >> (4 * half)) & 15).to(tl.float32)
+            if has_zero:
+                lowest = tl.load(zero + (at // group) * scale_row + n, mask=inside, other=0).to(tl.float32)
+                level = level - lowest[:, None]
+            else:
+                level = level - 8.0
+            valid = there[:, None] & (at + k < inputs)[None, :]
+            to = out + n[:, None].to(tl.int64) * inputs + at + k[None, :]
+            tl.store(to, (level * factor[:, None]).to(out.dtype.element_ty), mask=valid)

@@ -1,0 +1,207 @@
+"""Matrix multiplications of our layers: projections of the same input are fused.
+
+Weights stay where Transformers' modules find them: a module's parameter becomes a block of rows of the fused weight, so
+``generate()``, the float32 reference and the engine share one copy.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from panscan.model.linear.multiply import apply_scales
+from panscan.model.linear.quantized import QuantizedLinear, fused
+from panscan.model.linear.rows import QuantizedRows, UnscaledProduct
+
+Rows = torch.Tensor | QuantizedRows
+"""Inputs of a multiplication ``[T, inputs]``: dense, or quantised to the type :attr:`Linear.input_dtype`."""
+Product = torch.Tensor | UnscaledProduct
+"""A product ``[T, outputs]``: scaled, or with scales that the next kernel applies."""
+
+
+class Linear(Protocol):
+    """One matrix multiplication, or several of the same input side by side.
+
+    ``input_dtype``: type of quantised inputs that are accepted in addition to dense ones; None: only dense inputs.
+    """
+
+    input_dtype: torch.dtype | None
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """Return ``[..., outputs]`` for an input ``[..., inputs]``."""
+        ...
+
+    def product(self, rows: Rows, dtype: torch.dtype) -> Product:
+        """Return the product of rows in the model's ``dtype``, or quantised to the type :attr:`input_dtype`."""
+        ...
+
+
+class DenseLinear(ABC):
+    """Base of multiplications that take and return dense values."""
+
+    input_dtype: torch.dtype | None = None
+
+    @abstractmethod
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """See :class:`Linear`."""
+
+    def product(self, rows: Rows, dtype: torch.dtype) -> Product:
+        """See :class:`Linear`."""
+        assert isinstance(rows, torch.Tensor)
+        return self(rows)
+
+
+class PlainLinear(DenseLinear):
+    """Multiplication by a dense weight.
+
+    Args:
+        weight: ``[outputs, inputs]``.
+        bias: ``[outputs]`` or None.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """See :class:`Linear`."""
+        return functional.linear(input, self.weight, self.bias)
+
+
+class ModuleLinear(DenseLinear):
+    """Modules that are not ours (quantised, offloaded, hooked), called one by one.
+
+    Args:
+        modules: each takes the input and returns its outputs.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = tuple(modules)
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """See :class:`Linear`."""
+        if len(self._modules) == 1:
+            output: torch.Tensor = self._modules[0](input)
+            return output
+        return torch.cat([module(input) for module in self._modules], -1)
+
+
+class QuantizedProduct:
+    """Multiplication by quantised weights.
+
+    Args:
+        modules: modules of one format that share an input.
+    """
+
+    def __init__(self, modules: Sequence[QuantizedLinear]) -> None:
+        self._weights = fused(modules)
+        self.input_dtype = self._weights.weight_format.input_dtype
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """See :class:`Linear`."""
+        output: torch.Tensor = self._weights(input)
+        return output
+
+    def product(self, rows: Rows, dtype: torch.dtype) -> Product:
+        """See :class:`Linear`."""
+        return self._weights.product(rows, dtype)
+
+
+class RowParallelLinear:
+    """Multiplication whose inputs are split over ranks: each computes its part, ``reduce`` sums the parts in place."""
+
+    def __init__(self, part: Linear, reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._part, self._reduce = part, reduce
+        self.input_dtype = part.input_dtype
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """See :class:`Linear`."""
+        return self._reduce(self._part(input))
+
+    def product(self, rows: Rows, dtype: torch.dtype) -> Product:
+        """See :class:`Linear`."""
+        part = self._part.product(rows, dtype)
+        return self._reduce(apply_scales(part, dtype) if isinstance(part, UnscaledProduct) else part)
+
+
+def linear_of(*modules: Any) -> Linear:
+    """Fuse modules that take the same input; the result concatenates their outputs in this order.
+
+    The weights of plain ``nn.Linear`` modules (:func:`is_plain`) of one type on one device move into one fused tensor.
+    This temporarily takes extra memory of the size of one group. Names, shapes and values do not change. Later calls
+    reuse the fused tensor. In-place changes of a parameter take effect; replacing its ``data`` does not.
+    Quantised weights of one format are fused in the same way, but on every call.
+    """
+    if all(runs_own_forward(module, QuantizedLinear) for module in modules) and _one_format(modules):
+        return QuantizedProduct(modules)
+    if not _fit_together(modules):
+        return ModuleLinear(modules)
+    weight = _fused([module.weight for module in modules])
+    biases = [module.bias for module in modules if module.bias is not None]
+    return PlainLinear(weight, _fused(biases) if biases else None)
+
+
+def is_plain(module: Any, kind: type[nn.Module]) -> bool:
+    """Return whether a module runs the ``forward`` of exactly this class on dense values that are loaded.
+
+    False with parameters that are quantised, split over processes (DTensor) or on the meta device.
+    """
+    return runs_own_forward(module, kind) and all(
+        type(parameter) is nn.Parameter and not parameter.is_meta for parameter in module.parameters()
+    )
+
+
+def runs_own_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Return whether calling the module runs the ``forward`` of exactly this class, without hooks.
+
+    Its submodules may be of any kind. accelerate's hooks replace ``forward`` on the instance.
+    """
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return type(module) is kind and "forward" not in vars(module) and not hooks
+
+
+def _one_format(modules: Sequence[QuantizedLinear]) -> bool:
+    """Return whether quantised modules can be fused; reordered channels need separate inputs."""
+    if len(modules) == 1:
+        return True
+    kinds = {
+        (part.weight_format, part.in_features, part.bias is None, part.scale.dtype, part.weight.device)
+        for part in modules
+    }
+    return len(kinds) == 1 and not modules[0].weight_format.ordered
+
+
+def _fit_together(modules: Sequence[Any]) -> bool:
+    if not all(is_plain(module, nn.Linear) for module in modules):
+        return False
+    kinds = {(part.in_features, part.bias is None, part.weight.dtype, part.weight.device) for part in modules}
+    return len(kinds) == 1 and modules[0].weight.dtype.is_floating_point
+
+
+def _fused(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """Concatenate parameters along their first dimension; each becomes a view into the result."""
+    first = parameters[0]
+    if len(parameters) == 1:
+        return first.data
+    if _adjacent(parameters):
+        shape = (sum(len(part) for part in parameters), *first.shape[1:])
+        return first.data.as_strided(shape, first.stride(), first.storage_offset())
+    fused = torch.cat([part.detach() for part in parameters])
+    at = 0
+    for part in parameters:
+        part.data = fused[at : at + len(part)]
+        at += len(part)
+    return fused
+
+
+def _adjacent(parameters: Sequence[nn.Parameter]) -> bool:
+    """Return whether the parameters are already contiguous blocks of one tensor, in this order."""
+    addresses = [part.data_ptr() for part in parameters]
+    sizes = [part.numel() * part.element_size() for part in parameters]
+    storage = {part.untyped_storage().data_ptr() for part in parameters}
+    ends = [address + size for address, size in zip(addresses, sizes, strict=True)]
+    return len(storage) == 1 and all(part.is_contiguous() for part in parameters) and ends[:-1] == addresses[1:]

@@ -1,0 +1,202 @@
+"""Measure on this GPU up to how many rows our kernels multiply quantised weights faster than a library.
+
+The rows at which the fastest method changes depend on the GPU's bandwidth, its compute rate and its libraries. The
+defaults (:func:`panscan.model.linear.multiply.kernel_rows`) are those of an H200. A measurement replaces a default only
+if the other method is more than 5% faster, so that noise does not decide.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf
+from statistics import median
+from typing import Any
+
+import torch
+
+from panscan.model.linear.multiply import (
+    ANY_ROWS,
+    describe,
+    has_kernels,
+    kernel_rows,
+    multiply_int4,
+    multiply_int8,
+    quantize_rows,
+    use_kernels_up_to,
+)
+from panscan.model.linear.quantized import QuantizedLinear
+
+log = logging.getLogger("panscan.engine")
+
+_RUNGS = {"int8": (64, 128, 512, ANY_ROWS), "int4": (16, 32, 64, 128)}  # values of kernel_rows; the first is the least
+_PREFILL_ROWS = 1024  # represents any larger number of rows
+_GAIN = 1.05  # the method that is not the default must be this much faster
+_ROUNDS = 5  # timed rounds, after one that is not
+_MATRICES = 6  # per round: gate, up and down of two layers, more than the L2 cache holds
+_AHEAD_CYCLES = 2_000_000  # about 1 ms, in which the host launches the kernels of a round
+
+_found: dict[tuple[str, torch.device], KernelRows] = {}  # measured once per process
+
+
+@dataclass(slots=True)
+class KernelRows:
+    """The number of rows up to which our kernels are faster, for one kind of weights on one GPU.
+
+    Args:
+        rows: the result.
+        ratios: seconds of the library by seconds of our kernel, by number of rows, as far as measured.
+    """
+
+    rows: int
+    ratios: dict[int, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Return the measurements, for the log."""
+        return ", ".join(f"{rows:,} rows {ratio:.2f}x" for rows, ratio in sorted(self.ratios.items()))
+
+
+def choose_methods(
+    modules: Iterable[QuantizedLinear], dtype: torch.dtype, least: Callable[[Iterable[int]], list[int]]
+) -> list[str]:
+    """Choose kernels or libraries for a model's matrix multiplications; return the choice per kind of weights.
+
+    All ranks of a model must call it at the same time: each measures its GPU, and all use the fewest rows that any of
+    them found for our kernels. Different choices would be valid too, because ranks exchange sums only, but then the
+    choice that one rank logs would not hold for the others.
+
+    On a GPU it takes a few tens of milliseconds, once per kind and process, and compiles kernels that the engine needs
+    in any case. Other devices, and kinds with a single method, are not measured.
+
+    Args:
+        modules: all quantised matrices of a model. Those of the size that holds most of the weights are measured.
+        dtype: type of the model.
+        least: :meth:`panscan.model.sharding.Ranks.all_reduce_min`.
+    """
+    formats: dict[tuple[str, bool], list[QuantizedLinear]] = {}
+    for each in modules:
+        formats.setdefault((each.weight_format.kind, each.weight_format.input_dtype is not None), []).append(each)
+    methods = []
+    for (kind, quantizes_inputs), found in formats.items():
+        device = found[0].weight.device
+        if kind != "int4" and not quantizes_inputs:
+            methods.append(f"{kind} weights dequantised for each product")
+        elif kind in _RUNGS and has_kernels(device):
+            measured = _measure_kind(kind, _largest(found)[:_MATRICES], dtype)
+            [rows] = least([measured.rows])
+            use_kernels_up_to(rows, kind, device)
+            methods.append(f"{describe(kind, device)}; speed of Triton relative to cuBLAS: {measured}")
+        else:
+            methods.append(describe(kind, device))
+    return methods
+
+
+def choose_rows(rungs: Sequence[int], default: int, ratio: Callable[[int], float]) -> KernelRows:
+    """Choose among numbers of rows, and measure only as many as the choice needs.
+
+    Args:
+        rungs: the choices, ascending.
+        default: one of them.
+        ratio: returns seconds of the library by seconds of our kernel for a number of rows.
+    """
+    choice = KernelRows(default)
+
+    def measured(rung: int) -> float:
+        rows = min(rung, _PREFILL_ROWS)
+        choice.ratios[rows] = ratio(rows)
+        return choice.ratios[rows]
+
+    at = start = rungs.index(default)
+    while at + 1 < len(rungs) and measured(rungs[at + 1]) > _GAIN:
+        at += 1
+    if at == start:
+        while at > 0 and measured(rungs[at]) * _GAIN < 1:
+            at -= 1
+    choice.rows = rungs[at]
+    return choice
+
+
+def median_ratio(kernel: Callable[[], float], library: Callable[[], float]) -> float:
+    """Return the median of seconds of the library by seconds of our kernel, over interleaved rounds.
+
+    Args:
+        kernel: runs our kernel once and returns the seconds that it took. The first call of either
+            function does not count.
+        library: likewise, with the library.
+    """
+    ratios = []
+    for _ in range(1 + _ROUNDS):
+        seconds = kernel()
+        ratios.append(library() / seconds)
+    return median(ratios[1:])
+
+
+def _measure_kind(kind: str, modules: Sequence[QuantizedLinear], dtype: torch.dtype) -> KernelRows:
+    """Return the choice for these matrices: the first one that this process measured on the device."""
+    device = modules[0].weight.device
+    if (kind, device) not in _found:
+        ratio = partial(_ratio, kind, modules, dtype)
+        with torch.cuda.device(device), torch.no_grad():
+            _found[kind, device] = choose_rows(_RUNGS[kind], kernel_rows(kind, device), ratio)
+    return _found[kind, device]
+
+
+def _largest(modules: Sequence[QuantizedLinear]) -> list[QuantizedLinear]:
+    """Return the modules of the size that holds most of the weights: the MLP's matrices in every Gemma 3."""
+    totals: Counter[int] = Counter()
+    for each in modules:
+        totals[each.in_features * each.out_features] += each.in_features * each.out_features
+    [(size, _)] = totals.most_common(1)
+    return [each for each in modules if each.in_features * each.out_features == size]
+
+
+def _ratio(kind: str, modules: Sequence[QuantizedLinear], dtype: torch.dtype, rows: int) -> float:
+    """Return seconds of the library by seconds of our kernel; 0 if our kernel fails, infinity if the library does."""
+    inputs = {width: _random_inputs(rows, width, modules[0], dtype) for width in {each.in_features for each in modules}}
+
+    def timed(most: int) -> Callable[[], float]:
+        return lambda: gpu_seconds([partial(_product, each, inputs[each.in_features], dtype, most) for each in modules])
+
+    kernel, library = timed(rows), timed(0)
+    for method, otherwise in ((kernel, 0.0), (library, inf)):
+        try:
+            method()
+        except torch.OutOfMemoryError:
+            raise  # it says nothing about the method
+        except Exception as error:  # a library or Triton's compiler may raise anything; the other method is chosen
+            log.debug("a product of %d rows with %s weights: %s: %s", rows, kind, type(error).__name__, error)
+            return otherwise
+    return median_ratio(kernel, library)
+
+
+def _random_inputs(rows: int, width: int, like: QuantizedLinear, dtype: torch.dtype) -> Any:
+    """Return random rows ``[rows, width]``, quantised if these weights take quantised rows."""
+    generator = torch.Generator(like.weight.device).manual_seed(0)
+    values = torch.randn(rows, width, device=like.weight.device, dtype=dtype, generator=generator)
+    return values if like.weight_format.input_dtype is None else quantize_rows(values, like.weight_format.input_dtype)
+
+
+def _product(module: QuantizedLinear, rows: Any, dtype: torch.dtype, most: int) -> torch.Tensor:
+    if module.weight_format.kind == "int8":
+        return multiply_int8(rows, module.weight, module.scale, dtype, most)
+    return multiply_int4(rows, module.weight, module.scale, module.zero, module.weight_format.group_size, most)
+
+
+def gpu_seconds(calls: Sequence[Callable[[], torch.Tensor]], ahead_cycles: int = _AHEAD_CYCLES) -> float:
+    """Return the seconds that the current GPU takes for the calls, without their launches on the host.
+
+    Args:
+        calls: launch kernels.
+        ahead_cycles: clock cycles for which the GPU waits, so that the host has launched all kernels by then.
+    """
+    start, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(ahead_cycles)  # type: ignore[no-untyped-call]  # torch has no types for it
+    start.record()
+    for call in calls:
+        call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3

@@ -1,0 +1,237 @@
+"""``panscan profile``: named phases in its traces, agreement with ``panscan trace``, Gemma 3n, refused input."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.idle_gap import random_gemma3n
+from tests.conftest import noise
+from transformers import Gemma3nTextConfig
+
+from panscan.cli.main import run
+from panscan.core import SettingError, UnsupportedError
+from panscan.inspect.profile.modes import ENGINE, GENERATE_MODES, chosen_modes, mode_settings, without_graphs
+from panscan.model.phases import profiled
+from panscan.runners.generate import GenerateRunner
+from panscan.settings import Settings
+
+TOKENS = 3
+
+
+@pytest.fixture(scope="module")
+def gemma3n(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random Gemma 3n with shared keys and values, as a checkpoint directory."""
+    config = Gemma3nTextConfig(
+        hidden_size=32,
+        hidden_size_per_layer_input=8,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_kv_shared_layers=2,
+        laurel_rank=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        vocab_size=1024,
+        vocab_size_per_layer_input=1024,
+    )
+    loaded = random_gemma3n("small", config, torch.float32, torch.device("cpu"))
+    folder = tmp_path_factory.mktemp("gemma3n")
+    loaded.model.save_pretrained(folder)
+    loaded.reader.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def profile(folder: Path, *arguments: str) -> Path:
+    """Profile on the command line; return the profile directory."""
+    code = run(["profile", *arguments, "--output-dir", str(folder / "profiles"), "--max-new-tokens", str(TOKENS)])
+    assert code == 0
+    return sorted((folder / "profiles").iterdir())[-1]
+
+
+def events_of(trace: Path) -> list[dict[str, Any]]:
+    with gzip.open(trace, "rt") as file:
+        events: list[dict[str, Any]] = json.load(file)["traceEvents"]
+    return events
+
+
+def ranges_of(trace: Path) -> Counter[str]:
+    """Number of ranges of each name in a trace."""
+    return Counter(event["name"] for event in events_of(trace) if event.get("cat") == "user_annotation")
+
+
+def test_generate_and_the_engine_have_all_phases_and_agree_with_panscan_trace(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    noise(100, 100).save(tmp_path / "doc.png")
+    folder = profile(tmp_path, str(tmp_path / "doc.png"), "-p", "What?", "--model", "mini")
+    assert {path.name for path in folder.iterdir()} == {
+        "dynamic.json.gz",
+        "engine.json.gz",
+        "summary.html",
+        "summary.json",
+    }
+    written = json.loads((folder / "summary.json").read_text())
+    for mode in ("dynamic", "engine"):
+        trace = folder / f"{mode}.json.gz"
+        found = ranges_of(trace)
+        once = dict.fromkeys(("request", "load", "preprocess", "vision", "prefill"), 1)
+        assert {
+            name.removeprefix("panscan."): count for name, count in found.items() if name.startswith("panscan.")
+        } == {**once, "decode": TOKENS - 1}
+        assert written[mode]["facts"]["output_tokens"] == TOKENS
+        assert written[mode]["facts"]["views"] == 1
+        capsys.readouterr()
+        assert run(["trace", str(trace), "--json", "--top", "1000"]) == 0
+        [shown] = json.loads(capsys.readouterr().out)["traces"]
+        assert {**shown, "name": mode} == written[mode]["summary"]
+    assert ranges_of(folder / "dynamic.json.gz")["prepare_inputs_for_generation"] == TOKENS
+    assert all(name in (folder / "summary.html").read_text() for name in ("dynamic", "engine"))
+
+
+def test_a_batch_on_the_engine_with_shapes_and_stacks(tmp_path: Path) -> None:
+    noise(60, 60).save(tmp_path / "doc.png")
+    folder = profile(
+        tmp_path,
+        str(tmp_path / "doc.png"),
+        "--model",
+        "tiny",
+        "--runner",
+        "engine",
+        "--batch-size",
+        "2",
+        "--record-shapes",
+        "--stacks",
+    )
+    events = events_of(folder / "engine.json.gz")
+    found = ranges_of(folder / "engine.json.gz")
+    assert found["panscan.load"] == found["panscan.preprocess"] == 2
+    assert found["panscan.decode"] >= TOKENS - 1
+    assert any("Input Dims" in event.get("args", {}) for event in events)
+    assert any(event.get("cat") == "python_function" for event in events)
+
+
+def test_gemma3n_takes_the_same_command(gemma3n: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = profile(tmp_path, "--model", str(gemma3n), "--mode", "dynamic,static", "--memory")
+    said = capsys.readouterr()
+    assert "no pan and scan and no panscan engine" in said.err
+    assert "prepare_inputs_for_generation" in (folder / "summary.json").read_text()
+    for mode in ("dynamic", "static"):
+        found = ranges_of(folder / f"{mode}.json.gz")
+        assert (found["panscan.prefill"], found["panscan.decode"], found["panscan.vision"]) == (1, TOKENS - 1, 0)
+        assert any(event["name"] == "[memory]" for event in events_of(folder / f"{mode}.json.gz"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--runner", "engine"], "--runner engine: Gemma 3n has no pan and scan and no panscan engine"),
+        (["--do-pan-and-scan", "true"], "--pan-and-scan: Gemma 3n has no pan and scan"),
+        (["doc.png"], "reads text only: leave the images out"),
+        (["--quantization", "int8"], "--quantization is not supported for Gemma 3n"),
+        (["--preprocess", "device"], "--preprocess is not supported for Gemma 3n"),
+    ],
+)
+def test_what_gemma3n_lacks_is_refused(
+    gemma3n: Path,
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    noise(40, 40).save("doc.png")
+    assert run(["profile", "--model", str(gemma3n), *arguments]) in (2, 3, 4)
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not Path("profiles").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--runner", "engien"], 2, "--runner takes generate, engine; got 'engien' (did you mean 'engine'?)"),
+        (["--mode", "statik"], 2, "did you mean 'static'"),
+        (["--mode", "static,"], 2, "--mode has an empty value"),
+        (["--mode", "static", "--runner", "engine"], 2, "--mode is for --runner generate"),
+        (["--runner", "engine", "--attention", "eager"], 2, "--attention is for --runner generate"),
+        (["--runner", "generate", "--kv-cache-gb", "1"], 4, "--kv-cache-gb is for --runner engine"),
+        (["--tensor-parallel-size", "2"], 4, "--tensor-parallel-size 2: the profiler records one process; use 1"),
+        (["--memory", "--runner", "engine"], 2, "--memory is for --runner generate"),
+        (["--max-new-tokens", "0"], 2, "--max-new-tokens is out of range"),
+        (["-p", " "], 2, "--prompt is empty"),
+        (["missing.png"], 3, "missing.png"),
+        (["--batch-size", "2", "doc.png", "doc.png", "doc.png"], 2, "each request takes one of the 3 images"),
+        (["--model", "no-such"], 3, "--model no-such"),
+        (["--random-weights", "--model-shape", "1b", "doc.png"], 2, "reads text only"),
+    ],
+)
+def test_refused_before_anything_is_loaded_or_written(
+    arguments: list[str],
+    code: int,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    noise(40, 40).save("doc.png")
+    assert run(["profile", *arguments]) == code
+    assert said in " ".join(capsys.readouterr().err.split())
+    assert not Path("profiles").exists()
+
+
+def test_modes_come_once_in_their_order_and_the_engine_last() -> None:
+    assert chosen_modes(["engine", "generate"], ["static", "dynamic", "static"]) == [
+        GENERATE_MODES["static"],
+        GENERATE_MODES["dynamic"],
+        ENGINE,
+    ]
+    assert chosen_modes(["generate"], ["all"]) == list(GENERATE_MODES.values())
+    with pytest.raises(SettingError, match="pipeline"):
+        chosen_modes(["pipeline"], [])
+
+
+def test_each_runner_gets_only_the_settings_that_it_has() -> None:
+    base = Settings(batch_size=3, attention="eager", kv_cache_gb=1.0)
+    engine = mode_settings(base, ENGINE, on_gpu=True)
+    generate = mode_settings(base, GENERATE_MODES["static"], on_gpu=True)
+    assert (engine.runner, engine.max_num_seqs, engine.kv_cache_gb, engine.attention) == ("engine", 3, 1.0, "sdpa")
+    assert (generate.runner, generate.cache, generate.kv_cache_gb, generate.attention) == (
+        "generate",
+        "static",
+        None,
+        "eager",
+    )
+    with pytest.raises(UnsupportedError, match="cuda-graphs needs an NVIDIA GPU"):
+        mode_settings(base, GENERATE_MODES["cuda-graphs"], on_gpu=False)
+    everything = [mode.name for mode in without_graphs(chosen_modes(["generate", "engine"], ["all"]))]
+    assert everything == ["dynamic", "static", "compiled", "engine"]
+
+
+def test_without_a_profiler_nothing_of_the_model_is_wrapped(tiny: GenerateRunner) -> None:
+    assert not profiled()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert profiled()
+    [result] = tiny.run([tiny.request("What?", [noise(60, 60)])])
+    assert result.token_ids
+    assert not {"prepare_inputs_for_generation", "_update_model_kwargs_for_generation"} & vars(tiny.loaded.model).keys()
+
+
+def test_an_engine_that_cannot_open_gives_its_own_error_after_the_results_of_the_other_mode(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    noise(60, 60).save(tmp_path / "doc.png")
+    arguments = [str(tmp_path / "doc.png"), "--model", "tiny", "--max-new-tokens", "2", "--kv-cache-gb", "100000"]
+    assert run(["profile", *arguments, "--output-dir", str(tmp_path / "profiles")]) == 4
+    said = capsys.readouterr()
+    assert "--kv-cache-gb 100000: cpu has room for" in said.err
+    assert "dynamic.json.gz" in said.out
+    [folder] = (tmp_path / "profiles").iterdir()
+    assert list(json.loads((folder / "summary.json").read_text())) == ["dynamic"]

@@ -1,0 +1,33 @@
+"""GPU times against HolisticTraceAnalysis on the same traces."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.inspect.trace.hta_figures import FIGURES, hta_figures, traces
+
+from panscan.inspect.trace.summary import summarize
+
+EXPECTED = json.loads(FIGURES.read_text())
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_busy_and_idle_agree_with_holistic_trace_analysis(name: str) -> None:
+    (gpu,) = summarize(traces()[name].events).gpus
+    expected = EXPECTED[name]
+    assert gpu.span_ms == pytest.approx(expected["kernel_time(us)"] / 1e3)
+    assert gpu.idle_ms == pytest.approx(expected["idle_time(us)"] / 1e3)
+    assert gpu.compute_ms == pytest.approx(expected["compute_time(us)"] / 1e3)
+    assert gpu.communication_ms + gpu.memory_ms == pytest.approx(expected["non_compute_time(us)"] / 1e3)
+    assert gpu.idle_by_stream.keys() == expected["idle_by_stream"].keys()
+    for stream, parts in expected["idle_by_stream"].items():
+        own = gpu.idle_by_stream[stream]
+        found = {"host_wait": own.host_wait_ms, "kernel_wait": own.kernel_wait_ms, "other": own.other_ms}
+        assert found == pytest.approx({part: parts.get(part, 0.0) / 1e3 for part in found}), stream
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_the_committed_figures_are_those_of_the_installed_version(name: str) -> None:
+    pytest.importorskip("hta", reason="HolisticTraceAnalysis is not installed")
+    assert hta_figures(traces()[name]) == EXPECTED[name]

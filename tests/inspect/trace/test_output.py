@@ -1,0 +1,162 @@
+"""Summaries as text and as a page, comparisons, and ``panscan trace`` from the command line to its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.inspect.trace.kineto import KinetoTrace, busy_trace, decode_trace
+
+from panscan.cli.main import run
+from panscan.inspect.trace.compare import compare
+from panscan.inspect.trace.kernels import gpu_of
+from panscan.inspect.trace.output import lines, page
+from panscan.inspect.trace.summary import summarize
+from panscan.inspect.trace.wording import short_name, short_names
+
+GIB = 2**30
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    decode_trace().save(tmp_path / "before.json.gz")
+    decode_trace(prepare=400, graph=True).save(tmp_path / "after.json")
+    busy_trace(kernels=20).save(tmp_path / "foreign.json")
+    return tmp_path
+
+
+def test_one_trace_in_the_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["trace", "before.json.gz"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("The GPU is idle for 12.0 ms of 20.0 ms per decode step; 8.00 ms of that while the CPU runs")
+    for heading in ("Time by phase", "Mean decode step of 3", "Kernels by total time", "CPU operators by self time"):
+        assert f"\n{heading}\n" in said
+    assert "prepare_inputs_for_generation (utils.py:20)" in said
+    assert "Limits: data sheet of NVIDIA H200" in said
+
+
+def test_two_traces_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["trace", "before.json.gz", "after.json", "--html", "both.html"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("20.0 ms per decode step became 12.4 ms (1.61x faster); GPU idle 12.0 ms became 4.39 ms.\n")
+    rows = {line[:20].strip(): line[20:].split() for line in said.splitlines()}
+    assert rows["kernel launches"] == ["4.00", "0", "-4.00", "-100.0%"]
+    assert rows["graph launches"] == ["0", "1.00", "+1.00"]
+    assert rows["prefill"] == ["30.0", "30.0", "0", "0%"]
+    assert "GPU idle 12.0 ms became 4.39 ms" in (folder / "both.html").read_text()
+
+
+def test_json_has_the_summaries_and_the_comparison(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["trace", "before.json.gz", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document.keys() == {"traces"}
+    assert document["traces"][0]["steps"]["idle_ms"] == pytest.approx(11.99)
+    assert run(["trace", "before.json.gz", "foreign.json", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["comparison"]["names"] == ["before.json.gz", "foreign.json"]
+    assert document["comparison"]["headline"].startswith("The traces have no steps in common")
+
+
+def test_problems_are_one_line_and_an_exit_code(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "cut.json").write_text(decode_trace().text()[:5000])
+    for words, code, expected in (
+        (["cut.json"], 3, "cut.json: truncated: the file ends inside an event after"),
+        (["missing.json"], 3, "missing.json: No such file"),
+        (["before.json.gz", "--step", "prepare_input_for_generation"], 2, "did you mean 'prepare_inputs_for_gener"),
+        (["before.json.gz", "--gpu", "h20"], 2, "--gpu: unknown GPU"),
+        (["before.json.gz", "--top", "0"], 2, "--top"),
+        (["before.json.gz", "--html", "."], 2, "--html . is a folder"),
+        (["before.json.gz", "--html", "before.json.gz"], 2, "--html before.json.gz would replace a trace"),
+        (["before.json.gz"] * 9, 2, "trace takes 1 to 8 files, got 9"),
+        ([], 2, "FILE"),
+    ):
+        assert run(["trace", *words]) == code, words
+        said = capsys.readouterr().err.strip()
+        assert expected in said and "\n" not in said
+    assert (folder / "before.json.gz").read_bytes()[:2] == b"\x1f\x8b"
+
+
+def test_a_gpu_by_name_replaces_that_of_the_trace(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shares = {}
+    for gpu in ("h200", "l4"):
+        assert run(["trace", "before.json.gz", "--gpu", gpu, "--json"]) == 0
+        shares[gpu] = json.loads(capsys.readouterr().out)["traces"][0]["products"][0]["ceiling_share"]
+    assert shares["l4"] > 5 * shares["h200"]
+
+
+def test_the_page_holds_every_name_and_no_markup_of_the_trace() -> None:
+    trace = KinetoTrace(gpu={"name": "<b>GPU</b>"})
+    trace.launch(0, [("</script><script>alert(1)</script>", 10, 5)])
+    trace.cpu("cpu_op", "evil\x00\u202e<img src=x>", 0, 100)
+    text = page([summarize(trace.events, name="<i>name</i>")])
+    assert "<script>alert" not in text and "<img" not in text and "<i>name" not in text and "<b>GPU" not in text
+    assert "\x00" not in text and "\u202e" not in text
+    assert "&lt;/script&gt;" in text
+    assert "http://" not in text and "https://" not in text
+    assert all("\x00" not in line and "\u202e" not in line for line in lines(summarize(trace.events), width=100))
+
+
+def test_a_summary_is_the_same_every_time() -> None:
+    first, second = (summarize(busy_trace().events) for _ in range(2))
+    assert page([first, first]) == page([second, second])
+    assert lines(first, width=100) == lines(second, width=100)
+
+
+def test_notes_say_what_a_trace_lacks() -> None:
+    trace = KinetoTrace(gpu={"name": "Some GPU"})
+    trace.launch(0, [("k", 10, 5)])
+    notes = " ".join(summarize(trace.events).notes)
+    assert "no panscan.* ranges" in notes and "--step NAME" in notes and "no Python functions" in notes
+    kernels = summarize([event for event in trace.events if event.get("cat") == "kernel"])
+    assert any("host wait is unknown" in note for note in kernels.notes)
+    assert kernels.headline == "GPU events only: 5.00 us of activity in 5.00 us"
+    cpu = summarize([{"ph": "X", "ts": 0, "dur": 5, "name": "f", "pid": 1, "tid": 1}])
+    assert any("no GPU events" in note for note in cpu.notes)
+
+
+def test_compared_names_that_repeat_are_numbered() -> None:
+    summary = summarize(decode_trace().events, name="trace.json")
+    comparison = compare([summary, summary])
+    assert comparison.names == ("trace.json (1)", "trace.json (2)")
+    assert {figure.difference for figure in comparison.figures} == {0.0}
+
+
+def test_names_are_short_and_differ() -> None:
+    add = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, Array<char*, 3>>(int)"
+    assert short_name(add) == "vectorized_elementwise_kernel (CUDAFunctor_add)"
+    assert short_name("/usr/lib/python3/transformers/generation/utils.py(2717): _sample") == "_sample (utils.py:2717)"
+    assert short_name("Memcpy HtoD (Pageable -> Device)") == "Memcpy HtoD (Pageable -> Device)"
+    assert set(short_names(["gemm<1>", "gemm<2>", "add<1>"]).values()) == {"gemm<1>", "gemm<2>", "add"}
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "expected"),
+    [
+        ("NVIDIA H200", 139.8, "h200"),
+        ("NVIDIA A100-SXM4-80GB", 79.15, "a100-80gb"),
+        ("NVIDIA A100 80GB PCIe", 79.15, "a100-pcie-80gb"),
+        ("NVIDIA A100-PG509-200", 39.4, "a100-40gb"),
+        ("NVIDIA H100 80GB HBM3", 79.1, "h100"),
+        ("NVIDIA H100 NVL", 93.0, None),
+        ("NVIDIA GeForce RTX 4090", 23.5, "rtx-4090"),
+        ("Tesla T4", 14.6, "t4"),
+        ("Tesla V100-SXM2-32GB", 31.7, None),
+    ],
+)
+def test_limits_are_those_of_the_gpu_in_the_trace(name: str, gib: float, expected: str | None) -> None:
+    found = gpu_of({"deviceProperties": [{"name": name, "totalGlobalMem": int(gib * GIB)}]})[1]
+    assert (found.name if found else None) == expected
+
+
+def test_the_command_needs_no_torch(folder: Path) -> None:
+    code = (
+        "import sys; from panscan.cli.main import run; run(['trace', 'before.json.gz', '--html', 't.html']);"
+        " sys.exit('torch' in sys.modules)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=folder, env=os.environ, capture_output=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr

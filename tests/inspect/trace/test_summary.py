@@ -1,0 +1,252 @@
+"""Summaries of traces with known times."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.inspect.trace.kineto import HOST, KinetoTrace, decode_trace
+
+from panscan.core import SettingError
+from panscan.inspect.trace.figures import Summary
+from panscan.inspect.trace.read import open_trace
+from panscan.inspect.trace.summary import summarize
+from panscan.plan.gpus import gpu_named
+
+
+@pytest.fixture(scope="module")
+def decode(tmp_path_factory: pytest.TempPathFactory) -> Summary:
+    path = decode_trace().save(tmp_path_factory.mktemp("trace") / "decode.json.gz")
+    return summarize(open_trace(path))
+
+
+def test_the_idle_gap_between_decode_steps_and_its_cause(decode: Summary) -> None:
+    steps = decode.steps
+    assert steps is not None and steps.cause is not None
+    assert (steps.name, steps.count) == ("decode step", 3)  # nothing shows what follows the fourth
+    assert steps.step_ms == pytest.approx(20.0)
+    assert steps.busy_ms == pytest.approx(8.01)
+    assert steps.idle_ms == pytest.approx(11.99)
+    assert steps.gap_ms == pytest.approx(11.98)  # from the copy to the next step's first kernel
+    assert steps.cause.name.endswith("prepare_inputs_for_generation")
+    assert steps.cause.total_ms == pytest.approx(8.0)
+    assert decode.headline == (
+        "The GPU is idle for 12.0 ms of 20.0 ms per decode step; 8.00 ms of that while the CPU runs"
+        " prepare_inputs_for_generation"
+    )
+
+
+def test_idle_time_goes_to_the_innermost_function(decode: Summary) -> None:
+    assert decode.steps is not None
+    own = {filler.name.rpartition(": ")[2]: filler.self_ms for filler in decode.steps.fillers}
+    assert own["aten::arange"] == pytest.approx(2.0)
+    assert own["prepare_inputs_for_generation"] == pytest.approx(6.0)
+    assert own["panscan.decode"] == pytest.approx(1.8)
+    assert own["panscan.request"] == pytest.approx(2.0)  # between the ranges
+    assert own["cudaLaunchKernel"] == pytest.approx(0.005)
+    assert own["cudaStreamSynchronize"] == pytest.approx(0.09)
+    assert sum(own.values()) == pytest.approx(decode.steps.idle_ms)
+    total = {filler.name.rpartition(": ")[2]: filler.total_ms for filler in decode.steps.fillers}
+    assert total["_sample"] == pytest.approx(decode.steps.idle_ms)
+
+
+def test_phases_with_busy_and_idle(decode: Summary) -> None:
+    found = {phase.name: (phase.count, phase.total_ms, phase.busy_ms, phase.launches) for phase in decode.phases}
+    assert found == {
+        "request": (1, pytest.approx(110.0), pytest.approx(52.04), 17),
+        "prefill": (1, pytest.approx(30.0), pytest.approx(20.0), 1),
+        "decode": (4, pytest.approx(72.0), pytest.approx(32.04), 16),
+    }
+    assert all(phase.idle_ms == pytest.approx(phase.total_ms - phase.busy_ms) for phase in decode.phases)
+
+
+def test_launches_per_step_as_kernels_and_as_a_graph(decode: Summary) -> None:
+    graph = summarize(decode_trace(graph=True).events).steps
+    steps = decode.steps
+    assert steps is not None and graph is not None
+    assert (steps.kernel_launches, steps.graph_launches, steps.kernels, steps.copies) == (4, 0, 4, 1)
+    assert (graph.kernel_launches, graph.graph_launches, graph.kernels, graph.copies) == (0, 1, 4, 1)
+
+
+def test_gpu_time_by_kind_over_overlapping_streams() -> None:
+    """Compute hides communication, and both hide copies; the rest of a copy is memory time."""
+    trace = KinetoTrace()
+    trace.launch(0, [("gemm", 100, 100)], stream=7)
+    trace.launch(10, [("ncclDevKernel_AllReduce", 150, 100)], stream=20)
+    trace.launch(20, [("Memcpy HtoD (Pinned -> Device)", 240, 40)], stream=24)
+    trace.launch(300, [("gemm", 400, 10)], stream=7)  # launched after all had ended: host wait
+    trace.launch(301, [("gemm", 430, 10)], stream=7)  # 20 after the last: kernel wait
+    trace.launch(302, [("gemm", 500, 10)], stream=7)  # 60 after the last: other
+    (gpu,) = summarize(trace.events).gpus
+    assert (gpu.streams, gpu.activities) == (3, 6)
+    assert [gpu.span_ms, gpu.compute_ms, gpu.communication_ms, gpu.memory_ms, gpu.idle_ms] == pytest.approx(
+        [0.41, 0.13, 0.05, 0.03, 0.2]
+    )
+    assert [gpu.idle.host_wait_ms, gpu.idle.kernel_wait_ms, gpu.idle.other_ms] == pytest.approx([0.12, 0.02, 0.06])
+
+
+def test_several_gpus_are_apart_and_idle_only_together() -> None:
+    trace = KinetoTrace()
+    trace.launch(0, [("a", 10, 100)], device=0)
+    trace.launch(5, [("b", 110, 100)], device=1)
+    summary = summarize(trace.events)
+    assert [(gpu.device, gpu.idle_ms) for gpu in summary.gpus] == [("0", 0.0), ("1", 0.0)]
+    assert summary.steps is not None and summary.steps.idle_ms == 0
+
+
+def test_kernels_and_products_against_the_limits_of_the_gpu(decode: Summary) -> None:
+    """16 GFLOP in 20 ms on 4 TB/s and 990 TFLOP/s."""
+    gpu = gpu_named("h200")
+    flops, moved = 2 * 1000 * 2000 * 4000, 2 * (1000 * 2000 + 2000 * 4000 + 1000 * 4000)
+    (product,) = decode.products
+    assert product.label == "mm 1000x2000 @ 2000x4000 bf16"
+    assert product.count == 1 and product.bound == "compute"
+    assert product.flops_per_s == pytest.approx(flops / 0.02)
+    assert product.bytes_per_s == pytest.approx(moved / 0.02)
+    assert product.ceiling_share == pytest.approx(flops / gpu.flops_per_s["bf16"] / 0.02)
+    kernels = {kernel.name: kernel for kernel in decode.kernels}
+    assert kernels["nvjet_tst_128x64"].flops_per_s == pytest.approx(flops / 0.02)
+    assert kernels["layer_kernel<0>"].count == 8
+    assert kernels["layer_kernel<0>"].flops_per_s is None  # no shapes: no figure
+    copy = kernels["Memcpy DtoH (Device -> Pinned)"]
+    assert copy.kind == "memory" and copy.bytes_per_s == pytest.approx(4096 / 10e-6)
+    assert sum(kernel.share for kernel in decode.kernels) == pytest.approx(1.0)
+
+
+def test_the_work_of_an_operator_with_two_kernels_belongs_to_the_operator() -> None:
+    trace = KinetoTrace()
+    product = trace.cpu(
+        "cpu_op",
+        "aten::addmm",
+        0,
+        50,
+        **{"Input Dims": [[8], [4, 16], [16, 8]], "Input type": ["float", "float", "float"]},
+    )
+    trace.launch(5, [("split_k", 10, 30)], external=product)
+    trace.launch(6, [("reduce", 40, 10)], external=product)
+    summary = summarize(trace.events, gpu=gpu_named("h100"))
+    assert [kernel.flops_per_s for kernel in summary.kernels] == [None, None]
+    assert summary.products[0].total_ms == pytest.approx(0.04)
+    assert summary.products[0].flops_per_s == pytest.approx(2 * 4 * 16 * 8 / 40e-6)
+
+
+def test_a_foreign_trace_has_steps_by_name(tmp_path: Path) -> None:
+    trace = decode_trace(phases=False)
+    found = summarize(trace.events)  # Transformers' function is known
+    assert found.phases == () and found.steps is not None
+    assert (found.steps.name, found.steps.count, found.steps.idle_ms) == ("decode step", 3, pytest.approx(11.99))
+    assert any("no panscan.* ranges" in note for note in found.notes)
+    forward = summarize(trace.events, step="forward")
+    assert forward.steps is not None and forward.steps.step_ms == pytest.approx(20.0)
+    path = trace.save(tmp_path / "vllm.json")
+    with pytest.raises(SettingError, match=r"--step: .* vllm\.json is named 'forwrad' \(did you mean 'forward'\?\)"):
+        summarize(open_trace(path), step="forwrad")
+    with pytest.raises(SettingError, match=r"is named 'layer_kernel<2>'$"):  # kernels begin no step
+        summarize(trace.events, step="layer_kernel<2>")
+
+
+def test_a_step_has_no_gpu_time_of_the_prefill_and_other_threads_do_not_cut_it() -> None:
+    trace = KinetoTrace()
+    trace.cpu("user_annotation", "panscan.prefill", 0, 500)
+    trace.launch(100, [("prefill_kernel", 200, 10_000)])
+    for step in range(4):
+        begin = 1000 if step == 0 else 11_000 + 1000 * step
+        trace.cpu("user_annotation", "panscan.decode", begin, 400)
+        trace.launch(begin + 50, [("decode_kernel", max(begin + 100, 10_200), 600)])
+    trace.cpu("user_annotation", "panscan.preprocess", 12_500, 300, tid=HOST + 1)
+    steps = summarize(trace.events).steps
+    assert steps is not None and steps.count == 2  # not the first, which overlaps the prefill, nor the last
+    assert (steps.step_ms, steps.busy_ms) == pytest.approx((1.0, 0.6))
+
+
+def test_without_steps_the_whole_trace_is_one() -> None:
+    trace = KinetoTrace(gpu=None)
+    trace.launch(0, [("a", 10, 10)])
+    trace.cpu("cpu_op", "aten::sort", 20, 60)
+    trace.launch(80, [("b", 90, 10)])
+    summary = summarize(trace.events)
+    assert summary.steps is not None
+    assert (summary.steps.name, summary.steps.step_ms, summary.steps.idle_ms) == ("trace", 0.09, 0.07)
+    assert summary.headline.startswith("The GPU is idle for 70.0 us of 90.0 us from the first to the last activity")
+    assert summary.headline.endswith("60.0 us of that while the CPU runs aten::sort")
+
+
+def test_begin_and_end_events_are_ranges() -> None:
+    """Chrome's older pairs; an end without a begin, and a begin without an end, are counted."""
+    where = {"pid": 1, "tid": HOST, "cat": "cpu_op"}
+    events = [
+        {"ph": "B", "name": "outer", "ts": 0, **where},
+        {"ph": "B", "name": "inner", "ts": 10, **where},
+        {"ph": "E", "ts": 30, **where},
+        {"ph": "E", "ts": 100, **where},
+        {"ph": "E", "ts": 110, **where},
+        {"ph": "B", "name": "open", "ts": 120, **where},
+        {"ph": "X", "name": "odd", "ts": "later", "dur": 1, **where},
+    ]
+    summary = summarize(events)
+    own = {each.name: (each.self_ms, each.total_ms) for each in summary.operators}
+    assert own == {"outer": (pytest.approx(0.08), pytest.approx(0.1)), "inner": (pytest.approx(0.02),) * 2}
+    assert any(note.startswith("3 events ignored") for note in summary.notes)
+
+
+def test_odd_values_neither_stop_nor_mislead() -> None:
+    """Fields of the wrong type are skipped; what can be used still counts."""
+    trace = decode_trace(steps=2)
+    expected = summarize(trace.events)
+    odd = [
+        {"ph": "X", "ts": float("nan"), "dur": 1},
+        {"ph": "X", "ts": 10**400, "dur": 1},
+        {"ph": "X"},
+        {"ph": ["X"]},
+        {"ph": "X", "ts": 1, "dur": -1},
+        {"ph": "X", "ts": 1, "dur": None},
+        {"ph": "E", "pid": {}, "ts": 5},
+        {"ph": "X", "ts": 1, "dur": 0, "name": None, "cat": ["cpu_op"], "pid": [], "tid": {}, "args": []},
+        {
+            "ph": "X",
+            "ts": 1,
+            "dur": 0,
+            "name": "aten::mm",
+            "cat": "cpu_op",
+            "pid": HOST,
+            "tid": HOST,
+            "args": {"Input Dims": [[-1, 2], [2, 10**400]], "Input type": [["float"], {}], "External id": -5},
+        },
+        {"ph": "X", "ts": 1000, "dur": 0, "name": "k", "cat": "kernel", "args": {"bytes": 10**400, "correlation": "x"}},
+    ]
+    summary = summarize([*odd, *trace.events])
+    assert summary.steps is not None and expected.steps is not None
+    assert summary.steps.idle_ms == pytest.approx(expected.steps.idle_ms)
+    assert summary.products == expected.products
+
+
+def test_a_trace_of_the_profiler_on_a_cpu(tmp_path: Path) -> None:
+    """The real format: phases, operators and Python functions of a small model."""
+    torch = pytest.importorskip("torch")
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    def prepare_inputs(size: int) -> object:
+        with record_function("prepare_inputs"):
+            return torch.ones(size, size).clone()
+
+    layer = torch.nn.Linear(64, 64)
+    with (
+        # Not with_stack: key_averages() of PyTorch 2.13 sometimes fails to decode the names of Python functions.
+        profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler,
+        record_function("panscan.request"),
+    ):
+        for _ in range(3):
+            with record_function("panscan.decode"):
+                layer(prepare_inputs(64))
+    path = tmp_path / "cpu.json.gz"
+    profiler.export_chrome_trace(str(path))
+    summary = summarize(open_trace(path))
+    assert summary.gpus == () and summary.headline.startswith("Without GPU events: the main thread is in operators")
+    assert [(phase.name, phase.count) for phase in summary.phases] == [("request", 1), ("decode", 3)]
+    assert summary.steps is not None and summary.steps.count == 2
+    assert any("prepare_inputs" in filler.name for filler in summary.steps.fillers)
+    assert {"aten::linear", "aten::addmm", "aten::clone"} <= {operator.name for operator in summary.operators}
+    assert "addmm 64x64 @ 64x64 fp32" in {product.label for product in summary.products}
+    assert summary.cpu is not None
+    measured = sum(event.self_cpu_time_total for event in profiler.key_averages() if event.key.startswith("aten::"))
+    assert sum(each.self_ms for each in summary.operators) == pytest.approx(measured / 1e3, rel=0.02)

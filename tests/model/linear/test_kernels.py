@@ -1,0 +1,204 @@
+"""The Triton kernels of quantised products against the same arithmetic in PyTorch, and their memory on every GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tests.triton_here import DEVICE
+
+from panscan.core.hardware import SHARED_BYTES
+from panscan.model.linear import kernels
+from panscan.model.linear.kernels import Tiles
+from panscan.model.linear.multiply import multiply_fp8, multiply_int4, multiply_int8, quantize_rows
+from panscan.model.linear.quantized import QuantizedLinear, WeightFormat, unpack_int4
+from panscan.model.linear.rows import LARGEST, QuantizedRows
+
+SHARED = {10 * major + minor: shared for (major, minor), shared in SHARED_BYTES.items() if major < 12}
+SEEDS = st.integers(0, 99)
+WIDTHS = st.sampled_from([128, 256, 384, 640])
+ROWS = [torch.int8, pytest.param(torch.float8_e4m3fn, marks=pytest.mark.gpu)]  # the interpreter truncates float8
+few = settings(max_examples=12, deadline=None)  # the interpreter is slow
+gpu = pytest.mark.gpu
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def weights(seed: int, inputs: int, outputs: int, weight_format: WeightFormat) -> QuantizedLinear:
+    """Return drawn weights; with drawn zero points where the format has them."""
+    scale_type = torch.float32
+    made = QuantizedLinear(inputs, outputs, weight_format, scale_type=scale_type, device=torch.device(DEVICE))
+    if weight_format.zero_points:
+        generator = torch.Generator().manual_seed(seed)
+        made.weight.copy_(torch.randint(0, 256, made.weight.shape, dtype=torch.uint8, generator=generator))
+        made.scale.copy_(torch.rand(made.scale.shape, generator=generator))
+        assert made.zero is not None
+        made.zero.copy_(torch.randint(0, 16, made.zero.shape, dtype=torch.uint8, generator=generator))
+    else:
+        made.quantize(drawn(seed, outputs, inputs))
+    return made
+
+
+def float32_error(roundings: int, mass: torch.Tensor) -> torch.Tensor:
+    """Return the largest possible error of sums in float32, in any order and with or without fused multiply-adds.
+
+    Higham, Accuracy and Stability of Numerical Algorithms (2002), lemma 3.1: a term that passes ``roundings`` roundings
+    has a relative error of at most ``n u / (1 - n u)``. The sum of the terms may be much smaller than the errors.
+
+    Args:
+        roundings: most roundings that a term passes.
+        mass: sums of the terms' absolute values, float64.
+    """
+    unit = roundings * 2.0**-24
+    return unit / (1 - unit) * mass
+
+
+@pytest.mark.parametrize("dtype", ROWS)
+@few
+@given(seed=SEEDS, rows=st.integers(1, 4), width=WIDTHS)
+def test_rows_are_quantised_as_in_pytorch(dtype: torch.dtype, seed: int, rows: int, width: int) -> None:
+    values = drawn(seed, rows, width)
+    values[0] = 0.0
+    found, scale = kernels.quantize(values, dtype)
+    largest = values.abs().amax(1, keepdim=True).clamp_min(1e-12)
+    assert torch.equal(scale, largest / LARGEST[dtype])
+    step = 0.5 if dtype == torch.int8 else 0.0626 * (values / scale).abs().clamp_min(2.0**-6)
+    assert bool(((found.float() - values / scale).abs() <= step).all())
+
+
+@few
+@given(SEEDS, st.integers(1, 3), st.sampled_from([1024, 1100, 2100]))
+def test_long_rows_are_quantised_by_many_programs(seed: int, rows: int, width: int) -> None:
+    values = drawn(seed, rows, width)
+    chunks = torch.nn.functional.pad(values, (0, -width % 1024)).unflatten(1, (-1, 1024)).abs().amax(-1)
+    found = kernels.quantize_chunks(values, chunks, torch.int8)
+    whole, scale = kernels.quantize(values, torch.int8)
+    assert torch.equal(found.values, whole)
+    assert torch.equal(found.scale, scale)
+
+
+@few
+@given(SEEDS, st.integers(1, 40), WIDTHS, st.integers(1, 70))
+def test_int8_products_are_exact_sums(seed: int, rows: int, inputs: int, outputs: int) -> None:
+    made = weights(seed, inputs, outputs, WeightFormat("int8"))
+    values = quantize_rows(drawn(seed + 1, rows, inputs), torch.int8)
+    sums = (values.values.double() @ made.weight.double().T) * (values.scale * made.scale).double()
+    tiles = Tiles(16, 32, 128, 4, 2)
+    found = kernels.product_int8(values.values, values.scale, made.weight, made.scale, torch.float32, tiles)
+    torch.testing.assert_close(found.double(), sums, rtol=1e-6, atol=1e-9)
+
+
+@few
+@given(
+    SEEDS, st.integers(1, 2), WIDTHS, st.integers(1, 40), st.sampled_from([32, 64, 128]), st.booleans(), st.booleans()
+)
+@example(72, 1, 384, 1, 32, True, False)  # sums that almost cancel, so that errors are large relative to them
+@example(541, 1, 384, 1, 32, True, True)
+def test_int4_products_of_a_few_rows(
+    seed: int, rows: int, inputs: int, outputs: int, group: int, zeros: bool, half: bool
+) -> None:
+    """Includes slices of the outputs, whose packed weights and scales are strided views."""
+    made = weights(seed, inputs, outputs, WeightFormat("int4", group, zero_points=zeros))
+    values = drawn(seed + 1, rows, inputs)
+    part = slice(outputs // 2 if half else 0, outputs)
+    weight, scale, zero = made.weight[:, part], made.scale[:, part], None if made.zero is None else made.zero[:, part]
+    zeros_there = torch.full_like(scale, 8.0) if zero is None else zero
+    levels = unpack_int4(weight, inputs).double()
+    lowest, factor = (each.double().T.repeat_interleave(group, 1) for each in (zeros_there, scale))
+    dense = (levels - lowest) * factor
+    groups = inputs // group
+
+    fixed = kernels.fixed_point(values, group)
+    found = kernels.vector_int4(fixed, weight, scale, zero, torch.float32)
+    exact = fixed_values(fixed, group)
+    # Sums of four are exact; the kernel adds words, then groups, and scales each in up to three multiplications.
+    bound = float32_error(group // 4 + groups + 3, exact.abs() @ ((levels + lowest) * factor).T)
+    assert bool(((found - exact @ dense.T).abs() <= bound).all())
+
+    found = kernels.product_int4(values, weight, scale, zero, group, shared_bytes=1 << 17)
+    bound = float32_error(group + groups + 2, values.double().abs() @ dense.abs().T)
+    assert bool(((found - values.double() @ dense.T).abs() <= bound).all())
+    assert torch.equal(kernels.dequantize_int4(weight, scale, zero, group, inputs, torch.float32), dense.float())
+    assert torch.equal(made.dequantized()[part], dense.float())
+
+
+def fixed_values(fixed: kernels.FixedPoint, group: int) -> torch.Tensor:
+    """Return the values of fixed-point rows, exactly: ``[T, inputs]`` in float64."""
+    return (256.0 * fixed.high.double() + fixed.low.double()) * fixed.scale.double().repeat_interleave(group, 1)
+
+
+@few
+@given(SEEDS, st.sampled_from([1e-30, 1.0, 1e4]), st.sampled_from([32, 128]), st.booleans())
+def test_fixed_point_errs_by_half_a_step(seed: int, size: float, group: int, bfloat16: bool) -> None:
+    """And by the rounding of its quotient, which has 15 bits before the point and is within 2 ulp on a GPU."""
+    values = size * drawn(seed, 2, 256)
+    values = values.bfloat16().float() if bfloat16 else values
+    fixed = kernels.fixed_point(values, group)
+    found = fixed_values(fixed, group)
+    step = fixed.scale.double().repeat_interleave(group, 1)
+    assert bool(((found - values).abs() <= (0.5 + 32512 * 2.0**-22) * step).all())
+    largest = values.unflatten(1, (-1, group)).abs().amax(-1).clamp_min(1e-12)
+    torch.testing.assert_close(fixed.scale, largest / 32512, rtol=2.0**-22, atol=0)
+    # The sum of integers is exact, below 2^24; only its product with the scale is rounded.
+    sums = found.unflatten(1, (-1, group)).sum(-1)
+    torch.testing.assert_close(fixed.sum.double(), sums, rtol=2.0**-23, atol=0)
+
+
+def test_kernels_fit_into_the_shared_memory_of_every_gpu() -> None:
+    """In a separate process, because Triton's interpreter is active in this one."""
+    script = Path(__file__).parent / "compiled_products.py"
+    finished = subprocess.run(
+        [sys.executable, script, json.dumps(SHARED)],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 0, finished.stderr[-2000:]
+    needed = json.loads(finished.stdout)
+    assert {name.split()[0] for name in needed} == set(map(str, SHARED))
+    assert {name: shared for name, shared in needed.items() if shared > SHARED[int(name.split()[0])]} == {}
+
+
+@gpu
+@pytest.mark.parametrize("rows", [1, 2, 3, 16, 17, 64, 65, 128, 129, 600, 1102])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
+def test_products_on_the_gpu_for_every_number_of_rows(rows: int, kind: str) -> None:
+    """Each number of rows has its kernel or library; more outputs than are dequantised at once."""
+    inputs, outputs = 4096, 26_000 if kind == "int4" else 1040
+    made = QuantizedLinear(inputs, outputs, WeightFormat(kind), device=torch.device(DEVICE))
+    made.quantize(drawn(0, outputs, inputs))
+    values = drawn(1, rows, inputs).bfloat16()
+    if kind == "int4":
+        found = multiply_int4(values, made.weight, made.scale, made.zero, 128)
+        expected = values.float() @ made.dequantized().T
+    else:
+        quantized = quantize_rows(values, made.weight.dtype)
+        expected = (quantized.values.float() @ made.weight.float().T) * quantized.scale * made.scale
+        found = multiply(quantized, made)
+    torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=float(0.01 * expected.abs().max()))
+
+
+def multiply(rows: QuantizedRows, made: QuantizedLinear) -> torch.Tensor:
+    if made.weight_format.kind == "int8":
+        return multiply_int8(rows, made.weight, made.scale, torch.bfloat16)
+    sums = multiply_fp8(rows, made.weight, made.scale, torch.bfloat16)
+    return sums.values.float() * sums.row_scale * sums.column_scale
+
+
+@gpu
+def test_int4_products_in_bfloat16_with_zero_points() -> None:
+    made = weights(0, 512, 96, WeightFormat("int4", 64, zero_points=True))
+    values = drawn(1, 64, 512).bfloat16()
+    expected = (values.double() @ made.dequantized().double().T).float()
+    for rows in (1, 16, 64):
+        found = multiply_int4(values[:rows], made.weight, made.scale, made.zero, 64)
+        torch.testing.assert_close(found.float(), expected[:rows], rtol=0.02, atol=float(0.01 * expected.abs().max()))

@@ -1,0 +1,113 @@
+"""Quantised matrices as modules: values, products on any device, fused modules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from panscan.model.linear.products import QuantizedProduct, linear_of
+from panscan.model.linear.quantized import BLOCK, QuantizedLinear, WeightFormat, pack_int4, unpack_int4
+
+SEEDS = st.integers(0, 99)
+FORMATS = [
+    WeightFormat("int8"),
+    WeightFormat("fp8"),
+    WeightFormat("int4", 32),
+    WeightFormat("int4", 128),
+    WeightFormat("int8", quantizes_inputs=False),
+]
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def quantized(
+    seed: int, inputs: int, outputs: int, weight_format: WeightFormat, *, bias: bool = False
+) -> QuantizedLinear:
+    made = QuantizedLinear(
+        inputs,
+        outputs,
+        weight_format,
+        scale_type=torch.float32,
+        bias=nn.Parameter(drawn(seed + 7, outputs), requires_grad=False) if bias else None,
+    )
+    made.quantize(drawn(seed, outputs, inputs))
+    return made
+
+
+@given(SEEDS, st.integers(1, 9), st.integers(1, 3 * BLOCK))
+def test_packed_values_unpack(seed: int, outputs: int, inputs: int) -> None:
+    levels = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    packed = pack_int4(levels)
+    assert packed.numel() == outputs * -(-inputs // BLOCK) * BLOCK // 2
+    assert torch.equal(unpack_int4(packed, inputs), levels)
+
+
+@given(SEEDS, st.sampled_from(FORMATS))
+def test_every_weight_becomes_the_nearest_of_its_group(seed: int, weight_format: WeightFormat) -> None:
+    values = drawn(seed, 6, 256)
+    made = QuantizedLinear(256, 6, weight_format, scale_type=torch.float32)
+    made.quantize(values)
+    size = weight_format.group_size if weight_format.kind == "int4" else 256
+    largest = values.unflatten(1, (-1, size)).abs().amax(-1, keepdim=True).expand(-1, -1, size).flatten(1)
+    # Half a step; float8 has three mantissa bits. The highest of 16 levels is 7 / 7.5 of the largest value.
+    step = {"int8": largest / 254, "fp8": values.abs() / 16 + largest / 448 / 1024, "int4": largest / 15}[
+        weight_format.kind
+    ]
+    error = (made.dequantized() - values).abs()
+    assert bool((error <= 1.001 * step + (values == largest) * largest / 15).all())
+
+
+@given(SEEDS, st.sampled_from(FORMATS), st.booleans(), st.sampled_from([(3,), (2, 3)]))
+def test_products_are_those_of_the_dequantised_weights(
+    seed: int, weight_format: WeightFormat, bias: bool, leading: tuple[int, ...]
+) -> None:
+    made = quantized(seed, 256, 24, weight_format, bias=bias)
+    inputs = drawn(seed + 1, *leading, 256)
+    expected = inputs @ made.dequantized().T + (0.0 if made.bias is None else made.bias)
+    found = made(inputs)
+    assert found.shape == expected.shape
+    # The error of rounding inputs, half a step each; steps of float8 are relative.
+    rounding = {"int8": inputs.abs().max() / 254, "fp8": inputs.abs().max() / 16}.get(
+        weight_format.kind, torch.tensor(0.0)
+    )
+    bound = rounding * made.dequantized().abs().sum(1).max() if weight_format.quantizes_inputs else torch.tensor(0.0)
+    assert float((found - expected).abs().max()) <= float(bound) + 1e-4
+
+
+@pytest.mark.parametrize("weight_format", FORMATS, ids=str)
+def test_one_product_for_matrices_of_the_same_input(weight_format: WeightFormat) -> None:
+    parts = [quantized(seed, 256, outputs, weight_format, bias=True) for seed, outputs in enumerate((8, 4, 20))]
+    inputs = drawn(9, 5, 256)
+    expected = torch.cat([part(inputs) for part in parts], -1)
+    product = linear_of(*parts)
+    assert isinstance(product, QuantizedProduct)
+    torch.testing.assert_close(product(inputs), expected)
+    torch.testing.assert_close(torch.cat([part(inputs) for part in parts], -1), expected)  # from views now
+    assert len({part.weight.untyped_storage().data_ptr() for part in parts}) == 1
+
+
+def test_matrices_of_different_formats_are_separate_products() -> None:
+    parts = [quantized(0, 256, 8, WeightFormat("int8")), quantized(1, 256, 8, WeightFormat("int4", 64))]
+    inputs = drawn(2, 5, 256)
+    assert torch.equal(linear_of(*parts)(inputs), torch.cat([part(inputs) for part in parts], -1))
+
+
+@pytest.mark.parametrize(("inputs", "group"), [(192, 128), (256, 48), (256, 256)])
+def test_groups_that_do_not_fit_are_refused(inputs: int, group: int) -> None:
+    with pytest.raises(ValueError, match=f"groups of {group}"):
+        QuantizedLinear(inputs, 8, WeightFormat("int4", group))
+
+
+@pytest.mark.parametrize("weight_format", FORMATS, ids=str)
+def test_other_types_are_for_dense_parameters(weight_format: WeightFormat) -> None:
+    """``model.half()`` would round scales, and make float8 weights float16."""
+    made = quantized(0, 256, 8, weight_format, bias=True)
+    before = made.dequantized()
+    made.half()
+    assert torch.equal(made.dequantized(), before)
+    assert made.bias is not None and made.bias.dtype == torch.float16
