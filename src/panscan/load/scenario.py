@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from panscan.core import SettingError
-from panscan.core.ranges import Range, shorten
+from panscan.core.option import Range, shorten
 from panscan.images.documents import KINDS, Document, Print, Sheet
 from panscan.images.ink import AILERON
 from panscan.load.options import GOODPUT_METRICS

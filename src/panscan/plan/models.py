@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from panscan.core import BUNDLED, ModelError, SettingError
-from panscan.core.ranges import shorten
+from panscan.core.option import shorten
 from panscan.model.shapes import (
     PATTERN,
     SHAPES,

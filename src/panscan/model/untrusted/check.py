@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from panscan.core.ranges import shorten
+from panscan.core.option import shorten
 from panscan.model.untrusted.fields import (
     ConfigSizes,
     check_generation,

@@ -13,7 +13,7 @@ from math import isqrt, prod
 from typing import Any
 
 from panscan.core.model_names import IMAGE_TOKENS
-from panscan.core.ranges import shorten
+from panscan.core.option import shorten
 from panscan.model.untrusted.headers import StoredShape, key_of
 from panscan.model.untrusted.reading import DamagedFileError
 
