@@ -250,3 +250,20 @@ def test_a_trace_of_the_profiler_on_a_cpu(tmp_path: Path) -> None:
     assert summary.cpu is not None
     measured = sum(event.self_cpu_time_total for event in profiler.key_averages() if event.key.startswith("aten::"))
     assert sum(each.self_ms for each in summary.operators) == pytest.approx(measured / 1e3, rel=0.02)
+
+
+def test_one_function_on_two_threads_is_one_row_with_the_time_of_both() -> None:
+    """Each gap belongs to the thread that ends it; the function is on two stacks at once for as long as on the longer."""
+    trace = KinetoTrace()
+    for step in range(4):
+        begin = 1000 * step
+        trace.cpu("user_annotation", "panscan.decode", begin, 900)
+        trace.cpu("python_function", "a.py(1): prepare", begin, 100)
+        trace.launch(begin + 100, [("first", begin + 110, 90)])
+        trace.cpu("python_function", "a.py(1): prepare", begin + 300, 200, tid=HOST + 1)
+        trace.launch(begin + 500, [("second", begin + 510, 90)], tid=HOST + 1)
+    steps = summarize(trace.events).steps
+    assert steps is not None and steps.count == 3
+    [prepare] = [filler for filler in steps.fillers if filler.name.endswith("prepare")]
+    assert (prepare.self_ms, prepare.total_ms, prepare.stack_ms) == pytest.approx((0.3, 0.3, 0.2))
+    assert prepare.depth == 0  # that of the thread with more time; inside panscan.decode on the other
