@@ -14,9 +14,9 @@ from PIL import Image
 
 from panscan.core import ModelError, PanAndScan, Request, SettingError
 from panscan.images.views import plan_views
-from panscan.model.config import processor_for
+from panscan.model.bundled.tokenizer import build_tokenizer
+from panscan.model.gemma3.config import processor_for
 from panscan.model.prompt import PromptWriter
-from panscan.model.tokenizer import build_tokenizer
 
 TOKENIZER = build_tokenizer()
 IMAGE_TOKENS = 16

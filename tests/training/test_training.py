@@ -33,8 +33,8 @@ from panscan.core import PanAndScan, Request
 from panscan.images.documents import KINDS, Print, Sheet
 from panscan.images.ink import AILERON
 from panscan.images.views import plan_views
+from panscan.model.bundled.tokenizer import build_tokenizer
 from panscan.model.prompt import PromptWriter
-from panscan.model.tokenizer import build_tokenizer
 from training import batches, finish
 
 TOKENIZER = build_tokenizer(0)

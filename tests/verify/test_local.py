@@ -15,8 +15,8 @@ from PIL import Image
 
 from panscan.core import PanAndScan, Request, SettingError, UnsupportedError
 from panscan.images.documents import draw_document
+from panscan.model.bundled.random_weights import random_model
 from panscan.model.inputs import collate, prepare, read_images
-from panscan.model.random_weights import random_model
 from panscan.model.shapes import SHAPES, Shape
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings

@@ -30,7 +30,7 @@ from panscan.core.request import MAX_PAGES
 from panscan.images.fetch import named_url
 from panscan.images.files import Page, expand_images, find_pages, load_page, page_digest
 from panscan.images.samples import write_samples
-from panscan.images.views import GEMMA3_COST, PromptCost, ViewPlan, plan_views
+from panscan.images.views import PUBLISHED_COST, PromptCost, ViewPlan, plan_views
 from panscan.quality.datasets import (
     DatasetRow,
     Embedded,
@@ -229,7 +229,7 @@ def request_of(item: Item, settings: Settings, source: Source) -> Request:
     )
 
 
-def plans_of(item: Item, settings: Settings, cost: PromptCost = GEMMA3_COST) -> list[ViewPlan]:
+def plans_of(item: Item, settings: Settings, cost: PromptCost = PUBLISHED_COST) -> list[ViewPlan]:
     """The views that a cell takes of an item's documents."""
     return [plan_views(d.width, d.height, settings.pan_and_scan, cost) for d in item.documents]
 

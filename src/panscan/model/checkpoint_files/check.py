@@ -19,8 +19,8 @@ from panscan.model.checkpoint_files.fields import (
 from panscan.model.checkpoint_files.files import DamagedFileError, checkpoint_entries, read_json, read_text
 from panscan.model.checkpoint_files.headers import StoredShape, key_of, read_header, weight_files
 from panscan.model.checkpoint_files.template import MAX_TEMPLATE
+from panscan.model.families import SUPPORTED
 
-_GEMMA3 = ("gemma3", "gemma3_text")
 _JSON = ("added_tokens.json", "chat_template.json", "special_tokens_map.json", "tokenizer_config.json")
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _ADAPTER = "adapter_config.json"
@@ -56,7 +56,7 @@ def check_directory(directory: Path) -> None:
     check_tokenizer_config(objects.get("tokenizer_config.json", {}))
     generation = read_json(directory / "generation_config.json") if "generation_config.json" in entries else {}
     sets = [_tensors(directory, files) for files in weight_files(directory, entries)]
-    if config.get("model_type") in _GEMMA3:
+    if config.get("model_type") in SUPPORTED:
         sizes = ConfigSizes.of(config)
         check_generation(generation, sizes)
         for name in _PROCESSORS:
