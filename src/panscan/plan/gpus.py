@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from panscan.core import SettingError
-from panscan.core.hardware import FEATURES, Capability, refusal
+from panscan.core.gpu_features import FEATURES, Capability, refusal
 from panscan.core.ranges import shorten
 from panscan.settings import nearest
 

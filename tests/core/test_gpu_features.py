@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import panscan
-from panscan.core.hardware import FEATURES, SHARED_BYTES, Capability, refusal, runs_on, supports
+from panscan.core.gpu_features import FEATURES, SHARED_BYTES, Capability, refusal, runs_on, supports
 
 FACT = {feature.first for feature in FEATURES.values()} | set(SHARED_BYTES)
 
@@ -60,7 +60,7 @@ def facts(path: Path) -> list[int]:
 
 def test_no_other_module_compares_capabilities() -> None:
     root = Path(panscan.__file__).parent
-    known = root / "core" / "hardware.py"
+    known = root / "core" / "gpu_features.py"
     stated = {path: facts(path) for path in root.rglob("*.py")}
     assert stated.pop(known)
     assert {str(path.relative_to(root)): lines for path, lines in stated.items() if lines} == {}
