@@ -65,8 +65,8 @@ def command(options: Options, images: tuple[str, ...]) -> None:
         warn_mini()
     from panscan.inspect.profile.modes import without_graphs
     from panscan.inspect.profile.run import checked_modes
-    from panscan.inspect.profile.workload import profiled_requests, repeats_documents
     from panscan.model.machine import resolve_device
+    from panscan.workload.profiled import profiled_requests, repeats_documents
 
     if "all" in _comma_list("--mode", options.mode) and resolve_device(settings.device).type != "cuda":
         errors().print("--mode all: skipping cuda-graphs, which needs an NVIDIA GPU", soft_wrap=True)
