@@ -60,8 +60,8 @@ def chat_parts(images: Sequence[str | bytes], text: str) -> list[dict[str, Any]]
 def document_requests(count: int, seed: int, *, columns: int = COLUMNS) -> Iterator[DocumentRequest]:
     """Yield ``count`` requests about ``count`` different documents, the same for the same arguments.
 
-    The documents are those of :func:`~panscan.workload.samples.write_samples`: receipts, boards, invoices, charts, notes,
-    tables, forms and signs with the aspect ratios of the originals. 60% of the prompts are questions (32 output
+    The documents are those of :func:`panscan.workload.samples.write_samples`: receipts, boards, invoices, charts,
+    notes, tables, forms and signs with the aspect ratios of the originals. 60% of the prompts are questions (32 output
     tokens), 25% ask for the fields as JSON (128) and 15% for a transcription (256).
     """
     for index in range(count):
