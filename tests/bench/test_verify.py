@@ -14,7 +14,7 @@ from accelerate import cpu_offload
 from safetensors.torch import save_file
 from tests.bench.test_measure import Lines, RecordingObserver
 from tests.conftest import needs_images_in_chunks, noise
-from tests.model.stored.small import SMALL, Checkpoint, dense_weights
+from tests.model.formats.small import SMALL, Checkpoint, dense_weights
 
 from panscan.bench.grid import Cell
 from panscan.bench.plan import SweepPlan

@@ -14,7 +14,8 @@ import click
 
 from panscan.cli.console import errors, import_libraries, out, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_checkpoint
-from panscan.cli.options import (
+from panscan.cli.progress import batch_progress
+from panscan.cli.values import (
     command_words,
     engine_settings,
     given_values,
@@ -23,7 +24,6 @@ from panscan.cli.options import (
     read_prompt,
     utf8,
 )
-from panscan.cli.progress import batch_progress
 from panscan.cli.verb import verb
 from panscan.core import (
     ModelError,

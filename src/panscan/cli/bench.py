@@ -12,7 +12,7 @@ import click
 
 from panscan.cli.console import errors, import_libraries, out, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_model_names
-from panscan.cli.options import given_axes, print_runner, print_skipped, utf8
+from panscan.cli.values import given_axes, print_runner, print_skipped, utf8
 from panscan.cli.verb import verb
 from panscan.core import InputError, PanscanError, SettingError
 from panscan.core.activity import activity

@@ -17,7 +17,7 @@ import numpy as np
 
 from panscan.cli.bench import exit_code, print_files, print_run
 from panscan.cli.console import errors, out, show_warnings
-from panscan.cli.options import command_words, given_values, print_skipped, utf8
+from panscan.cli.values import command_words, given_values, print_skipped, utf8
 from panscan.cli.verb import verb
 from panscan.core import SettingError
 from panscan.core.activity import activity

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from panscan.cli.console import errors, import_libraries, out, show_warnings, warn_mini
-from panscan.cli.options import given_values, utf8
+from panscan.cli.values import given_values, utf8
 from panscan.cli.verb import verb
 from panscan.core import SettingError
 from panscan.core.activity import activity

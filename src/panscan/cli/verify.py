@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from panscan.cli.console import echo, errors, import_libraries, out, show_warnings
-from panscan.cli.options import given_values, utf8
+from panscan.cli.values import given_values, utf8
 from panscan.cli.verb import verb
 from panscan.core import SettingError
 from panscan.core.activity import activity

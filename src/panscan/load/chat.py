@@ -18,7 +18,7 @@ import panscan
 from panscan.core import EndpointError, SettingError, now
 from panscan.core.errors import one_line
 from panscan.core.foreign import MOST_COUNT, is_count, parse_json
-from panscan.core.ranges import shorten
+from panscan.core.option import shorten
 from panscan.load.connection import ConnectionPool, ErrorKind, ServerAddress
 
 __all__ = ["ErrorKind"]

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from panscan.core import SettingError
-from panscan.core.ranges import Range, shorten
+from panscan.core.option import Range, shorten
 from panscan.images.ink import AILERON
 from panscan.load.options import GOODPUT_METRICS
 from panscan.settings import nearest, range_of

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct, ValidationError, convert
 
 from panscan.core import RecordsError, Stamps
-from panscan.core.ranges import shorten
+from panscan.core.option import shorten
 from panscan.core.result import LARGEST, Seconds
 from panscan.settings import axes
 

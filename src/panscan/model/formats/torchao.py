@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from panscan.model.linear.layouts import byte_levels, channel_linear, int4_linear
+from panscan.model.formats.layouts import byte_levels, channel_linear, int4_linear
+from panscan.model.formats.schemes import StoredScheme, field_of, unsupported_format
+from panscan.model.formats.tensors import MatrixTensors
 from panscan.model.linear.quantized import QuantizedLinear
-from panscan.model.linear.schemes import StoredScheme, field_of, unsupported_format
-from panscan.model.linear.tensors import MatrixTensors
 
 _CLASSES = {
     "Int8WeightOnlyConfig": "Int8Tensor",

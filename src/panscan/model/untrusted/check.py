@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from panscan.core.ranges import shorten
-from panscan.model.checkpoint_files.fields import (
+from panscan.core.option import shorten
+from panscan.model.untrusted.fields import (
     ConfigSizes,
     check_generation,
     check_other_model,
@@ -16,9 +16,9 @@ from panscan.model.checkpoint_files.fields import (
     check_shapes,
     check_tokenizer_config,
 )
-from panscan.model.checkpoint_files.files import DamagedFileError, checkpoint_entries, read_json, read_text
-from panscan.model.checkpoint_files.headers import StoredShape, key_of, read_header, weight_files
-from panscan.model.checkpoint_files.template import MAX_TEMPLATE
+from panscan.model.untrusted.headers import StoredShape, key_of, read_header, weight_files
+from panscan.model.untrusted.reading import DamagedFileError, checkpoint_entries, read_json, read_text
+from panscan.model.untrusted.template import MAX_TEMPLATE
 
 _GEMMA3 = ("gemma3", "gemma3_text")
 _JSON = ("added_tokens.json", "chat_template.json", "special_tokens_map.json", "tokenizer_config.json")

@@ -3,7 +3,7 @@
 Each file holds the quantised matrices of one decoder layer as a library stores them, the library's own dequantised
 values under ``expected/``, and ``quantization_config`` in its metadata. Run it again when a format changes::
 
-    python tests/model/stored/checkpoints/build.py
+    python tests/model/formats/checkpoints/build.py
 
 It needs compressed-tensors 0.20, gptqmodel 7.7 and torchao 0.18.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tests.model.stored.small import SMALL
+from tests.model.formats.small import SMALL
 from torch import nn
 
 from panscan.model.random_weights import random_model

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from panscan.model.linear.layouts import channel_linear, int4_linear, order_of, unpack_words
+from panscan.model.formats.layouts import channel_linear, int4_linear, order_of, unpack_words
+from panscan.model.formats.schemes import StoredScheme, check_pattern, field_of, unsupported_format
+from panscan.model.formats.tensors import MatrixTensors
 from panscan.model.linear.quantized import QuantizedLinear
-from panscan.model.linear.schemes import StoredScheme, check_pattern, field_of, unsupported_format
-from panscan.model.linear.tensors import MatrixTensors
 
 _PLAIN = ("int-quantized", "float-quantized", "naive-quantized")
 _PACKED = "pack-quantized"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from panscan.core import UnsupportedError
-from panscan.model.linear.layouts import (
+from panscan.model.formats.layouts import (
     AWQ_ORDER,
     awq_levels,
     byte_levels,

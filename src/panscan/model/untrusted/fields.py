@@ -13,9 +13,9 @@ from math import isqrt, prod
 from typing import Any
 
 from panscan.core.model_names import IMAGE_TOKENS
-from panscan.core.ranges import shorten
-from panscan.model.checkpoint_files.files import DamagedFileError
-from panscan.model.checkpoint_files.headers import StoredShape, key_of
+from panscan.core.option import shorten
+from panscan.model.untrusted.headers import StoredShape, key_of
+from panscan.model.untrusted.reading import DamagedFileError
 
 _CONFIG = "config.json"
 _INTEGER = 1 << 31

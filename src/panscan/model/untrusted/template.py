@@ -2,7 +2,7 @@
 
 Jinja's sandbox keeps a template from Python's internals. It does not limit what a template costs: ``'a' * 10**10`` is
 one operation. Here every operation counts its work before it is done
-(:mod:`panscan.model.checkpoint_files.budget`), and only methods and filters whose work is known can be called. The
+(:mod:`panscan.model.untrusted.budget`), and only methods and filters whose work is known can be called. The
 text of a template within the limits is the one that Transformers renders.
 """
 
@@ -24,7 +24,7 @@ from jinja2.utils import Cycler, Joiner, Namespace
 from jinja2.visitor import NodeTransformer
 
 from panscan.core import ModelError, SettingError
-from panscan.model.checkpoint_files.budget import TemplateBudget, TemplateLimitError
+from panscan.model.untrusted.budget import TemplateBudget, TemplateLimitError
 
 MAX_TEMPLATE = 256 << 10
 """Characters of a chat template."""

@@ -13,7 +13,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from panscan.core.ranges import shorten
+from panscan.core.option import shorten
 
 _MIB = 1 << 20
 _LIMITS = {

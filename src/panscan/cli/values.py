@@ -13,7 +13,7 @@ from panscan.cli.console import errors
 from panscan.cli.models import check_model_names
 from panscan.cli.verb import ClickOption
 from panscan.core import InputError, Sampling, SettingError
-from panscan.core.request import MAX_SCHEMA_BYTES
+from panscan.core.sampling import MAX_SCHEMA_BYTES
 from panscan.settings import (
     NEEDS_GENERATE,
     Options,

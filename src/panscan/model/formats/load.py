@@ -19,13 +19,13 @@ from torch import nn
 
 from panscan.core import ModelError, UnsupportedError
 from panscan.model.build import build_model, decoder_linears, set_computed_buffers, set_module
-from panscan.model.linear.compressed import CompressedTensorsScheme
-from panscan.model.linear.gptq import AwqScheme, GptqScheme
+from panscan.model.formats.compressed import CompressedTensorsScheme
+from panscan.model.formats.gptq import AwqScheme, GptqScheme
+from panscan.model.formats.schemes import StoredScheme, unsupported_format
+from panscan.model.formats.tensors import MatrixTensors, StoredTensors, key_of, names_of
+from panscan.model.formats.torchao import TorchAoScheme
 from panscan.model.linear.multiply import device_reason
-from panscan.model.linear.schemes import StoredScheme, unsupported_format
 from panscan.model.linear.shards import shard_linear
-from panscan.model.linear.tensors import MatrixTensors, StoredTensors, key_of, names_of
-from panscan.model.linear.torchao_tensors import TorchAoScheme
 from panscan.model.sharding import shard_config, shard_of
 
 log = logging.getLogger("panscan.model")

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.model.stored.small import CHECKPOINTS, TEXT_ONLY, Checkpoint, dense_weights
+from tests.model.formats.small import CHECKPOINTS, TEXT_ONLY, Checkpoint, dense_weights
 
 from panscan.core import ModelError, PanscanError, UnsupportedError
 from panscan.model.checkpoint import Loaded, Placement, load_meta_model, load_model, load_shard_of
+from panscan.model.formats.load import stored_scheme
 from panscan.model.inventory import inventory
 from panscan.model.linear.quantized import QuantizedLinear, WeightFormat
 from panscan.model.load import load_for
-from panscan.model.stored import stored_scheme
 from panscan.settings import Settings
 
 CPU = torch.device("cpu")

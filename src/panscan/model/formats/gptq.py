@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from panscan.model.linear.layouts import (
+from panscan.model.formats.layouts import (
     awq_levels,
     channel_linear,
     gptq_zeros,
@@ -22,9 +22,9 @@ from panscan.model.linear.layouts import (
     order_of,
     unpack_words,
 )
+from panscan.model.formats.schemes import StoredScheme, check_pattern, field_of, names_match, unsupported_format
+from panscan.model.formats.tensors import MatrixTensors
 from panscan.model.linear.quantized import QuantizedLinear
-from panscan.model.linear.schemes import StoredScheme, check_pattern, field_of, names_match, unsupported_format
-from panscan.model.linear.tensors import MatrixTensors
 
 _INT32, _INDICES = (torch.int32,), (torch.int32, torch.int64)
 _OVERRIDES = ("bits", "group_size", "sym", "desc_act")

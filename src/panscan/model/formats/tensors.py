@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from panscan.model.checkpoint_files.headers import key_of
+from panscan.model.untrusted.headers import key_of
 
 __all__ = ["key_of"]
 

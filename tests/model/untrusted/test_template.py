@@ -8,9 +8,9 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from panscan.core import ModelError, PanscanError, SettingError
-from panscan.model.checkpoint_files.budget import MAX_TEXT
-from panscan.model.checkpoint_files.template import MAX_TEMPLATE, render_template
 from panscan.model.tokenizer import CHAT_TEMPLATE
+from panscan.model.untrusted.budget import MAX_TEXT
+from panscan.model.untrusted.template import MAX_TEMPLATE, render_template
 
 SOURCE = "chat_template.jinja"
 TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>"}

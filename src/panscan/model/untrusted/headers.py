@@ -9,8 +9,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from panscan.core.ranges import shorten
-from panscan.model.checkpoint_files.files import DamagedFileError, json_object, read_json
+from panscan.core.option import shorten
+from panscan.model.untrusted.reading import DamagedFileError, json_object, read_json
 
 _MAX_HEADER = 16 << 20  # bytes; the 27B model's headers have 200 kB
 _MAX_DIMENSIONS, _MAX_SIZE = 8, 1 << 40

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from panscan.core import UnsupportedError
+from panscan.model.formats.tensors import MatrixTensors
 from panscan.model.linear.quantized import QuantizedLinear
-from panscan.model.linear.tensors import MatrixTensors
 
 _READABLE = (
     "compressed-tensors (W4A16, W8A16, W8A8, FP8), GPTQ, AWQ (gemm), torchao (int8, int4, float8) and bitsandbytes"

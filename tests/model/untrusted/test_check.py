@@ -16,8 +16,8 @@ from benchmarks.robustness.checkpoints import RECIPES, checkpoint_cases
 from panscan.core import ModelError, PanscanError
 from panscan.model.bundled import mini_directory
 from panscan.model.checkpoint import Placement, load_model, load_reader
-from panscan.model.checkpoint_files.check import check_directory
-from panscan.model.checkpoint_files.files import DamagedFileError
+from panscan.model.untrusted.check import check_directory
+from panscan.model.untrusted.reading import DamagedFileError
 from panscan.plan.models import model_named
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="FIFOs and links")
