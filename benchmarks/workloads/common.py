@@ -20,7 +20,6 @@ from benchmarks.workloads.pages import PAGE, page, question
 from panscan.bench.grid import Cell
 from panscan.bench.reference import TOKENS, load_reference
 from panscan.bench.verify import Verifier
-from panscan.bench.workload import Source, build_workload
 from panscan.core import InputError, Request, Result, SettingError
 from panscan.core.files import write_file
 from panscan.images.views import plan_views
@@ -36,6 +35,7 @@ from panscan.runners.factory import ready_runner
 from panscan.runners.generate import GenerateRunner
 from panscan.runners.vllm import VllmRunner
 from panscan.settings import ENGINE_AXES, Settings, axes, axis_name, foreign_settings, settings_from
+from panscan.workload.requests import Source, build_workload
 
 TEXT_TOKENS = 78
 """Of each prompt, beside its image tokens: 1,102 prompt tokens of a page of four views in the published models."""
