@@ -26,10 +26,10 @@ from panscan.bench.divergence import DivergenceTally, compare_logits
 from panscan.bench.grid import Cell, build_cells
 from panscan.bench.verify import Verifier
 from panscan.core import PanscanError, SettingError, Stamps, UnsupportedError
+from panscan.model.bundled.random_weights import write_shape
 from panscan.model.checkpoint import load_meta_model
 from panscan.model.inputs import plan_request, read_images
 from panscan.model.observation import ForcedTokens, Observation
-from panscan.model.random_weights import write_shape
 from panscan.model.reference import head_logits, weights_digest
 from panscan.model.support import unsupported_reason
 from panscan.runners.base import calls
