@@ -27,7 +27,7 @@ from panscan.workload import rows as dataset_lines
 from panscan.workload.datasets import FORMATS, dataset_rows, load_dataset
 from panscan.workload.requests import Source, Workload, load_workload
 from panscan.workload.rows import Boundary, LoadedDataset, answer_texts, read_text
-from panscan.workload.tables import Table
+from panscan.workload.tables import TableFile
 
 
 @pytest.fixture(autouse=True)
@@ -651,7 +651,7 @@ def test_a_dataset_beyond_a_limit_is_refused(
 def test_a_table_of_too_many_rows_or_of_huge_values_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "t.parquet"
     parquet.write_table(pa.table({"image": [b"x" * 4000] * 3, "question": ["a", "b", "c"]}), path, use_dictionary=False)
-    table = Table(str(path), Boundary([], external=True))
+    table = TableFile(str(path), Boundary([], external=True))
     table.check_sizes(["image", "question"], 3)
     with pytest.raises(DatasetError, match=r"t.parquet: 3 rows, at most 2"):
         table.check_sizes(["question"], 2)

@@ -21,7 +21,7 @@ from panscan.images.files import ONE_PAGE_SUFFIXES, Page, expand_images, find_fi
 from panscan.images.storage import MAX_OBJECTS, check_object, is_stored, local_path
 from panscan.workload.datasets import dataset_rows
 from panscan.workload.rows import Boundary, Row, beside
-from panscan.workload.tables import IDS, QUESTIONS, Table, is_table
+from panscan.workload.tables import IDS, QUESTIONS, TableFile, is_table
 
 _AHEAD = 8  # stored documents to download in advance, to count their pages
 
@@ -181,13 +181,13 @@ def _table_work(
 class _AskedTable(NamedTuple):
     """A Parquet file, and its columns of ids and of prompts, which it may lack."""
 
-    table: Table
+    table: TableFile
     id: str | None
     prompt: str | None
 
 
 def _asked_table(file: str, columns: TableColumns, *, has_prompt: bool, external: bool) -> _AskedTable:
-    table = Table(file, Boundary([] if is_stored(file) else [Path(file).parent], external=external))
+    table = TableFile(file, Boundary([] if is_stored(file) else [Path(file).parent], external=external))
     image = table.image_column(columns.image, "--image-column")
     row_id = table.column(IDS, columns.id, "--id-column")
     prompt = None if has_prompt else table.column((*QUESTIONS, "prompt"), columns.prompt, "--prompt-column")

@@ -60,7 +60,7 @@ def is_table(source: str) -> bool:
     return source.lower().endswith(".parquet")
 
 
-class Table:
+class TableFile:
     """A Parquet or Arrow file.
 
     Args:
@@ -246,7 +246,7 @@ def read_tables(files: Sequence[Path], called: str, loaded: LoadedDataset) -> No
     """
     types: set[str] = set()
     for path in files:
-        table = Table(str(path), loaded.boundary, f"{called}: {path.name}")
+        table = TableFile(str(path), loaded.boundary, f"{called}: {path.name}")
         image = table.image_column()
         question, answers, row_id, type_ = map(table.column, (QUESTIONS, _ANSWERS, IDS, _TYPES))
         if question is None:
