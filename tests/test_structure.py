@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -100,3 +101,21 @@ def test_only_model_formats_compares_names_of_weight_formats() -> None:
                 names = {word.value for word in words if isinstance(word, ast.Constant)}
                 compared += [f"{path.name}:{node.lineno}"] if names & {*FORMATS} else []
     assert compared == []
+
+
+def test_a_model_family_is_named_by_its_rooms_only() -> None:
+    """A new family is a package of ``model`` and a line of its registry: other rooms ask that. Prose may name one."""
+    named = []
+    for path in (ROOT / "src" / "panscan").rglob("*.py"):
+        if path.relative_to(ROOT / "src" / "panscan").parts[0] in ("model", "runners"):
+            continue
+        prose = set()
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                prose.add(node.value)
+            name = {ast.ImportFrom: "module", ast.Name: "id", ast.Attribute: "attr", ast.alias: "name", ast.arg: "arg"}
+            text = node.value if isinstance(node, ast.Constant) and node not in prose else ""
+            text = getattr(node, name.get(type(node), "name"), None) or text
+            if isinstance(text, str) and re.search("gemma_?3", text, re.IGNORECASE):
+                named.append(f"{path.name}:{node.lineno} {text}")
+    assert named == []

@@ -21,15 +21,15 @@ from panscan.bench.plan import SweepPlan
 from panscan.bench.reference import FORMAT, find_references
 from panscan.bench.sweep import run_sweep
 from panscan.bench.verify import Verifier
-from panscan.bench.workload import Source, build_workload, request_of
 from panscan.core import PanscanWarning, RecordsError
-from panscan.model.random_weights import write_shape
+from panscan.model.bundled.random_weights import write_shape
 from panscan.model.runtime import apply_attention
 from panscan.records.schema import VerdictRecord
 from panscan.runners.factory import open_runner
 from panscan.runners.generate import GenerateRunner
 from panscan.runners.pipeline import PipelineRunner
 from panscan.settings import Settings, settings_from
+from panscan.workload.requests import Source, build_workload, request_of
 
 STEPS = 8
 Record = dict[str, Any]

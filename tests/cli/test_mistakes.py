@@ -96,8 +96,8 @@ def test_mistakes_are_found_before_pytorch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "answers.jsonl").write_text("{}\n")
     names = ("verb: chat", "value: size as model", "value: size in a dry run", "file: answers", "vLLM: eager")
     code = (
-        "import json, sys; from panscan.cli.main import run; from panscan.settings import sweep_settings;"
-        " sweep_settings.find_spec = lambda name: None;"
+        "import json, sys; from panscan.cli.main import run; from panscan.core import weight_formats;"
+        " weight_formats.find_spec = lambda name: None;"
         " print(*map(run, json.loads(sys.argv[1])), 'torch' in sys.modules)"
     )
     commands = json.dumps([*(MISTAKES[name][0] for name in names), [*ASK, "--load-in-4bit"]])

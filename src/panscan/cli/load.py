@@ -194,8 +194,8 @@ def _request_mix(options: Options, scenario: Scenario | None) -> tuple[RequestMi
         InputError: no document or prompt is usable.
         SettingError: options exclude each other.
     """
-    from panscan.bench.workload import Source, load_workload, source_or_samples
     from panscan.load.content import mix_of_items, mix_of_scenario
+    from panscan.workload.requests import Source, load_workload, source_or_samples
 
     prompt = utf8("--prompt", options.prompt)
     if scenario is not None and scenario.documents:

@@ -66,8 +66,8 @@ def _quantize(options: Options, base: str | None, output: Path | None) -> int:
     kind = _weight_kind(options)
     settings = Settings(model=base, **given_values(options))
     import_libraries()
-    from panscan.quantize.documents import CalibrationSource
     from panscan.quantize.run import QuantizeOptions, quantize_checkpoint
+    from panscan.workload.calibration import CalibrationSource
 
     calibration = CalibrationSource(
         options.calibration, options.prompt_list, options.num_questions, options.seed, options.max_pages

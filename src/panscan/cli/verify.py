@@ -49,8 +49,8 @@ def command(options: Options, url: str) -> int:
         problem = "the file exists" if output.exists() else "the directory does not exist"
         raise SettingError(f"--output {output}: {problem}: choose another path")
     import_libraries()
-    from panscan.verify.probes import own_probes
     from panscan.verify.run import as_json, verify_endpoint
+    from panscan.workload.probes import own_probes
 
     probes = None
     if options.images:

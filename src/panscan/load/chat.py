@@ -163,11 +163,6 @@ class ChatRequest:
     max_tokens: int
 
 
-def chat_parts(images: Sequence[str | bytes], text: str) -> list[dict[str, Any]]:
-    """Return the content of a user message: images by their URLs, then text."""
-    return [*({"type": "image_url", "image_url": {"url": url}} for url in images), {"type": "text", "text": text}]
-
-
 def data_url(media_type: str, data: bytes) -> bytes:
     """Return a ``data:`` URL for an image part of :func:`chat_body`."""
     return b"data:%s;base64,%s" % (media_type.encode("ascii"), base64.b64encode(data))

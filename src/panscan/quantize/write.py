@@ -21,9 +21,9 @@ from panscan.model.machine import resolve_dtype
 from panscan.model.untrusted.headers import key_of, read_header
 from panscan.quantize.calibration import Calibration
 from panscan.quantize.gptq import gptq
-from panscan.quantize.measure import Steps
 from panscan.quantize.partial import INDEX_FILE, PartialCheckpoint
 from panscan.quantize.source import DenseCheckpoint
+from panscan.workload.calibration import Steps
 
 
 @dataclass(slots=True)
