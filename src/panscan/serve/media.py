@@ -21,6 +21,7 @@ from panscan.images.fetch import fetch_from
 from panscan.images.files import PageBytes
 from panscan.images.pool import page_sizes
 from panscan.serve.options import ServeOptions
+from panscan.serve.protocol import DataUrl
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class MediaReader:
         scheme = url.partition(":")[0].lower()
         match scheme:
             case "data":
-                return _data(url, name)
+                return url.content if isinstance(url, DataUrl) else _data(url, name)
             case "attachment":
                 field = url.partition(":")[2]
                 if field not in uploads:
