@@ -36,7 +36,7 @@ from PIL import Image
 import panscan.serve.engine_process as engine_process
 from panscan.core import Request, Result, Stamps, Stats, TokenEvent, now
 from panscan.core.child import Child
-from panscan.images.views import GEMMA3_COST
+from panscan.images.views import PUBLISHED_COST
 from panscan.load.arrivals import gamma_arrivals
 from panscan.load.chat import ChatRequest, Endpoint, chat_body, data_url
 from panscan.load.generator import run_level
@@ -117,7 +117,7 @@ class StubModel:
 
     def __init__(self, _settings: Settings) -> None:
         self.engine = StubEngine()
-        self.info = ModelInfo(131_072, GEMMA3_COST, 262_144, "bfloat16", max_concurrency=256)
+        self.info = ModelInfo(131_072, PUBLISHED_COST, 262_144, "bfloat16", max_concurrency=256)
 
     def count(self, _request: Request) -> TokenCounts:
         """Return no tokens."""
