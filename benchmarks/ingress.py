@@ -233,7 +233,13 @@ def _level(url: str, server: int, count: int, *, rate: float | None, senders: in
 
 def measure(replicas: int, *, cores: int, seconds: float, rate: float, senders: int) -> dict[str, Any]:
     """Start a server and return the figures of a closed loop and of an open one."""
-    command = os.environ.get("CMD", "").split() or [sys.executable, "-m", "benchmarks.ingress", "--serve", str(replicas)]
+    command = os.environ.get("CMD", "").split() or [
+        sys.executable,
+        "-m",
+        "benchmarks.ingress",
+        "--serve",
+        str(replicas),
+    ]
     paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])  # for child processes
     variables = {**os.environ, "PYTHONPATH": paths}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as server:

@@ -239,17 +239,11 @@ class SamplingFields(Body):
                 replace(defaults, temperature=1.0, **{name: chosen[name] for name in _OFF if name in chosen})
                 chosen |= dict.fromkeys(_OFF)
             return replace(defaults, **chosen)
-        except SettingError as error:
-            raise _sampling_error(str(error)) from error
-
-
-def _sampling_error(message: str) -> FieldError:
-    """Return an error of :class:`panscan.core.Sampling` with the name of the request's field."""
-    name = message.split(" ", 1)[0].rstrip(":")
-    if name == "max_new_tokens":
-        return FieldError(f"max_tokens{message.removeprefix(name)}", "max_tokens")
-    param = "response_format" if name == "json_schema" else name
-    return FieldError(message, param if param in SamplingFields.__struct_fields__ else None)
+        except SettingError as error:  # with the name of the request's field
+            name = str(error).split(" ", 1)[0].rstrip(":")
+            param = {"max_new_tokens": "max_tokens", "json_schema": "response_format"}.get(name, name)
+            message = param + str(error).removeprefix(name) if param == "max_tokens" else str(error)
+            raise FieldError(message, param if param in SamplingFields.__struct_fields__ else None) from error
 
 
 class ChatCompletionRequest(SamplingFields, kw_only=True):
@@ -447,15 +441,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
-                shown = _printable(name)
+                shown = name[:_LONGEST_SHOWN] if name.isprintable() else shorten(name)
                 raise FieldError(f"{shown}: the JSON body repeats this field", shown)
             seen.add(name)
     return unique
-
-
-def _printable(name: str) -> str:
-    """Return a client's name for a message: one line, and not long."""
-    return name[:_LONGEST_SHOWN] if name.isprintable() else shorten(name)
 
 
 def _supported_fields(value: Any, kind: type[Body] | Mapping[str, type[Body]], path: str = "") -> Any:
@@ -477,7 +466,11 @@ def _supported_fields(value: Any, kind: type[Body] | Mapping[str, type[Body]], p
     supported = {}
     known = _field_choices(kind)
     for name, inner in value.items():
-        if inner is None or _is_neutral(kind, name, inner, path):
+        if inner is None:
+            continue
+        if (neutral := kind.NEUTRAL.get(name)) is not None:
+            if not any(type(inner) is type(item) and inner == item for item in neutral):
+                raise _unsupported(path, name, f"; it may be {' or '.join(map(repr, neutral))}" if neutral else "")
             continue
         if name not in known:
             raise _unsupported(path, name, nearest(name[:_LONGEST_SHOWN], kind.__struct_fields__))
@@ -492,18 +485,6 @@ def _supported_fields(value: Any, kind: type[Body] | Mapping[str, type[Body]], p
         else:
             supported[name] = _supported_fields(inner, nested, f"{path}{name}.")
     return supported
-
-
-def _is_neutral(kind: type[Body], name: str, value: Any, path: str) -> bool:
-    """Return whether a field has no effect.
-
-    Raises:
-        FieldError: the field is supported only with values that have no effect, and this is none of them.
-    """
-    accepted = kind.NEUTRAL.get(name)
-    if accepted is not None and not any(type(value) is type(item) and value == item for item in accepted):
-        raise _unsupported(path, name, f"; it may be {' or '.join(map(repr, accepted))}" if accepted else "")
-    return accepted is not None
 
 
 def _unsupported(path: str, name: str, hint: str) -> FieldError:
