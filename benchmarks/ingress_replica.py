@@ -11,5 +11,5 @@ class StubReplica(replica.DeployedReplica):
     """A :class:`panscan.serve.replica.DeployedReplica` that computes nothing."""
 
     def __init__(self, settings: Settings, replicas: int) -> None:
-        replica.open_model = StubModel  # type: ignore[assignment]
+        vars(replica)["open_model"] = StubModel
         super().__init__(settings, replicas)
