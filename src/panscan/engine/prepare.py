@@ -110,7 +110,38 @@ class Preparer:
         """
         state.stamps.preparing = now()
         with record_waits(state.stamps.waits):
-            self._prepare_within_memory(state, documents=documents)
+            images = images_of(state.request)
+            sizes = [image_size(image, state.deadline) for image in images]
+            views = sum(len(plan_views(*size, state.request.pan_and_scan).views) for size in sizes)
+            self._reader.prompts.check_length(state.request, views)
+            request = replace(state.request, images=images)
+            view_bytes = 3 * self._spec.size**2 * self._pixel_bytes
+            decoded_bytes = DECODED_BYTES * sum(width * height for width, height in sizes)
+            memory = self.document_memory if documents else self.memory
+            shares: list[Share] = []
+            try:
+                if self.pixel_memory is None:
+                    shares.append(pixels := memory.acquire(views * view_bytes + decoded_bytes))
+                    self._prepare(state, request)
+                elif documents:  # decoding may take long, and must not hold the memory of pixels meanwhile
+                    shares.append(memory.acquire(decoded_bytes))
+                    read = self._load(state, request)
+                    shares.append(pixels := self.pixel_memory.acquire(views * view_bytes))
+                    self._preprocess_images(state, request, read)
+                else:  # in this order: a request that may decode must not wait for passes
+                    shares.append(pixels := self.pixel_memory.acquire(views * view_bytes))
+                    shares.append(memory.acquire(decoded_bytes))
+                    self._prepare(state, request)
+            except BaseException:
+                for share in shares:
+                    share.free()
+                raise
+            for share in shares:
+                if share is not pixels:
+                    share.free()
+            # None where features were known already.
+            pixels.shrink(view_bytes * sum(view.pixels is not None for view in state.request_views.values()))
+            state.memory = pixels
 
     def place(self, view: RequestView) -> PixelRef:
         """Return a reference to a view's pixels; compute them again if they were consumed or dropped.
@@ -134,40 +165,6 @@ class Preparer:
             with self._lock:
                 self._preparing -= 1
 
-    def _prepare_within_memory(self, state: RequestState, *, documents: bool) -> None:
-        images = images_of(state.request)
-        sizes = [image_size(image, state.deadline) for image in images]
-        views = sum(len(plan_views(*size, state.request.pan_and_scan).views) for size in sizes)
-        self._reader.prompts.check_length(state.request, views)
-        request = replace(state.request, images=images)
-        view_bytes = 3 * self._spec.size**2 * self._pixel_bytes
-        decoded_bytes = DECODED_BYTES * sum(width * height for width, height in sizes)
-        memory = self.document_memory if documents else self.memory
-        shares: list[Share] = []
-        try:
-            if self.pixel_memory is None:
-                shares.append(pixels := memory.acquire(views * view_bytes + decoded_bytes))
-                self._prepare(state, request)
-            elif documents:  # decoding may take long, and must not hold the memory of pixels meanwhile
-                shares.append(memory.acquire(decoded_bytes))
-                read = self._load(state, request)
-                shares.append(pixels := self.pixel_memory.acquire(views * view_bytes))
-                self._preprocess_images(state, request, read)
-            else:  # in this order: a request that may decode must not wait for passes
-                shares.append(pixels := self.pixel_memory.acquire(views * view_bytes))
-                shares.append(memory.acquire(decoded_bytes))
-                self._prepare(state, request)
-        except BaseException:
-            for share in shares:
-                share.free()
-            raise
-        for share in shares:
-            if share is not pixels:
-                share.free()
-        # None where features were known already.
-        pixels.shrink(view_bytes * sum(view.pixels is not None for view in state.request_views.values()))
-        state.memory = pixels
-
     def _prepare(self, state: RequestState, request: Request) -> None:
         """Prepare a request. ``request`` is a copy of it with one image per page."""
         self._preprocess_images(state, request, self._load(state, request))
@@ -185,7 +182,30 @@ class Preparer:
         """Set the fields of a request whose images are read, unless it has ended."""
         if not state.ended:
             with self._counted(), phase("preprocess"), native_work():
-                self._preprocess_into(state, request, read)
+                state.constraint = self._constraint(state)
+                plans, prompt = plan_sizes(request, [image.size for image in read], self._reader)
+                keys, request_views = self._request_views(state.request, read, plans)
+                state.forget = self._intake.forget
+                state.request_views, state.views, state.crops = (
+                    request_views,
+                    len(keys),
+                    sum(plan.crops for plan in plans),
+                )
+                state.image_tokens = prompt.image_tokens
+                state.sequence = Tokens(
+                    number=state.number,
+                    ids=list(prompt.ids),
+                    prompt_tokens=len(prompt.ids),
+                    layout=PromptLayout.of(prompt.ids, self._reader.prompts.soft_id, keys),
+                    limit=len(prompt.ids) + state.max_new_tokens,
+                    reuse=state.observation is None or not state.observation.forced_tokens.positions,
+                )
+                if self._hashed_blocks:  # here rather than in the engine's thread, which launches the passes
+                    extend_hashes(state.sequence, self._hashed_blocks)
+                state.text = Detokenizer(
+                    self._reader.tokenizer, state.request.sampling.stop if state.observation is None else ()
+                )
+                state.stamps.preprocessed = now()
 
     def _read(self, image: Page | PageBytes | Image.Image, pan_and_scan: PanAndScan, deadline: Deadline) -> _ReadImage:
         """Decode an image, unless its file was decoded before and all its views are known."""
@@ -210,29 +230,6 @@ class Preparer:
 
     def _key(self, digest: bytes, view: View) -> bytes:
         return view_key(digest, view.box, self._preprocess, self._spec)
-
-    def _preprocess_into(self, state: RequestState, request: Request, read: list[_ReadImage]) -> None:
-        """Set the fields of a request whose images are read."""
-        state.constraint = self._constraint(state)
-        plans, prompt = plan_sizes(request, [image.size for image in read], self._reader)
-        keys, request_views = self._request_views(state.request, read, plans)
-        state.forget = self._intake.forget
-        state.request_views, state.views, state.crops = request_views, len(keys), sum(plan.crops for plan in plans)
-        state.image_tokens = prompt.image_tokens
-        state.sequence = Tokens(
-            number=state.number,
-            ids=list(prompt.ids),
-            prompt_tokens=len(prompt.ids),
-            layout=PromptLayout.of(prompt.ids, self._reader.prompts.soft_id, keys),
-            limit=len(prompt.ids) + state.max_new_tokens,
-            reuse=state.observation is None or not state.observation.forced_tokens.positions,
-        )
-        if self._hashed_blocks:  # here rather than in the engine's thread, which launches the passes
-            extend_hashes(state.sequence, self._hashed_blocks)
-        state.text = Detokenizer(
-            self._reader.tokenizer, state.request.sampling.stop if state.observation is None else ()
-        )
-        state.stamps.preprocessed = now()
 
     def _constraint(self, state: RequestState) -> Constraint | None:
         """Return what constrains the answer, None without a JSON schema."""

@@ -103,16 +103,12 @@ def read_header(stream: BinaryIO, name: str) -> ImageHeader | None:
     finally:
         stream.seek(0)
     if header is not None:
-        _check_size(header, name)
+        width, height = header.width, header.height
+        if width * height > MAX_PIXELS:
+            raise image_error(name, f"too large: {width}x{height} pixels, the limit is {MAX_PIXELS} in all")
+        if max(width, height) > MAX_SIDE:
+            raise image_error(name, f"too large: {width}x{height} pixels, the limit is {MAX_SIDE} on a side")
     return header
-
-
-def _check_size(header: ImageHeader, name: str) -> None:
-    width, height = header.width, header.height
-    if width * height > MAX_PIXELS:
-        raise image_error(name, f"too large: {width}x{height} pixels, the limit is {MAX_PIXELS} in all")
-    if max(width, height) > MAX_SIDE:
-        raise image_error(name, f"too large: {width}x{height} pixels, the limit is {MAX_SIDE} on a side")
 
 
 def _image_header(format: str, width: int, height: int, *, ordinary: bool) -> ImageHeader | None:
