@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 from PIL import Image
 
 from panscan.core import ImageError, PanAndScan, Request, SettingError, View, now, record_waits
 from panscan.core.daemons import native_work
 from panscan.core.deadline import Deadline
+from panscan.core.lru import LruCache
 from panscan.engine.detokenizer import Detokenizer
 from panscan.engine.grammar import Constraint, Grammars
 from panscan.engine.image_memory import DECODED_BYTES, ImageMemory, Share
@@ -23,7 +25,7 @@ from panscan.engine.request_state import RequestState, RequestView
 from panscan.engine.scheduling.batch import PixelRef, PromptLayout
 from panscan.engine.scheduling.batch import Sequence as Tokens
 from panscan.engine.scheduling.kv_blocks import extend_hashes
-from panscan.engine.vision import KnownFiles, view_key
+from panscan.engine.vision import view_key
 from panscan.images.files import Page, PageBytes, image_size, in_memory, open_pixels, opens_quickly
 from panscan.images.page_levels import copy_levels
 from panscan.images.pixels import PixelSpec
@@ -77,7 +79,8 @@ class Preparer:
         self._hashed_blocks = options.block_size if options.prefix_caching else 0
         self._spec = loaded.reader.pixels or PixelSpec()  # without one, the prompt writer refuses images
         self._known, self._intake = known, intake
-        self._files = KnownFiles(_KNOWN_FILES)
+        # For a follow-up question, decoding a page would take longer than all other work on the host.
+        self._files: LruCache[tuple[bytes, int], tuple[tuple[int, int], bytes]] = LruCache(_KNOWN_FILES)
         self._grammars = Grammars(loaded.reader.tokenizer, loaded.eos_ids)
         # Documents have a budget of their own: what takes long to open must not delay other requests.
         self.memory, self.document_memory = (ImageMemory(round(options.image_memory_gb * 1e9)) for _ in range(2))
@@ -214,7 +217,7 @@ class Preparer:
             image = in_memory(image, _MOST_HASHED)
             if isinstance(image, PageBytes):
                 with native_work():
-                    key = KnownFiles.key(image.content, image.page)
+                    key = blake3(image.content).digest(), image.page
                 if (found := self._files.get(key)) is not None and self._all_known(*found, pan_and_scan):
                     return _ReadImage(*found, None)
         alone = self._preparing == 1
@@ -222,7 +225,7 @@ class Preparer:
         with native_work():
             read = _copied(page, alone=alone)
         if key is not None:
-            self._files.add(key, read.size, read.digest)
+            self._files.put(key, (read.size, read.digest))
         return read
 
     def _all_known(self, size: tuple[int, int], digest: bytes, pan_and_scan: PanAndScan) -> bool:
