@@ -8,7 +8,7 @@ from statistics import fmean
 
 import torch
 
-from panscan.analysis.significance import QualityDifference, paired_difference
+from panscan.analysis.accuracy import QualityDifference, paired_difference
 from panscan.bench.divergence import DivergenceTally, Noise
 from panscan.bench.reference import Reference, compute_reference, eager_settings, observe_eager
 from panscan.core import ModelError, PanscanError, UnsupportedError
