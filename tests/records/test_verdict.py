@@ -123,7 +123,7 @@ def test_unquantised_weights_are_named_only_where_a_cell_is_quantised(
     loaded = load(["c"], None, weights=weights)
     run = write_run(tmp_path, [header({"c": settings}), loaded, *batches_of("c", [1.0]), TRUTH, EXACT])
     line, *_ = verdict_lines(run, ["c"])
-    words = "on the same weights (unquantised):" if quantized else "on the same weights:"
+    words = "on the same weights (unquantised) and views:" if quantized else "on the same weights and views:"
     assert words in line
 
 
