@@ -24,8 +24,8 @@ from transformers.masking_utils import flash_attention_mask
 from panscan import GenerateRunner, Request
 from panscan.images.documents import draw_document
 from panscan.model.runtime import apply_attention
-from panscan.quality.scores import exact_match
 from panscan.records.environment import environment
+from panscan.records.scores import exact_match
 
 RECORD = Path(__file__).parent / "records" / "task-cost.json"
 SEED = 977  # of documents; the samples that panscan draws by default have seed 0

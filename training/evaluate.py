@@ -27,8 +27,8 @@ from rich.progress import track
 
 from panscan import Engine, PanAndScan
 from panscan.images.documents import Question
-from panscan.quality.scores import exact_match
 from panscan.records.intervals import cluster_intervals, wilson_interval
+from panscan.records.scores import exact_match
 from training.fonts import held_out_faces, training_faces
 from training.pages import Page, a_page
 

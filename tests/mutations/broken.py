@@ -140,10 +140,10 @@ def _words_missing(patch: pytest.MonkeyPatch) -> None:
 
 
 def _channels_swapped(patch: pytest.MonkeyPatch) -> None:
-    from panscan.runners import processor_check
+    from panscan.verdict import inputs as verdict_inputs
 
     whole = inputs.pixels_pil
-    for module in (inputs, processor_check):
+    for module in (inputs, verdict_inputs):
         patch.setattr(module, "pixels_pil", lambda *arguments: whole(*arguments).flip(1))
 
 

@@ -13,8 +13,8 @@ from panscan.bench.plan import SweepPlan
 from panscan.bench.run import start
 from panscan.bench.workload import Source, build_workload
 from panscan.core import InputError
-from panscan.records.verdict import Verdict, verdict_of
 from panscan.settings import Settings, settings_from
+from panscan.verdict.judgement import Verdict, verdict_of
 
 BASE = {
     "model": "tiny",

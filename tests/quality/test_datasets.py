@@ -32,8 +32,8 @@ from panscan.quality.datasets import (
 from panscan.quality.datasets import rows as dataset_lines
 from panscan.quality.datasets.formats import dataset_rows
 from panscan.quality.datasets.rows import answer_texts, read_text
-from panscan.quality.scores import scores_of
 from panscan.records.schema import DatasetFacts
+from panscan.records.scores import scores_of
 
 
 @pytest.fixture(autouse=True)

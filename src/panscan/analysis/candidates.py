@@ -60,7 +60,7 @@ def candidates_of(run: Run) -> tuple[list[Candidate], dict[str, str]]:
     """Return the finished cells of a run, and why each of the others is not one, by cell id.
 
     Raises:
-        RecordsError: see :func:`panscan.records.summary.cell_metrics`.
+        RecordsError: see :func:`panscan.analysis.summary.cell_metrics`.
     """
     rows = {row.cell: row for row in measured_rows(run)}
     views: dict[tuple[tuple[str, Any], ...], float] = {}

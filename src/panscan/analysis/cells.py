@@ -9,11 +9,11 @@ from math import isfinite
 from typing import Any
 
 from panscan.analysis.setting_words import CROPS, label, shown
+from panscan.analysis.summary import cell_metrics
 from panscan.records.metrics import Metrics
 from panscan.records.store import Run, outcome_of
-from panscan.records.summary import cell_metrics
-from panscan.records.verdict import Verdict, verdict_of
 from panscan.settings import ENGINE_AXES, REMOVED_SETTINGS, VLLM_AXES, VLLM_LIMITS, axes, foreign_settings
+from panscan.verdict.judgement import Verdict, verdict_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def measured_rows(run: Run) -> list[MeasuredCell]:
     """Return the measured cells of a run. Settings without effect are None (see :func:`effective_settings`).
 
     Raises:
-        RecordsError: see :func:`panscan.records.summary.cell_metrics`.
+        RecordsError: see :func:`panscan.analysis.summary.cell_metrics`.
     """
     measured = ((cell, settings, cell_metrics(run, cell)) for cell, settings in run.cells.items())
     return [

@@ -10,7 +10,7 @@ from panscan.analysis.significance import QualityDifference, quality_difference
 from panscan.core import same_model
 from panscan.records.quality import Quality, quality_of
 from panscan.records.store import Run
-from panscan.records.verdict import is_quantized
+from panscan.verdict.judgement import is_quantized
 
 _KINDS = ("quantization", "quantization_group_size")
 NOTE = (

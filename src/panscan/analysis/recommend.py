@@ -20,8 +20,8 @@ from panscan.core.files import write_file
 from panscan.core.text import number_text
 from panscan.records.quality import metric_title
 from panscan.records.store import Run
-from panscan.records.verdict import verdict_of
 from panscan.settings import nearest, recorded_settings
+from panscan.verdict.judgement import verdict_of
 
 _RANK = {"exact": 0, "close": 1}
 

@@ -11,7 +11,7 @@ from panscan.core import same_model
 from panscan.core.request import SAMPLING_NAMES
 from panscan.records.quality import metrics_in
 from panscan.records.store import Run
-from panscan.records.verdict import verdict_of
+from panscan.verdict.judgement import verdict_of
 
 TITLE = "accuracy vs exact"
 NO_EXACT_CELL = "no exact cell"

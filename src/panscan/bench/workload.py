@@ -41,8 +41,8 @@ from panscan.quality.datasets import (
     unique_id,
     write_pictures,
 )
-from panscan.quality.scores import ANNOTATORS, metrics_for
 from panscan.records.schema import EXACT_MATCH, METRICS, DatasetFacts
+from panscan.records.scores import ANNOTATORS, metrics_for
 from panscan.settings import Settings, nearest
 
 MAX_REQUESTS = 1_000_000

@@ -27,6 +27,7 @@ from panscan.analysis.quantization import NOTE, Tradeoff, tradeoffs_of
 from panscan.analysis.recommend import Recommendation, recommend
 from panscan.analysis.setting_words import label
 from panscan.analysis.significance import p_text, points_text
+from panscan.analysis.summary import replica_shares
 from panscan.analysis.task_cost import TITLE, TaskCost, cost_lines, costs_of_cells
 from panscan.core import RecordsError
 from panscan.core.text import clean, count, nats, number_text, times
@@ -34,8 +35,6 @@ from panscan.records.metrics import ReplicaShare
 from panscan.records.quality import Quality, metric_title, quality_of
 from panscan.records.schema import STAGES
 from panscan.records.store import Run
-from panscan.records.summary import replica_shares
-from panscan.records.verdict import Verdict, is_quantized, token_lines
 from panscan.report import definitions
 from panscan.report.answers import Answers, answers_of
 from panscan.report.charts import ChartGroup, Panel, by_request, comparisons, decision_charts, front_of
@@ -51,6 +50,7 @@ from panscan.report.table import (
     quality_cell,
     with_interval,
 )
+from panscan.verdict.judgement import Verdict, is_quantized, token_lines
 
 _SHOWN_LATENCIES = {"median_ttft_ms", "median_tpot_ms", "p95_e2el_ms"}
 _UNFIT = re.compile(r"[^\w.-]")  # for code in a table: no id of panscan's own has any

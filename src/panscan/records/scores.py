@@ -126,7 +126,7 @@ def metrics_for(answers: Sequence[str]) -> tuple[str, ...]:
 def scores_of(text: str, answers: Sequence[str]) -> dict[str, float]:
     """Return the ``scores`` of a request record by metric; empty without accepted answers.
 
-    ``vqa_accuracy`` is defined for :data:`panscan.quality.scores.ANNOTATORS` annotators, so only questions with that
+    ``vqa_accuracy`` is defined for :data:`panscan.records.scores.ANNOTATORS` annotators, so only questions with that
     many answers have it; it alone counts annotators who gave none. An empty answer is always wrong.
     """
     names = metrics_for(answers)

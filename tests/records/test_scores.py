@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from panscan.quality.scores import (
+from panscan.records.schema import METRICS
+from panscan.records.scores import (
     ANNOTATORS,
     anls,
     contains_answer,
@@ -20,7 +21,6 @@ from panscan.quality.scores import (
     scores_of,
     vqa_accuracy,
 )
-from panscan.records.schema import METRICS
 
 PIX2STRUCT = [
     ("abc", "abc"),

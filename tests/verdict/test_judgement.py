@@ -11,7 +11,7 @@ from tests.records.synthetic import batches_of, header, load, outcome, write_run
 
 from panscan.core import RecordsError
 from panscan.records.schema import FLOOR, Divergence, Top1
-from panscan.records.verdict import judge, verdict_lines, verdict_of
+from panscan.verdict.judgement import judge, verdict_lines, verdict_of
 
 KL = st.floats(0, 10)
 ALL = Top1(100, 100)
