@@ -18,7 +18,6 @@ from msgspec import to_builtins
 from benchmarks.workloads.floors import Floors
 from benchmarks.workloads.pages import PAGE, page, question
 from panscan.bench.grid import Cell
-from panscan.bench.workload import Source, build_workload
 from panscan.core import InputError, Request, Result, SettingError
 from panscan.core.files import write_file
 from panscan.images.views import plan_views
@@ -38,6 +37,7 @@ from panscan.settings import ENGINE_AXES, Settings, axes, axis_name, foreign_set
 from panscan.verdict.cells import Verifier
 from panscan.verdict.reference import TOKENS, load_reference
 from panscan.verdict.references import References
+from panscan.workload.requests import Source, build_workload
 
 TEXT_TOKENS = 78
 """Of each prompt, beside its image tokens: 1,102 prompt tokens of a page of four views in the published models."""

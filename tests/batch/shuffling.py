@@ -9,12 +9,12 @@ from pathlib import Path
 
 from panscan.batch.answers import AnswerFile, Mode
 from panscan.batch.dispatch import answer
-from panscan.batch.items import BatchItem
 from panscan.batch.job import Job, difference
 from panscan.batch.jsonl import Record
 from panscan.batch.pending import AnsweredItems, Task
 from panscan.core import ImageError, Request, Result, Stamps
 from panscan.settings import Settings
+from panscan.workload.items import BatchItem
 
 JOB = Job(settings=Settings(runner="engine"), prompt="What?")
 

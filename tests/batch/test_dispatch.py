@@ -16,8 +16,8 @@ from tests.batch.shuffling import JOB, ShufflingEngine, backwards, items, opened
 
 from panscan.batch.answers import AnswerFile
 from panscan.batch.dispatch import answer
-from panscan.batch.items import BatchItem
 from panscan.core import EngineError, FinishReason, ImageError, PanscanError, Request, Result, SettingError
+from panscan.workload.items import BatchItem
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from panscan.batch.items import BatchItem
 from panscan.batch.job import Job, changed_versions, difference
 from panscan.core import Request, SettingError
 from panscan.settings import ENGINE_AXES, Settings, axes, foreign_settings
+from panscan.workload.items import BatchItem
 
 JOB = Job(settings=Settings(runner="engine"), prompt="What?")
 

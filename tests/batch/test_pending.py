@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from tests.batch.shuffling import ShufflingEngine, items, opened, run_job
 
 from panscan.batch.answers import AnswerFile
-from panscan.batch.items import BatchItem
 from panscan.batch.pending import AnsweredItems, Task, tally
 from panscan.core import ImageError, RecordsError
+from panscan.workload.items import BatchItem
 
 
 @pytest.fixture

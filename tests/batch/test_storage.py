@@ -22,11 +22,11 @@ from tests.batch.shuffling import JOB, ShufflingEngine, opened, run_job
 from tests.conftest import noise
 
 from panscan.batch.destination import destination
-from panscan.batch.items import BatchItem, find_work
-from panscan.batch.tables import TableColumns
 from panscan.cli.main import run
 from panscan.core import DatasetError, ImageError, InputError, SettingError, StorageError, UnsupportedError
 from panscan.images.files import find_pages, load_page, page_named
+from panscan.workload.items import BatchItem, find_work
+from panscan.workload.parquet import TableColumns
 
 pytest.importorskip("obstore", reason="needs the extra storage")
 

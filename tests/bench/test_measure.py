@@ -21,13 +21,13 @@ from panscan.bench import sweep
 from panscan.bench.grid import Cell
 from panscan.bench.plan import SweepPlan
 from panscan.bench.sweep import measure
-from panscan.bench.workload import Source, build_workload
 from panscan.core import Request, Result, now
 from panscan.model.machine import peak_memory, reset_peak_memory
 from panscan.records.schema import RepeatRecord
 from panscan.records.scores import scores_of
 from panscan.records.store import parse_record
 from panscan.settings import Settings
+from panscan.workload.requests import Source, build_workload
 
 
 class RecordingObserver:

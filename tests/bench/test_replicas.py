@@ -28,12 +28,12 @@ from panscan.bench.grid import Cell, build_cells
 from panscan.bench.plan import SweepPlan
 from panscan.bench.replicas import gpu_slots
 from panscan.bench.run import plan_of, resume, start
-from panscan.bench.workload import Source, build_workload
 from panscan.cli.main import run as cli
 from panscan.core import PanscanError, PanscanWarning, UnsupportedError
 from panscan.records.store import Run, read_run
 from panscan.settings import Settings
 from panscan.verdict.judgement import verdict_of
+from panscan.workload.requests import Source, build_workload
 
 Act = Callable[[], None]
 

@@ -29,7 +29,7 @@ _CPU = Placement(torch.device("cpu"), torch.float32)
 _DIES = """
 import os, signal, sys
 from pathlib import Path
-from panscan.quantize.documents import CalibrationSource
+from panscan.workload.calibration import CalibrationSource
 from panscan.quantize.run import QuantizeOptions, quantize_checkpoint
 from panscan.settings import Settings
 

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from panscan.records.quality import ANNOTATORS, metrics_for
 from panscan.records.schema import METRICS
 from panscan.records.scores import (
-    ANNOTATORS,
     anls,
     contains_answer,
     exact_match,
-    metrics_for,
     plain_answer,
     relaxed_accuracy,
     scores_of,

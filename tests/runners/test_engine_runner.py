@@ -16,7 +16,6 @@ from panscan import GenerateRunner, PanAndScan, Request
 from panscan.bench.grid import build_cells
 from panscan.bench.plan import SweepPlan
 from panscan.bench.sweep import run_sweep
-from panscan.bench.workload import Source, build_workload
 from panscan.core import ImageError, UnsupportedError
 from panscan.model.inputs import prepare, read_images
 from panscan.model.observation import ForcedTokens, sample_image_positions
@@ -28,6 +27,7 @@ from panscan.runners.observe import observe
 from panscan.settings import ENGINE_AXES, ENGINE_LIMITS, Settings, axes, settings_from
 from panscan.verdict.cells import Verifier
 from panscan.verdict.references import References
+from panscan.workload.requests import Source, build_workload
 
 STEPS = 6
 SMALL = {

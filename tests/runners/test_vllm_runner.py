@@ -23,7 +23,6 @@ from tests.conftest import noise
 from panscan import GenerateRunner, PanAndScan, Request, Sampling
 from panscan.analysis.cells import distinguishing_names, effective_settings
 from panscan.bench.grid import Cell, build_cells
-from panscan.bench.workload import Source, build_workload
 from panscan.core import PanscanError, SettingError, Stamps, UnsupportedError
 from panscan.model.checkpoint import load_meta_model
 from panscan.model.inputs import plan_request, read_images
@@ -46,6 +45,7 @@ from panscan.verdict.cells import Verifier
 from panscan.verdict.divergence import DivergenceTally, compare_logits
 from panscan.verdict.float32 import head_logits, weights_digest
 from panscan.verdict.references import References
+from panscan.workload.requests import Source, build_workload
 
 CPU = torch.device("cpu")
 

@@ -14,12 +14,11 @@ from accelerate import cpu_offload
 from safetensors.torch import save_file
 from tests.bench.test_measure import Lines, RecordingObserver
 from tests.conftest import needs_images_in_chunks, noise
-from tests.model.stored.small import SMALL, Checkpoint, dense_weights
+from tests.model.formats.small import SMALL, Checkpoint, dense_weights
 
 from panscan.bench.grid import Cell
 from panscan.bench.plan import SweepPlan
 from panscan.bench.sweep import run_sweep
-from panscan.bench.workload import Source, build_workload, request_of
 from panscan.core import PanscanWarning, RecordsError
 from panscan.model.random_weights import write_shape
 from panscan.model.runtime import apply_attention
@@ -31,6 +30,7 @@ from panscan.settings import Settings, settings_from
 from panscan.verdict.cells import Verifier
 from panscan.verdict.reference import FORMAT, find_references
 from panscan.verdict.references import References
+from panscan.workload.requests import Source, build_workload, request_of
 
 STEPS = 8
 Record = dict[str, Any]

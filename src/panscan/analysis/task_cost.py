@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from panscan.analysis.cells import effective_settings
 from panscan.analysis.significance import QualityDifference, p_text, points_text, quality_difference
 from panscan.core import same_model
-from panscan.core.request import SAMPLING_NAMES
+from panscan.core.sampling import SAMPLING_NAMES
 from panscan.records.quality import metrics_in
 from panscan.records.store import Run
 from panscan.verdict.judgement import verdict_of

@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 
 from panscan import __version__
-from panscan.batch.items import BatchItem
 from panscan.batch.jsonl import Record
 from panscan.core import Request
 from panscan.core.request import MAX_PAGES
 from panscan.model.bundled import fingerprints
 from panscan.settings import ENGINE_AXES, REMOVED_SETTINGS, Settings, axes
+from panscan.workload.items import BatchItem
 
 SCHEMA = 1
 

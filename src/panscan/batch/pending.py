@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from panscan.batch.answers import AnswerFile
-from panscan.batch.items import BatchItem
 from panscan.batch.jsonl import Record
 from panscan.core import RecordsError
+from panscan.workload.items import BatchItem
 
 _LOG = logging.getLogger(__name__)
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from panscan.bench.plan import SweepPlan
-from panscan.bench.workload import plans_of
 from panscan.core import SettingError
 from panscan.images.views import GEMMA3_COST
 from panscan.model.shapes import SHAPES, Shape, shape_named
 from panscan.plan.cost import Variant, pass_work, vision_work
 from panscan.settings import ALL_AT_ONCE, WEIGHT_KINDS, Settings
+from panscan.workload.requests import plans_of
 
 # Share of a large product's rate that Gemma 3's phases reach in Transformers, and the host's time per layer and decode
 # step in generate(): both from generate() runs on one GPU, and no better than a factor of two elsewhere.

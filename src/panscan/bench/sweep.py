@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from panscan.bench.grid import Cell
 from panscan.bench.plan import Observer, SweepPlan, Visit, Writer
-from panscan.bench.workload import Item, request_of
 from panscan.core import PanscanError, Request, Result, UnsupportedError, now
 from panscan.core.errors import brief, error_line
 from panscan.records.schema import AnyRecord, CellRecord, LoadRecord, RecordedAnswer, RepeatRecord, RequestRecord
 from panscan.records.scores import scores_of
 from panscan.settings import ALL_AT_ONCE, Settings
+from panscan.workload.requests import Item, request_of
 
 if TYPE_CHECKING:
     from panscan.runners.base import Runner

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from panscan.cli.console import errors, import_libraries, out, show_warnings, warn_mini
-from panscan.cli.options import given_values, utf8
+from panscan.cli.values import given_values, utf8
 from panscan.cli.verb import verb
 from panscan.core import SettingError
 from panscan.core.activity import activity
@@ -65,8 +65,8 @@ def command(options: Options, images: tuple[str, ...]) -> None:
         warn_mini()
     from panscan.inspect.profile.modes import without_graphs
     from panscan.inspect.profile.run import checked_modes
-    from panscan.inspect.profile.workload import profiled_requests, repeats_documents
     from panscan.model.machine import resolve_device
+    from panscan.workload.profiled import profiled_requests, repeats_documents
 
     if "all" in _comma_list("--mode", options.mode) and resolve_device(settings.device).type != "cuda":
         errors().print("--mode all: skipping cuda-graphs, which needs an NVIDIA GPU", soft_wrap=True)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from panscan.core.hardware import refusal
+from panscan.core.gpu_features import refusal
 from panscan.engine.scheduling.batch import FlatBatch
 from panscan.images.transfer import upload
 

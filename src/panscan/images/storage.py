@@ -26,7 +26,7 @@ from panscan.core import ImageError, StorageError, UnsupportedError, now
 from panscan.core.access import remote_access
 from panscan.core.errors import one_line
 from panscan.core.files import replace_file
-from panscan.core.ranges import shorten
+from panscan.core.option import shorten
 from panscan.images.fetch import MAX_BYTES, ContentCache
 
 if TYPE_CHECKING:

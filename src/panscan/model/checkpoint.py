@@ -22,19 +22,19 @@ from panscan.core import ModelError, UnsupportedError
 from panscan.images.pixels import PixelSpec
 from panscan.model.build import build_model, empty_quantized_model
 from panscan.model.bundled import bundled_directory
-from panscan.model.checkpoint_files.check import check_directory, template_file
-from panscan.model.checkpoint_files.fields import check_tokenizer
-from panscan.model.checkpoint_files.files import DamagedFileError, read_json
-from panscan.model.checkpoint_files.headers import index_files
+from panscan.model.formats.load import load_stored, stored_scheme
+from panscan.model.formats.schemes import StoredScheme
+from panscan.model.formats.tensors import StoredTensors
 from panscan.model.hub import checkpoint_directory
 from panscan.model.hub_errors import PICKLED, friendly_errors, quiet_transformers, read_by_transformers
 from panscan.model.linear.quantized import WeightFormat
-from panscan.model.linear.schemes import StoredScheme
-from panscan.model.linear.tensors import StoredTensors
 from panscan.model.prompt import PromptWriter
 from panscan.model.shapes import Shape
 from panscan.model.sharding import check_divides, fill_shard, shard_config
-from panscan.model.stored import load_stored, stored_scheme
+from panscan.model.untrusted.check import check_directory, template_file
+from panscan.model.untrusted.fields import check_tokenizer
+from panscan.model.untrusted.headers import index_files
+from panscan.model.untrusted.reading import DamagedFileError, read_json
 
 IMAGE_MODEL, TEXT_MODEL = "gemma3", "gemma3_text"
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"

@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as HopperDescriptor
 
-from panscan.core.hardware import SHARED_BYTES
+from panscan.core.gpu_features import SHARED_BYTES
 from panscan.core.jit import INTERPRETED, gpu_has
 
 _LOG2E = 1.4426950408889634

@@ -8,8 +8,8 @@ from itertools import accumulate
 from random import Random
 
 from panscan.core import PanAndScan, SettingError
-from panscan.core.ranges import Range, shorten
-from panscan.core.request import TOKENS
+from panscan.core.option import Range, shorten
+from panscan.core.sampling import TOKENS
 from panscan.engine.scheduling.batch import PromptLayout, Span
 from panscan.images.views import GEMMA3_COST, PromptCost, plan_views
 from panscan.model.shapes import Shape

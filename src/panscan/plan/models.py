@@ -7,10 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from panscan.core import BUNDLED, ModelError, SettingError
-from panscan.core.ranges import shorten
-from panscan.model.checkpoint_files.check import check_directory
-from panscan.model.checkpoint_files.fields import ConfigSizes
-from panscan.model.checkpoint_files.files import DamagedFileError, read_json
+from panscan.core.option import shorten
 from panscan.model.shapes import (
     PATTERN,
     SHAPES,
@@ -21,6 +18,9 @@ from panscan.model.shapes import (
     VisionShape,
     first_global_layer,
 )
+from panscan.model.untrusted.check import check_directory
+from panscan.model.untrusted.fields import ConfigSizes
+from panscan.model.untrusted.reading import DamagedFileError, read_json
 from panscan.settings import nearest
 
 _HUB = re.compile(r"[\w.-]+/[\w.-]*gemma-3-(270m|1b|4b|12b|27b)(?![0-9a-z])[\w.-]*", re.ASCII)

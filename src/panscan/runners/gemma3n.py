@@ -17,11 +17,11 @@ from panscan.core import ModelError, PanAndScan, SettingError, UnsupportedError
 from panscan.images.pixels import PixelSpec
 from panscan.images.views import plan_views
 from panscan.model.checkpoint import Loaded, Reader, checkpoint_source, ready_model
-from panscan.model.checkpoint_files.files import read_json
 from panscan.model.hub_errors import friendly_errors, quiet_transformers
 from panscan.model.inputs import DecodedRequest, Prepared, plan_request
 from panscan.model.machine import resolve_device, resolve_dtype
 from panscan.model.prompt import Prompt, PromptWriter, conversation
+from panscan.model.untrusted.reading import read_json
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings, axes
 

@@ -11,7 +11,7 @@ from msgspec.structs import asdict
 
 from panscan.core import PanAndScan, Request, Sampling, SettingError
 from panscan.core.deadline import Deadline
-from panscan.core.ranges import shorten
+from panscan.core.option import shorten
 from panscan.images.views import GEMMA3_COST, PromptCost, plan_views
 from panscan.serve.admission import Pool
 from panscan.serve.backend import RequestWork

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec import structs
 
-from panscan.bench.workload import Item, request_of, view_counts
 from panscan.core import Result, now
 from panscan.records.schema import AXES, AxisCheck, TokenCheck, VerdictRecord
 from panscan.runners.base import calls
@@ -26,6 +25,7 @@ from panscan.verdict.judgement import merged_axes
 from panscan.verdict.reference import Reference, compare_answers
 from panscan.verdict.references import References, ReferenceStates, failure_text, precision_name
 from panscan.verdict.tokens import Expected, Judge, ReferenceRows, compared_with_reference, first_difference
+from panscan.workload.requests import Item, request_of, view_counts
 
 if TYPE_CHECKING:
     from panscan.runners.base import Runner

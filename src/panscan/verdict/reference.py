@@ -19,7 +19,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from panscan.bench.workload import Item, Source, plans_of
 from panscan.core import RecordsError, Request
 from panscan.core.errors import brief
 from panscan.core.files import write_file
@@ -31,6 +30,7 @@ from panscan.runners.observe import observe
 from panscan.settings import Settings
 from panscan.verdict.divergence import DivergenceTally, Noise
 from panscan.verdict.float32 import converted_model, one_view_at_a_time
+from panscan.workload.requests import Item, Source, plans_of
 
 if TYPE_CHECKING:
     from panscan.runners.base import Runner

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from panscan.bench.workload import Item, Source, request_of
 from panscan.core import (
     PanscanError,
     PanscanWarning,
@@ -46,6 +45,7 @@ from panscan.verdict.reference import (
     views_digest,
 )
 from panscan.verdict.tokens import ReferenceRows, Tokens
+from panscan.workload.requests import Item, Source, request_of
 
 if TYPE_CHECKING:
     from panscan.runners.base import Runner

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import psutil
 
 from panscan.core import SettingError
-from panscan.core.hardware import Capability, supports
+from panscan.core.gpu_features import Capability, supports
 from panscan.inspect.doctor.checks import CheckFinding, Findings, ok, warning
 from panscan.inspect.doctor.host import read_limits
 from panscan.model.shapes import SHAPES, Shape

@@ -12,7 +12,7 @@ from typing import Any
 import pynvml
 
 from panscan.core.errors import brief, error_line
-from panscan.core.hardware import FEATURES, runs_on, supports
+from panscan.core.gpu_features import FEATURES, runs_on, supports
 from panscan.inspect.doctor.checks import NO_GPU, CheckFinding, Findings, not_checked, ok, on_gpus, problem, warning
 from panscan.inspect.doctor.nvml import Driver, driver, gpu_reader, pci_gpus
 from panscan.plan.gpus import reported_gpu

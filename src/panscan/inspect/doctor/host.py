@@ -12,8 +12,8 @@ from huggingface_hub import constants
 
 from panscan.core.files import cache_directory
 from panscan.inspect.doctor.checks import CheckFinding, Findings, file_text, not_checked, ok, warning
-from panscan.model.checkpoint_files.files import DamagedFileError
-from panscan.model.checkpoint_files.headers import index_files
+from panscan.model.untrusted.headers import index_files
+from panscan.model.untrusted.reading import DamagedFileError
 
 try:
     import resource
