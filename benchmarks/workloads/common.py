@@ -23,7 +23,6 @@ from panscan.core.files import write_file
 from panscan.images.views import plan_views
 from panscan.model.ceilings import measure_ceilings
 from panscan.model.checkpoint import Loaded
-from panscan.model.config import shape_of_config
 from panscan.model.machine import resolve_device
 from panscan.model.support import require_supported
 from panscan.plan.cost import RequestCounts, Roofline, Variant
@@ -248,7 +247,7 @@ def ask(work: Work, loaded: Loaded, asked: Sequence[Asked], text_tokens: int = T
 def floors_of(loaded: Loaded, settings: Settings, result: Result) -> Floors:
     """The floors of requests like the one that was answered, at this machine's ceilings: those of all GPUs together."""
     rates = measure_ceilings(loaded.device, loaded.dtype)
-    shape = shape_of_config(loaded.model.config)
+    shape = loaded.shape()
     counts, gpus = (result.views, result.prompt_tokens, settings.max_new_tokens), settings.tensor_parallel_size
     variant = Variant(shape, dtype="fp32" if loaded.dtype.itemsize == 4 else "bf16")
     roofline = Roofline(variant, gpus * rates.flops_per_s, gpus * rates.bytes_per_s, variant.weight_bytes())

@@ -165,7 +165,7 @@ def test_where_no_memory_is_left_a_load_is_recorded_without_ceilings() -> None:
         from panscan.bench.grid import Cell
         from panscan.bench.sweep import _load_record
         from panscan.runners.generate import GenerateRunner
-        import panscan.model.ceilings, panscan.model.config
+        import panscan.model.ceilings, panscan.model.gemma3.config
         import psutil
 
         runner = GenerateRunner.from_pretrained("tiny", dtype="fp32", device="cpu")

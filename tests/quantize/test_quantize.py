@@ -16,9 +16,9 @@ from PIL import Image
 from panscan.cli.main import run
 from panscan.core import ImageError, InputError, SettingError
 from panscan.model.build import decoder_linears
+from panscan.model.bundled.tiny import tiny_directory
 from panscan.model.checkpoint import Placement, load_model
 from panscan.model.linear.quantized import QuantizedLinear, WeightFormat
-from panscan.model.tiny import tiny_directory
 from panscan.quantize.calibration import check_prompt_memory
 from panscan.quantize.partial import JOB_FILE, PartialCheckpoint
 from panscan.quantize.source import DenseCheckpoint, choose_format

@@ -18,16 +18,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from panscan.model.random_weights import write_shape
 from tests.conftest import noise
 
 from panscan import GenerateRunner, PanAndScan, Request, Sampling
 from panscan.analysis.cells import distinguishing_names, effective_settings
 from panscan.bench.grid import Cell, build_cells
 from panscan.core import PanscanError, SettingError, Stamps, UnsupportedError
+from panscan.model.bundled.random_weights import write_shape
 from panscan.model.checkpoint import load_meta_model
 from panscan.model.inputs import plan_request, read_images
 from panscan.model.observation import ForcedTokens, Observation
-from panscan.model.random_weights import write_shape
 from panscan.model.support import unsupported_reason
 from panscan.runners.base import calls
 from panscan.runners.factory import ready_runner

@@ -32,8 +32,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from panscan.core import PanAndScan, Request
 from panscan.images.ink import AILERON
 from panscan.images.views import plan_views
+from panscan.model.bundled.tokenizer import build_tokenizer
 from panscan.model.prompt import PromptWriter
-from panscan.model.tokenizer import build_tokenizer
 from panscan.workload.documents import KINDS, Print, Sheet
 from training import batches, finish
 

@@ -20,7 +20,7 @@ from panscan.bench.grid import Cell
 from panscan.bench.plan import SweepPlan
 from panscan.bench.sweep import run_sweep
 from panscan.core import PanscanWarning, RecordsError
-from panscan.model.random_weights import write_shape
+from panscan.model.bundled.random_weights import write_shape
 from panscan.model.runtime import apply_attention
 from panscan.records.schema import VerdictRecord
 from panscan.runners.factory import open_runner

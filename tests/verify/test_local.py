@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from panscan.core import PanAndScan, Request, SettingError, UnsupportedError
+from panscan.model.bundled.random_weights import random_model
 from panscan.model.inputs import collate, prepare, read_images
-from panscan.model.random_weights import random_model
 from panscan.model.shapes import SHAPES, Shape
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings

@@ -122,12 +122,11 @@ class _Sweep:
 
 def _load_record(cells: Sequence[Cell], runner: Runner, seconds: float) -> LoadRecord:
     """What was loaded, and what the machine could do with it at best."""
-    from panscan.model.config import shape_of_config
     from panscan.model.quantization import weights_name
 
     loaded = runner.loaded
     try:
-        shape = asdict(shape_of_config(loaded.model.config))
+        shape = asdict(loaded.shape())
     except UnsupportedError:  # a Gemma 3 of parts that the formulas leave out runs all the same
         shape = None
     return LoadRecord(

@@ -37,6 +37,7 @@ from panscan.images.pixels import PixelSpec
 from panscan.images.resize import Resize, by_pillow, choose_resize
 from panscan.images.transfer import upload
 from panscan.model.checkpoint import Loaded
+from panscan.model.layers import LayerFacts, OutputRows, text_layers, vision_layers
 from panscan.model.linear.quantized import QuantizedLinear
 from panscan.model.linear.tuning import choose_methods
 from panscan.model.machine import (
@@ -51,8 +52,6 @@ from panscan.model.phases import phase
 from panscan.model.quantization import weights_name
 from panscan.model.sharding import SINGLE_RANK, Ranks
 from panscan.model.support import fp8_cache_reason
-from panscan.model.text_layers import LayerFacts, OutputRows, TextLayers
-from panscan.model.vision_layers import ATTENTION_KERNELS, VisionLayers
 from panscan.settings import ATTENTION_BACKENDS, nearest
 
 log = logging.getLogger("panscan.engine")
@@ -180,7 +179,7 @@ class ModelRunner:
         kv_dtype = torch.float8_e4m3fn if options.kv_cache_dtype == "fp8" else None
         if kv_dtype is not None and (reason := fp8_cache_reason(torch.device(self._loaded.device))) is not None:
             raise UnsupportedError(reason)
-        self._text = TextLayers(model, self._ranks, vocab_size=vocab_size, kv_dtype=kv_dtype)
+        self._text = text_layers(model, self._ranks, vocab_size=vocab_size, kv_dtype=kv_dtype)
         self._device = self._text.device
         choice = choose_backend(options.attention_backend, self._text.layers[0])
         self._backend = choice.backend
@@ -219,7 +218,7 @@ class ModelRunner:
 
     def _start_vision(self) -> None:
         loaded, options = self._loaded, self._options
-        self._vision = self._vision_layers() if loaded.reader.reads_images else None
+        self._vision = vision_layers(self._loaded.model, self._ranks) if loaded.reader.reads_images else None
         spec = loaded.reader.pixels or PixelSpec()
         resize: Resize = by_pillow
         if self._vision is not None:
@@ -237,13 +236,6 @@ class ModelRunner:
             for size in sorted({size for count in counts for size in self._vision.batch_sizes(count)}):
                 blank = torch.zeros(size, 3, spec.size, spec.size, device=self._device, dtype=loaded.dtype)
                 self._vision(blank)
-
-    def _vision_layers(self) -> VisionLayers:
-        """Build the vision tower with the same attention kernel on every rank, although each measures separately."""
-        vision = VisionLayers(self._loaded.model)
-        [agreed] = self._ranks.all_reduce_min([ATTENTION_KERNELS.index(vision.attention)])
-        name = ATTENTION_KERNELS[agreed]
-        return vision if name == vision.attention else VisionLayers(self._loaded.model, name)
 
     def _start_cache(self) -> None:
         options, text = self._options, self._text

@@ -8,9 +8,8 @@ from pathlib import Path
 from panscan.core import Request, SettingError
 from panscan.images.files import expand_images
 from panscan.model.bundled import BUNDLED
-from panscan.model.checkpoint import load_config
+from panscan.model.checkpoint import checkpoint_family, load_config
 from panscan.model.shapes import SHAPES
-from panscan.runners.gemma3n import gemma3n_reads_images, is_gemma3n
 from panscan.settings import Settings
 from panscan.workload.documents import COLUMNS, draw_document
 from panscan.workload.samples import document_name, encode_document
@@ -70,9 +69,9 @@ def repeats_documents(images: int, settings: Settings) -> bool:
 def _reads_images(settings: Settings) -> bool:
     if settings.model_shape is not None:
         return SHAPES[settings.model_shape].vision is not None
-    if is_gemma3n(settings.model, settings.revision):
-        return gemma3n_reads_images(settings.model, settings.revision)
-    return hasattr(load_config(settings.model, settings.revision), "vision_config")
+    if (family := checkpoint_family(settings.model, settings.revision)) is not None:
+        return family.reads_images
+    return hasattr(load_config(settings.model, settings.revision), "vision_config")  # refuses other families
 
 
 def _draw_documents(count: int, settings: Settings, folder: Path) -> Iterator[str]:

@@ -29,7 +29,7 @@ from panscan.core.files import cache_directory, fallback_directory
 from panscan.core.request import MAX_PAGES
 from panscan.images.fetch import named_url
 from panscan.images.files import Page, expand_images, find_pages, load_page, page_digest
-from panscan.images.views import GEMMA3_COST, PromptCost, ViewPlan, plan_views
+from panscan.images.views import PUBLISHED_COST, PromptCost, ViewPlan, plan_views
 from panscan.records.quality import ANNOTATORS, metrics_for
 from panscan.records.schema import EXACT_MATCH, METRICS, DatasetFacts
 from panscan.settings import Settings, nearest
@@ -222,7 +222,7 @@ def request_of(item: Item, settings: Settings, source: Source) -> Request:
     )
 
 
-def plans_of(item: Item, settings: Settings, cost: PromptCost = GEMMA3_COST) -> list[ViewPlan]:
+def plans_of(item: Item, settings: Settings, cost: PromptCost = PUBLISHED_COST) -> list[ViewPlan]:
     """The views that a cell takes of an item's documents."""
     return [plan_views(d.width, d.height, settings.pan_and_scan, cost) for d in item.documents]
 

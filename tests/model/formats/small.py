@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from panscan.model.random_weights import random_model, write_shape
+from panscan.model.bundled.random_weights import random_model, write_shape
 from panscan.model.shapes import Shape, TextShape, VisionShape
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"

@@ -8,7 +8,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from panscan.core import ModelError, PanscanError, SettingError
-from panscan.model.tokenizer import CHAT_TEMPLATE
+from panscan.model.bundled.tokenizer import CHAT_TEMPLATE
 from panscan.model.untrusted.budget import MAX_TEXT
 from panscan.model.untrusted.template import MAX_TEMPLATE, render_template
 

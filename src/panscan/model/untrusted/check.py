@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from panscan.core.option import shorten
+from panscan.model.families import SUPPORTED
 from panscan.model.untrusted.fields import (
     ConfigSizes,
     check_generation,
@@ -20,7 +21,6 @@ from panscan.model.untrusted.headers import StoredShape, key_of, read_header, we
 from panscan.model.untrusted.reading import DamagedFileError, checkpoint_entries, read_json, read_text
 from panscan.model.untrusted.template import MAX_TEMPLATE
 
-_GEMMA3 = ("gemma3", "gemma3_text")
 _JSON = ("added_tokens.json", "chat_template.json", "special_tokens_map.json", "tokenizer_config.json")
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _ADAPTER = "adapter_config.json"
@@ -56,7 +56,7 @@ def check_directory(directory: Path) -> None:
     check_tokenizer_config(objects.get("tokenizer_config.json", {}))
     generation = read_json(directory / "generation_config.json") if "generation_config.json" in entries else {}
     sets = [_tensors(directory, files) for files in weight_files(directory, entries)]
-    if config.get("model_type") in _GEMMA3:
+    if config.get("model_type") in SUPPORTED:
         sizes = ConfigSizes.of(config)
         check_generation(generation, sizes)
         for name in _PROCESSORS:

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from tests.model.formats.small import SMALL
 from torch import nn
 
-from panscan.model.random_weights import random_model
+from panscan.model.bundled.random_weights import random_model
 
 HERE = Path(__file__).parent
 LAYER = "model.language_model.layers.0."

@@ -28,9 +28,9 @@ from transformers.utils import logging
 from panscan.core import ModelError
 from panscan.core.files import WriteLock, cache_directory
 from panscan.model.build import build_model
-from panscan.model.config import gemma3_config, generation_config, processor_for
+from panscan.model.bundled.tokenizer import END_MARKS, MARKS, build_tokenizer
+from panscan.model.gemma3.config import gemma3_config, generation_config, processor_for
 from panscan.model.shapes import SHAPES
-from panscan.model.tokenizer import END_MARKS, MARKS, build_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-_RECIPE = ("config.py", "shapes.py", "tiny.py", "tokenizer.py")
+_RECIPE = ("gemma3/config.py", "shapes.py", "bundled/tiny.py", "bundled/tokenizer.py")
 _MANIFEST = "manifest.json"
 _SEED = 11
 _EMBEDDING = 0.03

@@ -15,8 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from panscan import GenerateRunner
 from panscan.core import UnsupportedError
-from panscan.model.random_weights import random_model
-from panscan.model.text_layers import LayerFacts, OutputRows, TextLayers
+from panscan.model.bundled.random_weights import random_model
+from panscan.model.gemma3.text_layers import TextLayers
+from panscan.model.layers import LayerFacts, OutputRows
 
 IDS = torch.tensor([30, 400, 5, 77, 21])
 BOTH = pytest.mark.parametrize("name", ["window inside image blocks", "text only"])

@@ -8,7 +8,7 @@ from tests.triton_here import DEVICE
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from panscan.model.vision_attention import attend, supported
+from panscan.model.gemma3.vision_attention import attend, supported
 
 HOPPER = supported(DEVICE, torch.bfloat16)
 hopper = pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="needs a Hopper GPU")

@@ -17,8 +17,8 @@ from transformers import (
 from transformers.utils import is_torchvision_available
 
 from panscan.core import UnsupportedError
+from panscan.model.bundled.tokenizer import END_MARKS, MARKS
 from panscan.model.shapes import SHAPES, TEXT_FIELDS, VISION_FIELDS, Shape, TextShape, VisionShape, first_global_layer
-from panscan.model.tokenizer import END_MARKS, MARKS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

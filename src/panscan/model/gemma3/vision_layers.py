@@ -35,6 +35,7 @@ from panscan.core import UnsupportedError
 from panscan.model.linear.products import DenseLinear, Linear, PlainLinear, is_plain, linear_of, runs_own_forward
 from panscan.model.linear.tuning import gpu_seconds
 from panscan.model.shapes import SIGLIP, vision_working_bytes
+from panscan.model.sharding import SINGLE_RANK, Ranks
 
 log = logging.getLogger("panscan.engine")
 
@@ -71,13 +72,15 @@ class VisionLayers:
 
     Args:
         model: in evaluation mode.
-        attention: name of the attention kernel; None chooses one. Ignored if Transformers' own ``forward`` runs.
+        attention: name of the attention kernel; None chooses one, the same on every rank. Ignored if Transformers' own
+            ``forward`` runs.
+        ranks: the processes that share the model.
 
     Raises:
         UnsupportedError: the model reads text only.
     """
 
-    def __init__(self, model: Any, attention: str | None = None) -> None:
+    def __init__(self, model: Any, attention: str | None = None, ranks: Ranks = SINGLE_RANK) -> None:
         tower = getattr(model.model, "vision_tower", None)
         if tower is None:
             raise UnsupportedError("the model reads text only: it has no vision tower")
@@ -97,6 +100,8 @@ class VisionLayers:
             )
         ):
             self.attention, self.reason = _attention_for(tower) if attention is None else (attention, "as requested")
+            [agreed] = ranks.all_reduce_min([ATTENTION_KERNELS.index(self.attention)])  # each rank measures separately
+            self.attention = ATTENTION_KERNELS[agreed]
             self._encode = _Encoder(tower, _attention_kernel(self.attention))
         else:
             self.attention, self.reason = "default", "modules are hooked or replaced: Transformers' own forward runs"
@@ -166,7 +171,7 @@ def _attention_for(tower: Any) -> tuple[str, str]:
 def _attention_kernel(name: str) -> Attend:
     """Return a kernel by the name that :func:`choose_vision_attention` gives it."""
     if name == "hopper":
-        from panscan.model import vision_attention
+        from panscan.model.gemma3 import vision_attention
 
         return vision_attention.attend
     if name in _LIBRARY_KERNELS:
@@ -179,7 +184,7 @@ def _hopper(device: torch.device, dtype: torch.dtype) -> Attend | None:
     if device.type != "cuda" or find_spec("triton") is None:
         return None
     try:
-        from panscan.model import vision_attention
+        from panscan.model.gemma3 import vision_attention
     except (ImportError, AttributeError):  # it uses Gluon, an experimental part of Triton that may change
         return None
     return vision_attention.attend if vision_attention.supported(device, dtype) else None

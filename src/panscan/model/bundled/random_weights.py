@@ -11,11 +11,11 @@ from torch import nn
 
 from panscan.core import SettingError
 from panscan.model.build import build_model, empty_quantized_model
-from panscan.model.config import gemma3_config, generation_config, processor_for
+from panscan.model.bundled.tokenizer import tokenizer_for
+from panscan.model.gemma3.config import gemma3_config, generation_config, processor_for
 from panscan.model.linear.quantized import WeightFormat
 from panscan.model.shapes import SHAPES, Shape
 from panscan.model.sharding import check_divides, fill_shard, shard_config
-from panscan.model.tokenizer import tokenizer_for
 
 if TYPE_CHECKING:
     from transformers import Gemma3Processor, GemmaTokenizer, PreTrainedModel

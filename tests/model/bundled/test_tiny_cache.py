@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from panscan.model.tiny import tiny_directory, write_tiny
+from panscan.model.bundled.tiny import tiny_directory, write_tiny
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_a_whole_cache_is_left_as_it_is(whole: Path) -> None:
 CHILD = """
 import os, socket, sys
 import torch, transformers
-from panscan.model.tiny import tiny_directory
+from panscan.model.bundled.tiny import tiny_directory
 
 def refuse(*_):
     raise AssertionError("the tiny model must not need a network")

@@ -50,7 +50,7 @@ def bundled_directory(name: str) -> Path | None:
     if name == "mini":
         return mini_directory()
     if name == "tiny":
-        from panscan.model.tiny import tiny_directory  # imports PyTorch
+        from panscan.model.bundled.tiny import tiny_directory  # imports PyTorch
 
         return tiny_directory()
     return None

@@ -21,12 +21,12 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor,
 import panscan
 from panscan import PanAndScan, Request
 from panscan.model.bundled import fingerprints, mini_directory
+from panscan.model.bundled.tiny import rename_as_published, tiny_directory
+from panscan.model.bundled.tokenizer import CHAT_TEMPLATE, END_MARKS, MARKS, build_tokenizer
 from panscan.model.checkpoint import load_reader
-from panscan.model.config import generation_config, shape_of_config
+from panscan.model.gemma3.config import generation_config, shape_of_config
 from panscan.model.inputs import prepare, read_images
 from panscan.model.shapes import SHAPES
-from panscan.model.tiny import rename_as_published, tiny_directory
-from panscan.model.tokenizer import CHAT_TEMPLATE, END_MARKS, MARKS, build_tokenizer
 
 TOKENIZER = AutoTokenizer.from_pretrained(mini_directory())
 MOST_BYTES = 14_000_000

@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Gemma3ForCausalLM, PreTrainedModel
 
 from panscan.core import SettingError, UnsupportedError
-from panscan.model.random_weights import random_model
+from panscan.model.bundled.random_weights import random_model
+from panscan.model.bundled.tokenizer import MARKS
 from panscan.model.shapes import SHAPES, Shape, TextShape, VisionShape
-from panscan.model.tokenizer import MARKS
 
 TEXT = TextShape(5000, 64, 96, 6, 2, 1, 32, 16, 32, 256)
 SMALL = Shape("small", TEXT, VisionShape(hidden=48, intermediate=64, layers=2, heads=2, image_size=56), image_tokens=4)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
-from panscan.model.tokenizer import MARKS, VOCABULARY_SIZE, build_tokenizer
+from panscan.model.bundled.tokenizer import MARKS, VOCABULARY_SIZE, build_tokenizer
 
 TOKENIZER = build_tokenizer()
 

@@ -17,63 +17,12 @@ from transformers import Gemma3ForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, apply_rotary_pos_emb
 
 from panscan.core import UnsupportedError
+from panscan.model.layers import AttentionPlan, LayerFacts, OutputRows
 from panscan.model.linear.multiply import apply_scales
 from panscan.model.linear.products import Linear, Product, RowParallelLinear, Rows, is_plain, linear_of
 from panscan.model.linear.rows import UnscaledProduct
 from panscan.model.shapes import decoder_working_bytes
 from panscan.model.sharding import SINGLE_RANK, Ranks
-
-
-class AttentionPlan(Protocol):
-    """The attention of one pass in the layers of one kind, prepared by the engine."""
-
-    @property
-    def slots(self) -> torch.Tensor:
-        """int64 ``[T]`` on the device: KV cache slot of each row."""
-        ...
-
-    def attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Compute attention over the cache, which already holds the keys and values of the pass's own rows.
-
-        Args:
-            query: ``[T, heads, D]``, contiguous in D.
-            k_cache: contiguous ``[N, kv_heads, D]``: the layer's keys by slot. Slots outside the rows' key intervals
-                are not read.
-            v_cache: the layer's values, like ``k_cache``.
-            scaling: factor of the attention scores.
-
-        Returns:
-            Contiguous ``[T, heads, D]``.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class OutputRows:
-    """The rows of a pass whose final hidden states are needed: the last layer computes attention and MLP of no others.
-
-    Args:
-        rows: int64 ``[n]`` on the device.
-        plan: attention of these rows in the last layer; ``plan.slots`` is not used.
-    """
-
-    rows: torch.Tensor
-    plan: AttentionPlan
-
-
-@dataclass(frozen=True, slots=True)
-class LayerFacts:
-    """Keys and values of one layer on this rank: its kind (``local``: sliding window), heads, types and device.
-
-    ``dtype``: type of queries and new keys. ``kv_dtype``: type of keys and values in the cache.
-    """
-
-    local: bool
-    kv_heads: int
-    head_size: int
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    device: torch.device
 
 
 @dataclass(frozen=True, slots=True)

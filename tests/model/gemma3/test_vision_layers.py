@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForImageTextToText
 
 from panscan.core import UnsupportedError
-from panscan.model.random_weights import random_model
+from panscan.model.bundled.random_weights import random_model
+from panscan.model.gemma3.vision_layers import VisionLayers, choose_vision_attention, fastest
 from panscan.model.shapes import SHAPES, Shape, TextShape, VisionShape
-from panscan.model.vision_layers import VisionLayers, choose_vision_attention, fastest
 from panscan.runners.generate import GenerateRunner
 from panscan.verdict.float32 import converted_model, weights_digest
 

@@ -23,8 +23,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
 from panscan.core import PanAndScan
-from panscan.model.tiny import tiny_directory
-from panscan.model.tokenizer import MARKS, build_tokenizer
+from panscan.model.bundled.tiny import tiny_directory
+from panscan.model.bundled.tokenizer import MARKS, build_tokenizer
 
 Inputs = dict[str, torch.Tensor]
 
