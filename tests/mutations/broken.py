@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from panscan.bench import workload
 from panscan.core import View
 from panscan.engine import loop, prepare, sampling
 from panscan.engine.loop import Loop
@@ -23,6 +22,7 @@ from panscan.engine.views import ViewFeatures
 from panscan.images.views import ViewPlan, plan_views
 from panscan.model import inputs
 from panscan.model.prompt import Prompt, PromptWriter
+from panscan.workload import requests as workload
 
 Break = Callable[[pytest.MonkeyPatch], None]
 

@@ -18,7 +18,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from panscan.model.random_weights import write_shape
 from tests.conftest import noise
 
 from panscan import GenerateRunner, PanAndScan, Request, Sampling
