@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from PIL import Image
-from transformers import Gemma3ImageProcessorPil
 
 from panscan.core import PanAndScan, Request
 from panscan.core.errors import brief
@@ -61,7 +61,9 @@ def _input_difference(reader: Reader, read: DecodedRequest) -> tuple[str | None,
     settings, count = read.request.pan_and_scan, 0
     if reader.reads_images and read.images:
         assert reader.pixels is not None  # it reads images
-        theirs = Gemma3ImageProcessorPil.from_dict(reader.processor.image_processor.to_dict())
+        installed = reader.processor.image_processor  # torchvision's, where that is installed
+        pillow = getattr(transformers, f"{type(installed).__name__.removesuffix('Pil')}Pil")
+        theirs = pillow.from_dict(installed.to_dict())
         for number, (image, plan) in enumerate(zip(read.images, plans, strict=True), start=1):
             count += len(plan.views)
             if (found := _box_difference(theirs, image, plan, settings)) is not None:
