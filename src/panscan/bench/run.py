@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from panscan.analysis.accuracy import cost_columns
 from panscan.analysis.summary import write_summary
-from panscan.analysis.task_cost import cost_columns
 from panscan.bench.grid import Cell
 from panscan.bench.plan import Observer, SweepPlan, Writer
 from panscan.bench.replicas import run_replicas, slots

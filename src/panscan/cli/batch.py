@@ -165,7 +165,7 @@ def _found_work(options: Options, sources: tuple[str, ...]) -> Any:
 
 
 def _parquet_columns(options: Options) -> Any:
-    from panscan.workload.parquet import TableColumns
+    from panscan.workload.items import TableColumns
 
     names = (options.image_column, options.id_column, options.prompt_column)
     return TableColumns(*names) if any(name is not None for name in names) else None

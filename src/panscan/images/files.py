@@ -28,6 +28,9 @@ SUFFIXES = frozenset(
 )
 """File suffixes that directories and globs such as ``docs/*`` are searched for; case-insensitive."""
 
+ONE_PAGE_SUFFIXES = SUFFIXES - {".pdf", ".tif", ".tiff"}
+"""Suffixes of images, which are one page each: of an animation, the first frame is read."""
+
 _URL = re.compile(r"https?://", re.IGNORECASE)
 _FRAGMENT = re.compile(r"(.+)#page=([0-9]{1,9})", re.DOTALL)
 

@@ -8,7 +8,7 @@ from statistics import fmean
 
 import torch
 
-from panscan.analysis.significance import QualityDifference, paired_difference
+from panscan.analysis.accuracy import QualityDifference, paired_difference
 from panscan.core import ModelError, PanscanError, UnsupportedError
 from panscan.core.errors import brief
 from panscan.model.checkpoint import Loaded, drop_weights
