@@ -20,13 +20,14 @@ from pyarrow import parquet
 from tests.conftest import noise
 
 from panscan.core import DatasetError, InputError, SettingError, UnsupportedError
-from panscan.quality.scores import scores_of
 from panscan.records.schema import DatasetFacts
+from panscan.records.scores import scores_of
 from panscan.workload import datasets, tables
 from panscan.workload import rows as dataset_lines
 from panscan.workload.datasets import FORMATS, dataset_rows, load_dataset
 from panscan.workload.requests import Source, Workload, load_workload
 from panscan.workload.rows import Boundary, LoadedDataset, answer_texts, read_text
+from panscan.workload.tables import TableFile
 
 
 @pytest.fixture(autouse=True)
@@ -305,8 +306,10 @@ def test_names_that_are_too_long_are_of_no_file(tmp_path: Path) -> None:
     (tmp_path / "png").mkdir()
     write(tmp_path / "test_human.json", [{"imgname": "n" * 300, "query": "?", "label": "x"}])
     assert load_dataset(tmp_path).facts.without_image == 1
-    as_parquet(pa.table({"image": ["n" * 300], "question": ["?"], "answer": ["x"]}), tmp_path / "rows.parquet")
-    assert load_dataset(tmp_path / "rows.parquet").facts.without_image == 1
+    names = {"image": ["n" * 300, "a.png"], "question": ["?", "!"], "answer": ["x", "y"]}
+    as_parquet(pa.table(names), tmp_path / "rows.parquet")
+    picture(tmp_path / "a.png")
+    assert facts(workload(tmp_path / "rows.parquet")).without_image == 1
 
 
 def test_only_what_is_drawn_is_written(tmp_path: Path, cache: Path) -> None:
@@ -380,11 +383,11 @@ def test_a_table_of_peoples_answers_keeps_blank_ones(tmp_path: Path, columns: di
         (pa.array(["?"]).dictionary_encode(), pa.array(["x"]).dictionary_encode(), ("x",)),
         (["?"], pa.array([{"text": ["x"], "answer_start": [3]}]), ("x",)),
         (["?"], pa.array([None]), ()),
-        (["?"], [b"x"], "the answers in column 'answer' are binary, not text"),
-        (["?"], [[{"text": b"x"}]], "the answers in column 'answer' are binary, not text"),
-        (["?"], pa.array([3], pa.duration("s")), r"the answers in column 'answer' are duration\[s\], not text"),
-        ([7], ["x"], "the questions in column 'question' are int64, not text"),
-        ([["?"]], ["x"], "the questions in column 'question' are list<.*>, not text"),
+        (["?"], [b"x"], "column 'answer' is binary, not text"),
+        (["?"], [[{"text": b"x"}]], "column 'answer' is binary, not text"),
+        (["?"], pa.array([3], pa.duration("s")), r"column 'answer' is duration\[s\], not text"),
+        ([7], ["x"], "column 'question' is int64, not text"),
+        ([["?"]], ["x"], "column 'question' is list<.*>, not text"),
     ],
 )
 def test_types_of_columns_that_are_text_and_others(
@@ -466,8 +469,8 @@ def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.
         ("val_v1.0.json", b"[]", "expected an object with a list 'data'"),
         ("val_v1.0.json", b'{"data": [1]}', "expected an object with a list 'data'"),
         ("test_human.json", b'{"data": []}', "expected a list of questions"),
-        ("rows.parquet", b"PAR1 or not", "rows.parquet: not a table that can be read"),
-        ("rows.arrow", b"", "rows.arrow: not a table that can be read"),
+        ("rows.parquet", b"PAR1 or not", "rows.parquet: not a readable Parquet or Arrow file"),
+        ("rows.arrow", b"", "rows.arrow: not a readable Parquet or Arrow file"),
         ("other.json", b'{"data": [{"q": 1}]}', r"not a known layout \(jsonl, docvqa"),
         ("val_v1.0.json", b'{"data": []}', r"no usable question is left \(docvqa, validation, 0 questions: 0 used\)"),
     ],
@@ -495,7 +498,7 @@ def test_folders_splits_and_formats_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="--dataset, which is missing"):
         Source(images=("a.png",), dataset_split="val")
     as_parquet(pa.table({"question": ["?"], "text": ["x"]}), tmp_path / "rows.parquet")
-    with pytest.raises(DatasetError, match=r"needs a column image and a column question .*it has question, text"):
+    with pytest.raises(DatasetError, match=r"rows.parquet: no column 'image' or 'images'; it has question, text"):
         load_dataset(tmp_path / "rows.parquet")
 
 
@@ -629,7 +632,7 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     parquet.write_table(
         pa.Table.from_arrays(columns, names=["image", "question", "question"]), tmp_path / "rows.parquet"
     )
-    with pytest.raises(DatasetError, match="several columns 'question': rename all but one"):
+    with pytest.raises(DatasetError, match="several columns are named 'question': rename all but one"):
         load_dataset(tmp_path / "rows.parquet")
 
 
@@ -648,11 +651,11 @@ def test_a_dataset_beyond_a_limit_is_refused(
 def test_a_table_of_too_many_rows_or_of_huge_values_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "t.parquet"
     parquet.write_table(pa.table({"image": [b"x" * 4000] * 3, "question": ["a", "b", "c"]}), path, use_dictionary=False)
-    metadata = parquet.ParquetFile(path).metadata
-    tables.check_table(metadata, ["image", "question"], 3, "t")
-    with pytest.raises(DatasetError, match="t: 3 rows, at most 2"):
-        tables.check_table(metadata, ["question"], 2, "t")
+    table = TableFile(str(path), Boundary([], external=True))
+    table.check_sizes(["image", "question"], 3)
+    with pytest.raises(DatasetError, match=r"t.parquet: 3 rows, at most 2"):
+        table.check_sizes(["question"], 2)
     monkeypatch.setattr(tables, "_LARGEST_VALUE", 1000)
-    tables.check_table(metadata, ["question"], 3, "t")
-    with pytest.raises(DatasetError, match=r"t: column 'image' has .* bytes in 3 values: too large"):
-        tables.check_table(metadata, ["image", "question"], 3, "t")
+    table.check_sizes(["question"], 3)
+    with pytest.raises(DatasetError, match=r"t.parquet: column 'image' has .* bytes in 3 values: too large"):
+        table.check_sizes(["image", "question"], 3)

@@ -13,8 +13,9 @@ from tests.conftest import noise
 
 from panscan.core import DatasetError, ImageError, InputError, SettingError
 from panscan.images.files import find_pages
-from panscan.workload.items import BatchItem, BatchWork, find_work
+from panscan.workload.items import BatchWork, find_work
 from panscan.workload.requests import Source, build_workload
+from panscan.workload.rows import Row
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ def test_a_dataset_is_read_as_bench_reads_it(folder: Path) -> None:
 def test_urls_of_a_dataset_are_not_relative_and_its_files_need_not_be_there_yet(folder: Path) -> None:
     url = "https://example.org/a.png"
     rows = write_rows(folder / "docs" / "q.JSONL", {"image": [url, "gone.png"], "question": "What?"})
-    wanted = BatchItem("00000", (url, str(folder / "docs/gone.png")), (url, "gone.png"), "What?")
+    wanted = Row("00000", (url, str(folder / "docs/gone.png")), "What?", named=(url, "gone.png"))
     assert list(find(rows, external_images=True)) == [wanted]
 
 

@@ -33,8 +33,7 @@ from panscan.images.storage import (
     open_object,
     upload,
 )
-from panscan.workload.parquet import is_table
-from panscan.workload.tables import require_pyarrow
+from panscan.workload.tables import is_table, require_pyarrow
 
 _LOG = logging.getLogger(__name__)
 

@@ -150,8 +150,7 @@ def _kept(file: Any, target: Any, ledger: Any, mode: str, *, idle: bool) -> Iter
 
 
 def _found_work(options: Options, sources: tuple[str, ...]) -> Any:
-    from panscan.workload.items import find_work
-    from panscan.workload.parquet import TableColumns
+    from panscan.workload.items import TableColumns, find_work
 
     names = (options.image_column, options.id_column, options.prompt_column)
     return find_work(

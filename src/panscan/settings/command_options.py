@@ -501,7 +501,7 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
     only: str | None = option(
         None,
         "Measurement",
-        "Groups (gpu, links, packages, gemma, fit, host) or checks.",
+        "Groups (gpu, packages, gemma, host) or checks.",
         "doctor",
         metavar="NAMES",
     )

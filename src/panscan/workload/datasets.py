@@ -13,7 +13,6 @@ from typing import Any
 from panscan.core import DatasetError, SettingError
 from panscan.records.schema import EXACT_MATCH, DatasetFacts
 from panscan.settings import nearest
-from panscan.workload import tables
 from panscan.workload.rows import (
     MOST_ROWS,
     Boundary,
@@ -21,11 +20,13 @@ from panscan.workload.rows import (
     Number,
     Pictures,
     answer_texts,
+    beside,
     is_unicode,
     parse_json,
     read_json,
     read_text,
 )
+from panscan.workload.tables import read_tables
 
 _DOCVQA_FOLDERS = (
     "documents",
@@ -149,14 +150,14 @@ def read_json_lines(files: Sequence[Path], called: str, loaded: LoadedDataset) -
     """
     for path in files:
         for row in dataset_rows(path, called):
-            names = [row["image"]] if isinstance(row["image"], str) else row["image"]
-            places = [name if "://" in name else str(path.parent / name) for name in names]
             tags = [(key, row[key]) for key in ("kind", "type") if key in row]
-            loaded.add(row.get("id"), places, row["question"], row.get("answers"), tags)
+            loaded.add(row.get("id"), beside(path, row["image"]), row["question"], row.get("answers"), tags)
 
 
 def dataset_rows(path: Path, called: str) -> list[dict[str, Any]]:
     """Read a JSON Lines file of ``{image, question}`` and optionally ``answers``, ``kind``, ``type`` and ``id``.
+
+    In the rows, ``image`` is a list of names.
 
     Args:
         path: the file; empty lines in it are skipped.
@@ -195,7 +196,7 @@ def _json_line(line: str, where: str) -> dict[str, Any]:
         raise DatasetError(f"{where}: 'question' must be text")
     if isinstance(row.get("answers"), dict) and not answer_texts(row["answers"])[0]:
         raise DatasetError(f"{where}: 'answers' must be texts or numbers, or a list of them")
-    return row
+    return {**row, "image": names}
 
 
 def _texts(value: Any) -> bool:
@@ -243,7 +244,7 @@ FORMATS: Mapping[str, DatasetFormat] = {
     "textvqa": DatasetFormat(
         "vqa_accuracy", r"TextVQA_\d.*_(?P<split>train|val|test)\.json", read_textvqa, beside=True
     ),
-    "table": DatasetFormat(EXACT_MATCH, r"(?!cache-).*\.(parquet|arrow)", tables.read),
+    "table": DatasetFormat(EXACT_MATCH, r"(?!cache-).*\.(parquet|arrow)", read_tables),
 }
 """By name, as in ``--dataset-format``. The last is of Hugging Face ``datasets``: parquet, its cache, save_to_disk."""
 

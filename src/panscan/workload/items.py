@@ -9,42 +9,30 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
-from panscan.core import DatasetError, ImageError, InputError, SettingError
+from panscan.core import DatasetError, ImageError, SettingError
 from panscan.core.daemons import DaemonThreads
 from panscan.core.request import MAX_PAGES
 from panscan.images.fetch import named_url
-from panscan.images.files import SUFFIXES, Page, expand_images, find_files
-from panscan.images.storage import check_object, is_stored, local_path
+from panscan.images.files import ONE_PAGE_SUFFIXES, Page, expand_images, find_files
+from panscan.images.storage import MAX_OBJECTS, check_object, is_stored, local_path
 from panscan.workload.datasets import dataset_rows
-from panscan.workload.parquet import ParquetTable, RowImages, TableColumns, is_table
-from panscan.workload.rows import Boundary
+from panscan.workload.rows import Boundary, Row, beside
+from panscan.workload.tables import IDS, QUESTIONS, TableFile, is_table
 
-_ONE_PAGE = SUFFIXES - {".pdf", ".tif", ".tiff"}
 _AHEAD = 8  # stored documents to download in advance, to count their pages
 
 
 @dataclass(frozen=True, slots=True)
-class BatchItem:
-    """One request of a job.
+class TableColumns:
+    """Column names from the command line; None: the first column with a usual name."""
 
-    Args:
-        id: unique id: the name of the document or page, or the id of the row.
-        images: paths or URLs to open, in order; for a table row, its images, read when the request is made.
-        named: names of the images as the user wrote them (in a dataset, relative to its file).
-        question: the row's own prompt; None if the job has one prompt.
-        problem: error because of which the item cannot be answered.
-        document: file of the document or page; None for a row.
-    """
-
-    id: str
-    images: tuple[str, ...] | RowImages
-    named: tuple[str, ...]
-    question: str | None = None
-    problem: InputError | None = None
-    document: str | None = None
+    image: str | None = None
+    id: str | None = None
+    prompt: str | None = None
 
 
 @dataclass(slots=True)
@@ -59,7 +47,7 @@ class BatchWork:
         has_questions: whether each item has its own prompt.
     """
 
-    groups: Iterator[list[BatchItem]]
+    groups: Iterator[list[Row]]
     count: int
     limit: int | None
     files: Sequence[str]
@@ -72,10 +60,10 @@ class BatchWork:
         known = self._opened + self.count
         return known if self.limit is None else min(known, self.limit)
 
-    def __iter__(self) -> Iterator[BatchItem]:
+    def __iter__(self) -> Iterator[Row]:
         return islice(self._all(), self.limit)
 
-    def _all(self) -> Iterator[BatchItem]:
+    def _all(self) -> Iterator[Row]:
         for group in self.groups:
             self.count -= 1
             self._opened += len(group)
@@ -174,47 +162,64 @@ def _table_work(
 ) -> BatchWork:
     if has_prompt and columns.prompt is not None:
         raise SettingError("--prompt-column and --prompt exclude each other: give one of them")
-    prompts = True if columns.prompt is not None else False if has_prompt else None
-    files = list(dict.fromkeys(file for source in sources for file in _table_files(source, on_problem)))
-    tables = [ParquetTable(file, columns, prompts=prompts, external=external) for file in files]
-    if len({table.has_prompts for table in tables}) > 1:
+    files: dict[str, None] = {}
+    for source in sources:  # an object's name is taken as it is: reading it shows whether it exists
+        named = is_stored(source) and not ("*" in source or "?" in source)
+        files |= dict.fromkeys([source] if named else _source_files(source, on_problem))
+    tables = [_asked_table(file, columns, has_prompt=has_prompt, external=external) for file in files]
+    if len({table.prompt is None for table in tables}) > 1:
         raise SettingError("some Parquet files have prompts and others do not: use --prompt, or separate jobs")
-    _refuse_repeated_ids(tables)
-    rows = sum(table.rows for table in tables)
-    return BatchWork(_table_items(tables), rows, limit, files, has_questions=tables[0].has_prompts)
+    known: set[str] = set()
+    for row in chain.from_iterable(map(_table_rows, tables)):  # before any request: jobs are resumed by id
+        if row.id in known:
+            raise DatasetError(f"{row.named[0]}: another row has the id {row.id!r}: choose another --id-column")
+        known.add(row.id)
+    groups = ([row] for asked in tables for row in _table_rows(asked))
+    return BatchWork(groups, len(known), limit, list(files), has_questions=tables[0].prompt is not None)
 
 
-def _table_files(source: str, on_problem: Callable[[ImageError], None]) -> list[str]:
-    glob = "*" in source or "?" in source
-    return _source_files(source, on_problem) if glob or not is_stored(source) else [source]
+class _AskedTable(NamedTuple):
+    """A Parquet file, and its columns of ids and of prompts, which it may lack."""
+
+    table: TableFile
+    id: str | None
+    prompt: str | None
 
 
-def _refuse_repeated_ids(tables: Iterable[ParquetTable]) -> None:
-    """Refuse repeated ids before any request: jobs are resumed by id.
+def _asked_table(file: str, columns: TableColumns, *, has_prompt: bool, external: bool) -> _AskedTable:
+    table = TableFile(file, Boundary([] if is_stored(file) else [Path(file).parent], external=external))
+    image = table.image_column(columns.image, "--image-column")
+    row_id = table.column(IDS, columns.id, "--id-column")
+    prompt = None if has_prompt else table.column((*QUESTIONS, "prompt"), columns.prompt, "--prompt-column")
+    table.check_text(prompt)
+    table.check_sizes([name for name in (image, row_id, prompt) if name is not None], MAX_OBJECTS)
+    return _AskedTable(table, row_id, prompt)
+
+
+def _table_rows(asked: _AskedTable) -> Iterator[Row]:
+    """Yield the rows of a table, with their images unread.
 
     Raises:
-        DatasetError: two rows have the same id.
+        DatasetError: a row has no id.
     """
-    known: set[str] = set()
-    for row_id, name, *_ in chain.from_iterable(tables):
-        if row_id in known:
-            raise DatasetError(f"{name}: another row has the id {row_id!r}: choose another --id-column")
-        known.add(row_id)
+    table, id_column, prompt = asked
+    names = [name for name in (id_column, prompt) if name is not None]
+    for number, record in enumerate(table.records(names) if names else repeat({}, table.rows)):
+        name = f"{table.source}#row={number + 1}"
+        row_id = name if id_column is None else record[id_column]
+        if row_id is None or row_id == "":
+            raise DatasetError(f"{name}: column {id_column!r} is empty: every row needs an id")
+        question = None if prompt is None else record[prompt] or ""
+        is_empty = question is not None and not question.strip()
+        problem = DatasetError(f"{name}: the prompt is empty") if is_empty else None
+        yield Row(str(row_id), partial(table.images, number), question, named=(name,), problem=problem)
+    table.close()
 
 
-def _table_items(tables: Iterable[ParquetTable]) -> Iterator[list[BatchItem]]:
-    for table in tables:
-        for row_id, name, prompt, images in table:
-            is_empty = prompt is not None and not prompt.strip()
-            problem = DatasetError(f"{name}: the prompt is empty") if is_empty else None
-            yield [BatchItem(row_id, images, (name,), prompt, problem)]
-        table.close()
-
-
-def _opened_ahead(files: Iterable[str], document: Callable[[str], list[BatchItem]]) -> Iterator[list[BatchItem]]:
+def _opened_ahead(files: Iterable[str], document: Callable[[str], list[Row]]) -> Iterator[list[Row]]:
     """Yield the items of each file in order. Stored multi-page documents are downloaded a few in advance."""
     threads = DaemonThreads(_AHEAD, "panscan-storage")
-    waiting: deque[Callable[[], list[BatchItem]]] = deque()
+    waiting: deque[Callable[[], list[Row]]] = deque()
     rest = iter(files)
     try:
         while True:
@@ -228,8 +233,8 @@ def _opened_ahead(files: Iterable[str], document: Callable[[str], list[BatchItem
         threads.shutdown()
 
 
-def _submitted(threads: DaemonThreads, work: Callable[[], list[BatchItem]]) -> Future[list[BatchItem]]:
-    future: Future[list[BatchItem]] = Future()
+def _submitted(threads: DaemonThreads, work: Callable[[], list[Row]]) -> Future[list[Row]]:
+    future: Future[list[Row]] = Future()
 
     def run() -> None:
         try:
@@ -243,35 +248,34 @@ def _submitted(threads: DaemonThreads, work: Callable[[], list[BatchItem]]) -> F
 
 def _has_pages(file: str) -> bool:
     """Return whether a stored document may have several pages, which requires a download to count them."""
-    return is_stored(file) and PurePosixPath(file).suffix.lower() not in _ONE_PAGE
+    return is_stored(file) and PurePosixPath(file).suffix.lower() not in ONE_PAGE_SUFFIXES
 
 
-def _document_items(file: str, max_pages: int, *, whole: bool) -> list[BatchItem]:
-    if is_stored(file) and not _has_pages(file):
-        return [BatchItem(file, (file,), (file,), document=file)]
+def _document_items(file: str, max_pages: int, *, whole: bool) -> list[Row]:
     try:
-        names = [page.name for page in expand_images([file], max_pages=max_pages) if isinstance(page, Page)]
+        names = [file]
+        if not is_stored(file) or _has_pages(file):
+            names = [page.name for page in expand_images([file], max_pages=max_pages) if isinstance(page, Page)]
     except ImageError as error:
-        return [BatchItem(file, (file,), (file,), problem=error, document=file)]
-    if whole:
-        return [BatchItem(file, tuple(names), tuple(names), document=file)]
-    return [BatchItem(name, (name,), (name,), document=file) for name in names]
+        return [Row(file, (file,), named=(file,), problem=error, document=file)]
+    items = {file: tuple(names)} if whole else {name: (name,) for name in names}
+    return [Row(item, images, named=images, document=file) for item, images in items.items()]
 
 
-def _dataset_items(path: Path, *, external: bool) -> list[BatchItem]:
+def _dataset_items(path: Path, *, external: bool) -> list[Row]:
     boundary = Boundary([path.parent], external=external)
-    items: dict[str, BatchItem] = {}
+    items: dict[str, Row] = {}
     for number, row in enumerate(dataset_rows(path, str(path))):
         item_id = str(row.get("id", f"{number:05d}"))
         if item_id in items:
             raise DatasetError(f"{path}: two questions have the id {item_id!r}")
         if not row["question"].strip():  # not skipped: every row has a line in the output
             raise DatasetError(f"{path}: the question with the id {item_id!r} is empty")
-        named = tuple(map(named_url, [row["image"]] if isinstance(row["image"], str) else row["image"]))
-        images = tuple(name if "://" in name else str(path.parent / name) for name in named)
+        named = tuple(map(named_url, row["image"]))
+        images = beside(path, named)
         for image in images:
             boundary.check(image, f"{path}, row {number + 1}")
-        items[item_id] = BatchItem(item_id, images, named, row["question"])
+        items[item_id] = Row(item_id, images, row["question"], named=named)
     if not items:
         raise DatasetError(f"{path}: the file has no questions")
     return list(items.values())

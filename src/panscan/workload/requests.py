@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -34,9 +34,9 @@ from panscan.records.quality import ANNOTATORS, metrics_for
 from panscan.records.schema import EXACT_MATCH, METRICS, DatasetFacts
 from panscan.settings import Settings, nearest
 from panscan.workload.datasets import load_dataset
-from panscan.workload.rows import DatasetRow, Embedded, LoadedDataset, counted, read_text, unique_id
+from panscan.workload.rows import LoadedDataset, Row, counted, read_text, unique_id
 from panscan.workload.samples import write_samples
-from panscan.workload.tables import write_pictures
+from panscan.workload.tables import picture_files
 
 MAX_REQUESTS = 1_000_000
 """Requests of one cell."""
@@ -268,8 +268,8 @@ def _dataset_workload(
     order = _order(len(rows), wanted, source.seed)
     while len(opened) < wanted and (numbers := order[: wanted - len(opened)]):
         order = order[len(numbers) :]
-        for number, documents in zip(numbers, opening.open([rows[number] for number in numbers]), strict=True):
-            if documents:
+        for number in sorted(numbers):  # of a table, later images are read after earlier ones
+            if documents := opening.open(rows[number]):
                 opened.append((number, documents))
                 on_document(len(opened), wanted)
             else:
@@ -279,7 +279,7 @@ def _dataset_workload(
     facts = counted(loaded, [row for row, _ in used], unreadable)
     if not used:
         raise DatasetError(f"--dataset {path}: no usable question is left ({facts.text})")
-    items = [Item(row.id, documents, row.question, row.answers, row.tags) for row, documents in used]
+    items = [Item(row.id, documents, row.question or "", row.answers, row.tags) for row, documents in used]
     return Workload(_sampled(items, count, source.seed), facts, loaded.metric)
 
 
@@ -299,20 +299,18 @@ class _Opening:
     """Opens pictures, each file once, and says what is wrong with the first few."""
 
     def __init__(self, loaded: LoadedDataset, on_problem: Callable[[InputError], None], max_pages: int) -> None:
-        self._called, self._boundary, self._max_pages = loaded.called, loaded.boundary, max_pages
+        self._called, self._max_pages = loaded.called, max_pages
+        self._folder = cache_directory() / "dataset-pictures"
         self._on_problem = on_problem
         self._known: dict[str, list[DocumentFile]] = {}
         self._problems = 0
 
-    def open(self, rows: Sequence[DatasetRow]) -> Iterator[tuple[DocumentFile, ...]]:
-        """The documents of each row; nothing for one of which any picture cannot be read."""
-        embedded = [row.images for row in rows if isinstance(row.images, Embedded)]
-        folder = cache_directory() / "dataset-pictures"
-        written = write_pictures(embedded, folder, self._called, self._boundary) if embedded else {}
-        for row in rows:
-            names = written[row.images] if isinstance(row.images, Embedded) else row.images
-            pages = [self._documents(name) for name in names]
-            yield tuple(chain.from_iterable(pages)) if all(pages) else ()
+    def open(self, row: Row) -> tuple[DocumentFile, ...]:
+        """The documents of a row; nothing for one of which any picture cannot be read."""
+        images = row.images
+        names = picture_files(images(), self._folder, self._called) if callable(images) else images
+        pages = [self._documents(name) for name in names]
+        return tuple(chain.from_iterable(pages)) if all(pages) else ()
 
     def finish(self) -> None:
         if self._problems > _MOST_SAID:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, time
 from decimal import Decimal
@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from panscan.core import DatasetError, foreign
+from panscan.core import DatasetError, InputError, foreign
 from panscan.images.fetch import conceal
 from panscan.images.files import split_page
 from panscan.records.schema import DatasetFacts
@@ -206,6 +206,11 @@ class Boundary:
             )
 
 
+def beside(file: Path, names: Iterable[str]) -> tuple[str, ...]:
+    """Return the paths of images that a file names relative to itself; URLs unchanged."""
+    return tuple(name if "://" in name else str(file.parent / name) for name in names)
+
+
 def _real_roots(folder: Path) -> list[Path]:
     """Return a folder, and for a snapshot in the Hugging Face hub's cache the ``blobs`` that its files link to."""
     real = folder.resolve()
@@ -225,31 +230,33 @@ def is_file(path: Path) -> bool:
 Tags = tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Embedded:
-    """The pictures of row ``row`` (from 0) of a table ``file``: bytes that become files when they are asked about."""
-
-    file: str
-    row: int
+RowImages = Callable[[], tuple[bytes | str, ...]]
+"""Reads the images of a table's row: bytes, paths or URLs; none if one is missing."""
 
 
 @dataclass(frozen=True, slots=True)
-class DatasetRow:
-    """One question.
+class Row:
+    """One question about images: a row of a dataset or table, or a document of a batch job.
 
     Args:
-        id: unique id within the dataset.
-        images: paths and URLs of its pictures, or where they are embedded.
-        question: unchanged text.
+        id: unique id: that of the row, or the name of the document or page.
+        images: paths or URLs to open, in order; of a table, a function that reads them.
+        question: unchanged text; None if the job has one prompt.
         answers: accepted answers; empty if unknown. With annotators, one answer each, including repeats.
         tags: (name, value): ``type`` of the question, ``kind`` of the document; a name may have several values.
+        named: names of the images as the user wrote them (in a dataset, relative to its file).
+        problem: error because of which the row cannot be answered.
+        document: file of the document or page; None for a row.
     """
 
     id: str
-    images: tuple[str, ...] | Embedded
-    question: str
+    images: tuple[str, ...] | RowImages
+    question: str | None = None
     answers: tuple[str, ...] = ()
     tags: Tags = ()
+    named: tuple[str, ...] = ()
+    problem: InputError | None = None
+    document: str | None = None
 
 
 @dataclass(slots=True)
@@ -267,13 +274,13 @@ class LoadedDataset:
     metric: str
     called: str
     boundary: Boundary
-    rows: list[DatasetRow] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     _ids: set[str] = field(default_factory=set)
 
     def add(
         self,
         given: Any,
-        images: Sequence[str] | Embedded,
+        images: Sequence[str] | RowImages,
         question: Any,
         answers: Any,
         tags: Iterable[tuple[str, Any]] = (),
@@ -304,7 +311,7 @@ class LoadedDataset:
         if not isinstance(question, str) or not question.strip():
             facts.without_question += 1
             return
-        if not isinstance(images, Embedded):
+        if not callable(images):
             for image in images:
                 self.boundary.check(image, f"{self.called}, row {number + 1}")
             if not images:
@@ -320,8 +327,8 @@ class LoadedDataset:
         self._ids.add(row_id)
         texts, flat = answer_texts(answers, people=people)
         facts.converted_answers += not flat and not plain
-        places = images if isinstance(images, Embedded) else tuple(images)
-        self.rows.append(DatasetRow(row_id, places, question, tuple(filter(is_unicode, texts)), _tags(tags)))
+        places = images if callable(images) else tuple(images)
+        self.rows.append(Row(row_id, places, question, tuple(filter(is_unicode, texts)), _tags(tags)))
 
 
 def unique_id(wanted: str, taken: Collection[str]) -> str:
@@ -332,7 +339,7 @@ def unique_id(wanted: str, taken: Collection[str]) -> str:
     return f"{wanted}#{number}"
 
 
-def counted(loaded: LoadedDataset, used: Sequence[DatasetRow], unreadable: int) -> DatasetFacts:
+def counted(loaded: LoadedDataset, used: Sequence[Row], unreadable: int) -> DatasetFacts:
     """Return the facts of a workload that uses some rows; the pictures of ``unreadable`` others failed."""
     return msgspec.structs.replace(
         loaded.facts,
