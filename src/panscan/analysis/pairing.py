@@ -22,8 +22,8 @@ from panscan.records.load_runs import block_size, in_blocks, is_load_run, load_s
 from panscan.records.metrics import batches_of
 from panscan.records.schema import RequestRecord
 from panscan.records.store import Run, outcome_of
-from panscan.records.verdict import Verdict, verdict_of
 from panscan.settings import axes
+from panscan.verdict.judgement import Verdict, verdict_of
 
 ATTAINMENT = "attainment"
 """The name of a request's score that is 1 if it meets the limits of both runs, else 0."""

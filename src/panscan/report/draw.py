@@ -14,9 +14,9 @@ from xml.etree import ElementTree
 from markupsafe import Markup
 
 from panscan.core.text import cut, number_text, percent, times
-from panscan.records.verdict import CLOSE_RATIO, EXACT_RATIO
 from panscan.report.charts import MOST_NAMED, Panel, Point, Series
 from panscan.report.table import Measured
+from panscan.verdict.judgement import CLOSE_RATIO, EXACT_RATIO
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from panscan.analysis import accuracy
 from panscan.analysis.levels import VERIFY_HINT
-from panscan.quality import scores
-from panscan.records import verdict
+from panscan.records import scores
 from panscan.records.metrics import LEAST_SAMPLES
 from panscan.records.schema import STAGES
 from panscan.report import draw
@@ -13,6 +12,7 @@ from panscan.report.charts import ChartGroup, Panel, attainment
 from panscan.report.formatting import templates
 from panscan.report.load import LoadReport
 from panscan.report.sweep import ReportCell, SweepReport
+from panscan.verdict import judgement
 
 _FLOORED = ("vision", "prefill", "decode", "E2E")
 _SIGNS = {"exact": "✓", "close": "≈", "different": "✗", "unverified": "?"}
@@ -46,7 +46,7 @@ def render_html(facts: SweepReport | LoadReport) -> str:
             bar=_bar,
             rows_of=_rows_of,
             floor_of=_floor_of,
-            verdict=verdict,
+            verdict=judgement,
             scores=scores,
             accuracy=accuracy,
             **names,

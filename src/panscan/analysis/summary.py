@@ -39,7 +39,7 @@ from panscan.records.metrics import (
 from panscan.records.quality import empty_answers, metric_of, metrics_in, quality_of
 from panscan.records.schema import EXACT_MATCH, STAGES, TIMES
 from panscan.records.store import Run, outcome_of
-from panscan.records.verdict import verdict_of
+from panscan.verdict.judgement import verdict_of
 
 _LOAD = (
     "offered_rate",
