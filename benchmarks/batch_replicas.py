@@ -22,8 +22,8 @@ from typing import Any
 
 import psutil
 
-from panscan.images.samples import write_samples
 from panscan.records.environment import environment
+from panscan.workload.samples import write_samples
 
 RECORD = Path(__file__).parent / "records" / "batch-replicas.json"
 ROUNDS, PAGES, WARM_UP = 3, 64, 8
@@ -65,10 +65,10 @@ def measure(layout: str, folder: Path) -> dict[str, float]:
     """Answer the pile into a file and return seconds and CPU seconds."""
     from panscan.batch.answers import AnswerFile
     from panscan.batch.dispatch import answer, answers_ahead
-    from panscan.batch.items import find_work
     from panscan.batch.job import Job, difference
     from panscan.batch.pending import Task
     from panscan.settings import settings_from
+    from panscan.workload.items import find_work
 
     job = Job(settings=settings_from({**SETTINGS, "runner": "engine"}), prompt="What is the total?")
 

@@ -23,8 +23,8 @@ from typing import Any
 
 from panscan.images import pool
 from panscan.images.page_levels import copy_levels
-from panscan.images.samples import write_samples
 from panscan.records.environment import environment
+from panscan.workload.samples import write_samples
 
 _PDF_PAGES = 10
 RECORD = Path(__file__).parent / "records" / "decoding-pool.json"

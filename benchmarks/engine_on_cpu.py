@@ -18,12 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from panscan import GenerateRunner, Request, Result
-from panscan.bench.workload import Source, build_workload, request_of
-from panscan.images.samples import write_samples
 from panscan.records.environment import environment
 from panscan.runners.base import Runner
 from panscan.runners.engine import EngineRunner
 from panscan.settings import settings_from
+from panscan.workload.requests import Source, build_workload, request_of
+from panscan.workload.samples import write_samples
 
 RECORD = Path(__file__).parent / "records" / "engine-on-cpu.json"
 ROUNDS = 9

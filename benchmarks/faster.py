@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import table
+from panscan.analysis.accuracy import paired_difference, points_text
 from panscan.analysis.cells import measured_rows
-from panscan.analysis.significance import paired_difference, points_text
 from panscan.records.store import read_run
 
 RECORDS = Path(__file__).parent / "records"

@@ -23,11 +23,11 @@ from panscan.bench.grid import Cell
 from panscan.bench.plan import SweepPlan
 from panscan.bench.run import header
 from panscan.bench.sweep import measure
-from panscan.bench.workload import Item, Source, build_workload
-from panscan.images.samples import write_samples
 from panscan.records.environment import environment
 from panscan.records.store import RecordWriter
 from panscan.settings import settings_from
+from panscan.workload.requests import Item, Source, build_workload
+from panscan.workload.samples import write_samples
 
 RECORD = Path(__file__).parent / "records" / "harness-overhead.json"
 ROUNDS = 15

@@ -31,15 +31,15 @@ from panscan.inspect.profile.capture import CaptureOptions, start_profiler_once
 from panscan.inspect.profile.modes import ENGINE, GENERATE_MODES, Mode, mode_settings
 from panscan.inspect.profile.results import summary_of
 from panscan.inspect.profile.run import Profiled, checked_modes, profile_modes, profile_runner
-from panscan.inspect.profile.workload import profiled_requests
+from panscan.model.bundled.tokenizer import tokenizer_for
 from panscan.model.checkpoint import Loaded, ready_model
-from panscan.model.config import generation_config
+from panscan.model.gemma3.config import generation_config
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.model.runtime import quiet_libraries
-from panscan.model.tokenizer import tokenizer_for
 from panscan.records.environment import environment
 from panscan.runners.gemma3n import Gemma3nRunner, gemma3n_reader
 from panscan.settings import Settings
+from panscan.workload.profiled import profiled_requests
 
 _LARGEST_TRACE = 5_000_000  # bytes of a trace that is kept
 _PROMPT = "Explain in a few sentences how a GPU works. " * 20  # about as long as a short page

@@ -34,10 +34,10 @@ from tests.load.fake_server import fake_server
 
 from benchmarks.workloads.client import running_server
 from benchmarks.workloads.common import say
-from panscan.images.samples import write_samples
-from panscan.load.request_sets import DocumentRequest, data_url, guidellm_row
 from panscan.records.environment import environment
 from panscan.settings import settings_from
+from panscan.workload.request_sets import DocumentRequest, data_url, guidellm_row
+from panscan.workload.samples import write_samples
 
 RECORD = Path(__file__).parent / "records" / "load-crosscheck.json"
 ROUNDS = 3

@@ -32,11 +32,11 @@ import psutil
 from benchmarks.faults import QUEUED, REPLICAS, SEQUENCES, Server
 from benchmarks.workloads.common import say
 from panscan.core import now
-from panscan.images.samples import write_samples
 from panscan.records.environment import environment
 from panscan.records.goodput import goodput_of
 from panscan.records.schema import RequestRecord
 from panscan.records.store import Run, read_run
+from panscan.workload.samples import write_samples
 
 RECORD = Path(__file__).parent / "records" / "load-replicas.json"
 RATES = (1.0, 2.0, 4.0, 6.0, 8.0, 12.0)  # requests per second

@@ -15,9 +15,9 @@ import torch
 from transformers import AutoModelForImageTextToText
 
 from panscan import Engine
-from panscan.images.documents import draw_document
 from panscan.model.bundled import mini_directory
 from panscan.records.environment import environment
+from panscan.workload.documents import draw_document
 
 RECORD = Path(__file__).parent / "records" / "mini-on-cpu.json"
 VIEWS, PAGES, LOADS = 4, 12, 5

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import table
-from panscan.analysis.significance import p_text, paired_difference, points_text
+from panscan.analysis.accuracy import p_text, paired_difference, points_text
 from panscan.records.intervals import wilson_interval
 
 RECORDS = Path(__file__).parent / "records"

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from panscan.bench.workload import Source, build_workload, request_of
 from panscan.core import Request, Result, Stamps, View, now
 from panscan.engine.loop import Loop
 from panscan.engine.model_runner import ModelRunner
@@ -31,13 +30,14 @@ from panscan.engine.passes import Launched
 from panscan.engine.request_state import RequestState
 from panscan.engine.scheduling.batch import FlatBatch, PixelRef, PromptLayout
 from panscan.engine.worker import Worker, ahead_of_need
-from panscan.images.samples import write_samples
 from panscan.model.checkpoint import Loaded
 from panscan.model.load import load_for
 from panscan.plan.mix import RequestSketch
 from panscan.plan.simulate import EngineSizes, SimulatedEngine, route_arrivals
 from panscan.records.environment import environment
 from panscan.settings import settings_from
+from panscan.workload.requests import Source, build_workload, request_of
+from panscan.workload.samples import write_samples
 
 RECORD = Path(__file__).parent / "records" / "plan-on-cpu.json"
 SETTINGS = {"model": "mini", "dtype": "fp32", "device": "cpu", "runner": "engine", "ignore_eos": True}

@@ -26,9 +26,7 @@ from torch import nn
 
 from panscan.bench.grid import Cell
 from panscan.bench.verify import Verifier
-from panscan.bench.workload import Item, Source, build_workload, request_of
 from panscan.core import InputError
-from panscan.images.samples import write_samples
 from panscan.model.linear.quantized import QuantizedLinear, WeightFormat
 from panscan.model.load import load_for
 from panscan.model.quantization import weight_bytes, weights_name
@@ -36,6 +34,8 @@ from panscan.quality.scores import exact_match
 from panscan.records.environment import environment
 from panscan.runners.engine import EngineRunner
 from panscan.settings import settings_from
+from panscan.workload.requests import Item, Source, build_workload, request_of
+from panscan.workload.samples import write_samples
 
 RECORD = Path(__file__).parent / "records" / "quantization-mini.json"
 SEED = 977  # of documents; the samples that panscan draws by default have seed 0

@@ -22,10 +22,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
 from panscan import GenerateRunner, Request
-from panscan.images.documents import draw_document
 from panscan.model.runtime import apply_attention
 from panscan.quality.scores import exact_match
 from panscan.records.environment import environment
+from panscan.workload.documents import draw_document
 
 RECORD = Path(__file__).parent / "records" / "task-cost.json"
 SEED = 977  # of documents; the samples that panscan draws by default have seed 0

@@ -17,9 +17,9 @@ from statistics import median
 import torch
 
 from benchmarks.workloads.device import Power
-from panscan.model.random_weights import random_model
+from panscan.model.bundled.random_weights import random_model
+from panscan.model.gemma3.vision_layers import VisionLayers
 from panscan.model.shapes import SHAPES
-from panscan.model.vision_layers import VisionLayers
 from panscan.records.environment import environment
 
 VIEWS = (1, 4, 32)

@@ -27,11 +27,11 @@ from benchmarks.workloads.pages import PAGE, page, question
 from panscan.analysis.cells import MeasuredCell, measured_rows
 from panscan.core.files import write_file
 from panscan.images.views import plan_views
+from panscan.model.bundled.random_weights import random_model
+from panscan.model.bundled.tiny import rename_as_published
 from panscan.model.checkpoint import load_reader
 from panscan.model.machine import resolve_device
-from panscan.model.random_weights import random_model
 from panscan.model.shapes import PATTERN, SHAPES, Shape
-from panscan.model.tiny import rename_as_published
 from panscan.records.store import read_run
 from panscan.settings import Settings
 

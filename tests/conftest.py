@@ -27,13 +27,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 from transformers.modeling_utils import AttentionInterface
 
-from panscan.images.documents import KINDS, Document, Print, Sheet
 from panscan.images.ink import AILERON
 from panscan.model.bundled import mini_directory
-from panscan.model.random_weights import random_model
+from panscan.model.bundled.random_weights import random_model
+from panscan.model.bundled.tiny import tiny_directory
 from panscan.model.shapes import SHAPES, Shape
-from panscan.model.tiny import tiny_directory
 from panscan.runners.generate import GenerateRunner
+from panscan.workload.documents import KINDS, Document, Print, Sheet
 
 needs_images_in_chunks = pytest.mark.skipif(
     "mm_encoder_outputs" not in inspect.signature(Gemma3ForConditionalGeneration.forward).parameters,

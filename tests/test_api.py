@@ -26,8 +26,8 @@ import panscan
 from panscan import PanAndScan, Request, Sampling
 from panscan.core import SettingError, now
 from panscan.core.process import import_uncollected, worker_command
-from panscan.images.samples import write_samples
 from panscan.model.inputs import read_images
+from panscan.workload.samples import write_samples
 
 ROOT = Path(__file__).parent.parent
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -82,3 +83,21 @@ def test_a_class_name_means_one_thing() -> None:
             if line.startswith("class ") and not line.startswith("class _"):
                 found[line.removeprefix("class ").split("(")[0].split(":")[0]].append(path.name)
     assert {name: files for name, files in found.items() if len(files) > 1} == {}
+
+
+def test_a_model_family_is_named_by_its_rooms_only() -> None:
+    """A new family is a package of ``model`` and a line of its registry: other rooms ask that. Prose may name one."""
+    named = []
+    for path in (ROOT / "src" / "panscan").rglob("*.py"):
+        if path.relative_to(ROOT / "src" / "panscan").parts[0] in ("model", "runners"):
+            continue
+        prose = set()
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                prose.add(node.value)
+            name = {ast.ImportFrom: "module", ast.Name: "id", ast.Attribute: "attr", ast.alias: "name", ast.arg: "arg"}
+            text = node.value if isinstance(node, ast.Constant) and node not in prose else ""
+            text = getattr(node, name.get(type(node), "name"), None) or text
+            if isinstance(text, str) and re.search("gemma_?3", text, re.IGNORECASE):
+                named.append(f"{path.name}:{node.lineno} {text}")
+    assert named == []

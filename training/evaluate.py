@@ -26,9 +26,9 @@ import transformers
 from rich.progress import track
 
 from panscan import Engine, PanAndScan
-from panscan.images.documents import Question
 from panscan.quality.scores import exact_match
 from panscan.records.intervals import cluster_intervals, wilson_interval
+from panscan.workload.documents import Question
 from training.fonts import held_out_faces, training_faces
 from training.pages import Page, a_page
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForImageTextToText
 
-from panscan.model.config import gemma3_config, generation_config, processor_for
-from panscan.model.tiny import rename_as_published
-from panscan.model.tokenizer import build_tokenizer
+from panscan.model.bundled.tiny import rename_as_published
+from panscan.model.bundled.tokenizer import build_tokenizer
+from panscan.model.gemma3.config import gemma3_config, generation_config, processor_for
 from training.batches import SHAPE, SIDE
 from training.checkpoint import load_trained
 from training.model import new_model

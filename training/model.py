@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForImageTextToText
 
-from panscan.model.config import gemma3_config
-from panscan.model.tokenizer import build_tokenizer
+from panscan.model.bundled.tokenizer import build_tokenizer
+from panscan.model.gemma3.config import gemma3_config
 from training.batches import IGNORED, SHAPE, prefix_ids, slots_of
 
 _MASKED = -1e9

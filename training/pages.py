@@ -10,9 +10,10 @@ from random import Random
 
 from PIL import Image
 
-from panscan.images.documents import KINDS, Document, Print, Sheet
-from panscan.images.documents.sheet import Flow, Question
-from panscan.images.documents.words import (
+from panscan.images.ink import Face
+from panscan.workload.documents import KINDS, Document, Print, Sheet
+from panscan.workload.documents.sheet import Flow, Question
+from panscan.workload.documents.words import (
     GOODS,
     LABELS,
     PEOPLE,
@@ -24,7 +25,6 @@ from panscan.images.documents.words import (
     a_word,
     long_date,
 )
-from panscan.images.ink import Face
 
 _SQUARE = ("receipt", "chart", "chart", "notes", "notes", "table", "form", "sign", "sign", "board")
 _TALL = ("receipt", "receipt", "receipt", "invoice", "notes", "form")

@@ -17,8 +17,8 @@ from typing import Any
 from benchmarks.robustness.cases import Case, Part
 from benchmarks.robustness.children import Ended, panscan, run_child
 from benchmarks.robustness.commands import _detail, outcome_of
-from panscan.images.samples import write_samples
 from panscan.model.bundled import mini_directory
+from panscan.workload.samples import write_samples
 
 _DEADLINE = 60.0  # seconds
 _MEMORY = 2_500_000_000  # bytes of a command, beyond what the forking process has

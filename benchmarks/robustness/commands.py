@@ -17,7 +17,7 @@ from benchmarks.robustness.mutate import mutated
 from benchmarks.robustness.seeds import SEEDS
 from panscan.cli.main import VERBS, cli
 from panscan.cli.verb import ClickOption
-from panscan.images.samples import write_samples
+from panscan.workload.samples import write_samples
 
 _DEADLINE = 120.0  # seconds; a demo of two documents takes a fraction
 _REFUSED_WITHIN = 15.0  # seconds; what is wrong with an option needs no model

@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.robustness.cases import Case, Part, random_of
 from benchmarks.robustness.children import Ended, panscan, run_child
 from benchmarks.robustness.jobs import JOBS, Results, lost, results_of
-from panscan.images.samples import write_samples
+from panscan.workload.samples import write_samples
 
 _DEADLINE = 300.0
 _DISK_KB = 4096

@@ -20,13 +20,11 @@ from benchmarks.workloads.pages import PAGE, page, question
 from panscan.bench.grid import Cell
 from panscan.bench.reference import TOKENS, load_reference
 from panscan.bench.verify import Verifier
-from panscan.bench.workload import Source, build_workload
 from panscan.core import InputError, Request, Result, SettingError
 from panscan.core.files import write_file
 from panscan.images.views import plan_views
 from panscan.model.ceilings import measure_ceilings
 from panscan.model.checkpoint import Loaded
-from panscan.model.config import shape_of_config
 from panscan.model.machine import resolve_device
 from panscan.model.support import require_supported
 from panscan.plan.cost import RequestCounts, Roofline, Variant
@@ -37,6 +35,7 @@ from panscan.runners.factory import ready_runner
 from panscan.runners.generate import GenerateRunner
 from panscan.runners.vllm import VllmRunner
 from panscan.settings import ENGINE_AXES, Settings, axes, axis_name, foreign_settings, settings_from
+from panscan.workload.requests import Source, build_workload
 
 TEXT_TOKENS = 78
 """Of each prompt, beside its image tokens: 1,102 prompt tokens of a page of four views in the published models."""
@@ -247,7 +246,7 @@ def ask(work: Work, loaded: Loaded, asked: Sequence[Asked], text_tokens: int = T
 def floors_of(loaded: Loaded, settings: Settings, result: Result) -> Floors:
     """The floors of requests like the one that was answered, at this machine's ceilings: those of all GPUs together."""
     rates = measure_ceilings(loaded.device, loaded.dtype)
-    shape = shape_of_config(loaded.model.config)
+    shape = loaded.shape()
     counts, gpus = (result.views, result.prompt_tokens, settings.max_new_tokens), settings.tensor_parallel_size
     variant = Variant(shape, dtype="fp32" if loaded.dtype.itemsize == 4 else "bf16")
     roofline = Roofline(variant, gpus * rates.flops_per_s, gpus * rates.bytes_per_s, variant.weight_bytes())

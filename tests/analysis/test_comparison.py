@@ -123,11 +123,15 @@ def test_too_few_batches_are_said_with_the_repeats_that_would_do() -> None:
     assert (words(report), held(report)) == ({"slower"}, {"p95_e2el>5%"})
 
 
+@pytest.mark.parametrize("batches", [1, 2])
 @pytest.mark.parametrize("conditions", [1, 8], ids=["the table needs more", "the conditions need more"])
-def test_one_number_of_repeats_is_named_everywhere(conditions: int) -> None:
-    """Table and conditions are families of different sizes: the larger need is named, and it is enough for both."""
+def test_one_number_of_repeats_is_named_everywhere(conditions: int, batches: int) -> None:
+    """Table and conditions are families of different sizes: the larger need is named, and it is enough for both.
+
+    One repeat less is not enough, to the batch.
+    """
     typed = [f"p95_e2el>{percent}%" for percent in range(1, conditions + 1)]
-    shape: dict[str, Any] = {"batches": 2, "cells": ({},)}
+    shape: dict[str, Any] = {"batches": batches, "cells": ({},)}
     few = build_report([noisy_run(1, repeats=1, **shape), noisy_run(2, repeats=1, factor=3.0, **shape)], typed)
     assert few.repeats is not None
     said = "\n".join([text(few), *(outcome for _, outcome in few.outcomes())])

@@ -9,10 +9,9 @@ import pytest
 from tests.analysis.test_task_cost import BASE, cell_records
 from tests.records import synthetic
 
+from panscan.analysis.accuracy import costs_of_cells, tradeoffs_of
 from panscan.analysis.cells import measured_rows
-from panscan.analysis.quantization import tradeoffs_of
 from panscan.analysis.recommend import recommend
-from panscan.analysis.task_cost import costs_of_cells
 from panscan.records.store import Run
 from panscan.report import to_markdown
 from panscan.report.sweep import SweepReport

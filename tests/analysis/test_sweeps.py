@@ -29,7 +29,7 @@ def rows_of(directory: Path, grid: list[dict[str, Any]]) -> list[MeasuredCell]:
 
 
 def cells_in(sweep: Sweep) -> dict[str, list[tuple[int, str]]]:
-    return {name: [(sweep.at(row), row.cell) for row in rows] for name, rows in sweep.series.items()}
+    return {name: [(sweep.index(row), row.cell) for row in rows] for name, rows in sweep.series.items()}
 
 
 def test_a_number_ascends_and_series_keep_the_cells_order(tmp_path: Path) -> None:

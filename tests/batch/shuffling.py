@@ -9,12 +9,12 @@ from pathlib import Path
 
 from panscan.batch.answers import AnswerFile, Mode
 from panscan.batch.dispatch import answer
-from panscan.batch.items import BatchItem
 from panscan.batch.job import Job, difference
 from panscan.batch.jsonl import Record
 from panscan.batch.pending import AnsweredItems, Task
 from panscan.core import ImageError, Request, Result, Stamps
 from panscan.settings import Settings
+from panscan.workload.rows import Row
 
 JOB = Job(settings=Settings(runner="engine"), prompt="What?")
 
@@ -51,17 +51,17 @@ def backwards(request: Request) -> Result:
     return Result(request.id, request.id[::-1], [5, 6], "stop", 3, 2, 12, 20, stamps, cached_tokens=4)
 
 
-def items(count: int, bad: Iterable[int] = ()) -> list[BatchItem]:
+def items(count: int, bad: Iterable[int] = ()) -> list[Row]:
     """Documents; the bad ones cannot be opened."""
     names = [f"{number}.png" for number in range(count)]
     problems = {number: ImageError(f"{number}.png: broken") for number in bad}
     return [
-        BatchItem(name, (name,), (name,), problem=problems.get(number), document=name)
+        Row(name, (name,), named=(name,), problem=problems.get(number), document=name)
         for number, name in enumerate(names)
     ]
 
 
-def tasks(wanted: Iterable[BatchItem]) -> Iterator[Task]:
+def tasks(wanted: Iterable[Row]) -> Iterator[Task]:
     return map(Task, wanted)
 
 
@@ -77,7 +77,7 @@ def _header(job: Job) -> Record:
 
 def run_job(
     file: AnswerFile,
-    wanted: Iterable[BatchItem],
+    wanted: Iterable[Row],
     engine: ShufflingEngine | None = None,
     *,
     window: int | None = None,

@@ -18,7 +18,7 @@ import pytest
 from tests.batch.fragile_replicas import ELSEWHERE, INNOCENT
 
 from panscan.cli.main import run
-from panscan.images.samples import write_samples
+from panscan.workload.samples import write_samples
 
 pytest.importorskip("ray", reason="needs the extra cluster")
 

@@ -16,8 +16,8 @@ from tests.batch.shuffling import JOB, ShufflingEngine, backwards, items, opened
 
 from panscan.batch.answers import AnswerFile
 from panscan.batch.dispatch import answer
-from panscan.batch.items import BatchItem
 from panscan.core import EngineError, FinishReason, ImageError, PanscanError, Request, Result, SettingError
+from panscan.workload.rows import Row
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_every_item_is_answered_once_in_order_and_within_the_window(
     pulled = 0
     asked = items(count, bad)
 
-    def source() -> Iterator[BatchItem]:
+    def source() -> Iterator[Row]:
         nonlocal pulled
         for item in asked:
             pulled += 1
@@ -147,7 +147,7 @@ def test_the_users_bound_on_requests_in_flight_reaches_the_engine(file: AnswerFi
 
 
 def test_a_line_has_what_was_asked_first_and_what_depends_on_the_run_last(file: AnswerFile) -> None:
-    row = BatchItem("7", ("docs/a.pdf",), ("a.pdf",), "Who?")
+    row = Row("7", ("docs/a.pdf",), "Who?", named=("a.pdf",))
     wrong = replace(items(1)[0], problem=ImageError("0.png: broken"))
     run_job(file, [row, wrong])
     lines = list(file.records())

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from panscan.batch.items import BatchItem
 from panscan.batch.job import Job, changed_versions, difference
 from panscan.core import Request, SettingError
 from panscan.settings import ENGINE_AXES, Settings, axes, foreign_settings
+from panscan.workload.rows import Row
 
 JOB = Job(settings=Settings(runner="engine"), prompt="What?")
 
@@ -19,7 +19,7 @@ JOB = Job(settings=Settings(runner="engine"), prompt="What?")
 def test_a_request_has_the_jobs_settings() -> None:
     settings = Settings(runner="engine", do_pan_and_scan=False, max_new_tokens=5, temperature=0.5, sampling_seed=3)
     job = Job(settings=settings, prompt="What?", system="In French.", raw_prompt=False)
-    plain, row = BatchItem("0.png", ("0.png",), ("0.png",)), BatchItem("7", ("docs/a.pdf",), ("a.pdf",), "Who?")
+    plain, row = Row("0.png", ("0.png",)), Row("7", ("docs/a.pdf",), "Who?", named=("a.pdf",))
     common = {"system": "In French.", "pan_and_scan": settings.pan_and_scan, "sampling": settings.sampling}
     assert job.request(plain) == Request("What?", ("0.png",), id="0.png", **common)
     assert job.request(row) == Request("Who?", ("docs/a.pdf",), id="7", **common)

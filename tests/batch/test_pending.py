@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from tests.batch.shuffling import ShufflingEngine, items, opened, run_job
 
 from panscan.batch.answers import AnswerFile
-from panscan.batch.items import BatchItem
 from panscan.batch.pending import AnsweredItems, Task, tally
 from panscan.core import ImageError, RecordsError
+from panscan.workload.rows import Row
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "a.jsonl"
 
 
-def begun_file(path: Path, asked: list[BatchItem]) -> AnswerFile:
+def begun_file(path: Path, asked: list[Row]) -> AnswerFile:
     """A file with the answers of these items, held open."""
     file = opened(path)
     run_job(file, asked)
@@ -119,12 +119,12 @@ def test_a_retry_killed_anywhere_loses_no_line_and_doubles_none(
     assert not path.with_name("a.jsonl.held").exists()
 
 
-def pages(count: int) -> list[BatchItem]:
+def pages(count: int) -> list[Row]:
     names = [f"b.pdf#page={number}" for number in range(1, count + 1)]
-    return [BatchItem(name, (name,), (name,), document="b.pdf") for name in names]
+    return [Row(name, (name,), named=(name,), document="b.pdf") for name in names]
 
 
-BROKEN = BatchItem("b.pdf", ("b.pdf",), ("b.pdf",), problem=ImageError("b.pdf: damaged"), document="b.pdf")
+BROKEN = Row("b.pdf", ("b.pdf",), named=("b.pdf",), problem=ImageError("b.pdf: damaged"), document="b.pdf")
 
 
 @pytest.mark.parametrize("retry", [False, True])
@@ -198,7 +198,7 @@ def test_answers_beyond_a_limit_wait_beside_the_file(path: Path) -> None:
 
 @pytest.mark.parametrize("change", [{"named": ("b.png",)}, {"question": "Why?"}, {"question": None}])
 def test_an_id_that_now_means_something_else_is_refused(path: Path, change: dict[str, Any]) -> None:
-    row = BatchItem("00000", ("docs/a.png",), ("a.png",), "Who?")
+    row = Row("00000", ("docs/a.png",), "Who?", named=("a.png",))
     with begun_file(path, [row]) as file:
         answered = AnsweredItems(file, retry_failed=False)
         assert list(answered.pending([row])) == []
@@ -207,7 +207,7 @@ def test_an_id_that_now_means_something_else_is_refused(path: Path, change: dict
 
 
 def test_a_file_that_has_none_of_the_documents_is_another_job_s(path: Path) -> None:
-    def renamed() -> Iterator[BatchItem]:
+    def renamed() -> Iterator[Row]:
         for item in items(4):
             yield replace(item, id=f"./{item.id}", document=f"./{item.id}")
 

@@ -22,11 +22,11 @@ from tests.batch.shuffling import JOB, ShufflingEngine, opened, run_job
 from tests.conftest import noise
 
 from panscan.batch.destination import destination
-from panscan.batch.items import BatchItem, find_work
-from panscan.batch.tables import TableColumns
 from panscan.cli.main import run
 from panscan.core import DatasetError, ImageError, InputError, SettingError, StorageError, UnsupportedError
 from panscan.images.files import find_pages, load_page, page_named
+from panscan.workload.items import TableColumns, find_work
+from panscan.workload.rows import Row
 
 pytest.importorskip("obstore", reason="needs the extra storage")
 
@@ -63,7 +63,7 @@ def refuse(problem: InputError) -> None:
     raise problem
 
 
-def find(*sources: str, columns: TableColumns | None = None, **options: Any) -> list[BatchItem]:
+def find(*sources: str, columns: TableColumns | None = None, **options: Any) -> list[Row]:
     given = {"whole_files": False, "limit": None, "on_problem": refuse, **options}
     return list(find_work(sources, columns=columns, **given))
 
@@ -165,13 +165,13 @@ def test_a_store_that_fails_in_the_middle_fails_pages_but_one_that_is_gone_ends_
     broken = {"1.png", "3.png"}
 
     items = [
-        BatchItem(name, (name,), (name,), problem=StorageError(f"{name}: failed") if name in broken else None)
+        Row(name, (name,), named=(name,), problem=StorageError(f"{name}: failed") if name in broken else None)
         for name in (f"{number}.png" for number in range(5))
     ]
     with opened(tmp_path / "some.jsonl") as file:
         run_job(file, items, ShufflingEngine())
         assert [line["error"] is not None for line in file.records()] == [False, True, False, True, False]
-    gone = [BatchItem(f"{n}", (), (), problem=StorageError("s3://in: gone")) for n in range(30)]
+    gone = [Row(f"{n}", (), problem=StorageError("s3://in: gone")) for n in range(30)]
     with opened(tmp_path / "gone.jsonl") as file, pytest.raises(StorageError, match="8 documents failed in a row"):
         run_job(file, [*items[:1], *gone], ShufflingEngine())
     assert [line["id"] for line in lines((tmp_path / "gone.jsonl").read_bytes())] == ["0.png"]
@@ -188,7 +188,7 @@ def test_rows_of_parquet_files_are_requests(store: S3Server, tmp_path: Path) -> 
         assert [item.named for item in items][:1] == [(f"{source}#row=1",)]
         assert str(items[1].problem) == f"{source}#row=2: the prompt is empty"
         assert JOB.request(items[0]).images == (picture(1),)
-        with pytest.raises(DatasetError, match="#row=3: column 'image' has no image"):
+        with pytest.raises(DatasetError, match="#row=3: the row has no image"):
             JOB.request(items[2])
         assert JOB.request(items[0]).images == (picture(1),)  # an earlier row, after a later one
     assert [item.question for item in find(here, has_prompt=True)] == [None, None, None]
@@ -207,13 +207,13 @@ def test_tables_that_cannot_be_asked_about_are_refused(tmp_path: Path) -> None:
         (TableColumns(image="scan"), "no column 'scan'; it has image, id, n: choose one with --image-column"),
         (TableColumns(prompt="text"), "no column 'text'"),
         (TableColumns(image="n", id="n"), "column 'n' is int64, not images"),
-        (TableColumns(prompt="n", id="n"), "the prompts in column 'n' are int64, not text"),
+        (TableColumns(prompt="n", id="n"), "column 'n' is int64, not text"),
     ):
         with pytest.raises(DatasetError) as caught:
             find(table, columns=columns)
         assert reason in str(caught.value)
     (tmp_path / "bad.parquet").write_bytes(b"not a table")
-    with pytest.raises(DatasetError, match=r"bad\.parquet: not a readable Parquet file"):
+    with pytest.raises(DatasetError, match=r"bad\.parquet: not a readable Parquet or Arrow file"):
         find(str(tmp_path / "bad.parquet"))
     with pytest.raises(SettingError, match="--image-column, --id-column and --prompt-column are for Parquet"):
         find(str(tmp_path), columns=TableColumns(image="scan"))

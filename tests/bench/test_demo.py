@@ -17,9 +17,9 @@ from panscan.bench.run import plan_of
 from panscan.cli import bench
 from panscan.cli.verb import parsed_options
 from panscan.core import InputError, SettingError
-from panscan.images.samples import write_samples
 from panscan.records.store import Run, read_run
 from panscan.settings import Settings
+from panscan.workload.samples import write_samples
 
 
 @dataclass

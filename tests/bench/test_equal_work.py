@@ -13,9 +13,9 @@ from tests.report.report_page import page_of, section
 
 from panscan.analysis.pairing import compare_runs
 from panscan.bench.grid import build_cells, merge_equal_work
-from panscan.bench.workload import DocumentFile, Item, views_of
 from panscan.cli.main import run
 from panscan.records.store import Run, read_run
+from panscan.workload.requests import DocumentFile, Item, views_of
 
 LINE = ["bench", "docs", "-p", "x", "--model", "tiny", "--device", "cpu", "--max-new-tokens", "2", "--warmup", "0"]
 CROPS = ["--grid-max-crops", "2,4,6", "--min-crop-size", "50"]

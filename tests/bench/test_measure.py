@@ -21,13 +21,13 @@ from panscan.bench import sweep
 from panscan.bench.grid import Cell
 from panscan.bench.plan import SweepPlan
 from panscan.bench.sweep import measure
-from panscan.bench.workload import Source, build_workload
 from panscan.core import Request, Result, now
 from panscan.model.machine import peak_memory, reset_peak_memory
 from panscan.quality.scores import scores_of
 from panscan.records.schema import RepeatRecord
 from panscan.records.store import parse_record
 from panscan.settings import Settings
+from panscan.workload.requests import Source, build_workload
 
 
 class RecordingObserver:
@@ -165,7 +165,7 @@ def test_where_no_memory_is_left_a_load_is_recorded_without_ceilings() -> None:
         from panscan.bench.grid import Cell
         from panscan.bench.sweep import _load_record
         from panscan.runners.generate import GenerateRunner
-        import panscan.model.ceilings, panscan.model.config
+        import panscan.model.ceilings, panscan.model.gemma3.config
         import psutil
 
         runner = GenerateRunner.from_pretrained("tiny", dtype="fp32", device="cpu")

@@ -12,12 +12,12 @@ from panscan.bench.grid import build_cells
 from panscan.bench.plan import SweepPlan
 from panscan.bench.predict import Prediction, predict, shape_of
 from panscan.bench.run import start
-from panscan.bench.workload import DocumentFile, Item, Source, build_workload
 from panscan.cli.console import errors
 from panscan.cli.progress import SweepProgress
 from panscan.core import InputError
 from panscan.model.shapes import BUNDLED, SHAPES
 from panscan.settings import Settings
+from panscan.workload.requests import DocumentFile, Item, Source, build_workload
 
 PAGE = Item("0", (DocumentFile("a.png", 1240, 1754, ""),), "What is the total?")
 

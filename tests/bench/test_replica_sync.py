@@ -17,10 +17,10 @@ from tests.records.synthetic import load, record_of, records_of, repeat, verdict
 from panscan.bench.grid import Cell
 from panscan.bench.plan import SweepPlan
 from panscan.bench.replicas import Message, Progress, Ready, ReplicaSignal, ReplicaSync, merged_repeat
-from panscan.bench.workload import Source
 from panscan.core import PanscanWarning, RecordsError
 from panscan.records.schema import AnyRecord, CellRecord, LoadRecord, RepeatRecord, RequestRecord, VerdictRecord
 from panscan.settings import Settings
+from panscan.workload.requests import Source
 
 
 def outcome(cell: str, word: str, reason: str | None = None) -> CellRecord:

@@ -27,13 +27,13 @@ from panscan.bench.grid import Cell, build_cells
 from panscan.bench.plan import SweepPlan
 from panscan.bench.replicas import gpu_slots
 from panscan.bench.run import plan_of, resume, start
-from panscan.bench.workload import Source, build_workload
 from panscan.cli.main import run as cli
 from panscan.core import PanscanError, PanscanWarning, UnsupportedError
 from panscan.records.store import Run, read_run
 from panscan.records.summary import cell_metrics
 from panscan.records.verdict import verdict_of
 from panscan.settings import Settings
+from panscan.workload.requests import Source, build_workload
 
 Act = Callable[[], None]
 

@@ -16,12 +16,12 @@ import panscan
 from panscan.bench.grid import Cell, build_cells
 from panscan.bench.plan import SweepPlan
 from panscan.bench.run import new_directory, plan_of, resume, start
-from panscan.bench.workload import Source, build_workload
 from panscan.cli.main import run as cli
 from panscan.core import InputError, RecordsError
 from panscan.records.schema import RecordedCell
 from panscan.records.store import SCHEMA, Run, read_run
 from panscan.settings import Settings
+from panscan.workload.requests import Source, build_workload
 
 QUICK = {"model": ["tiny"], "dtype": ["fp32"], "device": ["cpu"]}
 SKIPPED = {"attention": ["flash_attention_2"], "device": ["cpu"]}

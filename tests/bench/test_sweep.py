@@ -175,7 +175,7 @@ def test_records_hold_hashes_and_names_and_content_only_when_asked(folder: Path)
 def test_order_is_random_but_seeded() -> None:
     from panscan.bench.grid import build_cells
     from panscan.bench.plan import SweepPlan
-    from panscan.bench.workload import Source
+    from panscan.workload.requests import Source
 
     cells = build_cells({"batch_size": [str(n) for n in range(1, 9)], "dtype": ["bf16", "fp32"]})
 
@@ -202,7 +202,7 @@ def test_order_is_random_but_seeded() -> None:
 def test_quantised_weights_come_after_those_whose_truth_they_share() -> None:
     from panscan.bench.grid import build_cells
     from panscan.bench.plan import SweepPlan
-    from panscan.bench.workload import Source
+    from panscan.workload.requests import Source
 
     cells = build_cells({"quantization": ["int8", "none"], "dtype": ["fp32", "bf16"]})
     plan = SweepPlan(cells=cells, items=[], source=Source(no_images=True, prompt="x"))

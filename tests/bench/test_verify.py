@@ -14,22 +14,22 @@ from accelerate import cpu_offload
 from safetensors.torch import save_file
 from tests.bench.test_measure import Lines, RecordingObserver
 from tests.conftest import needs_images_in_chunks, noise
-from tests.model.stored.small import SMALL, Checkpoint, dense_weights
+from tests.model.formats.small import SMALL, Checkpoint, dense_weights
 
 from panscan.bench.grid import Cell
 from panscan.bench.plan import SweepPlan
 from panscan.bench.reference import FORMAT, find_references
 from panscan.bench.sweep import run_sweep
 from panscan.bench.verify import Verifier
-from panscan.bench.workload import Source, build_workload, request_of
 from panscan.core import PanscanWarning, RecordsError
-from panscan.model.random_weights import write_shape
+from panscan.model.bundled.random_weights import write_shape
 from panscan.model.runtime import apply_attention
 from panscan.records.schema import VerdictRecord
 from panscan.runners.factory import open_runner
 from panscan.runners.generate import GenerateRunner
 from panscan.runners.pipeline import PipelineRunner
 from panscan.settings import Settings, settings_from
+from panscan.workload.requests import Source, build_workload, request_of
 
 STEPS = 8
 Record = dict[str, Any]

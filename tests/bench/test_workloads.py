@@ -19,9 +19,9 @@ from tests.analysis.test_floors import SMALL, requests_of, run_with
 
 from panscan.analysis.floors import floor_of
 from panscan.core import Request, Result, SettingError, Stamps
+from panscan.model.bundled.tokenizer import build_tokenizer
 from panscan.model.prompt import PromptWriter
 from panscan.model.shapes import SHAPES
-from panscan.model.tokenizer import build_tokenizer
 from panscan.plan.cost import RequestCounts, Roofline, Variant
 
 PARTS = {

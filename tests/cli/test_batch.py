@@ -17,8 +17,8 @@ from tests.conftest import noise
 
 from panscan import GenerateRunner, Sampling
 from panscan.cli.main import run
-from panscan.images.samples import write_samples
-from panscan.model.tiny import tiny_directory
+from panscan.model.bundled.tiny import tiny_directory
+from panscan.workload.samples import write_samples
 
 QUICK = ["--model", "tiny", "--device", "cpu", "--max-new-tokens", "6"]
 QUESTION = "What is the total?"

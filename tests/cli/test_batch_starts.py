@@ -22,10 +22,10 @@ from tests.conftest import noise
 
 from panscan.cli import batch
 from panscan.cli.main import run
-from panscan.cli.options import command_words
+from panscan.cli.values import command_words
 from panscan.core import EngineError
 from panscan.engine.loop import Loop
-from panscan.model.tiny import tiny_directory
+from panscan.model.bundled.tiny import tiny_directory
 
 QUICK = ["--model", "tiny", "--device", "cpu", "--max-new-tokens", "4"]
 QUESTION = "What is the total?"

@@ -11,8 +11,8 @@ from tests.footprint import run_measured
 
 from panscan.bench.grid import build_cells
 from panscan.bench.plan import SweepPlan
-from panscan.bench.workload import Source, load_workload
 from panscan.core import SettingError
+from panscan.workload.requests import Source, load_workload
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the kernel's account of a process")
 

@@ -17,8 +17,8 @@ from PIL import Image
 
 from panscan.cli.main import run
 from panscan.core import SettingError
-from panscan.load.request_sets import FORMATS, write_request_set
 from panscan.settings import options_of
+from panscan.workload.request_sets import FORMATS, write_request_set
 
 
 @pytest.fixture

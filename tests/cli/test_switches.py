@@ -8,7 +8,7 @@ import click
 import pytest
 
 from panscan.cli.main import cli
-from panscan.cli.options import given_axes
+from panscan.cli.values import given_axes
 from panscan.core import SettingError
 from panscan.settings import Options
 

@@ -12,9 +12,9 @@ import pytest
 from tests.conftest import noise
 
 from panscan.cli.main import run
-from panscan.images.samples import write_samples
 from panscan.records.store import Run, read_run
 from panscan.records.verdict import axis_checks, verdict_of
+from panscan.workload.samples import write_samples
 
 SPLIT = ["--tensor-parallel-size", "2"]
 QUICK = ["--model", "tiny", "--device", "cpu", "--kv-cache-gb", "0.05"]

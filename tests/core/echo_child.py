@@ -31,6 +31,8 @@ def main() -> None:
                 sys.exit(3)
             case "abort":
                 os.kill(os.getpid(), signal.SIGABRT)
-            case "hang":  # as in a C library, which looks neither at signals nor at the connection
+            case "hang":
+                parent.send("hanging")
+                # As in a C library, which looks neither at signals nor at the connection
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
                 signal.sigwait({signal.SIGUSR1})

@@ -129,12 +129,14 @@ def test_closing_kills_a_child_that_hangs_and_what_it_started(start: Callable[[]
 
 def test_a_child_ends_with_its_killed_parent_even_if_a_forked_copy_keeps_the_connection() -> None:
     code = """
-import os, time
+import os, queue, time
 from panscan.core.child import Child
-child = Child("tests.core.echo_child")
-child.send("hang")
+child, inbox = Child("tests.core.echo_child"), queue.SimpleQueue()
 copy = os.fork()
 if copy:
+    child.listen_into(inbox)
+    child.send("hang")
+    inbox.get()
     print(child.pid, copy, flush=True)
 time.sleep(600)
 """
@@ -142,7 +144,6 @@ time.sleep(600)
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment) as parent:
         assert parent.stdout is not None
         child, copy = map(int, parent.stdout.readline().split())
-        time.sleep(1)
         parent.kill()
     assert gone(child)
     os.kill(copy, signal.SIGKILL)

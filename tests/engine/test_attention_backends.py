@@ -12,7 +12,7 @@ from panscan.core import SettingError, UnsupportedError
 from panscan.engine.attention import SegmentsBackend
 from panscan.engine.model_runner import choose_backend
 from panscan.engine.triton_attention import TritonBackend
-from panscan.model.text_layers import LayerFacts
+from panscan.model.layers import LayerFacts
 
 LAYER = LayerFacts(local=True, kv_heads=4, head_size=128, dtype=torch.bfloat16, kv_dtype=torch.bfloat16, device=DEVICE)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from panscan.engine.detokenizer import Detokenizer
-from panscan.model.tokenizer import MARKS, VOCABULARY_SIZE, build_tokenizer
+from panscan.model.bundled.tokenizer import MARKS, VOCABULARY_SIZE, build_tokenizer
 from panscan.runners.generate import GenerateRunner
 
 TOKENIZER = build_tokenizer()

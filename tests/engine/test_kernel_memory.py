@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests import triton_here  # noqa: F401 - skips this module where there is no Triton
 
-from panscan.core.hardware import SHARED_BYTES
+from panscan.core.gpu_features import SHARED_BYTES
 
 SHARED = {10 * major + minor: SHARED_BYTES[major, minor] for major, minor in ((8, 6), (9, 0), (10, 0))}
 

@@ -22,8 +22,8 @@ from panscan.engine.scheduling.kv_sizes import (
     choose_blocks,
     split_blocks,
 )
+from panscan.model.layers import LayerFacts
 from panscan.model.machine import limit_process_memory, measure_memory, release_memory
-from panscan.model.text_layers import LayerFacts
 
 CPU = torch.device("cpu")
 LAYERS = [LayerFacts(local, 2, 16, torch.float32, torch.float32, CPU) for local in (True, True, False, True)]

@@ -32,9 +32,9 @@ from panscan.core import EngineError, ImageError, ModelError, PanscanError, Unsu
 from panscan.engine import ranks
 from panscan.engine.options import EngineOptions
 from panscan.engine.ranks import RankGroup, RankSignal, StartRunner
+from panscan.model.bundled.tiny import tiny_directory
 from panscan.model.load import load_meta_model_for
 from panscan.model.observation import ForcedTokens
-from panscan.model.tiny import tiny_directory
 from panscan.runners.engine import EngineRunner
 from panscan.runners.factory import open_runner
 from panscan.settings import settings_from

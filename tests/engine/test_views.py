@@ -17,8 +17,8 @@ from panscan.engine.scheduling.batch import ImageRows, PixelRef, ViewToEncode
 from panscan.engine.views import PixelStore, ViewFeatures
 from panscan.images.pixels import PixelSpec, levels_of, pixels_pil, pixels_torch
 from panscan.images.resize import choose_resize
+from panscan.model.gemma3.vision_layers import VisionLayers
 from panscan.model.sharding import SINGLE_RANK
-from panscan.model.vision_layers import VisionLayers
 
 NAME = "window inside image blocks"
 CPU, SPEC = torch.device("cpu"), PixelSpec(SIDE)

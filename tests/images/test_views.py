@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import Gemma3ImageProcessorPil
 
 from panscan.core import ImageError, PanAndScan, SettingError
-from panscan.images.views import GEMMA3_COST, PromptCost, plan_views
+from panscan.images.views import PUBLISHED_COST, PromptCost, plan_views
 
 TRANSFORMERS = Gemma3ImageProcessorPil()
 SIDES = st.integers(1, 9000) | st.integers(1, 40)
@@ -79,7 +79,7 @@ def test_crops_tile_the_image_in_reading_order(width: int, height: int, chosen: 
 def test_disabled_is_one_view(width: int, height: int) -> None:
     plan = plan_views(width, height, PanAndScan(enabled=False))
     assert len(plan.views) == 1
-    assert (plan.image_tokens, plan.prompt_tokens) == (256, 256 + GEMMA3_COST.plain)
+    assert (plan.image_tokens, plan.prompt_tokens) == (256, 256 + PUBLISHED_COST.plain)
 
 
 @given(st.integers(0, 20), st.builds(PromptCost, *[st.integers(0, 300)] * 4))

@@ -14,12 +14,12 @@ import pytest
 from PIL import Image
 from tests.conftest import noise
 
-from panscan.bench.workload import Source, load_workload
 from panscan.core import SettingError
 from panscan.load.content import Content, RequestMix, mix_of_items, mix_of_scenario
 from panscan.load.options import LoadOptions, Trace
 from panscan.load.scenario import load_scenario
 from panscan.load.variants import VariantImage
+from panscan.workload.requests import Source, load_workload
 
 QUESTIONS = ("What is the total?", "Which shop?", "When?")
 

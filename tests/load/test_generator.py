@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import socket
 import subprocess
@@ -17,8 +18,9 @@ import pytest
 from tests.load.fake_server import fake_server
 
 from panscan.core import SettingError, from_perf_counter
+from panscan.load import connection
 from panscan.load.arrivals import constant_arrivals
-from panscan.load.chat import ChatRequest, Endpoint, RequestOutcome, chat_body, data_url, fetch_json
+from panscan.load.chat import ChatRequest, ChatStream, Endpoint, RequestOutcome, chat_body, data_url, fetch_json
 from panscan.load.generator import run_level
 
 TTFT, ITL, TOKENS = 0.030, 0.004, 6
@@ -127,6 +129,41 @@ def test_an_endpoint_that_does_not_answer_costs_the_timeout(url: str, fault: str
     result = run_level(Endpoint(url, "fake", timeout=1.0), requests(2, f"fake:{fault}"), None, max_concurrency=2)
     assert {exchange.error_kind for exchange in result.exchanges} == {"timeout"}
     assert all(exchange.end - exchange.accepted >= 1.0 for exchange in result.exchanges)
+
+
+def test_an_endpoint_that_pauses_between_events_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grace period limits only what follows a complete answer."""
+    monkeypatch.setattr(connection, "_GRACE_SECONDS", 0.05)
+
+    async def exchange() -> RequestOutcome:
+        loop = asyncio.get_running_loop()
+        resumed, ended = asyncio.Event(), loop.create_future()
+
+        async def pause(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            event = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + event)
+            await resumed.wait()
+            writer.write(event + b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n')
+            writer.close()
+
+        class Stream(ChatStream):
+            def on_data(self, data: bytes, at: float) -> None:
+                super().on_data(data, at)
+                # A timer for the grace period, if one was started, fires before this one.
+                loop.call_later(0.1, resumed.set)
+
+        server = await asyncio.start_server(pause, "127.0.0.1", 0)
+        endpoint = Endpoint(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m")
+        pool = connection.ConnectionPool(endpoint.address)
+        stream = Stream(RequestOutcome("r", 0.0, 0.0, 0.0), 8, lambda outcome, _: ended.set_result(outcome))
+        pool.send(endpoint.head("GET", "/") + b"0\r\n\r\n", (), stream, 60.0)
+        outcome: RequestOutcome = await ended
+        await pool.close()
+        server.close()
+        return outcome
+
+    outcome = asyncio.run(exchange())
+    assert (outcome.error, outcome.text, outcome.finish_reason) == (None, "aa", "stop")
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -17,7 +17,6 @@ import pytest
 from tests.conftest import noise
 from tests.load.fake_server import fake_server
 
-from panscan.bench.workload import DocumentFile, Item
 from panscan.core import EndpointError
 from panscan.load import options
 from panscan.load.chat import Endpoint, RequestOutcome
@@ -28,6 +27,7 @@ from panscan.load.probe import EndpointFacts, probe_endpoint
 from panscan.load.run import LoadPlan, run_load
 from panscan.load.variants import VariantImage
 from panscan.records.store import FILE_NAME, Run, read_run
+from panscan.workload.requests import DocumentFile, Item
 
 PROBE = EndpointFacts("fake", None, None, None, None, ())
 DOCUMENT = DocumentFile("page.png", 120, 200, "0" * 64)

@@ -25,9 +25,9 @@ from transformers import (
 )
 
 from panscan.core import RecordsError, UnsupportedError
-from panscan.model.config import gemma3_config, shape_of_config
+from panscan.model.bundled.tokenizer import build_tokenizer
+from panscan.model.gemma3.config import gemma3_config, shape_of_config
 from panscan.model.shapes import SHAPES, Shape, TextShape, VisionShape
-from panscan.model.tokenizer import build_tokenizer
 from panscan.plan.cost import Variant, pass_work
 
 PUBLISHED = [pytest.param(shape, id=name) for name, shape in SHAPES.items()]

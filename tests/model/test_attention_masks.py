@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from panscan.core import UnsupportedError
 from panscan.model.attention_masks import LayerKind, effective_mask, kernel_reason, measured_mask
-from panscan.model.config import gemma3_config
+from panscan.model.bundled.tokenizer import build_tokenizer
+from panscan.model.gemma3.config import gemma3_config
 from panscan.model.shapes import SHAPES
-from panscan.model.tokenizer import build_tokenizer
 
 WINDOW, BLOCKS = 24, ((5, 37), (41, 57))
 IMAGE = np.zeros(70, np.bool_)

@@ -18,13 +18,13 @@ from transformers import TorchAoConfig
 
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
+from panscan.model.bundled.random_weights import random_model
 from panscan.model.checkpoint import Placement, load_model
+from panscan.model.gemma3.text_layers import TextLayers
+from panscan.model.gemma3.vision_layers import VisionLayers
 from panscan.model.linear.products import ModuleLinear, PlainLinear, is_plain, linear_of, runs_own_forward
-from panscan.model.random_weights import random_model
 from panscan.model.reference import converted_model, weights_digest
 from panscan.model.shapes import Shape, TextShape, VisionShape
-from panscan.model.text_layers import TextLayers
-from panscan.model.vision_layers import VisionLayers
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import settings_from
 

@@ -22,8 +22,8 @@ from tests.conftest import noise
 
 from panscan import GenerateRunner, Request
 from panscan.core import ModelError, SettingError
+from panscan.model.bundled.tiny import tiny_directory
 from panscan.model.checkpoint import Placement, load_meta_model, load_model, load_reader
-from panscan.model.tiny import tiny_directory
 from panscan.settings import settings_from
 
 CPU = Placement(torch.device("cpu"), torch.float32)
@@ -76,10 +76,14 @@ def test_a_directory_that_is_no_checkpoint(tmp_path: Path) -> None:
             load_reader(name)
 
 
-def test_another_model_family_is_refused(copy: Path) -> None:
-    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("llama", ""), ("gemma2", ": it reads no images"), ("gemma3n", ": only 'panscan profile' runs Gemma 3n")],
+)
+def test_another_model_family_is_refused(copy: Path, kind: str, reason: str) -> None:
+    config = {"model_type": kind, "architectures": ["LlamaForCausalLM"]}
     (copy / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="panscan runs Gemma 3; this is a 'llama' model"):
+    with pytest.raises(ModelError, match=f"panscan runs Gemma 3; this is a {kind!r} model{reason}"):
         load_reader(str(copy))
 
 

@@ -14,9 +14,9 @@ from PIL import Image
 
 from panscan.core import ModelError, PanAndScan, Request, SettingError
 from panscan.images.views import plan_views
-from panscan.model.config import processor_for
+from panscan.model.bundled.tokenizer import build_tokenizer
+from panscan.model.gemma3.config import processor_for
 from panscan.model.prompt import PromptWriter
-from panscan.model.tokenizer import build_tokenizer
 
 TOKENIZER = build_tokenizer()
 IMAGE_TOKENS = 16
@@ -32,10 +32,10 @@ PLAIN = st.text(st.characters(codec="utf-8"), max_size=60).filter(
 SIZES = st.lists(st.tuples(st.integers(16, 80), st.integers(16, 80)), max_size=3)
 
 
-def theirs(turns: list[dict[str, Any]], images: list[Image.Image]) -> list[int]:
-    text = PROCESSOR.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+def theirs(turns: list[dict[str, Any]], images: list[Image.Image], processor: Any = PROCESSOR) -> list[int]:
+    text = processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     kwargs = {"images": images, **CHOSEN.processor_kwargs()} if images else {}
-    ids: list[int] = PROCESSOR(text=text, add_special_tokens=False, **kwargs)["input_ids"][0]
+    ids: list[int] = processor(text=text, add_special_tokens=False, **kwargs)["input_ids"][0]
     return ids
 
 
@@ -65,6 +65,26 @@ def test_conversations_equal_the_processors(turns: list[tuple[str, int]]) -> Non
         messages.append({"role": "assistant" if index % 2 else "user", "content": parts})
     written = WRITER.write(Request(messages=messages, images=images), [plan_views(20, 70, CHOSEN).crops] * len(images))
     assert written.ids == theirs(messages, images)
+
+
+@pytest.mark.parametrize(("turns", "beginning"), [(60, ""), (3, "{{ strftime_now('%A %Y') }} ")])
+def test_layouts_that_are_not_remembered_equal_the_processors(turns: int, beginning: str) -> None:
+    """A chat of many turns, and a template with the date, are rendered every time: with the present turns."""
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = beginning + tokenizer.chat_template
+    writer, processor = PromptWriter(tokenizer, IMAGE_TOKENS), processor_for(tokenizer, 28, IMAGE_TOKENS)
+    image = {"type": "image"}
+    messages: list[dict[str, Any]] = []
+    for number in range(turns):
+        text = {"type": "text", "text": f"{number}: is it {number * number}?"}
+        messages.append(
+            {"role": "assistant", "content": [text]} if number % 2 else {"role": "user", "content": [image, text]}
+        )
+        if number % 2 == 0:
+            images = [Image.new("RGB", (20, 70))] * (number // 2 + 1)
+            crops = [plan_views(20, 70, CHOSEN).crops] * len(images)
+            written = writer.write(Request(messages=messages, images=images), crops)
+            assert written.ids == theirs(messages, images, processor)
 
 
 @given(st.lists(st.sampled_from(SPECIAL) | st.text(CHARACTERS, max_size=6), max_size=6).map("".join))

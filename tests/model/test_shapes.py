@@ -18,9 +18,9 @@ from transformers import (
 )
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from panscan.model.config import gemma3_config
+from panscan.model.bundled.tokenizer import build_tokenizer
+from panscan.model.gemma3.config import gemma3_config
 from panscan.model.shapes import SHAPES, TextShape
-from panscan.model.tokenizer import build_tokenizer
 from panscan.plan.cost import Variant, pass_work
 
 TINY = SHAPES["tiny"]

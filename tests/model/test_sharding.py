@@ -16,12 +16,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from panscan.core import UnsupportedError
+from panscan.model.bundled.random_weights import random_model
 from panscan.model.checkpoint import drop_weights, load_random
-from panscan.model.random_weights import random_model
+from panscan.model.gemma3.text_layers import TextLayers
+from panscan.model.layers import OutputRows
 from panscan.model.reference import head_logits
 from panscan.model.shapes import Shape, TextShape, VisionShape
 from panscan.model.sharding import Ranks, check_divides, fill_shard, shard_config, shard_of
-from panscan.model.text_layers import OutputRows, TextLayers
 
 TEXT = TextShape(5001, 64, 96, 4, 4, 2, 32, 16, 32, 256)
 EYES = VisionShape(hidden=48, intermediate=64, layers=1, heads=2, image_size=56)

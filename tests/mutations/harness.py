@@ -11,10 +11,10 @@ from tests.mutations.broken import ANSWER, BEYOND, IMAGE, INPUTS, TOKENS, Mutati
 from panscan.bench.grid import Cell
 from panscan.bench.plan import SweepPlan
 from panscan.bench.run import start
-from panscan.bench.workload import Source, build_workload
 from panscan.core import InputError
 from panscan.records.verdict import Verdict, verdict_of
 from panscan.settings import Settings, settings_from
+from panscan.workload.requests import Source, build_workload
 
 BASE = {
     "model": "tiny",

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from panscan.core import SettingError
+from panscan.model.bundled.random_weights import random_model
+from panscan.model.gemma3.text_layers import TextLayers
+from panscan.model.gemma3.vision_layers import VisionLayers
 from panscan.model.linear.quantized import WeightFormat
 from panscan.model.quantization import weight_bytes
-from panscan.model.random_weights import random_model
 from panscan.model.shapes import SHAPES, Shape, TextShape
-from panscan.model.text_layers import TextLayers
-from panscan.model.vision_layers import VisionLayers
 from panscan.plan.cost import Variant, Work, pass_work, vision_work
 
 MODELS = ("tiny", "mini")

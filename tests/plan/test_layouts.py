@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,14 +17,14 @@ from panscan.cli.main import cli
 from panscan.core import ModelError, SettingError
 from panscan.engine.options import EngineOptions
 from panscan.model.bundled import mini_directory
+from panscan.model.bundled.tiny import tiny_directory
 from panscan.model.shapes import SHAPES
-from panscan.model.tiny import tiny_directory
 from panscan.plan.advice import advise, command_words, rejections, warnings_for, what_would_fit
-from panscan.plan.gpus import gpu_named
+from panscan.plan.gpus import all_gpus, gpu_named
 from panscan.plan.layouts import Layout, PlanInputs, find_layouts
 from panscan.plan.mix import WorkloadMix, mix_of_sizes, mix_of_views, parse_output_tokens
 from panscan.plan.models import model_named
-from panscan.settings import Settings, axes
+from panscan.settings import WEIGHT_KINDS, Settings, axes
 
 PUBLISHED_4B = {
     "model_type": "gemma3",
@@ -105,6 +106,35 @@ def test_a_model_that_fits_nowhere_names_what_would_fit() -> None:
     assert weights.startswith("--quantization int") and count.startswith("--count 2") and gpu.startswith("--gpu ")
     larger = inputs_for("27b", gpu.split()[1], 1, kinds=(None,))
     assert fitting(larger) and larger.gpu.memory_bytes > inputs.gpu.memory_bytes
+
+
+def test_slow_links_are_a_caution_only_where_a_layout_uses_them() -> None:
+    for model, gpu, count, expected in (("27b", "l40s", 4, True), ("27b", "h200", 2, False), ("4b", "l40s", 1, False)):
+        inputs = inputs_for(model, gpu, count)
+        names = {caution.name for caution in warnings_for(inputs, find_layouts(inputs))}
+        assert ("link" in names, "device_map" in names) == (expected, count > 1)
+
+
+@pytest.mark.parametrize(("gpu", "kinds"), [("a100-40gb", (None,)), ("l4", (None, "fp8")), ("l4", ("int4",))])
+def test_each_change_that_would_fit_fits_and_less_of_it_does_not(gpu: str, kinds: tuple[str | None, ...]) -> None:
+    inputs = inputs_for("27b", gpu, 1, kinds=kinds)
+    names = {"bf16": None, "none": None}
+    changes = dict(change.split(maxsplit=1) for change in what_would_fit(inputs))
+    others = [kind for kind in (None, *WEIGHT_KINDS) if kind not in kinds]
+    assert ("--quantization" in changes) == bool(fitting(replace(inputs, kinds=tuple(others))))
+    if weights := changes.get("--quantization"):
+        assert fitting(replace(inputs, kinds=(names.get(weights, weights),))) and names.get(weights, weights) in others
+    match = re.fullmatch(r"(\d+) \(--tensor-parallel-size (\d+), (\w+)\)", changes["--count"])
+    assert match is not None and match[1] == match[2] == "2"
+    assert fitting(replace(inputs, count=2, kinds=(names.get(match[3], match[3]),)))
+    named = [text.split() for text in changes["--gpu"].removeprefix("--gpu ").split(" or --gpu ")]
+    assert [names.get(weights[1:-1], weights[1:-1]) for _, weights in named] == list(kinds)
+    for (name, _), kind in zip(named, kinds, strict=True):
+        larger = replace(inputs, gpu=gpu_named(name), kinds=(kind,))
+        assert fitting(larger)
+        for smaller in all_gpus().values():
+            if smaller.capability is not None and smaller.memory_bytes < larger.gpu.memory_bytes:
+                assert not fitting(replace(larger, gpu=smaller))
 
 
 def test_a_long_request_does_not_fit_in_a_small_cache() -> None:

@@ -10,16 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from panscan.quality.scores import (
-    ANNOTATORS,
     anls,
     contains_answer,
     exact_match,
-    metrics_for,
     plain_answer,
     relaxed_accuracy,
     scores_of,
     vqa_accuracy,
 )
+from panscan.records.quality import ANNOTATORS, metrics_for
 from panscan.records.schema import METRICS
 
 PIX2STRUCT = [

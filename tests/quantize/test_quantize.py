@@ -16,9 +16,9 @@ from PIL import Image
 from panscan.cli.main import run
 from panscan.core import ImageError, InputError, SettingError
 from panscan.model.build import decoder_linears
+from panscan.model.bundled.tiny import tiny_directory
 from panscan.model.checkpoint import Placement, load_model
 from panscan.model.linear.quantized import QuantizedLinear, WeightFormat
-from panscan.model.tiny import tiny_directory
 from panscan.quantize.calibration import check_prompt_memory
 from panscan.quantize.partial import JOB_FILE, PartialCheckpoint
 from panscan.quantize.source import DenseCheckpoint, choose_format
@@ -29,7 +29,7 @@ _CPU = Placement(torch.device("cpu"), torch.float32)
 _DIES = """
 import os, signal, sys
 from pathlib import Path
-from panscan.quantize.documents import CalibrationSource
+from panscan.workload.calibration import CalibrationSource
 from panscan.quantize.run import QuantizeOptions, quantize_checkpoint
 from panscan.settings import Settings
 

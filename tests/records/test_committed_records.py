@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from panscan.analysis.accuracy import cost_columns
 from panscan.analysis.levels import levels_of, load_result
 from panscan.analysis.recommend import recommend
-from panscan.analysis.task_cost import cost_columns
 from panscan.core import RecordsError
 from panscan.records.load_runs import is_load_run
 from panscan.records.store import read_run

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import panscan
-from panscan.bench.workload import sample_dataset
 from panscan.model.machine import peak_memory, reset_peak_memory
 from panscan.records.environment import environment
+from panscan.workload.requests import sample_dataset
 
 ROOT = Path(panscan.__file__).resolve().parents[2]
 
@@ -92,7 +92,7 @@ def test_another_recipe_draws_into_another_folder(
     before = sample_dataset().parent
     (before / "receipt-99.png").write_bytes(b"of the older recipe")
     recipe = Path(shutil.copytree(Path(panscan.__file__).parent / "images", tmp_path / "images"))
-    monkeypatch.setattr("panscan.bench.workload.files", lambda package: tmp_path / package.rpartition(".")[2])
+    monkeypatch.setattr("panscan.workload.requests.files", lambda package: tmp_path / package.rpartition(".")[2])
     assert sample_dataset().parent == before, "the same source elsewhere"
     with (recipe / changed).open("a") as source:
         source.write("# changed\n")

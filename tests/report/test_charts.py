@@ -198,4 +198,4 @@ def test_answers_that_are_all_wrong_make_no_front(tmp_path: Path) -> None:
     facts = SweepReport(run)
     assert facts.front is not None
     assert facts.front.logarithmic
-    assert facts.cells[0].quality is not None
+    assert facts.cells[0].row.quality is not None

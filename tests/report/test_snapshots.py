@@ -25,7 +25,7 @@ from tests.report import report_known
 
 from panscan.analysis.comparison import build_report
 from panscan.cli.main import run as run_command
-from panscan.inspect.trace.output import comparison_lines, lines, page
+from panscan.inspect.trace.output import lines, page
 from panscan.inspect.trace.summary import Summary, summarize
 from panscan.records.store import Run
 from panscan.report import to_markdown, write_report
@@ -129,8 +129,8 @@ def test_traces() -> None:
     traces = {"first": decode_trace(), "second": decode_trace(prepare=400, graph=True), "busy": busy_trace(kernels=40)}
     summaries = [summary_of(name, trace.events) for name, trace in traces.items()]
     for width in WIDTHS:
-        compare(f"traces-{width}.txt", "\n".join(comparison_lines(summaries, width=width)) + "\n")
-        text = "\n\n".join("\n".join(lines(summary, width=width)) for summary in summaries)
+        compare(f"traces-{width}.txt", "\n".join(lines(summaries, width=width)) + "\n")
+        text = "\n\n".join("\n".join(lines([summary], width=width)) for summary in summaries)
         compare(f"trace-{width}.txt", text + "\n")
     compare("traces.html", without_pictures(page(summaries, title="Three", top=5)))
 

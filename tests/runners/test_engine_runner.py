@@ -17,7 +17,6 @@ from panscan.bench.grid import build_cells
 from panscan.bench.plan import SweepPlan
 from panscan.bench.sweep import run_sweep
 from panscan.bench.verify import Verifier
-from panscan.bench.workload import Source, build_workload
 from panscan.core import ImageError, UnsupportedError
 from panscan.model.inputs import prepare, read_images
 from panscan.model.observation import ForcedTokens, sample_image_positions
@@ -27,6 +26,7 @@ from panscan.runners.engine import EngineRunner
 from panscan.runners.factory import open_runner, ready_runner
 from panscan.runners.observe import observe
 from panscan.settings import ENGINE_AXES, ENGINE_LIMITS, Settings, axes, settings_from
+from panscan.workload.requests import Source, build_workload
 
 STEPS = 6
 SMALL = {

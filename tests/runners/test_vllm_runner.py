@@ -25,12 +25,11 @@ from panscan.analysis.cells import distinguishing_names, effective_settings
 from panscan.bench.divergence import DivergenceTally, compare_logits
 from panscan.bench.grid import Cell, build_cells
 from panscan.bench.verify import Verifier
-from panscan.bench.workload import Source, build_workload
 from panscan.core import PanscanError, SettingError, Stamps, UnsupportedError
+from panscan.model.bundled.random_weights import write_shape
 from panscan.model.checkpoint import load_meta_model
 from panscan.model.inputs import plan_request, read_images
 from panscan.model.observation import ForcedTokens, Observation
-from panscan.model.random_weights import write_shape
 from panscan.model.reference import head_logits, weights_digest
 from panscan.model.support import unsupported_reason
 from panscan.runners.base import calls
@@ -45,6 +44,7 @@ from panscan.runners.vllm import (
     sampling_arguments,
 )
 from panscan.settings import Settings, settings_from
+from panscan.workload.requests import Source, build_workload
 
 CPU = torch.device("cpu")
 

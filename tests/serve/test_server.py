@@ -37,7 +37,6 @@ from tests.serve.serving import (
 
 from panscan import Engine, PanAndScan, Request, Result, Sampling
 from panscan.engine.detokenizer import token_bytes
-from panscan.images.samples import write_samples
 from panscan.images.views import plan_views
 from panscan.serve.protocol import (
     Body,
@@ -48,6 +47,7 @@ from panscan.serve.protocol import (
     ViewsRequest,
     parse,
 )
+from panscan.workload.samples import write_samples
 
 if TYPE_CHECKING:
     import openai

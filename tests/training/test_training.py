@@ -30,11 +30,11 @@ from training.train import to_device
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from panscan.core import PanAndScan, Request
-from panscan.images.documents import KINDS, Print, Sheet
 from panscan.images.ink import AILERON
 from panscan.images.views import plan_views
+from panscan.model.bundled.tokenizer import build_tokenizer
 from panscan.model.prompt import PromptWriter
-from panscan.model.tokenizer import build_tokenizer
+from panscan.workload.documents import KINDS, Print, Sheet
 from training import batches, finish
 
 TOKENIZER = build_tokenizer(0)

@@ -14,7 +14,8 @@ from PIL import Image
 
 from panscan.core import EndpointError, Request
 from panscan.load.chat import Endpoint
-from panscan.verify.endpoint import EndpointClient, encoded_image
+from panscan.verify.endpoint import EndpointClient
+from panscan.workload.probes import encoded_image
 
 Body = dict[str, Any]
 Reply = Callable[[int, Body], tuple[int, object]]

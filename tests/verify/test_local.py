@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from panscan.core import PanAndScan, Request, SettingError, UnsupportedError
-from panscan.images.documents import draw_document
+from panscan.model.bundled.random_weights import random_model
 from panscan.model.inputs import collate, prepare, read_images
-from panscan.model.random_weights import random_model
 from panscan.model.shapes import SHAPES, Shape
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings
 from panscan.verify.hypotheses import CHANGES, HYPOTHESES, REFERENCE, combine, hypothesis
 from panscan.verify.local import LocalModel
+from panscan.workload.documents import draw_document
 
 TOKENS = 3
 FLOOR = 1e-5  # nat: a clear difference even where rounding makes none

@@ -18,11 +18,11 @@ from tests.verify.faulty_server import ROOT, command
 from panscan.core import EndpointError, PanAndScan, Request
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings
-from panscan.verify.endpoint import encoded_image
 from panscan.verify.hypotheses import hypothesis
 from panscan.verify.local import LocalModel
 from panscan.verify.options import VerifyOptions
 from panscan.verify.run import Verification, as_json, verify_endpoint
+from panscan.workload.probes import encoded_image
 
 LOAD_SECONDS = 120.0
 STEPS = 6

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
 from panscan.analysis.setting_words import CROPS, label, shown
+from panscan.records.intervals import Interval
 from panscan.records.metrics import Metrics
+from panscan.records.quality import Quality, quality_of
 from panscan.records.store import Run, outcome_of
 from panscan.records.summary import cell_metrics
 from panscan.records.verdict import Verdict, verdict_of
@@ -22,29 +24,49 @@ class MeasuredCell:
 
     Args:
         cell: id of the cell.
+        name: its preset and settings in words (see :func:`cell_names`).
         settings: its settings, from :func:`effective_settings`.
+        display_settings: its settings, from :func:`display_settings`.
         metrics: measured values.
         verdict: comparison with the reference.
-        preset: preset that the cell started from, if any.
-        aliases: settings of its aliases (see :func:`panscan.bench.grid.merge_equal_work`).
+        quality: accuracy; None without accepted answers.
+        crops: the pan-and-scan settings.
+        views: mean views per request, the highest of all cells with the same crops.
     """
 
     cell: str
+    name: str
     settings: Mapping[str, Any]
+    display_settings: Mapping[str, Any]
     metrics: Metrics
     verdict: Verdict
-    preset: str | None = None
-    aliases: Sequence[Mapping[str, Any]] = ()
+    quality: Quality | None
+    crops: Mapping[str, Any]
+    views: float
 
     @property
-    def display_settings(self) -> Mapping[str, Any]:
-        """Settings for display (see :func:`display_settings`)."""
-        return display_settings(self.settings, self.aliases)
+    def speed(self) -> float:
+        """Requests per second, 0 where they could not be had."""
+        return self.metrics.values["request_throughput"] or 0.0
 
-    def label(self, names: Sequence[str]) -> str:
-        """Return the named settings in words, aliases included."""
-        values = self.display_settings
-        return label({name: values.get(name) for name in names})
+    @property
+    def interval(self) -> Interval:
+        """95% interval of the throughput; the throughput twice if one batch gave no interval."""
+        return self.metrics.intervals.get("request_throughput", (self.speed, self.speed))
+
+    def overlaps(self, other: MeasuredCell) -> bool:
+        """Whether the intervals of both throughputs have a value in common."""
+        return self.interval[0] <= other.interval[1] and other.interval[0] <= self.interval[1]
+
+    @property
+    def p95_ms(self) -> float | None:
+        """95th percentile of E2E, in milliseconds; None if it was not measured."""
+        return self.metrics.values["p95_e2el_ms"]
+
+    @property
+    def accuracy(self) -> float:
+        """The mean score of the answers, 0 without accepted answers."""
+        return 0.0 if self.quality is None else self.quality.mean
 
 
 def measured_rows(run: Run) -> list[MeasuredCell]:
@@ -53,19 +75,50 @@ def measured_rows(run: Run) -> list[MeasuredCell]:
     Raises:
         RecordsError: see :func:`panscan.records.summary.cell_metrics`.
     """
-    measured = ((cell, settings, cell_metrics(run, cell)) for cell, settings in run.cells.items())
+    names, views = cell_names(run), dict[str, float]()
+    measured = {cell: metrics for cell in run.cells if (metrics := cell_metrics(run, cell)) is not None}
+    settings = {cell: effective_settings(run.cells[cell]) for cell in measured}
+    crops = {
+        cell: {name: value for name, value in values.items() if "pan_and_scan" in name}
+        for cell, values in settings.items()
+    }
+    for cell, metrics in measured.items():
+        key = repr(sorted(crops[cell].items()))
+        views[key] = max(views.get(key, 0.0), metrics.values["mean_views"] or 0.0)
     return [
         MeasuredCell(
             cell,
-            effective_settings(settings),
+            names[cell],
+            settings[cell],
+            display_settings(run.cells[cell], aliases_of(run, cell)),
             metrics,
             verdict_of(run, cell),
-            preset_of(run, cell),
-            aliases_of(run, cell),
+            quality_of(run, cell),
+            crops[cell],
+            views[repr(sorted(crops[cell].items()))],
         )
-        for cell, settings, metrics in measured
-        if metrics is not None
+        for cell, metrics in measured.items()
     ]
+
+
+def cell_names(run: Run) -> dict[str, str]:
+    """Return each cell's preset and settings in words, without those that all cells share; by cell id.
+
+    A cell's id follows where these words would not tell it from another cell, and stands alone where there are none.
+    """
+    shown_settings = {cell: display_settings(run.cells[cell], aliases_of(run, cell)) for cell in run.cells}
+    varying = distinguishing_names(list(shown_settings.values()))
+    words = {}
+    for cell, settings in shown_settings.items():
+        names = list(varying)
+        if run.aliases.get(cell):  # name what the choice leaves open, even if all cells do
+            names += [name for name, value in settings.items() if value != effective_settings(run.cells[cell])[name]]
+        words[cell] = label({name: settings.get(name) for name in dict.fromkeys(names)})
+        words[cell] = ", ".join(filter(None, (preset_of(run, cell), words[cell])))
+    times = Counter(words.values())
+    return {
+        cell: cell if not text else text if times[text] == 1 else f"{text} ({cell})" for cell, text in words.items()
+    }
 
 
 def effective_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -87,14 +140,9 @@ def effective_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def display_settings(settings: Mapping[str, Any], aliases: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return a cell's effective settings for display: ``4 or 6`` where an alias has a different value."""
-    own, others = effective_settings(settings), [effective_settings(alias) for alias in aliases]
-    values = {name: dict.fromkeys(shown(each.get(name)) for each in (own, *others)) for name in own}
-    return {name: " or ".join(values[name]) if len(values[name]) > 1 else value for name, value in own.items()}
-
-
-def display_settings_of(run: Run, cell: str) -> Mapping[str, Any]:
-    """Return the :func:`display_settings` of a cell of a run."""
-    return display_settings(run.cells[cell], aliases_of(run, cell))
+    used, others = effective_settings(settings), [effective_settings(alias) for alias in aliases]
+    texts = {name: dict.fromkeys(shown(one.get(name)) for one in (used, *others)) for name in used}
+    return {name: " or ".join(texts[name]) if len(texts[name]) > 1 else value for name, value in used.items()}
 
 
 def aliases_of(run: Run, cell: str) -> list[Mapping[str, Any]]:
@@ -114,9 +162,9 @@ def alias_lines(run: Run, names: Mapping[str, str]) -> list[str]:
     for cell in run.aliases:
         if cell not in names:
             continue
-        every = [effective_settings(settings) for settings in (run.cells[cell], *aliases_of(run, cell))]
-        apart = varying_names(every)
-        others = "; ".join(label({name: each.get(name) for name in apart}) for each in every[1:])
+        alike = [effective_settings(settings) for settings in (run.cells[cell], *aliases_of(run, cell))]
+        apart = varying_names(alike)
+        others = "; ".join(label({name: settings.get(name) for name in apart}) for settings in alike[1:])
         lines.append(f"Measured once for {names[cell]} and {others}: the views of every document are the same.")
     return lines
 
@@ -180,17 +228,12 @@ def memory_metric(rows: Sequence[MeasuredCell]) -> tuple[str, str]:
 
 def cell_title(cell: str, settings: Mapping[str, Any], varying: Sequence[str]) -> str:
     """Return ``id (settings)``: a cell and the settings in words that tell it from others."""
-    chosen = {name: settings.get(name) for name in varying if settings.get(name) is not None or _may_be_off(name)}
+    chosen = {
+        name: settings.get(name)
+        for name in varying
+        if settings.get(name) is not None or (name in axes() and axes()[name].optional)
+    }
     return f"{cell} ({label(chosen)})" if chosen else cell
-
-
-def _may_be_off(name: str) -> bool:
-    return name in axes() and axes()[name].optional
-
-
-def short_name(name: str) -> str:
-    """Return a setting's name without the prefix of pan-and-scan settings."""
-    return name.removeprefix(CROPS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,39 +253,32 @@ class Sweep:
     values: tuple[Any, ...]
     series: Mapping[str, Sequence[MeasuredCell]]
 
-    def at(self, row: MeasuredCell) -> int:
+    def index(self, row: MeasuredCell) -> int:
         """Where a row of the series stands among the values. Charts draw them at equal distances: sweeps double more
         often than they add."""
         return self.values.index(row.settings.get(self.name))
 
     def fastest(self, most: int) -> dict[str, Sequence[MeasuredCell]]:
         """Return the fastest ``most`` series, in their order."""
-        best = sorted(self.series, key=lambda name: -max(map(speed, self.series[name])))[:most]
+        best = sorted(self.series, key=lambda name: -max(row.speed for row in self.series[name]))[:most]
         return {name: rows for name, rows in self.series.items() if name in best}
 
     @property
     def ticks(self) -> tuple[str, ...]:
         """The values as text, with those of aliases where they are the same in all series."""
-        found: list[dict[str, None]] = [{} for _ in self.values]
+        texts: list[dict[str, None]] = [{} for _ in self.values]
         for rows in self.series.values():
             for row in rows:
-                found[self.at(row)][shown(row.display_settings.get(self.name))] = None
-        return tuple(
-            next(iter(texts)) if len(texts) == 1 else shown(value)
-            for value, texts in zip(self.values, found, strict=True)
-        )
-
-
-def speed(row: MeasuredCell) -> float:
-    """Requests per second, 0 where they could not be had."""
-    return row.metrics.values["request_throughput"] or 0.0
+                texts[self.index(row)][shown(row.display_settings.get(self.name))] = None
+        pairs = zip(self.values, texts, strict=True)
+        return tuple(next(iter(names)) if len(names) == 1 else shown(value) for value, names in pairs)
 
 
 def sweeps(rows: Sequence[MeasuredCell]) -> list[Sweep]:
     """The settings that were swept: some cells differ in that setting alone."""
     varying = distinguishing_names([row.settings for row in rows])
-    found = [_sweep(rows, name, varying) for name in varying]
-    return [sweep for sweep in found if any(len(points) > 1 for points in sweep.series.values())]
+    swept = [_sweep(rows, name, varying) for name in varying]
+    return [sweep for sweep in swept if any(len(points) > 1 for points in sweep.series.values())]
 
 
 def _sweep(rows: Sequence[MeasuredCell], name: str, varying: Sequence[str]) -> Sweep:
@@ -250,27 +286,26 @@ def _sweep(rows: Sequence[MeasuredCell], name: str, varying: Sequence[str]) -> S
     for row in rows:
         series[label({other: row.settings.get(other) for other in varying if other != name})].append(row)
     alone = [points[0] for points in series.values() if len(points) == 1]
-    nothing = {row.cell for row in alone if row.settings.get(name) is None}
+    without = {row.cell for row in alone if row.settings.get(name) is None}
     values: list[Any] = []
     for row in rows:
         value = row.settings.get(name)
-        if row.cell not in nothing and value not in values:  # a list: another version's values need not be hashable
+        if row.cell not in without and value not in values:  # a list: another version's values need not be hashable
             values.append(value)
-    numeric = all(_is_number(value) for value in values)
-    ordered = tuple(sorted(values)) if numeric else tuple(values)
+    numeric = all(
+        isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) for value in values
+    )
+    if numeric:
+        values.sort()
     placed = {
-        each: sorted(points, key=lambda row: ordered.index(row.settings.get(name)))
-        for each, points in series.items()
-        if points[0].cell not in nothing
+        other: sorted(points, key=lambda row: values.index(row.settings.get(name)))
+        for other, points in series.items()
+        if points[0].cell not in without
     }
-    return Sweep(name, numeric, ordered, placed)
+    return Sweep(name, numeric, tuple(values), placed)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-
-
-_OWN = {"runner", *ENGINE_AXES, *VLLM_AXES, *VLLM_LIMITS}
+_EXECUTION = {"runner", *ENGINE_AXES, *VLLM_AXES, *VLLM_LIMITS}
 """Settings that only say how a runner goes about the same requests."""
 
 
@@ -279,34 +314,26 @@ def speedup_lines(rows: Sequence[MeasuredCell]) -> list[str]:
 
     Nothing without cells of the engine and of another runner.
     """
-    groups: dict[str, list[MeasuredCell]] = {}
+    groups: dict[str, list[MeasuredCell]] = defaultdict(list)
     for row in rows:
-        same = {name: value for name, value in row.settings.items() if name not in _OWN}
-        groups.setdefault(repr(sorted(same.items())), []).append(row)
-    return [line for group in groups.values() for line in _lines(group)]
-
-
-def _lines(group: Sequence[MeasuredCell]) -> Iterator[str]:
-    fastest: dict[str, MeasuredCell] = {}
-    for row in sorted(group, key=speed):
-        fastest[row.settings.get("runner", "generate")] = row
-    engine = fastest.pop("engine", None)
-    if engine is None:
-        return
-    for runner, row in fastest.items():
-        ours, theirs = speed(engine), speed(row)
-        if not ours or not theirs:
-            continue
-        size = row.settings.get("batch_size")
-        batch = f" (batch size {size})" if size is not None and runner == "generate" else ""
-        words = f"verdicts {engine.verdict.word} and {row.verdict.word}"
-        alone = "request_throughput" not in engine.metrics.intervals
-        doubt = "; measured once: use --repeats to estimate run-to-run noise" if alone else ""
-        yield f"engine to {runner}{batch}: {ours / theirs:.2f}x the requests per second; {words}{doubt}."
-
-
-_WORDS = {"oom": "out of memory"}
-_NO_ANSWER = "without an answer"
+        same = {name: value for name, value in row.settings.items() if name not in _EXECUTION}
+        groups[repr(sorted(same.items()))].append(row)
+    lines = []
+    for rows_alike in groups.values():
+        by_speed = sorted(rows_alike, key=lambda row: row.speed)
+        group = {row.settings.get("runner", "generate"): row for row in by_speed}  # the fastest of each runner
+        engine = group.pop("engine", None)
+        for runner, row in group.items():
+            if engine is None or not engine.speed or not row.speed:
+                continue
+            size = row.settings.get("batch_size")
+            batch = f" (batch size {size})" if size is not None and runner == "generate" else ""
+            words = f"verdicts {engine.verdict.word} and {row.verdict.word}"
+            once = "request_throughput" not in engine.metrics.intervals
+            doubt = "; measured once: use --repeats to estimate run-to-run noise" if once else ""
+            ratio = engine.speed / row.speed
+            lines.append(f"engine to {runner}{batch}: {ratio:.2f}x the requests per second; {words}{doubt}.")
+    return lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,24 +358,16 @@ def unmeasured(run: Run) -> list[Unmeasured]:
     groups: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = defaultdict(dict)
     for cell, settings in run.cells.items():
         outcome, reason = outcome_of(run, cell)
-        if outcome == "done":
-            error = _only_error(run, cell)
-            outcome, reason = (_NO_ANSWER, error) if error is not None else (outcome, reason)
+        requests = run.requests_of(cell)
+        if outcome == "done" and requests and all(request.error is not None for request in requests):
+            outcome, reason = "without an answer", f"every request failed, the first with: {requests[0].error}"
         if outcome != "done":
-            groups[_WORDS.get(outcome, outcome), reason][cell] = settings
+            groups["out of memory" if outcome == "oom" else outcome, reason][cell] = settings
     swept = varying_names(list(run.cells.values()))
-    found = []
+    fates = []
     for (outcome, reason), cells in groups.items():
         apart = set(varying_names(list(cells.values())))
         first = next(iter(cells.values()))
         shared = label({name: first.get(name) for name in swept if name not in apart})
-        found.append(Unmeasured(outcome, reason, tuple(cells), shared))
-    return found
-
-
-def _only_error(run: Run, cell: str) -> str | None:
-    """The first request's error where no request of a cell was answered; None where one was, or none was sent."""
-    requests = run.requests_of(cell)
-    if not requests or any(request.error is None for request in requests):
-        return None
-    return f"every request failed, the first with: {requests[0].error}"
+        fates.append(Unmeasured(outcome, reason, tuple(cells), shared))
+    return fates

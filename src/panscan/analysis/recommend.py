@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
-from panscan.analysis.candidates import Candidate, candidates_of
-from panscan.analysis.cells import alias_lines, preset_of
+from panscan.analysis.accuracy import evidence_text, quality_difference
+from panscan.analysis.cells import MeasuredCell, alias_lines, measured_rows, preset_of
 from panscan.analysis.decision import Rule, Selection, costs_of, decision_of, reason_of
 from panscan.analysis.levels import refuse_load_run
 from panscan.analysis.setting_words import shown
-from panscan.analysis.significance import quality_difference, shows_no_loss
 from panscan.core import RecordsError, SettingError
 from panscan.core.files import write_file
 from panscan.core.text import number_text
 from panscan.records.quality import metric_title
-from panscan.records.store import Run
+from panscan.records.store import Run, outcome_of
 from panscan.records.verdict import verdict_of
 from panscan.settings import nearest, recorded_settings
 
@@ -65,9 +65,7 @@ def recommend(
     4. Speed. The highest ``request_throughput`` wins; among cells whose 95% interval overlaps the winner's, exact wins
        over close, then the higher accuracy, then more views, then the lower p95 of E2E.
 
-    "No measurable loss" is :func:`panscan.analysis.significance.shows_no_loss`: the 95% interval of the paired
-    difference reaches 0 and excludes a loss of more than :data:`WORST_LOSS`, over at least :data:`LEAST_QUESTIONS`
-    questions.
+    "No measurable loss" is :attr:`panscan.analysis.accuracy.QualityDifference.excludes_loss`.
     Accuracy is the mean of the run's metric of quality (:func:`panscan.records.quality.metric_of`).
 
     Args:
@@ -81,26 +79,29 @@ def recommend(
         RecordsError: no cell qualifies (the message names the nearest miss), or it is a load run.
     """
     refuse_load_run(run, "recommendation")
-    _check(run, max_p95_ms, min_quality, allow)
+    if max_p95_ms is not None and not 0 < max_p95_ms < float("inf"):
+        raise SettingError(f"--max-p95-ms must be a number above 0, got {max_p95_ms:g}")
+    if min_quality is not None and not 0 <= min_quality <= 1:
+        raise SettingError(f"--min-quality must be between 0 and 1, got {min_quality:g}")
+    for cell in allow:
+        if cell not in run.cells:
+            raise SettingError(f"--allow-different: {run.path} has no cell {cell!r}{nearest(cell, run.cells)}")
     measured, rejected = candidates_of(run)
     if not measured:
         raise RecordsError(f"{run.path}: no cell is finished, so none can be recommended")
-    if min_quality is not None and all(each.quality is None for each in measured):
+    if min_quality is not None and all(row.quality is None for row in measured):
         raise SettingError("--min-quality: the dataset of this run has no answers (panscan bench --dataset)")
     why: dict[str, str] = {}
     trusted = _trusted(run, measured, allow, rejected, why)
-    within = _within(run, trusted, max_p95_ms, min_quality, rejected)
+    qualified = _within(run, trusted, max_p95_ms, min_quality, rejected)
     rule: Rule = "limit"
-    left = within
     if min_quality is None:
-        rule = "accuracy" if any(each.quality and each.quality.mean for each in within) else "views"
-        left = _harmless(run, within, rule, allow, rejected, why)
-    chosen = best(left)
-    others = [each for each in left if each is not chosen]
+        rule = "accuracy" if any(row.accuracy for row in qualified) else "views"
+        qualified = _harmless(run, qualified, rule, allow, rejected, why)
+    chosen = best(qualified)
+    others = [row for row in qualified if row is not chosen]
     second = best(others) if others else None
-    choice = Selection(
-        run, chosen, second, left, measured, rejected, max_p95_ms, min_quality, rule, why.get(chosen.cell)
-    )
+    choice = Selection(run, chosen, second, qualified, measured, max_p95_ms, min_quality, rule, why.get(chosen.cell))
     other = choice.alternative
     return Recommendation(
         chosen.cell,
@@ -114,147 +115,157 @@ def recommend(
     )
 
 
-def best(candidates: Sequence[Candidate]) -> Candidate:
+def candidates_of(run: Run) -> tuple[list[MeasuredCell], dict[str, str]]:
+    """Return the finished cells of a run, and why each of the others is not one, by cell id.
+
+    Raises:
+        RecordsError: see :func:`panscan.records.summary.cell_metrics`.
+    """
+    rows = {row.cell: row for row in measured_rows(run)}
+    finished, others = [], {}
+    for cell in run.cells:
+        outcome, reason = outcome_of(run, cell)
+        if outcome != "done":
+            others[cell] = f"{outcome}: {reason}" if reason else outcome
+        elif cell in rows and rows[cell].speed:
+            finished.append(rows[cell])
+        else:
+            others[cell] = "no request succeeded in measurable time"
+    return finished, others
+
+
+def best(candidates: Sequence[MeasuredCell]) -> MeasuredCell:
     """Return the fastest; within noise, exact before close, then the highest accuracy, views, and lowest p95 of E2E."""
-    fastest = max(candidates, key=lambda each: (each.throughput, each.cell))
-
-    def order(each: Candidate) -> tuple[int, float, float, float, float, str]:
-        accuracy = each.quality.mean if each.quality else 0.0
-        return _RANK.get(each.verdict, len(_RANK)), -accuracy, -each.views, _p95(each), -each.throughput, each.cell
-
-    return min((each for each in candidates if each.overlaps(fastest)), key=order)
-
-
-def _check(run: Run, max_p95_ms: float | None, min_quality: float | None, allow: Collection[str]) -> None:
-    if max_p95_ms is not None and not 0 < max_p95_ms < float("inf"):
-        raise SettingError(f"--max-p95-ms must be a number above 0, got {max_p95_ms:g}")
-    if min_quality is not None and not 0 <= min_quality <= 1:
-        raise SettingError(f"--min-quality must be between 0 and 1, got {min_quality:g}")
-    for cell in allow:
-        if cell not in run.cells:
-            raise SettingError(f"--allow-different: {run.path} has no cell {cell!r}{nearest(cell, run.cells)}")
+    fastest = max(candidates, key=lambda row: (row.speed, row.cell))
+    return min(
+        (row for row in candidates if row.overlaps(fastest)),
+        key=lambda row: (
+            _RANK.get(row.verdict.word, len(_RANK)),
+            -row.accuracy,
+            -row.views,
+            _p95(row),
+            -row.speed,
+            row.cell,
+        ),
+    )
 
 
 def _trusted(
-    run: Run, measured: Sequence[Candidate], allow: Collection[str], rejected: dict[str, str], why: dict[str, str]
-) -> list[Candidate]:
-    verified = [each for each in measured if each.verdict != "unverified"]
-    found = []
-    for each in measured:
-        if each.verdict in _RANK or (each.verdict == "unverified" and not verified):
-            found.append(each)
-        elif each.cell in allow:
-            found.append(each)
-            why[each.cell] = "allowed by --allow-different"
-        elif each.verdict == "unverified":
-            rejected[each.cell] = f"unverified ({each.row.verdict.reason}), and other cells are verified"
+    run: Run, measured: Sequence[MeasuredCell], allow: Collection[str], rejected: dict[str, str], why: dict[str, str]
+) -> list[MeasuredCell]:
+    unverified = all(row.verdict.word == "unverified" for row in measured)
+    trusted = []
+    for row in measured:
+        word = row.verdict.word
+        if word in _RANK or unverified:
+            trusted.append(row)
+        elif row.cell in allow:
+            trusted.append(row)
+            why[row.cell] = "allowed by --allow-different"
+        elif word == "unverified":
+            rejected[row.cell] = f"unverified ({row.verdict.reason}), and other cells are verified"
         else:
-            peers = [other for other in measured if other.verdict in _RANK and other.crops == each.crops]
-            lossless, text = _loss(run, each, peers)
+            peers = [other for other in measured if other.verdict.word in _RANK and other.crops == row.crops]
+            lossless, text = _loss(run, row, peers)
             if lossless:
-                found.append(each)
-                why[each.cell] = text
+                trusted.append(row)
+                why[row.cell] = text
             else:
-                rejected[each.cell] = f"different from the reference; {text}"
-    if not found:
-        fastest = max(measured, key=lambda each: each.throughput)
+                rejected[row.cell] = f"different from the reference; {text}"
+    if not trusted:
+        fastest = max(measured, key=lambda row: row.speed)
         raise RecordsError(
-            f"{run.path}: no cell gives the reference's answers: the fastest is {fastest.name}, {fastest.verdict};"
+            f"{run.path}: no cell gives the reference's answers: the fastest is {fastest.name}, {fastest.verdict.word};"
             f" to take it, use --allow-different {fastest.cell}"
         )
-    return found
+    return trusted
 
 
-def _loss(run: Run, candidate: Candidate, peers: Sequence[Candidate]) -> tuple[bool, str]:
+def _loss(run: Run, row: MeasuredCell, peers: Sequence[MeasuredCell]) -> tuple[bool, str]:
     """Return whether a cell has no measurable loss of accuracy against the best of its peers, and the evidence."""
-    scored = [each for each in peers if each.quality is not None]
-    if candidate.quality is None:
+    if row.quality is None:
         return False, "only a labelled dataset can show the accuracy cost"
-    if not scored:
+    peer = max(
+        (peer for peer in peers if peer.quality is not None),
+        key=lambda peer: (peer.accuracy, peer.speed, peer.cell),
+        default=None,
+    )
+    if peer is None:
         return False, "no exact or close cell with the same crop settings has answers to compare with"
-    peer = max(scored, key=lambda each: (each.quality.mean if each.quality else 0.0, each.throughput, each.cell))
-    difference = quality_difference(run, candidate.cell, peer.cell)
-    if difference is None or peer.quality is None or not peer.quality.mean:
+    difference = quality_difference(run, row.cell, peer.cell)
+    if difference is None or not peer.accuracy:
         return False, f"no loss can be measured: {peer.name} has no correct answer"
-    return shows_no_loss(run, difference, peer.name)
+    return difference.excludes_loss, evidence_text(run, difference, peer.name)
 
 
 def _within(
     run: Run,
-    trusted: Sequence[Candidate],
+    trusted: Sequence[MeasuredCell],
     max_p95_ms: float | None,
     min_quality: float | None,
     rejected: dict[str, str],
-) -> list[Candidate]:
-    left = list(trusted)
+) -> list[MeasuredCell]:
+    quick = list(trusted)
     if max_p95_ms is not None:
-        left = [each for each in trusted if _p95(each) <= max_p95_ms]
-        rejected |= {each.cell: f"too slow: p95 E2E {_ms(each)}" for each in trusted if each not in left}
-        if not left:
-            near = min(trusted, key=lambda each: (_p95(each), each.cell))
+        quick = [row for row in trusted if _p95(row) <= max_p95_ms]
+        rejected |= {row.cell: f"too slow: p95 E2E {_ms(row)}" for row in trusted if row not in quick}
+        if not quick:
+            near = min(trusted, key=lambda row: (_p95(row), row.cell))
             raise RecordsError(
                 f"no cell with trusted answers has p95 E2E <= {max_p95_ms:g} ms:"
                 f" the lowest is {_ms(near)} with {near.name}"
             )
-    if min_quality is not None:
-        quick, left = left, [each for each in left if each.quality and each.quality.mean >= min_quality]
-        title = metric_title(run)
-        rejected |= {each.cell: f"{title} {_mean(each)}, below {min_quality:.4g}" for each in quick if each not in left}
-        if not left:
-            near = max(quick, key=lambda each: each.quality.mean if each.quality else -1.0)
-            raise RecordsError(
-                f"no cell with trusted answers has {title} >= {min_quality:.4g}: the highest is {_mean(near)} with"
-                f" {near.name}"
-            )
-    return left
+    if min_quality is None:
+        return quick
+    right = [row for row in quick if row.quality and row.accuracy >= min_quality]
+    title = metric_title(run)
+    texts = {row.cell: "not scored" if row.quality is None else f"{row.accuracy:.1%}" for row in quick}
+    rejected |= {row.cell: f"{title} {texts[row.cell]}, below {min_quality:.4g}" for row in quick if row not in right}
+    if not right:
+        near = max(quick, key=lambda row: row.accuracy)
+        raise RecordsError(
+            f"no cell with trusted answers has {title} >= {min_quality:.4g}: the highest is {texts[near.cell]} with"
+            f" {near.name}"
+        )
+    return right
 
 
 def _harmless(
     run: Run,
-    within: Sequence[Candidate],
+    within: Sequence[MeasuredCell],
     rule: Rule,
     allow: Collection[str],
     rejected: dict[str, str],
     why: dict[str, str],
-) -> list[Candidate]:
+) -> list[MeasuredCell]:
     """Return the most accurate candidates (or those with the most views), and those that lose nothing against them."""
-
-    def merit(each: Candidate) -> float:
-        return (each.quality.mean if each.quality else -1.0) if rule == "accuracy" else each.views
-
-    most = max(map(merit, within))
-    peers = [each for each in within if merit(each) == most]
-    left = list(peers)
-    for each in (each for each in within if each not in peers):
-        lossless, text = _loss(run, each, peers)
-        if each.cell in allow:
-            left.append(each)
-            why[each.cell] = "allowed by --allow-different"
-        elif lossless:
-            left.append(each)
-            why[each.cell] = text
+    merits = {row.cell: row.accuracy if rule == "accuracy" else row.views for row in within}
+    most = max(merits.values())
+    peers = [row for row in within if merits[row.cell] == most]
+    qualified = list(peers)
+    for row in (row for row in within if row not in peers):
+        lossless, text = _loss(run, row, peers)
+        if lossless or row.cell in allow:
+            qualified.append(row)
+            why[row.cell] = "allowed by --allow-different" if row.cell in allow else text
         elif rule == "accuracy":
-            rejected[each.cell] = "not scored" if each.quality is None else text
+            rejected[row.cell] = "not scored" if row.quality is None else text
         else:
-            rejected[each.cell] = f"fewer views per request ({each.views:.3g}, not {most:.3g}); {text}"
-    return left
+            rejected[row.cell] = f"fewer views per request ({row.views:.3g}, not {most:.3g}); {text}"
+    return qualified
 
 
-def _p95(candidate: Candidate) -> float:
-    return float("inf") if candidate.p95_ms is None else candidate.p95_ms
+def _p95(row: MeasuredCell) -> float:
+    return float("inf") if row.p95_ms is None else row.p95_ms
 
 
-def _ms(candidate: Candidate) -> str:
-    return "not measured" if candidate.p95_ms is None else f"{number_text(candidate.p95_ms)} ms"
-
-
-def _mean(candidate: Candidate) -> str:
-    return "not scored" if candidate.quality is None else f"{candidate.quality.mean:.1%}"
+def _ms(row: MeasuredCell) -> str:
+    return "not measured" if row.p95_ms is None else f"{number_text(row.p95_ms)} ms"
 
 
 _MARK = "# Written by panscan recommend, which may replace it."
-_OF_THE_MACHINE = ("device", "device_map", "max_memory", "tensor_parallel_size", "gpu_memory_gb")
-_OF_THE_MEASUREMENT = ("ignore_eos",)
+_LEFT_OUT = ("device", "device_map", "max_memory", "tensor_parallel_size", "gpu_memory_gb", "ignore_eos")
+"""Settings of the machine and of the measurement."""
 
 
 def preset_text(run: Run, chosen: Recommendation) -> str:
@@ -269,7 +280,7 @@ def preset_text(run: Run, chosen: Recommendation) -> str:
         settings = recorded_settings(run.cells[chosen.cell]).changed()
     except (TypeError, SettingError) as error:
         raise RecordsError(f"{run.path}: cell {chosen.cell} has another version's settings ({error})") from error
-    left_out = {name: settings.pop(name) for name in (*_OF_THE_MACHINE, *_OF_THE_MEASUREMENT) if name in settings}
+    left_out = {name: settings.pop(name) for name in _LEFT_OUT if name in settings}
     facts = {
         "decision": chosen.decision,
         "cell": chosen.cell,
@@ -281,7 +292,9 @@ def preset_text(run: Run, chosen: Recommendation) -> str:
         "reason": chosen.reason,
         "left out": ", ".join(f"{name}={shown(value)}" for name, value in left_out.items()),
     }
-    lines = [_MARK, *(f"# {name}: {_one_line(text)}" for name, text in facts.items() if text)]
+    # Whatever names and paths hold, a comment stays one line of ASCII.
+    texts = {name: " ".join(text.split()).encode("ascii", "backslashreplace").decode() for name, text in facts.items()}
+    lines = [_MARK, *(f"# {name}: {text}" for name, text in texts.items() if text)]
     return "\n".join([*lines, yaml.safe_dump(settings, sort_keys=False)])
 
 
@@ -295,18 +308,12 @@ def write_preset(text: str, path: Path, *, force: bool = False) -> None:
     """
     if path.suffix not in (".yaml", ".yml"):
         raise SettingError(f"-o {path}: a preset's name ends in .yaml")
-    if path.exists() and not force and not _ours(path):
-        raise SettingError(f"{path} is there and was not written by panscan recommend: choose another -o, or --force")
+    if path.exists() and not force:
+        written = b""
+        with suppress(OSError):
+            written = path.read_bytes()
+        if not written.startswith(_MARK.encode()):
+            raise SettingError(
+                f"{path} is there and was not written by panscan recommend: choose another -o, or --force"
+            )
     write_file(path, text)
-
-
-def _ours(path: Path) -> bool:
-    try:
-        return path.read_bytes().startswith(_MARK.encode())
-    except OSError:
-        return False
-
-
-def _one_line(text: str) -> str:
-    """Whatever names and paths hold, a comment stays one line of ASCII."""
-    return " ".join(text.split()).encode("ascii", "backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""Whether a difference is real: paired tests with p-values, and the rule for a measurable loss of quality.
+"""Whether a difference is real: paired tests with p-values, and which of a family of tests raise an alarm.
 
 If two runs do not differ, the labels A and B of each cluster (batches that answered the same requests) could be
 swapped. A p-value is how often swapping gives evidence as strong as was seen. This assumes nothing about how latencies
@@ -7,24 +7,21 @@ are distributed, and is valid for any number of clusters.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil, log2, sqrt
+from math import ceil, log2
 
 import numpy as np
 from numpy.typing import NDArray
 
-from panscan.records.intervals import RESAMPLED_AT_ONCE, Z95, Interval, bounds, cluster_draws, weighted_percentiles
-from panscan.records.quality import metric_of, metric_title, quality_of, scores_of_cell
-from panscan.records.store import Run
+from panscan.records.intervals import RESAMPLED_AT_ONCE, Interval, bounds, cluster_draws, weighted_percentiles
 
 ALPHA = 0.05
 """The chance, at most, that a family of decisions holds one or more false alarms."""
 
 _LEAST_DRAWS = 9_999
 _DRAWS_AT_ONCE = 1_000  # draws looked at together
-_NOTHING = 1e-9  # a difference of rounding
+ROUNDING = 1e-9  # a difference of rounding
 _HOPELESS = 0.2  # a p-value above this after the first draws cannot become an alarm
 
 Floats = NDArray[np.float64]
@@ -70,10 +67,10 @@ def sign_flip_p_value(differences: Sequence[float]) -> float:
     of the binomial distribution, which makes it the exact test of McNemar (1947). Else they are those of
     :func:`tail_p_values`: of all swaps where there are few, of random ones otherwise. Differences of 0 say nothing.
     """
-    values = np.array([each for each in differences if abs(each) > _NOTHING], dtype=np.float64)
+    values = np.array([each for each in differences if abs(each) > ROUNDING], dtype=np.float64)
     if not values.size:
         return 1.0
-    if np.ptp(np.abs(values)) < _NOTHING:
+    if np.ptp(np.abs(values)) < ROUNDING:
         return _mcnemar(int((values > 0).sum()), int((values < 0).sum()))
     return min(1.0, 2 * min(tail_p_values(values[:, None])))
 
@@ -256,176 +253,3 @@ def _relative(a: Floats, b: Floats) -> Floats:
 def _interval(above: Floats, below: Floats) -> Interval | None:
     usable = below > 0
     return bounds(above[usable] / below[usable] - 1) if usable.any() else None
-
-
-LEAST_QUESTIONS = 30
-"""Fewer different questions show nothing about answers."""
-WORST_LOSS = 0.02
-"""Loss of quality that the 95% interval must exclude, for a loss to be called not measurable."""
-
-
-@dataclass(frozen=True, slots=True)
-class BaselineComparison:
-    """A comparison of a cell's answers with the baseline's.
-
-    Args:
-        cell: id of the cell.
-        difference: difference of their quality.
-        word: "measurable loss", "measurable gain", "no measurable loss", or "undecided".
-        text: the word, the figures, and what this number of questions can show.
-    """
-
-    cell: str
-    difference: QualityDifference
-    word: str
-    text: str
-
-
-def shows_no_loss(run: Run, difference: QualityDifference, peer: str) -> tuple[bool, str]:
-    """Return whether a cell has no measurable loss against the cell named ``peer``, and the evidence.
-
-    It loses nothing measurable if the 95% interval of the paired difference reaches 0 and excludes a loss of more than
-    :data:`WORST_LOSS`, over at least :data:`LEAST_QUESTIONS` questions, and the p-value does not show a loss: for
-    shares the interval is so wide that it alone would overlook small losses of many questions.
-    """
-    low, high = difference.low, difference.high
-    text = (
-        f"{metric_title(run)} {points_text(difference.value)} points (95%: {points_text(low)} to {points_text(high)},"
-        f" {p_text(difference.p_value)}) against {peer} over {difference.questions} questions"
-    )
-    if difference.questions < LEAST_QUESTIONS:
-        return False, f"{text}, fewer than the {LEAST_QUESTIONS} required"
-    if high < 0 or _is_loss(difference):
-        return False, f"measurable loss: {text}"
-    if low < -WORST_LOSS:
-        return False, f"undecided, a loss of {-100 * low:.1f} points is possible: {text}"
-    return True, f"no measurable loss: {text}"
-
-
-def compare_with_baseline(
-    run: Run, cells: Sequence[str], views: Callable[[str], float]
-) -> tuple[str, list[BaselineComparison]] | None:
-    """Return the baseline, and a comparison of every other cell with it; None if fewer than two cells have scores.
-
-    The baseline is the cell with the most views per request, which settings with fewer crops must match; of several,
-    the first, because the best one would partly be chosen by luck. All tests
-    are one family: the chance that any cell is falsely called worse or better is at most 5%
-    (:func:`panscan.analysis.significance.decide`).
-
-    Args:
-        run: run with scored answers.
-        cells: ids of the cells to compare.
-        views: returns the mean views per request of a cell, by its id.
-    """
-    means = {cell: quality.mean for cell in cells if (quality := quality_of(run, cell)) is not None}
-    if len(means) < 2:
-        return None
-    baseline = max(means, key=views)
-    others = [cell for cell in means if cell != baseline]
-    found = {cell: each for cell in others if (each := quality_difference(run, cell, baseline)) is not None}
-    alarms = decide([each.p_value for each in found.values()], [_least(each) for each in found.values()])
-    return baseline, [
-        _judged(cell, each, alarm=bool(alarm))
-        if means[cell] or means[baseline]
-        else BaselineComparison(cell, each, "undecided", "undecided: neither cell has a correct answer")
-        for (cell, each), alarm in zip(found.items(), alarms, strict=True)
-    ]
-
-
-def _least(difference: QualityDifference) -> float:
-    """Return the smallest p-value that the differing questions could give: all of them differing the same way."""
-    return min(1.0, 2 * 0.5 ** (difference.better + difference.worse))
-
-
-def _is_loss(difference: QualityDifference) -> bool:
-    """Whether the p-value alone, not corrected for other tests, shows a loss."""
-    return difference.value < 0 and difference.p_value < ALPHA
-
-
-def _judged(cell: str, difference: QualityDifference, *, alarm: bool) -> BaselineComparison:
-    low, high = difference.low, difference.high
-    figures = f"{p_text(difference.p_value)}, difference {points_text(difference.value)} points"
-    figures += f" [{points_text(low)}, {points_text(high)}]"
-    several = f"{difference.questions:,} questions" if difference.questions != 1 else "1 question"
-    if alarm and difference.value < 0:
-        return BaselineComparison(cell, difference, "measurable loss", f"measurable loss ({figures})")
-    if alarm:
-        return BaselineComparison(cell, difference, "measurable gain", f"measurable gain ({figures})")
-    reach = f"{100 * max(0.0, -low):.1f}"
-    if difference.questions >= LEAST_QUESTIONS and low >= -WORST_LOSS and high >= 0 and not _is_loss(difference):
-        seen = f"with {several}, a loss of more than {reach} points is excluded"
-        word = "no measurable loss"
-        return BaselineComparison(cell, difference, word, f"{word} ({figures}): {seen}")
-    seen = f"with {several}, " + (f"a loss of {reach} points is possible" if low < 0 else "the result may be chance")
-    return BaselineComparison(cell, difference, "undecided", f"undecided ({figures}): {seen}")
-
-
-def points_text(share: float) -> str:
-    """Percentage points with their sign; no minus before nothing."""
-    return f"{100 * share + 0.0:+.1f}".replace("-0.0", "+0.0")
-
-
-def p_text(p_value: float) -> str:
-    """``p = 0.62``; no 0 for what is only small."""
-    return "p < 0.001" if p_value < 0.001 else f"p = {p_value:.2g}"
-
-
-@dataclass(frozen=True, slots=True)
-class QualityDifference:
-    """A cell's quality less another's, over the questions that both answered.
-
-    Args:
-        value: the mean difference over questions, -1 to 1.
-        low: of its 95% interval.
-        high: of its 95% interval.
-        questions: in both.
-        better: questions that the cell answers better.
-        worse: questions that the cell answers worse.
-        p_value: two-sided; see :func:`panscan.analysis.significance.sign_flip_p_value`.
-    """
-
-    value: float
-    low: float
-    high: float
-    questions: int
-    better: int
-    worse: int
-    p_value: float
-
-
-def quality_difference(run: Run, cell: str, baseline: str) -> QualityDifference | None:
-    """A metric of a cell less the baseline's, over requests that both have a score of; None without a common request.
-
-    Paired by request and repeat, averaged within a question; see :func:`paired_difference`.
-    """
-    name = metric_of(run)
-    ours = {(question, key): score for question, key, score in scores_of_cell(run, cell, name)}
-    theirs = {(question, key): score for question, key, score in scores_of_cell(run, baseline, name)}
-    by_question: dict[object, list[float]] = defaultdict(list)
-    for pair in sorted(ours.keys() & theirs.keys()):
-        by_question[pair[0]].append(ours[pair] - theirs[pair])
-    means = [sum(values) / len(values) for values in by_question.values()]
-    return paired_difference(means) if means else None
-
-
-def paired_difference(means: Sequence[float]) -> QualityDifference:
-    """The difference of two qualities from each question's own, -1 to 1.
-
-    The 95% interval is Agresti and Min's for matched proportions (Statistics in Medicine 24, 2005): Wald's after half
-    an observation has been added to each outcome of a pair, here half a win, half a loss and one tie. It stays honest
-    where no answer differs: a bootstrap would then be certain after one question. For scores between 0 and 1 a win is
-    the largest difference there can be, so the interval is rather too wide than too narrow.
-    """
-    count = len(means) + 2
-    centre = sum(means) / count
-    spread = sqrt(((sum(mean**2 for mean in means) + 1) / count - centre**2) / count)
-    value = sum(means) / len(means)
-    return QualityDifference(
-        value=value,
-        low=max(-1.0, min(value, centre - Z95 * spread)),
-        high=min(1.0, max(value, centre + Z95 * spread)),
-        questions=len(means),
-        better=sum(mean > _NOTHING for mean in means),
-        worse=sum(mean < -_NOTHING for mean in means),
-        p_value=sign_flip_p_value(means),
-    )

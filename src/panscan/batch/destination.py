@@ -11,16 +11,17 @@ import hashlib
 import io
 import logging
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from panscan.batch.answers import Mode, refuse_sources
-from panscan.batch.jsonl import AnswerLog
+from panscan.batch.jsonl import ANSWER_FIELDS, AnswerLog, Record
 from panscan.batch.ledger import ledger_path
-from panscan.batch.tables import is_table, write_answers
 from panscan.core import RecordsError, SettingError, StorageError, now
-from panscan.core.files import cache_directory, write_errors
+from panscan.core.files import cache_directory, replace_file, write_errors
 from panscan.core.foreign import parse_json
 from panscan.images.fetch import conceal
 from panscan.images.storage import (
@@ -32,13 +33,14 @@ from panscan.images.storage import (
     open_object,
     upload,
 )
-from panscan.quality.datasets.tables import require_pyarrow
+from panscan.workload.tables import is_table, require_pyarrow
 
 _LOG = logging.getLogger(__name__)
 
 _INTERVAL_SECONDS = 60.0  # minimum between two uploads
 _SHARE = 20  # and this many times the duration of the last one: uploads take at most 5% of the time
 _BLOCK_BYTES = 8 * 2**20
+_PARQUET_ROWS = 250  # rows written at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,3 +243,30 @@ class Uploader:
         upload(self._url, path)
         if (ledger := ledger_path(path)).exists():
             upload(f"{self._url}.ledger.json", ledger)
+
+
+def write_answers(path: Path, records: Iterable[Record]) -> None:
+    """Write answers as a Parquet file with one row per record, atomically.
+
+    Raises:
+        RecordsError: the file cannot be written.
+        UnsupportedError: pyarrow is not installed.
+    """
+    pa = require_pyarrow(str(path))
+    from pyarrow import parquet
+
+    kinds = {"list": pa.list_(pa.string()), "string": pa.string(), "int32": pa.int32(), "float64": pa.float64()}
+    schema = pa.schema([(name, kinds[kind]) for name, kind in ANSWER_FIELDS.items()])
+    with write_errors(path, RecordsError), replace_file(path) as file, parquet.ParquetWriter(file, schema) as writer:
+        rows = iter(records)
+        while batch := [_unicode(row) for row in islice(rows, _PARQUET_ROWS)]:
+            writer.write_batch(pa.RecordBatch.from_pylist(batch, schema))
+
+
+def _unicode(value: Any) -> Any:
+    """Return a value with lone surrogates, from file names that are not Unicode, escaped: Arrow refuses them."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, list):
+        return [_unicode(item) for item in value]
+    return {key: _unicode(item) for key, item in value.items()} if isinstance(value, dict) else value

@@ -8,12 +8,12 @@ from itertools import count
 from typing import NamedTuple, Protocol
 
 from panscan.batch.answers import AnswerFile
-from panscan.batch.items import BatchItem
 from panscan.batch.job import Job
 from panscan.batch.jsonl import Record
 from panscan.batch.pending import Task
 from panscan.core import EngineError, InputError, PanscanError, Request, Result, SettingError, StorageError, now
 from panscan.settings import Settings
+from panscan.workload.rows import Row
 
 _SAME_ERRORS = 3  # first requests with the same setting error, after which the setting is at fault
 _STORAGE_ERRORS = 8  # consecutive storage errors, after which the object store is at fault
@@ -241,7 +241,7 @@ class _OrderedWriter:
                 self._turn += 1
 
 
-def _record(item: BatchItem, model: str, result: Result) -> Record:
+def _record(item: Row, model: str, result: Result) -> Record:
     """Return the record of an answer. Fields that vary between runs of the same job come last."""
     failed = result.error is not None
     stamps = result.stamps

@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 
 from panscan import __version__
-from panscan.batch.items import BatchItem
 from panscan.batch.jsonl import Record
-from panscan.core import Request
+from panscan.core import DatasetError, Request
 from panscan.core.request import MAX_PAGES
 from panscan.model.bundled import fingerprints
 from panscan.settings import ENGINE_AXES, REMOVED_SETTINGS, Settings, axes
+from panscan.workload.rows import Row
 
 SCHEMA = 1
 
@@ -49,15 +49,17 @@ class Job:
     image_column: str | None = None
 
     def __post_init__(self) -> None:
-        self.request(BatchItem("", (), (), question=self.prompt or ""))
+        self.request(Row("", (), self.prompt or ""))
 
-    def request(self, item: BatchItem) -> Request:
+    def request(self, item: Row) -> Request:
         """Return the request of an item. The images of a table row are read now.
 
         Raises:
             InputError: the images cannot be read.
         """
         images = item.images() if callable(item.images) else item.images
+        if not images and callable(item.images):
+            raise DatasetError(f"{item.named[0]}: the row has no image")
         return Request(
             prompt=self.prompt if item.question is None else item.question,
             images=images,

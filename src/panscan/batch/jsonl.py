@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from panscan.core import RecordsError
 from panscan.core.files import LONGEST_LINE, JsonLog
 from panscan.core.foreign import is_count, parse_json
-from panscan.core.ranges import Range
+from panscan.core.option import Range
 
 Record = dict[str, Any]
 

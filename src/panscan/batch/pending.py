@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from panscan.batch.answers import AnswerFile
-from panscan.batch.items import BatchItem
 from panscan.batch.jsonl import Record
 from panscan.core import RecordsError
+from panscan.workload.rows import Row
 
 _LOG = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class Task:
         held: whether the item has been answered and only needs to be written.
     """
 
-    item: BatchItem
+    item: Row
     replaces: str | None = None
     held: bool = False
 
@@ -82,7 +82,7 @@ class AnsweredItems:
         self.skipped = 0
         self.any_succeeded = len(self._failed) < len(self._asked)
 
-    def pending(self, items: Iterable[BatchItem]) -> Iterator[Task]:
+    def pending(self, items: Iterable[Row]) -> Iterator[Task]:
         """Yield the pending tasks in the order of the items.
 
         Raises:
@@ -105,7 +105,7 @@ class AnsweredItems:
                 " -o"
             )
 
-    def _task(self, item: BatchItem) -> Task | None:
+    def _task(self, item: Row) -> Task | None:
         if item.id not in self._asked:
             return Task(item, replaces=self._whole_file(item))
         failed = item.id in self._failed
@@ -120,7 +120,7 @@ class AnsweredItems:
         self.skipped += 1
         return Task(item, held=True) if item.id in self._held else None
 
-    def _whole_file(self, item: BatchItem) -> str | None:
+    def _whole_file(self, item: Row) -> str | None:
         """Return the id of the failed answer to replace if ``item`` is a page of a file that could not be read."""
         if item.document not in self._failed:
             return None

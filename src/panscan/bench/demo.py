@@ -13,10 +13,10 @@ from panscan.analysis.recommend import Recommendation, preset_text, recommend, w
 from panscan.bench.grid import build_cells, merge_equal_work
 from panscan.bench.plan import Observer, SweepPlan
 from panscan.bench.run import new_directory, start
-from panscan.bench.workload import Source, load_workload, views_of
 from panscan.core import InputError, SettingError
-from panscan.images.samples import write_samples
 from panscan.records.store import Run
+from panscan.workload.requests import Source, load_workload, views_of
+from panscan.workload.samples import write_samples
 
 _FLAGS = {
     "--runner": ["engine"],

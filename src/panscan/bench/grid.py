@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from panscan.core import SettingError
-from panscan.core.request import SAMPLED_NAMES
+from panscan.core.sampling import SAMPLED_NAMES
 from panscan.settings import ALL_AT_ONCE, RunnerChoice, Settings, axes, choose_runner, foreign_settings
 from panscan.settings.preset_files import MAX_VALUES, Axes, load_preset, parse_axes
 

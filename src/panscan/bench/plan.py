@@ -10,11 +10,11 @@ from itertools import groupby
 from typing import Protocol
 
 from panscan.bench.grid import Cell
-from panscan.bench.workload import Item, Source, plans_of, view_counts
 from panscan.core import SettingError
 from panscan.records.schema import AnyRecord, DatasetFacts
 from panscan.runners.base import calls
 from panscan.settings import Settings
+from panscan.workload.requests import Item, Source, plans_of, view_counts
 
 MAX_MEASUREMENTS = 100_000
 """Repeats of all cells together."""

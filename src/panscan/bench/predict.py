@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from panscan.bench.plan import SweepPlan
-from panscan.bench.workload import plans_of
 from panscan.core import SettingError
-from panscan.images.views import GEMMA3_COST
+from panscan.images.views import PUBLISHED_COST
 from panscan.model.shapes import SHAPES, Shape, shape_named
 from panscan.plan.cost import Variant, pass_work, vision_work
 from panscan.settings import ALL_AT_ONCE, WEIGHT_KINDS, Settings
+from panscan.workload.requests import plans_of
 
 # Share of a large product's rate that Gemma 3's phases reach in Transformers, and the host's time per layer and decode
 # step in generate(): both from generate() runs on one GPU, and no better than a factor of two elsewhere.
@@ -45,7 +45,7 @@ def _predict_cell(plan: SweepPlan, cell: str, settings: Settings, skipped: str |
     if skipped is not None:
         return Prediction(cell, settings, 0, 0, 0, 0, None, skipped)
     shape = shape_of(settings)
-    cost = GEMMA3_COST if shape is None else replace(GEMMA3_COST, image_tokens=shape.image_tokens)
+    cost = PUBLISHED_COST if shape is None else replace(PUBLISHED_COST, image_tokens=shape.image_tokens)
     per_item = [plans_of(item, settings, cost) for item in plan.items]
     views = [sum(len(p.views) for p in plans) for plans in per_item]
     texts = [10 + round(len(item.prompt) * _TEXT_TOKENS_PER_CHARACTER) for item in plan.items]

@@ -20,7 +20,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from panscan.bench.divergence import Noise
-from panscan.bench.workload import Item, Source, plans_of
 from panscan.core import RecordsError, Request
 from panscan.core.errors import brief
 from panscan.core.files import write_file
@@ -31,6 +30,7 @@ from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.reference import converted_model, one_view_at_a_time
 from panscan.runners.observe import observe
 from panscan.settings import Settings
+from panscan.workload.requests import Item, Source, plans_of
 
 FORMAT = "2"
 TOKENS = 32

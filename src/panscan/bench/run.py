@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from panscan.analysis.task_cost import cost_columns
+from panscan.analysis.accuracy import cost_columns
 from panscan.bench.grid import Cell
 from panscan.bench.plan import Observer, SweepPlan, Writer
 from panscan.bench.replicas import run_replicas, slots
 from panscan.bench.sweep import run_sweep
-from panscan.bench.workload import Source, build_workload, content_digest
 from panscan.core import InputError, RecordsError
 from panscan.model.bundled import fingerprints
 from panscan.records.environment import bundled_weights, environment, new_run_record
@@ -27,6 +26,7 @@ from panscan.records.schema import AnyRecord, Environment, RecordedCell, RunReco
 from panscan.records.store import RecordWriter, Run, read_run
 from panscan.records.summary import write_summary
 from panscan.settings import recorded_settings
+from panscan.workload.requests import Source, build_workload, content_digest
 
 if TYPE_CHECKING:
     from panscan.bench.verify import Verifier
@@ -174,7 +174,7 @@ def plan_of(run: Run, *, on_problem: Callable[[InputError], None], later: Mappin
     Args:
         run: the run so far.
         on_problem: called for each file that cannot be used.
-        later: fields of its :class:`panscan.bench.workload.Source` that count if the run's version did not have them.
+        later: fields of its :class:`~panscan.workload.requests.Source` that count if the run's version had none.
 
     Raises:
         RecordsError: documents or prompts are not what they were, or the header is another version's.

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from panscan.bench.grid import Cell
 from panscan.bench.plan import Observer, SweepPlan, Visit, Writer
-from panscan.bench.workload import Item, request_of
 from panscan.core import PanscanError, Request, Result, UnsupportedError, now
 from panscan.core.errors import brief, error_line
 from panscan.quality.scores import scores_of
 from panscan.records.schema import AnyRecord, CellRecord, LoadRecord, RecordedAnswer, RepeatRecord, RequestRecord
 from panscan.settings import ALL_AT_ONCE, Settings
+from panscan.workload.requests import Item, request_of
 
 if TYPE_CHECKING:
     from panscan.bench.verify import Verifier
@@ -122,12 +122,11 @@ class _Sweep:
 
 def _load_record(cells: Sequence[Cell], runner: Runner, seconds: float) -> LoadRecord:
     """What was loaded, and what the machine could do with it at best."""
-    from panscan.model.config import shape_of_config
     from panscan.model.quantization import weights_name
 
     loaded = runner.loaded
     try:
-        shape = asdict(shape_of_config(loaded.model.config))
+        shape = asdict(loaded.shape())
     except UnsupportedError:  # a Gemma 3 of parts that the formulas leave out runs all the same
         shape = None
     return LoadRecord(

@@ -34,7 +34,6 @@ from panscan.bench.reference import (
     views_digest,
 )
 from panscan.bench.tokens import Expected, Judge, ReferenceRows, Tokens, compared_with_reference, first_difference
-from panscan.bench.workload import Item, Source, request_of, view_counts
 from panscan.core import (
     PanscanError,
     PanscanWarning,
@@ -57,6 +56,7 @@ from panscan.records.verdict import merged_axes
 from panscan.runners.base import calls
 from panscan.runners.processor_check import check_inputs
 from panscan.settings import Settings
+from panscan.workload.requests import Item, Source, request_of, view_counts
 
 if TYPE_CHECKING:
     from panscan.runners.base import Runner

@@ -12,7 +12,7 @@ import click
 
 from panscan.cli.console import echo, errors, import_libraries, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_checkpoint
-from panscan.cli.options import chosen_settings, print_runner, read_json_schema, read_prompt, utf8
+from panscan.cli.values import chosen_settings, print_runner, read_json_schema, read_prompt, utf8
 from panscan.cli.verb import verb
 from panscan.core import Request, Result, Sampling, SettingError, now
 from panscan.core.activity import activity

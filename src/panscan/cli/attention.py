@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from panscan.cli.console import echo, errors, import_libraries, out, show_warnings, warn_mini
-from panscan.cli.options import given_values, one_preset, read_prompt, utf8
+from panscan.cli.values import given_values, one_preset, read_prompt, utf8
 from panscan.cli.verb import verb
 from panscan.core import Request, SettingError
 from panscan.core.activity import activity

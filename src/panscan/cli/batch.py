@@ -14,7 +14,8 @@ import click
 
 from panscan.cli.console import errors, import_libraries, out, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_checkpoint
-from panscan.cli.options import (
+from panscan.cli.progress import batch_progress
+from panscan.cli.values import (
     command_words,
     engine_settings,
     given_values,
@@ -23,7 +24,6 @@ from panscan.cli.options import (
     read_prompt,
     utf8,
 )
-from panscan.cli.progress import batch_progress
 from panscan.cli.verb import verb
 from panscan.core import (
     ModelError,
@@ -150,7 +150,7 @@ def _kept(file: Any, target: Any, ledger: Any, mode: str, *, idle: bool) -> Iter
 
 
 def _found_work(options: Options, sources: tuple[str, ...]) -> Any:
-    from panscan.batch.items import find_work
+    from panscan.workload.items import find_work
 
     return find_work(
         sources,
@@ -165,7 +165,7 @@ def _found_work(options: Options, sources: tuple[str, ...]) -> Any:
 
 
 def _parquet_columns(options: Options) -> Any:
-    from panscan.batch.tables import TableColumns
+    from panscan.workload.items import TableColumns
 
     names = (options.image_column, options.id_column, options.prompt_column)
     return TableColumns(*names) if any(name is not None for name in names) else None

@@ -12,7 +12,7 @@ import click
 
 from panscan.cli.console import errors, import_libraries, out, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_model_names
-from panscan.cli.options import given_axes, print_runner, print_skipped, utf8
+from panscan.cli.values import given_axes, print_runner, print_skipped, utf8
 from panscan.cli.verb import verb
 from panscan.core import InputError, PanscanError, SettingError
 from panscan.core.activity import activity
@@ -21,9 +21,9 @@ from panscan.settings import Options
 if TYPE_CHECKING:
     from panscan.bench.grid import Cell
     from panscan.bench.plan import SweepPlan
-    from panscan.bench.workload import Source
     from panscan.cli.progress import SweepProgress
     from panscan.records.store import Run
+    from panscan.workload.requests import Source
 
 
 EPILOG = """\
@@ -98,7 +98,7 @@ def _sweep_plan(options: Options, more_images: tuple[str, ...]) -> SweepPlan:
     cells = _sweep_cells(options)  # refuses wrong settings before slower imports
     from panscan.bench.grid import merge_equal_work
     from panscan.bench.plan import SweepPlan
-    from panscan.bench.workload import load_workload, views_of
+    from panscan.workload.requests import load_workload, views_of
 
     source = _document_source(options, more_images)
     with activity("reading documents") as step:
@@ -150,7 +150,7 @@ def _warn_demonstration(plan: SweepPlan) -> None:
 
 
 def _document_source(options: Options, more_images: tuple[str, ...]) -> Source:
-    from panscan.bench.workload import source_or_samples
+    from panscan.workload.requests import source_or_samples
 
     return source_or_samples(
         images=(*options.images, *more_images),

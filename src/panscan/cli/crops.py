@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from panscan.cli.console import echo, errors, import_libraries, out
-from panscan.cli.options import given_values, one_preset
+from panscan.cli.values import given_values, one_preset
 from panscan.cli.verb import verb
 from panscan.core import ImageError, InputError, SettingError
-from panscan.images.views import GEMMA3_COST, PromptCost, ViewPlan, plan_views
+from panscan.images.views import PUBLISHED_COST, PromptCost, ViewPlan, plan_views
 from panscan.settings import Options, Settings
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _draw_page(page: Page, path: Path, settings: Settings, cost: PromptCost, opt
     if not options.json:
         from panscan.cli.tables import print_plan
 
-        model = _RELEASED if cost is GEMMA3_COST else settings.model
+        model = _RELEASED if cost is PUBLISHED_COST else settings.model
         print_plan(page.name, plan, model=model, estimated=cost.estimated, console=out())
     if not options.json or options.output:
         _save_picture(draw_views(image, plan, caption=page.name, estimated=cost.estimated), path)
@@ -92,7 +92,7 @@ def _plan_json(name: str, plan: ViewPlan, cost: PromptCost) -> dict[str, Any]:
 
 def _prompt_cost(settings: Settings, *, given: bool) -> PromptCost:
     if not given:
-        return GEMMA3_COST
+        return PUBLISHED_COST
     import_libraries()
     from panscan.model.checkpoint import load_reader
 

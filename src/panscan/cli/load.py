@@ -17,7 +17,7 @@ import numpy as np
 
 from panscan.cli.bench import exit_code, print_files, print_run
 from panscan.cli.console import errors, out, show_warnings
-from panscan.cli.options import command_words, given_values, print_skipped, utf8
+from panscan.cli.values import command_words, given_values, print_skipped, utf8
 from panscan.cli.verb import verb
 from panscan.core import SettingError
 from panscan.core.activity import activity
@@ -194,8 +194,8 @@ def _request_mix(options: Options, scenario: Scenario | None) -> tuple[RequestMi
         InputError: no document or prompt is usable.
         SettingError: options exclude each other.
     """
-    from panscan.bench.workload import Source, load_workload, source_or_samples
     from panscan.load.content import mix_of_items, mix_of_scenario
+    from panscan.workload.requests import Source, load_workload, source_or_samples
 
     prompt = utf8("--prompt", options.prompt)
     if scenario is not None and scenario.documents:

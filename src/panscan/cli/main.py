@@ -17,7 +17,7 @@ from panscan.cli.console import echo, errors, show_log
 from panscan.cli.progress import progress_line
 from panscan.core import InputError, PanscanError, UnsupportedError
 from panscan.core.errors import brief, one_line
-from panscan.core.ranges import shorten
+from panscan.core.option import shorten
 from panscan.settings import nearest
 
 # Heading -> verb -> its help line. Each verb lives in panscan.cli.<verb>, imported when called: --help must be quick.

@@ -49,7 +49,7 @@ class DemonstrationWarning:
         """Warn if one of the documents is not a sample."""
         if not self._pending:
             return
-        from panscan.images.samples import is_sample
+        from panscan.workload.samples import is_sample
 
         if not all(map(is_sample, documents)):
             self._pending = False

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from panscan.cli.console import echo, errors, show_warnings
-from panscan.cli.options import given_values, print_skipped
+from panscan.cli.values import given_values, print_skipped
 from panscan.cli.verb import verb
 from panscan.core import SettingError, UnsupportedError
 from panscan.core.activity import activity
-from panscan.core.ranges import shorten
+from panscan.core.option import shorten
 from panscan.load.options import GOODPUT_METRICS, parse_goodput
 from panscan.settings import WEIGHT_KINDS, Options, Settings, axes, nearest
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from panscan.cli.console import errors, import_libraries, out, show_warnings, warn_mini
-from panscan.cli.options import given_values, utf8
+from panscan.cli.values import given_values, utf8
 from panscan.cli.verb import verb
 from panscan.core import SettingError
 from panscan.core.activity import activity
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 _VIEWS = tuple(name for name in axes() if "pan_and_scan" in name)
-_GEMMA3N = "Gemma 3n has no pan and scan and no panscan engine"
 
 EPILOG = """\b
 Modes of generate()
@@ -65,8 +64,8 @@ def command(options: Options, images: tuple[str, ...]) -> None:
         warn_mini()
     from panscan.inspect.profile.modes import without_graphs
     from panscan.inspect.profile.run import checked_modes
-    from panscan.inspect.profile.workload import profiled_requests, repeats_documents
     from panscan.model.machine import resolve_device
+    from panscan.workload.profiled import profiled_requests, repeats_documents
 
     if "all" in _comma_list("--mode", options.mode) and resolve_device(settings.device).type != "cuda":
         errors().print("--mode all: skipping cuda-graphs, which needs an NVIDIA GPU", soft_wrap=True)
@@ -87,19 +86,20 @@ def _profiled_modes(options: Options, settings: Settings, given: Collection[str]
         SettingError: an unknown mode, or an option that none of the modes has.
     """
     from panscan.inspect.profile.modes import ENGINE, RUNNERS, chosen_modes
-    from panscan.inspect.profile.run import runs_gemma3n
+    from panscan.runners.factory import profile_only_family
 
     runners = _comma_list("--runner", options.profiled_runners)
-    gemma3n = runs_gemma3n(settings)
-    if gemma3n:
+    family = profile_only_family(settings)
+    if family is not None:
+        lacks = f"{family.name} has no pan and scan and no panscan engine"
         if "engine" in runners:
-            raise SettingError(f"--runner engine: {_GEMMA3N}; use --runner generate")
+            raise SettingError(f"--runner engine: {lacks}; use --runner generate")
         if named := [name for name in _VIEWS if name in given]:
-            raise SettingError(f"--{axes()[named[0]].flag}: Gemma 3n has no pan and scan; leave it out")
-        errors().print(f"{_GEMMA3N}: profiling Transformers' generate()", style="dim", soft_wrap=True)
+            raise SettingError(f"--{axes()[named[0]].flag}: {family.name} has no pan and scan; leave it out")
+        errors().print(f"{lacks}: profiling Transformers' generate()", style="dim", soft_wrap=True)
     if options.memory and "engine" in runners:
         raise SettingError("--memory is for --runner generate: PyTorch records the allocations of one thread only")
-    usual = ["generate"] if gemma3n or options.memory else list(RUNNERS)
+    usual = ["generate"] if family is not None or options.memory else list(RUNNERS)
     modes = chosen_modes(runners or usual, _comma_list("--mode", options.mode))
     if modes == [ENGINE] and (idle := [name for name in ENGINE_LIMITS if name in given and name != "batch_size"]):
         raise SettingError(f"--{axes()[idle[0]].flag} is for --runner generate: leave it out")

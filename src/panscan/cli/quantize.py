@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from panscan.cli.console import echo, errors, import_libraries, out, show_warnings
-from panscan.cli.options import given_values, print_skipped, utf8
+from panscan.cli.values import given_values, print_skipped, utf8
 from panscan.cli.verb import verb
 from panscan.core import SettingError
 from panscan.core.activity import activity
@@ -65,8 +65,8 @@ def _quantize(options: Options, base: str | None, output: Path | None) -> int:
     kind = _weight_kind(options)
     settings = Settings(model=base, **given_values(options))
     import_libraries()
-    from panscan.quantize.documents import CalibrationSource
     from panscan.quantize.run import QuantizeOptions, quantize_checkpoint
+    from panscan.workload.calibration import CalibrationSource
 
     calibration = CalibrationSource(
         options.calibration, options.prompt_list, options.num_questions, options.seed, options.max_pages

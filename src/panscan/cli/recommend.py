@@ -59,7 +59,7 @@ def command(options: Options, directory: Path) -> None:
 
 def print_recommendation(run: Run, found: Recommendation, preset: Path) -> None:
     """Print the decision, its reason and costs, the rejected cells, and the path of the preset."""
-    from panscan.analysis.candidates import cell_names
+    from panscan.analysis.cells import cell_names
     from panscan.report.formatting import safe_text
 
     console, names = out(), cell_names(run)

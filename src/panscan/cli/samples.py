@@ -40,11 +40,11 @@ def command(options: Options, directory: Path) -> None:
         "overwrite": options.force,
     }
     if options.request_set is None:
-        from panscan.images.samples import write_samples
+        from panscan.workload.samples import write_samples
 
         print_samples(write_samples(directory, **facts), options.count)
     else:
-        from panscan.load.request_sets import write_request_set
+        from panscan.workload.request_sets import write_request_set
 
         written = write_request_set(directory, options.request_set, **facts)
         mix = ", ".join(f"{count} with {views} view{'s'[: views > 1]}" for views, count in written.views.items())

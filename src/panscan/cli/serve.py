@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from panscan.cli.console import echo, errors, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_checkpoint
-from panscan.cli.options import engine_settings
+from panscan.cli.values import engine_settings
 from panscan.cli.verb import verb
 from panscan.core import SettingError, UnsupportedError
 from panscan.model.bundled import is_demonstration

@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 
 from rich.console import Console
 
-from panscan.analysis.cells import display_settings, distinguishing_names, short_name
-from panscan.analysis.setting_words import shown
+from panscan.analysis.cells import display_settings, distinguishing_names
+from panscan.analysis.setting_words import CROPS, shown
 from panscan.bench.plan import SweepPlan
 from panscan.bench.predict import Prediction, predict
 from panscan.core import Result, View
@@ -73,7 +73,7 @@ _PredictedCell: TypeAlias = tuple[Prediction, Mapping[str, Any]]
 
 
 def _setting_column(name: str) -> Column[_PredictedCell]:
-    return Column(short_name(name).replace("_", "\n"), lambda row: shown(row[1][name]), text=Medium.ALL)
+    return Column(name.removeprefix(CROPS).replace("_", "\n"), lambda row: shown(row[1][name]), text=Medium.ALL)
 
 
 def _cost(prediction: Prediction, figure: int | str) -> int | str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -15,13 +14,8 @@ from panscan.core import SettingError
 from panscan.core.activity import activity
 from panscan.settings import Options
 
-if TYPE_CHECKING:
-    from panscan.inspect.trace.figures import Summary
-
-
 EPILOG = """\
-Reads traces of torch.profiler and other files in Chrome's format: JSON, gzip, or a zip
-archive with one trace. See docs/trace.md.
+Reads traces of torch.profiler: JSON, plain or gzip. See docs/trace.md.
 
 \b
 Examples
@@ -37,12 +31,13 @@ _COMPARED = 1_000  # names to match between traces
 @verb("trace", EPILOG)
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 def command(options: Options, files: tuple[str, ...]) -> None:
-    """Summarise each trace FILE: time by phase, GPU busy and idle, what fills the idle gaps, kernels, operators.
+    """Summarise each trace FILE: time by phase, GPU busy and idle, what fills the idle gaps, kernels.
 
     Several files are compared, the first with the last. Files of any size are read in pieces.
     """
     from panscan.core.files import write_file
-    from panscan.inspect.trace.read import open_trace
+    from panscan.inspect.trace.output import compare, lines, page
+    from panscan.inspect.trace.read import TraceFile
     from panscan.inspect.trace.summary import summarize
     from panscan.plan.gpus import gpu_named
 
@@ -54,34 +49,19 @@ def command(options: Options, files: tuple[str, ...]) -> None:
     if html is not None and any(html.resolve() == Path(path).resolve() for path in files):
         raise SettingError(f"--html {html} would replace a trace: name another file")
     limits = gpu_named(options.gpu) if options.gpu is not None else None
-    traces = [open_trace(path) for path in files]
+    traces = [TraceFile(path) for path in files]
     summaries = []
     for trace in traces:
         with activity(f"reading {trace.path.name}"):
             summaries.append(summarize(trace, gpu=limits, step=options.step, top=top if len(files) == 1 else _COMPARED))
     if html is not None:
-        from panscan.inspect.trace.output import page
-
         write_file(html, page(summaries, top=top))
     if options.json:
-        echo(json.dumps(_document(summaries), indent=2, allow_nan=False))
+        document = {"traces": [asdict(summary) for summary in summaries]}
+        compared = {"comparison": asdict(compare(summaries))} if len(summaries) > 1 else {}
+        echo(json.dumps({**document, **compared}, indent=2, allow_nan=False))
     else:
-        _print(summaries)
+        for line in lines(summaries, width=out().width if out().is_terminal else 120):
+            out().print(line, soft_wrap=True)
     if html is not None:
         errors().print(f"page: {html}", soft_wrap=True)
-
-
-def _document(summaries: list[Summary]) -> dict[str, object]:
-    from panscan.inspect.trace.compare import compare
-
-    traces = [asdict(summary) for summary in summaries]
-    return {"traces": traces, **({"comparison": asdict(compare(summaries))} if len(traces) > 1 else {})}
-
-
-def _print(summaries: list[Summary]) -> None:
-    from panscan.inspect.trace.output import comparison_lines, lines
-
-    width = out().width if out().is_terminal else 120
-    found = lines(summaries[0], width=width) if len(summaries) == 1 else comparison_lines(summaries, width=width)
-    for line in found:
-        out().print(line, soft_wrap=True)

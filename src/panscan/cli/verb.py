@@ -13,7 +13,7 @@ import cloup
 
 from panscan.core import SettingError
 from panscan.core.access import RemoteAccess, set_remote_access
-from panscan.core.ranges import shorten
+from panscan.core.option import shorten
 from panscan.settings import (
     BOOLEANS,
     ENGINE_COMMANDS,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from panscan.cli.console import echo, errors, import_libraries, out, show_warnings
-from panscan.cli.options import given_values, utf8
+from panscan.cli.values import given_values, utf8
 from panscan.cli.verb import verb
 from panscan.core import SettingError
 from panscan.core.activity import activity
@@ -49,8 +49,8 @@ def command(options: Options, url: str) -> int:
         problem = "the file exists" if output.exists() else "the directory does not exist"
         raise SettingError(f"--output {output}: {problem}: choose another path")
     import_libraries()
-    from panscan.verify.probes import own_probes
     from panscan.verify.run import as_json, verify_endpoint
+    from panscan.workload.probes import own_probes
 
     probes = None
     if options.images:

@@ -39,8 +39,9 @@ from panscan.core.process import (
     record_waits,
     recorded_wait,
 )
-from panscan.core.request import Message, PanAndScan, Request, Sampling, View
+from panscan.core.request import Message, PanAndScan, Request, View
 from panscan.core.result import FinishReason, Result, Stamps, Stats, TokenEvent, TokenLogprobs
+from panscan.core.sampling import Sampling
 from panscan.core.streams import Stream
 from panscan.core.text import escape_controls
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from panscan.core.ranges import Range
+from panscan.core.option import Range
 
 ALLOW_PRIVATE = "PANSCAN_ALLOW_PRIVATE_URLS"
 """Environment variable that allows non-public addresses."""

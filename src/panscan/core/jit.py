@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from panscan.core.hardware import supports
+from panscan.core.gpu_features import supports
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether Triton's interpreter runs the kernels, on CPU tensors; decided when they are decorated."""
@@ -25,7 +25,7 @@ def kernel(*, any_value: Sequence[str] = ()) -> Callable[[Callable[..., None]], 
 
 @cache
 def gpu_has(feature: str, device: torch.device) -> bool:
-    """Return whether a device is an NVIDIA GPU with a feature of :mod:`panscan.core.hardware`."""
+    """Return whether a device is an NVIDIA GPU with a feature of :mod:`panscan.core.gpu_features`."""
     if device.type != "cuda" or torch.version.hip is not None:  # AMD's MI200 calls itself 9.0, too
         return False
     return supports(feature, torch.cuda.get_device_capability(device))

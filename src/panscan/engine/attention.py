@@ -20,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from panscan.engine.scheduling.batch import FlatBatch
 from panscan.images.transfer import upload
-from panscan.model.text_layers import AttentionPlan, LayerFacts
+from panscan.model.layers import AttentionPlan, LayerFacts
 
 
 class KVCache:
@@ -152,7 +152,7 @@ class _Prefill:
 
 @dataclass(frozen=True, slots=True)
 class SegmentsPlan:
-    """The attention of one pass as calls of PyTorch's SDPA. See :class:`panscan.model.text_layers.AttentionPlan`.
+    """The attention of one pass as calls of PyTorch's SDPA. See :class:`panscan.model.layers.AttentionPlan`.
 
     Args:
         slots: int64 ``[T]``: KV cache slot of each row.
@@ -165,7 +165,7 @@ class SegmentsPlan:
     prefill: list[_Prefill]
 
     def attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float) -> torch.Tensor:
-        """See :class:`panscan.model.text_layers.AttentionPlan`."""
+        """See :class:`panscan.model.layers.AttentionPlan`."""
         with _kernels(query.device):
             if len(self.decode) == 1 and not self.prefill:
                 return self.decode[0].attend(query, k_cache, v_cache, scaling).contiguous()

@@ -30,7 +30,7 @@ from panscan.core import (
     TokenEvent,
     now,
 )
-from panscan.core.ranges import Range
+from panscan.core.option import Range
 from panscan.core.request import checked_request, request_list
 from panscan.engine.loop import Loop
 from panscan.engine.model_runner import ModelRunner

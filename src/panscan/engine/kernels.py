@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.compiler.compiler import max_shared_mem
 
-from panscan.core.hardware import SHARED_BYTES
+from panscan.core.gpu_features import SHARED_BYTES
 from panscan.core.jit import early_launch, kernel, wait_for_inputs
 
 DECODE_MEMBERS = 8

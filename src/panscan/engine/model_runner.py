@@ -37,6 +37,7 @@ from panscan.images.pixels import PixelSpec
 from panscan.images.resize import Resize, by_pillow, choose_resize
 from panscan.images.transfer import upload
 from panscan.model.checkpoint import Loaded
+from panscan.model.layers import LayerFacts, OutputRows, text_layers, vision_layers
 from panscan.model.linear.quantized import QuantizedLinear
 from panscan.model.linear.tuning import choose_methods
 from panscan.model.machine import (
@@ -51,8 +52,6 @@ from panscan.model.phases import phase
 from panscan.model.quantization import weights_name
 from panscan.model.sharding import SINGLE_RANK, Ranks
 from panscan.model.support import fp8_cache_reason
-from panscan.model.text_layers import LayerFacts, OutputRows, TextLayers
-from panscan.model.vision_layers import ATTENTION_KERNELS, VisionLayers
 from panscan.settings import ATTENTION_BACKENDS, nearest
 
 log = logging.getLogger("panscan.engine")
@@ -180,13 +179,16 @@ class ModelRunner:
         kv_dtype = torch.float8_e4m3fn if options.kv_cache_dtype == "fp8" else None
         if kv_dtype is not None and (reason := fp8_cache_reason(torch.device(self._loaded.device))) is not None:
             raise UnsupportedError(reason)
-        self._text = TextLayers(model, self._ranks, vocab_size=vocab_size, kv_dtype=kv_dtype)
+        self._text = text_layers(model, self._ranks, vocab_size=vocab_size, kv_dtype=kv_dtype)
         self._device = self._text.device
         choice = choose_backend(options.attention_backend, self._text.layers[0])
         self._backend = choice.backend
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # graphs go to this thread's current device
-            self._limit_memory()
+            budget = MemoryBudget.of(self._options, torch.cuda.mem_get_info(self._device)[1])
+            budget.check_weights(torch.cuda.memory_allocated(self._device), str(self._device))
+            self._undo.append(limit_process_memory(self._device, budget.bytes))
+            self._pixel_bytes = budget.pixel_bytes
         self._choose_matmul_methods()
         self._log_decision(f"attention: {choice.name} ({choice.reason})")
         if isinstance(choice.backend, TritonBackend):
@@ -199,7 +201,18 @@ class ModelRunner:
         self._start_cache()
         if slow is None:
             self._record_graphs()
-        self.facts = self._facts(overlaps=slow is None)
+        local = any(layer.local for layer in self._text.layers)
+        self.facts = RunnerFacts(
+            device=self._device.type,
+            overlaps=(slow is None),
+            window=self._text.window if local else None,
+            max_positions=self._text.max_positions,
+            blocks=self._blocks,
+            image_tokens=self._image_tokens,
+            view_bytes=self._view_bytes,
+            pixel_bytes=None if self._pixel_bytes is None else self._pixel_bytes * self._ranks.size,
+            decisions=tuple(self._decisions),
+        )
 
     def _choose_matmul_methods(self) -> None:
         """Choose kernels or libraries for quantised matrix products, before graphs are recorded."""
@@ -210,16 +223,9 @@ class ModelRunner:
         methods = choose_methods(modules, self._text.dtype, self._ranks.all_reduce_min)
         self._log_decision(f"weights: {name} ({'; '.join(methods)})" if methods else f"weights: {name}")
 
-    def _limit_memory(self) -> None:
-        """Limit the GPU memory that PyTorch reserves, and the share of it that pixels may use."""
-        budget = MemoryBudget.of(self._options, torch.cuda.mem_get_info(self._device)[1])
-        budget.check_weights(torch.cuda.memory_allocated(self._device), str(self._device))
-        self._undo.append(limit_process_memory(self._device, budget.bytes))
-        self._pixel_bytes = budget.pixel_bytes
-
     def _start_vision(self) -> None:
         loaded, options = self._loaded, self._options
-        self._vision = self._vision_layers() if loaded.reader.reads_images else None
+        self._vision = vision_layers(self._loaded.model, self._ranks) if loaded.reader.reads_images else None
         spec = loaded.reader.pixels or PixelSpec()
         resize: Resize = by_pillow
         if self._vision is not None:
@@ -237,13 +243,6 @@ class ModelRunner:
             for size in sorted({size for count in counts for size in self._vision.batch_sizes(count)}):
                 blank = torch.zeros(size, 3, spec.size, spec.size, device=self._device, dtype=loaded.dtype)
                 self._vision(blank)
-
-    def _vision_layers(self) -> VisionLayers:
-        """Build the vision tower with the same attention kernel on every rank, although each measures separately."""
-        vision = VisionLayers(self._loaded.model)
-        [agreed] = self._ranks.all_reduce_min([ATTENTION_KERNELS.index(vision.attention)])
-        name = ATTENTION_KERNELS[agreed]
-        return vision if name == vision.attention else VisionLayers(self._loaded.model, name)
 
     def _start_cache(self) -> None:
         options, text = self._options, self._text
@@ -332,20 +331,6 @@ class ModelRunner:
         with self._stage(f"{len(self.graphs.sizes)} CUDA graphs: up to {decode} decode + {short} prefill rows"):
             for size in self.graphs.prepare():
                 log.debug("CUDA graph: %d decode + %d prefill rows", *size)
-
-    def _facts(self, *, overlaps: bool) -> RunnerFacts:
-        local = any(layer.local for layer in self._text.layers)
-        return RunnerFacts(
-            device=self._device.type,
-            overlaps=overlaps,
-            window=self._text.window if local else None,
-            max_positions=self._text.max_positions,
-            blocks=self._blocks,
-            image_tokens=self._image_tokens,
-            view_bytes=self._view_bytes,
-            pixel_bytes=None if self._pixel_bytes is None else self._pixel_bytes * self._ranks.size,
-            decisions=tuple(self._decisions),
-        )
 
     @property
     def _image_tokens(self) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from panscan.core import SettingError
-from panscan.core.ranges import Range
+from panscan.core.option import Range
 from panscan.settings import KV_CACHE_DTYPES, PREFILL_CHUNK_SIZE, Settings, axes
 
 _BLOCK = 2  # tokens: prefixes are reused in whole blocks, and Gemma 3 writes two tokens after an image

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from panscan.core.hardware import refusal
+from panscan.core.gpu_features import refusal
 from panscan.engine.scheduling.batch import FlatBatch
 from panscan.images.transfer import upload
 
@@ -73,7 +73,7 @@ class KernelInputs(NamedTuple, Generic[Array]):
 
 @dataclass(frozen=True, slots=True)
 class TritonPlan:
-    """The attention of one pass as kernel launches. See :class:`panscan.model.text_layers.AttentionPlan`.
+    """The attention of one pass as kernel launches. See :class:`panscan.model.layers.AttentionPlan`.
 
     Args:
         inputs: tensors on the device.
@@ -95,7 +95,7 @@ class TritonPlan:
         return self.inputs.slots
 
     def attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float) -> torch.Tensor:
-        """See :class:`panscan.model.text_layers.AttentionPlan`."""
+        """See :class:`panscan.model.layers.AttentionPlan`."""
         from panscan.engine import kernels
 
         output, inputs = query.new_empty(query.shape), self.inputs

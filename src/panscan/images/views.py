@@ -34,7 +34,7 @@ class PromptCost:
         return (crops + 1) * self.image_tokens + around
 
 
-GEMMA3_COST = PromptCost(image_tokens=IMAGE_TOKENS, plain=4, with_crops=21, per_crop=5, estimated=True)
+PUBLISHED_COST = PromptCost(image_tokens=IMAGE_TOKENS, plain=4, with_crops=21, per_crop=5, estimated=True)
 """Gemma 3 without its tokenizer at hand: image tokens are exact, the words are counted one token a word and mark."""
 
 
@@ -84,7 +84,7 @@ def split(width: int, height: int, settings: PanAndScan) -> tuple[int, int, int]
     return (count, side, height) if width >= height else (count, width, side)
 
 
-def plan_views(width: int, height: int, settings: PanAndScan, cost: PromptCost = GEMMA3_COST) -> ViewPlan:
+def plan_views(width: int, height: int, settings: PanAndScan, cost: PromptCost = PUBLISHED_COST) -> ViewPlan:
     """Plan the views of an image of ``width`` x ``height`` pixels. The last crop may be smaller than the others.
 
     Raises:

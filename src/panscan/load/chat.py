@@ -18,7 +18,7 @@ import panscan
 from panscan.core import EndpointError, SettingError, now
 from panscan.core.errors import one_line
 from panscan.core.foreign import MOST_COUNT, is_count, parse_json
-from panscan.core.ranges import shorten
+from panscan.core.option import shorten
 from panscan.load.connection import ConnectionPool, ErrorKind, ServerAddress
 
 __all__ = ["ErrorKind"]
@@ -161,11 +161,6 @@ class ChatRequest:
     id: str
     body: tuple[bytes, ...]
     max_tokens: int
-
-
-def chat_parts(images: Sequence[str | bytes], text: str) -> list[dict[str, Any]]:
-    """Return the content of a user message: images by their URLs, then text."""
-    return [*({"type": "image_url", "image_url": {"url": url}} for url in images), {"type": "text", "text": text}]
 
 
 def data_url(media_type: str, data: bytes) -> bytes:

@@ -14,13 +14,14 @@ from random import Random
 
 from PIL import Image, UnidentifiedImageError
 
-from panscan.bench.workload import DocumentFile, Item
 from panscan.core import SettingError
 from panscan.images.files import Page, load_page, page_named
-from panscan.load.chat import ChatRequest, chat_body, chat_parts
+from panscan.load.chat import ChatRequest, chat_body
 from panscan.load.options import LoadOptions
 from panscan.load.scenario import Scenario
 from panscan.load.variants import VariantImage
+from panscan.workload.request_sets import chat_parts
+from panscan.workload.requests import DocumentFile, Item
 
 MAX_BYTES = 2**31
 """Encoded documents and request bodies of one level, bytes."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from panscan.core import SettingError
-from panscan.core.ranges import Range, shorten
+from panscan.core.option import Range, shorten
 from panscan.load.arrivals import constant_arrivals, gamma_arrivals, trace_arrivals
 from panscan.settings import MAX_PROMPTS, RATE, TrafficTable, check_options, default_of, nearest, range_of
 

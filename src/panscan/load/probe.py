@@ -18,7 +18,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from panscan.core import EndpointError, PanAndScan, SettingError, now
 from panscan.core.foreign import is_count
-from panscan.images.views import GEMMA3_COST, plan_views
+from panscan.images.views import PUBLISHED_COST, plan_views
 from panscan.load.chat import Endpoint, chat_body, fetch_json, served_models
 from panscan.load.scenario import DocumentShare
 from panscan.records.schema import ProbeRecord
@@ -236,7 +236,7 @@ def _expected(model: str, kwargs: Mapping[str, Any] | None) -> int | None:
     if re.search(r"gemma[-_ ]?3(?!n)", model, re.IGNORECASE) is None:
         return None
     settings = _settings(kwargs)
-    return plan_views(_PAGE.width, _PAGE.height, settings, GEMMA3_COST).image_tokens
+    return plan_views(_PAGE.width, _PAGE.height, settings, PUBLISHED_COST).image_tokens
 
 
 def _settings(kwargs: Mapping[str, Any] | None) -> PanAndScan:
@@ -251,7 +251,7 @@ def _token_warnings(counted: int, expected: int | None, image_characters: int, *
     """Return warnings about the tokens that an image added to the prompt."""
     if counted > image_characters / _CHARACTERS_PER_TOKEN:
         return [f"the image added {counted:,} prompt tokens: the server reads the image's base64 as text"]
-    least = _FEW if expected is None else (1 - _TOLERANCE) * GEMMA3_COST.image_tokens
+    least = _FEW if expected is None else (1 - _TOLERANCE) * PUBLISHED_COST.image_tokens
     if counted < least:
         wanted = "" if expected is None else f" (expected for Gemma 3: {expected:,})"
         return [

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from panscan.bench.run import finish
-from panscan.bench.workload import content_digest
 from panscan.core import RecordsError, Stamps
 from panscan.core.files import write_file
 from panscan.load.chat import Endpoint, RequestOutcome
@@ -44,6 +43,7 @@ from panscan.records.schema import (
 )
 from panscan.records.store import RecordWriter, Run
 from panscan.settings import MAX_PROMPTS
+from panscan.workload.requests import content_digest
 
 _RATE_PER_PROCESS = 400.0  # requests per second; one core sends about 1,000
 _WARM_AT_ONCE = 8

@@ -13,12 +13,12 @@ from typing import Any
 import yaml
 
 from panscan.core import SettingError
-from panscan.core.ranges import Range, shorten
-from panscan.images.documents import KINDS, Document, Print, Sheet
+from panscan.core.option import Range, shorten
 from panscan.images.ink import AILERON
 from panscan.load.options import GOODPUT_METRICS
 from panscan.settings import nearest, range_of
 from panscan.settings.preset_files import read_yaml_text
+from panscan.workload.documents import KINDS, Document, Print, Sheet
 
 _MAX_DOCUMENTS = 100  # entries of a scenario
 _MAX_PROMPTS = 1_000

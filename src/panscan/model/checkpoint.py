@@ -22,21 +22,21 @@ from panscan.core import ModelError, UnsupportedError
 from panscan.images.pixels import PixelSpec
 from panscan.model.build import build_model, empty_quantized_model
 from panscan.model.bundled import bundled_directory
-from panscan.model.checkpoint_files.check import check_directory, template_file
-from panscan.model.checkpoint_files.fields import check_tokenizer
-from panscan.model.checkpoint_files.files import DamagedFileError, read_json
-from panscan.model.checkpoint_files.headers import index_files
+from panscan.model.families import FAMILIES, Family, family_module, refused_family
+from panscan.model.formats.load import load_stored, stored_scheme
+from panscan.model.formats.schemes import StoredScheme
+from panscan.model.formats.tensors import StoredTensors
 from panscan.model.hub import checkpoint_directory
 from panscan.model.hub_errors import PICKLED, friendly_errors, quiet_transformers, read_by_transformers
 from panscan.model.linear.quantized import WeightFormat
-from panscan.model.linear.schemes import StoredScheme
-from panscan.model.linear.tensors import StoredTensors
 from panscan.model.prompt import PromptWriter
 from panscan.model.shapes import Shape
 from panscan.model.sharding import check_divides, fill_shard, shard_config
-from panscan.model.stored import load_stored, stored_scheme
+from panscan.model.untrusted.check import check_directory, template_file
+from panscan.model.untrusted.fields import check_tokenizer
+from panscan.model.untrusted.headers import index_files
+from panscan.model.untrusted.reading import DamagedFileError, read_json
 
-IMAGE_MODEL, TEXT_MODEL = "gemma3", "gemma3_text"
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _NO_CODE = {"trust_remote_code": False}  # the default None lets Transformers ask on the terminal
 COMPANIONS = (
@@ -180,6 +180,26 @@ class Loaded:
         dtype: torch.dtype = self.model.dtype
         return dtype if dtype.is_floating_point else torch.bfloat16
 
+    def shape(self) -> Shape:
+        """Return the shape of the model.
+
+        Raises:
+            UnsupportedError: it has a part that the formulas of :mod:`panscan.model.shapes` leave out.
+        """
+        shape: Shape = family_module(self.model.config.model_type, "config").shape_of_config(self.model.config)
+        return shape
+
+
+def checkpoint_family(name: str, revision: str | None = None) -> Family | None:
+    """Return the family of a checkpoint: ``mini``, ``tiny``, a directory or a hub id; None for one that is refused.
+
+    Raises:
+        ModelError: the checkpoint is not available.
+    """
+    source = checkpoint_source(name, revision, weights=False)
+    with friendly_errors(name):
+        return FAMILIES.get(str(read_json(source / CONFIG_NAME).get("model_type")))
+
 
 def load_config(name: str, revision: str | None = None) -> Any:
     """Return the configuration of a checkpoint: ``mini``, ``tiny``, a directory or a hub id.
@@ -201,10 +221,10 @@ def load_reader(name: str, revision: str | None = None) -> Reader:
     source = str(checkpoint_source(name, revision, weights=False))
     with friendly_errors(name):
         config = _config(name, source)
-        if config.model_type == TEXT_MODEL:
-            tools = _read_tools(AutoTokenizer, source, *_TOKENIZER_FILES)
-        else:
+        if FAMILIES[config.model_type].reads_images:
             tools = _read_tools(AutoProcessor, source, *_PROCESSOR_FILES, *_TOKENIZER_FILES)
+        else:
+            tools = _read_tools(AutoTokenizer, source, *_TOKENIZER_FILES)
         reader = _reader_of(name, tools, config, template_file(Path(source)))
         check_tokenizer(reader.tokenizer)
         reader.prompts.check_template()
@@ -243,7 +263,7 @@ def load_random(
     Raises:
         UnsupportedError: ``size`` does not divide the shape.
     """
-    from panscan.model.random_weights import random_model
+    from panscan.model.bundled.random_weights import random_model
 
     model, tools = random_model(
         shape, dtype=dtype, device=device, rank=rank, size=size, drawn_on=drawn_on, weight_format=weight_format
@@ -535,10 +555,10 @@ def ready_model(model: Any, reader: Reader) -> Loaded:
 
 
 def _config(name: str, source: str) -> Any:
-    stored = read_json(Path(source) / CONFIG_NAME)
-    if (kind := stored.get("model_type", TEXT_MODEL)) not in (IMAGE_MODEL, TEXT_MODEL):
-        raise ModelError(f"--model {name}: panscan runs Gemma 3; this is a {kind!r} model")
+    stored = read_json(Path(source) / CONFIG_NAME).get("model_type")
+    if stored is not None and (reason := refused_family(str(stored))) is not None:
+        raise ModelError(f"--model {name}: {reason}")
     config = _read_tools(AutoConfig, source, CONFIG_NAME)
-    if config.model_type not in (IMAGE_MODEL, TEXT_MODEL):  # derived from the name if the file has none
-        raise ModelError(f"--model {name}: panscan runs Gemma 3; this is a {config.model_type!r} model")
+    if (reason := refused_family(config.model_type)) is not None:  # derived from the name if the file has none
+        raise ModelError(f"--model {name}: {reason}")
     return config

@@ -21,8 +21,8 @@ from tqdm import tqdm
 from panscan.core import ModelError, PanscanWarning
 from panscan.core.activity import activity
 from panscan.core.errors import brief
-from panscan.model.checkpoint_files.headers import index_files
 from panscan.model.hub_errors import friendly_errors
+from panscan.model.untrusted.headers import index_files
 from panscan.settings import MODEL_SHAPES
 
 _DEADLINE_S = 4.0  # for the hub's first answer, name resolution included

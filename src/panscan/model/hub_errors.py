@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 
 from panscan.core import ModelError, PanscanError, UnsupportedError
 from panscan.core.errors import brief
-from panscan.model.checkpoint_files.files import DamagedFileError, read_json
+from panscan.model.untrusted.reading import DamagedFileError, read_json
 
 PICKLED = (
     "not all of its weights are in safetensors files: convert them with save_pretrained() (pickled weights, such as"

@@ -9,8 +9,8 @@ import torch
 
 from panscan.core import ModelError
 from panscan.model.checkpoint import open_stored, stored_scheme_of
-from panscan.model.linear.schemes import StoredScheme
-from panscan.model.linear.tensors import StoredTensors, names_of
+from panscan.model.formats.schemes import StoredScheme
+from panscan.model.formats.tensors import StoredTensors, names_of
 
 Part = Literal["decoder", "vision", "projector", "embedding", "head", "other"]
 _PARTS: tuple[tuple[str, Part], ...] = (

@@ -18,7 +18,7 @@ from typing import Any, TypeGuard
 
 from panscan.core import Message, ModelError, Request, SettingError
 from panscan.images.views import PromptCost
-from panscan.model.checkpoint_files.template import render_template
+from panscan.model.untrusted.template import render_template
 
 
 @dataclass(frozen=True, slots=True)

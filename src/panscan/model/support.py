@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 
 from panscan.core import UnsupportedError
-from panscan.core.hardware import refusal
+from panscan.core.gpu_features import refusal
 from panscan.model.linear.multiply import capability_of, device_reason
 from panscan.model.machine import gpu_count, resolve_device, resolve_dtype
 from panscan.settings import ENGINE_AXES, RUNNER_LIMITS, VLLM_AXES, WEIGHT_KINDS, Settings, axes, missing_package

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from panscan.core.hardware import supports
+from panscan.core.gpu_features import supports
 from panscan.engine.options import EngineOptions
 from panscan.plan.fleet import Fleet, Traffic, with_replicas
 from panscan.plan.gpus import all_gpus

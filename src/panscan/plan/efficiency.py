@@ -22,7 +22,7 @@ from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any, Self
 
-from panscan.core.hardware import supports
+from panscan.core.gpu_features import supports
 from panscan.engine.options import EngineOptions
 from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS, Size, graph_sizes
 from panscan.plan.cost import Variant, Work, pass_work, vision_work

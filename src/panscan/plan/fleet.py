@@ -11,7 +11,7 @@ from math import ceil, inf
 import numpy as np
 
 from panscan.core import Stamps
-from panscan.core.ranges import Range
+from panscan.core.option import Range
 from panscan.plan.efficiency import Interval
 from panscan.plan.layouts import ClockTimes, Layout, Level, PlanInputs
 from panscan.plan.simulate import SimulatedEngine, SimulatedRequest, route_arrivals

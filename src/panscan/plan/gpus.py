@@ -14,8 +14,8 @@ from typing import Any
 import yaml
 
 from panscan.core import SettingError
-from panscan.core.hardware import FEATURES, Capability, refusal
-from panscan.core.ranges import shorten
+from panscan.core.gpu_features import FEATURES, Capability, refusal
+from panscan.core.option import shorten
 from panscan.settings import nearest
 
 _RATES = ("bf16", "fp16", "fp32", "fp8", "int8")

@@ -8,10 +8,10 @@ from itertools import accumulate
 from random import Random
 
 from panscan.core import PanAndScan, SettingError
-from panscan.core.ranges import Range, shorten
-from panscan.core.request import TOKENS
+from panscan.core.option import Range, shorten
+from panscan.core.sampling import TOKENS
 from panscan.engine.scheduling.batch import PromptLayout, Span
-from panscan.images.views import GEMMA3_COST, PromptCost, plan_views
+from panscan.images.views import PUBLISHED_COST, PromptCost, plan_views
 from panscan.model.shapes import Shape
 
 VIEWS = Range(integer=True, ge=0, le=1_000)
@@ -66,7 +66,7 @@ class WorkloadMix:
     pages: tuple[PageShare, ...]
     text_tokens: int
     output_tokens: tuple[int, int]
-    cost: PromptCost = GEMMA3_COST
+    cost: PromptCost = PUBLISHED_COST
     image_reuse: float = 0.0
 
     def prompt_tokens(self, views: int) -> int:

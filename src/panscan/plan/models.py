@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from panscan.core import BUNDLED, ModelError, SettingError
-from panscan.core.ranges import shorten
-from panscan.model.checkpoint_files.check import check_directory
-from panscan.model.checkpoint_files.fields import ConfigSizes
-from panscan.model.checkpoint_files.files import DamagedFileError, read_json
+from panscan.core.option import shorten
+from panscan.model.families import SUPPORTED
 from panscan.model.shapes import (
     PATTERN,
     SHAPES,
@@ -21,6 +19,9 @@ from panscan.model.shapes import (
     VisionShape,
     first_global_layer,
 )
+from panscan.model.untrusted.check import check_directory
+from panscan.model.untrusted.fields import ConfigSizes
+from panscan.model.untrusted.reading import DamagedFileError, read_json
 from panscan.settings import nearest
 
 _HUB = re.compile(r"[\w.-]+/[\w.-]*gemma-3-(270m|1b|4b|12b|27b)(?![0-9a-z])[\w.-]*", re.ASCII)
@@ -78,8 +79,8 @@ def _shape_of(path: Path) -> Shape:
             check_directory(path.parent)
         config = read_json(path)
         kind = config.get("model_type")
-        if kind not in ("gemma3", "gemma3_text"):
-            raise DamagedFileError(f"model_type {shorten(kind)} is not supported; expected gemma3 or gemma3_text")
+        if kind not in SUPPORTED:
+            raise DamagedFileError(f"model_type {shorten(kind)} is not supported; expected {' or '.join(SUPPORTED)}")
         sizes = ConfigSizes.of(config)
     except DamagedFileError as error:
         raise ModelError(f"--model {path.parent}: {error}") from error
@@ -88,6 +89,6 @@ def _shape_of(path: Path) -> Shape:
     pattern = int(part.get("sliding_window_pattern") or PATTERN) if kinds is None else first_global_layer(kinds)
     decoder = TextShape(**{ours: sizes.text[name] for name, ours in TEXT_FIELDS.items()}, pattern=pattern)
     if sizes.vision is None:
-        return Shape("gemma3", decoder)
+        return Shape(kind, decoder)
     tower = VisionShape(**{ours: sizes.vision[name] for name, ours in VISION_FIELDS.items()})
-    return Shape("gemma3", decoder, vision=tower, image_tokens=sizes.image_tokens)
+    return Shape(kind, decoder, vision=tower, image_tokens=sizes.image_tokens)

@@ -13,7 +13,8 @@ from unicodedata import normalize
 
 from rapidfuzz.distance import Levenshtein
 
-from panscan.records.schema import EXACT_MATCH, METRICS
+from panscan.records.quality import metrics_for
+from panscan.records.schema import EXACT_MATCH
 
 ANLS_THRESHOLD = 0.5
 """Similarities below this count as none: another answer, not a misread one."""
@@ -116,17 +117,10 @@ _SCORES: Mapping[str, Callable[[str, Sequence[str]], float]] = {
 }
 
 
-def metrics_for(answers: Sequence[str]) -> tuple[str, ...]:
-    """Return the metrics of a question with these accepted answers, in the order of :data:`METRICS`."""
-    if not answers:
-        return ()
-    return tuple(name for name in METRICS if name in _SCORES or len(answers) == ANNOTATORS)
-
-
 def scores_of(text: str, answers: Sequence[str]) -> dict[str, float]:
     """Return the ``scores`` of a request record by metric; empty without accepted answers.
 
-    ``vqa_accuracy`` is defined for :data:`panscan.quality.scores.ANNOTATORS` annotators, so only questions with that
+    ``vqa_accuracy`` is defined for :data:`panscan.records.quality.ANNOTATORS` annotators, so only questions with that
     many answers have it; it alone counts annotators who gave none. An empty answer is always wrong.
     """
     names = metrics_for(answers)
@@ -136,8 +130,6 @@ def scores_of(text: str, answers: Sequence[str]) -> dict[str, float]:
     return {name: _SCORES[name](text, given) if name in _SCORES else vqa_accuracy(text, answers) for name in names}
 
 
-ANNOTATORS = 10
-"""People who answered each question."""
 _ENOUGH = 3  # of the others
 _WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 _NUMBERS = {"none": "0"} | {word: str(number) for number, word in enumerate(_WORDS)}

@@ -22,10 +22,10 @@ from panscan.model.inventory import Inventory, Part, inventory
 from panscan.model.linear.quantized import QuantizedLinear, WeightFormat
 from panscan.model.machine import resolve_device, resolve_dtype
 from panscan.model.quantization import base_model_of
-from panscan.quantize.documents import load_documents
-from panscan.quantize.measure import MeasuredWeights, Measurement, OnProblem, Steps, WeightsToMeasure, measure
+from panscan.quantize.measure import MeasuredWeights, Measurement, WeightsToMeasure, measure
 from panscan.quantize.source import DenseCheckpoint
 from panscan.settings import Settings
+from panscan.workload.calibration import OnProblem, Steps, load_documents
 
 _PARTS: tuple[Part, ...] = get_args(Part)
 _NORMED = (("input_layernorm", "self_attn.q_proj"), ("pre_feedforward_layernorm", "mlp.gate_proj"))

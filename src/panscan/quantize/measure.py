@@ -8,11 +8,10 @@ from statistics import fmean
 
 import torch
 
-from panscan.analysis.significance import QualityDifference, paired_difference
+from panscan.analysis.accuracy import QualityDifference, paired_difference
 from panscan.bench.divergence import DivergenceTally, Noise
 from panscan.bench.reference import Reference, compute_reference, eager_settings, observe_eager
-from panscan.bench.workload import Item, Source, Workload, request_of
-from panscan.core import InputError, ModelError, PanscanError, UnsupportedError
+from panscan.core import ModelError, PanscanError, UnsupportedError
 from panscan.core.errors import brief
 from panscan.model.checkpoint import Loaded, drop_weights
 from panscan.model.machine import is_out_of_memory, release_memory
@@ -21,16 +20,14 @@ from panscan.quality.scores import scores_of
 from panscan.records.schema import Divergence, VerdictRecord
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings
+from panscan.workload.calibration import Steps
+from panscan.workload.requests import Item, Source, Workload, request_of
 
 VERDICT_REQUESTS, VERDICT_TOKENS = 8, 32
 """Requests of the verdict and tokens of each."""
 _LEAST_TOKENS = 12  # of an answer that may be repetition
 _REPEATED = 0.6  # of an answer's end, from which it counts as repetition
 _LONGEST_PERIOD = 8  # tokens
-Steps = Callable[[str, int, int], None]
-"""Called with a stage, the steps of it that are done, and all."""
-OnProblem = Callable[[InputError], None]
-"""Called for each document that cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,19 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import panscan
-from panscan.bench.workload import Item, Source, Workload, plans_of, request_of
 from panscan.core import SettingError
 from panscan.model.checkpoint import Loaded, Placement, load_model, load_shard_of
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.quantize.audit import garbage_reason
 from panscan.quantize.calibration import check_prompt_memory
 from panscan.quantize.card import described_format, model_card
-from panscan.quantize.documents import CalibrationSource, digest_of, load_calibration, load_documents
-from panscan.quantize.measure import Measurement, OnProblem, Steps, WeightsToMeasure, measure
+from panscan.quantize.measure import Measurement, WeightsToMeasure, measure
 from panscan.quantize.partial import CARD_FILE, PartialCheckpoint, resolved_output
 from panscan.quantize.source import DenseCheckpoint, choose_format
 from panscan.quantize.write import CheckpointWriter
 from panscan.settings import Settings, check_weight_kind
+from panscan.workload.calibration import (
+    CalibrationSource,
+    OnProblem,
+    Steps,
+    digest_of,
+    load_calibration,
+    load_documents,
+)
+from panscan.workload.requests import Item, Source, Workload, plans_of, request_of
 
 _NO_CALIBRATION = CalibrationSource()
 _BYTES_PER_TOKEN = 4  # of a question, roughly

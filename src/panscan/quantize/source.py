@@ -12,9 +12,9 @@ from safetensors import SafetensorError, safe_open
 
 from panscan.core import ModelError, SettingError
 from panscan.model.checkpoint import checkpoint_files
-from panscan.model.checkpoint_files.headers import key_of, read_header
 from panscan.model.hub_errors import friendly_errors
 from panscan.model.linear.quantized import WeightFormat
+from panscan.model.untrusted.headers import key_of, read_header
 from panscan.settings import GROUP_SIZES
 
 _MATRIX = re.compile(r"layers\.(\d+)\.((?:self_attn|mlp)\.\w+_proj)\.weight")

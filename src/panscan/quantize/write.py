@@ -29,9 +29,9 @@ from panscan.model.linear.quantized import QuantizedLinear, WeightFormat, pack_i
 from panscan.model.machine import resolve_dtype
 from panscan.quantize.calibration import Calibration
 from panscan.quantize.gptq import gptq
-from panscan.quantize.measure import Steps
 from panscan.quantize.partial import INDEX_FILE, PartialCheckpoint
 from panscan.quantize.source import DenseCheckpoint
+from panscan.workload.calibration import Steps
 
 _VERSION = "0.20.0"
 """Version of compressed-tensors whose layout this is."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,9 @@ from panscan.records.intervals import wilson_interval
 from panscan.records.schema import EXACT_MATCH, METRICS, RequestRecord
 from panscan.records.store import Run
 from panscan.settings import nearest
+
+ANNOTATORS = 10
+"""Answers of a question that has ``vqa_accuracy``: one per annotator."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,11 @@ class Quality:
     low: float
     high: float
     questions: int
+
+
+def metrics_for(answers: Sequence[str]) -> tuple[str, ...]:
+    """Return the metrics of a question with these accepted answers, in the order of :data:`METRICS`."""
+    return tuple(name for name in METRICS if answers and (name != "vqa_accuracy" or len(answers) == ANNOTATORS))
 
 
 def metric_of(run: Run) -> str:

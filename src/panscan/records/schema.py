@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct, ValidationError, convert
 
 from panscan.core import RecordsError, Stamps
-from panscan.core.ranges import shorten
+from panscan.core.option import shorten
 from panscan.core.result import LARGEST, Seconds
 from panscan.settings import axes
 
@@ -122,7 +122,7 @@ class DatasetFacts(Struct):
     """Where a run's questions came from and what became of them. Counts are of questions.
 
     Args:
-        layout: name of the layout in :data:`panscan.quality.datasets.FORMATS`.
+        layout: name of the layout in :data:`panscan.workload.datasets.FORMATS`.
         split: name such as "validation"; empty if the dataset has no splits.
         questions: number of questions in its files.
         used: different questions that the run asks.
@@ -226,7 +226,7 @@ class RunSettings(Struct, omit_defaults=True, kw_only=True, frozen=True):
     """What a whole run was asked to do; None is what its version did not write.
 
     Args:
-        source: fields of :class:`panscan.bench.workload.Source`, or of the scenario of a load run.
+        source: fields of :class:`panscan.workload.requests.Source`, or of the scenario of a load run.
         workload_sha256: hash of documents and prompts.
         requests: number of requests per repeat.
         repeats: repeats of each cell.

@@ -27,7 +27,7 @@ import msgspec
 from panscan.core import RecordsError
 from panscan.core.files import LONGEST_LINE, JsonLog, WriteLock, complete_size, write_errors, write_file
 from panscan.core.foreign import parse_json
-from panscan.core.ranges import shorten
+from panscan.core.option import shorten
 from panscan.records.schema import (
     SCHEMA,
     SCHEMAS_READ,

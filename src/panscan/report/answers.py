@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from panscan.analysis.accuracy import compare_with_baseline
 from panscan.analysis.cells import MeasuredCell
-from panscan.analysis.significance import compare_with_baseline
 from panscan.core.text import clean
 from panscan.records.quality import (
     Quality,
@@ -175,21 +175,15 @@ def _quality_column(title: str, markdown: str, index: int) -> Column[CellAnswers
     return Column(title, lambda cell: quality_cell(cell.scores[index]), markdown=markdown)
 
 
-def answers_of(run: Run, rows: Sequence[MeasuredCell], names: Mapping[str, str]) -> Answers | None:
-    """Return the answers of the measured cells; None for a run without scores.
-
-    Args:
-        run: the run.
-        rows: measured cells.
-        names: settings in words by cell id.
-    """
+def answers_of(run: Run, rows: Sequence[MeasuredCell]) -> Answers | None:
+    """Return the answers of the measured cells; None for a run without scores."""
+    names = {row.cell: row.name for row in rows}
     metrics = list(dict.fromkeys([metric_of(run), *metrics_in(run)]))
     scores = {row.cell: tuple(quality_of(run, row.cell, metric=metric) for metric in metrics) for row in rows}
     views = {row.cell: row.metrics.values["mean_views"] or 0.0 for row in rows if any(scores[row.cell])}
     if not views:
         return None
-    baseline, others = compare_with_baseline(run, list(views), views.__getitem__) or (None, [])
-    against = {comparison.cell: comparison.text for comparison in others}
+    baseline, against = compare_with_baseline(run, list(views), views.__getitem__) or (None, {})
     counted = run.header.settings.quality_metric is not None
     return Answers(
         tuple(map(accuracy_title, metrics)),

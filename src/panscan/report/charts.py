@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import numpy as np
 
-from panscan.analysis.candidates import pareto_front
-from panscan.analysis.cells import MeasuredCell, Sweep, speed, sweeps
+from panscan.analysis.cells import MeasuredCell, Sweep, sweeps
 from panscan.analysis.levels import TIME_NAMES, MeasuredLevel
 from panscan.analysis.setting_words import setting_title
 from panscan.core.text import clean, count
 from panscan.records.intervals import cluster_intervals
 from panscan.records.metrics import percentile_name
-from panscan.records.quality import Quality
 from panscan.records.schema import VERDICTS, LoadRunSettings, RequestRecord
 from panscan.records.store import Run
 from panscan.records.verdict import EXACT_RATIO
@@ -165,161 +163,131 @@ class ChartGroup:
     folded: bool = False
 
 
-def decision_charts(
-    rows: Sequence[MeasuredCell],
-    qualities: Mapping[str, Quality | None],
-    names: Mapping[str, str],
-    first: Sequence[str],
-    title: str,
-) -> ChartGroup:
+def decision_charts(rows: Sequence[MeasuredCell], first: Sequence[str], title: str) -> ChartGroup:
     """Return the accuracy and the throughput of each setting; without accuracies, throughput and latency.
 
     Of many settings, only some are drawn: those in ``first``, then the fastest.
 
     Args:
         rows: measured cells.
-        qualities: accuracies by cell id.
-        names: settings in words by cell id.
         first: ids of the recommended cell and of those that it is compared with.
         title: name of the run's metric of quality.
     """
-    order = [*first, *(row.cell for row in sorted(rows, key=lambda row: -speed(row)))]
+    order = [*first, *(row.cell for row in sorted(rows, key=lambda row: -row.speed))]
     kept = list(dict.fromkeys(order))[:_MOST_DECIDED]
     chosen = [row for row in rows if row.cell in kept]
     panels = []
-    scored = [(at, row, quality) for at, row in enumerate(chosen) if (quality := qualities.get(row.cell)) is not None]
-    if any(quality.mean for _, _, quality in scored):
+    if any(row.accuracy for row in chosen):
         shares = tuple(
-            _point(at, row, Measured(100 * quality.mean, 100 * quality.low, 100 * quality.high), names, first)
-            for at, row, quality in scored
+            _point(index, row, Measured(100 * quality.mean, 100 * quality.low, 100 * quality.high), first)
+            for index, row in enumerate(chosen)
+            if (quality := row.quality) is not None
         )
-        ticks = tuple(names[row.cell] for row in chosen)
+        ticks = tuple(row.name for row in chosen)
         title = title[:1].upper() + title[1:]
         panels.append(Panel("decision-accuracy", "dots", title, "%", "setting", (Series("", shares),), ticks))
-    panels += _dot_panels("decision-{}", chosen, names, first)[: 2 - len(panels)]
+    panels += _dot_panels("decision-{}", chosen, first)[: 2 - len(panels)]
     note = f"{len(chosen)} of {len(rows)} settings are shown." if len(chosen) < len(rows) else ""
     return ChartGroup("", note, (), tuple(panels))
 
 
-def _dot_panels(
-    name: str, rows: Sequence[MeasuredCell], names: Mapping[str, str], first: Sequence[str] = ()
-) -> list[Panel]:
+def _dot_panels(name: str, rows: Sequence[MeasuredCell], first: Sequence[str] = ()) -> list[Panel]:
     """Return the throughput and the latency of cells, a row of dots for each metric that any of them has."""
-    ticks = tuple(names[row.cell] for row in rows)
+    ticks = tuple(row.name for row in rows)
     return [
         Panel(name.format(_slug(title)), "dots", title, unit, "setting", (Series("", points),), ticks)
         for metric, title, unit in _METRICS
-        if (points := _points(list(enumerate(rows)), metric, names, first))
+        if (points := _points(list(enumerate(rows)), metric, first))
     ]
 
 
-def comparisons(rows: Sequence[MeasuredCell], names: Mapping[str, str]) -> list[ChartGroup]:
-    """Return throughput and p95 latency over each swept setting; without one, of each cell.
-
-    Args:
-        rows: measured cells.
-        names: settings in words by cell id.
-    """
-    found = [_comparison(sweep, names) for sweep in sweeps(rows)]
-    if not found and len(rows) > 1:
-        found = [_all_cells(rows, names)]
-    return [comparison for comparison in found if comparison.panels]
+def comparisons(rows: Sequence[MeasuredCell]) -> list[ChartGroup]:
+    """Return throughput and p95 latency over each swept setting; without one, of each cell, the fastest first."""
+    groups = [_comparison(sweep) for sweep in sweeps(rows)]
+    if not groups and len(rows) > 1:  # no two cells differ in one setting alone (presets)
+        chosen = sorted(rows, key=lambda row: -row.speed)[:_MOST_CELLS]
+        groups = [ChartGroup("All settings", _fastest_note(chosen, rows), (), tuple(_dot_panels("{}-cells", chosen)))]
+    return [group for group in groups if group.panels]
 
 
-def _comparison(sweep: Sweep, names: Mapping[str, str]) -> ChartGroup:
+def _fastest_note(chosen: Sequence[MeasuredCell], rows: Sequence[MeasuredCell]) -> str:
+    return f"The {len(chosen)} fastest of {count(len(rows), 'setting')}." if len(chosen) < len(rows) else ""
+
+
+def _comparison(sweep: Sweep) -> ChartGroup:
     chosen = sweep.fastest(MOST_SERIES)
-    note = f"The {len(chosen)} fastest of {len(sweep.series)} combinations of the other settings."
-    ticks = tuple(map(clean, sweep.ticks))
+    name = clean(setting_title(sweep.name))
     panels = []
     for metric, title, unit in _METRICS:
         series = tuple(
-            Series(clean(name), _points([(sweep.at(row), row) for row in rows], metric, names))
-            for name, rows in chosen.items()
+            Series(clean(label), _points([(sweep.index(row), row) for row in rows], metric))
+            for label, rows in chosen.items()
         )
         if any(sery.points for sery in series):
             kind: Literal["steps", "dots"] = "steps" if sweep.numeric else "dots"
-            name = clean(setting_title(sweep.name))
+            ticks = tuple(map(clean, sweep.ticks))
             panels.append(Panel(_slug(f"{title} {sweep.name}"), kind, title, unit, name, series, ticks))
     legend = tuple(map(clean, chosen)) if len(chosen) > 1 else ()
-    left_out = len(chosen) < len(sweep.series)
-    heading = f"By {clean(setting_title(sweep.name))}"
-    return ChartGroup(heading, note if left_out else "", legend, tuple(panels))
+    note = f"The {len(chosen)} fastest of {len(sweep.series)} combinations of the other settings."
+    return ChartGroup(f"By {name}", note if len(chosen) < len(sweep.series) else "", legend, tuple(panels))
 
 
-def _all_cells(rows: Sequence[MeasuredCell], names: Mapping[str, str]) -> ChartGroup:
-    """Return one dot per cell, the fastest first: no two cells differ in one setting alone (presets)."""
-    chosen = sorted(rows, key=lambda row: -speed(row))[:_MOST_CELLS]
-    note = f"The {len(chosen)} fastest of {count(len(rows), 'setting')}." if len(chosen) < len(rows) else ""
-    return ChartGroup("All settings", note, (), tuple(_dot_panels("{}-cells", chosen, names)))
+def _points(placed: Sequence[tuple[int, MeasuredCell]], metric: str, first: Sequence[str] = ()) -> tuple[Point, ...]:
+    values = ((index, row, measured(row.metrics, metric)) for index, row in placed)
+    return tuple(_point(index, row, value, first) for index, row, value in values if value.value is not None)
 
 
-def _points(
-    placed: Sequence[tuple[int, MeasuredCell]], metric: str, names: Mapping[str, str], first: Sequence[str] = ()
-) -> tuple[Point, ...]:
-    found = ((at, row, measured(row.metrics, metric)) for at, row in placed)
-    return tuple(_point(at, row, value, names, first) for at, row, value in found if value.value is not None)
-
-
-def _point(at: int, row: MeasuredCell, value: Measured, names: Mapping[str, str], first: Sequence[str] = ()) -> Point:
+def _point(index: int, row: MeasuredCell, value: Measured, first: Sequence[str] = ()) -> Point:
     verdict = row.verdict.word
-    return Point(at, value, names[row.cell], verdict, verdict in _DOUBTED, row.cell == next(iter(first), None))
+    return Point(index, value, row.name, verdict, verdict in _DOUBTED, row.cell == next(iter(first), None))
 
 
 def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
-def front_of(
-    rows: Sequence[MeasuredCell],
-    qualities: Mapping[str, Quality | None],
-    names: Mapping[str, str],
-    recommended: str | None,
-    title: str,
-) -> Panel | None:
+def front_of(rows: Sequence[MeasuredCell], recommended: str | None, title: str) -> Panel | None:
     """Return speed against quality if any cell answers anything right, else against the verdict's ratio.
 
     Args:
         rows: measured cells, numbered from 1.
-        qualities: accuracies by cell id.
-        names: settings in words by cell id.
         recommended: id of the recommended cell.
         title: name of the run's metric of quality.
 
     Returns:
         None if fewer than two cells could be drawn.
     """
-    by_quality = any(quality is not None and quality.mean > 0 for quality in qualities.values())
+    by_quality = any(row.accuracy > 0 for row in rows)
     placed: list[tuple[int, MeasuredCell, Measured]] = []
     for number, row in enumerate(rows, 1):
-        quality, value = qualities.get(row.cell), Measured(row.verdict.ratio)
+        quality, value = row.quality, Measured(row.verdict.ratio)
         if by_quality:
             value = Measured(None) if quality is None else Measured(quality.mean, quality.low, quality.high)
         if value.value is not None and row.metrics.values["request_throughput"] is not None:
             placed.append((number, row, value))
     if len(placed) < 2:
         return None
-    merits = [(speed(row), _merit(value, by_quality)) for _, row, value in placed]
+    # Larger is better. Ratios within the limit of exact are equal: what differs there is noise.
+    merits = [
+        (row.speed, value.value or 0.0 if by_quality else -max(value.value or 0.0, EXACT_RATIO))
+        for _, row, value in placed
+    ]
     points = tuple(
         Point(
-            at=speed(row),
+            at=row.speed,
             value=value,
-            name=names[row.cell],
+            name=row.name,
             note=row.verdict.word,
-            hollow=not on_front,
+            # Beaten: another is at least as good in both merits, and better in one.
+            hollow=any(other != merit and other[0] >= merit[0] and other[1] >= merit[1] for other in merits),
             chosen=row.cell == recommended,
             cell=number,
             across=measured(row.metrics, "request_throughput"),
         )
-        for (number, row, value), on_front in zip(placed, pareto_front(merits), strict=True)
+        for (number, row, value), merit in zip(placed, merits, strict=True)
     )
     measure = title if by_quality else "distance from the reference"
     return Panel("front", "front", measure, "", "requests/s", (Series("", points),), logarithmic=not by_quality)
-
-
-def _merit(value: Measured, by_quality: bool) -> float:
-    """Larger is better. Ratios within the limit of exact are equal: what differs there is noise."""
-    known = value.value or 0.0
-    return known if by_quality else -max(known, EXACT_RATIO)
 
 
 _LOGARITHMIC = 30
@@ -390,21 +358,16 @@ _Times: TypeAlias = list[tuple[float, tuple[int, int, int]]]
 """Milliseconds, and the (replica, repeat, batch) they come from."""
 
 
-def by_request(run: Run, rows: Sequence[MeasuredCell], names: Mapping[str, str]) -> ChartGroup:
+def by_request(run: Run, rows: Sequence[MeasuredCell]) -> ChartGroup:
     """Return the median E2E latency of the fastest cells by view count and by aspect ratio.
 
     A panel is omitted where all requests are alike, or where the sizes of their images were not recorded.
-
-    Args:
-        run: the run.
-        rows: measured cells.
-        names: settings in words by cell id.
     """
-    fastest = sorted(rows, key=lambda row: -speed(row))[:MOST_SERIES]
+    fastest = sorted(rows, key=lambda row: -row.speed)[:MOST_SERIES]
     chosen = [row for row in rows if row in fastest]
     panels, few = [], False
     for name, group, axis, key, label in (
-        ("views", "view count", "views per request", _views, "{:g}".format),
+        ("views", "view count", "views per request", lambda request: float(request.views or 0), "{:g}".format),
         ("aspect", "aspect ratio", "longer side / shorter side", _aspect_of, _aspect_label),
     ):
         grouped = {row.cell: _times_by(run, row.cell, key) for row in chosen}
@@ -414,10 +377,9 @@ def by_request(run: Run, rows: Sequence[MeasuredCell], names: Mapping[str, str])
         few |= any(len(times) < FEW for groups in grouped.values() for times in groups.values())
         series = tuple(
             Series(
-                names[row.cell],
+                row.name,
                 tuple(
-                    _median_point(values.index(value), times, names[row.cell], row.verdict.word in _DOUBTED)
-                    for value, times in sorted(grouped[row.cell].items())
+                    _median_point(values.index(value), times, row) for value, times in sorted(grouped[row.cell].items())
                 ),
             )
             for row in chosen
@@ -425,13 +387,9 @@ def by_request(run: Run, rows: Sequence[MeasuredCell], names: Mapping[str, str])
         )
         title, ticks = f"Median E2E latency by {group}", tuple(map(label, values))
         panels.append(Panel(f"latency-{name}", "steps", title, "ms", axis, series, ticks))
-    note = f"The {len(chosen)} fastest of {count(len(rows), 'setting')}." if len(chosen) < len(rows) else ""
-    legend = tuple(names[row.cell] for row in chosen) if panels and len(chosen) > 1 else ()
+    legend = tuple(row.name for row in chosen) if panels and len(chosen) > 1 else ()
+    note = _fastest_note(chosen, rows)
     return ChartGroup("By view count and aspect ratio", note, legend, tuple(panels), folded=few)
-
-
-def _views(request: RequestRecord) -> float:
-    return float(request.views or 0)
 
 
 def _aspect_of(request: RequestRecord) -> float | None:
@@ -456,9 +414,9 @@ def _times_by(run: Run, cell: str, key: Callable[[RequestRecord], float | None])
     return groups
 
 
-def _median_point(at: int, times: _Times, name: str, doubted: bool) -> Point:
+def _median_point(index: int, times: _Times, row: MeasuredCell) -> Point:
     milliseconds = [time for time, _ in times]
-    found = cluster_intervals(milliseconds, [batch for _, batch in times], (50,), seed=0)
-    low, high = found[1] if found else (None, None)
+    intervals = cluster_intervals(milliseconds, [batch for _, batch in times], (50,), seed=0)
+    low, high = intervals[1] if intervals else (None, None)
     median = Measured(float(np.percentile(milliseconds, 50)), low, high)
-    return Point(at, median, name, count(len(times), "request"), doubted)
+    return Point(index, median, row.name, count(len(times), "request"), row.verdict.word in _DOUBTED)

@@ -13,7 +13,7 @@ from pathlib import Path
 from markupsafe import Markup, escape
 from PIL import Image, ImageDraw
 
-from panscan.analysis.candidates import cell_names
+from panscan.analysis.cells import cell_names
 from panscan.core import InputError, RecordsError, SettingError
 from panscan.core.text import clean, count, percent
 from panscan.images.draw import COLOURS

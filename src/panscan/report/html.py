@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from panscan.analysis import significance
+from panscan.analysis import accuracy
 from panscan.analysis.levels import VERIFY_HINT
 from panscan.quality import scores
 from panscan.records import verdict
@@ -48,7 +48,7 @@ def render_html(facts: SweepReport | LoadReport) -> str:
             floor_of=_floor_of,
             verdict=verdict,
             scores=scores,
-            significance=significance,
+            accuracy=accuracy,
             **names,
         )
     )

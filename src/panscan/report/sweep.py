@@ -8,30 +8,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from panscan.analysis.candidates import cell_names
+from panscan.analysis.accuracy import (
+    QUANTIZATION_NOTE,
+    TITLE,
+    TaskCost,
+    Tradeoff,
+    cost_lines,
+    costs_of_cells,
+    tradeoffs_of,
+)
 from panscan.analysis.cells import (
     MeasuredCell,
     Unmeasured,
     alias_lines,
+    cell_names,
     distinguishing_names,
     measured_rows,
     memory_metric,
     queueing_note,
     shared_settings,
-    short_name,
     speedup_lines,
     unmeasured,
 )
 from panscan.analysis.floors import Floor, floor_of, ratios
-from panscan.analysis.quantization import NOTE, Tradeoff, tradeoffs_of
 from panscan.analysis.recommend import Recommendation, recommend
-from panscan.analysis.setting_words import label
-from panscan.analysis.significance import p_text, points_text
-from panscan.analysis.task_cost import TITLE, TaskCost, cost_lines, costs_of_cells
+from panscan.analysis.setting_words import CROPS, label
 from panscan.core import RecordsError
 from panscan.core.text import clean, count, nats, number_text, times
 from panscan.records.metrics import ReplicaShare
-from panscan.records.quality import Quality, metric_title, quality_of
+from panscan.records.quality import metric_title
 from panscan.records.schema import STAGES
 from panscan.records.store import Run
 from panscan.records.summary import replica_shares
@@ -63,7 +68,6 @@ class ReportCell:
 
     Args:
         number: its row in the table, from 1.
-        name: its preset and settings in words.
         row: its metrics and verdict.
         memory: the metric that is its peak memory.
         footnote: the number of the reason why it is unverified; None if it is not.
@@ -73,15 +77,17 @@ class ReportCell:
     """
 
     number: int
-    name: str
     row: MeasuredCell
     memory: str
     footnote: int | None
-    quality: Quality | None
     cost: TaskCost | None
     floor: Floor | None
     ratios: Mapping[str, float]
     replicas: tuple[ReplicaShare, ...]
+
+    @property
+    def name(self) -> str:
+        return self.row.name
 
     @property
     def verdict(self) -> Verdict:
@@ -151,7 +157,7 @@ class SweepReport(definitions.RunFacts):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
-        self.rows = measured_rows(run)
+        self.rows = [replace(row, name=clean(row.name)) for row in measured_rows(run)]
         self.names = {cell: clean(name) for cell, name in cell_names(run).items()}
         self.settings = [row.display_settings for row in self.rows] or list(run.cells.values())
         self.models = definitions.model_names(run)
@@ -182,11 +188,9 @@ class SweepReport(definitions.RunFacts):
         unverified, floor = row.verdict.word == "unverified", floor_of(self.run, row.cell)
         return ReportCell(
             number=number,
-            name=self.names[row.cell],
             row=row,
             memory=self.memory_metric,
             footnote=self.footnotes.index(clean(row.verdict.reason)) + 1 if unverified else None,
-            quality=quality_of(self.run, row.cell),
             cost=cost,
             floor=floor,
             ratios={} if floor is None else ratios(floor, row.metrics),
@@ -200,7 +204,7 @@ class SweepReport(definitions.RunFacts):
         return (
             Column("setting", lambda cell: cell.name, on=~Medium.MARKDOWN, text=Medium.ALL),
             Column("setting", self._marked_setting, on=Medium.MARKDOWN),
-            Column(title, lambda cell: quality_cell(cell.quality), optional=Medium.ALL, markdown=f"{title}, 95%"),
+            Column(title, lambda cell: quality_cell(cell.row.quality), optional=Medium.ALL, markdown=f"{title}, 95%"),
             Column(TITLE, _cost_cell, optional=Medium.ALL, terminal=TITLE.replace(" ", "\n", 1)),
             Column(
                 "requests/s",
@@ -249,7 +253,7 @@ class SweepReport(definitions.RunFacts):
     def tradeoffs(self) -> Table[Tradeoff] | None:
         """Trade-offs of quantised cells, each group below the unquantised one; None without any."""
         rows = tradeoffs_of(self.run, self.rows)
-        return Table(self._tradeoff_columns(rows), rows, "Quantisation trade-offs", NOTE) if rows else None
+        return Table(self._tradeoff_columns(rows), rows, "Quantisation trade-offs", QUANTIZATION_NOTE) if rows else None
 
     def _tradeoff_columns(self, rows: Sequence[Tradeoff]) -> list[Column[Tradeoff]]:
         varying = distinguishing_names([tradeoff.row.display_settings for tradeoff in rows])
@@ -260,7 +264,7 @@ class SweepReport(definitions.RunFacts):
             return clean("; ".join(filter(None, (row.weights or "unquantised", setting))))
 
         columns = [
-            Column("setting", lambda row: self.names[row.row.cell], on=Medium.PAGES, text=Medium.HTML),
+            Column("setting", lambda row: row.row.name, on=Medium.PAGES, text=Medium.HTML),
             Column("weights", weights, text=Medium.ALL),
             Column("weights GiB", lambda row: _with_ratio(_gib(row.weight_bytes), row.relative_size)),
             Column(
@@ -276,7 +280,7 @@ class SweepReport(definitions.RunFacts):
             Column("KL images", lambda row: nats(row.kl[1])),
             Column("top-1", _top1),
         ]
-        if any(row.quality for row in rows):
+        if any(row.row.quality for row in rows):
             columns += [
                 Column(self.quality_title, _tradeoff_quality, on=Medium.PAGES),
                 Column("vs unquantised", _tradeoff_difference),
@@ -324,37 +328,33 @@ class SweepReport(definitions.RunFacts):
         )
 
     @cached_property
-    def _qualities(self) -> dict[str, Quality | None]:
-        return {cell.row.cell: cell.quality for cell in self.cells}
-
-    @cached_property
     def decision(self) -> ChartGroup:
         """Charts of the recommended cell and its alternatives."""
         found = self._recommendation
         compared = () if isinstance(found, str) else (found.cell, found.alternative, found.runner_up)
         first = [cell for cell in compared if cell is not None]
-        return decision_charts(self.rows, self._qualities, self.names, first, self.quality_title)
+        return decision_charts(self.rows, first, self.quality_title)
 
     @cached_property
     def comparisons(self) -> list[ChartGroup]:
         """Throughput and latency over each swept setting."""
-        return comparisons(self.rows, self.names)
+        return comparisons(self.rows)
 
     @cached_property
     def front(self) -> Panel | None:
         """Speed against quality, or against the distance from the reference."""
         best = None if self.advice is None else self.advice.cell.row.cell
-        return front_of(self.rows, self._qualities, self.names, best, self.quality_title)
+        return front_of(self.rows, best, self.quality_title)
 
     @cached_property
     def latency(self) -> ChartGroup:
         """Latency by view count and aspect ratio."""
-        return by_request(self.run, self.rows, self.names)
+        return by_request(self.run, self.rows)
 
     @cached_property
     def answers(self) -> Answers | None:
         """Answers against the baseline; None for a run without scores."""
-        return answers_of(self.run, self.rows, self.names)
+        return answers_of(self.run, self.rows)
 
     @cached_property
     def unmeasured(self) -> list[Unmeasured]:
@@ -373,7 +373,7 @@ class SweepReport(definitions.RunFacts):
         """The settings that are alike; those of crops mean nothing in a cell without any."""
         every, crops = shared_settings(self.settings), {}
         if not all(cell.get("do_pan_and_scan", True) for cell in self.settings):
-            crops = {name: every.pop(name) for name in list(every) if short_name(name) != name}
+            crops = {name: every.pop(name) for name in list(every) if name.startswith(CROPS)}
         return clean("; ".join(filter(None, (label(every), f"{label(crops)} with pan and scan" if crops else ""))))
 
     @cached_property
@@ -443,13 +443,11 @@ def _top1(tradeoff: Tradeoff) -> str:
 
 
 def _tradeoff_quality(tradeoff: Tradeoff) -> str:
-    quality = tradeoff.quality
+    quality = tradeoff.row.quality
     return "-" if quality is None else f"{quality.mean:.1%} ({100 * quality.low:.1f} to {100 * quality.high:.1f})"
 
 
 def _tradeoff_difference(tradeoff: Tradeoff) -> str:
-    found = tradeoff.difference
-    if found is not None:
-        interval = f"{points_text(found.low)} to {points_text(found.high)}"
-        return f"{points_text(found.value)} ({interval}), {p_text(found.p_value)}"
-    return "no unquantised cell" if tradeoff.weights and tradeoff.quality is not None else "-"
+    if tradeoff.difference is not None:
+        return tradeoff.difference.text
+    return "no unquantised cell" if tradeoff.weights and tradeoff.row.quality is not None else "-"

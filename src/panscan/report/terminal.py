@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from panscan.analysis.cells import Sweep, shared_settings, speed, sweeps
+from panscan.analysis.cells import Sweep, shared_settings, sweeps
 from panscan.analysis.levels import VERIFY_HINT
 from panscan.analysis.setting_words import label, setting_title
 from panscan.core.text import count, number_text
@@ -156,7 +156,7 @@ def print_curves(run: Run, console: Console) -> None:
     for sweep in curves:
         _print_sweep(sweep, console)
     if rows and not curves:
-        _print_bars([(facts.names[row.cell], speed(row)) for row in rows], console)
+        _print_bars([(row.name, row.speed) for row in rows], console)
 
 
 def _print_sweep(sweep: Sweep, console: Console) -> None:
@@ -171,7 +171,7 @@ def _print_sweep(sweep: Sweep, console: Console) -> None:
     plots = []
     for metric, title in (("request_throughput", "req/s"), ("p95_e2el_ms", "E2E p95 ms")):
         series = [
-            [(float(sweep.at(row)), value) for row in rows if (value := row.metrics.values[metric]) is not None]
+            [(float(sweep.index(row)), value) for row in rows if (value := row.metrics.values[metric]) is not None]
             for rows in chosen.values()
         ]
         heights = [value for points in series for _, value in points]

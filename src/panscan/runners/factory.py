@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from panscan.model.families import Family
 from panscan.model.support import require_supported
 from panscan.runners.base import Runner
 from panscan.settings import Settings
+
+if TYPE_CHECKING:
+    from panscan.runners.generate import GenerateRunner
 
 
 def open_runner(settings: Settings) -> Runner:
@@ -43,3 +49,27 @@ def ready_runner(settings: Settings) -> Runner:
     runner = open_runner(settings)
     runner.configure(settings)
     return runner
+
+
+def profile_only_family(settings: Settings) -> Family | None:
+    """Return the family of the checkpoint that settings name if only ``panscan profile`` runs it, else None.
+
+    Raises:
+        ModelError: the checkpoint is not available.
+    """
+    from panscan.model.checkpoint import checkpoint_family
+
+    family = None if settings.random_weights else checkpoint_family(settings.model, settings.revision)
+    return family if family is not None and family.package is None else None
+
+
+def profile_only_runner(settings: Settings) -> GenerateRunner:
+    """Load a checkpoint that only ``panscan profile`` runs, with its processor.
+
+    Raises:
+        ModelError: the checkpoint is not available.
+        UnsupportedError: a device or package is missing.
+    """
+    from panscan.runners.gemma3n import Gemma3nRunner
+
+    return Gemma3nRunner.from_settings(settings)

@@ -11,40 +11,17 @@ from transformers import (
     AutoProcessor,
     AutoTokenizer,
 )
-from transformers.utils import CONFIG_NAME
 
-from panscan.core import ModelError, PanAndScan, SettingError, UnsupportedError
+from panscan.core import ModelError, PanAndScan, SettingError
 from panscan.images.pixels import PixelSpec
 from panscan.images.views import plan_views
-from panscan.model.checkpoint import Loaded, Reader, checkpoint_source, ready_model
-from panscan.model.checkpoint_files.files import read_json
+from panscan.model.checkpoint import Loaded, Reader, checkpoint_family, checkpoint_source, ready_model
 from panscan.model.hub_errors import friendly_errors, quiet_transformers
 from panscan.model.inputs import DecodedRequest, Prepared, plan_request
 from panscan.model.machine import resolve_device, resolve_dtype
 from panscan.model.prompt import Prompt, PromptWriter, conversation
 from panscan.runners.generate import GenerateRunner
-from panscan.settings import Settings, axes
-
-_IMAGE_MODEL, _TEXT_MODEL = "gemma3n", "gemma3n_text"
-_UNSUPPORTED = ("quantization", "device_map", "max_memory", "prefill_chunk_size", "preprocess")
-
-
-def is_gemma3n(name: str, revision: str | None = None) -> bool:
-    """Return whether a checkpoint (a directory or a hub id) is a Gemma 3n.
-
-    Raises:
-        ModelError: the checkpoint is not available.
-    """
-    return _model_type(name, revision) in (_IMAGE_MODEL, _TEXT_MODEL)
-
-
-def gemma3n_reads_images(name: str, revision: str | None = None) -> bool:
-    """Return whether a Gemma 3n checkpoint reads images; a checkpoint of its text decoder does not.
-
-    Raises:
-        ModelError: the checkpoint is not available.
-    """
-    return _model_type(name, revision) == _IMAGE_MODEL
+from panscan.settings import Settings
 
 
 def load_gemma3n(name: str, device: torch.device, dtype: torch.dtype, revision: str | None = None) -> Loaded:
@@ -54,7 +31,8 @@ def load_gemma3n(name: str, device: torch.device, dtype: torch.dtype, revision: 
         ModelError: the checkpoint is not available.
         UnsupportedError: timm, which provides the vision tower, is not installed.
     """
-    text_only = _model_type(name, revision) == _TEXT_MODEL
+    family = checkpoint_family(name, revision)
+    text_only = family is not None and not family.reads_images
     source = checkpoint_source(name, revision)
     options = {"trust_remote_code": False}
     with friendly_errors(name), quiet_transformers():
@@ -68,17 +46,6 @@ def load_gemma3n(name: str, device: torch.device, dtype: torch.dtype, revision: 
     return ready_model(model, gemma3n_reader(name, tools, model.config))
 
 
-def require_gemma3n_settings(settings: Settings) -> None:
-    """Refuse settings that are not supported for Gemma 3n.
-
-    Raises:
-        UnsupportedError: a setting differs from its default.
-    """
-    for name in _UNSUPPORTED:
-        if getattr(settings, name) != axes()[name].default:
-            raise UnsupportedError(f"--{axes()[name].flag} is not supported for Gemma 3n: leave it out")
-
-
 class Gemma3nRunner(GenerateRunner):
     """Gemma 3n through ``generate()``: without pan and scan, preprocessed by the checkpoint's processor."""
 
@@ -88,9 +55,8 @@ class Gemma3nRunner(GenerateRunner):
 
         Raises:
             ModelError: the checkpoint is not available.
-            UnsupportedError: a setting is not supported for Gemma 3n, or a device or package is missing.
+            UnsupportedError: a device or package is missing.
         """
-        require_gemma3n_settings(settings)
         device = resolve_device(settings.device)
         dtype = resolve_dtype(settings.dtype, device)
         runner = cls(load_gemma3n(settings.model, device, dtype, settings.revision), settings)
@@ -116,13 +82,6 @@ class Gemma3nRunner(GenerateRunner):
         pixels = inputs["pixel_values"].to(loaded.device, loaded.dtype)
         plans = [plan_views(*image.size, PanAndScan(enabled=False)) for image in read.images]
         return Prepared(read.request, plans, Prompt(ids, image_tokens), pixels)
-
-
-def _model_type(name: str, revision: str | None) -> str | None:
-    source = checkpoint_source(name, revision, weights=False)
-    with friendly_errors(name):
-        found = read_json(source / CONFIG_NAME).get("model_type")
-    return found if isinstance(found, str) else None
 
 
 def gemma3n_reader(name: str, tools: Any, config: Any) -> Reader:

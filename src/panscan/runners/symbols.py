@@ -1,4 +1,4 @@
-"""Lookup of names and arguments in the installed Transformers."""
+"""Names of Transformers that panscan uses without importing them, and their lookup in the installed version."""
 
 from __future__ import annotations
 
@@ -14,8 +14,72 @@ from typing import Any
 import torch
 import transformers
 
-from panscan.model.random_weights import random_model
+from panscan.model.bundled.random_weights import random_model
 
+_LIBRARY = "transformers"
+_MODEL = f"{_LIBRARY}.Gemma3ForConditionalGeneration"
+METHODS: dict[str, tuple[str, ...]] = {
+    _MODEL: (),
+    f"{_MODEL}.forward": (
+        "input_ids",
+        "pixel_values",
+        "attention_mask",
+        "token_type_ids",
+        "inputs_embeds",
+        "use_cache",
+    ),
+    f"{_MODEL}.generate": ("generation_config", "stopping_criteria", "logits_processor"),
+    f"{_MODEL}.generate_batch": (
+        "inputs",
+        "generation_config",
+        "continuous_batching_config",
+        "record_timestamps",
+        "progress_bar",
+    ),
+    f"{_MODEL}.get_image_features": ("pixel_values",),
+    f"{_MODEL}.set_attn_implementation": ("attn_implementation",),
+    f"{_MODEL}.from_pretrained": ("revision",),
+    f"{_LIBRARY}.GenerationConfig": (
+        "max_new_tokens",
+        "do_sample",
+        "pad_token_id",
+        "eos_token_id",
+        "suppress_tokens",
+        "prefill_chunk_size",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "cache_implementation",
+    ),
+    f"{_LIBRARY}.PreTrainedTokenizerBase.get_chat_template": (),
+    f"{_LIBRARY}.Gemma3ImageProcessor": (),
+    f"{_LIBRARY}.Gemma3ImageProcessorPil.pan_and_scan": (
+        "pan_and_scan_min_crop_size",
+        "pan_and_scan_max_num_crops",
+        "pan_and_scan_min_ratio_to_activate",
+    ),
+}
+"""Methods of objects, and names used through a variable only, with the keyword arguments that panscan gives."""
+PARTS = (
+    "config._attn_implementation",
+    "generation_config",
+    "model.vision_tower.encoder.layers",
+    "model.vision_tower.post_layernorm",
+    "model.multi_modal_projector.mm_input_projection_weight",
+    "model.multi_modal_projector.mm_soft_emb_norm",
+    "model.language_model.embed_tokens.embed_scale",
+    "model.language_model.rotary_emb.full_attention_inv_freq",
+    "model.language_model.rotary_emb.sliding_attention_inv_freq",
+    "model.language_model.norm",
+    "model.language_model.layers.0.self_attn.q_norm",
+    "model.language_model.layers.0.self_attn.q_proj",
+    "model.language_model.layers.0.mlp.gate_proj",
+    "model.language_model.layers.0.pre_feedforward_layernorm",
+    "lm_head",
+)
+"""Parts of a Gemma 3 model that panscan's own layers, quantisation and verdict read by name."""
 _ROOT = Path(transformers.__file__).parent
 
 

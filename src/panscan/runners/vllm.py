@@ -37,12 +37,12 @@ from panscan.core import (
 from panscan.core.errors import brief
 from panscan.images.views import ViewPlan
 from panscan.model.bundled import bundled_directory
+from panscan.model.bundled.random_weights import write_shape
 from panscan.model.checkpoint import Reader, load_meta_model
 from panscan.model.inputs import DecodedRequest, plan_request, read_images
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.prompt import Prompt, conversation
-from panscan.model.random_weights import write_shape
 from panscan.runners.base import check_change, check_interpreted, processor_rounding
 from panscan.settings import Settings
 

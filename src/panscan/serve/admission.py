@@ -18,7 +18,7 @@ from starlette.types import Receive
 from panscan.core import EngineError, now
 from panscan.core.daemons import DaemonThreads
 from panscan.core.deadline import Deadline
-from panscan.core.ranges import shorten
+from panscan.core.option import shorten
 from panscan.serve.client import EngineClient
 from panscan.serve.metrics import ServerMetrics
 from panscan.serve.options import ServeOptions

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from panscan import __version__
 from panscan.core import PanscanError
-from panscan.core.ranges import shorten
+from panscan.core.option import shorten
 from panscan.model.bundled import is_demonstration
 from panscan.serve.admission import AdmissionControl, AdmissionSlot, RefusedError, read_body
 from panscan.serve.client import EngineClient

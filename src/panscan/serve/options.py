@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from panscan.core import SettingError
-from panscan.core.ranges import shorten
+from panscan.core.option import shorten
 from panscan.settings import ServerTable, Settings, check_options, default_of
 
 _HOST = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,252}[a-z0-9_])?")

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from panscan.core import Sampling, SettingError
-from panscan.core.ranges import shorten
+from panscan.core.option import shorten
 from panscan.settings import nearest
 
 _MOST_VALUES = 50_000  # JSON values of a body

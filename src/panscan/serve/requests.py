@@ -11,8 +11,8 @@ from msgspec.structs import asdict
 
 from panscan.core import PanAndScan, Request, Sampling, SettingError
 from panscan.core.deadline import Deadline
-from panscan.core.ranges import shorten
-from panscan.images.views import GEMMA3_COST, PromptCost, plan_views
+from panscan.core.option import shorten
+from panscan.images.views import PUBLISHED_COST, PromptCost, plan_views
 from panscan.serve.admission import Pool
 from panscan.serve.client import RequestWork
 from panscan.serve.media import MediaFile, MediaReader
@@ -61,7 +61,7 @@ class RequestBuilder:
     """
 
     def __init__(self, options: ServeOptions, cost: PromptCost | None = None) -> None:
-        self._options, self.cost = options, cost or GEMMA3_COST
+        self._options, self.cost = options, cost or PUBLISHED_COST
         self._media = MediaReader(options)
 
     def chat(self, body: ChatCompletionRequest, uploads: Mapping[str, bytes], deadline: Deadline) -> PreparedRequest:

@@ -8,8 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from panscan.core.ranges import Range, option
-from panscan.core.request import MAX_PAGES, SEEDS
+from panscan.core.option import Range, option
+from panscan.core.request import MAX_PAGES
+from panscan.core.sampling import SEEDS
 from panscan.settings.declaration import Option, declared_options
 from panscan.settings.endpoint_options import MAX_PROMPTS, RateTable, ServerTable, TrafficTable, VerifyTable
 from panscan.settings.sweep_settings import Settings
@@ -500,7 +501,7 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
     only: str | None = option(
         None,
         "Measurement",
-        "Groups (gpu, links, packages, gemma, fit, host) or checks.",
+        "Groups (gpu, packages, gemma, host) or checks.",
         "doctor",
         metavar="NAMES",
     )

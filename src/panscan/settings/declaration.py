@@ -11,7 +11,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from panscan.core import SettingError
-from panscan.core.ranges import Range, shorten
+from panscan.core.option import Range, shorten
 from panscan.settings.spellings import FOREIGN_VALUES, SAME_OPTION
 
 Group = Literal[
@@ -164,7 +164,7 @@ class Option:
 
 @cache
 def declared_options(table: type) -> dict[str, Option]:
-    """Return the options that a dataclass declares by :func:`panscan.core.ranges.option`, by name, in its order."""
+    """Return the options that a dataclass declares by :func:`panscan.core.option.option`, by name, in its order."""
     hints = get_type_hints(table)
     options = {}
     for item in fields(table):

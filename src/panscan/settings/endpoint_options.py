@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from panscan.core.ranges import Range, option
-from panscan.core.request import TOKENS
+from panscan.core.option import Range, option
+from panscan.core.sampling import TOKENS
 
 MAX_PIXELS = 178_956_970
 """Pixels of one image; Pillow's own limit."""

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from panscan.core import SettingError
-from panscan.core.ranges import shorten
+from panscan.core.option import shorten
 from panscan.settings.declaration import nearest
 from panscan.settings.sweep_settings import axes, axis_name
 

@@ -10,8 +10,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from panscan.core import PanAndScan, Sampling, SettingError
-from panscan.core.ranges import Range, option, shorten
-from panscan.core.request import PAN_AND_SCAN_RANGES, SAMPLING_NAMES, SEEDS, TOKENS, SamplingTable
+from panscan.core.option import Range, option, shorten
+from panscan.core.request import PAN_AND_SCAN_RANGES
+from panscan.core.sampling import SAMPLING_NAMES, SEEDS, TOKENS, SamplingTable
 from panscan.settings.declaration import Option, declared_options, nearest
 from panscan.settings.spellings import FOREIGN_OPTIONS, SWITCHES
 

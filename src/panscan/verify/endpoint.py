@@ -8,12 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from io import BytesIO
 from itertools import islice
 from math import isfinite
 from typing import Any
-
-from PIL import Image
 
 from panscan.core import EndpointError, Request, SettingError
 from panscan.core.foreign import is_count
@@ -69,13 +66,6 @@ class Capabilities:
     several_images: bool = True
     prompt_tokens: bool = False
     refusals: dict[str, str] = field(default_factory=dict)
-
-
-def encoded_image(image: Image.Image) -> bytes:
-    """Return an image as the bytes of a PNG file."""
-    stream = BytesIO()
-    image.save(stream, "PNG")
-    return stream.getvalue()
 
 
 class EndpointClient:

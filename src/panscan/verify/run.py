@@ -24,8 +24,8 @@ from panscan.verify.evidence import Fit, MappedAnswer, ReportedStep, ReportedTok
 from panscan.verify.hypotheses import CHANGES, REFERENCE
 from panscan.verify.local import LocalModel
 from panscan.verify.options import VerifyOptions
-from panscan.verify.probes import sample_probes
 from panscan.verify.search import Evaluator, ProbeAnswer, find_explanation, unseen_changes
+from panscan.workload.probes import sample_probes
 
 _MOST_FAILURES = 3  # in a row
 _IMAGES_REFUSED = (400, 415, 422, 501)  # HTTP statuses; others, such as 408, 413 or 429, may pass

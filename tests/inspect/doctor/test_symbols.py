@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import panscan
-from panscan.inspect.doctor.symbols import METHODS, findings, used_symbols
+from panscan.inspect.doctor.symbols import findings, used_symbols
+from panscan.runners.symbols import METHODS
 
 SOURCE = Path(panscan.__file__).parent
 

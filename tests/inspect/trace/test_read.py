@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import os
 import tracemalloc
-import zipfile
 from itertools import repeat
 from pathlib import Path
 
@@ -15,7 +13,7 @@ import pytest
 from tests.inspect.trace.kineto import KinetoTrace, decode_trace
 
 from panscan.core import InputError
-from panscan.inspect.trace.read import open_trace
+from panscan.inspect.trace.read import TraceFile
 from panscan.inspect.trace.summary import summarize
 
 EVENT = {"ph": "X", "name": 'é ünï \\ " {[', "cat": "cpu_op", "pid": 1, "tid": 1, "ts": 1.5, "dur": 2}
@@ -24,14 +22,6 @@ EVENT = {"ph": "X", "name": 'é ünï \\ " {[', "cat": "cpu_op", "pid": 1, "tid"
 @pytest.fixture(scope="module")
 def trace() -> KinetoTrace:
     return decode_trace()
-
-
-def zipped(files: dict[str, bytes], compression: int = zipfile.ZIP_DEFLATED) -> bytes:
-    data = io.BytesIO()
-    with zipfile.ZipFile(data, "w", compression) as archive:
-        for name, content in files.items():
-            archive.writestr(name, content)
-    return data.getvalue()
 
 
 def written(folder: Path, data: bytes | str, name: str = "t.json") -> Path:
@@ -47,21 +37,19 @@ def test_every_format_gives_the_same_events(tmp_path: Path, trace: KinetoTrace) 
         "bom": b"\xef\xbb\xbf" + text,
         "indented": json.dumps(json.loads(text), indent=2).encode(),
         "gzip": gzip.compress(text),
-        "zip": zipped({"folder/trace.json": text, "readme.txt": b"hello"}),
-        "gzip in zip": zipped({"trace.json.gz": gzip.compress(text)}),
-        "array": json.dumps(trace.events).encode(),
-        "array without its bracket": json.dumps(trace.events).encode()[:-1],
-        "array that ends with a comma": json.dumps(trace.events).encode()[:-1] + b",\n",
     }
     for kind, data in kinds.items():
-        assert list(open_trace(written(tmp_path, data, "any.name"))) == trace.events, kind
+        assert list(TraceFile(written(tmp_path, data, "any.name"))) == trace.events, kind
 
 
-def test_metadata_before_and_after_the_events_is_kept(tmp_path: Path) -> None:
-    text = f'{{"deviceProperties": [1], "traceEvents": [{json.dumps(EVENT)}], "other": {{"a": []}}, "with_stack": 1}}'
-    read = open_trace(written(tmp_path, text))
-    assert list(read) == [EVENT]
-    assert read.metadata == {"deviceProperties": [1], "with_stack": 1}
+@pytest.mark.parametrize("event", ["", json.dumps(EVENT)])
+def test_devices_before_and_after_the_events_are_kept(tmp_path: Path, event: str) -> None:
+    for text in (
+        f'"deviceProperties": [1], "traceEvents": [{event}]',
+        f'"traceEvents": [{event}], "deviceProperties": [1]',
+    ):
+        read = TraceFile(written(tmp_path, f'{{"other": {{"a": []}}, {text}, "with_stack": 1}}'))
+        assert (list(read), read.devices) == ([EVENT] if event else [], [1])
 
 
 @pytest.mark.parametrize("size", [1, 7, 64])
@@ -70,9 +58,8 @@ def test_pieces_of_any_size_give_the_same_events(tmp_path: Path, size: int, monk
     monkeypatch.setattr("panscan.inspect.trace.read._CHUNK", size)
     events = [dict(EVENT, n=n, flags=[True, False, None], e=-1.25e-7) for n in range(20)]
     text = json.dumps({"schemaVersion": 123, "traceEvents": events}, ensure_ascii=False)
-    read = open_trace(written(tmp_path, text))
+    read = TraceFile(written(tmp_path, text))
     assert list(read) == events
-    assert read.metadata == {"schemaVersion": 123}
 
 
 GOOD = json.dumps({"traceEvents": [EVENT, EVENT]})
@@ -85,11 +72,11 @@ BAD = {
     "a number": (b"12", "not JSON"),
     "other JSON": (b'{"loss": [1, 2], "epoch": 3}', "JSON, but not a trace: no traceEvents (it has loss, epoch)"),
     "empty object": (b"{}", "JSON, but not a trace: no traceEvents (it is an empty object)"),
-    "numbers": (b"[1, 2]", "JSON, but not a trace: element 0 is not an event"),
+    "an array": (b"[1, 2]", "JSON, but not a trace: an array"),
     "events that are lists": (b'{"traceEvents": [[]]}', "JSON, but not a trace: element 0 is not an event"),
     "events of another type": (b'{"traceEvents": {"a": 1}}', "JSON, but not a trace"),
     "no events": (b'{"traceEvents": []}', "the trace has no timed events"),
-    "objects without times": (b'[{"a": 1}]', "the trace has no timed events"),
+    "objects without times": (b'{"traceEvents": [{"a": 1}]}', "the trace has no timed events"),
     "cut in an event": (GOOD[:80].encode(), "truncated: the file ends inside"),
     "cut between events": (GOOD[: GOOD.index("}") + 1].encode(), "truncated: the file ends inside"),
     "cut before the end": (GOOD[:-1].encode(), "truncated: the file ends inside"),
@@ -102,16 +89,7 @@ BAD = {
     "gzip that ends early": (gzip.compress(GOOD.encode())[:-12], "the compressed data is cut off or damaged"),
     "gzip with a wrong sum": (gzip.compress(GOOD.encode())[:-8] + b"12345678", "the compressed data is cut off or dam"),
     "gzip of nothing": (gzip.compress(b""), "the file is empty"),
-    "empty zip": (zipped({}), "the zip archive is empty"),
-    "zip with two": (
-        zipped({"a.json": b"{}", "b.json": b"{}"}),
-        "the zip archive holds 2 files (a.json, b.json, ...): unzip it",
-    ),
-    "damaged zip with LZMA": (
-        zipped({"a.json": GOOD.encode()}, zipfile.ZIP_LZMA).replace(b"\x5d\x00\x00", b"\xff\x00\x00", 1),
-        "the compressed data is cut off or damaged",
-    ),
-    "zip that ends early": (zipped({"a.json": GOOD.encode()})[:-30], "the compressed data is cut off or damaged"),
+    "zip": (b"PK\x03\x04...", "is a zip archive: unzip it"),
 }
 
 
@@ -120,8 +98,8 @@ def test_what_is_no_trace_is_one_line_with_the_file(tmp_path: Path, kind: str) -
     data, expected = BAD[kind]
     path = written(tmp_path, data, "bad.json")
     with pytest.raises(InputError) as caught:
-        summarize(open_trace(path))
-    assert str(caught.value).startswith(f"{path}: {expected}")
+        summarize(TraceFile(path))
+    assert str(caught.value).startswith((f"{path}: {expected}", f"{path} {expected}"))
     assert "\n" not in str(caught.value)
 
 
@@ -129,7 +107,7 @@ def test_paths_that_are_no_files(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     for name, expected in {"missing": "No such file", ".": "is a folder", "fifo": "not a regular file"}.items():
         with pytest.raises(InputError, match=expected):
-            open_trace(tmp_path / name)
+            TraceFile(tmp_path / name)
 
 
 def test_one_huge_value_is_refused_before_it_fills_memory(tmp_path: Path) -> None:
@@ -139,7 +117,7 @@ def test_one_huge_value_is_refused_before_it_fills_memory(tmp_path: Path) -> Non
         for _ in range(64):
             file.write(b"x" * (1 << 20))
     with pytest.raises(InputError, match="an event is longer than 16 MiB"):
-        summarize(open_trace(path))
+        summarize(TraceFile(path))
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
@@ -153,7 +131,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
         file.write(line + b"]}")
     tracemalloc.start()
     try:
-        summary = summarize(open_trace(path))
+        summary = summarize(TraceFile(path))
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -161,8 +139,9 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
     assert peak < path.stat().st_size / 8
 
 
-@pytest.mark.parametrize("event", [{"cat": "kernel", "ph": "X"}, {"cat": "cpu_op", "ph": "X"}, {"ph": "B"}])
-def test_a_trace_of_too_many_threads_or_streams_is_refused(tmp_path: Path, event: dict[str, str]) -> None:
-    events = [{**event, "name": "a", "pid": number, "tid": 1, "ts": number, "dur": 1} for number in range(4200)]
-    with pytest.raises(InputError, match="more than 4,096 threads or streams"):
-        summarize(open_trace(written(tmp_path, json.dumps({"traceEvents": events}))))
+@pytest.mark.parametrize("category", ["kernel", "cpu_op"])
+def test_a_trace_of_too_many_threads_or_gpus_is_refused(tmp_path: Path, category: str) -> None:
+    event = {"ph": "X", "cat": category, "name": "a", "tid": 1, "dur": 1}
+    events = [{**event, "pid": number, "ts": number} for number in range(4200)]
+    with pytest.raises(InputError, match="more than 4,096 threads or GPUs"):
+        summarize(TraceFile(written(tmp_path, json.dumps({"traceEvents": events}))))

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.triton_here import DEVICE
 
-from panscan.core.hardware import SHARED_BYTES
+from panscan.core.gpu_features import SHARED_BYTES
 from panscan.model.linear import kernels
 from panscan.model.linear.kernels import Tiles
 from panscan.model.linear.multiply import multiply_fp8, multiply_int4, multiply_int8, quantize_rows

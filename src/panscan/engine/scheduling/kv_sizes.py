@@ -10,7 +10,7 @@ from panscan.core import UnsupportedError
 from panscan.engine.options import EngineOptions
 
 if TYPE_CHECKING:
-    from panscan.model.text_layers import LayerFacts
+    from panscan.model.layers import LayerFacts
 
 
 _CPU_SHARE = 0.9  # share of the available memory; passes need the rest

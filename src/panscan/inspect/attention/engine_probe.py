@@ -15,7 +15,7 @@ from panscan.engine.scheduling.batch import Sequence as EngineSequence
 from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.scheduler import Scheduler
 from panscan.model.attention_masks import PROBE_COLUMNS, LayerKind, measured_mask
-from panscan.model.text_layers import LayerFacts
+from panscan.model.layers import LayerFacts
 
 
 def engine_mask(

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from panscan.core import Request, SettingError
-from panscan.core.ranges import shorten
+from panscan.core.option import shorten
 from panscan.engine.options import EngineOptions
 from panscan.images.files import image_size
 from panscan.images.views import plan_views

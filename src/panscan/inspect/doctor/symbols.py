@@ -1,7 +1,7 @@
 """The Transformers names and arguments that panscan relies on, and whether the installed version has them.
 
 Imports and keyword arguments of imported names are read from panscan's own source. Methods and parts of models have no
-import; they are listed in :data:`METHODS` and :data:`PARTS`.
+import; :mod:`panscan.runners.symbols` lists them.
 """
 
 from __future__ import annotations
@@ -16,69 +16,6 @@ from panscan.inspect.doctor.checks import CheckFinding, Findings, not_checked, o
 
 _LIBRARY = "transformers"
 _SHOWN_LOCATIONS = 3  # of each name
-_MODEL = f"{_LIBRARY}.Gemma3ForConditionalGeneration"
-METHODS: dict[str, tuple[str, ...]] = {
-    _MODEL: (),
-    f"{_MODEL}.forward": (
-        "input_ids",
-        "pixel_values",
-        "attention_mask",
-        "token_type_ids",
-        "inputs_embeds",
-        "use_cache",
-    ),
-    f"{_MODEL}.generate": ("generation_config", "stopping_criteria", "logits_processor"),
-    f"{_MODEL}.generate_batch": (
-        "inputs",
-        "generation_config",
-        "continuous_batching_config",
-        "record_timestamps",
-        "progress_bar",
-    ),
-    f"{_MODEL}.get_image_features": ("pixel_values",),
-    f"{_MODEL}.set_attn_implementation": ("attn_implementation",),
-    f"{_MODEL}.from_pretrained": ("revision",),
-    f"{_LIBRARY}.GenerationConfig": (
-        "max_new_tokens",
-        "do_sample",
-        "pad_token_id",
-        "eos_token_id",
-        "suppress_tokens",
-        "prefill_chunk_size",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "cache_implementation",
-    ),
-    f"{_LIBRARY}.PreTrainedTokenizerBase.get_chat_template": (),
-    f"{_LIBRARY}.Gemma3ImageProcessor": (),
-    f"{_LIBRARY}.Gemma3ImageProcessorPil.pan_and_scan": (
-        "pan_and_scan_min_crop_size",
-        "pan_and_scan_max_num_crops",
-        "pan_and_scan_min_ratio_to_activate",
-    ),
-}
-"""Methods of objects, and names used through a variable only, with the keyword arguments that panscan gives."""
-PARTS = (
-    "config._attn_implementation",
-    "generation_config",
-    "model.vision_tower.encoder.layers",
-    "model.vision_tower.post_layernorm",
-    "model.multi_modal_projector.mm_input_projection_weight",
-    "model.multi_modal_projector.mm_soft_emb_norm",
-    "model.language_model.embed_tokens.embed_scale",
-    "model.language_model.rotary_emb.full_attention_inv_freq",
-    "model.language_model.rotary_emb.sliding_attention_inv_freq",
-    "model.language_model.norm",
-    "model.language_model.layers.0.self_attn.q_norm",
-    "model.language_model.layers.0.self_attn.q_proj",
-    "model.language_model.layers.0.mlp.gate_proj",
-    "model.language_model.layers.0.pre_feedforward_layernorm",
-    "lm_head",
-)
-"""Parts of a Gemma 3 model that panscan's own layers, quantisation and verdict read by name."""
 
 
 @dataclass(slots=True)
@@ -117,8 +54,8 @@ def used_symbols(root: Path) -> list[SymbolUse]:
 
 
 def findings(uses: list[SymbolUse]) -> Findings:
-    """Look up uses, :data:`METHODS` and :data:`PARTS` in the installed Transformers."""
-    from panscan.runners.symbols import resolve, resolve_part
+    """Look up uses, and the listed methods and parts of models, in the installed Transformers."""
+    from panscan.runners.symbols import METHODS, PARTS, resolve, resolve_part
 
     listed = [SymbolUse(name, set(arguments)) for name, arguments in METHODS.items()]
     for use in [*uses, *listed]:

@@ -11,10 +11,10 @@ from typing import TypeAlias
 from panscan.core.files import write_file
 from panscan.core.text import number_text
 from panscan.inspect.profile.run import Profiled
-from panscan.inspect.trace.figures import StepTime, Summary
-from panscan.inspect.trace.output import comparison_lines, lines, page
-from panscan.inspect.trace.read import open_trace
-from panscan.inspect.trace.summary import summarize
+from panscan.inspect.trace.output import lines, page
+from panscan.inspect.trace.read import TraceFile
+from panscan.inspect.trace.steps import StepTime
+from panscan.inspect.trace.summary import Summary, summarize
 from panscan.report.table import Column, Table
 
 PAGE_NAME, SUMMARY_NAME = "summary.html", "summary.json"
@@ -41,13 +41,12 @@ def summary_of(profiled: Profiled, *, compared: bool) -> Summary:
         profiled: a finished profile.
         compared: keep enough rows to match them with those of other traces.
     """
-    return summarize(open_trace(profiled.trace), name=profiled.mode.name, top=_COMPARED if compared else _TOP)
+    return summarize(TraceFile(profiled.trace), name=profiled.mode.name, top=_COMPARED if compared else _TOP)
 
 
 def printed(modes: Sequence[_Mode], *, width: int) -> list[str]:
     """Return lines for the terminal: the summary or the comparison, then the times with and without the profiler."""
-    summaries = [summary for _, summary in modes]
-    shown = lines(summaries[0], width=width) if len(summaries) == 1 else comparison_lines(summaries, width=width)
+    shown = lines([summary for _, summary in modes], width=width)
     note = "TTFT, TPOT and tokens/s without the profiler, which slows the host down; the rest with it."
     return [*shown, "", *Table(_TIMES, modes, "Time per token", note).lines(width)]
 

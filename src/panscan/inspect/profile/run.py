@@ -12,19 +12,19 @@ from typing import Any
 import torch
 
 import panscan
-from panscan.core import Request, Result, SettingError, now
+from panscan.core import Request, Result, SettingError, UnsupportedError, now
 from panscan.inspect.profile.capture import CaptureOptions, captured, start_profiler_once, write_trace
 from panscan.inspect.profile.modes import ENGINE, Mode, mode_settings
 from panscan.model.machine import resolve_device
 from panscan.model.support import require_supported
 from panscan.records.environment import environment
 from panscan.runners.engine import EngineRunner
-from panscan.runners.factory import ready_runner
-from panscan.runners.gemma3n import Gemma3nRunner, is_gemma3n, require_gemma3n_settings
+from panscan.runners.factory import profile_only_family, profile_only_runner, ready_runner
 from panscan.runners.generate import GenerateRunner
-from panscan.settings import Settings
+from panscan.settings import Settings, axes
 
 _WARM_UPS, _TIMED = 2, 3
+_OF_OTHER_FAMILIES = ("quantization", "device_map", "max_memory", "prefill_chunk_size", "preprocess")
 ProfiledRunner = GenerateRunner | EngineRunner
 
 
@@ -43,15 +43,6 @@ class Profiled:
     facts: Mapping[str, Any]
 
 
-def runs_gemma3n(settings: Settings) -> bool:
-    """Return whether settings name a Gemma 3n checkpoint, which only Transformers' ``generate()`` runs.
-
-    Raises:
-        ModelError: the checkpoint is not available.
-    """
-    return not settings.random_weights and is_gemma3n(settings.model, settings.revision)
-
-
 def checked_modes(settings: Settings, modes: Sequence[Mode]) -> list[tuple[Mode, Settings]]:
     """Return each mode with its settings, in their order, once this machine is known to have what they need.
 
@@ -63,8 +54,10 @@ def checked_modes(settings: Settings, modes: Sequence[Mode]) -> list[tuple[Mode,
     settings_by_mode = [(mode, mode_settings(settings, mode, on_gpu=on_gpu)) for mode in modes]
     if ENGINE not in modes:
         require_supported(settings)  # refuses what only the engine has
-    if runs_gemma3n(settings):
-        require_gemma3n_settings(settings)
+    if (family := profile_only_family(settings)) is not None:
+        for name in _OF_OTHER_FAMILIES:
+            if getattr(settings, name) != axes()[name].default:
+                raise UnsupportedError(f"--{axes()[name].flag} is not supported for {family.name}: leave it out")
     for _, chosen in settings_by_mode:
         require_supported(chosen)
     return settings_by_mode
@@ -93,7 +86,7 @@ def profile_modes(
         PanscanError: a request failed.
     """
     settings = modes[0][1]
-    gemma3n = runs_gemma3n(settings)
+    open_runner = _opened_runner if profile_only_family(settings) is None else profile_only_runner
     start_profiler_once(resolve_device(settings.device))
     name = ""
     with ExitStack() as stack:
@@ -102,7 +95,7 @@ def profile_modes(
                 stack.close()  # nothing is open if the next runner cannot be opened
                 say(f"loading {chosen.model_name} for {mode.label}")
                 started = now()
-                runner, name = _opened_runner(chosen, gemma3n), chosen.runner
+                runner, name = open_runner(chosen), chosen.runner
                 load_s = now() - started
                 stack.callback(_close, runner)
             runner.configure(chosen)
@@ -184,15 +177,13 @@ def _timing(results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
-def _opened_runner(settings: Settings, gemma3n: bool) -> ProfiledRunner:
+def _opened_runner(settings: Settings) -> ProfiledRunner:
     """Load a model in its runner; of an engine, also its caches and graphs.
 
     Raises:
         ModelError: the checkpoint is not available.
         PanscanError: the engine cannot be opened.
     """
-    if gemma3n:
-        return Gemma3nRunner.from_settings(settings)
     runner = ready_runner(settings)
     if isinstance(runner, EngineRunner):
         try:

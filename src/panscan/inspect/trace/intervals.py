@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 Ints: TypeAlias = npt.NDArray[np.integer[Any]]
+Flags: TypeAlias = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,25 +56,16 @@ class Spans:
         if not len(self.start):
             return np.zeros(len(time))
         summed = np.concatenate(([0.0], np.cumsum(self.end - self.start)))
-        at = np.searchsorted(self.start, time, side="right")
-        inside = np.clip(self.end[at - 1] - time, 0.0, None)  # where at is 0, this is multiplied by 0
-        return np.asarray(summed[at] - np.where(at > 0, inside, 0.0))
+        index = np.searchsorted(self.start, time, side="right")
+        inside = np.clip(self.end[index - 1] - time, 0.0, None)  # where the index is 0, this is multiplied by 0
+        return np.asarray(summed[index] - np.where(index > 0, inside, 0.0))
 
     def within(self, other: Spans) -> Spans:
-        """Return the intersection with another set."""
-        bounds = np.concatenate((self.start, self.end, other.start, other.end))
-        cuts = np.unique(bounds)
-        if len(cuts) < 2:
-            return Spans(np.empty(0), np.empty(0))
-        middle = (cuts[:-1] + cuts[1:]) / 2
-        kept = self._has(middle) & other._has(middle)
-        return Spans.union(cuts[:-1][kept], cuts[1:][kept])
-
-    def _has(self, time: Floats) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-        at = np.searchsorted(self.start, time, side="right")
-        if not len(self.end):
-            return np.zeros(len(time), dtype=bool)
-        return (at > 0) & (time < self.end[at - 1])
+        """Return the intersection with another set that is not empty: the complement of what either lacks."""
+        begin, end = float(other.start[0]), float(other.end[-1])
+        one, two = self.gaps(begin, end), other.gaps(begin, end)
+        lacking = Spans.union(np.concatenate((one.start, two.start)), np.concatenate((one.end, two.end)))
+        return lacking.gaps(begin, end)
 
 
 def nesting(start: Floats, end: Floats) -> tuple[Ints, Ints, Floats]:

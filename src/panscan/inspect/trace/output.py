@@ -1,48 +1,315 @@
-"""Summaries of traces on the terminal, and as one HTML page that needs no network."""
+"""Tables of summaries and their comparison, on the terminal and as one HTML page that needs no network."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from string import ascii_uppercase
+from typing import Any
 
-from panscan.core.text import clean
-from panscan.inspect.trace.compare import compare, letters
-from panscan.inspect.trace.figures import Summary
-from panscan.inspect.trace.tables import comparison_tables, tables_of
-from panscan.inspect.trace.wording import milliseconds
+from panscan.core.text import clean, number_text, percent, times
+from panscan.inspect.trace.cpu import Filler
+from panscan.inspect.trace.gpu import GpuTime, KernelTime, ProductTime
+from panscan.inspect.trace.steps import PhaseTime, StepTime
+from panscan.inspect.trace.summary import Summary, cut_middle, milliseconds, per_step, short_name
 from panscan.report.formatting import templates
+from panscan.report.table import Column, Table, TableCell, share_cell
 
-_COLOURS = {"compute": "s0", "communication": "s1", "memory": "s2", "busy": "s0", "idle": "grid"}
+STEP_TIMES: dict[str, Callable[[StepTime], float]] = {
+    "wall time": lambda step: step.step_ms,
+    "busy": lambda step: step.busy_ms,
+    "idle": lambda step: step.idle_ms,
+    "longest idle stretch": lambda step: step.gap_ms,
+}
+"""Milliseconds of the mean step, by name."""
+STEP_COUNTS: dict[str, Callable[[StepTime], float]] = {
+    "kernel launches": lambda step: step.kernel_launches,
+    "graph launches": lambda step: step.graph_launches,
+    "kernels": lambda step: step.kernels,
+    "copies and fills": lambda step: step.copies,
+}
+"""Counts per step on a GPU, by name."""
+_GPU_TIMES: dict[str, Callable[[GpuTime], float]] = {
+    "span": lambda gpu: gpu.span_ms,
+    "busy": lambda gpu: gpu.busy_ms,
+    "idle": lambda gpu: gpu.idle_ms,
+    "idle: host wait": lambda gpu: gpu.host_wait_ms,
+}
+_SMALLEST_SHARE = 0.05  # of the idle time: functions on the stack with less are not shown
+_FILLERS = 10
+_MOST_COMPARED = 15  # rows of kernels and of functions
+_SMALLEST = 0.01  # part of the largest row of a compared table
+
+_GPUS: tuple[Column[GpuTime], ...] = (
+    Column("ms", lambda gpu: f"GPU {gpu.device}"),
+    Column("span", lambda gpu: gpu.span_ms),
+    Column("busy", lambda gpu: gpu.busy_ms),
+    Column("idle", lambda gpu: gpu.idle_ms),
+    Column("idle", lambda gpu: share_cell(gpu.idle_ms, gpu.span_ms)),
+    Column("host wait", lambda gpu: gpu.host_wait_ms),
+)
+_PRODUCTS: tuple[Column[ProductTime], ...] = (
+    Column("product", lambda product: product.label),
+    Column("count", lambda product: product.count),
+    Column("ms", lambda product: product.total_ms),
+    Column("GB/s", lambda product: product.bytes_per_s / 1e9),
+    Column("TFLOP/s", lambda product: product.flops_per_s / 1e12),
+    Column("bound", lambda product: product.bound or ""),
+    Column("of the limit", lambda product: "" if (share := product.ceiling_share) is None else share_cell(share, 1)),
+)
 
 
-def lines(summary: Summary, *, width: int) -> list[str]:
-    """Return a summary as lines of text without control characters.
+@dataclass(frozen=True, slots=True)
+class ComparedFigure:
+    """One figure of all traces.
+
+    Args:
+        group: table it belongs to.
+        name: name of the figure.
+        values: one per trace; None: the trace does not have it. Milliseconds, or a count per step.
+        full: whole name where ``name`` is shortened.
+    """
+
+    group: str
+    name: str
+    values: tuple[float | None, ...]
+    full: str = ""
+
+    @property
+    def difference(self) -> float | None:
+        """Last value minus the first; None if either is missing."""
+        first, last = self.values[0], self.values[-1]
+        return None if first is None or last is None else last - first
+
+
+@dataclass(frozen=True, slots=True)
+class TraceComparison:
+    """Traces side by side.
+
+    Args:
+        names: one per trace.
+        headline: one sentence: what changed most from the first trace to the last.
+        figures: all compared figures, by group.
+    """
+
+    names: tuple[str, ...]
+    headline: str
+    figures: tuple[ComparedFigure, ...]
+
+
+def tables_of(summary: Summary, *, top: int | None = None) -> Iterator[Table[Any]]:
+    """Yield the tables of a summary that have rows.
 
     Args:
         summary: summary of one trace.
+        top: number of rows of kernels and matrix multiplications; None: all rows of the summary.
+    """
+    device, steps = "GPU" if summary.gpus else "CPU", summary.steps
+    phases: tuple[Column[PhaseTime], ...] = (
+        Column("phase", lambda phase: phase.name),
+        Column("ranges", lambda phase: phase.count),
+        Column("ms", lambda phase: phase.total_ms),
+        Column(f"{device} busy ms", lambda phase: phase.busy_ms),
+        Column(f"{device} idle ms", lambda phase: phase.idle_ms),
+        Column("idle", lambda phase: share_cell(phase.idle_ms, phase.total_ms)),
+        Column("launches", lambda phase: phase.launches),
+    )
+    limits = f"Limits: data sheet of {summary.limits}." if any(product.bound for product in summary.products) else ""
+    tables = (
+        Table(phases, summary.phases, "Time by phase"),
+        *([_step_table(summary, steps)] if steps is not None and steps.name != "trace" else ()),
+        Table(_GPUS, summary.gpus, "GPU time from the first to the last activity"),
+        *(_idle_tables(summary, steps) if steps is not None else ()),
+        _kernel_table(summary, top),
+        Table(_PRODUCTS, summary.products[:top], "Matrix products, from recorded shapes", limits),
+    )
+    yield from (table for table in tables if table.rows)
+
+
+def _step_table(summary: Summary, steps: StepTime) -> Table[tuple[str, str]]:
+    figures = [(name, milliseconds(read(steps))) for name, read in STEP_TIMES.items()]
+    if summary.gpus:
+        figures += [(name, number_text(read(steps))) for name, read in STEP_COUNTS.items()]
+    columns: tuple[Column[tuple[str, str]], ...] = (
+        Column("", lambda figure: figure[0]),
+        Column("mean", lambda figure: figure[1]),
+    )
+    return Table(columns, figures, f"Mean {steps.name} of {steps.count}")
+
+
+def _idle_tables(summary: Summary, steps: StepTime) -> Iterator[Table[Filler]]:
+    """Yield the innermost functions in idle time, and those on the stack that call others."""
+    per = "" if steps.name == "trace" else f" per {steps.name}"
+    title = f"CPU while the GPU is idle{per}" if summary.gpus else f"CPU outside operators{per}"
+    inner = [filler for filler in steps.fillers if filler.self_ms >= 0.005 * steps.idle_ms > 0][:_FILLERS]
+    callers = [filler for filler in steps.fillers if filler.name and filler.total_ms > filler.self_ms]
+    callers = [filler for filler in callers if filler.total_ms >= _SMALLEST_SHARE * steps.idle_ms > 0]
+    callers = sorted(callers, key=lambda filler: (-filler.total_ms, filler.depth))[: 2 * _FILLERS]
+    outside = {filler: " (outside operators)" for filler in inner if filler.kind == "annotation"}
+    self_columns: tuple[Column[Filler], ...] = (
+        Column("function", lambda filler: TableCell(_filler_name(filler) + outside.get(filler, ""), full=filler.name)),
+        Column("ms", lambda filler: filler.self_ms),
+        Column("of the idle", lambda filler: share_cell(filler.self_ms, steps.idle_ms)),
+    )
+    yield Table(self_columns, inner, f"{title}: innermost function")
+    total_columns: tuple[Column[Filler], ...] = (
+        Column("function", lambda filler: TableCell(_filler_name(filler), full=filler.name)),
+        Column("ms", lambda filler: filler.total_ms),
+        Column("of the idle", lambda filler: share_cell(filler.total_ms, steps.idle_ms)),
+    )
+    yield Table(total_columns, callers, f"{title}: functions with what they call")
+
+
+def _filler_name(filler: Filler) -> str:
+    return short_name(filler.name) if filler.name else "(nothing recorded)"
+
+
+def _kernel_table(summary: Summary, top: int | None) -> Table[KernelTime]:
+    kernels = summary.kernels[:top]
+    names = short_names(kernel.name for kernel in kernels)
+    columns: tuple[Column[KernelTime], ...] = (
+        Column("kernel" if summary.gpus else "operator", lambda row: TableCell(names[row.name], full=row.name)),
+        Column("count", lambda kernel: kernel.count),
+        Column("ms", lambda kernel: kernel.total_ms),
+        Column("mean us", lambda kernel: kernel.mean_us),
+        Column("share", lambda kernel: TableCell(percent(kernel.share), kernel.share)),
+    )
+    others = summary.other_kernels_ms + sum(kernel.total_ms for kernel in summary.kernels[len(kernels) :])
+    note = f"All others: {milliseconds(others)}." if others > 1e-6 else ""
+    return Table(columns, kernels, "Kernels by total time" if summary.gpus else "CPU operators by self time", note)
+
+
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """Return short names that differ: where they would not, names with their template arguments, cut in the middle."""
+    short = {name: short_name(name) for name in names}
+    seen = Counter(short.values())
+    return {
+        name: text if seen[text] == 1 else cut_middle(clean(name).removeprefix("void ")) for name, text in short.items()
+    }
+
+
+def compare(summaries: Sequence[Summary]) -> TraceComparison:
+    """Return the figures of two or more traces side by side, under their names, numbered where they repeat."""
+    names = [summary.name for summary in summaries]
+    numbered = [name if names.count(name) == 1 else f"{name} ({index})" for index, name in enumerate(names, 1)]
+    return TraceComparison(tuple(numbered), _comparison_headline(summaries), tuple(_compared_figures(summaries)))
+
+
+def _comparison_headline(summaries: Sequence[Summary]) -> str:
+    first, last = summaries[0].steps, summaries[-1].steps
+    if first is None or last is None or first.name != last.name:
+        return "The traces have no steps in common: only totals are compared"
+    text = f"{milliseconds(first.step_ms)} {per_step(first)} became {milliseconds(last.step_ms)}"
+    if min(first.step_ms, last.step_ms) > 0:
+        faster = last.step_ms <= first.step_ms
+        ratio = first.step_ms / last.step_ms if faster else last.step_ms / first.step_ms
+        text += f" ({times(ratio)} {'faster' if faster else 'slower'})"
+    unit = "GPU idle" if summaries[0].gpus and summaries[-1].gpus else "time outside operators"
+    return f"{text}; {unit} {milliseconds(first.idle_ms)} became {milliseconds(last.idle_ms)}"
+
+
+def _compared_figures(summaries: Sequence[Summary]) -> Iterator[ComparedFigure]:
+    """Yield the figures: of the mean step, phases, GPUs, functions in idle time, and kernels."""
+    steps = [summary.steps for summary in summaries]
+    names = {step.name for step in steps if step is not None}
+    if len(names) == 1:
+        [name] = names
+        group = f"Mean {name}" if name != "trace" else "First to last activity"
+        reads = (STEP_TIMES | STEP_COUNTS).items()
+        tables = [{label: read(step) for label, read in reads} if step else {} for step in steps]
+        yield from _figure_rows(f"{group}: ms, and counts", tables)
+    yield from _figure_rows(
+        "Time by phase, ms",
+        [{name: ms for phase in summary.phases for name, ms in _phase_times(phase)} for summary in summaries],
+    )
+    totals = [{name: sum(map(read, summary.gpus)) for name, read in _GPU_TIMES.items()} for summary in summaries]
+    has_gpu = [bool(summary.gpus) for summary in summaries]
+    tables = [table if on_gpu else {} for table, on_gpu in zip(totals, has_gpu, strict=True)]
+    yield from _figure_rows("GPU time, ms, sum over GPUs", tables)
+    if len(names) == 1 and None not in steps:
+        fillers = [step.fillers if step else () for step in steps]
+        tables = [{filler.name: filler.total_ms for filler in table} for table in fillers]
+        titles = {filler.name: _filler_name(filler) for table in fillers for filler in table}
+        yield from _largest_rows("CPU functions in idle time, with what they call, ms", tables, titles, 0.0)
+    if len(set(has_gpu)) == 1:
+        tables = [{kernel.name: kernel.total_ms for kernel in summary.kernels} for summary in summaries]
+        titles = short_names(dict.fromkeys(name for table in tables for name in table))
+        complete = all(summary.other_kernels_ms < 1e-6 for summary in summaries)
+        group = "Kernels, ms in the whole trace" if has_gpu[0] else "CPU operators, self ms in the whole trace"
+        yield from _largest_rows(group, tables, titles, 0.0 if complete else None)
+
+
+def _phase_times(phase: PhaseTime) -> tuple[tuple[str, float], tuple[str, float]]:
+    return (phase.name, phase.total_ms), (f"{phase.name}, idle", phase.idle_ms)
+
+
+def _figure_rows(group: str, tables: Sequence[Mapping[str, float]]) -> Iterator[ComparedFigure]:
+    """Yield the figures that are not 0 in every trace, in the order of the traces."""
+    for name in dict.fromkeys(name for table in tables for name in table):
+        values = tuple(table.get(name) for table in tables)
+        if any(values):
+            yield ComparedFigure(group, name, values)
+
+
+def _largest_rows(
+    group: str, tables: Sequence[Mapping[str, float]], titles: Mapping[str, str], absent: float | None
+) -> Iterator[ComparedFigure]:
+    """Yield the rows with the largest values; ``absent`` is the value of a name that a trace lacks."""
+    largest = {name: max(table.get(name, 0.0) for table in tables) for name in titles}
+    least = _SMALLEST * max(largest.values(), default=0.0)
+    for name in sorted(largest, key=lambda name: -largest[name])[:_MOST_COMPARED]:
+        if largest[name] >= least > 0:
+            yield ComparedFigure(group, titles[name], tuple(table.get(name, absent) for table in tables), full=name)
+
+
+def comparison_tables(comparison: TraceComparison) -> Iterator[Table[ComparedFigure]]:
+    """Yield one table per group of figures."""
+    columns: list[Column[ComparedFigure]] = [Column("", lambda figure: TableCell(figure.name, full=figure.full))]
+    columns += [_value_column(index) for index in range(len(comparison.names))]
+    columns += [
+        Column("change", lambda figure: _change_cells(figure)[0]),
+        Column("", lambda figure: _change_cells(figure)[1]),
+    ]
+    for group in dict.fromkeys(figure.group for figure in comparison.figures):
+        yield Table(columns, [figure for figure in comparison.figures if figure.group == group], group)
+
+
+def _value_column(index: int) -> Column[ComparedFigure]:
+    return Column(ascii_uppercase[index], lambda figure: figure.values[index])
+
+
+def _change_cells(figure: ComparedFigure) -> tuple[TableCell, TableCell]:
+    """Return the difference, and the relative change."""
+    difference, first = figure.difference, figure.values[0]
+    if difference is None or first is None:
+        return TableCell(""), TableCell("")
+    relative = f"{100 * difference / first:+.1f}%" if first else ""
+    if first and difference >= 9 * first:
+        relative = times((first + difference) / first)
+    if relative in ("+0.0%", "-0.0%"):
+        return TableCell("0", difference), TableCell("0%", 0.0)
+    return TableCell(f"{'+' if difference > 0 else ''}{number_text(difference)}", difference), TableCell(relative)
+
+
+def lines(summaries: Sequence[Summary], *, width: int) -> list[str]:
+    """Return a summary, or several side by side, as lines of text without control characters.
+
+    Args:
+        summaries: one per trace.
         width: columns of the terminal; long names are cut.
     """
-    found = [f"{summary.headline}."]
-    for table in tables_of(summary):
-        found += ["", *table.lines(width)]
-    return found + _note_lines([summary])
-
-
-def comparison_lines(summaries: Sequence[Summary], *, width: int) -> list[str]:
-    """Return several summaries side by side as lines of text: the headlines, then one table per group of figures."""
-    comparison = compare(summaries)
-    found = [f"{comparison.headline}."]
-    found += [
-        f"{letter}: {clean(name)}: {summary.headline}."
-        for letter, name, summary in zip(letters(comparison), comparison.names, summaries, strict=True)
-    ]
-    for table in comparison_tables(comparison):
-        found += ["", *table.lines(width)]
-    return found + _note_lines(summaries)
-
-
-def _note_lines(summaries: Sequence[Summary]) -> list[str]:
+    if len(summaries) == 1:
+        text, tables = [f"{summaries[0].headline}."], tables_of(summaries[0])
+    else:
+        comparison = compare(summaries)
+        text, tables = [f"{comparison.headline}."], comparison_tables(comparison)
+        for letter, name, summary in zip(ascii_uppercase, comparison.names, summaries, strict=False):
+            text.append(f"{letter}: {clean(name)}: {summary.headline}.")
+    for table in tables:
+        text += ["", *table.lines(width)]
     notes = dict.fromkeys(f"note: {note}" for summary in summaries for note in summary.notes)
-    return ["", *notes] if notes else []
+    return [*text, "", *notes] if notes else text
 
 
 def page(summaries: Sequence[Summary], *, title: str = "", top: int | None = None) -> str:
@@ -51,7 +318,7 @@ def page(summaries: Sequence[Summary], *, title: str = "", top: int | None = Non
     Args:
         summaries: one per trace.
         title: heading; empty: the names of the traces.
-        top: number of rows of kernels, matrix multiplications and operators; None: all rows of the summaries.
+        top: number of rows of kernels and matrix multiplications; None: all rows of the summaries.
     """
     from jinja2 import ChoiceLoader, PackageLoader
 
@@ -65,38 +332,19 @@ def page(summaries: Sequence[Summary], *, title: str = "", top: int | None = Non
         title=title or ", ".join(summary.name for summary in summaries),
         summaries=summaries,
         comparison=comparison,
-        letters=letters(comparison) if comparison else (),
+        letters=ascii_uppercase,
         compared=list(comparison_tables(comparison)) if comparison else [],
         tables=[list(tables_of(summary, top=top)) for summary in summaries],
         bars=[_bars(summary) for summary in summaries],
-        colours=_COLOURS,
         light=draw.LIGHT,
         dark=draw.DARK,
     )
 
 
-def _bars(summary: Summary) -> list[tuple[str, float, list[tuple[str, float, float]]]]:
-    """Return (label, ms, parts) of each bar; parts are (name, ms, width in percent of the longest bar)."""
-    steps = summary.steps
-    if steps is not None and steps.name != "trace":
-        rows = {f"mean {steps.name}": {"busy": steps.busy_ms, "idle": steps.idle_ms}}
-    else:
-        rows = {
-            f"GPU {gpu.device}": {
-                "compute": gpu.compute_ms,
-                "communication": gpu.communication_ms,
-                "memory": gpu.memory_ms,
-                "idle": gpu.idle_ms,
-            }
-            for gpu in summary.gpus
-        }
-    longest = max((sum(parts.values()) for parts in rows.values()), default=0.0)
-    return [
-        (
-            label,
-            sum(parts.values()),
-            [(name, value, 100 * value / longest) for name, value in parts.items() if value > 0],
-        )
-        for label, parts in rows.items()
-        if longest > 0
-    ]
+def _bars(summary: Summary) -> list[tuple[str, float, float, float]]:
+    """Return (label, busy ms, idle ms, percent of the longest bar per ms) of the mean step, else of each GPU."""
+    rows = [(f"GPU {gpu.device}", gpu.busy_ms, gpu.idle_ms) for gpu in summary.gpus]
+    if (steps := summary.steps) is not None and steps.name != "trace":
+        rows = [(f"mean {steps.name}", steps.busy_ms, steps.idle_ms)]
+    longest = max((busy + idle for _, busy, idle in rows), default=0.0)
+    return [(label, busy, idle, 100 / longest) for label, busy, idle in rows if longest > 0]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from panscan.inspect.trace.columns import ANNOTATION, KERNEL, Columns
-from panscan.inspect.trace.cpu import idle_fillers, thread_name
-from panscan.inspect.trace.figures import Filler, PhaseTime, StepTime
-from panscan.inspect.trace.gpu import Launches, launch_calls
+from panscan.inspect.trace.cpu import Filler, Launches, idle_fillers, launch_calls
 from panscan.inspect.trace.intervals import Floats, Ints, Spans
 
 PHASE = "panscan."
@@ -22,22 +21,69 @@ _ALWAYS = 0.98  # of the time of the steps
 
 
 @dataclass(frozen=True, slots=True)
-class Windows:
-    """Time windows of all steps.
+class PhaseTime:
+    """All ranges of one phase.
 
     Args:
-        name: name of one step.
-        start, end: bounds of each window.
+        name: name of the phase without ``panscan.``.
+        count: number of ranges.
+        total_ms: wall time of all ranges.
+        busy_ms: part of it with activity on any GPU; without a GPU: in an operator on the main thread.
+        idle_ms: the rest of ``total_ms``.
+        launches: kernel and graph launches that began in the ranges.
     """
+
+    name: str
+    count: int
+    total_ms: float
+    busy_ms: float
+    idle_ms: float
+    launches: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """The mean step: from the start of one to the start of the next. Without steps: the whole trace as one.
+
+    Args:
+        name: "decode step", "step" or "trace".
+        count: number of steps.
+        step_ms: mean wall time.
+        busy_ms: part of it with activity on any GPU; without a GPU: in an operator on the main thread.
+        idle_ms: the rest.
+        gap_ms: mean of the longest idle stretch that begins in each step; it may end in the next one.
+        kernels: GPU kernels that start in a step.
+        kernel_launches: kernel launches by the CPU per step.
+        graph_launches: CUDA graph launches per step.
+        copies: copies and fills on the GPU per step.
+        thread: the thread that launches, or the one with most operators.
+        fillers: CPU activity during the idle time, on the thread whose launch ends it; most self time first.
+        cause: the innermost function with at least half of the idle time that does not run all the time; None: there
+            is none.
+    """
+
+    name: str
+    count: int
+    step_ms: float
+    busy_ms: float
+    idle_ms: float
+    gap_ms: float
+    kernels: float
+    kernel_launches: float
+    graph_launches: float
+    copies: float
+    thread: str
+    fillers: tuple[Filler, ...]
+    cause: Filler | None
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Time windows of all steps: the name of one step, and the bounds of each window."""
 
     name: str
     start: Floats
     end: Floats
-
-    @property
-    def spans(self) -> Spans:
-        """All windows together."""
-        return Spans.union(self.start, self.end)
 
 
 def phase_times(columns: Columns, busy: Spans, launches: Launches) -> tuple[PhaseTime, ...]:
@@ -49,20 +95,18 @@ def phase_times(columns: Columns, busy: Spans, launches: Launches) -> tuple[Phas
         launches: kernel and graph launches.
     """
     cpu = columns.cpu
-    begins = np.sort(cpu.start[np.concatenate((launches.kernels, launches.graphs))])
-    found: list[tuple[float, PhaseTime]] = []
+    begins = np.sort(cpu.start[np.concatenate(launches)])
+    phases: list[tuple[float, PhaseTime]] = []
     for index, name in enumerate(columns.names):
-        if not name.startswith(PHASE):
-            continue
-        rows = np.flatnonzero((cpu.name == index) & (cpu.kind == ANNOTATION))
+        rows = np.flatnonzero((cpu.name == index) & (cpu.kind == ANNOTATION)) if name.startswith(PHASE) else ()
         if not len(rows):
             continue
         start, end = cpu.start[rows], cpu.end[rows]
         total, active = float((end - start).sum()), float(busy.overlap(start, end).sum())
         count = int((np.searchsorted(begins, end) - np.searchsorted(begins, start)).sum())
         phase = PhaseTime(name.removeprefix(PHASE), len(rows), total / 1e3, active / 1e3, (total - active) / 1e3, count)
-        found.append((float(start.min()), phase))
-    return tuple(phase for _, phase in sorted(found, key=lambda pair: (pair[0], -pair[1].total_ms)))
+        phases.append((float(start.min()), phase))
+    return tuple(phase for _, phase in sorted(phases, key=lambda pair: (pair[0], -pair[1].total_ms)))
 
 
 def step_windows(columns: Columns, step: str | None) -> Windows | None:
@@ -78,24 +122,20 @@ def step_windows(columns: Columns, step: str | None) -> Windows | None:
             ``ProfilerStep#N`` or Transformers' ``prepare_inputs_for_generation``, the first that the trace has.
 
     Returns:
-        None if no range has the name.
+        None if no range has the name, and no Python function ``file(line): name``.
     """
     for name, title in _AUTOMATIC if step is None else ((step, "step"),):
-        indices = [index for index, other in enumerate(columns.names) if _has_name(other, name)]
-        rows = np.flatnonzero(np.isin(columns.cpu.name, indices)) if indices else np.empty(0, dtype=np.int64)
+        named = [index for index, other in enumerate(columns.names) if other == name or other.endswith(f": {name}")]
+        rows = np.flatnonzero(np.isin(columns.cpu.name, named))
         if len(rows):
             return _windows(columns, rows, title)
     return None
 
 
-def _has_name(name: str, ending: str) -> bool:
-    """Return whether a range has this name, or is a Python function ``file(line): name`` with it."""
-    return name == ending or name.endswith(f": {ending}")
-
-
 def _windows(columns: Columns, rows: Ints, title: str) -> Windows:
+    """Return the windows that begin with some ranges: those of the thread with most of them."""
     cpu = columns.cpu
-    rows = rows[cpu.thread[rows] == np.bincount(cpu.thread[rows]).argmax()]
+    rows = rows[cpu.lane[rows] == np.bincount(cpu.lane[rows]).argmax()]
     rows = rows[np.argsort(cpu.start[rows], kind="stable")]
     start, end = cpu.start[rows], cpu.end[rows]
     outer = np.concatenate(([True], start[1:] >= np.maximum.accumulate(end)[:-1]))  # not inside another step
@@ -103,7 +143,7 @@ def _windows(columns: Columns, rows: Ints, title: str) -> Windows:
     if len(start) == 1:
         return Windows(title, start, end)
     others = [i for i, name in enumerate(columns.names) if name.startswith(PHASE) and name not in (_DECODE, _REQUEST)]
-    between = np.sort(cpu.start[np.isin(cpu.name, others) & (cpu.thread == cpu.thread[rows[0]])])
+    between = np.sort(cpu.start[np.isin(cpu.name, others) & (cpu.lane == cpu.lane[rows[0]])])
     follows = np.searchsorted(between, start) > np.concatenate(([0], np.searchsorted(between, end[:-1])))
     start, end, following = start[:-1], end[:-1], start[1:]
     interrupted = np.searchsorted(between, following) > np.searchsorted(between, end)
@@ -114,7 +154,7 @@ def _windows(columns: Columns, rows: Ints, title: str) -> Windows:
     return Windows(title, start[kept], np.where(interrupted, end, following)[kept])
 
 
-def step_time(columns: Columns, windows: Windows, busy: Spans, thread: int, launches: Launches) -> StepTime:
+def step_time(columns: Columns, windows: Windows, busy: Spans, thread: int, launches: Launches, top: int) -> StepTime:
     """Return the mean step and what the CPU does in its idle time.
 
     Args:
@@ -123,67 +163,40 @@ def step_time(columns: Columns, windows: Windows, busy: Spans, thread: int, laun
         busy: when a GPU is active, or the main thread is in an operator if there is no GPU.
         thread: the thread that launches most, or has most operators.
         launches: kernel and graph launches.
+        top: number of functions to keep, by self time and by total.
     """
     gpu, cpu, count = columns.gpu, columns.cpu, len(windows.start)
     lengths = windows.end - windows.start
     active = busy.overlap(windows.start, windows.end)
-    every = busy.gaps(float(windows.start[0]), max(float(windows.end[-1]), float(cpu.end.max())))
-    fillers = tuple(_per_step(filler, count) for filler in _fillers(columns, windows, every, thread))
+    idle = busy.gaps(float(windows.start[0]), max(float(windows.end[-1]), float(cpu.end.max())))
+    # A gap belongs to the thread that launches the activity after it, or to the main thread if that is unknown.
+    calls = np.concatenate((launch_calls(columns), [-1]))[np.searchsorted(gpu.start, idle.end, side="left")]
+    threads = np.where(calls >= 0, cpu.lane[calls], thread)
+    fillers = idle_fillers(columns, idle, threads, Spans.union(windows.start, windows.end), count)
+    step_ms = float(lengths.mean()) / 1e3
 
     def mean(times: Floats) -> float:
         times = np.sort(times)
         inside = np.searchsorted(times, windows.end) - np.searchsorted(times, windows.start)
         return float(inside.sum()) / count
 
+    by_total = sorted(fillers, key=lambda filler: -filler.total_ms)
+    shown = {filler.name for filler in (*fillers[:top], *by_total[:top])}
     return StepTime(
         name=windows.name,
         count=count,
-        step_ms=float(lengths.mean()) / 1e3,
+        step_ms=step_ms,
         busy_ms=float(active.mean()) / 1e3,
         idle_ms=float((lengths - active).mean()) / 1e3,
-        gap_ms=_longest_gaps(windows, every) / 1e3,
+        gap_ms=_longest_gaps(windows, idle) / 1e3,
         kernels=mean(gpu.start[gpu.kind == KERNEL]),
         kernel_launches=mean(cpu.start[launches.kernels]),
         graph_launches=mean(cpu.start[launches.graphs]),
         copies=mean(gpu.start[gpu.kind != KERNEL]),
-        thread=thread_name(columns, thread),
-        fillers=fillers,
-        cause=_cause(fillers, float(lengths.mean()) / 1e3),
+        thread=cpu.lanes[thread],
+        fillers=tuple(filler for filler in fillers if filler.name in shown),
+        cause=_cause(fillers, step_ms),
     )
-
-
-def _fillers(columns: Columns, windows: Windows, idle: Spans, thread: int) -> list[Filler]:
-    """Return what the CPU does in idle time within the windows, most self time first.
-
-    A gap belongs to the thread that launches the activity after it, or to ``thread`` if that is unknown.
-    """
-    following = np.searchsorted(columns.gpu.start, idle.end, side="left")
-    known = following < len(columns.gpu.start)
-    calls = np.full(len(following), -1, dtype=np.int64)
-    calls[known] = launch_calls(columns)[following[known]]
-    threads = np.where(calls >= 0, columns.cpu.thread[calls], thread)
-    found: dict[str, Filler] = {}
-    for number in np.unique(threads).tolist():
-        own = Spans(idle.start[threads == number], idle.end[threads == number]).within(windows.spans)
-        for filler in idle_fillers(columns, number, own, windows.spans):
-            found[filler.name] = _sum(found[filler.name], filler) if filler.name in found else filler
-    return sorted(found.values(), key=lambda filler: -filler.self_ms)
-
-
-def _sum(one: Filler, other: Filler) -> Filler:
-    """Return the same function on two threads as one."""
-    larger = max(one, other, key=lambda filler: filler.total_ms)
-    return replace(
-        larger,
-        self_ms=one.self_ms + other.self_ms,
-        total_ms=one.total_ms + other.total_ms,
-        stack_ms=max(one.stack_ms, other.stack_ms),
-    )
-
-
-def _per_step(filler: Filler, count: int) -> Filler:
-    times = {name: getattr(filler, name) / count for name in ("self_ms", "total_ms", "stack_ms")}
-    return replace(filler, **times)
 
 
 def _longest_gaps(windows: Windows, idle: Spans) -> float:
@@ -192,13 +205,13 @@ def _longest_gaps(windows: Windows, idle: Spans) -> float:
     An interval may end in the next window: that is the gap between two steps.
     """
     longest = np.zeros(len(windows.start))
-    at = np.searchsorted(windows.start, idle.start, side="right") - 1
-    inside = idle.start < windows.end[at]
-    np.maximum.at(longest, at[inside], (idle.end - idle.start)[inside])
+    window = np.searchsorted(windows.start, idle.start, side="right") - 1
+    inside = idle.start < windows.end[window]
+    np.maximum.at(longest, window[inside], (idle.end - idle.start)[inside])
     return float(longest.mean())
 
 
-def _cause(fillers: tuple[Filler, ...], step_ms: float) -> Filler | None:
+def _cause(fillers: Sequence[Filler], step_ms: float) -> Filler | None:
     """Return the innermost function with at least half of the idle time; None: none has that much.
 
     Functions that are on the stack all the time, such as the loop over the steps, explain nothing.

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from panscan.core.hardware import SHARED_BYTES
+from panscan.core.gpu_features import SHARED_BYTES
 from panscan.core.jit import INTERPRETED, kernel
 from panscan.model.linear.rows import LARGEST, LEAST_SCALE, QuantizedRows
 

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 import torch
 from torch.nn import functional
 
-from panscan.core.hardware import Capability, refusal, supports
+from panscan.core.gpu_features import Capability, refusal, supports
 from panscan.model.linear.rows import LARGEST, LEAST_SCALE, QuantizedRows, UnscaledProduct
 
 ANY_ROWS = sys.maxsize

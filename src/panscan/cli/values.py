@@ -1,0 +1,234 @@
+"""Values of options that several verbs share: settings and presets, prompts, schemas, the command line as words."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from panscan.cli.console import errors
+from panscan.cli.models import check_model_names
+from panscan.cli.verb import ClickOption
+from panscan.core import InputError, Sampling, SettingError
+from panscan.core.sampling import MAX_SCHEMA_BYTES
+from panscan.settings import (
+    NEEDS_GENERATE,
+    Options,
+    RunnerChoice,
+    Settings,
+    axes,
+    choose_runner,
+    default_of,
+    foreign_settings,
+    options_of,
+)
+
+
+def read_json_schema(path: str | None, *, ignore_eos: bool = False) -> str | None:
+    """Return the checked schema of ``--json-schema``; None without a path.
+
+    Args:
+        path: value of the option.
+        ignore_eos: value of ``--ignore-eos``, which excludes a schema.
+
+    Raises:
+        InputError: the file cannot be read.
+        SettingError: it holds no JSON schema, or one that is not supported.
+    """
+    if path is None:
+        return None
+    from panscan.engine.grammar import check_schema
+
+    option = f"--json-schema {path}"
+    try:
+        with Path(path).open(encoding="utf-8-sig") as file:
+            text = file.read(MAX_SCHEMA_BYTES + 1)  # not more of it: the file may be of any size
+    except OSError as error:
+        raise InputError(f"{option}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{option}: not UTF-8 text: save it as UTF-8") from error
+    try:
+        Sampling(json_schema=text, ignore_eos=ignore_eos)
+        check_schema(text)
+    except SettingError as error:
+        raise SettingError(f"{option}: {str(error).removeprefix('json_schema').lstrip(': ')}") from error
+    return text
+
+
+def given_axes(options: Options) -> dict[str, list[str]]:
+    """Return the settings that the user gave, each with the parts of its comma list.
+
+    Raises:
+        SettingError: an empty value, or too many of them.
+    """
+    from panscan.settings.preset_files import MAX_VALUES
+
+    given = {}
+    for name, text in options.settings.items():
+        flag = f"--{axes()[name].flag}"
+        if (count := text.count(",") + 1) > MAX_VALUES:
+            raise SettingError(f"{flag} has {count:,} values: give at most {MAX_VALUES:,}")
+        given[name] = [part.strip() for part in text.split(",")]
+        if not all(given[name]):
+            raise SettingError(f"{flag} has an empty value: {text!r}")
+    return given
+
+
+def given_values(options: Options) -> dict[str, Any]:
+    """Return the settings that the user gave a command that runs once, each with one typed value.
+
+    Raises:
+        SettingError: an empty value, or one of another kind.
+    """
+    for name, text in options.settings.items():
+        if not text:
+            raise SettingError(f"--{axes()[name].flag} has an empty value: {text!r}")
+    return {name: axes()[name].parse(text) for name, text in options.settings.items()}
+
+
+def one_preset(options: Options, verb: str) -> dict[str, Any]:
+    """Return the settings of a preset for a command that runs once; none without a preset.
+
+    Settings that the command does not have are ignored with a note.
+
+    Raises:
+        SettingError: no such preset, or one with several values of a setting.
+    """
+    from panscan.settings.preset_files import single_preset
+
+    if options.preset is None:
+        return {}
+    settings, ignored = single_preset(options.preset, options_of(verb).keys() & axes().keys())
+    if ignored:
+        print_ignored(options.preset, f"panscan {verb}", ignored)
+    return settings
+
+
+def chosen_settings(options: Options, verb: str) -> tuple[dict[str, Any], RunnerChoice]:
+    """Return the settings of a command that runs one model: options over a preset, with the chosen runner.
+
+    Preset settings that the runner does not support are ignored with a note.
+
+    Raises:
+        SettingError: as :func:`given_values` and :func:`one_preset`.
+        ModelError: as :func:`panscan.cli.models.check_model_names`.
+    """
+    preset = one_preset(options, verb)
+    given = given_values(options)
+    if "model" in given:
+        check_model_names([given["model"]])
+    choice = choose_runner(given, preset)
+    idle = [
+        name
+        for name in foreign_settings(choice.runner)
+        if name in preset and name not in given and preset[name] != axes()[name].default
+    ]
+    if idle:
+        print_ignored(str(options.preset), f"runner {choice.runner}", idle)
+    used = {name: value for name, value in preset.items() if name not in idle}
+    return used | given | {"runner": choice.runner}, choice
+
+
+def engine_settings(options: Options, verb: str) -> Settings:
+    """Return the settings of a command that computes on the engine only.
+
+    Raises:
+        SettingError: another runner, or a value that the engine does not support; and as :func:`chosen_settings`.
+        ModelError: as :func:`chosen_settings`.
+    """
+    chosen, choice = chosen_settings(options, verb)
+    if choice.runner != "engine":
+        from_preset = "runner" not in options.given and not choice.option
+        named = f"--preset {options.preset}: runner {choice.runner}" if from_preset else f"--runner {choice.runner}"
+        raise SettingError(f"{choice.option or named}: {NEEDS_GENERATE.format(verb=verb)}")
+    return Settings(**{"tpot_target_ms": default_of("tpot_target_ms", verb), **chosen})
+
+
+def print_skipped(problem: Exception) -> None:
+    """Report a document that cannot be used."""
+    errors().print(f"skipped: {problem}", style="yellow", soft_wrap=True)
+
+
+def print_ignored(preset: str, who: str, settings: Iterable[str]) -> None:
+    """Report the settings of a preset that a command or runner does not support."""
+    errors().print(f"--preset {preset}: ignoring {', '.join(settings)}: not supported by {who}", soft_wrap=True)
+
+
+def print_runner(choice: RunnerChoice) -> None:
+    """Report a runner that panscan chose, and why; nothing if the user or a preset names it."""
+    if choice.reason:
+        errors().print(f"runner: {choice.runner} ({choice.reason})", style="dim", soft_wrap=True)
+
+
+def utf8(flag: str, text: str | None) -> str | None:
+    """Return the text of an option.
+
+    Raises:
+        SettingError: it is not UTF-8 text.
+    """
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:
+        raise SettingError(f"{flag} is not UTF-8 text: {text!r}") from None
+    return text
+
+
+def read_prompt(text: str | None) -> str:
+    """Return the value of ``-p``; for none or ``-``, standard input. Spaces are kept: the chat template trims them.
+
+    Raises:
+        SettingError: there is no prompt, it is empty, or it is not UTF-8 text.
+    """
+    if text is None or text == "-":
+        if sys.stdin is None or sys.stdin.isatty():
+            raise SettingError("-p: no prompt is given; add -p 'What is the total?', or pipe it in")
+        try:
+            text = sys.stdin.read()
+        except UnicodeDecodeError:
+            raise SettingError("the prompt on standard input is not UTF-8 text") from None
+    if not text.strip():
+        raise SettingError("-p: the prompt is empty; give a question with -p or on standard input")
+    utf8("the prompt", text)
+    return text
+
+
+def command_words(context: click.Context, *, without: Collection[str] = (), extra: Iterable[str] = ()) -> list[str]:
+    """Rebuild the present command line from its parsed values, as words.
+
+    Positional arguments come first, then options in the order in which the user gave them.
+
+    Args:
+        context: of the command.
+        without: names of parameters to leave out.
+        extra: words to add after the options.
+    """
+    parameters = {parameter.name: parameter for parameter in context.command.params}
+    positional: list[str] = []
+    options: list[str] = []
+    for name, value in context.params.items():
+        typed = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if not typed or name in without:
+            continue
+        parameter = parameters[name]
+        if isinstance(parameter, click.Argument):
+            positional += map(str, value if isinstance(value, tuple) else (value,))
+        else:
+            options += _option_words(parameter, value)
+    before = ["--"] if any(word.startswith("-") for word in positional) else []
+    options += extra
+    return [*options, *before, *positional] if before else [*positional, *options]
+
+
+def _option_words(parameter: click.Parameter, value: Any) -> list[str]:
+    """Return an option as words; a value that looks like an option is attached to its flag."""
+    short, long = parameter.opts[0], next(name for name in parameter.opts if name.startswith("--"))
+    if isinstance(value, bool):
+        return [short if value else f"--no-{long[2:]}"]
+    words = []
+    alone = isinstance(parameter, ClickOption) and parameter.declared.kind is bool  # it may stand without a value
+    for text in map(str, value if isinstance(value, tuple) else (value,)):
+        words += [f"{long}={text}"] if alone or text.startswith("-") else [short, text]
+    return words

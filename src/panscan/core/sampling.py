@@ -1,0 +1,153 @@
+"""The sampling options, declared once for requests and commands, and what a request makes of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields
+
+from panscan.core.errors import SettingError
+from panscan.core.option import Range, option, shorten
+
+MAX_SCHEMA_BYTES = 2**16
+"""Longest ``json_schema`` in bytes of UTF-8."""
+TOKENS = Range(integer=True, ge=1, le=2**20)
+"""Output tokens; the maximum is eight times Gemma 3's context."""
+SEEDS = Range(integer=True, ge=-(2**63), le=2**64 - 1)
+"""Those of ``torch.manual_seed``."""
+
+_TOKEN = Range(integer=True, ge=0, le=2**31 - 1)
+_ANSWER = "ask batch bench serve"
+
+
+@dataclass(frozen=True)
+class SamplingTable:
+    """The sampling options: fields of :class:`Sampling` and of :class:`panscan.settings.Settings`."""
+
+    max_new_tokens: int = option(
+        128,
+        "Generation",
+        "Maximum output tokens.",
+        f"{_ANSWER} load profile quantize",
+        range=TOKENS,
+        by_verb={
+            "serve": {"help": "Output tokens of a request without max_tokens."},
+            "profile": {"default": 16},
+        },
+    )
+    temperature: float = option(
+        0.0,
+        "Generation",
+        "Sampling temperature; 0 is greedy.",
+        _ANSWER,
+        range=Range(ge=0, le=1_000_000, note="0 is greedy"),
+    )
+    top_k: int | None = option(
+        None,
+        "Generation",
+        "Sample from the k most probable tokens.",
+        _ANSWER,
+        range=Range(integer=True, ge=1, le=2**31 - 1),
+        sampled=True,
+    )
+    top_p: float | None = option(
+        None,
+        "Generation",
+        "Sample from top tokens with this total probability.",
+        _ANSWER,
+        range=Range(gt=0, le=1),
+        sampled=True,
+    )
+    min_p: float | None = option(
+        None,
+        "Generation",
+        "Drop tokens below this share of the most probable.",
+        _ANSWER,
+        range=Range(ge=0, le=1),
+        sampled=True,
+        rare=True,
+    )
+    repetition_penalty: float | None = option(
+        None,
+        "Generation",
+        "Penalty on repeated tokens; above 1 repeats less.",
+        _ANSWER,
+        range=Range(ge=1e-6, le=1_000_000),
+        rare=True,
+    )
+    ignore_eos: bool = option(
+        False,
+        "Generation",
+        "Ignore end tokens: always generate the full length.",
+        f"{_ANSWER} load profile",
+        by_verb={"profile": {"default": True}},
+    )
+
+
+SAMPLING_NAMES = tuple(item.name for item in fields(SamplingTable))
+SAMPLED_NAMES = tuple(item.name for item in fields(SamplingTable) if item.metadata.get("sampled"))
+"""Sampling options that have no effect at temperature 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling(SamplingTable):
+    """How output tokens are chosen. The default is greedy.
+
+    ``temperature`` 0 is greedy; ``ignore_eos`` gives exactly ``max_new_tokens`` tokens (for speed measurements), unless
+    something of ``stop`` or ``stop_token_ids`` comes up. An answer ends before the first text of ``stop`` (which may
+    begin and end inside tokens) and at the first id of ``stop_token_ids``. ``logprobs``: natural logarithms of the
+    probabilities of each chosen token and of this many most probable ones, before temperature and filters. With a
+    ``seed`` a token depends on it, its place in the answer and its probabilities alone. ``json_schema``: a JSON schema
+    as text that the answer must satisfy (``{"type": "object"}``: any JSON object); only the engine supports it.
+    """
+
+    seed: int | None = field(default=None, metadata={"range": SEEDS})
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = field(default=None, metadata={"range": Range(integer=True, ge=0, le=20)})
+    json_schema: str | None = None
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value, allowed = getattr(self, item.name), item.metadata.get("range")
+            if allowed is not None and not (value is None and item.default is None):
+                allowed.check(item.name, value)
+        if not isinstance(self.ignore_eos, bool):
+            raise SettingError(f"ignore_eos must be true or false, got {shorten(self.ignore_eos)}")
+        if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
+            raise SettingError(f"stop must be a tuple of texts, none of them empty, got {shorten(self.stop)}")
+        if not isinstance(self.stop_token_ids, tuple) or not all(token in _TOKEN for token in self.stop_token_ids):
+            raise SettingError(f"stop_token_ids must be a tuple of token ids, got {shorten(self.stop_token_ids)}")
+        if self.greedy and any(getattr(self, name) is not None for name in SAMPLED_NAMES):
+            names = f"{', '.join(SAMPLED_NAMES[:-1])} and {SAMPLED_NAMES[-1]}"
+            raise SettingError(f"{names} need a temperature above 0 (temperature 0 is greedy)")
+        if self.json_schema is not None:
+            _check_schema(self.json_schema)
+            if self.ignore_eos:
+                raise SettingError(
+                    "ignore_eos and json_schema exclude each other: the schema decides where an answer ends"
+                )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def _check_schema(text: object) -> None:
+    """Refuse what cannot be a JSON schema. Whether its keywords are supported is for the engine to say.
+
+    Raises:
+        SettingError: no text, too long, no JSON, or JSON of another type.
+    """
+    if not isinstance(text, str):
+        raise SettingError(f"json_schema must be a JSON schema as text, got {shorten(text)}: use json.dumps(schema)")
+    try:
+        size = len(text.encode())
+        schema = json.loads(text) if size <= MAX_SCHEMA_BYTES else None
+    except RecursionError:
+        raise SettingError("json_schema is nested too deeply: flatten it, or use $ref") from None
+    except ValueError as error:
+        raise SettingError(f"json_schema is not valid JSON: {error}") from None
+    if size > MAX_SCHEMA_BYTES:
+        raise SettingError(f"json_schema is longer than {MAX_SCHEMA_BYTES:,} bytes: shorten it")
+    if not isinstance(schema, dict | bool):
+        raise SettingError(f"json_schema must be a JSON object, true or false, got {shorten(schema)}")

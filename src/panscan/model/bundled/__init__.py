@@ -1,0 +1,72 @@
+"""The models that need no download: ``mini``, which is trained and packaged, and ``tiny``, with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from hashlib import sha256
+from importlib.resources import files
+from pathlib import Path
+
+from panscan.core import BUNDLED, ModelError
+from panscan.settings import Settings
+
+__all__ = ["BUNDLED"]
+
+_FILES = (
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "processor_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+"""Required files. Transformers silently replaces some of them by defaults."""
+
+
+def is_demonstration(settings: Settings) -> bool:
+    """Return whether settings select a bundled checkpoint, whose answers about real documents are usually wrong."""
+    return settings.model in BUNDLED and not settings.random_weights
+
+
+def mini_directory() -> Path:
+    """Return the directory of the trained model's checkpoint, for ``from_pretrained``.
+
+    Raises:
+        ModelError: the installation lacks files, as one without package data does.
+    """
+    directory = Path(str(files("panscan.model"))) / "weights" / "mini"
+    if missing := [name for name in _FILES if not (directory / name).is_file()]:
+        raise ModelError(f"the mini model in {directory} lacks {', '.join(missing)}: install panscan again")
+    return directory
+
+
+def bundled_directory(name: str) -> Path | None:
+    """Return the directory of a bundled model's checkpoint; None for any other name.
+
+    Raises:
+        ModelError: the checkpoint is incomplete or cannot be written.
+    """
+    if name == "mini":
+        return mini_directory()
+    if name == "tiny":
+        from panscan.model.bundled.tiny import tiny_directory  # imports PyTorch
+
+        return tiny_directory()
+    return None
+
+
+def fingerprints(models: Iterable[str]) -> dict[str, str]:
+    """Return the start of the SHA-256 of the weights of each bundled model among ``models``, by name.
+
+    Records need it because a model keeps its name when it is trained again.
+
+    Raises:
+        ModelError: a checkpoint is incomplete or cannot be written.
+    """
+    found = {}
+    for name in sorted({*models}.intersection(BUNDLED)):
+        directory = bundled_directory(name)
+        if directory is not None:
+            found[name] = sha256((directory / "model.safetensors").read_bytes()).hexdigest()[:12]
+    return found

@@ -1,0 +1,195 @@
+"""The bundled tiny model: a whole Gemma 3 checkpoint of 2 million random weights, written to the user's cache once.
+
+Its words mean nothing, but they depend on every pixel, word, mask and position, as those of a trained model do.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from functools import cache
+from hashlib import sha256
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import tokenizers
+import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers.utils import logging
+
+from panscan.core import ModelError
+from panscan.core.files import WriteLock, cache_directory
+from panscan.model.build import build_model
+from panscan.model.bundled.tokenizer import END_MARKS, MARKS, build_tokenizer
+from panscan.model.gemma3.config import gemma3_config, generation_config, processor_for
+from panscan.model.shapes import SHAPES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+
+_RECIPE = ("gemma3/config.py", "shapes.py", "bundled/tiny.py", "bundled/tokenizer.py")
+_MANIFEST = "manifest.json"
+_SEED = 11
+_EMBEDDING = 0.03
+_MARK_ROWS, _END_ROWS, _BYTE_ROWS = 0.3, 1.2, 0.5
+"""Lengths of embedding rows: a longer row makes a token more often the most probable, marks never, bytes seldom."""
+_RULES: tuple[tuple[str, float, float, bool], ...] = (
+    # parameter, mean, standard deviation, whether that is divided by the square root of the inputs
+    ("*vision_tower*norm*.weight", 1.0, 0.1, False),
+    ("*.bias", 0.0, 0.1, False),
+    ("*position_embedding.weight", 0.0, 0.5, False),
+    ("*patch_embedding.weight", 0.0, 3.0, True),
+    ("*vision_tower*.[qk]_proj.weight", 0.0, 1.8, True),
+    ("*language_model.norm.weight", 5.8, 0.7, False),
+    ("*.[qk]_norm.weight", 0.8, 0.1, False),
+    ("*norm.weight", 0.0, 0.1, False),
+    ("*", 0.0, 1.0, True),
+)
+"""The first rule that fits draws a parameter. Queries and keys are long, so that attention picks few positions."""
+_POST_NORMS = {"post_attention_layernorm.weight": 0.18, "post_feedforward_layernorm.weight": 0.72}
+_GROWTH = 1.25
+"""What layer 0 adds to the residual stream, and how much more each next layer adds. So the last token's embedding is
+heard at first but drowns before it meets itself in the tied output matrix: else a random model repeats one token."""
+
+
+def tiny_directory() -> Path:
+    """The local checkpoint directory of the tiny model, built on the first call; load it with ``from_pretrained``.
+
+    It lies in the user's cache directory, or in the one that ``PANSCAN_CACHE`` names, under a name that changes with
+    the recipe and with Transformers; if that cannot be written, in a temporary directory until this process ends.
+
+    Raises:
+        ModelError: if there is nowhere to write it.
+    """
+    root = cache_directory()
+    target = root / f"tiny-{_tiny_digest()}"
+    if _complete(target):
+        return target
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with WriteLock(root / f"{target.name}.lock"):
+            if not _complete(target):
+                # Built under another name and moved, so that the target is never seen half-written.
+                building = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
+                try:
+                    write_tiny(building)
+                    if target.exists():
+                        shutil.rmtree(target)
+                    building.rename(target)
+                finally:
+                    shutil.rmtree(building, ignore_errors=True)
+        return target
+    except (OSError, SafetensorError) as unwritable:
+        try:
+            return Path(_temporary_tiny().name)
+        except (OSError, SafetensorError) as error:
+            raise ModelError(
+                f"the tiny model fits neither into {root} ({unwritable}) nor elsewhere: {error}"
+            ) from error
+
+
+def write_tiny(directory: Path) -> None:
+    """Write the checkpoint (weights in bfloat16), tokenizer, processor and, last, a manifest into ``directory``.
+
+    The weights come from NumPy's frozen generator, one stream per parameter: the same on every machine.
+    """
+    shape, tokenizer = SHAPES["tiny"], build_tokenizer()
+    config = gemma3_config(shape, tokenizer)
+    model = build_model(config, torch.bfloat16, torch.device("cpu"))
+    vocabulary = tokenizer.get_vocab()
+    row_scales = np.ones(len(vocabulary))
+    for token, row in vocabulary.items():
+        if token in MARKS:
+            row_scales[row] = _END_ROWS if token in END_MARKS else _MARK_ROWS
+        elif token.startswith("<0x"):
+            row_scales[row] = _BYTE_ROWS
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.from_numpy(_draw(name, tuple(parameter.shape), row_scales)))
+    model.generation_config = generation_config(tokenizer)
+    processor = processor_for(tokenizer, config.vision_config.image_size, shape.image_tokens)
+    with _no_progress_bar():
+        model.save_pretrained(directory)
+    rename_as_published(directory / "model.safetensors")
+    processor.save_pretrained(directory)
+    manifest = {path.name: sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}
+    (directory / _MANIFEST).write_text(json.dumps(manifest, indent=2))
+
+
+def _draw(name: str, shape: tuple[int, ...], row_scales: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The values of one parameter, seeded by its name, so that order does not matter."""
+    seed = int.from_bytes(sha256(f"{_SEED} {name}".encode()).digest()[:4], "big")
+    drawn = np.random.RandomState(seed).standard_normal(shape)
+    if name.endswith("embed_tokens.weight"):
+        return drawn * (_EMBEDDING * row_scales)[:, None]
+    mean, deviation = _distribution(name, inputs=math.prod(shape[1:]))
+    return mean + deviation * drawn
+
+
+def _distribution(name: str, inputs: int) -> tuple[float, float]:
+    """Mean and standard deviation of a parameter. Gemma's norms multiply by 1 + weight, SigLIP's by the weight."""
+    gain = _POST_NORMS.get(name.rpartition("layers.")[2].partition(".")[2])
+    if gain is not None:
+        layer = int(name.rpartition("layers.")[2].partition(".")[0])
+        return gain * _GROWTH**layer - 1, 0.1
+    _, mean, deviation, per_input = next(rule for rule in _RULES if fnmatchcase(name, rule[0]))
+    return mean, deviation / math.sqrt(inputs) if per_input else deviation
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _tiny_digest() -> str:
+    """Changes with the source that makes the checkpoint and with the libraries that serialise it."""
+    digest = sha256(f"{transformers.__version__} {tokenizers.__version__}".encode())
+    for name in _RECIPE:
+        digest.update(files("panscan.model").joinpath(name).read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _complete(directory: Path) -> bool:
+    """Whether every file of the manifest is there and unchanged."""
+    try:
+        manifest: dict[str, str] = json.loads((directory / _MANIFEST).read_text())
+        return all(sha256((directory / name).read_bytes()).hexdigest() == due for name, due in manifest.items())
+    except (OSError, ValueError):
+        return False
+
+
+@cache
+def _temporary_tiny() -> tempfile.TemporaryDirectory[str]:
+    """Held by this function's cache, the directory goes when the interpreter does."""
+    holder = tempfile.TemporaryDirectory(prefix="panscan-tiny-")
+    write_tiny(Path(holder.name))
+    return holder
+
+
+_OWN, _PUBLISHED = "vision_tower.", "vision_tower.vision_model."
+
+
+def rename_as_published(file: Path) -> None:
+    """Rename, in place, the vision tower that Transformers saved: it reads both names, vLLM the published ones only."""
+    renamed = {
+        name if name.startswith(_PUBLISHED) else name.replace(_OWN, _PUBLISHED, 1): tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(renamed, file, metadata={"format": "pt"})

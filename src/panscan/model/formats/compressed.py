@@ -1,0 +1,256 @@
+"""Checkpoints in the format of compressed-tensors, as LLM Compressor and ``panscan quantize`` write them.
+
+``pack-quantized`` stores int32 words of 4-bit or 8-bit values along the inputs; ``int-quantized``, ``float-quantized``
+and ``naive-quantized`` store one value per element. All have ``weight_scale`` ``[outputs, groups]``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from panscan.model.formats.layouts import channel_linear, int4_linear, order_of, unpack_words
+from panscan.model.formats.schemes import StoredScheme, check_pattern, field_of, unsupported_format
+from panscan.model.formats.tensors import MatrixTensors
+from panscan.model.linear.quantized import QuantizedLinear
+
+_PLAIN = ("int-quantized", "float-quantized", "naive-quantized")
+_PACKED = "pack-quantized"
+_ACTIVATION_LEAVES = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "weight_shape")
+_INDICES = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """One entry of ``config_groups``: a format and the matrices that it applies to."""
+
+    targets: tuple[str, ...]
+    packed: bool
+    bits: int
+    floating: bool
+    strategy: str
+    group_size: int | None
+    symmetric: bool
+    ordered: bool
+    quantizes_inputs: bool
+
+
+class CompressedTensorsScheme(StoredScheme):
+    """The compressed-tensors format.
+
+    Args:
+        config: ``quantization_config`` of config.json.
+
+    Raises:
+        UnsupportedError: a format or strategy that cannot be read.
+        ValueError: a field has a wrong type or value.
+    """
+
+    markers = ("weight_packed", "weight_scale")
+    covers_all = True
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        status = field_of(config, "quantization_status", str, "compressed")
+        if status != "compressed" and config.get("format") in (None, "dense", "fakequant"):
+            raise unsupported_format(f"compressed-tensors with status {status!r} (uncompressed values)")
+        if field_of(config, "transform_config", dict, {}).get("config_groups"):
+            raise unsupported_format("compressed-tensors with transforms (rotated weights)")
+        sparsity = field_of(config, "sparsity_config", dict, {}).get("format", "dense")
+        if sparsity != "dense":
+            raise unsupported_format(f"compressed-tensors with sparse weights ({sparsity})")
+        self._ignored = tuple(map(str, field_of(config, "ignore", list, [])))
+        groups = field_of(config, "config_groups", dict, {})
+        if not groups:
+            raise ValueError("config.json: quantization_config.config_groups is missing or empty")
+        overall = field_of(config, "format", str, "")
+        self._groups = tuple(_group_of(name, group, overall) for name, group in groups.items())
+        for target in (*self._ignored, *(target for group in self._groups for target in group.targets)):
+            if _is_pattern(target):
+                check_pattern(target.removeprefix("re:"))
+        self.notes = tuple(dict.fromkeys(note for group in groups.values() for note in _notes(group)))
+        if config.get("kv_cache_scheme") is not None:
+            self.notes += ("the scales of the checkpoint's quantised KV cache are ignored",)
+        formats = dict.fromkeys(group.get("format") or overall for group in groups.values())
+        self.name = f"compressed-tensors {', '.join(formats)}"
+
+    def quantizes(self, names: Sequence[str]) -> bool:
+        """See :class:`StoredScheme`."""
+        return self._find(names) is not None
+
+    def describe(self, names: Sequence[str], tensors: MatrixTensors) -> str:
+        """See :class:`StoredScheme`."""
+        group = self._find(names)
+        if group is None:
+            return "unknown"
+        kind = "fp8" if group.floating else f"int{group.bits}"
+        grain = f"groups of {group.group_size}" if group.strategy == "group" else f"per {group.strategy}"
+        return f"{kind}, {grain}{'' if group.symmetric else ', zero points'}"
+
+    def linear_of(self, names: Sequence[str], tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
+        """See :class:`StoredScheme`."""
+        group = self._find(names)
+        assert group is not None  # callers ask quantizes() first
+        tensors.ignore(*_ACTIVATION_LEAVES)
+        if group.packed:
+            _check_stored_shape(tensors, outputs, inputs)
+        if group.bits == 4:
+            return _int4_of(group, tensors, outputs, inputs)
+        weight = _plain_weight(group, tensors, outputs, inputs)
+        scales = [(1,), (), (1, 1)] if group.strategy == "tensor" else [(outputs, 1), (outputs,)]
+        scale = tensors.take_scale("weight_scale", *scales)
+        if "weight_zero_point" in tensors:
+            zero = tensors.take("weight_zero_point", types=(torch.int8, torch.int32, torch.int64, weight.dtype))
+            if zero.float().any():
+                raise ValueError(f"{tensors.weight_name}: symmetric 8-bit weights must not have zero points")
+        return channel_linear(weight, scale, quantizes_inputs=group.quantizes_inputs)
+
+    def _find(self, names: Sequence[str]) -> _Group | None:
+        """Return the group of a matrix. Exact names take precedence over patterns, and patterns over classes."""
+        if any(_matches(target, names) or target == "Linear" for target in self._ignored):
+            return None
+        for kind in (_is_exact, _is_pattern):
+            for group in self._groups:
+                if any(kind(target) and _matches(target, names) for target in group.targets):
+                    return group
+        return next((group for group in self._groups if "Linear" in group.targets), None)
+
+
+def _is_exact(target: str) -> bool:
+    return not target.startswith("re:")
+
+
+def _is_pattern(target: str) -> bool:
+    return target.startswith("re:")
+
+
+def _matches(target: str, names: Sequence[str]) -> bool:
+    if _is_exact(target):
+        return target in names
+    return any(re.match(target.removeprefix("re:"), name) for name in names)
+
+
+def _group_of(name: str, group: Any, overall: str) -> _Group:
+    if not isinstance(group, Mapping):
+        raise unsupported_format(f"compressed-tensors with the preset {name!r:.40}")
+    layout = group.get("format") or overall
+    if layout not in (*_PLAIN, _PACKED):
+        raise unsupported_format(f"compressed-tensors {layout or 'without a format'}")
+    weights = field_of(group, "weights", dict)
+    if weights is None:
+        raise unsupported_format(f"compressed-tensors without quantised weights (config_groups.{name})")
+    if group.get("output_activations") is not None:
+        raise unsupported_format("compressed-tensors with quantised outputs")
+    bits, kind = field_of(weights, "num_bits", int, 8), field_of(weights, "type", str, "int")
+    size = field_of(weights, "group_size", int)
+    size = None if size in (None, -1, 0) else size
+    strategy = field_of(weights, "strategy", str, "tensor" if weights.get("group_size") is None else "group")
+    if strategy == "group" and size is None:
+        strategy = "channel"
+    found = _Group(
+        tuple(map(str, field_of(group, "targets", list, []))),
+        layout == _PACKED,
+        bits,
+        kind == "float",
+        strategy,
+        size,
+        field_of(weights, "symmetric", bool, True),
+        weights.get("actorder") in (True, "group", "dynamic"),
+        _quantizes_inputs(group, kind, layout),
+    )
+    _refuse_combinations(found, layout)
+    return found
+
+
+def _refuse_combinations(group: _Group, layout: str) -> None:
+    kind = "float" if group.floating else "int"
+    what = f"compressed-tensors {layout} with {group.bits}-bit {kind} weights per {group.strategy}"
+    if (group.bits, kind) not in ((4, "int"), (8, "int"), (8, "float")) or (group.floating and group.packed):
+        raise unsupported_format(what)
+    if group.bits == 4:
+        if not group.packed or group.quantizes_inputs:
+            raise unsupported_format(f"{what} and quantised inputs" if group.quantizes_inputs else what)
+        if group.strategy not in ("group", "channel", "tensor"):
+            raise unsupported_format(what)
+    elif group.strategy not in ("channel", "tensor"):
+        raise unsupported_format(what)
+    elif not group.symmetric:
+        raise unsupported_format(f"{what} and zero points")
+
+
+def _quantizes_inputs(group: Mapping[str, Any], kind: str, layout: str) -> bool:
+    inputs = field_of(group, "input_activations", dict)
+    if inputs is None:
+        return False
+    bits, type_ = field_of(inputs, "num_bits", int, 8), field_of(inputs, "type", str, "int")
+    strategy = field_of(inputs, "strategy", str, "tensor")
+    if (bits, type_) != (8, kind) or strategy not in ("token", "tensor"):
+        raise unsupported_format(f"compressed-tensors {layout} with {bits}-bit {type_} inputs per {strategy}")
+    return True
+
+
+def _notes(group: Any) -> list[str]:
+    inputs = group.get("input_activations") if isinstance(group, Mapping) else None
+    if inputs is None:
+        return []
+    notes = []
+    if not inputs.get("dynamic", False):
+        notes.append("inputs are quantised per token; the checkpoint's static scales are ignored")
+    elif inputs.get("strategy", "tensor") == "tensor":
+        notes.append("inputs are quantised per token; the checkpoint's configuration asks for one scale per tensor")
+    if not inputs.get("symmetric", True):
+        notes.append("inputs are quantised symmetrically; the checkpoint's configuration asks for zero points")
+    return notes
+
+
+def _check_stored_shape(tensors: MatrixTensors, outputs: int, inputs: int) -> None:
+    if "weight_shape" not in tensors:
+        return  # old versions write it only where the packing is ambiguous
+    found = tensors.take("weight_shape", (2,), types=_INDICES).tolist()
+    if found != [outputs, inputs]:
+        raise ValueError(f"weight_shape of {tensors.weight_name} is {found}; expected {[outputs, inputs]}")
+
+
+def _plain_weight(group: _Group, tensors: MatrixTensors, outputs: int, inputs: int) -> torch.Tensor:
+    if group.packed:
+        words = tensors.take("weight_packed", (outputs, -(-inputs // 4)), types=(torch.int32,))
+        return (unpack_words(words, 8)[:, :inputs] ^ 0x80).view(torch.int8)  # from offset-128 to two's complement
+    kind = torch.float8_e4m3fn if group.floating else torch.int8
+    return tensors.take_values("weight", (outputs, inputs), kind)
+
+
+def _int4_of(group: _Group, tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
+    size = group.group_size if group.strategy == "group" and group.group_size else inputs
+    if inputs % size:
+        raise ValueError(f"{tensors.weight_name}: groups of {size} do not divide {inputs} input channels")
+    groups = inputs // size
+    levels = unpack_words(tensors.take("weight_packed", (outputs, -(-inputs // 8)), types=(torch.int32,)), 4)
+    if group.strategy == "tensor":
+        scale = tensors.take_scale("weight_scale", (1,), (), (1, 1)).reshape(1, 1).expand(outputs, 1)
+    else:
+        scale = tensors.take_scale("weight_scale", (outputs, groups))
+    zero = _zero_points(group, tensors, outputs, groups)
+    order = None
+    if group.ordered or "weight_g_idx" in tensors:
+        order = order_of(tensors.take("weight_g_idx", (inputs,), types=_INDICES), groups)
+    return int4_linear(levels[:, :inputs], scale.T, zero, order)
+
+
+def _zero_points(group: _Group, tensors: MatrixTensors, outputs: int, groups: int) -> torch.Tensor | None:
+    """Return zero points as uint8 ``[groups, outputs]``; None for symmetric weights.
+
+    Files pack them along the outputs; old versions store one per byte.
+    """
+    if group.symmetric:
+        if "weight_zero_point" in tensors:
+            tensors.ignore("weight_zero_point")
+        return None
+    packed = (-(-outputs // 8), groups)
+    if tensors.shape("weight_zero_point") == packed and packed != (outputs, groups):
+        words = tensors.take("weight_zero_point", packed, types=(torch.int32,))
+        return unpack_words(words.T, 4)[:, :outputs]
+    values = tensors.take("weight_zero_point", (outputs, groups), types=(torch.int8,))
+    return (values.T + 8).to(torch.uint8)

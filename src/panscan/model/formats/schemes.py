@@ -1,0 +1,103 @@
+"""Interface and helpers that the formats of quantised checkpoints share."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from panscan.core import UnsupportedError
+from panscan.model.formats.tensors import MatrixTensors
+from panscan.model.linear.quantized import QuantizedLinear
+
+_READABLE = (
+    "compressed-tensors (W4A16, W8A16, W8A8, FP8), GPTQ, AWQ (gemm), torchao (int8, int4, float8) and bitsandbytes"
+    " checkpoints, and --quantization fp8, int8 or int4 on the unquantised model"
+)
+"""Supported alternatives, for error messages."""
+
+
+class StoredScheme(ABC):
+    """Quantisation format of a checkpoint, as described by its configuration.
+
+    ``name``: format, for messages and reports.
+    ``notes``: differences between the checkpoint's computation and ours, one line each.
+    ``markers``: leaf names that identify quantised modules: each module has at least one of these tensors.
+    ``covers_all``: whether the configuration also covers matrices outside the decoder layers; False: their tensors
+    decide.
+    ``excluded``: parts of the paths of matrices that are not quantised.
+    """
+
+    name: str
+    notes: tuple[str, ...] = ()
+    markers: tuple[str, ...]
+    covers_all = False
+    excluded: tuple[str, ...] = ()
+
+    def quantizes(self, names: Sequence[str]) -> bool:
+        """Return whether a matrix, given by all its aliases, is quantised according to the configuration.
+
+        Raises:
+            UnsupportedError: the matrix has an unsupported format.
+        """
+        return not names_match(self.excluded, names)
+
+    @abstractmethod
+    def describe(self, names: Sequence[str], tensors: MatrixTensors) -> str:
+        """Return type and granularity of the quantised matrix with these names, such as ``int4, groups of 128``."""
+
+    @abstractmethod
+    def linear_of(self, names: Sequence[str], tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
+        """Return the matrix with these names.
+
+        Raises:
+            ValueError: the tensors contradict the configuration, or are damaged.
+            UnsupportedError: the tensors have an unsupported format.
+        """
+
+
+def unsupported_format(what: str) -> UnsupportedError:
+    """Return the error for a quantisation that cannot be read."""
+    return UnsupportedError(
+        f"the checkpoint's weights are quantised as {what}, which panscan does not support: use {_READABLE}"
+    )
+
+
+def field_of(config: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+    """Return a field of ``quantization_config``, or ``default`` if it is missing or null.
+
+    Raises:
+        ValueError: the field has the wrong type.
+    """
+    value = config.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+        expected = kind.__name__ if isinstance(kind, type) else " or ".join(each.__name__ for each in kind)
+        raise ValueError(f"config.json: quantization_config.{name}: expected {expected}, got {value!r:.60}")
+    return value
+
+
+def check_pattern(pattern: str) -> None:
+    """Check a regular expression of ``quantization_config``.
+
+    Raises:
+        ValueError: the pattern is not a regular expression.
+    """
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"config.json: {pattern!r:.80} is not a regular expression: {error}") from error
+
+
+def names_match(excluded: Sequence[str], names: Sequence[str]) -> bool:
+    """Return whether a matrix is excluded, by part of its path or by a pattern that matches from its start."""
+    return any(part in name or _begins(part, name) for part in excluded for name in names)
+
+
+def _begins(pattern: str, name: str) -> bool:
+    try:
+        return re.match(pattern, name) is not None
+    except re.error:
+        return False  # a plain name

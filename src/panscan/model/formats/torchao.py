@@ -1,0 +1,142 @@
+"""Checkpoints that torchao quantised, saved by Transformers in safetensors files.
+
+The metadata of each file names the class of every weight, which is stored as several tensors, such as
+``_weight_qdata`` and ``_weight_scale``. Reading them does not require torchao.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from panscan.model.formats.layouts import byte_levels, channel_linear, int4_linear
+from panscan.model.formats.schemes import StoredScheme, field_of, unsupported_format
+from panscan.model.formats.tensors import MatrixTensors
+from panscan.model.linear.quantized import QuantizedLinear
+
+_CLASSES = {
+    "Int8WeightOnlyConfig": "Int8Tensor",
+    "Int8DynamicActivationInt8WeightConfig": "Int8Tensor",
+    "Int8StaticActivationInt8WeightConfig": "Int8Tensor",
+    "Float8WeightOnlyConfig": "Float8Tensor",
+    "Float8DynamicActivationFloat8WeightConfig": "Float8Tensor",
+    "Float8StaticActivationFloat8WeightConfig": "Float8Tensor",
+    "Int4WeightOnlyConfig": "Int4Tensor",
+    "IntxWeightOnlyConfig": "IntxUnpackedToInt8Tensor",
+}
+_STATIC = ("_weight_act_quant_scale", "_weight_act_quant_zero_point")
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class TorchAoScheme(StoredScheme):
+    """The torchao formats.
+
+    Args:
+        config: ``quantization_config`` of config.json.
+
+    Raises:
+        UnsupportedError: a configuration that cannot be read.
+        ValueError: a field has a wrong type or value.
+    """
+
+    markers = ("_weight_qdata",)
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        kind = field_of(config, "quant_type", dict, {}).get("default")
+        name = kind.get("_type") if isinstance(kind, Mapping) else None
+        self._by_name = name in ("FqnToConfig", "ModuleFqnToConfig")
+        if not self._by_name and name not in _CLASSES:
+            raise unsupported_format(f"torchao {name or config.get('quant_type')!r:.60}")
+        self._class = None if self._by_name else _CLASSES[str(name)]
+        self.excluded = tuple(map(str, field_of(config, "modules_to_not_convert", list, [])))
+        self.name = f"torchao {name}"
+        static = "StaticActivation" in str(name)
+        if static:
+            self.notes = ("inputs are quantised per token; the checkpoint's static scales are ignored",)
+
+    def describe(self, names: Sequence[str], tensors: MatrixTensors) -> str:
+        """See :class:`StoredScheme`."""
+        return "unknown" if tensors.description is None else _description(tensors)[0]
+
+    def linear_of(self, names: Sequence[str], tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
+        """See :class:`StoredScheme`."""
+        kind, fields = _description(tensors)
+        if kind not in _CLASSES.values():
+            raise unsupported_format(f"torchao {kind}")
+        if self._class is not None and kind != self._class:
+            raise ValueError(f"{tensors.weight_name} has the class {kind}; config.json implies {self._class}")
+        if "_weight_act_pre_scale" in tensors:
+            raise unsupported_format(f"torchao {kind} with scaled inputs (AWQ or SmoothQuant)")
+        tensors.ignore(*_STATIC)
+        if kind in ("Int8Tensor", "Float8Tensor"):
+            dtype = torch.int8 if kind == "Int8Tensor" else torch.float8_e4m3fn
+            weight = tensors.take_values("_weight_qdata", (outputs, inputs), dtype)
+            if tensors.shape("_weight_scale") not in ((outputs, 1), (outputs,), (1, 1), (1,), ()):
+                raise unsupported_format(
+                    f"torchao {kind} with scales of the shape {list(tensors.shape('_weight_scale'))}"
+                )
+            scale = tensors.take_scale("_weight_scale")
+            if "_weight_zero_point" in tensors:
+                zero = tensors.take("_weight_zero_point", types=(torch.int8, torch.int32, torch.int64, *_FLOATS))
+                if zero.any():
+                    raise unsupported_format(f"torchao {kind} with zero points")
+            return channel_linear(weight, scale, quantizes_inputs=fields.get("act_quant_kwargs") is not None)
+        if kind == "Int4Tensor":
+            return _int4(tensors, outputs, inputs)
+        return _intx(fields, tensors, outputs, inputs)
+
+
+def _description(tensors: MatrixTensors) -> tuple[str, Mapping[str, Any]]:
+    """Return class and attributes of a weight."""
+    text = tensors.description
+    if text is None:
+        raise ValueError(f"the file's metadata does not describe {tensors.weight_name}")
+    try:
+        described = json.loads(text)
+        return str(described["_type"]), dict(described["_data"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"the file's metadata of {tensors.weight_name} cannot be read: {error!r:.60}") from error
+
+
+def _int4(tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
+    """Return a matrix whose weights are ``level * scale + zero_point``, with signed levels."""
+    levels = byte_levels(tensors.take("_weight_qdata", (outputs, inputs // 2), types=(torch.int8, torch.uint8)))
+    groups = _groups(tensors, inputs, by_output=False)
+    scale = tensors.take_scale("_weight_scale", (groups, outputs))
+    offset = tensors.take_scale("_weight_zero_point", (groups, outputs))
+    if not offset.any():
+        return int4_linear(levels, scale)
+    if (scale == 0).any():
+        raise ValueError(f"{tensors.weight_name} has scales of 0: the file is damaged")
+    return int4_linear(levels, scale, 8 - offset.float() / scale.float())
+
+
+def _intx(fields: Mapping[str, Any], tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
+    target = fields.get("target_dtype")
+    bits = target.get("_data") if isinstance(target, Mapping) else target
+    if bits not in ("int4", "int8") or fields.get("activation_quantization") is not None:
+        raise unsupported_format(f"torchao IntxUnpackedToInt8Tensor of {bits} with quantised inputs or other bits")
+    values = tensors.take("_weight_qdata", (outputs, inputs), types=(torch.int8,))
+    groups = _groups(tensors, inputs, by_output=True)
+    scale = tensors.take_scale("_weight_scale", (outputs, groups))
+    zero = tensors.take("_weight_zero_point", (outputs, groups), types=(torch.int8, torch.int32, *_FLOATS))
+    if bits == "int8":
+        if groups > 1 or zero.any():
+            raise unsupported_format("torchao IntxUnpackedToInt8Tensor of int8 in groups or with zero points")
+        return channel_linear(values, scale, quantizes_inputs=False)
+    if values.min() < -8 or values.max() > 7:
+        raise ValueError(f"{tensors.weight_name} has values that exceed 4 bits: the file is damaged")
+    whole = (zero + 8).to(torch.uint8) if not zero.is_floating_point() else 8 + zero.float()
+    return int4_linear((values + 8).to(torch.uint8), scale.T, whole.T)
+
+
+def _groups(tensors: MatrixTensors, inputs: int, *, by_output: bool) -> int:
+    """Return the number of groups of input channels, from the shape of the scales."""
+    shape = tensors.shape("_weight_scale")
+    groups = shape[1 if by_output else 0] if len(shape) == 2 else 0
+    if groups < 1 or inputs % groups:
+        raise ValueError(f"{tensors.weight_name} has scales of the shape {list(shape)} for {inputs} input channels")
+    return groups

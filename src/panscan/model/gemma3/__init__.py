@@ -1,0 +1,1 @@
+"""Gemma 3: its decoder, vision tower and configurations."""

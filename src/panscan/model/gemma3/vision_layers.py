@@ -1,0 +1,383 @@
+"""SigLIP and Gemma 3's image projector, written once for every device: pixels in, features of image tokens out.
+
+The weights are those of a loaded Transformers model; query, key and value share one product
+(:mod:`panscan.model.linear.products`). Each sum is computed together with the layer norm behind it, and the patch
+convolution is one product. On NVIDIA GPUs the fastest attention kernel is measured at startup.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.activations import ACT2FN
+from transformers.models.siglip.modeling_siglip import (
+    SiglipAttention,
+    SiglipEncoder,
+    SiglipEncoderLayer,
+    SiglipMLP,
+    SiglipVisionEmbeddings,
+    SiglipVisionModel,
+)
+
+from panscan.core import UnsupportedError
+from panscan.model.linear.products import DenseLinear, Linear, PlainLinear, is_plain, linear_of, runs_own_forward
+from panscan.model.linear.tuning import gpu_seconds
+from panscan.model.shapes import SIGLIP, vision_working_bytes
+from panscan.model.sharding import SINGLE_RANK, Ranks
+
+log = logging.getLogger("panscan.engine")
+
+_LIBRARY_KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+ATTENTION_KERNELS = (*_LIBRARY_KERNELS, "hopper", "math", "default")
+"""Names of the attention kernels that :func:`choose_vision_attention` chooses from."""
+_ROUNDS, _CALLS = 5, 4  # timed rounds, after one that is not, of several calls each
+_AHEAD_CYCLES = 6_000_000  # about 3 ms; the host needs up to 0.3 ms per launch of our kernel, which runs for 0.2
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+"""From query, key and value ``[views, heads, patches, head size]`` and the scale of the scores to ``[views, patches,
+heads, head size]``."""
+
+AddNorm = Callable[[torch.Tensor, torch.Tensor | None, nn.LayerNorm], tuple[torch.Tensor, torch.Tensor]]
+"""From a residual, what to add to it (or None) and a layer norm to the sum and its norm."""
+
+
+class VisionLayers:
+    """The vision tower and the projector of a loaded ``Gemma3ForConditionalGeneration``.
+
+    The model is unchanged, except that query, key and value weights become blocks of one tensor: it still serves
+    ``generate()`` and the float32 reference. Products, norms and embeddings that are quantised, offloaded or hooked are
+    called as modules. If a larger module (a layer, its attention or MLP) is hooked or replaced, Transformers' own
+    ``forward`` encodes the views. Hooks must be there at construction.
+
+    Attributes:
+        attention: name of the attention kernel (:func:`choose_vision_attention`).
+        reason: why that kernel was chosen.
+        image_tokens: tokens of one encoded view.
+
+    Args:
+        model: in evaluation mode.
+        attention: name of the attention kernel; None chooses one, the same on every rank. Ignored if Transformers' own
+            ``forward`` runs.
+        ranks: the processes that share the model.
+
+    Raises:
+        UnsupportedError: the model reads text only.
+    """
+
+    def __init__(self, model: Any, attention: str | None = None, ranks: Ranks = SINGLE_RANK) -> None:
+        tower = getattr(model.model, "vision_tower", None)
+        if tower is None:
+            raise UnsupportedError("the model reads text only: it has no vision tower")
+        self._config = tower.config
+        self._dtype: torch.dtype = tower.dtype
+        self._projector = model.model.multi_modal_projector
+        self._encode: Callable[[torch.Tensor], torch.Tensor]
+        self.image_tokens: int = model.config.mm_tokens_per_image
+        if (
+            runs_own_forward(tower, SiglipVisionModel)
+            and runs_own_forward(tower.encoder, SiglipEncoder)
+            and all(
+                runs_own_forward(layer, SiglipEncoderLayer)
+                and runs_own_forward(layer.self_attn, SiglipAttention)
+                and runs_own_forward(layer.mlp, SiglipMLP)
+                for layer in tower.encoder.layers
+            )
+        ):
+            self.attention, self.reason = _attention_for(tower) if attention is None else (attention, "as requested")
+            [agreed] = ranks.all_reduce_min([ATTENTION_KERNELS.index(self.attention)])  # each rank measures separately
+            self.attention = ATTENTION_KERNELS[agreed]
+            self._encode = _Encoder(tower, _attention_kernel(self.attention))
+        else:
+            self.attention, self.reason = "default", "modules are hooked or replaced: Transformers' own forward runs"
+            self._encode = lambda pixels: tower(pixel_values=pixels).last_hidden_state
+
+    @torch.no_grad()
+    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Return features ``[views, image_tokens, hidden]`` of pixels ``[views, 3, size, size]``, in the tower's type.
+
+        They are those of ``model.get_image_features(pixels).pooler_output``.
+        """
+        pieces = torch.split(pixels, self.batch_sizes(len(pixels)))
+        return torch.cat([self._projector(self._encode(piece)) for piece in pieces])
+
+    def batch_sizes(self, views: int) -> list[int]:
+        """Return how many views are encoded at once, one batch after the other, for a given number of views.
+
+        cuDNN builds a plan for each batch size that it meets, so there should be few: powers of two, the largest
+        first. With ``default``, PyTorch may choose cuDNN. The batch is cut, not padded: one view of the published
+        models is 4,096 rows of every product already.
+        """
+        if self.attention not in ("cudnn", "default"):
+            return [views]
+        return [1 << bit for bit in reversed(range(views.bit_length())) if views >> bit & 1]
+
+    def working_bytes(self, views: int) -> int:
+        """Return a generous bound on the bytes that encoding needs (see :func:`vision_working_bytes`)."""
+        config = self._config
+        return vision_working_bytes(
+            patches=(config.image_size // config.patch_size) ** 2,
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            views=views,
+            width=self._dtype.itemsize,
+        )
+
+
+def choose_vision_attention(device: torch.device, head_size: int, dtype: torch.dtype) -> tuple[str, str]:
+    """Return the name of the attention kernel for the tower, and the reason.
+
+    On NVIDIA GPUs it is the fastest of PyTorch's ``cudnn``, ``flash`` and ``efficient`` and our own ``hopper``,
+    measured with one view of the published models, or ``math`` if all refuse. Elsewhere it is ``default``: PyTorch
+    chooses.
+
+    Args:
+        device: of the weights.
+        head_size: values of one head.
+        dtype: of the activations.
+    """
+    if device.type != "cuda":
+        return "default", "the weights are not on an NVIDIA GPU"
+    generator = torch.Generator(device).manual_seed(0)
+    drawn = torch.randn(1, SIGLIP.patches, 3, SIGLIP.heads, head_size, device=device, dtype=dtype, generator=generator)
+    query, key, value = (part.transpose(1, 2) for part in drawn.unbind(2))
+    candidates = {name: _by_library([kernel]) for name, kernel in _LIBRARY_KERNELS.items()}
+    if (hopper := _hopper(device, dtype)) is not None:
+        candidates["hopper"] = hopper
+    with torch.cuda.device(device):
+        return fastest({name: _milliseconds(attend, query, key, value) for name, attend in candidates.items()})
+
+
+def _attention_for(tower: Any) -> tuple[str, str]:
+    weight, config = tower.embeddings.patch_embedding.weight, tower.config
+    return choose_vision_attention(weight.device, config.hidden_size // config.num_attention_heads, weight.dtype)
+
+
+def _attention_kernel(name: str) -> Attend:
+    """Return a kernel by the name that :func:`choose_vision_attention` gives it."""
+    if name == "hopper":
+        from panscan.model.gemma3 import vision_attention
+
+        return vision_attention.attend
+    if name in _LIBRARY_KERNELS:
+        return _by_library([_LIBRARY_KERNELS[name], SDPBackend.MATH])
+    return _by_library({"math": [SDPBackend.MATH], "default": []}[name])
+
+
+def _hopper(device: torch.device, dtype: torch.dtype) -> Attend | None:
+    """Return our kernel for Hopper GPUs, or None where it cannot run."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    try:
+        from panscan.model.gemma3 import vision_attention
+    except (ImportError, AttributeError):  # it uses Gluon, an experimental part of Triton that may change
+        return None
+    return vision_attention.attend if vision_attention.supported(device, dtype) else None
+
+
+def _by_library(kernels: list[SDPBackend]) -> Attend:
+    """Return PyTorch's attention by the first of these kernels that supports the inputs; PyTorch's choice if empty."""
+
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+        with sdpa_kernel(kernels, set_priority=True) if kernels else nullcontext():
+            output = functional.scaled_dot_product_attention(query, key, value, scale=scale)
+        return output.transpose(1, 2)
+
+    return attend
+
+
+def fastest(times: Mapping[str, float | None]) -> tuple[str, str]:
+    """Return the kernel with the lowest time, the first of equals, and all times as the reason.
+
+    Args:
+        times: milliseconds by kernel; None if it refused. If all did, the result is ``math``.
+    """
+    measured = {name: time for name, time in times.items() if time is not None}
+    listed = ", ".join(f"{name} refused" if time is None else f"{name} {time:.2f} ms" for name, time in times.items())
+    name = min(measured, key=measured.__getitem__) if measured else "math"
+    return name, f"one view of {SIGLIP.patches} patches: {listed}"
+
+
+def _milliseconds(attend: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> float | None:
+    """Return the milliseconds of one call, the median of a few rounds of calls; None if the kernel refuses."""
+    call = partial(attend, query, key, value, query.shape[-1] ** -0.5)
+    times: list[float] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch warns at length why a kernel refuses
+        for _ in range(1 + _ROUNDS):
+            try:
+                times.append(1e3 * gpu_seconds([call] * _CALLS, _AHEAD_CYCLES) / _CALLS)
+            except torch.OutOfMemoryError:
+                raise  # it says nothing about the kernel
+            except Exception as error:  # a library or Triton's compiler may raise anything; another kernel is chosen
+                log.debug("a vision attention kernel refused: %s: %s", type(error).__name__, error)
+                return None
+    return median(times[1:])
+
+
+class _Encoder:
+    """The tower: from pixels to last hidden states ``[views, patches, width]``, normed."""
+
+    def __init__(self, tower: Any, attend: Attend) -> None:
+        self._embedding = _Embedding(tower.embeddings)
+        self._layers = [_Layer.of(layer, attend) for layer in tower.encoder.layers]
+        self._last_norm = _SumNorm(tower.post_layernorm)
+
+    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
+        hidden, part = self._embedding(pixels), None
+        for layer in self._layers:
+            hidden, normed = layer.attention_norm(hidden, part)
+            part = layer.attention(normed)
+            hidden, normed = layer.mlp_norm(hidden, part)
+            part = layer.mlp(normed)
+        return self._last_norm(hidden, part)[1]
+
+
+class _Embedding:
+    """Patch and position embeddings: contiguous hidden states ``[views, patches, width]`` of pixels."""
+
+    def __init__(self, embeddings: Any) -> None:
+        self._embeddings = embeddings
+        self._ours = runs_own_forward(embeddings, SiglipVisionEmbeddings)
+        convolution = embeddings.patch_embedding
+        self._is_product = (
+            is_plain(convolution, nn.Conv2d)
+            and convolution.kernel_size == convolution.stride
+            and embeddings.image_size % embeddings.patch_size == 0
+        )
+
+    def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
+        embeddings = self._embeddings
+        if not self._ours:
+            hidden: torch.Tensor = embeddings(pixels)
+            return hidden.contiguous()  # the transposed output of the convolution
+        convolution = embeddings.patch_embedding
+        pixels = pixels.to(convolution.weight.dtype)
+        if self._is_product:
+            views, channels, height, width = pixels.shape
+            high, wide = convolution.kernel_size
+            tiles = pixels.reshape(views, channels, height // high, high, width // wide, wide)
+            patches = tiles.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+            weight = convolution.weight.flatten(1)
+            padding = (0, -weight.shape[1] % 8)  # rows of a multiple of 16 bytes: SigLIP's have 588 values
+            patches = functional.linear(
+                functional.pad(patches, padding), functional.pad(weight, padding), convolution.bias
+            )
+        else:
+            patches = convolution(pixels).flatten(2).transpose(1, 2).contiguous()
+        embedded: torch.Tensor = patches + embeddings.position_embedding(embeddings.position_ids)
+        return embedded
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One encoder layer: attention and MLP, each with the norm of its input."""
+
+    attention_norm: _SumNorm
+    attention: _Attention
+    mlp_norm: _SumNorm
+    mlp: _Mlp
+
+    @classmethod
+    def of(cls, layer: Any, attend: Attend) -> _Layer:
+        """Return a layer on the weights of a ``SiglipEncoderLayer``."""
+        return cls(
+            _SumNorm(layer.layer_norm1),
+            _Attention(layer.self_attn, attend),
+            _SumNorm(layer.layer_norm2),
+            _Mlp(layer.mlp),
+        )
+
+
+class _SumNorm:
+    """A sum and its layer norm: one Triton kernel on NVIDIA GPUs, else PyTorch's operators."""
+
+    def __init__(self, norm: Any) -> None:
+        self._norm = norm
+        self._add_layer_norm: AddNorm | None = None
+        if is_plain(norm, nn.LayerNorm) and norm.weight.is_cuda and find_spec("triton") is not None:
+            from panscan.model.layer_kernels import add_layer_norm
+
+            self._add_layer_norm = add_layer_norm
+
+    def __call__(self, hidden: torch.Tensor, part: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``hidden + part`` (None adds nothing) and its norm, all of one shape ``[views, patches, width]``."""
+        if self._add_layer_norm is not None:
+            # The output of a module that is not ours may have any strides.
+            return self._add_layer_norm(hidden, None if part is None else part.contiguous(), self._norm)
+        total = hidden if part is None else hidden + part
+        return total, self._norm(total)
+
+
+class _Attention:
+    """Bidirectional attention of the patches of each view."""
+
+    def __init__(self, attention: Any, attend: Attend) -> None:
+        self._attend = attend
+        self._qkv = linear_of(attention.q_proj, attention.k_proj, attention.v_proj)
+        self._out = linear_of(attention.out_proj)
+        self._heads = (3, attention.num_heads, attention.head_dim)
+        self._scale: float = attention.scale
+
+    def __call__(self, normed: torch.Tensor) -> torch.Tensor:
+        qkv = self._qkv(normed).reshape(*normed.shape[:-1], *self._heads)
+        query, key, value = qkv.transpose(1, 3).unbind(2)
+        return self._out(self._attend(query, key, value, self._scale).flatten(-2))
+
+
+class _Mlp:
+    """Two products with an activation in between, which a GPU computes at the end of the first."""
+
+    def __init__(self, mlp: Any) -> None:
+        self._fc1, self._fc2 = linear_of(mlp.fc1), linear_of(mlp.fc2)
+        self._activation: Callable[[torch.Tensor], torch.Tensor] | None = mlp.activation_fn
+        if (fused := _fused_gelu(self._fc1, mlp.activation_fn)) is not None:
+            self._fc1, self._activation = fused, None
+
+    def __call__(self, normed: torch.Tensor) -> torch.Tensor:
+        hidden = self._fc1(normed)
+        return self._fc2(hidden if self._activation is None else self._activation(hidden))
+
+
+class _GeluLinear(DenseLinear):
+    """A product with the tanh approximation of GELU at its end.
+
+    On CUDA ``_addmm_activation`` means that approximation (``addmm_out_cuda_impl`` in PyTorch's ``Blas.cpp``, and the
+    decomposition in ``torch/_decomp/decompositions.py``); on a CPU it means the exact GELU.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
+        self._weight, self._bias = weight, bias
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        """See :class:`Linear`."""
+        rows: torch.Tensor = torch._addmm_activation(self._bias, input.flatten(0, -2), self._weight.t(), use_gelu=True)
+        return rows.view(*input.shape[:-1], -1)
+
+
+def _fused_gelu(linear: Linear, activation: nn.Module) -> Linear | None:
+    """Return the product and this activation as one, or None if :class:`_GeluLinear` does not compute that.
+
+    Never in float32, where results would depend on how cuBLAS approximates tanh, which is not documented.
+    """
+    if not isinstance(linear, PlainLinear) or linear.bias is None:
+        return None
+    weight = linear.weight
+    short = weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)
+    own = runs_own_forward(activation, type(ACT2FN["gelu_pytorch_tanh"]))
+    return _GeluLinear(weight, linear.bias) if short and own else None

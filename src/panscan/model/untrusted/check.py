@@ -1,0 +1,106 @@
+"""Checks of a checkpoint's directory, before PyTorch or Transformers open a file of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from panscan.core.option import shorten
+from panscan.model.families import SUPPORTED
+from panscan.model.untrusted.fields import (
+    ConfigSizes,
+    check_generation,
+    check_other_model,
+    check_processor,
+    check_quantization,
+    check_shapes,
+    check_tokenizer_config,
+)
+from panscan.model.untrusted.headers import StoredShape, key_of, read_header, weight_files
+from panscan.model.untrusted.reading import DamagedFileError, checkpoint_entries, read_json, read_text
+from panscan.model.untrusted.template import MAX_TEMPLATE
+
+_JSON = ("added_tokens.json", "chat_template.json", "special_tokens_map.json", "tokenizer_config.json")
+_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+_ADAPTER = "adapter_config.json"
+_checked: dict[Path, tuple[object, ...]] = {}  # status of the files of each directory that passed
+
+
+def check_directory(directory: Path) -> None:
+    """Check the files of a checkpoint: kinds, sizes, JSON, and the configuration against the weights.
+
+    A directory whose files have not changed is checked once per process.
+
+    Raises:
+        DamagedFileError: a file is damaged; the message names it and the field.
+    """
+    entries = checkpoint_entries(directory)
+    state = tuple((name, status.st_mtime_ns, status.st_size, status.st_ino) for name, status in sorted(entries.items()))
+    if _checked.get(directory) == state:
+        return
+    if _ADAPTER in entries:
+        raise DamagedFileError(
+            f"{_ADAPTER}: adapters are not supported: merge it into the model, or remove this file if it is"
+        )
+    objects = {name: read_json(directory / name) for name in (*_JSON, *_PROCESSORS) if name in entries}
+    if "chat_template.jinja" in entries and len(read_text(directory / "chat_template.jinja")) > MAX_TEMPLATE:
+        raise DamagedFileError(f"chat_template.jinja: more than {MAX_TEMPLATE:,} characters")
+    config = read_json(directory / "config.json")
+    if (kernel := _kernel_in(config)) is not None:
+        raise DamagedFileError(
+            f"config.json names code to download ({shorten(kernel)}), which panscan does not run: remove its"
+            " attn_implementation"
+        )
+    check_quantization(config)
+    check_tokenizer_config(objects.get("tokenizer_config.json", {}))
+    generation = read_json(directory / "generation_config.json") if "generation_config.json" in entries else {}
+    sets = [_tensors(directory, files) for files in weight_files(directory, entries)]
+    if config.get("model_type") in SUPPORTED:
+        sizes = ConfigSizes.of(config)
+        check_generation(generation, sizes)
+        for name in _PROCESSORS:
+            check_processor(name, objects.get(name, {}), sizes)
+        for tensors in sets:
+            check_shapes(sizes, tensors)
+    else:
+        check_other_model(config)
+    _checked[directory] = state
+
+
+def template_file(directory: Path) -> str:
+    """Return the name of the file that holds a checkpoint's chat template."""
+    for name in ("chat_template.jinja", "chat_template.json"):
+        if (directory / name).is_file():
+            return name
+    return "tokenizer_config.json"
+
+
+def _kernel_in(stored: Any) -> str | None:
+    """Return the first attention kernel on the hub (``owner/name``) in a configuration, at any depth, or None."""
+    if not isinstance(stored, dict):
+        return None
+    for key, value in stored.items():
+        if key.startswith(("attn_implementation", "_attn_implementation")):
+            named = value.values() if isinstance(value, dict) else [value]
+            if (kernel := next((str(name) for name in named if "/" in str(name)), None)) is not None:
+                return kernel
+        if (kernel := _kernel_in(value)) is not None:
+            return kernel
+    return None
+
+
+def _tensors(directory: Path, files: list[str]) -> Mapping[str, StoredShape]:
+    """Return the tensors of some files.
+
+    Raises:
+        DamagedFileError: a header is damaged, or two tensors are the same parameter.
+    """
+    tensors: dict[str, StoredShape] = {}
+    keys: dict[str, str] = {}
+    for file in files:
+        for name, facts in read_header(directory / file).items():
+            if (other := keys.setdefault(key_of(name), name)) != name or name in tensors:
+                raise DamagedFileError(f"{file}: the tensors {other} and {name} refer to the same parameter")
+            tensors[name] = facts
+    return tensors

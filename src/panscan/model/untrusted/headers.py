@@ -1,0 +1,163 @@
+"""Headers of safetensors files: names, types and shapes of the tensors, checked against the size of the file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from panscan.core.option import shorten
+from panscan.model.untrusted.reading import DamagedFileError, json_object, read_json
+
+_MAX_HEADER = 16 << 20  # bytes; the 27B model's headers have 200 kB
+_MAX_DIMENSIONS, _MAX_SIZE = 8, 1 << 40
+_BITS = {
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8,
+    "F8_E5M2FNUZ": 8,
+    "I16": 16,
+    "U16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "I32": 32,
+    "U32": 32,
+    "F32": 32,
+    "I64": 64,
+    "U64": 64,
+    "F64": 64,
+    "C64": 64,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+}
+_LAYOUT_SEGMENTS = frozenset({"model", "language_model", "vision_model"})
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredShape:
+    """Type and shape of a tensor in a file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+
+    @property
+    def bytes(self) -> int:
+        """Size in the file."""
+        return prod(self.shape) * _BITS[self.dtype] // 8
+
+
+def key_of(name: str) -> str:
+    """Return a tensor's or module's name without the segments in which the layouts of checkpoints differ."""
+    return ".".join(segment for segment in name.split(".") if segment not in _LAYOUT_SEGMENTS)
+
+
+def weight_files(directory: Path, entries: Iterable[str]) -> list[list[str]]:
+    """Return the safetensors files of a checkpoint: those that its index names, and the single file.
+
+    Args:
+        directory: directory of the checkpoint.
+        entries: names of its files.
+
+    Returns:
+        Complete sets of weights. With both an index and a single file there are two, because loaders differ in which
+        one they read. Without safetensors files, or if some are not downloaded, there are none.
+
+    Raises:
+        DamagedFileError: the index is damaged, or names a file outside the checkpoint.
+    """
+    names, sets = frozenset(entries), []
+    if _INDEX in names:
+        listed = sorted(set(index_files(directory / _INDEX).values()))
+        sets.append(listed if all(file in names and file.endswith(".safetensors") for file in listed) else [])
+    sets.append([_SINGLE] if _SINGLE in names else [])
+    return [files for files in sets if files]
+
+
+def index_files(path: Path) -> dict[str, str]:
+    """Return the file of each tensor, from an index.
+
+    Raises:
+        DamagedFileError: it is damaged, or names a file outside the checkpoint.
+    """
+    files = read_json(path).get("weight_map")
+    if not isinstance(files, dict):
+        raise DamagedFileError(f"{path.name}: has no weight_map of files")
+    for tensor, file in files.items():
+        if not isinstance(file, str) or file in ("", ".", "..") or {"/", "\\", "\0"}.intersection(file):
+            raise DamagedFileError(
+                f"{path.name}: weight_map of {shorten(tensor)} is {shorten(file)}; expected a file of the checkpoint"
+            )
+    return files
+
+
+def read_header(path: Path) -> dict[str, StoredShape]:
+    """Return type and shape of each tensor of a safetensors file.
+
+    Raises:
+        DamagedFileError: the header is damaged, or does not fit the size of the file.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little") if size >= 8 else _MAX_HEADER + 1
+            if length > min(_MAX_HEADER, size - 8):
+                raise DamagedFileError(f"{path.name}: the header has a length of {length:,} bytes; the file {size:,}")
+            text = file.read(length).decode()
+    except OSError as error:
+        raise DamagedFileError(f"{path.name}: cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise DamagedFileError(f"{path.name}: the header is not UTF-8") from error
+    header = json_object(text, path.name)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise DamagedFileError(f"{path.name}: __metadata__ is not a mapping of texts")
+    tensors, spans = {}, []
+    for name, facts in header.items():
+        tensors[name], span = _stored_shape(path.name, name, facts)
+        spans.append((*span, name))
+    _check_spans(path.name, spans, size - 8 - length)
+    return tensors
+
+
+def _stored_shape(file: str, name: str, facts: Any) -> tuple[StoredShape, tuple[int, int]]:
+    """Return shape and position of a tensor."""
+    where = f"{file}: {shorten(name)}"
+    if not isinstance(facts, Mapping):
+        raise DamagedFileError(f"{where} has no dtype, shape and data_offsets")
+    dtype, shape, span = facts.get("dtype"), _integers(facts.get("shape")), _integers(facts.get("data_offsets"))
+    if not isinstance(dtype, str) or dtype not in _BITS:
+        raise DamagedFileError(f"{where} has the unknown type {shorten(dtype)}")
+    if shape is None or len(shape) > _MAX_DIMENSIONS or prod(shape) > _MAX_SIZE:
+        raise DamagedFileError(f"{where} has the shape {shorten(facts.get('shape'))}")
+    if span is None or len(span) != 2 or span[0] > span[1]:
+        raise DamagedFileError(f"{where} has the data_offsets {shorten(facts.get('data_offsets'))}")
+    if prod(shape) * _BITS[dtype] != 8 * (span[1] - span[0]):
+        raise DamagedFileError(f"{where} of {dtype} {list(shape)} does not have {span[1] - span[0]:,} bytes")
+    return StoredShape(dtype, shape, file), (span[0], span[1])
+
+
+def _integers(value: Any) -> tuple[int, ...] | None:
+    """Return a list of sizes; None for anything else."""
+    fits = isinstance(value, list) and all(type(size) is int and 0 <= size <= _MAX_SIZE for size in value)
+    return tuple(value) if fits else None
+
+
+def _check_spans(file: str, spans: list[tuple[int, int, str]], size: int) -> None:
+    """Check that tensors fill the file without gaps and overlaps."""
+    position = 0
+    for start, end, name in sorted(spans):
+        if start != position:
+            raise DamagedFileError(f"{file}: {shorten(name)} begins at byte {start:,}; expected {position:,}")
+        position = end
+    if position != size:
+        raise DamagedFileError(f"{file}: its tensors have {position:,} bytes, the file {size:,}: download it again")

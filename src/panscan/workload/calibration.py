@@ -1,0 +1,148 @@
+"""Prompts for calibration, and held-out prompts to measure the result."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from panscan.core import DatasetError, ImageError, InputError, SettingError
+from panscan.core.request import MAX_PAGES
+from panscan.workload.requests import DEFAULT_PROMPT, Item, Source, Workload, load_workload, sample_dataset
+
+_HELD_OUT = 5  # one of so many calibration documents is kept for the measurement
+_MOST_HELD_OUT = 8
+_DATASETS = (".jsonl", ".json", ".parquet", ".arrow")
+_TEXT_PROMPT = "List the fields of an invoice, and explain each of them."
+
+Steps = Callable[[str, int, int], None]
+"""Called with a stage, the steps of it that are done, and all."""
+OnProblem = Callable[[InputError], None]
+"""Called for each document that cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationSource:
+    """Source of calibration prompts.
+
+    Args:
+        sources: directories, globs and files of documents, or one dataset; empty: no calibration.
+        prompts: questions about the documents; empty: a general one.
+        num_samples: maximum number of prompts.
+        seed: random seed for sampling prompts.
+        max_pages: maximum number of pages per document.
+    """
+
+    sources: tuple[str, ...] = ()
+    prompts: tuple[str, ...] = ()
+    num_samples: int = 128
+    seed: int = 0
+    max_pages: int = MAX_PAGES
+
+    def __post_init__(self) -> None:
+        if self.prompts and not self.sources:
+            raise SettingError("--prompt requires calibration documents: add --calibration")
+        if any(not prompt.strip() for prompt in self.prompts):
+            raise SettingError("--prompt is empty: give a question")
+        if self.prompts and self.is_dataset:
+            raise SettingError(f"--prompt: --calibration {self.sources[0]} already has questions; leave out --prompt")
+
+    @property
+    def is_dataset(self) -> bool:
+        """Whether the prompts are a dataset's questions."""
+        return len(self.sources) == 1 and self.sources[0].endswith(_DATASETS)
+
+
+def load_documents(
+    dataset: str | None,
+    num_samples: int,
+    seed: int,
+    on_problem: OnProblem,
+    on_step: Steps,
+    *,
+    reads_images: bool = True,
+) -> tuple[Workload, Source]:
+    """Return labelled questions to measure on, and their source.
+
+    Args:
+        dataset: file or directory; None for the bundled sample documents.
+        num_samples: maximum number of questions of a dataset.
+        seed: random seed for sampling them.
+        on_problem: called for each document that cannot be read.
+        on_step: called after each document.
+        reads_images: False: a text prompt instead of the bundled documents.
+
+    Raises:
+        InputError: the dataset cannot be read, or none of its questions is usable.
+    """
+    if dataset is not None:
+        source = Source(dataset=dataset, num_samples=num_samples, seed=seed)
+    elif reads_images:
+        source = Source(dataset=str(sample_dataset()))
+    else:
+        source = Source(no_images=True, prompt=_TEXT_PROMPT)
+    return _open_workload(source, on_problem, on_step), source
+
+
+def load_calibration(
+    wanted: CalibrationSource, on_problem: OnProblem, on_step: Steps
+) -> tuple[list[Item], list[Item], Source]:
+    """Return calibration prompts, held-out prompts to measure the result, and the source of both.
+
+    With fewer than five documents, nothing is held out. The sample depends on the contents of the documents and the
+    seed, not on the order or names of files; of a dataset with more questions than are used, on their order too.
+
+    Args:
+        wanted: calibration source with at least one entry.
+        on_problem: called for each document that cannot be read.
+        on_step: called after each document.
+
+    Raises:
+        ImageError: no document is usable.
+        DatasetError: the dataset cannot be read, or none of its questions is usable.
+    """
+    first, *others = wanted.prompts or (DEFAULT_PROMPT,)
+    if wanted.is_dataset:
+        count = wanted.num_samples + _MOST_HELD_OUT  # only documents that are drawn are opened
+        source = Source(dataset=wanted.sources[0], num_samples=count, seed=wanted.seed, max_pages=wanted.max_pages)
+    else:
+        source = Source(images=wanted.sources, prompt=first, max_pages=wanted.max_pages)
+    try:
+        items = _open_workload(source, on_problem, on_step).items
+    except (ImageError, DatasetError) as error:
+        text = re.sub("--(images|dataset)", "--calibration", str(error), count=1)
+        raise type(error)(text if "--calibration" in text else f"--calibration {wanted.sources[0]}: {text}") from error
+    items += [replace(item, id=f"{item.id}.{n}", prompt=prompt) for n, prompt in enumerate(others) for item in [*items]]
+    items.sort(key=lambda item: hashlib.sha256(f"{wanted.seed} {digest_of([item])}".encode()).digest())
+    kept, held_out = _without_held_out(items)
+    return kept[: wanted.num_samples], held_out[: wanted.num_samples], source
+
+
+def digest_of(items: Sequence[Item]) -> str:
+    """Return a digest of documents and prompts."""
+    facts = [[_contents(item), item.prompt_sha256] for item in items]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def _contents(item: Item) -> tuple[str, ...]:
+    return tuple(document.sha256 for document in item.documents)
+
+
+def _open_workload(source: Source, on_problem: OnProblem, on_step: Steps) -> Workload:
+    """Return a workload in which a dataset with fewer questions than are wanted is not repeated."""
+    workload = load_workload(
+        source, on_problem=on_problem, on_document=lambda done, total: on_step("opening documents", done, total)
+    )
+    return workload if workload.dataset is None else replace(workload, items=workload.items[: workload.dataset.used])
+
+
+def _without_held_out(items: list[Item]) -> tuple[list[Item], list[Item]]:
+    """Return prompts about most documents, and those about the others; none that have a document on both sides."""
+    groups = list(dict.fromkeys(map(_contents, items)))
+    count = min(len(groups) // _HELD_OUT, _MOST_HELD_OUT)
+    held_out = set(groups[len(groups) - count :])
+    shown = {content for group in held_out for content in group}
+    kept = [item for item in items if shown.isdisjoint(_contents(item)) and _contents(item) not in held_out]
+    return kept, [item for item in items if _contents(item) in held_out]

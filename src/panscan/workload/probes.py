@@ -1,0 +1,125 @@
+"""The questions that an endpoint under verification is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from io import BytesIO
+
+from PIL import Image
+
+from panscan.core import PanAndScan, Request
+from panscan.images.files import find_pages, open_image
+from panscan.workload.documents import Document, draw_document
+
+_SEED = 977  # of documents
+_RECEIPT, _BOARD, _CHART, _TABLE, _SIGN, _FORM = 0, 1, 3, 5, 7, 8
+_DESCRIBE = "Describe this document in detail."
+_DIFFERENCE = "What is different?"
+_SIDE = 1.5  # of a page's short side over a view's: resizing must average pixels
+_LEAST_SIDE = 288  # pixels: crops of shorter pages would be too small by default
+_COLUMNS = 60 / 192  # characters across a page per pixel of a view: the print is too small to be sure of
+_MOST_COLUMNS = 200
+
+
+def sample_probes(settings: PanAndScan, *, view_size: int | None) -> list[Request]:
+    """Return questions about sample documents, most telling first.
+
+    A sure answer hides small differences, so the print is hard to read: many tokens are possible, and their
+    probabilities depend on every pixel, view and mask. Every change of :data:`panscan.verify.hypotheses.CHANGES`
+    concerns a question: square pages, crops, several images, more views than a window holds, text alone. If the
+    settings enable pan and scan, two questions have other settings: a server may ignore those of a request.
+
+    Args:
+        settings: pan-and-scan settings of the requests.
+        view_size: pixels of a view's side; None: the checkpoint reads no images, and the questions are text.
+    """
+    texts = [
+        Request("List the months of the year.", id="text"),
+        Request("What is a receipt?", system="Answer in one short sentence.", id="text, system message"),
+    ]
+    if view_size is None:
+        return [
+            *texts,
+            Request("Count from one to ten.", id="text, numbers"),
+            Request(_DESCRIBE, id="text, no document"),
+        ]
+    side = max(_LEAST_SIDE, round(_SIDE * view_size))
+
+    def ask(name: str, prompt: str | None, *pages: _Page, other: PanAndScan | None = None) -> Request:
+        drawn = [_draw_probe(page, view_size) for page in pages]
+        question = drawn[-1].questions[0].question if prompt is None else prompt
+        images = [encoded_image(_resized(each, page, side)) for each, page in zip(drawn, pages, strict=True)]
+        return Request(question, images, pan_and_scan=settings if other is None else other, id=name)
+
+    wide, board = _Page(_TABLE, 2.0, 1.0), _Page(_BOARD, 3.0, 1.0)
+    probes = [
+        ask("square chart", None, _Page(_CHART)),
+        ask("wide table", None, wide),
+        texts[0],
+        ask("two images", _DIFFERENCE, _Page(_SIGN), _Page(_FORM)),
+        ask("two wide pages", _DIFFERENCE, wide, _Page(_BOARD, 2.0, 1.0)),
+        texts[1],
+        ask("tall receipt", None, _Page(_RECEIPT, 1.0, 2.0)),
+        ask("square form, described", _DESCRIBE, _Page(_FORM)),
+    ]
+    if settings.enabled:
+        off = replace(settings, enabled=False)
+        fewer = replace(settings, max_num_crops=3 if settings.max_num_crops == 2 else 2)
+        probes[4:4] = [
+            ask("wide board, without crops", None, board, other=off),
+            ask("wide board, another number of crops", None, board, other=fewer),
+        ]
+    return probes
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """A sample document, and its width and height in short sides."""
+
+    index: int
+    width: float = 1.0
+    height: float = 1.0
+
+
+def _draw_probe(page: _Page, view_size: int) -> Document:
+    columns = min(_MOST_COLUMNS, round(_COLUMNS * view_size))
+    return draw_document(_SEED, page.index, columns=columns)
+
+
+def _resized(document: Document, page: _Page, side: int) -> Image.Image:
+    size = round(page.width * side), round(page.height * side)
+    return document.image.resize(size, Image.Resampling.BICUBIC)
+
+
+def own_probes(images: Sequence[str], prompts: Sequence[str], settings: PanAndScan, most: int) -> list[Request]:
+    """Return each prompt over each page, and the first prompt without an image.
+
+    Args:
+        images: paths, globs or URLs of documents.
+        prompts: questions.
+        settings: pan-and-scan settings of the requests.
+        most: number of questions at most.
+
+    Raises:
+        ImageError: a document cannot be read, or no pattern matches.
+    """
+
+    def refuse(error: Exception) -> None:
+        raise error
+
+    pages = find_pages(images, on_problem=refuse)
+    pairs = [(page, prompt) for prompt in prompts for page in pages][: most - 1]
+    files = {page: encoded_image(open_image(page)) for page, _ in pairs}
+    asked = [
+        Request(prompt, [files[page]], pan_and_scan=settings, id=f"{page.name}, prompt {prompts.index(prompt) + 1}")
+        for page, prompt in pairs
+    ]
+    return [*asked[:1], Request(prompts[0], id="text"), *asked[1:]]
+
+
+def encoded_image(image: Image.Image) -> bytes:
+    """Return an image as the bytes of a PNG file."""
+    stream = BytesIO()
+    image.save(stream, "PNG")
+    return stream.getvalue()

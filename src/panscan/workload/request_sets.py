@@ -1,0 +1,190 @@
+"""Sample documents as request sets for other load generators: aiperf, guidellm and ``vllm bench serve``."""
+
+from __future__ import annotations
+
+import base64
+import filecmp
+import json
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from types import MappingProxyType
+from typing import Any, BinaryIO
+
+from panscan.core import InputError, PanAndScan, SettingError
+from panscan.core.files import replace_file
+from panscan.images.views import plan_views
+from panscan.settings import nearest, range_of
+from panscan.workload.documents import COLUMNS, draw_document
+from panscan.workload.samples import document_name, encode_document
+
+_TASKS: tuple[tuple[int, str, int], ...] = (
+    # percent of requests; prompt, empty: a question about the document; output tokens
+    (60, "", 32),
+    (25, "Extract every label and its value from this document as one JSON object.", 128),
+    (15, "Transcribe this document as Markdown, in reading order.", 256),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentRequest:
+    """One prompt about one document.
+
+    Args:
+        image: the document as a ``data:`` URL (PNG or JPEG).
+        prompt: a question about the document, or an instruction to read it.
+        output_tokens: tokens to generate.
+        views: views of the document with Gemma 3's default pan-and-scan settings, the whole image included.
+    """
+
+    image: str
+    prompt: str
+    output_tokens: int
+    views: int
+
+
+def data_url(name: str, content: bytes) -> str:
+    """Return the ``data:`` URL of a PNG or JPEG file; the suffix of its name tells which."""
+    media_type = "image/jpeg" if name.endswith(".jpg") else "image/png"
+    return f"data:{media_type};base64,{base64.b64encode(content).decode()}"
+
+
+def chat_parts(images: Sequence[str | bytes], text: str) -> list[dict[str, Any]]:
+    """Return the content of a user message: images by their URLs, then text."""
+    return [*({"type": "image_url", "image_url": {"url": url}} for url in images), {"type": "text", "text": text}]
+
+
+def document_requests(count: int, seed: int, *, columns: int = COLUMNS) -> Iterator[DocumentRequest]:
+    """Yield ``count`` requests about ``count`` different documents, the same for the same arguments.
+
+    The documents are those of :func:`panscan.workload.samples.write_samples`: receipts, boards, invoices, charts,
+    notes, tables, forms and signs with the aspect ratios of the originals. 60% of the prompts are questions (32 output
+    tokens), 25% ask for the fields as JSON (128) and 15% for a transcription (256).
+    """
+    for index in range(count):
+        document = draw_document(seed, index, columns=columns)
+        rng = Random(f"{seed}-{index}-task")
+        _, prompt, output_tokens = rng.choices(_TASKS, weights=[share for share, *_ in _TASKS])[0]
+        name = document_name(document.kind, index)
+        yield DocumentRequest(
+            image=data_url(name, encode_document(document.image, name)),
+            prompt=prompt or rng.choice(document.questions).question,
+            output_tokens=output_tokens,
+            views=len(plan_views(*document.image.size, PanAndScan()).views),
+        )
+
+
+def _aiperf_row(request: DocumentRequest) -> dict[str, Any]:
+    # A line with "text" and "image" (single_turn) would send the text before the image.
+    return {"messages": [{"role": "user", **_vllm_row(request)}], "output_length": request.output_tokens}
+
+
+def guidellm_row(request: DocumentRequest) -> dict[str, Any]:
+    """Return the line of a request in a request set for guidellm."""
+    # With "prompt" and "image" guidellm would send the text first and encode the image again as JPEG.
+    return {"messages": [{"role": "user", **_vllm_row(request)}], "output_tokens_count": request.output_tokens}
+
+
+def _vllm_row(request: DocumentRequest) -> dict[str, Any]:
+    # With "prompt" and "image_files" vLLM would send the text first.
+    return {"content": chat_parts([request.image], request.prompt)}
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFormat:
+    """The input format of a load generator: JSON lines, one request per line.
+
+    Args:
+        row: the line of a request, as an object.
+        command: a command of the tool that sends the requests, with placeholders ``{path}`` and ``{count}``.
+    """
+
+    row: Callable[[DocumentRequest], dict[str, Any]]
+    command: str
+
+
+FORMATS: Mapping[str, RequestFormat] = MappingProxyType(
+    {
+        "aiperf": RequestFormat(
+            _aiperf_row,
+            "aiperf profile --model MODEL --url URL --endpoint-type chat --streaming"
+            " --input-file {path} --custom-dataset-type mooncake_trace --request-count {count} --request-rate 2"
+            " --extra-inputs ignore_eos:true",
+        ),
+        "guidellm": RequestFormat(
+            guidellm_row,
+            "guidellm run --backend kind=openai_http,target=URL --profile kind=poisson,rate=2"
+            " --data kind=json_file,path={path} --constraint kind=max_requests,count={count}",
+        ),
+        "vllm": RequestFormat(
+            _vllm_row,
+            "vllm bench serve --backend openai-chat --endpoint /v1/chat/completions --base-url URL --model MODEL"
+            " --dataset-name custom_image --dataset-path {path} --custom-output-len 128"
+            " --num-prompts {count} --request-rate 2 --ignore-eos",
+        ),
+    }
+)
+"""The formats by the names of ``panscan samples --format``."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSet:
+    """A written request set.
+
+    Args:
+        path: the file of JSON lines.
+        views: number of requests by their number of views.
+        command: a command that sends the requests.
+    """
+
+    path: Path
+    views: dict[int, int]
+    command: str
+
+
+def write_request_set(
+    directory: Path, format: str, *, count: int = 12, seed: int = 0, columns: int = COLUMNS, overwrite: bool = False
+) -> RequestSet:
+    """Write ``FORMAT.jsonl`` in ``directory``: ``count`` requests about different documents, with their images.
+
+    The same arguments write the same bytes. The file appears only when it is complete.
+
+    Args:
+        directory: created if missing.
+        format: one of :data:`FORMATS`.
+        count: number of requests, each about a different document.
+        seed: another seed gives other documents and prompts.
+        columns: characters across a document's short side, 12 to 200.
+        overwrite: replace a different file of the same name.
+
+    Raises:
+        SettingError: ``format`` is unknown, ``count`` or ``columns`` is out of range, a different file exists, or
+            ``directory`` cannot be written.
+    """
+    if format not in FORMATS:
+        raise SettingError(f"format: expected one of {', '.join(FORMATS)}, got {format!r}{nearest(format, FORMATS)}")
+    for name, value in (("count", count), ("columns", columns)):
+        range_of(name, "samples").check(name, value)
+    path = directory / f"{format}.jsonl"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with replace_file(path, durable=False) as file:
+            views = _write_rows(file, FORMATS[format], document_requests(count, seed, columns=columns))
+            if path.exists() and not overwrite and not filecmp.cmp(file.name, path, shallow=False):
+                raise SettingError(f"{path} exists with other contents; --force (overwrite=True) replaces it")
+    except OSError as error:
+        raise InputError(f"the request set cannot be written to {directory}: {error.strerror}") from error
+    return RequestSet(path, views, FORMATS[format].command.format(path=shlex.quote(str(path)), count=count))
+
+
+def _write_rows(file: BinaryIO, format: RequestFormat, requests: Iterator[DocumentRequest]) -> dict[int, int]:
+    """Write one line per request, and return the number of requests by their number of views."""
+    views: Counter[int] = Counter()
+    for request in requests:
+        file.write(json.dumps(format.row(request)).encode() + b"\n")
+        views[request.views] += 1
+    file.flush()
+    return dict(sorted(views.items()))

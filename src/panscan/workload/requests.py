@@ -1,0 +1,438 @@
+"""What a run asks: documents and prompts, or a dataset, become a list of requests that is the same in every cell."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from itertools import chain, product
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import PIL
+
+import panscan
+from panscan.core import (
+    DatasetError,
+    ImageError,
+    InputError,
+    PanAndScan,
+    Request,
+    SettingError,
+)
+from panscan.core.files import cache_directory, fallback_directory
+from panscan.core.request import MAX_PAGES
+from panscan.images.fetch import named_url
+from panscan.images.files import Page, expand_images, find_pages, load_page, page_digest
+from panscan.images.views import PUBLISHED_COST, PromptCost, ViewPlan, plan_views
+from panscan.records.quality import ANNOTATORS, metrics_for
+from panscan.records.schema import EXACT_MATCH, METRICS, DatasetFacts
+from panscan.settings import Settings, nearest
+from panscan.workload.datasets import load_dataset
+from panscan.workload.rows import LoadedDataset, Row, counted, read_text, unique_id
+from panscan.workload.samples import write_samples
+from panscan.workload.tables import picture_files
+
+MAX_REQUESTS = 1_000_000
+"""Requests of one cell."""
+
+DEFAULT_PROMPT = "What does this document say?"
+_MOST_SAID = 8  # files that are named; the count has them all
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentFile:
+    """One picture of a workload: its name, size in pixels (upright) and the hash of its file."""
+
+    name: str
+    width: int
+    height: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One request of a workload, without the settings of a cell."""
+
+    id: str
+    documents: tuple[DocumentFile, ...]
+    prompt: str
+    answers: tuple[str, ...] = ()
+    tags: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def prompt_sha256(self) -> str:
+        return hashlib.sha256(self.prompt.encode()).hexdigest()
+
+    @property
+    def tag_values(self) -> dict[str, list[str]]:
+        """The values of each tag, by its name."""
+        return {name: [value for key, value in self.tags if key == name] for name in dict.fromkeys(dict(self.tags))}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a workload comes from, as the user said it; kept in the run's header so that it can resume.
+
+    Args:
+        images: globs, directories, files, URLs.
+        prompts: a file of one prompt a line.
+        prompt: one prompt, instead of a file.
+        dataset: a file or folder of one of :data:`panscan.workload.datasets.FORMATS`.
+        dataset_format: its layout; None to find out.
+        dataset_split: which of its splits; None for the one that the layout prefers.
+        no_images: prompts alone.
+        num_samples: requests; fewer than all are drawn with ``seed``, more repeat them.
+        system: a system message for every request.
+        raw_prompt: prompts go to the tokenizer as they are.
+        seed: of the draw.
+        external_images: rows of the dataset may name URLs, and files outside its folder.
+        max_pages: pages of one document; a document with more is unusable.
+    """
+
+    images: tuple[str, ...] = ()
+    prompts: str | None = None
+    prompt: str | None = None
+    dataset: str | None = None
+    no_images: bool = False
+    num_samples: int | None = None
+    system: str | None = None
+    raw_prompt: bool = False
+    seed: int = 0
+    dataset_format: str | None = None
+    dataset_split: str | None = None
+    external_images: bool = False
+    max_pages: int = MAX_PAGES
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "images", tuple(map(named_url, self.images)))
+        if self.dataset and (self.images or self.prompts or self.prompt):
+            raise SettingError("--dataset has its own images and questions: remove --images, --prompts and --prompt")
+        if not self.dataset and (self.dataset_format or self.dataset_split):
+            raise SettingError("--dataset-format and --dataset-split say how to read --dataset, which is missing")
+        if self.prompt is not None and self.prompts is not None:
+            raise SettingError("--prompt and --prompts exclude each other")
+        if self.prompt is not None and not self.prompt.strip():
+            raise SettingError("the prompt is empty")
+        if self.no_images and (self.images or self.dataset):
+            raise SettingError("--no-images contradicts --images and --dataset")
+        if self.no_images and not (self.prompts or self.prompt):
+            raise SettingError("--no-images needs --prompts or --prompt")
+        if self.num_samples is not None and self.num_samples < 1:
+            raise SettingError(f"--num-prompts must be at least 1, got {self.num_samples}")
+        if self.num_samples is not None and self.num_samples > MAX_REQUESTS:
+            raise SettingError(f"--num-prompts must be at most {MAX_REQUESTS:,}, got {self.num_samples:,}")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The items of a run. ``dataset`` and ``metric`` (its own metric of quality) are None without a dataset."""
+
+    items: list[Item]
+    dataset: DatasetFacts | None = None
+    metric: str | None = None
+
+    def quality_metric(self, wanted: str | None) -> str | None:
+        """The metric that is the run's quality: the one that the user wants, else the dataset's own, else exact match.
+
+        None where no question has answers.
+
+        Raises:
+            SettingError: no such metric, or no question's answers have it.
+        """
+        known = {name for item in self.items for name in metrics_for(item.answers)}
+        if wanted is None:
+            return self.metric if self.metric in known else EXACT_MATCH if known else None
+        if wanted not in METRICS:
+            raise SettingError(f"--quality-metric takes {', '.join(METRICS)}; got {wanted!r}{nearest(wanted, METRICS)}")
+        if not known:
+            raise SettingError(f"--quality-metric {wanted}: no question has accepted answers; use a labelled --dataset")
+        if wanted not in known:
+            raise SettingError(f"--quality-metric {wanted} requires questions with {ANNOTATORS} answers each")
+        return wanted
+
+
+def load_workload(
+    source: Source, *, on_problem: Callable[[InputError], None], on_document: Callable[[int, int], None] | None = None
+) -> Workload:
+    """Every item of a workload, in a fixed order. Each document is decoded once here, so that bad ones fail now.
+
+    Of a dataset only what is drawn is opened. A question whose pictures cannot be read is counted, and another one is
+    drawn in its place.
+
+    Args:
+        source: what the user gave.
+        on_problem: receives the error of each unusable file, which is skipped.
+        on_document: called with the number of documents (questions of a dataset) read so far, and of all.
+
+    Raises:
+        InputError: nothing usable is left, or a file of prompts or questions cannot be read.
+        UnsupportedError: a dataset in a format that needs a library which is missing.
+    """
+    on_document = on_document or _ignore
+    if source.dataset is not None:
+        return _dataset_workload(Path(source.dataset), source, on_problem, on_document)
+    prompts = _prompts(source)
+    documents: list[DocumentFile] = []
+    if not source.no_images:
+        pages = find_pages(source.images, on_problem=on_problem, max_pages=source.max_pages)
+        documents = _documents_of(pages, on_problem, on_document)
+    if not documents and not source.no_images:
+        raise ImageError(f"--images {' '.join(source.images)}: no readable image is left")
+    pictures: list[tuple[DocumentFile, ...]] = [(document,) for document in documents] or [()]
+    if (count := len(pictures) * len(prompts)) > MAX_REQUESTS:
+        product_text = f"{len(prompts):,} prompts for each of {len(pictures):,} documents are {count:,} requests"
+        raise SettingError(f"--prompts {source.prompts}: {product_text}, the limit is {MAX_REQUESTS:,}")
+    items = [Item(f"{number:05d}", *pair) for number, pair in enumerate(product(pictures, prompts))]
+    return Workload(_sampled(items, source.num_samples, source.seed))
+
+
+def build_workload(source: Source, *, on_problem: Callable[[InputError], None]) -> list[Item]:
+    """The items of :func:`load_workload`."""
+    return load_workload(source, on_problem=on_problem).items
+
+
+def content_digest(items: Sequence[Item]) -> str:
+    """Return a hash over every item's id, documents and prompt."""
+    facts = [[item.id, [document.sha256 for document in item.documents], item.prompt_sha256] for item in items]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def view_counts(items: Sequence[Item], settings: Settings) -> list[int]:
+    """Return the number of views of each item's documents in a cell."""
+    return [sum(len(plan.views) for plan in plans_of(item, settings)) for item in items]
+
+
+def request_of(item: Item, settings: Settings, source: Source) -> Request:
+    """The item as a request under a cell's settings."""
+    return Request(
+        prompt=item.prompt,
+        images=[document.name for document in item.documents],
+        system=source.system,
+        raw=source.raw_prompt,
+        pan_and_scan=settings.pan_and_scan,
+        sampling=settings.sampling,
+        id=item.id,
+        max_pages=source.max_pages,
+    )
+
+
+def plans_of(item: Item, settings: Settings, cost: PromptCost = PUBLISHED_COST) -> list[ViewPlan]:
+    """The views that a cell takes of an item's documents."""
+    return [plan_views(d.width, d.height, settings.pan_and_scan, cost) for d in item.documents]
+
+
+def views_of(items: Sequence[Item]) -> Callable[[Settings], bytes]:
+    """Return a function that maps a cell's settings to a digest of the view boxes of all documents in the items."""
+    sizes = sorted({(document.width, document.height) for item in items for document in item.documents})
+
+    @cache
+    def planned(pan_and_scan: PanAndScan) -> bytes:
+        boxes = [[view.box for view in plan_views(*size, pan_and_scan).views] for size in sizes]
+        return hashlib.sha256(repr(boxes).encode()).digest()
+
+    return lambda settings: planned(settings.pan_and_scan)
+
+
+def _ignore(_done: int, _total: int) -> None:
+    """Do nothing: progress is not shown."""
+
+
+def _dataset_workload(
+    path: Path, source: Source, on_problem: Callable[[InputError], None], on_document: Callable[[int, int], None]
+) -> Workload:
+    """Return the questions of a dataset, or a seeded draw of ``num_samples`` of them, in the dataset's order.
+
+    Args:
+        path: the dataset.
+        source: how to read it and how many questions to draw.
+        on_problem: called with each of the first few unusable files, and with the number of the others.
+        on_document: called with the number of questions opened so far, and of all.
+
+    Raises:
+        InputError: the dataset cannot be read, or none of its questions is usable.
+    """
+    loaded = load_dataset(
+        path, layout=source.dataset_format, split=source.dataset_split, external=source.external_images
+    )
+    rows, count = loaded.rows, source.num_samples
+    wanted = len(rows) if count is None else min(count, len(rows))
+    opening = _Opening(loaded, on_problem, source.max_pages)
+    opened: list[tuple[int, tuple[DocumentFile, ...]]] = []
+    unreadable = 0
+    order = _order(len(rows), wanted, source.seed)
+    while len(opened) < wanted and (numbers := order[: wanted - len(opened)]):
+        order = order[len(numbers) :]
+        for number in sorted(numbers):  # of a table, later images are read after earlier ones
+            if documents := opening.open(rows[number]):
+                opened.append((number, documents))
+                on_document(len(opened), wanted)
+            else:
+                unreadable += 1
+    opening.finish()
+    used = [(rows[number], documents) for number, documents in sorted(opened, key=itemgetter(0))]
+    facts = counted(loaded, [row for row, _ in used], unreadable)
+    if not used:
+        raise DatasetError(f"--dataset {path}: no usable question is left ({facts.text})")
+    items = [Item(row.id, documents, row.question or "", row.answers, row.tags) for row, documents in used]
+    return Workload(_sampled(items, count, source.seed), facts, loaded.metric)
+
+
+def _order(rows: int, wanted: int, seed: int) -> list[int]:
+    """The rows that are drawn, then the others in the order in which they take the places of bad ones."""
+    if wanted == rows:
+        return list(range(rows))
+    draw = random.Random(seed)
+    first = sorted(draw.sample(range(rows), wanted))
+    drawn = set(first)
+    rest = [number for number in range(rows) if number not in drawn]
+    draw.shuffle(rest)
+    return first + rest
+
+
+class _Opening:
+    """Opens pictures, each file once, and says what is wrong with the first few."""
+
+    def __init__(self, loaded: LoadedDataset, on_problem: Callable[[InputError], None], max_pages: int) -> None:
+        self._called, self._max_pages = loaded.called, max_pages
+        self._folder = cache_directory() / "dataset-pictures"
+        self._on_problem = on_problem
+        self._known: dict[str, list[DocumentFile]] = {}
+        self._problems = 0
+
+    def open(self, row: Row) -> tuple[DocumentFile, ...]:
+        """The documents of a row; nothing for one of which any picture cannot be read."""
+        images = row.images
+        names = picture_files(images(), self._folder, self._called) if callable(images) else images
+        pages = [self._documents(name) for name in names]
+        return tuple(chain.from_iterable(pages)) if all(pages) else ()
+
+    def finish(self) -> None:
+        if self._problems > _MOST_SAID:
+            more = self._problems - _MOST_SAID
+            self._on_problem(DatasetError(f"{self._called}: {more} more file{'' if more == 1 else 's'}"))
+
+    def _documents(self, file: str) -> list[DocumentFile]:
+        if file not in self._known:
+            try:  # A row names files, no folders and no patterns: those could lead anywhere.
+                expanded = expand_images([file], max_pages=self._max_pages)
+                pages = [page for page in expanded if isinstance(page, Page)]
+            except ImageError as problem:
+                pages = []
+                self._problem(problem)
+            self._known[file] = _documents_of(pages, self._problem, _ignore)
+        return self._known[file]
+
+    def _problem(self, problem: InputError) -> None:
+        self._problems += 1
+        if self._problems <= _MOST_SAID:
+            self._on_problem(problem)
+
+
+def _documents_of(
+    pages: Sequence[Page], on_problem: Callable[[InputError], None], on_document: Callable[[int, int], None]
+) -> list[DocumentFile]:
+    """Return pages as documents. Each is decoded once; ``on_problem`` is called for those that cannot be decoded."""
+    documents = []
+    digests: dict[str, str] = {}  # a file of a thousand pages is hashed once
+    for number, page in enumerate(pages, start=1):
+        try:
+            width, height = load_page(page).size
+            if page.source not in digests:
+                digests[page.source] = page_digest(Page(page.source))
+            digest = Page(digests[page.source], page.page).name
+            documents.append(DocumentFile(page.name, width, height, digest))
+        except ImageError as error:
+            on_problem(error)
+        on_document(number, len(pages))
+    return documents
+
+
+def _prompts(source: Source) -> list[str]:
+    if source.prompts is None:
+        return [source.prompt if source.prompt is not None else DEFAULT_PROMPT]
+    text = read_text(Path(source.prompts), f"--prompts {source.prompts}")
+    lines = [line for line in text.split("\n") if line.strip()]
+    if not lines:
+        raise DatasetError(f"--prompts {source.prompts}: the file has no prompt")
+    return lines if source.raw_prompt else [line.strip() for line in lines]
+
+
+def _sampled(items: list[Item], count: int | None, seed: int) -> list[Item]:
+    """``count`` items: a seeded draw of fewer, kept in order; or all of them again and again, with ids of their own."""
+    if count is None or count == len(items):
+        return items
+    if count < len(items):
+        return [items[index] for index in sorted(random.Random(seed).sample(range(len(items)), count))]
+    taken = {item.id for item in items}
+    repeated = list(items)
+    for number in range(len(items), count):
+        turn, index = divmod(number, len(items))
+        item_id = f"{items[index].id}+{turn}"
+        item_id = unique_id(item_id, taken) if item_id in taken else item_id
+        taken.add(item_id)
+        repeated.append(replace(items[index], id=item_id))
+    return repeated
+
+
+def source_or_samples(
+    *,
+    images: Sequence[str] = (),
+    dataset: str | None = None,
+    prompts: str | None = None,
+    prompt: str | None = None,
+    no_images: bool = False,
+    on_default: Callable[[str], None],
+    **others: Any,
+) -> Source:
+    """Return a :class:`Source`, with the bundled sample documents if it names no documents.
+
+    Prompts are asked of the samples' pictures; without prompts, the samples' own questions are asked.
+
+    Args:
+        images: see :class:`Source`, as are the others.
+        on_default: called with a remark about each default that is used.
+    """
+    prompted = prompts is not None or prompt is not None
+    if not images and dataset is None and not no_images:
+        samples = sample_dataset()
+        on_default(f"no --images given: using the bundled sample documents ({samples.parent})")
+        if prompted:
+            images = (str(samples.parent),)
+        else:
+            dataset = str(samples)
+    if dataset is None and not prompted and not no_images:
+        on_default(f"no -p given: asking {DEFAULT_PROMPT!r}")
+    return Source(images=tuple(images), dataset=dataset, prompts=prompts, prompt=prompt, no_images=no_images, **others)
+
+
+def sample_dataset() -> Path:
+    """The bundled sample documents' ``questions.jsonl``, drawn into the cache on first use.
+
+    Another recipe draws into another folder: its documents do not mix with older ones, and runs that read those resume.
+    :func:`~panscan.core.files.fallback_directory` replaces a cache that cannot be written, so that a run can resume.
+
+    Raises:
+        SettingError: the cache cannot be written, and the fallback is not private.
+        InputError: neither can be written.
+    """
+    name = f"samples-{panscan.__version__}-{_drawing_digest()}"
+    try:
+        return write_samples(cache_directory() / name, overwrite=True)
+    except InputError:
+        return write_samples(fallback_directory() / name, overwrite=True)
+
+
+def _drawing_digest() -> str:
+    """Changes with the source that draws the documents and with the library that does."""
+    workload = files("panscan.workload")
+    sources = [files("panscan.images") / "ink.py", workload / "samples.py", *(workload / "documents").iterdir()]
+    digest = hashlib.sha256(PIL.__version__.encode())
+    for source in sorted((path for path in sources if path.name.endswith(".py")), key=lambda path: path.name):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:12]

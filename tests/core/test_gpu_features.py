@@ -1,0 +1,86 @@
+"""What GPU generations can do: the table, its messages, and that no other module knows."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import panscan
+from panscan.core.gpu_features import FEATURES, SHARED_BYTES, Capability, refusal, runs_on, supports
+
+FACT = {feature.first for feature in FEATURES.values()} | set(SHARED_BYTES)
+
+
+def test_features_begin_with_a_generation_and_may_end_with_it() -> None:
+    assert not supports("bf16", (7, 5)) and supports("bf16", (8, 0)) and supports("bf16", None)
+    assert not supports("fp8", (8, 6)) and supports("fp8", (8, 9)) and not supports("fp8", None)
+    assert supports("tensor_memory_accelerator", (12, 0))
+    assert supports("warpgroup_products", (9, 0)) and not supports("warpgroup_products", (10, 0))
+
+
+@pytest.mark.parametrize(
+    ("feature", "capability", "reason"),
+    [
+        ("fp8", (8, 0), "x needs compute capability 8.9 or later; this GPU has 8.0: use int8 or int4"),
+        ("fp8", (7, 5), "x needs compute capability 8.9 or later; this GPU has 7.5: use bnb-8bit or bnb-4bit"),
+        ("fp8", None, "x needs an NVIDIA GPU of compute capability 8.9 or later; on a CPU use int8 or int4"),
+        ("triton", (7, 5), "x needs compute capability 8.0 or later; this GPU has 7.5"),
+        ("fp8", (8, 9), None),
+    ],
+)
+def test_a_refusal_names_the_alternatives_that_the_gpu_has(
+    feature: str, capability: Capability | None, reason: str | None
+) -> None:
+    assert refusal("x needs", feature, capability) == reason
+
+
+def facts(path: Path) -> list[int]:
+    """Return the lines that compare compute capabilities, or state one that a feature or a limit begins with."""
+    lines, source = [], path.read_text("utf-8")
+    if "capability" not in source and ".major" not in source:
+        return []
+    tree = ast.parse(source)
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    knows = any("capability" in name for name in names | {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)})
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and not isinstance(node.ops[0], ast.Is | ast.IsNot | ast.In | ast.NotIn):
+            parts = {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)}
+            parts |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+            if any("capability" in part or part == "major" for part in parts):
+                lines.append(node.lineno)
+        elif isinstance(node, ast.Tuple) and knows:
+            values = tuple(value.value for value in node.elts if isinstance(value, ast.Constant))
+            lines += [node.lineno] * (len(values) == len(node.elts) and values in FACT)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            lines += [node.lineno] * ("compute capability 8" in node.value or "compute capability 9" in node.value)
+    return lines
+
+
+def test_no_other_module_compares_capabilities() -> None:
+    root = Path(panscan.__file__).parent
+    known = root / "core" / "gpu_features.py"
+    stated = {path: facts(path) for path in root.rglob("*.py")}
+    assert stated.pop(known)
+    assert {str(path.relative_to(root)): lines for path, lines in stated.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "how"),
+    [
+        (["sm_80", "sm_90"], (9, 0), "binary"),
+        (["sm_80"], (8, 9), "binary"),
+        (["sm_90"], (8, 0), None),
+        (["sm_80"], (9, 0), None),
+        (["sm_90a"], (9, 0), "binary"),
+        (["sm_100a"], (10, 3), None),
+        (["sm_100"], (10, 3), "binary"),
+        (["sm_90", "compute_90"], (12, 0), "PTX"),
+        (["compute_90a"], (12, 0), None),
+    ],
+)
+def test_a_wheel_runs_on_its_architectures(
+    architectures: list[str], capability: tuple[int, int], how: str | None
+) -> None:
+    assert runs_on(architectures, capability) == how

@@ -1,0 +1,354 @@
+"""Published quantised checkpoints: values and logits against the formats' own libraries, and damaged ones refused."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.model.formats.small import CHECKPOINTS, TEXT_ONLY, Checkpoint, dense_weights
+
+from panscan.core import ModelError, PanscanError, UnsupportedError
+from panscan.model.checkpoint import Loaded, Placement, load_meta_model, load_model, load_shard_of
+from panscan.model.formats.load import stored_scheme
+from panscan.model.inventory import inventory
+from panscan.model.linear.quantized import QuantizedLinear, WeightFormat
+from panscan.model.load import load_for
+from panscan.settings import Settings
+
+CPU = torch.device("cpu")
+NAMES = sorted(path.stem for path in CHECKPOINTS.glob("*.safetensors"))
+INT4, INT4_ZEROS = WeightFormat("int4", 32), WeightFormat("int4", 32, zero_points=True)
+FORMATS = {  # of q_proj, whose 32 inputs are one group
+    "w4a16": INT4,
+    "w4a16-asym-w8a8": INT4_ZEROS,
+    "w8a16": WeightFormat("int8", quantizes_inputs=False),
+    "fp8-dynamic": WeightFormat("fp8"),
+    "fp8-static-all": WeightFormat("fp8"),
+    "gptq": INT4,
+    "gptq-asym": INT4_ZEROS,
+    "gptq-v2-act-order": INT4_ZEROS,
+    "gptq-8bit": WeightFormat("int8", quantizes_inputs=False),
+    "awq": INT4_ZEROS,
+    "torchao-int8": WeightFormat("int8", quantizes_inputs=False),
+    "torchao-int8-dynamic": WeightFormat("int8"),
+    "torchao-float8": WeightFormat("fp8", quantizes_inputs=False),
+    "torchao-int4": INT4_ZEROS,
+    "torchao-intx": INT4,
+}
+LAYER = "model.language_model.layers.0."
+STORED = "language_model.model.layers.0."
+
+
+def load(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Loaded:
+    return load_model(str(directory), Placement(CPU, dtype))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.inference_mode()
+def test_weights_and_logits_are_those_of_the_formats_library(name: str, tmp_path: Path) -> None:
+    """Logits are compared with a dense model, with a wider tolerance for formats that quantise inputs."""
+    checkpoint = Checkpoint.read(name)
+    model = load(checkpoint.write(tmp_path), torch.float32).model
+    assert len(checkpoint.expected) >= 6
+    for key, expected in checkpoint.expected.items():
+        module = model.get_submodule(key.removesuffix(".weight"))
+        assert isinstance(module, QuantizedLinear) == key.startswith(LAYER)
+        weight = module.dequantized() if isinstance(module, QuantizedLinear) else module.weight
+        if name == "torchao-int4":  # its zero points are weights, ours are levels
+            assert torch.allclose(weight, expected, rtol=0.0, atol=1e-7)
+        else:
+            assert torch.equal(weight.to(expected.dtype), expected)
+    assert model.get_submodule(f"{LAYER}self_attn.q_proj").weight_format == FORMATS[name]
+    for key, value in dense_weights().items():
+        if key not in checkpoint.expected:
+            assert torch.equal(model.get_parameter(key).bfloat16(), value), key
+    dense = type(model)(model.config).eval()
+    dense.load_state_dict({**dense_weights(), **checkpoint.expected}, strict=True)
+    ids = torch.tensor([[2, 10, 20, 30, 40]])
+    got, logits = (each(input_ids=ids).logits for each in (model, dense))
+    exact = all(part.weight_format.input_dtype is None for part in model.modules() if isinstance(part, QuantizedLinear))
+    assert torch.allclose(got, logits, rtol=0.0, atol=float(logits.std()) * (0.05 if exact else 0.3))
+
+
+@pytest.mark.parametrize("name", ["w4a16", "torchao-int8"])
+def test_both_layouts_of_tensor_names_load(name: str, tmp_path: Path) -> None:
+    checkpoint = Checkpoint.read(name)
+    swapped = {
+        key.replace(STORED, LAYER)
+        if STORED in key
+        else key.replace(LAYER, STORED).replace("model.vision_tower.", "vision_tower.vision_model."): value
+        for key, value in {**checkpoint.tensors, **checkpoint.metadata}.items()
+    }
+    checkpoint.tensors = {key: value for key, value in swapped.items() if isinstance(value, torch.Tensor)}
+    checkpoint.metadata = {key: value for key, value in swapped.items() if isinstance(value, str)}
+    model = load(checkpoint.write(tmp_path)).model
+    for key, expected in checkpoint.expected.items():
+        module = model.get_submodule(key.removesuffix(".weight"))
+        values = module.dequantized(expected.dtype) if isinstance(module, QuantizedLinear) else module.weight
+        assert torch.equal(values, expected)
+
+
+def test_zeros_that_autogptq_writes_as_biases_are_ignored(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.read("gptq")
+    biases = {
+        key.replace("scales", "bias"): torch.zeros(value.shape[1])
+        for key, value in checkpoint.tensors.items()
+        if key.endswith("scales")
+    }
+    checkpoint.tensors |= biases
+    model = load(checkpoint.write(tmp_path)).model
+    assert model.get_submodule(f"{LAYER}mlp.up_proj").bias is None
+
+
+def test_checkpoints_without_vision_load(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.read("w4a16")
+    checkpoint.tensors = {key.replace(STORED, "model.layers.0."): value for key, value in checkpoint.tensors.items()}
+    checkpoint.expected = {key.replace(LAYER, "model.layers.0."): value for key, value in checkpoint.expected.items()}
+    model = load(checkpoint.write(tmp_path, TEXT_ONLY)).model
+    for key, expected in checkpoint.expected.items():
+        assert torch.equal(model.get_submodule(key.removesuffix(".weight")).dequantized(expected.dtype), expected)
+
+
+@pytest.mark.parametrize("name", ["w4a16-asym-w8a8", "gptq", "fp8-dynamic"])
+def test_shards_together_are_the_whole_model(name: str, tmp_path: Path) -> None:
+    directory = str(Checkpoint.read(name).write(tmp_path))
+    whole = load_shard_of(directory, 0, 1, torch.bfloat16, CPU)[0].model
+    shards = [load_shard_of(directory, rank, 2, torch.bfloat16, CPU) for rank in range(2)]
+    assert [vocabulary for _, vocabulary in shards] == [1024, 1024]
+    for path, linear in whole.named_modules():
+        if isinstance(linear, QuantizedLinear):
+            parts = [shard.model.get_submodule(path).dequantized() for shard, _ in shards]
+            split_inputs = path.endswith(("o_proj", "down_proj"))
+            assert torch.equal(torch.cat(parts, 1 if split_inputs else 0), linear.dequantized()), path
+    for shard, _ in shards:
+        assert torch.isfinite(shard.model(input_ids=torch.tensor([[2, 10]])).logits).all()
+    meta_model = load_meta_model(directory, torch.bfloat16, CPU, revision=None, embedding=False)
+    assert getattr(meta_model.model.config, "quantization_config", None) is None
+
+
+def test_reordered_channels_cannot_be_split_over_ranks(tmp_path: Path) -> None:
+    directory = str(Checkpoint.read("gptq-v2-act-order").write(tmp_path))
+    with pytest.raises(UnsupportedError, match="act-order"):
+        load_shard_of(directory, 0, 2, torch.bfloat16, CPU)
+
+
+def test_act_order_of_compressed_tensors_assigns_channels_to_groups(tmp_path: Path) -> None:
+    """As versions before 0.20 of the library wrote it."""
+    checkpoint = Checkpoint.read("w4a16")
+    checkpoint.config["config_groups"]["group_0"]["weights"]["actorder"] = "group"
+    directory = checkpoint.write(tmp_path)
+    with pytest.raises(ModelError, match=r"q_proj\.weight_g_idx is missing"):
+        load(directory)
+    path = f"{LAYER}self_attn.o_proj"
+    stored = path.replace(LAYER, STORED)
+    for key in [key for key in checkpoint.tensors if key.endswith("weight_shape")]:
+        inputs = int(checkpoint.tensors[key][1])
+        checkpoint.tensors[key.replace("weight_shape", "weight_g_idx")] = torch.arange(inputs).flip(0) // 32
+    before, scale = checkpoint.expected[f"{path}.weight"], checkpoint.tensors[f"{stored}.weight_scale"]
+    levels = (before.float() / scale.float().repeat_interleave(32, 1)).round()
+    expected = levels * scale.float().flip(1).repeat_interleave(32, 1)
+    linear = load(checkpoint.write(tmp_path)).model.get_submodule(path)
+    assert linear.weight_format.ordered
+    assert torch.equal(linear.dequantized(), expected)
+
+
+def test_inventory_says_what_is_quantised(tmp_path: Path) -> None:
+    found = inventory(str(Checkpoint.read("fp8-static-all").write(tmp_path)))
+    assert found.format == "compressed-tensors float-quantized"
+    assert "static" in found.notes[0]
+    assert len(found.quantized("decoder")) == 7
+    assert len(found.quantized("vision")) == 6
+    assert not found.quantized("projector") and not found.quantized("embedding")
+    weight = next(fact for fact in found.tensors if fact.name == f"{STORED}self_attn.q_proj.weight")
+    assert weight.stored_as == "fp8, per tensor"
+    assert weight.bytes == 64 * 32 + 2 + 2  # with the scales of weights and inputs
+    assert found.bytes_of("embedding") == 1024 * 32 * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("w4a16-asym-w8a8", {"int4, per channel, zero points", "int8, per channel"}),
+        ("gptq", {"int4, groups of 32"}),
+        ("awq", {"int4, groups of 32, zero points"}),
+        ("torchao-int8", {"Int8Tensor"}),
+    ],
+)
+def test_inventory_names_the_kinds_of_matrices(name: str, kinds: set[str], tmp_path: Path) -> None:
+    found = inventory(str(Checkpoint.read(name).write(tmp_path)))
+    assert {fact.stored_as for fact in found.quantized("decoder")} == kinds
+    assert not any(fact.quantized for fact in found.tensors if "norm" in fact.name)
+
+
+def test_dequantised_matrices_and_ignored_scales_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    directory = Checkpoint.read("fp8-static-all").write(tmp_path)
+    with caplog.at_level(logging.INFO, logger="panscan"):
+        load(directory)
+    assert "static scales are ignored" in caplog.text
+    assert "6 quantised matrices outside the decoder were converted to bfloat16" in caplog.text
+
+
+def test_other_quantisation_and_placement_are_refused(tmp_path: Path) -> None:
+    directory = str(Checkpoint.read("awq").write(tmp_path))
+    assert load_for(Settings(model=directory, device="cpu", dtype="bf16")).model
+    with pytest.raises(ModelError, match=r"is quantised already: AWQ \(gemm, 4 bits\)"):
+        load_for(Settings(model=directory, device="cpu", dtype="bf16", quantization="int8"))
+    with pytest.raises(ModelError, match=r"is quantised already: AWQ \(gemm, 4 bits\)"):
+        load_shard_of(directory, 0, 1, torch.bfloat16, CPU, weight_format=WeightFormat("int8"))
+    with pytest.raises(UnsupportedError, match="--device-map: not supported"):
+        load_for(Settings(model=directory, dtype="bf16", device_map="auto"))
+
+
+Q = f"{STORED}self_attn.q_proj."
+
+
+def _drop(leaf: str) -> Callable[[Checkpoint], Any]:
+    return lambda checkpoint: checkpoint.tensors.pop(Q + leaf)
+
+
+def _replace(leaf: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Checkpoint], Any]:
+    return lambda checkpoint: checkpoint.tensors.update({Q + leaf: change(checkpoint.tensors[Q + leaf])})
+
+
+def _configure(**fields: Any) -> Callable[[Checkpoint], Any]:
+    return lambda checkpoint: checkpoint.config.update(fields)
+
+
+def _weights(**fields: Any) -> Callable[[Checkpoint], Any]:
+    return lambda checkpoint: checkpoint.config["config_groups"]["group_0"]["weights"].update(fields)
+
+
+def _dense(checkpoint: Checkpoint) -> None:
+    """Leave one matrix unquantised."""
+    for leaf in [key for key in checkpoint.tensors if key.startswith(Q)]:
+        del checkpoint.tensors[leaf]
+    checkpoint.tensors[f"{Q}weight"] = checkpoint.expected[f"{LAYER}self_attn.q_proj.weight"].clone()
+
+
+def _infinite(scale: torch.Tensor) -> torch.Tensor:
+    return scale.index_fill(0, torch.tensor([1]), float("inf"))
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Checkpoint], Any], str]] = {
+    "missing scales": ("w4a16", _drop("weight_scale"), "q_proj.weight_scale is missing"),
+    "missing values": ("gptq", _drop("qweight"), "q_proj.*qweight is missing"),
+    "missing zero points": ("awq", _drop("qzeros"), "q_proj.qzeros is missing"),
+    "wrong shape": ("w4a16", _replace("weight_packed", lambda words: words[:-1]), "q_proj.weight_packed has the shape"),
+    "wrong type": ("gptq", _replace("scales", lambda scale: scale.int()), "q_proj.scales has the type int32"),
+    "infinite scales": ("w8a16", _replace("weight_scale", _infinite), "q_proj.weight_scale contains infinite or NaN"),
+    "NaN weights": ("fp8-dynamic", _replace("weight", torch.Tensor.clone), "q_proj.weight contains NaN"),
+    "other stored shape": ("w4a16", _replace("weight_shape", lambda shape: shape + 1), "weight_shape .*q_proj"),
+    "groups that do not divide": ("gptq", _configure(group_size=48), "groups of 48 do not divide 32"),
+    "other group size": ("w4a16", _weights(group_size=16), "q_proj.weight_scale has the shape"),
+    "group of no channel": ("gptq-v2-act-order", _replace("g_idx", lambda g_idx: g_idx + 1), "g_idx names groups"),
+    "no group indices": ("gptq-v2-act-order", _drop("g_idx"), "q_proj.g_idx is missing"),
+    "not quantised": ("gptq", _dense, "config.json: .*q_proj.weight is quantised, but the tensor"),
+    "quantised though ignored": (
+        "w4a16",
+        lambda checkpoint: checkpoint.config["ignore"].append("re:.*q_proj"),
+        "q_proj.weight is quantised, but config.json",
+    ),
+    "extra tensor": (
+        "w4a16",
+        lambda checkpoint: checkpoint.tensors.update({f"{STORED}mlp.gate.qweight": torch.zeros(2)}),
+        "unexpected tensor .*mlp.gate.qweight",
+    ),
+    "a bias": (
+        "gptq",
+        lambda checkpoint: checkpoint.tensors.update({f"{Q}bias": torch.ones(64)}),
+        "q_proj.bias is not zero",
+    ),
+    "the same tensor twice": (
+        "w4a16",
+        lambda checkpoint: checkpoint.tensors.update({f"{LAYER}mlp.up_proj.weight_scale": torch.zeros(2)}),
+        "refer to the same parameter",
+    ),
+    "other class": (
+        "torchao-int8-dynamic",
+        _configure(quant_type={"default": {"_type": "Float8WeightOnlyConfig"}}),
+        "has the class Int8Tensor; config.json implies Float8Tensor",
+    ),
+    "no metadata": (
+        "torchao-int8-dynamic",
+        lambda checkpoint: checkpoint.metadata.clear(),
+        "metadata does not describe",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_config_and_tensors_that_disagree_are_refused(damage: str, tmp_path: Path) -> None:
+    name, change, message = DAMAGES[damage]
+    checkpoint = Checkpoint.read(name)
+    change(checkpoint)
+    if damage == "NaN weights":
+        checkpoint.tensors[f"{Q}weight"].view(torch.uint8)[0, 0] = 0x7F
+    with pytest.raises(ModelError, match=message) as caught:
+        load(checkpoint.write(tmp_path))
+    assert str(caught.value).startswith(f"--model {tmp_path}: ")
+    assert "\n" not in str(caught.value)
+
+
+WEIGHTS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+
+
+def _compressed(weights: dict[str, Any], layout: str = "pack-quantized", **fields: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {**WEIGHTS, **weights}, **fields}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, r"block fp8 \(blocks of \[128, 128\]\)"),
+        ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"quant_method": "hqq"}, "hqq"),
+        ({"quant_method": "fp_quant"}, "fp_quant"),
+        ({}, "quant_method"),
+        (_compressed({}, "nvfp4-pack-quantized"), "nvfp4-pack-quantized"),
+        (_compressed({}, "marlin-24"), "marlin-24"),
+        (_compressed({"num_bits": 3}), "3-bit int weights"),
+        (_compressed({"num_bits": 8, "strategy": "block", "type": "float"}, "float-quantized"), "per block"),
+        (_compressed({}, input_activations={"num_bits": 8, "strategy": "token", "dynamic": True}), "quantised inputs"),
+        (_compressed({}) | {"transform_config": {"config_groups": {"R1": {}}}}, "rotated"),
+        ({"quant_method": "gptq", "bits": 3}, "3 bits"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
+        ({"quant_method": "torchao", "quant_type": {"default": {"_type": "UIntXWeightOnlyConfig"}}}, "UIntXWeightOnly"),
+    ],
+)
+def test_unreadable_formats_are_named_with_what_works(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message) as caught:
+        stored_scheme({"quantization_config": config}, "owner/gemma")
+    assert str(caught.value).startswith("--model owner/gemma: ")
+    assert "use compressed-tensors (W4A16" in str(caught.value)
+
+
+def test_unquantised_and_bitsandbytes_checkpoints_go_through_transformers() -> None:
+    assert stored_scheme({}, "m") is None
+    assert stored_scheme({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "m") is None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "x",
+        1,
+        [],
+        {"config_groups": 3},
+        {"config_groups": {"a": {"format": "pack-quantized"}}},
+        _compressed({}) | {"ignore": ["re:("]},
+        _compressed({"num_bits": "4"}),
+        {"quant_method": "gptq", "bits": 4, "dynamic": {"+:(": {}}},
+        {"quant_method": "awq", "group_size": True},
+    ],
+)
+def test_a_damaged_configuration_is_one_line(value: Any) -> None:
+    config = {"quant_method": "compressed-tensors", **value} if isinstance(value, dict) else value
+    with pytest.raises(PanscanError) as caught:
+        stored_scheme({"quantization_config": config}, "m")
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,197 @@
+"""Our decoder on a model's weights, without the engine: the model's forward, whatever its modules are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from tests.small_models import MODELS, model_of
+from tests.triton_here import interpreted
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from panscan import GenerateRunner
+from panscan.core import UnsupportedError
+from panscan.model.bundled.random_weights import random_model
+from panscan.model.gemma3.text_layers import TextLayers
+from panscan.model.layers import LayerFacts, OutputRows
+
+IDS = torch.tensor([30, 400, 5, 77, 21])
+BOTH = pytest.mark.parametrize("name", ["window inside image blocks", "text only"])
+KERNELS = pytest.mark.parametrize(
+    "kernels", [False, pytest.param(True, marks=interpreted)], ids=["operators", "kernels"]
+)
+
+
+@dataclass
+class Causal:
+    """Attention of rows of one text that is no longer than the window; the cache holds nothing else."""
+
+    slots: torch.Tensor
+    rows: torch.Tensor
+
+    def attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float) -> torch.Tensor:
+        parts = [part.transpose(0, 1) for part in (query, k_cache[self.slots], v_cache[self.slots])]
+        mask = torch.arange(len(self.slots)) <= self.rows[:, None]
+        out = torch.nn.functional.scaled_dot_product_attention(*parts, mask, scale=scaling, enable_gqa=True)
+        return out.transpose(0, 1).contiguous()
+
+
+def text_logits(layers: TextLayers, ids: torch.Tensor = IDS, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """Return logits of these rows of a text, or of all, with its keys and values in slots of reverse order."""
+    slots = torch.arange(len(ids)).flip(0) + 2
+    facts = layers.layers
+    k_caches, v_caches = (
+        [torch.full((9, each.kv_heads, each.head_size), torch.nan, dtype=each.dtype) for each in facts] for _ in "kv"
+    )
+    plans = {each.local: Causal(slots, torch.arange(len(ids))) for each in facts}
+    output = None if rows is None else OutputRows(rows, Causal(slots, rows))
+    hidden = layers.run(layers.embed(ids), torch.arange(len(ids)), k_caches, v_caches, plans, output)
+    for cache in (*k_caches, *v_caches):
+        assert cache[[0, 1, 7, 8]].isnan().all() and cache[slots].isfinite().all()
+    return layers.logits(hidden)
+
+
+@torch.no_grad()
+def expected_logits(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
+    found: torch.Tensor = model(input_ids=ids[None]).logits[0].float()
+    return found
+
+
+@KERNELS
+@BOTH
+def test_layers_are_the_models_forward(name: str, kernels: bool) -> None:
+    layers = TextLayers(model_of(name))
+    if kernels:
+        layers.use_kernels()
+    assert layers.kernels == kernels
+    torch.testing.assert_close(text_logits(layers), expected_logits(model_of(name)), rtol=1e-5, atol=1e-5)
+
+
+def check_output_rows(layers: TextLayers) -> None:
+    """Compare any output rows with those of a pass that returns all; keys and values of the other rows are written."""
+    whole = text_logits(layers)
+    for rows in ([4], [0, 3], []):
+        found = text_logits(layers, rows=torch.tensor(rows, dtype=torch.long))
+        torch.testing.assert_close(found, whole[rows], rtol=1e-5, atol=1e-5)
+
+
+@KERNELS
+@BOTH
+def test_output_rows_are_those_of_a_whole_pass(name: str, kernels: bool) -> None:
+    layers = TextLayers(model_of(name))
+    if kernels:
+        layers.use_kernels()
+    check_output_rows(layers)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_output_rows_with_quantised_weights(kind: str) -> None:
+    runner = GenerateRunner.from_pretrained("tiny", dtype="fp32", device="cpu", quantization=kind)
+    check_output_rows(TextLayers(runner.loaded.model))
+
+
+def test_the_last_layer_computes_output_rows_alone() -> None:
+    layers = TextLayers(model_of("text only"))
+    text = MODELS["text only"].text
+    flops = []
+    for rows in (None, torch.tensor([2, 4]), torch.tensor([], dtype=torch.long)):
+        with FlopCounterMode(display=False) as counter:
+            text_logits(layers, rows=rows)
+        flops.append(counter.get_total_flops())
+    behind_attention = text.heads * text.head_size * text.hidden + 3 * text.hidden * text.intermediate
+    row = 2 * (behind_attention + text.hidden * text.vocabulary)
+    # Not every PyTorch counts the little that attention takes here.
+    assert [flops[0] - each for each in flops] == pytest.approx([0, 3 * row, 5 * row], rel=0.01)
+
+
+def test_a_layer_gets_the_plan_of_its_kind_and_its_own_cache() -> None:
+    layers = TextLayers(model_of("two kv heads"))
+    seen: list[tuple[bool, int, int]] = []
+
+    class Plan:
+        def __init__(self, local: bool) -> None:
+            self.local, self.slots = local, torch.tensor([0])
+
+        def attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, _: float) -> torch.Tensor:
+            seen.append((self.local, places[k_cache.data_ptr()], places[v_cache.data_ptr()]))
+            return query
+
+    k_caches, v_caches = ([torch.zeros(1, 2, 16) for _ in layers.layers] for _ in "kv")
+    places = {cache.data_ptr(): at for at, cache in enumerate([*k_caches, *v_caches])}
+    plans = {local: Plan(local) for local in (True, False)}
+    layers.run(layers.embed(torch.tensor([3])), torch.tensor([0]), k_caches, v_caches, plans)
+    assert seen == [(layer.local, at, 4 + at) for at, layer in enumerate(layers.layers)]
+
+
+def test_facts_come_from_the_configuration() -> None:
+    layers = TextLayers(model_of("two kv heads"))
+    assert [layer.local for layer in layers.layers] == [True, True, False, True]
+    assert layers.layers[0] == LayerFacts(True, 2, 16, torch.float32, torch.float32, torch.device("cpu"))
+    assert (layers.window, layers.hidden_size, layers.vocab_size, layers.max_positions) == (30, 64, 1024, 32_768)
+    assert (layers.device, layers.dtype) == (torch.device("cpu"), torch.float32)
+
+
+def test_embeddings_are_scaled_as_the_model_scales_them() -> None:
+    model = model_of("text only")
+    seen: list[torch.Tensor] = []
+    hook = model.model.layers[0].register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    expected_logits(model)
+    hook.remove()
+    assert torch.equal(TextLayers(model).embed(IDS), seen[0][0])
+
+
+def test_logits_are_capped_by_the_class_that_caps_them() -> None:
+    """Transformers caps in its causal class alone, whatever the configuration contains."""
+    hidden = 30 * torch.randn(4, 64)
+    for name, capped in (("text only", True), ("window inside image blocks", False)):
+        assert bool((TextLayers(model_of(name)).logits(hidden).abs() <= 0.5).all()) == capped
+
+
+@BOTH
+def test_logits_are_float32_and_rounded_as_the_model_rounds(name: str) -> None:
+    model, _ = random_model(MODELS[name], dtype=torch.bfloat16, device="cpu")
+    layers = TextLayers(model)
+    logits = layers.logits(torch.randn(3, 64).bfloat16())
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits, logits.bfloat16().float())
+    assert layers.dtype == layers.layers[0].dtype == torch.bfloat16
+
+
+@BOTH
+def test_offloaded_weights_run_on_their_execution_device(name: str) -> None:
+    model, _ = random_model(MODELS[name], dtype=torch.float32, device="cpu")
+    expected = expected_logits(model)
+    layers = TextLayers(cpu_offload(model, execution_device=torch.device("cpu")))
+    assert next(model.parameters()).is_meta
+    assert {layer.device for layer in layers.layers} == {layers.device} == {torch.device("cpu")}
+    layers.use_kernels()
+    assert not layers.kernels, "they would read weights that are not there"
+    torch.testing.assert_close(text_logits(layers), expected, rtol=1e-5, atol=1e-5)
+
+
+class OtherNorm(nn.Module):
+    """A norm that is not Gemma 3's."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden / (1 + hidden.abs().amax(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("place", ["norm", "layers.1.input_layernorm", "layers.0.self_attn.k_norm"])
+def test_replaced_norms_run_and_kernels_do_not(place: str) -> None:
+    model, _ = random_model(MODELS["text only"], dtype=torch.float32, device="cpu")
+    model.model.set_submodule(place, OtherNorm())
+    layers = TextLayers(model)
+    layers.use_kernels()
+    assert not layers.kernels
+    torch.testing.assert_close(text_logits(layers), expected_logits(model), rtol=1e-5, atol=1e-5)
+
+
+def test_layers_on_several_devices_are_refused() -> None:
+    model, _ = random_model(MODELS["text only"], dtype=torch.float32, device="cpu")
+    model.hf_device_map = {"model.layers.0": 0, "model.layers.1": 1, "lm_head": "cpu"}
+    with pytest.raises(UnsupportedError, match=r"--device-map spreads .* 2 devices.*--tensor-parallel-size 2"):
+        TextLayers(model)

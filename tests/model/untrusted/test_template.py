@@ -1,0 +1,190 @@
+"""Chat templates: the text that Transformers renders, and a short error for a template that costs too much."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from panscan.core import ModelError, PanscanError, SettingError
+from panscan.model.bundled.tokenizer import CHAT_TEMPLATE
+from panscan.model.untrusted.budget import MAX_TEXT
+from panscan.model.untrusted.template import MAX_TEMPLATE, render_template
+
+SOURCE = "chat_template.jinja"
+TOKENS = {"bos_token": "<bos>", "eos_token": "<eos>"}
+IMAGE = {"type": "image"}
+
+
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
+
+
+def turn(role: str, *parts: dict[str, str]) -> dict[str, Any]:
+    return {"role": role, "content": list(parts)}
+
+
+CHATS = {
+    "short": [turn("user", text("Hi"))],
+    "image": [turn("user", IMAGE, text("  What is the total?\n"))],
+    "system": [turn("system", text("Be brief.")), turn("user", IMAGE, text("a"), IMAGE, text("b"))],
+    "turns": [turn("user", text("1")), turn("assistant", text("é 🙂 \\ ' {{ x }}")), turn("user", text("2 "))],
+    "long": [turn(role, text(f"turn {n} " * n)) for n in range(100) for role in ("user", "assistant")][:199],
+}
+"""Conversations with every kind of turn and part."""
+
+FEATURES = """\
+{#- Everything that chat templates of the hub do. -#}
+{{- bos_token -}}
+{%- macro part(item, first=false) -%}
+    {%- if item['type'] == 'image' -%}<start_of_image>
+    {%- elif item.type == 'text' -%}{{ item.get('text', '').strip() if first else item.text | trim }}
+    {%- endif -%}
+{%- endmacro -%}
+{%- set ns = namespace(count=0, seen='', last=none) -%}
+{%- set listed = messages | selectattr('role', 'equalto', 'user') | list -%}
+{%- set rest = messages | rejectattr('role', 'eq', 'system') | list -%}
+{%- if messages[0].role == 'system' %}{{ messages[0].content[0].text + '\\n\\n' }}{% endif -%}
+{%- for message in rest if message.content is not none -%}
+    {%- set ns.count = ns.count + 1 -%}
+    {%- set ns.seen = ns.seen ~ message.role[0] -%}
+    {%- if loop.first %}<first>{% elif loop.last %}<last>{% endif -%}
+    {{- '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' -}}
+    {%- for item in message['content'] -%}
+        {%- if loop.index > 100 -%}{%- break -%}{%- endif -%}
+        {{- part(item, loop.first) -}}
+    {%- endfor -%}
+    {%- if not loop.last %}{% generation %}<end_of_turn>{% endgeneration %}
+{% endif -%}
+{%- endfor -%}
+{%- macro around() %}({{ caller('called') }}){% endmacro -%}
+{%- call(words) around() -%}{{ words }}{%- endcall -%}
+{%- set block -%}{{ listed | length }} {{ rest[1:] | count }} {{ rest[-1].role | upper }}{%- endset -%}
+{{ block }} {{ ns.count }} {{ ns.seen[:20] }} {{ messages | map(attribute='role') | unique | join(', ') }}
+{{ {'a': [1, 2.5, none, true], 'é': '<'} | tojson }} {{ [{'b': 1}] | tojson(indent=2) }} {{ range(3) | list }}
+{{ '%s-%03d' % ('x', 7) }} {{ '{}: {:>5}|{a!r}'.format(1, 'r', a='q') }} {{ '%.2f' | format(1.005) }}
+{{ 'abc' | replace('b', 'xx') | center(12) | title }}|{{ 'a\\nb' | indent(2, first=true) }}|{{ 'tab\\t'.expandtabs(4) }}
+{{ 2 ** 10 }} {{ 7 // 2 }} {{ 7 % 3 }} {{ 1 / 4 }} {{ 'ab' * 3 }} {{ [1] * 2 }} {{ -3 | abs }} {{ 2.567 | round(1) }}
+{{ 'x'.join(['a', 'b']) }} {{ 'a,b'.split(',') }} {{ 'Abc'.startswith('A') }} {{ 'abc'[::-1] }} {{ 'zfill'.zfill(8) }}
+{%- for key, value in {'k': 1, 'l': 2}.items() %} {{ key }}={{ value }}{% endfor %} {{ {'b': 1, 'a': 2} | dictsort }}
+{{ tools is none }} {{ nothing is defined }} {{ nothing | default('d') }} {{ 1 in [1, 2] }} {{ 'a' not in 'abc' }}
+{{ [3, 1, 2] | sort | join('<') }} {{ [1, 2] | sum }} {{ [[1, 2], [3]] | map('first') | list }} {{ '<b>' | e }}
+{{ [1, 2, 3] | batch(2, '-') | list }} {{ 'a b c' | truncate(3, true, '') }} {{ dict(a=1) }} {{ (1, 2) | last }}
+{% filter upper %}filtered{% endfilter %} {{ cycler('x', 'y').next() }} {{ 1 < 2 <= 2 }} {{ 'a' if none else 'b' }}
+{%- if add_generation_prompt %}<start_of_turn>model
+{% endif -%}
+"""
+
+
+def transformers_text(template: str, chat: list[dict[str, Any]]) -> str:
+    [rendered], _ = render_jinja_template([chat], chat_template=template, add_generation_prompt=True, **TOKENS)
+    return str(rendered)
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, FEATURES], ids=["gemma", "features"])
+@pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS)
+def test_the_text_is_that_of_transformers(template: str, chat: list[dict[str, Any]]) -> None:
+    assert render_template(template, SOURCE, chat, **TOKENS) == transformers_text(template, chat)
+
+
+GROWING = "{% set ns = namespace(x=START) %}{% for i in range(100) %}{% set ns.x = NEXT %}{% endfor %}{{ ns.x }}"
+
+
+def growing(start: str, following: str) -> str:
+    return GROWING.replace("START", start).replace("NEXT", following)
+
+
+EXPENSIVE = {
+    "repeat": "{{ 'a' * 20000000000 }}",
+    "repeat, from the right": "{{ 20000000000 * ('a' | safe) }}",
+    "list": "{{ [1] * 10000000000 }}",
+    "sum of texts": growing("'a'", "ns.x + ns.x"),
+    "concatenation": growing("'a'", "ns.x ~ ns.x"),
+    "join": growing("'a'", "[ns.x, ns.x] | join"),
+    "join, method": "{{ ('x' * 1000000).join(['a'] * 100000) }}",
+    "join, range": "{{ range(100000) | join('x' * 1000000) }}",
+    "replace": growing("'a'", "ns.x.replace('a', 'aa')"),
+    "replace, filter": "{{ ('a' * 1000000) | replace('', 'b' * 1000000) }}",
+    "lists of lists": growing("[1]", "[ns.x, ns.x]"),
+    "tuples as keys": growing("(1,)", "(ns.x, ns.x)") + "{{ {ns.x: 1} }}",
+    "dictionaries": growing("1", "dict(a=ns.x, b=ns.x)"),
+    "format": growing("'a'", "'{0}{0}'.format(ns.x)"),
+    "format, width": "{{ '{:20000000000}'.format(1) }}",
+    "format, width of a value": "{{ '{:{w}}'.format(1, w=20000000000) }}",
+    "format_map": "{{ '{a:>9999999999}'.format_map({'a': 1}) }}",
+    "format of a filter": "{{ ('{:20000000000}' | attr('format'))(1) }}",
+    "percent": growing("'a'", "'%s%s' % (ns.x, ns.x)"),
+    "percent, width": "{{ '%20000000000d' % 1 }}",
+    "percent, width of a value": "{{ '%*d' % (10 ** 10, 1) }}",
+    "percent, filter": "{{ '%.20000000000f' | format(1) }}",
+    "power": "{{ 9 ** (9 ** 9) }}",
+    "products": growing("3", "ns.x * ns.x"),
+    "round": "{{ 1 | round(-1000000000) }}",
+    "hexadecimal": "{{ ('f' * 100000) | int(base=16) }}",
+    "center": "{{ 'a' | center(10 ** 10) }}",
+    "ljust": "{{ 'a'.ljust(10000000000) }}",
+    "zfill": "{{ 'a'.zfill(10000000000) }}",
+    "tabs": "{{ ('\\t' * 100000).expandtabs(100000) }}",
+    "indent": "{{ ('\\n' * 100000) | indent(100000) }}",
+    "batch": "{{ [1] | batch(10 ** 10, 'x') | list }}",
+    "JSON": "{{ [1, 2] | tojson(indent=10 ** 10) }}",
+    "sum of lists": "{{ ([[1]] * 100000) | sum(start=[]) }}",
+    "nested loops": "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
+    "loop with a condition": "{% for a in range(99999) %}{% for b in range(99999) if b < 0 %}{% endfor %}{% endfor %}",
+    "comparisons": "{% set x = 'a' * 900000 %}{% for i in range(99999) %}{{ x == x ~ '' }}{% endfor %}",
+    "generators": growing("[1]", "ns.x | map('upper')").replace("100", "100000"),
+    "recursive macro": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "branching macro": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "recursive loop": "{% for a in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}",
+    "long output": "{% for a in range(100000) %}" + "x" * 100_000 + "{% endfor %}",
+    "compile time": "{% autoescape 'a' | center(10000000000) %}{% endautoescape %}",
+    "date": "{{ strftime_now('%c' * 100000) }}",
+}
+
+
+@pytest.mark.parametrize("template", EXPENSIVE.values(), ids=EXPENSIVE)
+def test_a_template_that_costs_too_much_is_one_error(template: str) -> None:
+    with pytest.raises(ModelError, match=r"^chat template \(chat_template.jinja\): .*original checkpoint$"):
+        render_template(template, SOURCE, CHATS["image"], **TOKENS)
+
+
+DAMAGED = {
+    "syntax": ("{% for %}", "line 1: Expected an expression"),
+    "variable": ("{{ nothing.x }}", "'nothing' is undefined"),
+    "types": ("{{ 1 + 'a' }}", "TypeError: unsupported operand"),
+    "depth": ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "it is nested too deeply"),
+    "internals": ("{{ ''.__class__.__mro__ }}", "attribute '__class__' of 'str' object is unsafe"),
+    "method": ("{{ (1).to_bytes(10000000000) }}", "to_bytes cannot be called"),
+    "filter": ("{{ 'x' | urlize }}", "No filter named 'urlize'"),
+    "words": ("{{ lipsum(n=1000000000) }}", "'lipsum' is undefined"),
+    "file": ("{% include '/etc/passwd' %}", "no loader"),
+    "size": (" " * (MAX_TEMPLATE + 1), "at most 262,144 are supported"),
+}
+
+
+@pytest.mark.parametrize(("template", "reason"), DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_template_is_named(template: str, reason: str) -> None:
+    with pytest.raises(ModelError, match=r"^chat template \(tokenizer_config.json\)") as raised:
+        render_template(template, "tokenizer_config.json", CHATS["short"])
+    assert reason in str(raised.value)
+
+
+def test_messages_that_a_template_rejects_are_the_users_error() -> None:
+    with pytest.raises(SettingError, match=r"chat_template.jinja\) rejects them: Conversation roles must alternate"):
+        render_template(CHAT_TEMPLATE, SOURCE, [turn("assistant", text("Hi"))], **TOKENS)
+
+
+def test_a_long_conversation_may_write_more() -> None:
+    words = "word " * (MAX_TEXT // 5)
+    chat = [turn("user", text(words)), turn("assistant", text("ok")), turn("user", text(words))]
+    rendered = render_template(CHAT_TEMPLATE, SOURCE, chat, **TOKENS)
+    assert rendered.count("word") == 2 * (MAX_TEXT // 5)
+
+
+def test_every_filter_is_metered_or_left_out() -> None:
+    """A filter of a later Jinja is wrapped like the others, so it cannot be called without counting its input."""
+    for filtered in ("upper", "lower", "string", "list", "wordcount", "urlencode", "title", "sort", "min"):
+        loop = "{% set x = 'a' * 900000 %}{% for i in range(99999) %}{% set y = x | FILTER %}{% endfor %}"
+        with pytest.raises(PanscanError, match="too many steps"):
+            render_template(loop.replace("FILTER", filtered), SOURCE, CHATS["short"])

@@ -1,0 +1,661 @@
+"""Datasets as they lie on people's disks: small made-up files in every public layout, with every kind of bad row."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import date, datetime, time
+from decimal import Decimal
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+from tests.conftest import noise
+
+from panscan.core import DatasetError, InputError, SettingError, UnsupportedError
+from panscan.quality.scores import scores_of
+from panscan.records.schema import DatasetFacts
+from panscan.workload import datasets, tables
+from panscan.workload import rows as dataset_lines
+from panscan.workload.datasets import FORMATS, dataset_rows, load_dataset
+from panscan.workload.requests import Source, Workload, load_workload
+from panscan.workload.rows import Boundary, LoadedDataset, answer_texts, read_text
+from panscan.workload.tables import TableFile
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PANSCAN_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def picture(path: Path, width: int = 60, height: int = 40) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    noise(width, height).save(path)
+    return path
+
+
+def write(path: Path, content: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, ensure_ascii=False), "utf-8")
+    return path
+
+
+def workload(place: Path, problems: list[str] | None = None, **source: Any) -> Workload:
+    def remember(problem: InputError) -> None:
+        assert problems is not None, problem
+        problems.append(str(problem))
+
+    return load_workload(Source(dataset=str(place), **source), on_problem=remember)
+
+
+def facts(found: Workload) -> DatasetFacts:
+    assert found.dataset is not None
+    return found.dataset
+
+
+def docvqa(folder: Path) -> Path:
+    for name in ("ffbf0023_4", "xnbl0037_1"):
+        picture(folder / "documents" / f"{name}.png")
+    (folder / "documents" / "cut.png").write_bytes((folder / "documents/ffbf0023_4.png").read_bytes()[:300])
+    rows: list[dict[str, Any]] = [
+        {
+            "questionId": 337,
+            "question": "What is the date?",
+            "question_types": ["handwritten", "form"],
+            "image": "documents/xnbl0037_1.png",
+            "docId": 279,
+            "answers": ["1/8/93", "1/8/1993"],
+            "data_split": "val",
+        },
+        {"questionId": 338, "question": "Who?", "image": "documents/ffbf0023_4.png", "answers": ["P. Carter"]},
+        {"questionId": 338, "question": "Who else?", "image": "documents/ffbf0023_4.png", "answers": ["nobody"]},
+        {"questionId": 339, "question": "Gone?", "image": "documents/gone.png", "answers": ["x"]},
+        {"questionId": 340, "question": "Nothing?", "answers": ["x"]},
+        {"questionId": 341, "question": "Cut?", "image": "documents/cut.png", "answers": ["x"]},
+        {"questionId": 342, "question": "Unknown?", "image": "documents/ffbf0023_4.png", "answers": []},
+        {"questionId": 343, "question": "Blank?", "image": "documents/ffbf0023_4.png", "answers": [" "]},
+        {"questionId": 344, "question": "How many?", "image": "documents/ffbf0023_4.png", "answers": [12.25, ["13"]]},
+        {"questionId": 345, "question": None, "image": "documents/ffbf0023_4.png", "answers": ["x"]},
+        {"questionId": 346, "question": 7, "image": 3, "answers": {"right": "x"}},
+    ]
+    write(folder / "val_v1.0_withQT.json", {"dataset_name": "docvqa", "data": rows})
+    write(folder / "val_v1.0.json", {"data": []})  # the one with question types is taken
+    test = [{"questionId": 1, "question": "Which?", "image": "documents/xnbl0037_1.png", "data_split": "test"}]
+    write(folder / "test_v1.0.json", {"dataset_name": "docvqa", "data": test})
+    return folder
+
+
+def test_docvqa_with_every_kind_of_bad_row(tmp_path: Path) -> None:
+    problems: list[str] = []
+    found = workload(docvqa(tmp_path / "DocVQA"), problems)
+    assert found.metric == "anls"
+    by_id = {item.id: item for item in found.items}
+    assert list(by_id) == ["337", "338", "338#2", "342", "343", "344"]
+    assert by_id["337"].answers == ("1/8/93", "1/8/1993")
+    assert by_id["337"].tag_values == {"type": ["handwritten", "form"]}
+    assert by_id["337"].documents[0].name == str(tmp_path / "DocVQA/documents/xnbl0037_1.png")
+    assert by_id["344"].answers == ("12.25", "13")
+    assert [by_id[each].answers for each in ("342", "343")] == [(), ()]
+    assert len(problems) == 1
+    assert "cut.png" in problems[0]
+    assert facts(found) == DatasetFacts(
+        "docvqa",
+        "validation",
+        questions=11,
+        used=6,
+        without_image=4,
+        without_question=1,
+        repeated_ids=1,
+        converted_answers=1,
+        unscored=2,
+        other_splits="test",
+    )
+    assert facts(found).text == (
+        "docvqa, validation, 11 questions: 6 used, 4 without a readable image, 1 without a question,"
+        " 2 without answers (unscored), 1 with an id seen before (renamed),"
+        " 1 with answers that are no list of texts (read as texts)"
+    )
+
+
+def test_a_test_split_has_no_answers_and_no_quality(tmp_path: Path) -> None:
+    found = workload(docvqa(tmp_path), dataset_split="test")
+    assert (facts(found).used, facts(found).unscored, facts(found).split) == (1, 1, "test")
+    assert found.quality_metric(None) is None
+    with pytest.raises(SettingError, match="--quality-metric anls: no question has accepted answers"):
+        found.quality_metric("anls")
+
+
+def test_a_file_of_docvqa_is_enough_and_pictures_may_lie_elsewhere(tmp_path: Path) -> None:
+    """As downloaded today: annotations and pictures in folders of their own."""
+    docvqa(tmp_path)
+    (tmp_path / "documents").rename(tmp_path / "spdocvqa_images")
+    (tmp_path / "spdocvqa_qas").mkdir()
+    for file in tmp_path.glob("*.json"):
+        file.rename(tmp_path / "spdocvqa_qas" / file.name)
+    for place in (tmp_path, tmp_path / "spdocvqa_qas", tmp_path / "spdocvqa_qas" / "val_v1.0_withQT.json"):
+        assert facts(workload(place, [])).used == 6
+
+
+def test_infographicvqa(tmp_path: Path) -> None:
+    picture(tmp_path / "infographicsvqa_images" / "30039.jpeg", 40, 200)
+    row = {
+        "questionId": 98313,
+        "question": "How many?",
+        "image_local_name": "30039.jpeg",
+        "answers": ["2"],
+        "answer_type": ["single span"],
+        "evidence": ["text"],
+        "operation/reasoning": [],
+        "ocr": "30039.json",
+    }
+    write(tmp_path / "infographicsVQA_val_v1.0_withQT.json", {"data": [row, {**row, "image_local_name": "x.jpeg"}]})
+    write(tmp_path / "infographicsVQA_test_v1.0.json", {"data": [row]})
+    found = workload(tmp_path)
+    [item] = found.items
+    assert (item.id, item.tag_values, found.metric) == ("98313", {"type": ["single span"]}, "anls")
+    assert (facts(found).layout, facts(found).without_image) == ("infographicvqa", 1)
+
+
+def test_chartqa(tmp_path: Path) -> None:
+    folder = tmp_path / "ChartQA Dataset"
+    for split in ("test", "val"):
+        picture(folder / split / "png" / "41699051005347.png")
+        picture(folder / split / "tables" / "41699051005347.png")
+        human = [
+            {"imgname": "41699051005347.png", "query": "How many bars?", "label": "14"},
+            {"imgname": "41699051005347.png", "query": "Sum?", "label": 0.57},
+            {"imgname": "gone.png", "query": "Sum?", "label": "1"},
+        ]
+        write(folder / split / f"{split}_human.json", human)
+        write(folder / split / f"{split}_augmented.json", [{**human[0], "label": ["Yes", "yes"]}])
+    found = workload(folder)
+    assert [(item.id, item.answers, item.tag_values["type"]) for item in found.items] == [
+        ("augmented-00000", ("Yes", "yes"), ["augmented"]),
+        ("human-00000", ("14",), ["human"]),
+        ("human-00001", ("0.57",), ["human"]),
+    ]
+    assert (found.metric, facts(found).split, facts(found).other_splits) == ("relaxed_accuracy", "test", "validation")
+    assert (facts(found).questions, facts(found).without_image, facts(found).converted_answers) == (4, 1, 0)
+    assert facts(workload(folder / "val", dataset_split="val")).split == "validation"
+    assert facts(workload(folder / "test" / "test_human.json")).used == 2
+
+
+def test_textvqa_has_ten_answers(tmp_path: Path) -> None:
+    picture(tmp_path / "train_images" / "003a8ae2ef43b901.jpg")
+    answers = ["nokia"] * 9 + ["toshiba"]
+    row = {"question": "what brand?", "image_id": "003a8ae2ef43b901", "question_id": 34602, "answers": answers}
+    content = {"dataset_type": "val", "data": [row, {**row, "image_id": "0"}]}
+    write(tmp_path / "TextVQA_0.5.1_val.json", content)
+    found = workload(tmp_path)
+    [item] = found.items
+    assert (item.id, item.answers) == ("34602", tuple(answers))
+    assert found.quality_metric(None) == "vqa_accuracy"
+    silent = [*answers[:9], " "]
+    write(tmp_path / "TextVQA_0.5.1_val.json", {"data": [{**row, "answers": each} for each in (silent, [""] * 10)]})
+    found = workload(tmp_path)
+    assert [item.answers for item in found.items] == [tuple(silent), ()], "one who said nothing is one of the ten"
+    assert scores_of("nokia", found.items[0].answers)["vqa_accuracy"] == 1.0
+    assert facts(found).unscored == 1
+    elsewhere = write(tmp_path / "any" / "name.json", content)
+    picture(elsewhere.parent / "open images" / "003a8ae2ef43b901.jpg")
+    assert facts(workload(elsewhere)) == DatasetFacts("textvqa", questions=2, used=1, without_image=1)
+
+
+def encoded(width: int, height: int, form: str) -> bytes:
+    stream = BytesIO()
+    noise(width, height).save(stream, form)
+    return stream.getvalue()
+
+
+PNG, JPEG = encoded(60, 40, "PNG"), encoded(30, 90, "JPEG")
+LIKE_DOCVQA = {
+    "questionId": ["1", "2", "3", "3"],
+    "question": ["What?", "Which?", "Gone?", "Broken?"],
+    "question_types": [["form"], ["table/list", "layout"], None, []],
+    "image": [
+        {"bytes": PNG, "path": "a.png"},
+        {"bytes": JPEG, "path": None},
+        {"bytes": None, "path": None},
+        {"bytes": b"no picture", "path": None},
+    ],
+    "docId": [1, 2, 3, 4],
+    "answers": [["x"], ["y", "z"], ["x"], None],
+}
+IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+
+
+def table(columns: dict[str, list[Any]]) -> pa.Table:
+    return pa.table({name: pa.array(values, IMAGE if name == "image" else None) for name, values in columns.items()})
+
+
+def as_parquet(content: pa.Table, path: Path) -> None:
+    parquet.write_table(content, path, row_group_size=2)
+
+
+def as_stream(content: pa.Table, path: Path) -> None:
+    with pa.ipc.new_stream(path, content.schema) as writer:
+        writer.write_table(content, max_chunksize=3)
+
+
+def as_file(content: pa.Table, path: Path) -> None:
+    with pa.ipc.new_file(path, content.schema) as writer:
+        writer.write_table(content, max_chunksize=3)
+
+
+@pytest.mark.parametrize(
+    ("store", "names"),
+    [
+        (as_parquet, ["DocVQA/validation-00000-of-00001.parquet", "DocVQA/test-00000-of-00001.parquet"]),
+        (as_stream, ["validation/data-00000-of-00001.arrow", "test/data-00000-of-00001.arrow"]),  # save_to_disk
+        (as_stream, ["d/0.0.0/abc/doc_vqa-validation.arrow", "d/0.0.0/abc/doc_vqa-test.arrow"]),  # the cache
+        (as_file, ["validation.arrow", "test.arrow"]),
+    ],
+)
+def test_tables_of_hugging_face(
+    tmp_path: Path, cache: Path, store: Callable[[pa.Table, Path], None], names: list[str]
+) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        store(table(LIKE_DOCVQA), tmp_path / name)
+    (tmp_path / names[0]).with_name("cache-1234.arrow").write_bytes(b"of a map function")
+    problems: list[str] = []
+    found = workload(tmp_path, problems)
+    one, two = found.items
+    assert (found.metric, facts(found).split, facts(found).other_splits) == ("anls", "validation", "test")
+    assert (one.id, one.answers, one.tag_values) == ("1", ("x",), {"type": ["form"]})
+    assert (two.answers, two.tag_values) == (("y", "z"), {"type": ["table/list", "layout"]})
+    [first], [second] = one.documents, two.documents
+    assert [(document.width, document.height) for document in (first, second)] == [(60, 40), (30, 90)]
+    kept = [Path(document.name) for document in (first, second)]
+    assert [path.read_bytes() for path in kept] == [PNG, JPEG], "not encoded anew"
+    assert {path.parent for path in kept} == {cache / "dataset-pictures"}
+    assert [path.suffix for path in kept] == [".png", ".jpg"]
+    assert (facts(found).questions, facts(found).without_image, facts(found).repeated_ids) == (4, 2, 1)
+    assert len(problems) == 1, "the row without bytes names no file"
+    again = workload(tmp_path, [])
+    assert again.items == found.items, "as a resumed run finds them"
+    assert len(list((cache / "dataset-pictures").iterdir())) == 3
+
+
+def test_table_files_that_belong_to_no_split_are_counted(tmp_path: Path) -> None:
+    for name in ("train-0", "validation-0", "latest"):
+        (tmp_path / "data").mkdir(exist_ok=True)
+        columns = {"image": [{"bytes": PNG, "path": None}], "question": [f"{name}?"]}
+        as_parquet(table(columns), tmp_path / "data" / f"{name}.parquet")
+    found = workload(tmp_path)
+    assert [item.prompt for item in found.items] == ["validation-0?"]
+    assert (facts(found).other_splits, facts(found).files_without_split) == ("train", 1)
+    assert facts(found).text.endswith("1 file of no split not read")
+    for name in ("train-0", "validation-0"):
+        (tmp_path / "data" / f"{name}.parquet").unlink()
+    assert facts(workload(tmp_path)).files_without_split == 0, "all files are of no split, and all are read"
+
+
+def test_names_that_are_too_long_are_of_no_file(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"--dataset .*n: File name too long") as caught:
+        load_dataset(tmp_path / ("n" * 300))
+    assert "\n" not in str(caught.value)
+    (tmp_path / "png").mkdir()
+    write(tmp_path / "test_human.json", [{"imgname": "n" * 300, "query": "?", "label": "x"}])
+    assert load_dataset(tmp_path).facts.without_image == 1
+    names = {"image": ["n" * 300, "a.png"], "question": ["?", "!"], "answer": ["x", "y"]}
+    as_parquet(pa.table(names), tmp_path / "rows.parquet")
+    picture(tmp_path / "a.png")
+    assert facts(workload(tmp_path / "rows.parquet")).without_image == 1
+
+
+def test_only_what_is_drawn_is_written(tmp_path: Path, cache: Path) -> None:
+    pictures = [{"bytes": encoded(20 + number, 20, "PNG"), "path": None} for number in range(40)]
+    columns = {"image": pictures, "question": [str(number) for number in range(40)], "answer": list(range(40))}
+    as_parquet(table(columns), tmp_path / "rows.parquet")
+    found = workload(tmp_path / "rows.parquet", num_samples=5)
+    assert [item.answers for item in found.items] == [(item.prompt,) for item in found.items]
+    assert [document.width - 20 for item in found.items for document in item.documents] == [
+        int(item.prompt) for item in found.items
+    ]
+    assert len(list((cache / "dataset-pictures").iterdir())) == 5
+    assert facts(found).text == "table, 40 questions: 5 used, 35 not drawn"
+
+
+def test_a_bad_picture_that_was_drawn_is_replaced(tmp_path: Path) -> None:
+    """All but six of forty pictures are broken; whatever is drawn first, six are found."""
+    good = [number * 7 % 40 for number in range(6)]
+    pictures = [{"bytes": PNG if number in good else b"?%d" % number, "path": None} for number in range(40)]
+    columns = {"image": pictures, "question": [str(number) for number in range(40)]}
+    as_parquet(table(columns), tmp_path / "rows.parquet")
+    for seed in range(5):
+        problems: list[str] = []
+        found = workload(tmp_path, problems, num_samples=6, seed=seed)
+        assert sorted(int(item.prompt) for item in found.items) == sorted(good)
+        assert [int(item.prompt) for item in found.items] == sorted(good), "in the order of the dataset"
+        broken = facts(found).without_image
+        assert 0 < broken <= 34
+        assert len(problems) == min(broken, 9)
+        assert broken <= 8 or problems[-1].endswith(f": {broken - 8} more file{'s' if broken > 9 else ''}")
+
+
+@pytest.mark.parametrize(
+    ("columns", "metric", "types"),
+    [
+        ({"query": ["?"], "label": [["14"]], "human_or_machine": [0]}, "relaxed_accuracy", ["human"]),
+        ({"query": ["?"], "label": [["14"]], "human_or_machine": [1]}, "relaxed_accuracy", ["machine"]),
+        ({"question": ["?"], "answer": ["14"], "type": ["human_test"]}, "relaxed_accuracy", ["human_test"]),
+        ({"question": ["?"], "answers": [["14"]], "image_id": ["a"], "flickr_300k_url": ["u"]}, "vqa_accuracy", []),
+        (
+            {"question": ["?"], "answers": [["14"]], "answer_type": [["list"]], "operation/reasoning": [[]]},
+            "anls",
+            ["list"],
+        ),
+        ({"question": ["?"], "answer": [14]}, "exact_match", []),
+    ],
+)
+def test_the_columns_tell_which_dataset_it_is(
+    tmp_path: Path, columns: dict[str, list[Any]], metric: str, types: list[str]
+) -> None:
+    as_parquet(table({**columns, "image": [{"bytes": PNG, "path": None}]}), tmp_path / "test-00000-of-00001.parquet")
+    found = workload(tmp_path)
+    [item] = found.items
+    assert (found.metric, item.answers, item.tag_values.get("type", [])) == (metric, ("14",), types)
+
+
+@pytest.mark.parametrize(("columns", "kept"), [({"image_id": ["a"], "image_classes": [["c"]]}, 10), ({}, 9)])
+def test_a_table_of_peoples_answers_keeps_blank_ones(tmp_path: Path, columns: dict[str, list[Any]], kept: int) -> None:
+    asked = {"question": ["?"], "answers": [["a"] * 9 + [""]], "image": [{"bytes": PNG, "path": None}]}
+    as_parquet(table(asked | columns), tmp_path / "rows.parquet")
+    [item] = workload(tmp_path).items
+    assert len(item.answers) == kept
+    assert ("vqa_accuracy" in scores_of("a", item.answers)) == (kept == 10)
+
+
+@pytest.mark.parametrize(
+    ("questions", "answers", "said"),
+    [
+        (["?"], pa.array([Decimal("12.50")]), ("12.50",)),
+        (["?"], pa.array([[date(2024, 1, 2)]]), ("2024-01-02",)),
+        (pa.array(["?"]).dictionary_encode(), pa.array(["x"]).dictionary_encode(), ("x",)),
+        (["?"], pa.array([{"text": ["x"], "answer_start": [3]}]), ("x",)),
+        (["?"], pa.array([None]), ()),
+        (["?"], [b"x"], "column 'answer' is binary, not text"),
+        (["?"], [[{"text": b"x"}]], "column 'answer' is binary, not text"),
+        (["?"], pa.array([3], pa.duration("s")), r"column 'answer' is duration\[s\], not text"),
+        ([7], ["x"], "column 'question' is int64, not text"),
+        ([["?"]], ["x"], "column 'question' is list<.*>, not text"),
+    ],
+)
+def test_types_of_columns_that_are_text_and_others(
+    tmp_path: Path, questions: Any, answers: Any, said: str | tuple[str, ...]
+) -> None:
+    pictures = pa.array([{"bytes": PNG, "path": None}], IMAGE)
+    as_file(pa.table({"image": pictures, "question": questions, "answer": answers}), tmp_path / "rows.arrow")
+    if isinstance(said, str):
+        with pytest.raises(DatasetError, match=f"rows.arrow: {said}"):
+            workload(tmp_path)
+    else:
+        assert workload(tmp_path).items[0].answers == said
+
+
+@pytest.mark.parametrize("blank", ["", "   ", "\n"])
+def test_a_blank_question_is_none_in_every_layout(tmp_path: Path, blank: str) -> None:
+    picture(tmp_path / "a.png")
+    rows = [{"image": "a.png", "question": each, "answers": ["x"]} for each in ("Who?", blank)]
+    (tmp_path / "q.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write(tmp_path / "val_v1.0.json", {"data": [{"questionId": 1, **row} for row in rows]})
+    write(tmp_path / "test_human.json", [{"imgname": "a.png", "query": row["question"]} for row in rows])
+    columns = {"image": [{"bytes": PNG, "path": None}] * 2, "question": ["Who?", blank]}
+    as_parquet(table(columns), tmp_path / "rows.parquet")
+    for name in ("q.jsonl", "val_v1.0.json", "test_human.json", "rows.parquet"):
+        found = facts(workload(tmp_path / name))
+        assert (found.used, found.without_question, found.without_image) == (1, 1, 0), name
+
+
+def test_pictures_of_a_table_may_be_bare_bytes_lists_or_paths(tmp_path: Path) -> None:
+    picture(tmp_path / "sub" / "a.png")
+    kinds = {
+        "bytes": pa.array([PNG, None], pa.binary()),
+        "lists": pa.array([[{"bytes": PNG, "path": None}, {"bytes": JPEG, "path": None}], []], pa.list_(IMAGE)),
+        "paths": pa.array(["sub/a.png", "sub/gone.png"]),
+        "named": pa.array([{"bytes": None, "path": "sub/a.png"}, {"bytes": None, "path": "sub/gone.png"}], IMAGE),
+    }
+    for kind, pictures in kinds.items():
+        name = "images" if kind == "lists" else "image"
+        as_parquet(pa.table({name: pictures, "question": ["?", "!"]}), tmp_path / f"{kind}.parquet")
+        [item] = workload(tmp_path / f"{kind}.parquet").items
+        assert len(item.documents) == (2 if kind == "lists" else 1), kind
+
+
+def test_a_repository_of_the_hubs_cache_is_its_current_snapshot(tmp_path: Path) -> None:
+    for revision, question in (("aaa", "old?"), ("bbb", "new?")):
+        place = tmp_path / "snapshots" / revision / "data" / "test-00000-of-00001.parquet"
+        place.parent.mkdir(parents=True)
+        as_parquet(table({"image": [{"bytes": PNG, "path": None}], "question": [question]}), place)
+    (tmp_path / "refs").mkdir()
+    (tmp_path / "refs" / "main").write_text("bbb")
+    [item] = workload(tmp_path).items
+    assert item.prompt == "new?"
+
+
+def test_several_datasets_in_one_folder_are_told_apart_by_the_user(tmp_path: Path) -> None:
+    for name in ("DocVQA", "InfographicVQA"):
+        (tmp_path / name).mkdir()
+        as_parquet(table(LIKE_DOCVQA), tmp_path / name / "validation-00000-of-00001.parquet")
+    with pytest.raises(DatasetError, match=r"several datasets .* name one of the folders .*DocVQA, .*InfographicVQA"):
+        load_dataset(tmp_path)
+    docvqa(tmp_path / "InfographicVQA")
+    with pytest.raises(DatasetError, match=r"the folder has docvqa and table: choose with --dataset-format"):
+        load_dataset(tmp_path / "InfographicVQA")
+    assert load_dataset(tmp_path / "InfographicVQA", layout="docvqa").facts.layout == "docvqa"
+
+
+def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_parquet(table(LIKE_DOCVQA), tmp_path / "rows.parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UnsupportedError, match=r"needs pyarrow: pip install 'panscan\[datasets\]'"):
+        load_dataset(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("none", None, "No such file or directory"),
+        ("val_v1.0.json", b"{", r"val_v1.0.json, line 1: not JSON"),
+        ("val_v1.0.json", b"[]", "expected an object with a list 'data'"),
+        ("val_v1.0.json", b'{"data": [1]}', "expected an object with a list 'data'"),
+        ("test_human.json", b'{"data": []}', "expected a list of questions"),
+        ("rows.parquet", b"PAR1 or not", "rows.parquet: not a readable Parquet or Arrow file"),
+        ("rows.arrow", b"", "rows.arrow: not a readable Parquet or Arrow file"),
+        ("other.json", b'{"data": [{"q": 1}]}', r"not a known layout \(jsonl, docvqa"),
+        ("val_v1.0.json", b'{"data": []}', r"no usable question is left \(docvqa, validation, 0 questions: 0 used\)"),
+    ],
+)
+def test_what_is_no_dataset_is_said(tmp_path: Path, name: str, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DatasetError, match=message):
+        workload(tmp_path / name)
+
+
+def test_folders_splits_and_formats_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(DatasetError, match=r"no known layout \(jsonl, .*\) in this folder; see docs/quality\.md"):
+        load_dataset(tmp_path)
+    with pytest.raises(SettingError, match=r"--dataset-format takes jsonl, .*got 'docvq' \(did you mean 'docvqa'\?\)"):
+        load_dataset(tmp_path, layout="docvq")
+    docvqa(tmp_path)
+    with pytest.raises(DatasetError, match=r"--dataset-split train: not in .*: it has test, validation"):
+        load_dataset(tmp_path, split="train")
+    with pytest.raises(DatasetError, match="no files of layout chartqa in this folder"):
+        load_dataset(tmp_path, layout="chartqa")
+    (tmp_path / "q.jsonl").write_text('{"image": "a.png", "question": "?"}')
+    with pytest.raises(DatasetError, match="it has no splits"):
+        load_dataset(tmp_path / "q.jsonl", split="train")
+    with pytest.raises(SettingError, match="--dataset, which is missing"):
+        Source(images=("a.png",), dataset_split="val")
+    as_parquet(pa.table({"question": ["?"], "text": ["x"]}), tmp_path / "rows.parquet")
+    with pytest.raises(DatasetError, match=r"rows.parquet: no column 'image' or 'images'; it has question, text"):
+        load_dataset(tmp_path / "rows.parquet")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-32"])
+def test_encodings_that_say_what_they_are(tmp_path: Path, encoding: str) -> None:
+    picture(tmp_path / "a.png")
+    row = {"image": "a.png", "question": "Größe?\u2028中", "answers": ["12 €"]}
+    (tmp_path / "q.jsonl").write_text(json.dumps(row, ensure_ascii=False) + "\r\n", encoding)
+    [item] = workload(tmp_path / "q.jsonl").items
+    assert (item.prompt, item.answers) == ("Größe?\u2028中", ("12 €",))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("a\nGröße".encode("latin-1"), r"not UTF-8 text \(byte 0xf6 in line 2\): save it as UTF-8"),
+        ("Größe".encode("cp1252"), "not UTF-8 text"),
+        ("abc".encode("utf-16-le"), "perhaps UTF-16 without a byte order mark"),
+        (b"\xff\xfea", "not the utf-16 text that its byte order mark promises"),
+    ],
+)
+def test_other_encodings_are_refused_and_never_guessed(tmp_path: Path, data: bytes, message: str) -> None:
+    (tmp_path / "q.jsonl").write_bytes(data)
+    with pytest.raises(DatasetError, match=message):
+        read_text(tmp_path / "q.jsonl", "--dataset q.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("value", "texts", "flat"),
+    [
+        (None, (), True),
+        (["a", "b", "a"], ("a", "b", "a"), True),
+        ([], (), True),
+        (["", " "], (), True),
+        ("a", ("a",), False),
+        (12, ("12",), False),
+        (12.0, ("12",), False),
+        (0.1, ("0.1",), False),
+        (float("nan"), (), False),
+        (True, ("true",), False),
+        (Decimal("12.50"), ("12.50",), False),
+        (
+            [date(2024, 1, 2), datetime(2024, 1, 2, 3, 4), time(3, 4)],
+            ("2024-01-02", "2024-01-02 03:04:00", "03:04:00"),
+            False,
+        ),
+        ([1, ["a", [2.5]]], ("1", "a", "2.5"), False),
+        ({"text": ["a"], "answer_start": [3]}, ("a",), False),
+        ([{"answer": "a", "answer_id": 1}, {"answer": "b"}], ("a", "b"), False),
+        ({"right": "a"}, (), False),
+    ],
+)
+def test_answers_of_any_kind(value: Any, texts: tuple[str, ...], flat: bool) -> None:
+    assert answer_texts(value) == (texts, flat)
+
+
+def test_numbers_of_json_lines_are_answers_as_they_are_written(tmp_path: Path) -> None:
+    picture(tmp_path / "a.png")
+    rows = ['"answers": 12.50', '"answers": [1e3, "x"]', '"answers": "x"', '"answers": null', '"id": 1.0']
+    lines = [f'{{"image": "a.png", "question": "?", {rest}}}' for rest in rows]
+    (tmp_path / "q.jsonl").write_text("\n".join(lines))
+    found = workload(tmp_path / "q.jsonl")
+    assert [item.answers for item in found.items] == [("12.50",), ("1e3", "x"), ("x",), (), ()]
+    assert found.items[-1].id == "1.0"
+    assert (facts(found).converted_answers, facts(found).unscored) == (3, 2)
+    assert found.quality_metric(None) == "exact_match"
+    assert found.quality_metric("anls") == "anls"
+    for wrong, message in (("anl", "did you mean 'anls'"), ("vqa_accuracy", "requires questions with 10 answers each")):
+        with pytest.raises(SettingError, match=message):
+            found.quality_metric(wrong)
+
+
+ids = st.sampled_from([None, "a", "a#2", "a#3", "00001", "b"])
+rows = st.tuples(ids, st.booleans(), st.sampled_from(["?", None, "\ud83d"]), st.sampled_from([["x"], [], "x", [1]]))
+
+
+def test_half_a_surrogate_pair_is_counted_and_asked_nowhere(tmp_path: Path) -> None:
+    picture(tmp_path / "png" / "a.png")
+    good = {"imgname": "a.png", "query": "Sum?", "label": ["1", "\ud83d"]}
+    broken = [{**good, "query": "bad \ud83d?"}, {**good, "imgname": "\udfff.png"}]
+    (tmp_path / "test_human.json").write_text(json.dumps([good, *broken, {**good, "label": "\udfff"}]))
+    found = workload(tmp_path)
+    assert [(item.prompt, item.answers) for item in found.items] == [("Sum?", ("1",)), ("Sum?", ())]
+    assert facts(found).text == (
+        "chartqa, test, 4 questions: 2 used, 1 without a readable image,"
+        " 1 with half a surrogate pair, which is no text, 1 without answers (unscored)"
+    )
+    loaded = LoadedDataset(DatasetFacts("docvqa"), "anls", "--dataset x", Boundary([], external=True))
+    loaded.add("\ud83d", ["a.png"], "?", [], [("type", ["x", "\ud83d"])])
+    assert [(row.id, row.tags) for row in loaded.rows] == [("00000", (("type", "x"),))]
+
+
+@pytest.mark.parametrize("name", ["q.jsonl", "test_human.json", "rows.json"])
+def test_what_is_nested_too_deeply_is_said(tmp_path: Path, name: str) -> None:
+    def rows(depth: int) -> Path:
+        nested = "[" * depth + "]" * depth
+        row = f'{{"image": "a.png", "question": "?", "answers": {nested}}}'
+        if name != "q.jsonl":
+            row = f'[{{"imgname": "a.png", "query": "?", "label": {nested}}}]'
+        (tmp_path / name).write_text(row)
+        return tmp_path / name
+
+    with pytest.raises(DatasetError, match="nested too deeply") as caught:
+        load_dataset(rows(100_000))
+    assert len(str(caught.value)) < 300
+    for depth in (*range(850, 1000, 2), 5000):  # where one part of the way gives up, and another does not
+        with suppress(DatasetError):
+            load_dataset(rows(depth))
+
+
+@given(st.lists(rows, max_size=12))
+def test_every_row_is_counted_once_and_ids_are_unique(given_rows: list[tuple[Any, bool, Any, Any]]) -> None:
+    loaded = LoadedDataset(DatasetFacts("jsonl"), "exact_match", "--dataset x", Boundary([], external=True))
+    for row_id, has_image, question, answers in given_rows:
+        loaded.add(row_id, ["a.png"] if has_image else [], question, answers)
+    found = loaded.facts
+    assert found.questions == len(given_rows)
+    assert len(loaded.rows) + found.without_image + found.without_question + found.broken_text == found.questions
+    assert len({row.id for row in loaded.rows}) == len(loaded.rows)
+    assert [row.question for row in loaded.rows] == ["?"] * sum(image and q == "?" for _, image, q, _ in given_rows)
+
+
+def test_every_layout_is_in_the_documentation() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "quality.md").read_text("utf-8")
+    for name in FORMATS:
+        assert f"`{name}`" in text, name
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    columns = [pa.array(["a.png"]), pa.array(["What?"]), pa.array(["Who?"])]
+    parquet.write_table(
+        pa.Table.from_arrays(columns, names=["image", "question", "question"]), tmp_path / "rows.parquet"
+    )
+    with pytest.raises(DatasetError, match="several columns are named 'question': rename all but one"):
+        load_dataset(tmp_path / "rows.parquet")
+
+
+@pytest.mark.parametrize("most", [("MOST_ROWS", "more than 2 (lines|questions)"), ("_MOST_BYTES", "larger than 0 MiB")])
+def test_a_dataset_beyond_a_limit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: tuple[str, str]
+) -> None:
+    path = tmp_path / "q.jsonl"
+    path.write_text('{"image": "a.png", "question": "?"}\n' * 4)
+    for module in (dataset_lines, datasets):
+        monkeypatch.setattr(module, most[0], 2, raising=False)
+    with pytest.raises(DatasetError, match=most[1]):
+        dataset_rows(path, "--dataset q.jsonl")
+
+
+def test_a_table_of_too_many_rows_or_of_huge_values_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "t.parquet"
+    parquet.write_table(pa.table({"image": [b"x" * 4000] * 3, "question": ["a", "b", "c"]}), path, use_dictionary=False)
+    table = TableFile(str(path), Boundary([], external=True))
+    table.check_sizes(["image", "question"], 3)
+    with pytest.raises(DatasetError, match=r"t.parquet: 3 rows, at most 2"):
+        table.check_sizes(["question"], 2)
+    monkeypatch.setattr(tables, "_LARGEST_VALUE", 1000)
+    table.check_sizes(["question"], 3)
+    with pytest.raises(DatasetError, match=r"t.parquet: column 'image' has .* bytes in 3 values: too large"):
+        table.check_sizes(["image", "question"], 3)

@@ -1,0 +1,277 @@
+from __future__ import annotations
+
+import re
+from functools import cache
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from panscan.core import PanAndScan
+from panscan.images.views import plan_views
+from panscan.workload.documents import COLUMNS, KINDS, Document, Print, Sheet, Text, draw_document
+from panscan.workload.documents.invoice import Bill, Line, item_questions, money, money_answers
+
+SEEDS = (0, 7)
+COUNT = 27  # three turns of the nine places of the cycle, so every layout but the held-out ones appears
+MONEY = re.compile(r"\$?[\d,]+\.\d\d")
+
+document = cache(draw_document)
+every_document = pytest.mark.parametrize(("seed", "index"), [(s, i) for s in SEEDS for i in range(COUNT)])
+every_layout = pytest.mark.parametrize(
+    ("kind", "layout"), [(kind, layout) for kind, (_, layouts) in KINDS.items() for layout in range(layouts)]
+)
+
+
+def of_kind(*kinds: str) -> list[tuple[int, int]]:
+    return [(s, i) for s in SEEDS for i in range(COUNT) if document(s, i).kind in kinds]
+
+
+def drawn(kind: str, layout: int, seed: int, size: tuple[int, int] = (600, 600), invented: float = 0.3) -> Document:
+    style = Print(size=Print.size_for(Print().face, min(size), COLUMNS))
+    return KINDS[kind][0](Random(seed), Sheet(*size, style), layout, invented)
+
+
+def cents(text: str) -> int:
+    return int(re.sub(r"[$,.]", "", text))
+
+
+def rows(texts: tuple[Text, ...]) -> list[list[str]]:
+    """Strings by line, from what was drawn: neighbours whose boxes share the height of their middle."""
+    lines: list[list[Text]] = []
+    for text in sorted(texts, key=lambda t: (t.box[1] + t.box[3]) / 2):
+        last = lines[-1][-1].box if lines else (0, 0, 0, 0)
+        if (text.box[1] + text.box[3]) / 2 < last[3] - 2:
+            lines[-1].append(text)
+        else:
+            lines.append([text])
+    return [[t.text for t in sorted(line, key=lambda t: t.box[0])] for line in lines]
+
+
+def test_the_kinds_take_turns() -> None:
+    kinds = [document(0, index).kind for index in range(10)]
+    assert kinds == ["receipt", "board", "invoice", "chart", "receipt", "table", "notes", "sign", "form", "receipt"]
+
+
+def test_a_document_is_a_function_of_seed_and_index() -> None:
+    again = draw_document(0, 4)
+    assert again.image.tobytes() == document(0, 4).image.tobytes()
+    assert again.questions == document(0, 4).questions
+    assert document(7, 4).image.tobytes() != again.image.tobytes()
+
+
+@every_document
+def test_sizes_and_whether_pan_and_scan_crops(seed: int, index: int) -> None:
+    shown = document(seed, index)
+    width, height = shown.image.size
+    crops = plan_views(width, height, PanAndScan()).crops
+    assert shown.image.mode == "RGB"
+    assert 448 <= min(width, height) <= 900
+    if shown.kind in ("receipt", "notes", "invoice"):
+        assert width < height <= 4 * width + 1
+        assert 2 <= crops <= 4
+    elif shown.kind in ("board", "table"):
+        assert height < width <= 3.5 * height + 1
+        assert 2 <= crops <= 4
+    else:
+        assert width == height
+        assert crops == 0
+
+
+@every_document
+def test_text_lies_inside_the_picture_and_apart(seed: int, index: int) -> None:
+    shown = document(seed, index)
+    width, height = shown.image.size
+    for text in shown.texts:
+        left, top, right, bottom = text.box
+        assert 2 <= left < right <= width - 2, text
+        assert 2 <= top < bottom <= height - 2, text
+    ordered = sorted(shown.texts, key=lambda t: t.box[1])
+    for place, one in enumerate(ordered):
+        for other in ordered[place + 1 :]:
+            if other.box[1] >= one.box[3] - 2:  # the foot of a "g" may touch the next line's box
+                break
+            assert one.box[2] <= other.box[0] or other.box[2] <= one.box[0], (one, other)
+
+
+@every_document
+def test_text_is_really_drawn_in_the_print_asked_for(seed: int, index: int) -> None:
+    shown = document(seed, index)
+    for text in shown.texts:
+        dark, light = shown.image.crop(text.box).convert("L").getextrema()
+        assert light - dark > 60, text
+    letters = sum(len(text.text) for text in shown.texts)
+    advance = sum(text.box[2] - text.box[0] for text in shown.texts) / letters
+    assert 0.6 < advance / (min(shown.image.size) / COLUMNS) < 1.9
+
+
+@pytest.mark.parametrize("index", range(9))
+def test_nothing_is_cut_off_in_the_usual_print(index: int) -> None:
+    """Of a hundred documents of each place in the cycle; unlike the test above, of the page's edges alone."""
+    for seed in range(100, 200):
+        shown = draw_document(seed, index)
+        width, height = shown.image.size
+        for left, top, right, bottom in (text.box for text in shown.texts):
+            assert 0 <= left <= right <= width, (seed, index)
+            assert 0 <= top <= bottom <= height, (seed, index)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("columns", [12, 16, 20, 24, 110, 200])
+def test_any_print_ends_and_asks_what_can_be_seen(columns: int) -> None:
+    """Small print uses up every list of names; large print leaves room for little."""
+    for index in range(18):
+        shown = draw_document(5, index, columns=columns)
+        width, height = shown.image.size
+        inside = [t.text for t in shown.texts if t.box[2] <= width and t.box[3] <= height]
+        assert 2 <= len(shown.questions) <= 4
+        assert all(any(ask.answers[0] in text for text in inside) for ask in shown.questions)
+
+
+def test_more_columns_are_smaller_print() -> None:
+    coarse, fine = draw_document(0, 0), draw_document(0, 0, columns=100)
+    assert coarse.image.size == fine.image.size
+    assert len(fine.texts) > 2 * len(coarse.texts)
+
+
+@every_document
+def test_every_question_has_an_answer_in_the_picture(seed: int, index: int) -> None:
+    shown = document(seed, index)
+    assert 2 <= len(shown.questions) <= 4
+    assert len({ask.question for ask in shown.questions}) == len(shown.questions)
+    for ask in shown.questions:
+        assert len(set(ask.answers)) == len(ask.answers) > 0
+        assert any(ask.answers[0] in text.text for text in shown.texts), ask
+
+
+@every_layout
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("size", [(600, 600), (500, 1500), (1300, 520)], ids=["square", "tall", "wide"])
+def test_every_layout_asks_unambiguous_questions(kind: str, layout: int, seed: int, size: tuple[int, int]) -> None:
+    shown = drawn(kind, layout, seed, size)
+    answers: dict[str, tuple[str, ...]] = {}
+    for ask in shown.questions:
+        assert answers.setdefault(ask.question, ask.answers) == ask.answers
+        assert any(ask.answers[0] in text.text for text in shown.texts), ask
+    assert len(answers) >= 2
+
+
+@pytest.mark.parametrize(("seed", "index"), of_kind("receipt", "invoice"))
+def test_sums_are_right(seed: int, index: int) -> None:
+    shown = document(seed, index)
+    table = rows(shown.texts)
+    labels = [row[0] for row in table]
+    end = labels.index("Subtotal")
+    pieces = sum(cents(row[-1]) for row in table[:end] if MONEY.fullmatch(row[-1]) and len(row) > 1)
+    subtotal, tax = cents(table[end][-1]), cents(table[end + 1][-1])
+    rate = float(re.fullmatch(r"Tax ([\d.]+)%", labels[end + 1])[1])
+    total = cents(table[end + 2][-1])
+    assert labels[end + 2].startswith("Total")
+    assert pieces == subtotal > 0
+    assert abs(tax - subtotal * rate / 100) <= 0.5 + 1e-6
+    assert total == subtotal + tax
+    sums = {label: cents(row[-1]) for label, row in zip(labels, table, strict=True) if MONEY.fullmatch(row[-1])}
+    if "Change" in sums:
+        assert sums["Change"] == sums["Cash"] - total >= 0
+    for ask in shown.questions:
+        if ask.type in ("total", "subtotal", "change", "cash"):
+            label = re.fullmatch(r"What is the (.*)\?", ask.question)[1].capitalize()
+            assert {cents(answer) for answer in ask.answers} == {sums[label]}
+
+
+prices = st.lists(st.tuples(st.integers(1, 3), st.integers(1, 12)), min_size=1, max_size=6)
+
+
+@given(prices, st.integers(0, 2000), st.lists(st.integers(0, 40), max_size=2), st.sampled_from(["$", ""]))
+def test_no_question_about_an_item_has_two_answers(
+    pieces: list[tuple[int, int]], tax_rate: int, others: list[int], sign: str
+) -> None:
+    bill = Bill(tuple(Line(f"item {i}", count, each) for i, (count, each) in enumerate(pieces)), tax_rate, sign)
+    sums = [bill.subtotal, bill.tax, bill.total, *others]
+    by_name = {line.name: line for line in bill.lines}
+    asked = {ask.question: ask for ask in item_questions(bill, others)}
+    for name, line in by_name.items():
+        price = asked.pop(f"What is the price of {name}?", None)
+        count = asked.pop(f"What is the quantity of {name}?", None)
+        assert (price is None, count is None) == (line.count > 1, line.count == 1)
+        assert (price or count).answers[0] == (money(line.each, sign) if price else str(line.count))
+    for question, ask in asked.items():
+        (named,) = [n for n, line in by_name.items() if question == f"Which item costs {money(line.each, sign)}?"]
+        assert ask.answers == (named,)
+        cost = by_name[named].each
+        assert [n for n, line in by_name.items() if cost in (line.each, line.amount)] == [named]
+        assert by_name[named].count == 1
+        assert cost not in sums
+
+
+@given(st.integers(0, 10**9), st.sampled_from(["$", ""]))
+def test_every_way_to_write_a_sum_means_the_same(amount: int, sign: str) -> None:
+    answers = money_answers(amount, sign)
+    assert answers[0] == money(amount, sign)
+    assert {cents(answer) for answer in answers} == {amount}
+    assert len(set(answers)) == len(answers) == (2 if sign else 1) * (2 if amount >= 100_000 else 1)
+
+
+@pytest.mark.parametrize("layout", range(KINDS["table"][1]))
+@pytest.mark.parametrize("seed", range(6))
+def test_a_table_s_cell_stands_where_its_row_and_column_cross(layout: int, seed: int) -> None:
+    shown = drawn("table", layout, seed, (1200, 560))
+    for ask in shown.questions[1:]:
+        label, head = re.fullmatch(r"What is the value of (.*) in (.*)\?", ask.question).groups()
+        (row,) = [t for t in shown.texts if t.text == label and t.box[0] < 80]
+        columns = [t for t in shown.texts if t.text == head and t.box[3] < row.box[1]]
+        found = [
+            t.text
+            for t in shown.texts
+            for column in columns
+            if abs(t.box[2] - column.box[2]) <= 3 and t.box[1] < row.box[3] and t.box[3] > row.box[1]
+        ]
+        assert found == [ask.answers[0]], ask
+
+
+@pytest.mark.parametrize("layout", range(KINDS["chart"][1]))
+@pytest.mark.parametrize("seed", range(6))
+def test_the_highest_and_lowest_bar_are(layout: int, seed: int) -> None:
+    shown = drawn("chart", layout, seed)
+    questions = {ask.question: ask.answers[0] for ask in shown.questions}
+    values = {
+        re.fullmatch(r"What is the value of (.*)\?", question)[1]: int(answer)
+        for question, answer in questions.items()
+        if "value of" in question
+    }
+    assert len(set(values.values())) == len(values) >= 2
+    assert questions["Which bar is the highest?"] == max(values, key=values.__getitem__)
+    assert questions["Which bar is the lowest?"] == min(values, key=values.__getitem__)
+    for label, value in values.items():
+        assert questions[f"Which bar has the value {value}?"] == label
+
+
+@pytest.mark.parametrize("layout", (0, 1, 4))
+def test_bars_are_as_long_as_their_values(layout: int) -> None:
+    """Seen in the picture: the run of one colour at the height of a label."""
+    shown = drawn("chart", layout, 3)
+    values = {a.question[21:-1]: int(a.answers[0]) for a in shown.questions if a.type == "value"}
+    lengths = {}
+    for label in values:
+        (text,) = [t for t in shown.texts if t.text == label]
+        y = (text.box[1] + text.box[3]) // 2
+        row = [shown.image.getpixel((x, y)) for x in range(text.box[2], shown.image.width)]
+        coloured = [pixel for pixel in row if max(pixel) - min(pixel) > 60]
+        lengths[label] = max(coloured.count(colour) for colour in set(coloured))
+    longest = max(values, key=values.__getitem__)
+    for label, value in values.items():
+        assert lengths[label] == pytest.approx(lengths[longest] * value / values[longest], abs=4)
+
+
+def test_numbered_lines_say_what_is_asked() -> None:
+    for layout in range(KINDS["notes"][1]):
+        shown = drawn("notes", layout, 5, (500, 1200))
+        lines = [row for row in rows(shown.texts) if len(row) == 2]
+        by_number = {re.search(r"\d+", row[0])[0]: row[1] for row in lines}
+        assert len(by_number) > 10
+        for ask in shown.questions:
+            if ask.type == "line":
+                assert by_number[re.search(r"\d+", ask.question)[0]] == ask.answers[0]
+            elif ask.type == "which line":
+                assert by_number[ask.answers[0]] in ask.question
