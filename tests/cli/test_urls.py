@@ -12,6 +12,7 @@ from tests.conftest import noise
 from tests.images.site import Site, serving
 
 from panscan.cli.main import run
+from panscan.core.lru import LruCache
 from panscan.images import fetch
 
 QUICK = ["--model", "tiny", "--device", "cpu", "--max-new-tokens", "2"]
@@ -22,13 +23,13 @@ SECRETS = ("annika7", "hunter2", "s1gned")
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    fetch._CACHE = fetch.ContentCache(fetch.CACHE_BYTES)
+    fetch._CACHE = LruCache(fetch.CACHE_BYTES, len)
     picture = io.BytesIO()
     noise(90, 60).save(picture, "PNG")
     with serving() as server:
         server.put("/scan.png?sig=s1gned", picture.getvalue())
         yield server
-    fetch._CACHE = fetch.ContentCache(fetch.CACHE_BYTES)
+    fetch._CACHE = LruCache(fetch.CACHE_BYTES, len)
 
 
 def url_of(site: Site) -> str:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from PIL import ExifTags, Image
 
 from panscan.core import ImageError
-from panscan.images import decode
+from panscan.images import headers
 from panscan.images.decode import MAX_PIXELS, count_pages, read_page, upright_rgb
 
 
@@ -116,7 +116,7 @@ def test_damaged_files_raise_image_errors_and_nothing_else(kind, data):
 def read_quietly(content: bytes) -> None:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        patch.setattr(decode, "MAX_PIXELS", 2**18)  # a flipped size would otherwise fill the memory first
+        patch.setattr(headers, "MAX_PIXELS", 2**18)  # a flipped size would otherwise fill the memory first
         for attempt in (count_pages, lambda stream, name: read_page(stream, 1, name)):
             try:
                 attempt(io.BytesIO(content), "file")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from panscan.core import ImageError
-from panscan.images import decode
+from panscan.images import decode, headers
 from panscan.images.decode import count_pages, read_page, upright_rgb
 
 
@@ -182,7 +182,7 @@ def test_an_animation_is_its_first_frame(form):
 
 
 def test_the_limit_counts_for_every_page_and_pil_image(monkeypatch):
-    monkeypatch.setattr(decode, "MAX_PIXELS", 100)
+    monkeypatch.setattr(headers, "MAX_PIXELS", 100)
     content = tiff_pages(10, 11)
     assert read(content, 1).size == (10, 10)
     with pytest.raises(ImageError, match="too large: 11x11 pixels, the limit is 100"):

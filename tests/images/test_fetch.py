@@ -17,6 +17,7 @@ from PIL import Image
 from tests.images.site import Site, serving
 
 from panscan.core import ImageError
+from panscan.core.lru import LruCache
 from panscan.images import fetch
 from panscan.images.files import Page, expand_images, find_files, find_pages, load_page, open_image, page_digest
 
@@ -25,7 +26,7 @@ from panscan.images.files import Page, expand_images, find_files, find_pages, lo
 def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
     monkeypatch.setenv(fetch.ALLOW_PRIVATE, "1")
-    monkeypatch.setattr(fetch, "_CACHE", fetch.ContentCache(fetch.CACHE_BYTES))
+    monkeypatch.setattr(fetch, "_CACHE", LruCache(fetch.CACHE_BYTES, len))
     with serving() as server:
         yield server
 
@@ -75,7 +76,7 @@ def test_a_long_answer_is_refused(site, monkeypatch):
 
 def test_the_cache_keeps_what_was_used_last_within_its_bounds(site, monkeypatch):
     a, b, c = (site.put(f"/{name}", name.encode() * 40) for name in "abc")
-    monkeypatch.setattr(fetch, "_CACHE", fetch.ContentCache(100))
+    monkeypatch.setattr(fetch, "_CACHE", LruCache(100, len))
     for url in (a, b, a, c, a, b):  # c pushes out b, not a, which was used since
         assert fetch.fetch(url) == url[-1].encode() * 40
     assert site.asked == {"/a": 1, "/b": 2, "/c": 1}
@@ -281,7 +282,7 @@ def test_credentials_reach_the_server_and_no_name(site):
     with pytest.raises(ImageError, match="credentials are not stored in records"):
         open_image(json.loads(json.dumps(name)))
     site.put(path, status=500)
-    fetch._CACHE = fetch.ContentCache(fetch.CACHE_BYTES)
+    fetch._CACHE = LruCache(fetch.CACHE_BYTES, len)
     with pytest.raises(ImageError) as caught:
         open_image(url)
     assert not any(secret in str(caught.value) for secret in ("ann", "pa%20ss", "abc", "t0p"))
@@ -291,7 +292,7 @@ def test_a_password_does_not_follow_a_redirect_to_another_server(site):
     site.put("/there", tiff(5))
     for host, sent in (("127.0.0.1", True), ("localhost", False)):
         site.put("/here", status=302, location=site.url("/there", host))
-        fetch._CACHE = fetch.ContentCache(fetch.CACHE_BYTES)
+        fetch._CACHE = LruCache(fetch.CACHE_BYTES, len)
         open_image(site.url("/here", "ann:secret@127.0.0.1"))
         assert ("Authorization" in site.headers["/there"]) is sent
 

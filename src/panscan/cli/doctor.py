@@ -9,9 +9,8 @@ from panscan.cli.console import echo, out
 from panscan.cli.verb import verb
 from panscan.core import SettingError, UnsupportedError
 from panscan.core.activity import activity
-from panscan.inspect.doctor.checks import CHECKS, GROUPS, SYMBOLS, Check
+from panscan.inspect.doctor.checks import CHECKS, GROUPS, SYMBOLS, Check, as_json, lines, summary
 from panscan.inspect.doctor.run import run_checks
-from panscan.inspect.doctor.text import as_json, lines, summary
 from panscan.settings import Options, nearest
 
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red", "not checked": "dim"}
@@ -23,7 +22,7 @@ makes Gemma 3 wrong or impossible here. See docs/doctor.md.
 \b
 Examples
   panscan doctor
-  panscan doctor --only gpu,links
+  panscan doctor --only gpu,packages
   panscan doctor --json > doctor.json
   panscan doctor --symbols
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from decimal import Decimal
 from math import lcm
@@ -15,6 +14,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from panscan.core import SettingError
+from panscan.core.lru import LruCache
 
 _CACHED = 64  # compiled schemas; a batch job uses one
 _OPTIONS: Any = {  # no optional whitespace: a model could write it without end
@@ -93,7 +93,7 @@ class Grammars:
         self._source, self._eos_ids = tokenizer, sorted(eos_ids)
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled: LruCache[str, LLMatcher] = LruCache(_CACHED)
 
     def start(self, schema: str) -> Constraint:
         """Return the constraint of a new answer.
@@ -106,14 +106,10 @@ class Grammars:
                 fast tokenizer or no end token.
         """
         with self._lock:
-            matcher = self._compiled.get(schema)
-            if matcher is None:
-                matcher = self._compiled[schema] = self._compile(schema)
-            self._compiled.move_to_end(schema)
-            while len(self._compiled) > _CACHED:
-                self._compiled.popitem(last=False)
-            own = matcher.deep_copy()
-        return Constraint(own)
+            if (matcher := self._compiled.get(schema)) is None:
+                matcher = self._compile(schema)
+            self._compiled.put(schema, matcher)
+            return Constraint(matcher.deep_copy())
 
     def _compile(self, schema: str) -> LLMatcher:
         grammar = _grammar_of(schema)

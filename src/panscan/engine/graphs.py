@@ -143,7 +143,12 @@ class Graphs:
         """
         singles = batch.decode_rows
         others, chunks = batch.rows - singles, len(batch.offsets) - 1 - singles
-        size = self._fitting(singles, others)
+        fitting = (
+            (first, second)
+            for first, second in self.sizes
+            if first >= singles and second >= others and bool(first) == bool(singles) and bool(second) == bool(others)
+        )
+        size = min(fitting, key=lambda size: (size[1], size[0]), default=None)
         if size is None or chunks >= MOST_CHUNKS:
             return None
         arrays = self._arrays(padded(batch, *size, self._spare), size)
@@ -156,15 +161,6 @@ class Graphs:
         if singles == size[0] or not others:
             return hidden[: batch.rows]
         return torch.cat((hidden[:singles], hidden[behind]))
-
-    def _fitting(self, singles: int, others: int) -> Size | None:
-        """Return the smallest size with enough rows. A pass without rows of one sort gets a graph without them."""
-        fitting = (
-            (first, second)
-            for first, second in self.sizes
-            if first >= singles and second >= others and bool(first) == bool(singles) and bool(second) == bool(others)
-        )
-        return min(fitting, key=lambda size: (size[1], size[0]), default=None)
 
     def _may_share(self, size: Size) -> bool:
         """Return whether passes of this size are recorded twice: for decode rows with and without common prefixes.

@@ -78,7 +78,4 @@ class ImageMemory:
             self._changed.notify_all()
 
     def _available(self, turn: object, size: int) -> bool:
-        return self._closed or (self._waiting[0] is turn and self._fits(size))
-
-    def _fits(self, size: int) -> bool:
-        return self._taken == 0 or self._taken + size <= self._size
+        return self._closed or (self._waiting[0] is turn and (self._taken == 0 or self._taken + size <= self._size))

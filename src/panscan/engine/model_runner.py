@@ -185,7 +185,10 @@ class ModelRunner:
         self._backend = choice.backend
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # graphs go to this thread's current device
-            self._limit_memory()
+            budget = MemoryBudget.of(self._options, torch.cuda.mem_get_info(self._device)[1])
+            budget.check_weights(torch.cuda.memory_allocated(self._device), str(self._device))
+            self._undo.append(limit_process_memory(self._device, budget.bytes))
+            self._pixel_bytes = budget.pixel_bytes
         self._choose_matmul_methods()
         self._log_decision(f"attention: {choice.name} ({choice.reason})")
         if isinstance(choice.backend, TritonBackend):
@@ -198,7 +201,18 @@ class ModelRunner:
         self._start_cache()
         if slow is None:
             self._record_graphs()
-        self.facts = self._facts(overlaps=slow is None)
+        local = any(layer.local for layer in self._text.layers)
+        self.facts = RunnerFacts(
+            device=self._device.type,
+            overlaps=(slow is None),
+            window=self._text.window if local else None,
+            max_positions=self._text.max_positions,
+            blocks=self._blocks,
+            image_tokens=self._image_tokens,
+            view_bytes=self._view_bytes,
+            pixel_bytes=None if self._pixel_bytes is None else self._pixel_bytes * self._ranks.size,
+            decisions=tuple(self._decisions),
+        )
 
     def _choose_matmul_methods(self) -> None:
         """Choose kernels or libraries for quantised matrix products, before graphs are recorded."""
@@ -208,13 +222,6 @@ class ModelRunner:
         modules = [each for each in self._loaded.model.modules() if isinstance(each, QuantizedLinear)]
         methods = choose_methods(modules, self._text.dtype, self._ranks.all_reduce_min)
         self._log_decision(f"weights: {name} ({'; '.join(methods)})" if methods else f"weights: {name}")
-
-    def _limit_memory(self) -> None:
-        """Limit the GPU memory that PyTorch reserves, and the share of it that pixels may use."""
-        budget = MemoryBudget.of(self._options, torch.cuda.mem_get_info(self._device)[1])
-        budget.check_weights(torch.cuda.memory_allocated(self._device), str(self._device))
-        self._undo.append(limit_process_memory(self._device, budget.bytes))
-        self._pixel_bytes = budget.pixel_bytes
 
     def _start_vision(self) -> None:
         loaded, options = self._loaded, self._options
@@ -324,20 +331,6 @@ class ModelRunner:
         with self._stage(f"{len(self.graphs.sizes)} CUDA graphs: up to {decode} decode + {short} prefill rows"):
             for size in self.graphs.prepare():
                 log.debug("CUDA graph: %d decode + %d prefill rows", *size)
-
-    def _facts(self, *, overlaps: bool) -> RunnerFacts:
-        local = any(layer.local for layer in self._text.layers)
-        return RunnerFacts(
-            device=self._device.type,
-            overlaps=overlaps,
-            window=self._text.window if local else None,
-            max_positions=self._text.max_positions,
-            blocks=self._blocks,
-            image_tokens=self._image_tokens,
-            view_bytes=self._view_bytes,
-            pixel_bytes=None if self._pixel_bytes is None else self._pixel_bytes * self._ranks.size,
-            decisions=tuple(self._decisions),
-        )
 
     @property
     def _image_tokens(self) -> int:

@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
+from blake3 import blake3
 from numpy.typing import NDArray
 from PIL import Image
 
 from panscan.core import ImageError, PanAndScan, Request, SettingError, View, now, record_waits
 from panscan.core.daemons import native_work
 from panscan.core.deadline import Deadline
+from panscan.core.lru import LruCache
 from panscan.engine.detokenizer import Detokenizer
 from panscan.engine.grammar import Constraint, Grammars
 from panscan.engine.image_memory import DECODED_BYTES, ImageMemory, Share
@@ -23,7 +25,7 @@ from panscan.engine.request_state import RequestState, RequestView
 from panscan.engine.scheduling.batch import PixelRef, PromptLayout
 from panscan.engine.scheduling.batch import Sequence as Tokens
 from panscan.engine.scheduling.kv_blocks import extend_hashes
-from panscan.engine.vision import KnownFiles, view_key
+from panscan.engine.vision import view_key
 from panscan.images.files import Page, PageBytes, image_size, in_memory, open_pixels, opens_quickly
 from panscan.images.page_levels import copy_levels
 from panscan.images.pixels import PixelSpec
@@ -77,7 +79,8 @@ class Preparer:
         self._hashed_blocks = options.block_size if options.prefix_caching else 0
         self._spec = loaded.reader.pixels or PixelSpec()  # without one, the prompt writer refuses images
         self._known, self._intake = known, intake
-        self._files = KnownFiles(_KNOWN_FILES)
+        # For a follow-up question, decoding a page would take longer than all other work on the host.
+        self._files: LruCache[tuple[bytes, int], tuple[tuple[int, int], bytes]] = LruCache(_KNOWN_FILES)
         self._grammars = Grammars(loaded.reader.tokenizer, loaded.eos_ids)
         # Documents have a budget of their own: what takes long to open must not delay other requests.
         self.memory, self.document_memory = (ImageMemory(round(options.image_memory_gb * 1e9)) for _ in range(2))
@@ -110,7 +113,38 @@ class Preparer:
         """
         state.stamps.preparing = now()
         with record_waits(state.stamps.waits):
-            self._prepare_within_memory(state, documents=documents)
+            images = images_of(state.request)
+            sizes = [image_size(image, state.deadline) for image in images]
+            views = sum(len(plan_views(*size, state.request.pan_and_scan).views) for size in sizes)
+            self._reader.prompts.check_length(state.request, views)
+            request = replace(state.request, images=images)
+            view_bytes = 3 * self._spec.size**2 * self._pixel_bytes
+            decoded_bytes = DECODED_BYTES * sum(width * height for width, height in sizes)
+            memory = self.document_memory if documents else self.memory
+            shares: list[Share] = []
+            try:
+                if self.pixel_memory is None:
+                    shares.append(pixels := memory.acquire(views * view_bytes + decoded_bytes))
+                    self._prepare(state, request)
+                elif documents:  # decoding may take long, and must not hold the memory of pixels meanwhile
+                    shares.append(memory.acquire(decoded_bytes))
+                    read = self._load(state, request)
+                    shares.append(pixels := self.pixel_memory.acquire(views * view_bytes))
+                    self._preprocess_images(state, request, read)
+                else:  # in this order: a request that may decode must not wait for passes
+                    shares.append(pixels := self.pixel_memory.acquire(views * view_bytes))
+                    shares.append(memory.acquire(decoded_bytes))
+                    self._prepare(state, request)
+            except BaseException:
+                for share in shares:
+                    share.free()
+                raise
+            for share in shares:
+                if share is not pixels:
+                    share.free()
+            # None where features were known already.
+            pixels.shrink(view_bytes * sum(view.pixels is not None for view in state.request_views.values()))
+            state.memory = pixels
 
     def place(self, view: RequestView) -> PixelRef:
         """Return a reference to a view's pixels; compute them again if they were consumed or dropped.
@@ -134,40 +168,6 @@ class Preparer:
             with self._lock:
                 self._preparing -= 1
 
-    def _prepare_within_memory(self, state: RequestState, *, documents: bool) -> None:
-        images = images_of(state.request)
-        sizes = [image_size(image, state.deadline) for image in images]
-        views = sum(len(plan_views(*size, state.request.pan_and_scan).views) for size in sizes)
-        self._reader.prompts.check_length(state.request, views)
-        request = replace(state.request, images=images)
-        view_bytes = 3 * self._spec.size**2 * self._pixel_bytes
-        decoded_bytes = DECODED_BYTES * sum(width * height for width, height in sizes)
-        memory = self.document_memory if documents else self.memory
-        shares: list[Share] = []
-        try:
-            if self.pixel_memory is None:
-                shares.append(pixels := memory.acquire(views * view_bytes + decoded_bytes))
-                self._prepare(state, request)
-            elif documents:  # decoding may take long, and must not hold the memory of pixels meanwhile
-                shares.append(memory.acquire(decoded_bytes))
-                read = self._load(state, request)
-                shares.append(pixels := self.pixel_memory.acquire(views * view_bytes))
-                self._preprocess_images(state, request, read)
-            else:  # in this order: a request that may decode must not wait for passes
-                shares.append(pixels := self.pixel_memory.acquire(views * view_bytes))
-                shares.append(memory.acquire(decoded_bytes))
-                self._prepare(state, request)
-        except BaseException:
-            for share in shares:
-                share.free()
-            raise
-        for share in shares:
-            if share is not pixels:
-                share.free()
-        # None where features were known already.
-        pixels.shrink(view_bytes * sum(view.pixels is not None for view in state.request_views.values()))
-        state.memory = pixels
-
     def _prepare(self, state: RequestState, request: Request) -> None:
         """Prepare a request. ``request`` is a copy of it with one image per page."""
         self._preprocess_images(state, request, self._load(state, request))
@@ -185,7 +185,30 @@ class Preparer:
         """Set the fields of a request whose images are read, unless it has ended."""
         if not state.ended:
             with self._counted(), phase("preprocess"), native_work():
-                self._preprocess_into(state, request, read)
+                state.constraint = self._constraint(state)
+                plans, prompt = plan_sizes(request, [image.size for image in read], self._reader)
+                keys, request_views = self._request_views(state.request, read, plans)
+                state.forget = self._intake.forget
+                state.request_views, state.views, state.crops = (
+                    request_views,
+                    len(keys),
+                    sum(plan.crops for plan in plans),
+                )
+                state.image_tokens = prompt.image_tokens
+                state.sequence = Tokens(
+                    number=state.number,
+                    ids=list(prompt.ids),
+                    prompt_tokens=len(prompt.ids),
+                    layout=PromptLayout.of(prompt.ids, self._reader.prompts.soft_id, keys),
+                    limit=len(prompt.ids) + state.max_new_tokens,
+                    reuse=state.observation is None or not state.observation.forced_tokens.positions,
+                )
+                if self._hashed_blocks:  # here rather than in the engine's thread, which launches the passes
+                    extend_hashes(state.sequence, self._hashed_blocks)
+                state.text = Detokenizer(
+                    self._reader.tokenizer, state.request.sampling.stop if state.observation is None else ()
+                )
+                state.stamps.preprocessed = now()
 
     def _read(self, image: Page | PageBytes | Image.Image, pan_and_scan: PanAndScan, deadline: Deadline) -> _ReadImage:
         """Decode an image, unless its file was decoded before and all its views are known."""
@@ -194,7 +217,7 @@ class Preparer:
             image = in_memory(image, _MOST_HASHED)
             if isinstance(image, PageBytes):
                 with native_work():
-                    key = KnownFiles.key(image.content, image.page)
+                    key = blake3(image.content).digest(), image.page
                 if (found := self._files.get(key)) is not None and self._all_known(*found, pan_and_scan):
                     return _ReadImage(*found, None)
         alone = self._preparing == 1
@@ -202,7 +225,7 @@ class Preparer:
         with native_work():
             read = _copied(page, alone=alone)
         if key is not None:
-            self._files.add(key, read.size, read.digest)
+            self._files.put(key, (read.size, read.digest))
         return read
 
     def _all_known(self, size: tuple[int, int], digest: bytes, pan_and_scan: PanAndScan) -> bool:
@@ -210,29 +233,6 @@ class Preparer:
 
     def _key(self, digest: bytes, view: View) -> bytes:
         return view_key(digest, view.box, self._preprocess, self._spec)
-
-    def _preprocess_into(self, state: RequestState, request: Request, read: list[_ReadImage]) -> None:
-        """Set the fields of a request whose images are read."""
-        state.constraint = self._constraint(state)
-        plans, prompt = plan_sizes(request, [image.size for image in read], self._reader)
-        keys, request_views = self._request_views(state.request, read, plans)
-        state.forget = self._intake.forget
-        state.request_views, state.views, state.crops = request_views, len(keys), sum(plan.crops for plan in plans)
-        state.image_tokens = prompt.image_tokens
-        state.sequence = Tokens(
-            number=state.number,
-            ids=list(prompt.ids),
-            prompt_tokens=len(prompt.ids),
-            layout=PromptLayout.of(prompt.ids, self._reader.prompts.soft_id, keys),
-            limit=len(prompt.ids) + state.max_new_tokens,
-            reuse=state.observation is None or not state.observation.forced_tokens.positions,
-        )
-        if self._hashed_blocks:  # here rather than in the engine's thread, which launches the passes
-            extend_hashes(state.sequence, self._hashed_blocks)
-        state.text = Detokenizer(
-            self._reader.tokenizer, state.request.sampling.stop if state.observation is None else ()
-        )
-        state.stamps.preprocessed = now()
 
     def _constraint(self, state: RequestState) -> Constraint | None:
         """Return what constrains the answer, None without a JSON schema."""

@@ -221,21 +221,14 @@ def _logprobs(logits: torch.Tensor, tokens: torch.Tensor, counts: dict[int, int]
     for part in _index_parts(list(counts)):
         at = _on_device_of(logits, part, np.int64)
         values = logits.index_select(0, at).log_softmax(-1)
-        best = _ranked(values, most)
+        # With ``topk`` alone, the order of ties, common in bfloat16, would depend on the device and the batch.
+        bits = values.view(torch.int32)
+        ordered = bits ^ (bits >> 31 & 0x7FFFFFFF)  # integers in the order of the float32 values
+        keys = (ordered.long() << 32) - torch.arange(values.shape[-1], device=values.device)
+        best = keys.topk(most).indices
         own = values.gather(1, tokens.index_select(0, at)[:, None]).squeeze(1)
         found.append((own, best, values.gather(1, best)))
     return [torch.cat(each) for each in zip(*found, strict=True)]
-
-
-def _ranked(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the ids of the highest values, int64 ``[rows, count]``, ties in ascending order.
-
-    With ``topk`` alone, the order of ties, which are common in bfloat16, depends on the device and the batch.
-    """
-    bits = values.view(torch.int32)
-    ordered = bits ^ (bits >> 31 & 0x7FFFFFFF)  # integers in the order of the float32 values
-    keys = (ordered.long() << 32) - torch.arange(values.shape[-1], device=values.device)
-    return keys.topk(count).indices
 
 
 def _on_device_of(tensor: torch.Tensor, values: list[Any], dtype: type[np.generic]) -> torch.Tensor:

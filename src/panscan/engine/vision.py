@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from threading import Lock
 from typing import TYPE_CHECKING
 
 from blake3 import blake3
@@ -19,40 +18,6 @@ if TYPE_CHECKING:  # it imports PyTorch, which panscan plan does without
 def view_key(image: bytes, box: tuple[int, int, int, int], preprocess: str, spec: PixelSpec) -> bytes:
     """Return a digest of all that a view's pixels depend on: image digest, box, and how it is resized and scaled."""
     return blake3(image + repr((box, preprocess, spec)).encode()).digest()
-
-
-class KnownFiles:
-    """Sizes and digests of images in previously decoded files. Thread-safe.
-
-    For a follow-up question, decoding a page would take longer than all other work on the host.
-
-    Args:
-        count: maximum number of files; the least recently used are evicted first.
-    """
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._known: OrderedDict[bytes, tuple[tuple[int, int], bytes]] = OrderedDict()
-        self._lock = Lock()
-
-    @staticmethod
-    def key(content: bytes, page: int) -> bytes:
-        """Return the key of a page: the BLAKE3 digest of the file's bytes, and the page number."""
-        return blake3(content).digest() + page.to_bytes(4, "little")
-
-    def get(self, key: bytes) -> tuple[tuple[int, int], bytes] | None:
-        """Return the size (width, height) and the digest of a file's image if known, else None."""
-        with self._lock:
-            if key in self._known:
-                self._known.move_to_end(key)
-            return self._known.get(key)
-
-    def add(self, key: bytes, size: tuple[int, int], digest: bytes) -> None:
-        """Store the size and the digest of a decoded file."""
-        with self._lock:
-            self._known[key] = size, digest
-            if len(self._known) > self._count:
-                self._known.popitem(last=False)
 
 
 class VisionCache:

@@ -16,7 +16,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError, _imaging
 
 from panscan.core import ImageError, hold_lock
 from panscan.core.request import MAX_PAGES
-from panscan.images.headers import MAX_PIXELS, PageStream, find_directories, image_error
+from panscan.images.headers import MAX_PIXELS, PageStream, check_size, find_directories, image_error
 
 __all__ = ["MAX_PIXELS", "image_error"]
 
@@ -39,21 +39,15 @@ for _library in ("PIL", "pypdfium2"):
     logging.getLogger(_library).addHandler(logging.NullHandler())
 
 
-def _silence_libtiff() -> None:
-    """Keep libtiff from printing its complaints about a file: what matters comes back as a decoder error.
-
-    Pillow has no switch for it. The handlers are pointers in the libtiff that Pillow loaded, found through Pillow's own
-    module and set once, before any thread reads. Redirecting file descriptor 2 while a file is read would swallow what
-    other threads print. Where the symbols are hidden (static builds), libtiff keeps printing, and nothing else changes.
-    """
-    with suppress(OSError, AttributeError):
-        pillow = ctypes.CDLL(_imaging.__file__)
-        for handler in (pillow.TIFFSetErrorHandler, pillow.TIFFSetWarningHandler):
-            handler.restype, handler.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-            handler(None)
-
-
-_silence_libtiff()
+# Keep libtiff from printing its complaints about a file: what matters comes back as a decoder error. Pillow has no
+# switch for it. The handlers are pointers in the libtiff that Pillow loaded, found through Pillow's own module and set
+# once, before any thread reads. Redirecting file descriptor 2 while a file is read would swallow what other threads
+# print. Where the symbols are hidden (static builds), libtiff keeps printing, and nothing else changes.
+with suppress(OSError, AttributeError):
+    _pillow = ctypes.CDLL(_imaging.__file__)
+    for _handler in (_pillow.TIFFSetErrorHandler, _pillow.TIFFSetWarningHandler):
+        _handler.restype, _handler.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+        _handler(None)
 
 # Pdfium keeps global state without a lock.
 _PDFIUM = threading.Lock()
@@ -169,7 +163,12 @@ def read_page(
             if expected is not None:
                 raise image_error(name, _AMBIGUOUS)
             with _pdf(stream, name) as document:
-                return _render(document, page_index(len(document), page, name))
+                # Before the page is loaded: otherwise what was typed into its form fields is not drawn.
+                document.init_forms()
+                part = document[page_index(len(document), page, name)]
+                with closing(part.render(scale=_scale(part))) as bitmap:
+                    rendered: Image.Image = bitmap.to_pil().convert("RGB")  # a copy: it may share the bitmap's memory
+                    return rendered
         with _page_image(stream, page, name) as image:
             if expected not in (None, image.size):
                 raise image_error(name, _AMBIGUOUS)
@@ -192,8 +191,7 @@ def array_image(levels: np.ndarray[Any, Any], name: str) -> Image.Image:
         shape = f"an array must be [height, width, 3] or [height, width], got {list(levels.shape)}"
         raise image_error(name, shape + (": move its channels last" if levels.shape[:1] == (3,) else ""))
     height, width = levels.shape[:2]
-    if width * height > MAX_PIXELS:  # before it is copied: a broadcast array takes no memory itself
-        raise image_error(name, f"too large: {width}x{height} pixels, the limit is {MAX_PIXELS} in all")
+    check_size(width, height, name)  # before it is copied: a broadcast array takes no memory itself
     with reading(name):
         return upright_rgb(Image.fromarray(levels), name, copy=False)  # already a copy if it is RGB
 
@@ -262,8 +260,7 @@ def reading(name: str) -> Iterator[None]:
 
 def _check_size(image: Image.Image, name: str) -> None:
     width, height = image.size
-    if width * height > MAX_PIXELS:
-        raise image_error(name, f"too large: {width}x{height} pixels, the limit is {MAX_PIXELS} in all")
+    check_size(width, height, name)
     if width * height == 0:
         raise image_error(name, f"no pixels: its size is {width}x{height}")
 
@@ -374,13 +371,3 @@ def _pdf_size(document: Any, index: int) -> tuple[int, int]:
         scale = _scale(page)
         width, height = (ceil(side * scale) for side in page.get_size())
         return width, height
-
-
-def _render(document: Any, index: int) -> Image.Image:
-    # Before the page is loaded: otherwise what was typed into its form fields is not drawn.
-    document.init_forms()
-    page = document[index]
-    with closing(page.render(scale=_scale(page))) as bitmap:
-        # A copy: to_pil may share memory with the bitmap.
-        image: Image.Image = bitmap.to_pil().convert("RGB")
-        return image

@@ -157,7 +157,10 @@ class _PixelFiles:
             file = min(fitting, key=lambda candidate: candidate.size)
             file.free = False
             return file, True
-        descriptor = _pixel_file(size)
+        descriptor = unnamed_file()
+        os.ftruncate(descriptor, size)
+        if SEALS:
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
         self._new.append(descriptor)
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         file = _PixelFile(next(self._numbers), size, mmap.mmap(descriptor, size, flags=flags))
@@ -205,14 +208,9 @@ class _PixelFiles:
         self._new.clear()
 
 
-def _pixel_file(size: int) -> int:
-    """Return a descriptor of a new file without a name: in memory on Linux, temporary elsewhere."""
+def unnamed_file() -> int:
+    """Return a descriptor of a new file without a name: in memory on Linux, so that it never reaches the disk."""
     if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("panscan-pixels", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    else:
-        with tempfile.TemporaryFile() as temporary:
-            descriptor = os.dup(temporary.fileno())
-    os.ftruncate(descriptor, size)
-    if SEALS:
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
-    return descriptor
+        return os.memfd_create("panscan", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with tempfile.TemporaryFile() as temporary:
+        return os.dup(temporary.fileno())

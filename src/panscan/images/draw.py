@@ -84,13 +84,6 @@ def _summary_line(plan: ViewPlan, *, estimated: bool) -> str:
     return " · ".join((f"{plan.width}x{plan.height} px", views, *tokens))
 
 
-def _display(plan: ViewPlan, max_side: int) -> tuple[int, int]:
-    """Width and height of the scaled image. Small ones grow by a whole factor, so that their pixels stay square."""
-    longer = max(plan.width, plan.height)
-    scale = max(1, LEAST_SIDE // longer) if longer <= max_side else max_side / longer
-    return max(1, round(plan.width * scale)), max(1, round(plan.height * scale))
-
-
 def _grid(count: int, room: int, label: int, *, beside: bool) -> tuple[int, int]:
     """Columns and side of ``count`` thumbnails that fill ``room`` pixels of height (``beside``) or width.
 
@@ -139,7 +132,10 @@ def lay_out(plan: ViewPlan, *, caption: bool, estimated: bool, max_side: int) ->
     """
     if max_side < LEAST_SIDE:
         raise SettingError(f"max_side must be at least {LEAST_SIDE}, got {max_side}")
-    width, height = _display(plan, max_side)
+    # Small images grow by a whole factor, so that their pixels stay square.
+    longer = max(plan.width, plan.height)
+    scale = max(1, LEAST_SIDE // longer) if longer <= max_side else max_side / longer
+    width, height = max(1, round(plan.width * scale)), max(1, round(plan.height * scale))
     beside = height >= width
     room = height if beside else width
     count = min(len(plan.views), _MOST_TILES)
@@ -198,24 +194,6 @@ def _badge(picture: Image.Image, index: int, middle: tuple[int, int]) -> None:
     fill = "#ffffff" if _colour(index) in _ON_DARK else _INK
     # The typeface's middle is that of its tallest and lowest letters; digits stand a little above it.
     write(ImageDraw.Draw(picture), (x, y + 5), str(index), SMALL_SIZE, fill=fill, anchor="ms", bold=True)
-
-
-def _header(picture: Image.Image, layout: PictureLayout, caption: str | None) -> None:
-    """The caption and the facts about the whole image."""
-    draw = ImageDraw.Draw(picture)
-    if caption:
-        title = shorten(printable(caption), CAPTION_SIZE, layout.size[0] - 2 * MARGIN, bold=True)
-        write(draw, (MARGIN, MARGIN + CAPTION_SIZE - 6), title, CAPTION_SIZE, fill=_INK, bold=True)
-    for row, line in enumerate(layout.facts):
-        write(draw, (MARGIN, layout.facts_y + _FACTS_PITCH * row), line, FACTS_SIZE, fill=_GREY)
-
-
-def _draw_image(picture: Image.Image, image: Image.Image, layout: PictureLayout) -> None:
-    """The scaled image in a thin frame."""
-    left, top, right, bottom = layout.image
-    method = Image.Resampling.NEAREST if right - left > image.width else Image.Resampling.LANCZOS
-    picture.paste(image.resize((right - left, bottom - top), method, reducing_gap=3.0), (left, top))
-    _frame(ImageDraw.Draw(picture), (left - RIM, top - RIM, right + RIM, bottom + RIM), _LINE, 1)
 
 
 def _outline(picture: Image.Image, layout: PictureLayout, index: int) -> None:
@@ -317,8 +295,16 @@ def draw_views(
     layout = lay_out(plan, caption=bool(caption), estimated=estimated, max_side=max_side)
     upright = image.convert("RGB")
     picture = Image.new("RGB", layout.size, _PAPER)
-    _header(picture, layout, caption)
-    _draw_image(picture, upright, layout)
+    draw = ImageDraw.Draw(picture)
+    if caption:
+        title = shorten(printable(caption), CAPTION_SIZE, layout.size[0] - 2 * MARGIN, bold=True)
+        write(draw, (MARGIN, MARGIN + CAPTION_SIZE - 6), title, CAPTION_SIZE, fill=_INK, bold=True)
+    for row, line in enumerate(layout.facts):
+        write(draw, (MARGIN, layout.facts_y + _FACTS_PITCH * row), line, FACTS_SIZE, fill=_GREY)
+    left, top, right, bottom = layout.image
+    method = Image.Resampling.NEAREST if right - left > upright.width else Image.Resampling.LANCZOS
+    picture.paste(upright.resize((right - left, bottom - top), method, reducing_gap=3.0), (left, top))
+    _frame(ImageDraw.Draw(picture), (left - RIM, top - RIM, right + RIM, bottom + RIM), _LINE, 1)
     for index in range(1, len(plan.views)):
         _outline(picture, layout, index)
     if plan.crops:

@@ -9,9 +9,7 @@ import ipaddress
 import math
 import re
 import socket
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 from urllib.request import getproxies, proxy_bypass
 
@@ -20,6 +18,7 @@ import httpx
 
 from panscan.core import ImageError, now
 from panscan.core.access import ALLOW_PRIVATE, remote_access
+from panscan.core.lru import LruCache
 from panscan.images.decode import image_error
 
 __all__ = ["ALLOW_PRIVATE"]
@@ -47,38 +46,8 @@ _SECRET = re.compile(
 )
 
 
-class ContentCache:
-    """The files that were read last. Safe for threads.
-
-    A document is opened several times: to count its pages, to plan its views, and for the pixels of each page.
-
-    Args:
-        most_bytes: size of all contents together.
-    """
-
-    def __init__(self, most_bytes: int) -> None:
-        self.most_bytes = most_bytes
-        self._contents: OrderedDict[Hashable, bytes] = OrderedDict()
-        self._bytes = 0
-        self._lock = threading.Lock()
-
-    def get(self, key: Hashable) -> bytes | None:
-        """Return a content; None if the cache does not have it."""
-        with self._lock:
-            if key in self._contents:
-                self._contents.move_to_end(key)
-            return self._contents.get(key)
-
-    def put(self, key: Hashable, content: bytes) -> None:
-        """Keep a content, and drop those that were not read for longest if there are too many."""
-        with self._lock:
-            self._bytes += len(content) - len(self._contents.pop(key, b""))
-            self._contents[key] = content
-            while self._bytes > self.most_bytes:
-                self._bytes -= len(self._contents.popitem(last=False)[1])
-
-
-_CACHE = ContentCache(CACHE_BYTES)
+_CACHE: LruCache[tuple[str, bool], bytes] = LruCache(CACHE_BYTES, len)
+"""A document is opened several times: to count its pages, to plan its views, and for the pixels of each page."""
 
 
 class ConcealedUrl(str):
@@ -94,13 +63,13 @@ def conceal(text: str) -> str:
     """
     if "://" not in text:
         return text
-    return _SECRET.sub(_hidden, _LOGIN.sub(rf"\g<1>{_HIDDEN}@", text))
 
+    def hidden(match: re.Match[str]) -> str:
+        value = match[0][len(match[1]) :].encode(errors="replace")
+        digest = "" if _PASSWORD.search(match[1]) else hashlib.sha256(value).hexdigest()[:8]  # passwords can be guessed
+        return match[1] + _HIDDEN + digest
 
-def _hidden(match: re.Match[str]) -> str:
-    value = match[0][len(match[1]) :].encode(errors="replace")
-    digest = "" if _PASSWORD.search(match[1]) else hashlib.sha256(value).hexdigest()[:8]  # passwords can be guessed
-    return match[1] + _HIDDEN + digest
+    return _SECRET.sub(hidden, _LOGIN.sub(rf"\g<1>{_HIDDEN}@", text))
 
 
 def named_url(url: str) -> str:

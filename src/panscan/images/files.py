@@ -305,7 +305,15 @@ def _sources(given: str, report: Callable[[ImageError], None]) -> list[str]:
         return _in_directory(given, report)
     if os.path.lexists(given) or not glob.has_magic(given):
         return [given]
-    return _matching(given, report)
+    any_name = not Path(given).name.strip("*.")
+    found = [
+        path
+        for path in glob.iglob(given, recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
+        if not _is_directory(path) and (_has_known_suffix(path) or not any_name)
+    ]
+    if not found:
+        report(image_error(given, "no image or PDF file matches"))
+    return sorted(found, key=_natural)
 
 
 def _stored(url: str, report: Callable[[ImageError], None]) -> list[str]:
@@ -322,17 +330,13 @@ def _stored(url: str, report: Callable[[ImageError], None]) -> list[str]:
         for each in list_objects(prefix)
         if (wanted is None or wanted.fullmatch(each))
         and (_has_known_suffix(each) or not any_name)
-        and not _hidden(each, prefix)
+        and not any(part.startswith(".") for part in each[len(prefix) :].split("/"))
     ]
     if not found and wanted is None and not url.endswith("/") and head.count("/") > 1 and object_exists(url):
         return [url]
     if not found:
         report(image_error(url, "no image or PDF file below this prefix" if wanted is None else "no object matches"))
     return sorted(found, key=_natural)
-
-
-def _hidden(url: str, prefix: str) -> bool:
-    return any(part.startswith(".") for part in url[len(prefix) :].split("/"))
 
 
 def _glob_pattern(url: str) -> str:
@@ -351,18 +355,6 @@ def _in_directory(directory: str, report: Callable[[ImageError], None]) -> list[
         report(image_error(str(problem.filename), _os_reason(problem)))
     if not found and not problems:
         report(image_error(directory, "no image or PDF file in this directory"))
-    return sorted(found, key=_natural)
-
-
-def _matching(pattern: str, report: Callable[[ImageError], None]) -> list[str]:
-    any_name = not Path(pattern).name.strip("*.")
-    found = [
-        path
-        for path in glob.iglob(pattern, recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
-        if not _is_directory(path) and (_has_known_suffix(path) or not any_name)
-    ]
-    if not found:
-        report(image_error(pattern, "no image or PDF file matches"))
     return sorted(found, key=_natural)
 
 

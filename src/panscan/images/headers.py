@@ -13,13 +13,13 @@ import os
 import re
 import struct
 import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 from io import SEEK_END, BytesIO
 from typing import Any, BinaryIO
 
 from panscan.core import ImageError
 from panscan.core.errors import one_line
+from panscan.core.lru import LruCache
 
 MAX_PIXELS = 178_956_970
 """More pixels than this are refused from the header alone: the limit at which Pillow itself raises (1/2 GiB of RGB)."""
@@ -48,15 +48,22 @@ _MARKER_BLOCK = 4096
 # coefficients of a progressive JPEG, two canvases of a WebP.
 _BYTES_PER_PIXEL = {"PNG": 10, "JPEG": 10, "WEBP": 20}
 
-_KEPT = 8  # documents whose offsets are cached; their pages are usually read one after the other
-
-_KNOWN: OrderedDict[Any, _Directories] = OrderedDict()
-_LOCK = threading.Lock()
+_KNOWN: LruCache[object, _Directories] = LruCache(8)  # a document's pages are usually read one after the other
 
 
 def image_error(name: str, problem: str) -> ImageError:
     """An ImageError of one printable line, ``name: problem``; control characters in either are written escaped."""
     return ImageError(one_line(f"{name}: {problem}"))
+
+
+def check_size(width: int, height: int, name: str) -> None:
+    """Refuse an image of more than :data:`MAX_PIXELS`.
+
+    Raises:
+        ImageError: it has more.
+    """
+    if width * height > MAX_PIXELS:
+        raise image_error(name, f"too large: {width}x{height} pixels, the limit is {MAX_PIXELS} in all")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +110,11 @@ def read_header(stream: BinaryIO, name: str) -> ImageHeader | None:
     finally:
         stream.seek(0)
     if header is not None:
-        _check_size(header, name)
+        check_size(header.width, header.height, name)
+        if max(header.width, header.height) > MAX_SIDE:
+            problem = f"too large: {header.width}x{header.height} pixels, the limit is {MAX_SIDE} on a side"
+            raise image_error(name, problem)
     return header
-
-
-def _check_size(header: ImageHeader, name: str) -> None:
-    width, height = header.width, header.height
-    if width * height > MAX_PIXELS:
-        raise image_error(name, f"too large: {width}x{height} pixels, the limit is {MAX_PIXELS} in all")
-    if max(width, height) > MAX_SIDE:
-        raise image_error(name, f"too large: {width}x{height} pixels, the limit is {MAX_SIDE} on a side")
 
 
 def _image_header(format: str, width: int, height: int, *, ordinary: bool) -> ImageHeader | None:
@@ -284,13 +286,16 @@ def find_directories(stream: BinaryIO, most: int) -> list[int]:
         OSError: the file is not a TIFF, or the chain of directories leaves it.
     """
     stream.seek(0)
-    key = _content_key(stream, stream.read(16))
-    with _LOCK:
-        found = _KNOWN.pop(key, None) or _Directories(stream)
-        _KNOWN[key] = found
-        while len(_KNOWN) > _KEPT:
-            _KNOWN.popitem(last=False)
-    return found.first(stream, most)
+    head = stream.read(16)
+    if isinstance(stream, BytesIO):
+        content = stream.getvalue()  # shared with the stream, and bytes keep their hash: once per download
+        key: object = len(content), hash(content)
+    else:
+        status = os.fstat(stream.fileno())
+        key = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, head
+    directories = _KNOWN.get(key) or _Directories(stream)
+    _KNOWN.put(key, directories)
+    return directories.first(stream, most)
 
 
 class _Directories:
@@ -345,12 +350,3 @@ def _layout(head: bytes) -> tuple[str, bool]:
     if order is None or len(head) < 8:
         raise OSError("not a TIFF header")
     return order, 43 in head[2:4]  # Pillow also takes a version in the other byte order
-
-
-def _content_key(stream: BinaryIO, head: bytes) -> Any:
-    """Return a key of the file's content, computed without reading all of it."""
-    if isinstance(stream, BytesIO):
-        content = stream.getvalue()  # shared with the stream, and bytes keep their hash: once per download
-        return len(content), hash(content)
-    found = os.fstat(stream.fileno())
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, head

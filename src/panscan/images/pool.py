@@ -15,7 +15,6 @@ import io
 import mmap
 import os
 import sys
-import tempfile
 import threading
 import weakref
 from collections import deque
@@ -36,7 +35,7 @@ from panscan.core.deadline import Deadline
 from panscan.core.request import MAX_PAGES
 from panscan.images import decode
 from panscan.images.decode import image_error, page_index
-from panscan.images.decoder import SEALS
+from panscan.images.decoder import SEALS, unnamed_file
 from panscan.images.headers import ImageHeader, read_header
 
 PAGE_SECONDS = 20.0
@@ -51,6 +50,12 @@ _POLL_SECONDS = 0.1  # until an abandoned request is noticed
 _REPLY_SECONDS = 2.0  # for the rest of a reply, which is short
 _START_SECONDS = 60.0  # for a child to start: it imports libraries, perhaps on a busy machine
 _KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHOME", "TMPDIR", "SYSTEMROOT")
+_FEW_THREADS = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "2",
+    "RAYON_NUM_THREADS": "4",
+}
 
 
 class PageLevels(NamedTuple):
@@ -64,16 +69,10 @@ class PageLevels(NamedTuple):
 def worker_count() -> int:
     """Return the most child processes of a pool: one per core, at least two so that one slow page blocks no other."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    fitting = _host_memory() // (_HOST_SHARE * MEMORY_BYTES)
-    return max(2, min(cores, fitting, 8))
-
-
-def _host_memory() -> int:
-    """Return the memory of this machine, or of this container if it has less, bytes."""
-    total = int(psutil.virtual_memory().total)
-    with suppress(OSError, ValueError):  # "max": no limit
-        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text("ascii")))
-    return total
+    memory = int(psutil.virtual_memory().total)
+    with suppress(OSError, ValueError):  # of this container if it has less; "max": no limit
+        memory = min(memory, int(Path("/sys/fs/cgroup/memory.max").read_text("ascii")))
+    return max(2, min(cores, memory // (_HOST_SHARE * MEMORY_BYTES), 8))
 
 
 def decode_in_children() -> None:
@@ -212,24 +211,17 @@ def _descriptor(stream: BinaryIO, name: str) -> Iterator[int]:
     try:
         descriptor = stream.fileno()
     except io.UnsupportedOperation:
-        with _copied(stream, name) as file:
+        try:
+            file = os.fdopen(unnamed_file(), "w+b")
+            file.write(stream.getbuffer() if isinstance(stream, io.BytesIO) else stream.read())
+            file.flush()
+        except OSError as error:
+            problem = f"cannot be passed to a decoding process ({error.strerror or error})"
+            raise image_error(name, problem) from error
+        with file:
             yield file.fileno()
     else:
         yield descriptor
-
-
-def _copied(stream: BinaryIO, name: str) -> BinaryIO:
-    """Return a stream's content in a new file without a name: in memory on Linux, so that it never reaches the disk."""
-    try:
-        if hasattr(os, "memfd_create"):
-            file: BinaryIO = os.fdopen(os.memfd_create("panscan-document", os.MFD_CLOEXEC), "w+b")
-        else:
-            file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
-        file.write(stream.getbuffer() if isinstance(stream, io.BytesIO) else stream.read())
-        file.flush()
-    except OSError as error:
-        raise image_error(name, f"cannot be passed to a decoding process ({error.strerror or error})") from error
-    return file
 
 
 class DecodingPool:
@@ -335,8 +327,10 @@ class DecodingPool:
         return None
 
     def _started(self) -> _Decoder:
+        # No credentials, and few threads: each takes address space.
+        kept = {variable: os.environ[variable] for variable in _KEPT_VARIABLES if variable in os.environ}
         try:
-            child = JsonChild("panscan.images.decoder", environment=_decoder_environment(), keep_output=True)
+            child = JsonChild("panscan.images.decoder", environment=kept | _FEW_THREADS, keep_output=True)
         except OSError as error:
             raise ImageError(f"a decoding process cannot be started ({error.strerror or error})") from error
         self._children.add(child)
@@ -462,18 +456,6 @@ def _mapping(file: int, size: int) -> mmap.mmap:
     if not sealed or not 0 < size <= length:
         raise ValueError("a file of another size")
     return mmap.mmap(file, length, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
-
-
-def _decoder_environment() -> dict[str, str]:
-    """Return a child's environment: no credentials, and few threads: each takes address space."""
-    kept = {variable: os.environ[variable] for variable in _KEPT_VARIABLES if variable in os.environ}
-    return {
-        **kept,
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "MALLOC_ARENA_MAX": "2",
-        "RAYON_NUM_THREADS": "4",
-    }
 
 
 _inline = True

@@ -26,8 +26,9 @@ from panscan.core import ImageError, StorageError, UnsupportedError, now
 from panscan.core.access import remote_access
 from panscan.core.errors import one_line
 from panscan.core.files import replace_file
+from panscan.core.lru import LruCache
 from panscan.core.option import shorten
-from panscan.images.fetch import MAX_BYTES, ContentCache
+from panscan.images.fetch import MAX_BYTES
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -43,7 +44,6 @@ _CONNECT_S = 5.0
 _SILENCE_S = 15.0  # without data, before a request is retried
 _STORED = re.compile(r"(s3|gs|az)://", re.IGNORECASE)
 _BLOCK_BYTES = 8 * 2**20
-_CACHE_BYTES = 256 * 2**20
 
 _PREFIXES = ("AWS_", "GOOGLE_", "AZURE_")
 _ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT", "AZURE_STORAGE_ENDPOINT", "GOOGLE_BASE_URL")
@@ -55,7 +55,7 @@ _FIXES = {
 }
 
 
-_CACHE = ContentCache(_CACHE_BYTES)
+_CACHE: LruCache[tuple[object, ...], bytes] = LruCache(256 * 2**20, len)
 
 
 def is_stored(source: str) -> bool:
@@ -94,11 +94,9 @@ def read_object(url: str) -> bytes:
     received = bytearray()
     with _errors(url):
         found = obstore.get(store, path)
-        if found.meta["size"] > MAX_BYTES:
-            raise ImageError(f"{url}: more than {MAX_BYTES} bytes")
         for block in found.stream(min_chunk_size=_BLOCK_BYTES):
             received += block
-            if len(received) > MAX_BYTES:  # more than it said
+            if max(len(received), found.meta["size"]) > MAX_BYTES:  # it may send more than it says
                 raise ImageError(f"{url}: more than {MAX_BYTES} bytes")
     content = bytes(received)
     _CACHE.put(key, content)

@@ -89,7 +89,12 @@ class _Api:
         self._options, self._backend, self._admission, self._generation = options, backend, admission, generation
         self._names = TokenNames(backend)
         self._created = int(time.time())
-        self._pages = _playground()
+        folder = files("panscan.serve").joinpath("playground")
+        self._pages = {
+            file.name: file.read_bytes()
+            for file in (folder.iterdir() if folder.is_dir() else ())
+            if file.name.rpartition(".")[2] in _TYPES
+        }
 
     @property
     def _builder(self) -> RequestBuilder:
@@ -205,7 +210,7 @@ class _Api:
     async def _body(
         self, slot: AdmissionSlot, kind: type[Parsed], *, generates: bool
     ) -> tuple[Parsed, dict[str, bytes]]:
-        """Return the parsed body, and the files of a multipart body."""
+        """Return the parsed body, and the files of a multipart body. Only the handler may hold them."""
         content, uploads = await read_body(slot, self._admission, generates=generates)
         if len(content) < _INLINE and count_values(content) < _INLINE_VALUES:
             body = parse(kind, content)
@@ -333,13 +338,3 @@ def _error_response(metrics: ServerMetrics, request: Request, error: Exception) 
             status, body = 500, error_body(f"internal error: {type(error).__name__}", 500)
     metrics.refuse(status)
     return json_response(body, status, headers)
-
-
-def _playground() -> dict[str, bytes]:
-    """Return the playground's files by name."""
-    folder = files("panscan.serve").joinpath("playground")
-    return {
-        file.name: file.read_bytes()
-        for file in (folder.iterdir() if folder.is_dir() else ())
-        if file.name.rpartition(".")[2] in _TYPES
-    }

@@ -21,8 +21,6 @@ def test_doctor_reports_the_facts_of_every_gpu(capsys: pytest.CaptureFixture[str
         facts[finding["check"]].append(finding["fact"])
     for index in range(torch.cuda.device_count()):
         assert any(torch.cuda.get_device_name(index) in fact for fact in facts["gpus"])
-        assert any(fact.startswith(f"GPU {index} under load: ") and "MHz" in fact for fact in facts["load"])
-        assert any(fact.startswith(f"GPU {index}: ") and "GB/s from the host" in fact for fact in facts["host-links"])
         assert any(fact.startswith(f"GPU {index}: ") and "TFLOP/s" in fact for fact in facts["ceilings"])
     assert any("this wheel has kernels for it" in fact for fact in facts["kernels"])
     assert facts["triton"] == ["a Triton kernel compiles and computes the correct result"]

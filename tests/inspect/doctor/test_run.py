@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.inspect.doctor.odd_checks import ROOT, odd
 
+from panscan.core.child import Child
 from panscan.inspect.doctor.run import run_checks
 
 
@@ -55,3 +56,15 @@ def test_all_checks_together_have_a_deadline() -> None:
         assert "more than 4 s" in result.findings[-1].fact
         assert result.findings[-1].fix == "Raise --timeout."
     assert hung.findings[0].fact == "before it hung"
+
+
+def test_no_lane_waits_for_the_end_of_a_process_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is stuck in a driver does not end when it is killed."""
+    begun: list[str] = []
+    waited: list[int] = []
+    close = Child.close
+    monkeypatch.setattr(Child, "close", lambda child: (waited.append(len(begun)), close(child)))
+    checks = [odd("hangs", seconds=0.1), odd("fine"), odd("other", function="fine", lane="b")]
+    results = run_checks(checks, 120.0, lambda _, name: begun.append(name))
+    assert [result.findings[-1].status for result in results] == ["warning", "ok", "ok"]
+    assert waited == [3, 3, 3]  # the processes of both lanes, and the one that hung, after all checks

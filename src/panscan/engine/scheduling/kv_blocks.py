@@ -10,7 +10,7 @@ from collections.abc import Iterable, MutableSequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from panscan.engine.scheduling.batch import PromptLayout, Sequence, Span
+from panscan.engine.scheduling.batch import Sequence
 
 
 class BlockPool:
@@ -168,18 +168,14 @@ def extend_hashes(sequence: Sequence, block_size: int) -> None:
         inside = sequence.layout.around(start)
         if inside is None or start + block_size > inside.end:
             images = [
-                (span.start - start, _image_key(span)) for span in sequence.layout.within(start, start + block_size)
+                (span.start - start, ((span.end - span.start).to_bytes(4, "little") + span.key))
+                for span in sequence.layout.within(start, start + block_size)
             ]
             hashes.append(block_hash(parent, ids[start : start + block_size], images))
             continue
         stem, first = parent[:_HASH_BYTES], int.from_bytes(parent[_HASH_BYTES:], "little") + 1
         blocks = min(inside.end, known) // block_size - len(hashes)
         hashes.extend(stem + number.to_bytes(4, "little") for number in range(first, first + blocks))
-
-
-def _image_key(span: Span) -> bytes:
-    """Return the key of an image span: its length and the key of its view."""
-    return (span.end - span.start).to_bytes(4, "little") + span.key
 
 
 _WORTH_WAITING = 128  # tokens: computing them takes about as long as a step takes to read the weights
@@ -297,7 +293,8 @@ class KVBlocks:
             if group.window is None:
                 hit = min(hit, self.pools[0].leading(sequence.hashes) * self.block_size)
         while True:
-            hit = self._aligned(sequence.layout, hit)
+            while (shorter := sequence.layout.cut_back(hit) // self.block_size * self.block_size) != hit:
+                hit = shorter
             missing = self._missing(sequence, hit)
             if missing is None:
                 return hit
@@ -422,12 +419,6 @@ class KVBlocks:
             new = slice(sequence.registered, full)
             group.pool.register(group.table(sequence)[new], sequence.hashes[new])
         sequence.registered = full
-
-    def _aligned(self, layout: PromptLayout, hit: int) -> int:
-        """Return the length of the longest prefix up to ``hit`` that ends on a block boundary outside image spans."""
-        while (shorter := layout.cut_back(hit) // self.block_size * self.block_size) != hit:
-            hit = shorter
-        return hit
 
     def _missing(self, sequence: Sequence, hit: int) -> int | None:
         """Return the index of the last uncached block that a local layer reads after a hit of this length, or None."""

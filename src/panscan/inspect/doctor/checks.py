@@ -1,12 +1,15 @@
-"""What a check of ``panscan doctor`` is and finds, and all checks in the order in which they are shown."""
+"""What a check of ``panscan doctor`` is and finds, all checks in the order in which they are shown, and results."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from panscan.core.text import count
 
 NO_GPU = "PyTorch uses no NVIDIA GPU here"
 Status = Literal["ok", "warning", "problem", "not checked"]
@@ -112,14 +115,11 @@ CHECKS: tuple[Check, ...] = tuple(
         ("tf32", "gpu", "gpu:tf32", "gpu", 20.0),
         ("triton", "gpu", "gpu:triton_kernels", "gpu", 40.0),
         ("ceilings", "gpu", "gpu:ceilings", "gpu", 30.0),
-        ("load", "gpu", "gpu:load", "gpu", 20.0),
-        ("several-gpus", "links", "links:idle_gpus", "gpu", 20.0),
-        ("peer-to-peer", "links", "links:peers", "gpu", 20.0),
-        ("host-links", "links", "links:host_links", "gpu", 20.0),
-        ("requirements", "packages", "packages:requirements", "host", 20.0),
-        ("torchvision", "packages", "packages:torchvision", "gpu", 30.0),
-        ("attention-packages", "packages", "packages:attention_packages", "gpu", 30.0),
-        ("optional-packages", "packages", "packages:optional_packages", "gpu", 30.0),
+        ("several-gpus", "gpu", "gpu:several_gpus", "gpu", 20.0),
+        ("requirements", "packages", "host:requirements", "host", 20.0),
+        ("torchvision", "packages", "host:torchvision", "gpu", 30.0),
+        ("attention-packages", "packages", "host:attention_packages", "gpu", 30.0),
+        ("optional-packages", "packages", "host:optional_packages", "gpu", 30.0),
         ("transformers", "gemma", "gemma:transformers", "gemma", 60.0),
         ("attention", "gemma", "gemma:attention", "gemma", 40.0),
         ("flex-attention", "gemma", "gemma:flex_attention", "compile", 60.0),
@@ -130,25 +130,66 @@ CHECKS: tuple[Check, ...] = tuple(
         ("image-processor", "gemma", "gemma:image_processor", "gemma", 30.0),
         ("preprocessing", "gemma", "gemma:preprocessing", "gemma", 30.0),
         ("compilation", "gemma", "gemma:compilation", "compile", 60.0),
-        ("sizes", "fit", "fit:fits", "gpu", 20.0),
         ("cores", "host", "host:cores", "host", 10.0),
-        ("memory", "host", "host:memory", "host", 10.0),
-        ("shared-memory", "host", "host:shared_memory", "host", 10.0),
-        ("limits", "host", "host:limits", "host", 10.0),
-        ("caches", "host", "host:caches", "host", 10.0),
-        ("hub-access", "host", "host:hub_access", "host", 10.0),
-        ("checkpoints", "host", "host:checkpoints", "host", 10.0),
+        ("sizes", "host", "host:fits", "gpu", 20.0),
     )
 )
 SYMBOLS = Check("symbols", "symbols", "panscan.inspect.doctor.symbols:symbols", "gemma", 90.0)
 """The check of ``--symbols``."""
 GROUPS: dict[str, str] = {
     "gpu": "GPUs, driver and PyTorch",
-    "links": "Links between GPUs and to the host",
     "packages": "Installed packages",
     "gemma": "What Transformers computes for Gemma 3 (tested on the tiny model)",
-    "fit": "Gemma 3 sizes that fit in the free memory",
-    "host": "Cores, memory, disks and access",
+    "host": "Cores, and Gemma 3 sizes that fit in the free memory",
     SYMBOLS.group: "Names and arguments of Transformers that panscan uses",
 }
 """Groups by name, with their headings."""
+
+
+def lines(results: Sequence[CheckResult]) -> Iterator[tuple[Status | None, str]]:
+    """Yield lines to print, each with the status whose colour it has; None: none."""
+    for group, heading in GROUPS.items():
+        shown = [result for result in results if result.check.group == group]
+        if not shown:
+            continue
+        yield None, heading
+        for result in shown:
+            for finding in result.findings:
+                yield finding.status, f"  {finding.status:<12} {result.check.name}: {finding.fact}"
+                if finding.fix is not None:
+                    yield None, f"  {'':<12} Fix: {finding.fix}"
+        yield None, ""
+
+
+def summary(results: Sequence[CheckResult], seconds: float) -> str:
+    """Return the numbers of findings by status, in one line."""
+    counts = _counts(results)
+    nouns = [count(counts[status], status) for status in STATUSES[:2]]
+    others = [f"{counts[status]} {status}" for status in STATUSES[2:]]
+    return f"{', '.join(nouns + others)}; {count(len(results), 'check')} in {seconds:.0f} s"
+
+
+def as_json(results: Sequence[CheckResult], seconds: float) -> dict[str, Any]:
+    """Return results as plain data: ``summary``, ``seconds``, and ``findings`` in the order in which they are shown."""
+    counts = _counts(results)
+    findings = [
+        {
+            "group": result.check.group,
+            "check": result.check.name,
+            "status": finding.status,
+            "fact": finding.fact,
+            "fix": finding.fix,
+            "seconds": None if result.seconds is None else round(result.seconds, 3),
+        }
+        for result in results
+        for finding in result.findings
+    ]
+    return {
+        "summary": {status.replace(" ", "_"): counts[status] for status in STATUSES},
+        "seconds": round(seconds, 1),
+        "findings": findings,
+    }
+
+
+def _counts(results: Sequence[CheckResult]) -> Counter[Status]:
+    return Counter(finding.status for result in results for finding in result.findings)

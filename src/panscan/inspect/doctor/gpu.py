@@ -1,38 +1,69 @@
-"""Checks of GPUs: driver, PyTorch build, kernels for this architecture, precision, clocks and power under load."""
+"""Checks of GPUs: driver, PyTorch build, kernels for this architecture, precision, rates; how to use several."""
 
 from __future__ import annotations
 
 import os
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import pynvml
 
 from panscan.core.errors import brief, error_line
 from panscan.core.gpu_features import FEATURES, runs_on, supports
-from panscan.inspect.doctor.checks import NO_GPU, CheckFinding, Findings, not_checked, ok, on_gpus, problem, warning
-from panscan.inspect.doctor.nvml import Driver, driver, gpu_reader, pci_gpus
+from panscan.inspect.doctor.checks import (
+    NO_GPU,
+    CheckFinding,
+    Findings,
+    file_text,
+    not_checked,
+    ok,
+    on_gpus,
+    problem,
+    warning,
+)
 from panscan.plan.gpus import reported_gpu
 
 _INSTALL = "pytorch.org/get-started/locally lists the index of each CUDA version"
 _GIB = 2**30
 _BUSY_SHARE, _BUSY_BYTES = 0.1, 2 * _GIB  # of a GPU's memory, used by others: both must be exceeded
-_LOAD_SECONDS = 1.0
-_SAMPLE_SECONDS = 0.1  # of products on each GPU, while the driver is asked
 _SLOW_SHARE = 0.7  # of the fastest GPU of its kind in this machine
 _TF32_ERROR = 1e-4  # float32 products err by about 1e-6 here, TF32's by about 1e-3
 _OVERRIDES = ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")
-_SLOWDOWNS = {
-    pynvml.nvmlClocksThrottleReasonHwSlowdown: "hardware slowdown",
-    pynvml.nvmlClocksThrottleReasonHwThermalSlowdown: "thermal slowdown (hardware)",
-    pynvml.nvmlClocksThrottleReasonSwThermalSlowdown: "thermal slowdown (driver)",
-    pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown: "external power brake",
-}
-_APPLICATION_CLOCKS = pynvml.nvmlClocksThrottleReasonApplicationsClocksSetting
-_POWER_CAP = pynvml.nvmlClocksThrottleReasonSwPowerCap
+_PCI = Path("/sys/bus/pci/devices")
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """The driver's version, the highest CUDA version that it supports, and the number of GPUs that it manages."""
+
+    version: str
+    cuda: tuple[int, int]
+    gpus: int
+
+
+@cache
+def driver() -> Driver | None:
+    """Return the NVIDIA driver of this machine; None if there is none or it does not answer."""
+    try:
+        pynvml.nvmlInit()
+        cuda = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
+        version = str(pynvml.nvmlSystemGetDriverVersion())
+        return Driver(version, (cuda // 1000, cuda % 1000 // 10), int(pynvml.nvmlDeviceGetCount()))
+    except pynvml.NVMLError:
+        return None
+
+
+def pci_gpus(devices: Path = _PCI) -> int | None:
+    """Return how many NVIDIA GPUs are on the PCI bus, with or without a driver; None if it cannot be read."""
+    try:
+        entries = list(devices.iterdir())
+    except OSError:
+        return None
+    return sum(
+        file_text(entry / "vendor") == "0x10de" and file_text(entry / "class").startswith("0x03") for entry in entries
+    )
 
 
 def pytorch() -> Findings:
@@ -46,22 +77,18 @@ def pytorch() -> Findings:
     if torch.version.hip is not None:
         yield not_checked(f"PyTorch {torch.__version__} is a ROCm build; AMD GPUs are not checked")
         return
-    reason = _cuda_error(torch) if torch.version.cuda is not None else None
+    reason = None
+    if torch.version.cuda is not None:
+        try:
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+        except (RuntimeError, AssertionError) as error:
+            reason = brief(error)
     yield build_finding(torch.__version__, torch.version.cuda, driver(), pci_gpus(), reason)
     installed = driver()
     if installed is not None and torch.version.cuda is not None and reason is None:
         yield driver_finding(torch.version.cuda, installed, torch.cuda.device_count())
     if torch.backends.mps.is_available():
         yield ok("an Apple GPU is available as --device mps; the checks of NVIDIA GPUs do not apply to it")
-
-
-def _cuda_error(torch: Any) -> str | None:
-    """Return why CUDA does not start; None if it does."""
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        return brief(error)
-    return None
 
 
 def build_finding(
@@ -138,26 +165,12 @@ def gpus() -> Findings:
             )
         else:
             yield ok(f"{label}, bfloat16" + (" and float8" if supports("fp8", capability) else ", no float8 products"))
-        yield from _used_memory(index)
-
-
-def _used_memory(index: int) -> Findings:
-    read = gpu_reader(index)
-    memory = read("MemoryInfo")
-    if memory is None:
-        yield not_checked(f"GPU {index}: the driver reports no memory use")
-    elif memory.used > max(_BUSY_SHARE * memory.total, _BUSY_BYTES):
-        yield warning(
-            f"GPU {index}: {memory.used / _GIB:.1f} of {memory.total / _GIB:.1f} GiB are in use",
-            "Stop the other processes (`nvidia-smi` lists them), or limit panscan with --gpu-memory-gb.",
-        )
-    if read("ComputeMode") == pynvml.NVML_COMPUTEMODE_PROHIBITED:
-        yield problem(f"GPU {index} is in compute mode 'prohibited'", "Run `nvidia-smi -c DEFAULT` as root.")
-    if errors := read("TotalEccErrors", pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC):
-        yield warning(
-            f"GPU {index}: {errors} uncorrected memory errors since the driver was loaded",
-            "Reset or replace the GPU; its results may be wrong.",
-        )
+        free, total = torch.cuda.mem_get_info(index)
+        if total - free > max(_BUSY_SHARE * total, _BUSY_BYTES):
+            yield warning(
+                f"GPU {index}: {(total - free) / _GIB:.1f} of {total / _GIB:.1f} GiB are in use",
+                "Stop the other processes (`nvidia-smi` lists them), or limit panscan with --gpu-memory-gb.",
+            )
 
 
 @on_gpus
@@ -248,11 +261,6 @@ def triton_kernels() -> Findings:
         yield ok("a Triton kernel compiles and computes the correct result")
 
 
-def _half(torch: Any) -> Any:
-    """Return the 16-bit type that the first GPU multiplies in."""
-    return torch.bfloat16 if supports("bf16", torch.cuda.get_device_capability(0)) else torch.float16
-
-
 @on_gpus
 def ceilings() -> Findings:
     """Measure each GPU's product rate and bandwidth, and compare the GPUs with each other."""
@@ -260,12 +268,14 @@ def ceilings() -> Findings:
 
     from panscan.model.ceilings import measure_ceilings
 
-    rates: list[tuple[str, tuple[float, float]]] = []
-    for index in range(torch.cuda.device_count()):
-        measured = measure_ceilings(torch.device("cuda", index), _half(torch))
-        rates.append((torch.cuda.get_device_name(index), (measured.flops_per_s, measured.bytes_per_s)))
-    for index, (name, rate) in enumerate(rates):
-        yield ceilings_finding(index, name, rate, [alike for other, alike in rates if other == name])
+    half = torch.bfloat16 if supports("bf16", torch.cuda.get_device_capability(0)) else torch.float16
+    indices = range(torch.cuda.device_count())
+    names = [torch.cuda.get_device_name(index) for index in indices]
+    measured = [measure_ceilings(torch.device("cuda", index), half) for index in indices]
+    rates = [(one.flops_per_s, one.bytes_per_s) for one in measured]
+    for index, name in enumerate(names):
+        alike = [rate for rate, other in zip(rates, names, strict=True) if other == name]
+        yield ceilings_finding(index, name, rates[index], alike)
 
 
 def ceilings_finding(
@@ -285,108 +295,30 @@ def ceilings_finding(
         fact += f" ({shares} of the data sheet's, which measured rates do not reach)"
     for value, best in zip(rates, map(max, zip(*alike, strict=True)), strict=True):
         if value < _SLOW_SHARE * best:
-            fix = "Compare the clocks and slowdowns below; other processes on this GPU have the same effect."
+            fix = "`nvidia-smi -q -d PERFORMANCE,CLOCK` says what slows it down; or another process uses it."
             return warning(f"{fact}: much slower than the fastest {name} here", fix)
     return ok(fact)
 
 
-@dataclass(slots=True)
-class GpuLoad:
-    """What NVML reported about one GPU while it was busy: clocks in MHz, watts, degrees Celsius, throttle reasons."""
-
-    clocks: list[int] = field(default_factory=list)
-    watts: list[float] = field(default_factory=list)
-    degrees: list[int] = field(default_factory=list)
-    reasons: int = 0
-
-    def sample(self, read: Callable[..., Any | None]) -> None:
-        """Add what the driver reports now; see :func:`panscan.inspect.doctor.nvml.gpu_reader`."""
-        samples: tuple[tuple[list[Any], Any], ...] = (
-            (self.clocks, read("ClockInfo", pynvml.NVML_CLOCK_SM)),
-            (self.watts, _watts(read("PowerUsage"))),
-            (self.degrees, read("Temperature", pynvml.NVML_TEMPERATURE_GPU)),
-        )
-        for values, value in samples:
-            if value is not None:
-                values.append(value)
-        self.reasons |= int(read("CurrentClocksThrottleReasons") or 0)
-
-
-@on_gpus
-def load() -> Findings:
-    """Keep all GPUs busy for a second and report clocks, power, temperature and why clocks are lowered."""
+def several_gpus() -> Findings:
+    """Say how to use several GPUs, and that ``device_map="auto"`` uses one at a time."""
     import torch
 
-    indices, dtype = range(torch.cuda.device_count()), _half(torch)
-    squares = [torch.randn(4096, 4096, device=f"cuda:{index}", dtype=dtype) for index in indices]
-    products, loads = _products_per_sample(squares[0]), [(gpu_reader(index), GpuLoad()) for index in indices]
-    until = time.perf_counter() + _LOAD_SECONDS
-    while time.perf_counter() < until:
-        for square in squares:
-            for _ in range(products):
-                torch.matmul(square, square)
-        for read, gpu_load in loads:  # while the products run
-            gpu_load.sample(read)
-        for index in indices:
-            torch.cuda.synchronize(index)
-    for index, (read, gpu_load) in enumerate(loads):
-        if not gpu_load.clocks:
-            yield not_checked(f"GPU {index}: the driver reports no clocks (a MIG slice or a virtual GPU)")
-        else:
-            limits = _watts(read("EnforcedPowerLimit")), _watts(read("PowerManagementDefaultLimit"))
-            yield load_finding(index, gpu_load, read("MaxClockInfo", pynvml.NVML_CLOCK_SM), *limits)
+    yield layout_finding(torch.cuda.device_count())
 
 
-def _products_per_sample(square: Any) -> int:
-    """Return how many products keep a GPU busy while the driver is asked."""
-    import torch
-
-    for _ in range(2):  # the first starts the library
-        torch.cuda.synchronize(square.device)
-        start = time.perf_counter()
-        torch.matmul(square, square)
-        torch.cuda.synchronize(square.device)
-    return max(1, round(_SAMPLE_SECONDS / (time.perf_counter() - start)))
-
-
-def _watts(milliwatts: int | None) -> float | None:
-    return None if milliwatts is None else milliwatts / 1000
-
-
-def load_finding(
-    index: int, gpu_load: GpuLoad, highest: int | None, limit: float | None, default: float | None
-) -> CheckFinding:
-    """Judge what the driver reported about one busy GPU.
-
-    Args:
-        index: of the GPU.
-        gpu_load: samples; at least one clock.
-        highest: the highest clock of the multiprocessors, in MHz; None: not reported.
-        limit: enforced power limit in watts; None: not reported.
-        default: the GPU's default power limit in watts; None: not reported.
-    """
-    clock = statistics.median(gpu_load.clocks)
-    parts = [f"{clock:.0f} MHz" + ("" if highest is None else f" of {highest} MHz")]
-    if gpu_load.watts:
-        parts.append(f"{max(gpu_load.watts):.0f} W" + ("" if limit is None else f" of {limit:.0f} W"))
-    if gpu_load.degrees:
-        parts.append(f"{max(gpu_load.degrees)} °C")
-    fact = f"GPU {index} under load: {', '.join(parts)}"
-    if slowdowns := [name for bit, name in _SLOWDOWNS.items() if gpu_load.reasons & bit]:
-        return warning(
-            f"{fact}; clocks are lowered: {', '.join(slowdowns)}",
-            "Check cooling and power supply; `nvidia-smi -q -d PERFORMANCE,CLOCK` shows the details.",
-        )
-    if gpu_load.reasons & _APPLICATION_CLOCKS:
-        return warning(
-            f"{fact}; application clocks limit the clock",
-            f"Run `nvidia-smi -i {index} -rac` as root, unless they are intended.",
-        )
-    if limit is not None and default is not None and limit < 0.95 * default:
-        return warning(
-            f"{fact}; the power limit is below the default of {default:.0f} W",
-            f"Run `nvidia-smi -i {index} -pl {default:.0f}` as root, unless the limit is intended.",
-        )
-    if gpu_load.reasons & _POWER_CAP:
-        return ok(f"{fact}; the power limit lowers the clock, as large products may")
-    return ok(fact)
+def layout_finding(count: int) -> CheckFinding:
+    """Return how ``panscan serve`` uses ``count`` GPUs."""
+    if count == 0:
+        return not_checked(NO_GPU)
+    if count == 1:
+        return ok("one GPU: --device-map has no effect")
+    layouts = [f"--replicas {count}"]
+    if size := next((size for size in (8, 4, 2) if count % size == 0), None):
+        replicas = "" if size == count else f"--replicas {count // size} "
+        layouts.append(f"{replicas}--tensor-parallel-size {size}")
+    commands = " or ".join(f"`panscan serve {layout}`" for layout in layouts)
+    return ok(
+        f"{count} GPUs: Transformers' device_map=\"auto\" spreads a model's layers over them, so only one computes"
+        f" at a time; {commands} uses all of them"
+    )

@@ -1,35 +1,123 @@
-"""Checks of the host: cores, memory, container limits, disks, and access to gated checkpoints."""
+"""Checks of this host: versions and imports of packages, cores, and the Gemma 3 sizes that fit in the free memory."""
 
 from __future__ import annotations
 
 import os
-import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 import psutil
-from huggingface_hub import constants
+from packaging.requirements import Requirement
 
-from panscan.core.files import cache_directory
-from panscan.inspect.doctor.checks import CheckFinding, Findings, file_text, not_checked, ok, warning
-from panscan.model.untrusted.headers import index_files
-from panscan.model.untrusted.reading import DamagedFileError
+from panscan.core import SettingError
+from panscan.core.errors import error_line
+from panscan.core.gpu_features import Capability, supports
+from panscan.inspect.doctor.checks import CheckFinding, Findings, file_text, not_checked, ok, problem, warning
+from panscan.model.shapes import SHAPES, Shape
+from panscan.plan.cost import Variant
+from panscan.plan.gpus import Gpu
+from panscan.plan.memory import memory_plan
+from panscan.settings import WEIGHT_KINDS
 
-try:
-    import resource
-except ImportError:  # Windows has no such limits
-    resource = None  # type: ignore[assignment]  # the check of limits asks for it
-
-
-_GIB = 2**30
-_CGROUP, _SHARED = Path("/sys/fs/cgroup"), Path("/dev/shm")
+_CGROUP = Path("/sys/fs/cgroup")
 _FEW_CORES = 2
-_LEAST_MEMORY = 4 * _GIB
-_LEAST_SHARED = 1 * _GIB
-_LEAST_DISK = 60 * _GIB  # Gemma 3 27B in bf16 takes 55 GB
-_LEAST_FILES = 4096
-_HUB_CACHE = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE")
-_OFFLINE, _TOKENS = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+_SIZES = ("270m", "1b", "4b", "12b", "27b")
+_GB = 1e9
+_OPTIONAL = {"bitsandbytes": "--quantization bnb-8bit and bnb-4bit", "ray": "--replicas"}
+
+
+def requirements() -> Findings:
+    """Check that the installed versions are those that panscan's own package metadata requires."""
+    try:
+        needs = requires("panscan") or ()
+    except PackageNotFoundError:
+        yield not_checked("panscan runs from its source tree; `pip install -e .` records its requirements")
+        return
+    wrong, shown = [], []
+    for needed in map(Requirement, needs):
+        if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+            continue
+        installed = _version(needed.name)
+        if installed is None or not needed.specifier.contains(installed, prereleases=True):
+            wrong.append(f"{needed.name} {installed or 'is missing'} (needs {needed.specifier})")
+        elif needed.name in ("torch", "transformers", "tokenizers", "accelerate"):
+            shown.append(f"{needed.name} {installed}")
+    if wrong:
+        yield problem(f"versions that panscan does not support: {', '.join(wrong)}", "pip install --upgrade panscan")
+    else:
+        yield ok(", ".join(shown))
+
+
+def torchvision() -> Findings:
+    """Check that torchvision, if installed, imports and belongs to the installed PyTorch."""
+    installed, torch = _version("torchvision"), _version("torch")
+    if installed is None:
+        yield ok("torchvision is not installed; panscan resizes views without it (Pillow, or PyTorch on the GPU)")
+        return
+    fix = "Install the torchvision of this PyTorch, or uninstall torchvision: panscan does not need it."
+    needs = [needed for needed in map(Requirement, requires("torchvision") or ()) if needed.name == "torch"]
+    if (error := _import_error("torchvision")) is not None:
+        yield problem(f"torchvision {installed} does not work with torch {torch}: {error}", fix)
+    elif torch is not None and not all(needed.specifier.contains(torch, prereleases=True) for needed in needs):
+        yield warning(f"torchvision {installed} requires torch{needs[0].specifier}, installed is {torch}", fix)
+    else:
+        yield ok(f"torchvision {installed} works with torch {torch}")
+
+
+def attention_packages() -> Findings:
+    """Report attention kernel packages, and whether they work with the installed PyTorch."""
+    from panscan.model.support import FLASH_PACKAGES
+
+    missing = []
+    for module, name in FLASH_PACKAGES.values():
+        if (installed := _version(name)) is None:
+            missing.append(name)
+        elif (error := _import_error(module)) is None:
+            yield ok(f"{name} {installed} imports; see the attention checks before you use it")
+        else:
+            yield warning(
+                f"{name} {installed} does not import: {error}",
+                f"pip uninstall {name}, or install a build for this PyTorch and CUDA; panscan does not need it.",
+            )
+    if missing:
+        yield ok(f"{', '.join(missing)}: not installed, and not needed")
+    if (installed := _version("kernels")) is not None:
+        yield warning(
+            f"kernels {installed}: Transformers downloads flash-attention kernels from the hub if a flash"
+            " implementation is requested",
+            "Keep --attention at sdpa or eager; see the attention checks.",
+        )
+
+
+def optional_packages() -> Findings:
+    """Report packages that only some settings need."""
+    for name, purpose in _OPTIONAL.items():
+        installed = _version(name)
+        if installed is None:
+            yield ok(f"{name} is not installed; only {purpose} needs it")
+        elif (error := _import_error(name.replace("-", "_"))) is None:
+            yield ok(f"{name} {installed} imports")
+        else:
+            yield warning(f"{name} {installed} does not import: {error}", f"Reinstall {name}; only {purpose} needs it.")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _import_error(module: str) -> str | None:
+    """Return why a module cannot be imported; None if it can."""
+    try:
+        import_module(module)
+    except Exception as error:  # extension modules raise anything: OSError, RuntimeError for operators, AttributeError
+        return error_line(error)
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +126,11 @@ class Limits:
 
     Args:
         cores: cores' worth of time; None: no limit.
-        memory: bytes; None: no limit.
-        used_memory: bytes of the limit that are in use, without cached files that the kernel can drop; 0: unknown.
+        free_memory: bytes that can still be allocated, cached files that the kernel can drop included; None: no limit.
     """
 
     cores: float | None
-    memory: int | None
-    used_memory: int = 0
-
-    @property
-    def free_memory(self) -> int | None:
-        """Bytes that can still be allocated; None: no limit."""
-        return None if self.memory is None else max(0, self.memory - self.used_memory)
+    free_memory: int | None
 
 
 def read_limits(root: Path = _CGROUP) -> Limits:
@@ -57,27 +138,17 @@ def read_limits(root: Path = _CGROUP) -> Limits:
     quota, _, period = file_text(root / "cpu.max").partition(" ")
     if not quota:
         quota, period = file_text(root / "cpu/cpu.cfs_quota_us"), file_text(root / "cpu/cpu.cfs_period_us")
-    memory = file_text(root / "memory.max") or file_text(root / "memory/memory.limit_in_bytes")
-    limited = quota.isdigit() and period.isdigit()  # "max" and -1 stand for no limit
-    bounded = memory.isdigit() and int(memory) < psutil.virtual_memory().total  # version 1 writes 2**63 for no limit
-    return Limits(
-        int(quota) / int(period) if limited else None,
-        int(memory) if bounded else None,
-        _used_memory(root) if bounded else 0,
-    )
-
-
-def _used_memory(root: Path) -> int:
-    """Return the bytes that a control group uses, without cached files that the kernel can drop; 0: unknown."""
-    for used, statistics, name in (
-        ("memory.current", "memory.stat", "inactive_file"),
-        ("memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+    cores = int(quota) / int(period) if quota.isdigit() and period.isdigit() else None  # "max" and -1: no limit
+    for limit, used, statistics, name in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
     ):
-        if (total := file_text(root / used)).isdigit():
+        text, total = file_text(root / limit), file_text(root / used)
+        if text.isdigit() and int(text) < psutil.virtual_memory().total:  # version 1 writes 2**63 for no limit
             pairs = (line.split() for line in file_text(root / statistics).splitlines())
-            values = {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
-            return max(0, int(total) - values.get(name, 0))
-    return 0
+            cached = sum(int(value) for key, value in pairs if key == name)
+            return Limits(cores, max(0, int(text) - (int(total) - cached if total.isdigit() else 0)))
+    return Limits(cores, None)
 
 
 def cores() -> Findings:
@@ -111,127 +182,95 @@ def cores_finding(present: int, usable: int, quota: float | None) -> CheckFindin
     return ok(fact)
 
 
-def memory() -> Findings:
-    """Report the memory that this process may use."""
-    facts = psutil.virtual_memory()
-    yield memory_finding(facts.total, facts.available, read_limits())
+def fits() -> Findings:
+    """Report for each released size which precision fits, on one GPU, on several, or in the host's memory."""
+    import torch
 
-
-def memory_finding(total: int, available: int, limits: Limits) -> CheckFinding:
-    """Judge the memory of this machine, in bytes, and of the container."""
-    fact = f"{available / _GIB:.1f} GiB of {total / _GIB:.1f} GiB memory are available"
-    free = limits.free_memory
-    if limits.memory is not None and free is not None:
-        fact += f", the container may use {limits.memory / _GIB:.1f} GiB and has {free / _GIB:.1f} GiB free"
-    if min(available, available if free is None else free) < _LEAST_MEMORY:
-        return warning(
-            f"{fact}: little for checkpoints and decoded images",
-            "Stop other processes, or raise the container's limit.",
-        )
-    return ok(fact)
-
-
-def shared_memory() -> Findings:
-    """Report the size of /dev/shm, which NCCL (tensor parallel) and Ray (replicas) use."""
-    if not _SHARED.is_dir():
-        yield not_checked("this system has no /dev/shm")
-        return
-    usage = shutil.disk_usage(_SHARED)
-    fact = f"/dev/shm: {usage.free / _GIB:.1f} of {usage.total / _GIB:.1f} GiB free"
-    if usage.free < _LEAST_SHARED:
-        yield warning(
-            f"{fact}: NCCL (--tensor-parallel-size) and Ray (--replicas) may need more",
-            "Start the container with --shm-size=16g or --ipc=host.",
-        )
+    devices = []
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # what earlier checks left
+        for index in range(torch.cuda.device_count()):
+            free, _ = torch.cuda.mem_get_info(index)
+            devices.append(_device(f"GPU {index}", free, torch.cuda.get_device_capability(index)))
     else:
-        yield ok(fact)
+        available, limited = psutil.virtual_memory().available, read_limits().free_memory
+        devices.append(_device("this host", available if limited is None else min(available, limited), None))
+    for size in _SIZES:
+        yield fit_finding(size, devices)
 
 
-def limits() -> Findings:
-    """Report the limits of open files and locked memory."""
-    if resource is None:
-        yield not_checked("this system has no resource limits (ulimit)")
-        return
-    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= files < _LEAST_FILES:  # -1: unlimited
-        yield warning(
-            f"open files: {files} (hard limit {_limit_text(most)}); each connection to `panscan serve` takes one",
-            f"Run `ulimit -n {_LEAST_FILES}` before panscan serve and panscan load.",
-        )
-    else:
-        yield ok(f"open files: {_limit_text(files)}")
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    size = "unlimited" if locked < 0 else f"{locked / 2**20:.0f} MiB"
-    yield ok(f"locked memory: {size}; one machine's GPUs need none, RDMA between machines does")
+def _device(label: str, free: int, capability: Capability | None) -> Gpu:
+    """Return a GPU, or the CPU, with the product types that it has. Rates are not used here."""
+    kinds = ["fp32", *(kind for kind in ("bf16", "fp8", "int8") if supports(kind, capability))]
+    return Gpu(
+        name=label,
+        label=label,
+        memory_bytes=free,
+        bytes_per_s=1.0,
+        link="",
+        link_bytes_per_s=1.0,
+        flops_per_s=dict.fromkeys(kinds, 1.0),
+        capability=capability,
+    )
 
 
-def caches() -> Findings:
-    """Report free space and access rights of the hub cache and of panscan's cache."""
-    # HF_HOME has no effect on the hub cache if another variable is set.
-    hub_variable = next((name for name in _HUB_CACHE if os.environ.get(name)), "HF_HOME")
-    for name, path, variable, needed in (
-        ("hub cache", Path(constants.HF_HUB_CACHE), hub_variable, _LEAST_DISK),
-        ("panscan's cache", cache_directory(), "PANSCAN_CACHE", 0),
-    ):
-        existing = next(directory for directory in (path, *path.parents) if directory.exists())
-        free = shutil.disk_usage(existing).free
-        fact = f"{name} {path}: {free / _GIB:.0f} GiB free"
-        if not os.access(existing, os.W_OK):
-            yield warning(f"{fact}, not writable", f"Set {variable} to a directory that you can write.")
-        elif free < needed:
-            yield warning(
-                f"{fact}; Gemma 3 27B in bf16 takes 55 GB, 12B 24 GB, 4B 9 GB",
-                f"Free space, or set {variable} to a directory on a larger disk.",
-            )
-        else:
-            yield ok(fact)
+def fit_finding(size: str, devices: Sequence[Gpu]) -> CheckFinding:
+    """Judge one size of Gemma 3.
+
+    Args:
+        size: name of a shape, such as ``27b``.
+        devices: GPUs with their free memory, or the host alone (``capability`` None).
+    """
+    shape, largest = SHAPES[size], max(devices, key=lambda device: device.memory_bytes)
+    on_gpu, free = largest.capability is not None, f"{largest.memory_bytes / _GB:.1f} GB free"
+    if len(devices) > 1:
+        free = f"{largest.label}, {free}"
+    where = f"on one GPU ({free})" if on_gpu else f"in this host's memory ({free})"
+    weights = 0
+    for variant in _variants(shape, largest):
+        plan, weights = memory_plan(variant, largest), variant.weight_bytes()
+        if plan.fits:
+            how = _options(variant, default="bf16" if on_gpu else "fp32")
+            fact = f"{size} fits {where} with {how}: {weights / _GB:.1f} GB of weights"
+            several = "" if variant.weights is None else _unquantized(shape, devices)
+            return ok(f"{fact}, KV cache of {plan.global_tokens:,} tokens{several}")
+    fact = f"{size} does not fit {where}: it takes {weights / _GB:.1f} GB in its smallest precision, plus caches"
+    if several := _unquantized(shape, devices):
+        return ok(f"{fact}{several}")
+    advice = f"Use a smaller size; `panscan plan --model {size} --gpu NAME` shows which GPUs hold it."
+    return warning(fact, f"Stop other processes if they hold memory. {advice}")
 
 
-def hub_access() -> Findings:
-    """Report whether a hub token is present, and whether downloads are allowed. The token is neither read nor shown."""
-    if constants.HF_HUB_OFFLINE:
-        name = next((name for name in _OFFLINE if os.environ.get(name)), _OFFLINE[0])
-        yield ok(f"{name} is set: only checkpoints on this disk can be loaded")
-    file = Path(constants.HF_TOKEN_PATH)
-    variable = next((name for name in _TOKENS if os.environ.get(name)), None)
-    if variable is not None or file.is_file():
-        yield ok(f"a hub token is present ({variable or file}); its access to Gemma 3 was not tested")
-    elif not constants.HF_HUB_OFFLINE:
-        yield warning(
-            "no hub token: google/gemma-3-* are gated and cannot be downloaded",
-            "Accept the licence on the model's page, then run `hf auth login` or set HF_TOKEN."
-            " Local checkpoints and the bundled models need no token.",
-        )
+def _options(variant: Variant, default: str) -> str:
+    """Return the options that choose a variant, or the default precision."""
+    options = [] if variant.dtype == default else [f"--dtype {variant.dtype}"]
+    options += [] if variant.weights is None else [f"--quantization {variant.weights}"]
+    return " ".join(options) or default
 
 
-def checkpoints() -> Findings:
-    """Report Gemma 3 checkpoints in the hub cache, and whether they are complete."""
-    cache = Path(constants.HF_HUB_CACHE)
-    configs = sorted(cache.glob("models--*gemma-3-*/snapshots/*/config.json"))
-    if not configs:
-        yield ok(f"no Gemma 3 checkpoint in the hub cache {cache}; panscan's mini and tiny need none")
-    for config in configs:
-        name = config.parents[2].name.removeprefix("models--").replace("--", "/")
-        yield _checkpoint(name, config.parent)
+def _variants(shape: Shape, device: Gpu) -> Iterator[Variant]:
+    """Yield what a device can run, the most precise first."""
+    dtypes = ["bf16"] if device.capability is not None and "bf16" in device.flops_per_s else ["fp32"]
+    if device.capability is None:
+        dtypes.append("bf16")
+    for dtype in dtypes:
+        yield Variant(shape, dtype=dtype)
+    for dtype in dtypes:
+        for kind in WEIGHT_KINDS:
+            if device.refusal(kind, dtype=dtype) is None:
+                yield Variant(shape, weights=kind, dtype=dtype)
 
 
-def _checkpoint(name: str, snapshot: Path) -> CheckFinding:
-    index, single = snapshot / "model.safetensors.index.json", snapshot / "model.safetensors"
-    needed = [single.name]
-    if index.is_file():
+def _unquantized(shape: Shape, devices: Sequence[Gpu]) -> str:
+    """Return how several GPUs hold a shape without quantisation; empty if they do not."""
+    smallest = min(devices, key=lambda device: device.memory_bytes)
+    for ranks in (2, 4, 8):
+        if ranks > len(devices):
+            break
         try:
-            needed = sorted(set(index_files(index).values()))
-        except DamagedFileError:
-            return warning(f"{name}: {index.name} is damaged", f"Delete {snapshot} and download the checkpoint again.")
-    if not index.is_file() and next(snapshot.glob("*.safetensors"), None) is None:
-        return ok(f"{name}: only its configuration is in the cache")
-    missing = [name for name in needed if not (snapshot / name).exists()]
-    if missing:
-        return warning(
-            f"{name} in the hub cache lacks {len(missing)} of {len(needed)} weight files", f"Run `hf download {name}`."
-        )
-    return ok(f"{name} is in the hub cache, complete")
-
-
-def _limit_text(limit: int) -> str:
-    return "unlimited" if limit < 0 else str(limit)
+            variant = Variant(shape, tensor_parallel_size=ranks)
+        except SettingError:  # this shape cannot be split so often
+            break
+        if memory_plan(variant, smallest).fits:
+            return f"; unquantised with --tensor-parallel-size {ranks}"
+    return ""

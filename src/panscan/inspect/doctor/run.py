@@ -1,4 +1,7 @@
-"""Runs the checks of each lane in a separate process, and survives those that hang or crash."""
+"""Runs the checks of each lane in a separate process, and survives those that hang or crash.
+
+A check may hang in a driver, or end the process in a broken kernel. Only the parent, in another process, survives both.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib import import_module
 
-from panscan.core.child import Child, Inbox
+from panscan.core.child import Child, Inbox, Parent
+from panscan.core.errors import error_line, one_line
 from panscan.inspect.doctor.checks import Check, CheckFinding, CheckResult, not_checked, warning
 
 LANE_ENVIRONMENT: dict[str, dict[str, str]] = {
@@ -49,8 +54,11 @@ def run_checks(
     try:
         while open_lanes := [lane for lane in lanes if lane.start()]:
             deadline = min(end, *(lane.deadline for lane in open_lanes))
+            messages = []
             with suppress(queue.Empty):
-                child, message = inbox.get(timeout=max(0.0, deadline - time.monotonic()))
+                messages.append(inbox.get(timeout=max(0.0, deadline - time.monotonic())))
+            messages += [inbox.get() for _ in range(inbox.qsize())]  # a check that has ended in time is not late
+            for child, message in messages:
                 for lane in open_lanes:
                     begun = lane.take(message) if lane.child is child else None
                     if begun is not None and on_progress is not None:
@@ -76,17 +84,18 @@ class _Lane:
         self._findings: list[CheckFinding] = []
         self._began = False
         self._losses = 0
+        self._killed: list[Child] = []
         self.child: Child | None = None
         self.deadline = 0.0
 
     def start(self) -> bool:
         """Start a process if there is none. Returns False when the lane has nothing left to run."""
         if not self._todo:
-            self.close()
+            self._kill()
             return False
         if self.child is None:
             environment = os.environ | LANE_ENVIRONMENT.get(self._name, {})
-            self.child = Child("panscan.inspect.doctor.worker", environment=environment, keep_output=True)
+            self.child = Child("panscan.inspect.doctor.run", environment=environment, keep_output=True)
             self.child.listen_into(self._inbox)
             self.deadline = time.monotonic() + _STARTUP
             self.child.send_if_alive(list(self._todo))
@@ -95,7 +104,14 @@ class _Lane:
     def take(self, message: Message | None) -> str | None:
         """Take a message, None at the end of the process. Returns the name of the check that begins, if it is that."""
         if message is None:
-            self._lose(self._crash())
+            assert self.child is not None  # the process that has ended
+            how, fix = (
+                self.child.ending(),
+                "Reinstall the library that the output names, in a version for this PyTorch.",
+            )
+            if self.child.exit_code == -signal.SIGKILL:
+                fix = "Free memory: the kernel kills processes when it runs out."
+            self._lose(warning(f"the check's process {how}", fix))
             return None
         name, content = message
         if content is None:
@@ -120,11 +136,18 @@ class _Lane:
             )
         )
 
-    def close(self) -> None:
-        """Kill the process and what it started."""
+    def _kill(self) -> None:
+        """Kill the process and what it started, without waiting for its end, which a driver may delay."""
         if self.child is not None:
-            self.child.close()
+            self.child.kill()
+            self._killed.append(self.child)
             self.child = None
+
+    def close(self) -> None:
+        """Kill the process, and wait for the end of all that were killed."""
+        self._kill()
+        for child in self._killed:
+            child.close()
 
     def skip(self, reason: CheckFinding) -> None:
         """Record why the remaining checks have no result. The first keeps what it has found."""
@@ -141,20 +164,26 @@ class _Lane:
 
     def _lose(self, finding: CheckFinding) -> None:
         """Record that the running check ended its process, which :meth:`start` replaces."""
-        self.close()
+        self._kill()
         self._findings.append(finding)
         self._finish(None)
         self._losses += 1
         if self._losses == _MOST_LOSSES:
             self.skip(not_checked(f"{_MOST_LOSSES} earlier checks hung or crashed"))
 
-    def _crash(self) -> CheckFinding:
-        assert self.child is not None  # the process that has ended
-        how = self.child.ending()
-        killed = self.child.exit_code == -signal.SIGKILL
-        return warning(
-            f"the check's process {how}",
-            "Free memory: the kernel kills processes when it runs out."
-            if killed
-            else "Reinstall the library that the output names, in a version that matches PyTorch.",
-        )
+
+def main() -> None:
+    """Receive a list of checks, run them, and send a :data:`Message` for each event."""
+    parent = Parent()
+    checks: list[Check] = parent.receive()
+    for check in checks:
+        parent.send((check.name, None))
+        start = time.perf_counter()
+        try:
+            module, _, function = check.function.partition(":")
+            for finding in getattr(import_module(module), function)():
+                parent.send((check.name, finding))
+        except Exception as error:  # a bug in one check must not hide what the others find
+            parent.send((check.name, not_checked(f"the check failed: {one_line(error_line(error, 300))}")))
+        parent.send((check.name, time.perf_counter() - start))
+    parent.receive()  # until the parent ends this process: threads of libraries and CUDA's own cleanup may hang

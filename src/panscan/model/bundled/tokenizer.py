@@ -147,7 +147,9 @@ def _learn_merges(tokens: dict[str, None], size: int) -> list[tuple[str, str]]:
     Earlier words count more, as in real text. Written out because trainers differ in how they break ties.
     """
     words = [
-        (list(form), 10_000 // (10 + rank)) for rank, word in enumerate(_WORD_LIST.split()) for form in _forms(word)
+        (list(form), 10_000 // (10 + rank))
+        for rank, word in enumerate(_WORD_LIST.split())
+        for form in ((_SPACE + word, word) if word[0].isupper() else (_SPACE + word,))
     ]
     merges: list[tuple[str, str]] = []
     while len(tokens) < size:
@@ -160,11 +162,6 @@ def _learn_merges(tokens: dict[str, None], size: int) -> list[tuple[str, str]]:
         tokens[left + right] = None
         words = [(_merged(word, left, right), weight) if left in word else (word, weight) for word, weight in words]
     return merges
-
-
-def _forms(word: str) -> tuple[str, ...]:
-    """How a word stands in text: after a space and, when it can open a sentence, at the start of a line."""
-    return (_SPACE + word, word) if word[0].isupper() else (_SPACE + word,)
 
 
 def _merged(word: list[str], left: str, right: str) -> list[str]:
