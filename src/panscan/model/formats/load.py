@@ -19,6 +19,7 @@ from torch import nn
 
 from panscan.core import ModelError, UnsupportedError
 from panscan.model.build import build_model, decoder_linears, set_computed_buffers, set_module
+from panscan.model.formats.bitsandbytes import BitsAndBytesScheme
 from panscan.model.formats.compressed import CompressedTensorsScheme
 from panscan.model.formats.gptq import AwqScheme, GptqScheme
 from panscan.model.formats.schemes import StoredScheme, unsupported_format
@@ -29,9 +30,14 @@ from panscan.model.sharding import shard_config, shard_of
 
 log = logging.getLogger("panscan.model")
 
-SCHEMES: tuple[type[StoredScheme], ...] = (CompressedTensorsScheme, GptqScheme, AwqScheme, TorchAoScheme)
+SCHEMES: tuple[type[StoredScheme], ...] = (
+    CompressedTensorsScheme,
+    GptqScheme,
+    AwqScheme,
+    TorchAoScheme,
+    BitsAndBytesScheme,
+)
 """Every format of quantised checkpoints that can be read."""
-_BY_TRANSFORMERS = ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit")
 _UNUSED = (  # leaves of tensors that the model computes, or that belong to quantised caches
     "inv_freq",
     "original_inv_freq",
@@ -47,7 +53,7 @@ _BY_COLUMNS = ("o_proj", "down_proj")
 def stored_scheme(config: Mapping[str, Any] | Any, name: str) -> StoredScheme | None:
     """Return the quantisation format of a checkpoint.
 
-    None if it is unquantised, or if Transformers loads the format (bitsandbytes).
+    None if it is unquantised, or if Transformers loads the format (bitsandbytes where it is installed).
 
     Args:
         config: configuration of the checkpoint, as a mapping or a Transformers object.
@@ -63,8 +69,6 @@ def stored_scheme(config: Mapping[str, Any] | Any, name: str) -> StoredScheme | 
     if not isinstance(described, Mapping):
         raise ModelError(f"--model {name}: quantization_config in config.json is not a mapping")
     method = str(described.get("quant_method") or described.get("method") or "").lower()
-    if method in _BY_TRANSFORMERS or described.get("load_in_4bit") or described.get("load_in_8bit"):
-        return None
     try:
         scheme = next((known for known in SCHEMES if known.recognises(method, described)), None)
         if scheme is None:
