@@ -119,9 +119,9 @@ class _JobLedger:
                 self.ledger.retried()
             yield task
 
-    def keep(self, record: dict[str, Any]) -> None:
+    def keep(self, answer: Any) -> None:
         """Count an answer, and upload it if an upload is due."""
-        self.ledger.add(record)
+        self.ledger.add(answer)
         if self._uploader is not None:
             self._uploader.answered()
 
@@ -192,9 +192,9 @@ def _answer_tasks(
         warning = DemonstrationWarning(job.settings)
         show = stack.enter_context(batch_progress(lambda: work.expected - answered.skipped))
 
-        def on_answer(record: dict[str, Any]) -> None:
-            show(record)
-            keep.keep(record)
+        def on_answer(answer: Any) -> None:
+            show(answer)
+            keep.keep(answer)
 
         in_order = options.order == "input"
         answer(
@@ -226,9 +226,9 @@ def _engine(settings: Settings, replicas: int | None, ray_address: str | None) -
         from panscan.engine.engine import Engine
 
         return Engine.from_settings(settings)
-    from panscan.serve.cluster_engine import ClusterEngine
+    from panscan.serve.batch_engine import BatchEngine
 
-    return ClusterEngine(settings, replicas or 1, ray_address)
+    return BatchEngine(settings, replicas or 1, ray_address)
 
 
 def _job(options: Options, *, dataset: bool) -> Any:
