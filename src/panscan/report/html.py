@@ -33,6 +33,8 @@ def render_html(facts: SweepReport | LoadReport) -> str:
             .get_template("load.html.j2")
             .render(facts=facts, verify_hint=VERIFY_HINT, attainment=attainment, **names)
         )
+    points = [] if facts.front is None else facts.front.points
+    best = sorted((point for point in points if not point.hollow), key=lambda point: -point.at)
     return (
         templates()
         .get_template("report.html.j2")
@@ -42,7 +44,7 @@ def render_html(facts: SweepReport | LoadReport) -> str:
             floored_stages=_FLOORED,
             signs=_SIGNS,
             longest=max((cell.e2e or 0.0 for cell in facts.cells), default=0.0),
-            front_cells=_front_cells(facts),
+            front_cells=[facts.cells[point.cell - 1] for point in best],
             bar=_bar,
             rows_of=_rows_of,
             floor_of=_floor_of,
@@ -73,13 +75,6 @@ def _rows_of(comparison: ChartGroup, panel: Panel) -> list[tuple[str, ...]]:
         for series in panel.series
         for point in series.points
     ]
-
-
-def _front_cells(facts: SweepReport) -> list[ReportCell]:
-    """Return the cells on the front, the fastest first."""
-    points = [] if facts.front is None else facts.front.points
-    best = sorted((point for point in points if not point.hollow), key=lambda point: -point.at)
-    return [facts.cells[point.cell - 1] for point in best]
 
 
 def _floor_of(cell: ReportCell) -> list[tuple[float | None, float | None, float | None]]:
