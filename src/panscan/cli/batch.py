@@ -119,9 +119,9 @@ class _JobLedger:
                 self.ledger.retried()
             yield task
 
-    def keep(self, record: dict[str, Any]) -> None:
+    def keep(self, answer: Any) -> None:
         """Count an answer, and upload it if an upload is due."""
-        self.ledger.add(record)
+        self.ledger.add(answer)
         if self._uploader is not None:
             self._uploader.answered()
 
@@ -150,8 +150,9 @@ def _kept(file: Any, target: Any, ledger: Any, mode: str, *, idle: bool) -> Iter
 
 
 def _found_work(options: Options, sources: tuple[str, ...]) -> Any:
-    from panscan.workload.items import find_work
+    from panscan.workload.items import TableColumns, find_work
 
+    names = (options.image_column, options.id_column, options.prompt_column)
     return find_work(
         sources,
         whole_files=options.whole_files,
@@ -159,16 +160,9 @@ def _found_work(options: Options, sources: tuple[str, ...]) -> Any:
         max_pages=options.max_pages,
         on_problem=print_skipped,
         external_images=options.allow_external_images,
-        columns=_parquet_columns(options),
+        columns=(TableColumns(*names) if any(name is not None for name in names) else None),
         has_prompt=options.prompt is not None,
     )
-
-
-def _parquet_columns(options: Options) -> Any:
-    from panscan.workload.items import TableColumns
-
-    names = (options.image_column, options.id_column, options.prompt_column)
-    return TableColumns(*names) if any(name is not None for name in names) else None
 
 
 def _print_speed(ledger: Any) -> None:
@@ -198,9 +192,9 @@ def _answer_tasks(
         warning = DemonstrationWarning(job.settings)
         show = stack.enter_context(batch_progress(lambda: work.expected - answered.skipped))
 
-        def on_answer(record: dict[str, Any]) -> None:
-            show(record)
-            keep.keep(record)
+        def on_answer(answer: Any) -> None:
+            show(answer)
+            keep.keep(answer)
 
         in_order = options.order == "input"
         answer(
@@ -232,9 +226,9 @@ def _engine(settings: Settings, replicas: int | None, ray_address: str | None) -
         from panscan.engine.engine import Engine
 
         return Engine.from_settings(settings)
-    from panscan.serve.cluster_engine import ClusterEngine
+    from panscan.serve.batch_engine import BatchEngine
 
-    return ClusterEngine(settings, replicas or 1, ray_address)
+    return BatchEngine(settings, replicas or 1, ray_address)
 
 
 def _job(options: Options, *, dataset: bool) -> Any:

@@ -19,7 +19,7 @@ from panscan.core import EngineError, now
 from panscan.core.daemons import DaemonThreads
 from panscan.core.deadline import Deadline
 from panscan.core.option import shorten
-from panscan.serve.backend import ServeBackend
+from panscan.serve.client import EngineClient
 from panscan.serve.metrics import ServerMetrics
 from panscan.serve.options import ServeOptions
 from panscan.serve.protocol import FieldError
@@ -204,7 +204,7 @@ class AdmissionControl:
         metrics: metrics to update.
     """
 
-    def __init__(self, options: ServeOptions, backend: ServeBackend, metrics: ServerMetrics) -> None:
+    def __init__(self, options: ServeOptions, backend: EngineClient, metrics: ServerMetrics) -> None:
         self.options, self.backend, self.metrics = options, backend, metrics
         self.draining = False
         self.bodies = 0
@@ -230,7 +230,16 @@ class AdmissionControl:
             FieldError: the header ``X-Request-Timeout`` is not a number of seconds.
         """
         self._check_accepting()
-        slot = AdmissionSlot(self, request, _timeout(request, self.options.request_timeout))
+        seconds, given = self.options.request_timeout, request.headers.get(_TIMEOUT_HEADER)
+        if given is not None:
+            try:
+                seconds = min(float(given), seconds)  # in this order, "nan" stays one
+            except ValueError:
+                seconds = 0.0
+            if not seconds > 0:
+                message = f"the header X-Request-Timeout must be a number of seconds above 0, got {shorten(given)}"
+                raise FieldError(message)
+        slot = AdmissionSlot(self, request, seconds)
         self._slots.add(slot)
         try:
             yield slot
@@ -325,20 +334,6 @@ async def disconnection(receive: Receive) -> None:
         pass
 
 
-def _timeout(request: Request, most: float) -> float:
-    """Return the request timeout in seconds: the server's limit, or the client's if it is lower."""
-    given = request.headers.get(_TIMEOUT_HEADER)
-    if given is None:
-        return most
-    try:
-        seconds = float(given)
-    except ValueError:
-        seconds = -1.0
-    if not seconds > 0:
-        raise FieldError(f"the header X-Request-Timeout must be a number of seconds above 0, got {shorten(given)}")
-    return min(seconds, most)
-
-
 async def read_body(
     slot: AdmissionSlot, admission: AdmissionControl, *, generates: bool
 ) -> tuple[bytes, dict[str, bytes]]:
@@ -362,30 +357,6 @@ async def read_body(
     kind, parameters = parse_options_header(slot.request.headers.get("content-type", ""))
     if kind not in (b"application/json", b"multipart/form-data"):
         raise RefusedError(415, "the content type must be application/json or multipart/form-data")
-    content = await _arrived(slot)
-    admission.take(slot, generates=generates)
-    if kind == b"application/json":
-        return content, {}
-    form = partial(parse_form, content, parameters.get(b"boundary", b""), admission.options.max_images)
-    return form() if len(content) < _INLINE else await slot.in_thread(form, "parse")
-
-
-def body_limit(start: float, size: int) -> float:
-    """Return the time at which a body is given up: 4 kB/s on average after 10 s, and 120 s in total.
-
-    Args:
-        start: time at which the server began to read it.
-        size: bytes received so far.
-    """
-    return start + min(_BODY_SECONDS, _BODY_GRACE + size / _BODY_RATE)
-
-
-async def _arrived(slot: AdmissionSlot) -> bytes:
-    """Return the whole body.
-
-    Raises:
-        RefusedError, TimeoutError, ClientDisconnect: see :func:`read_body`.
-    """
     loop = asyncio.get_running_loop()
     start = loop.time()
     chunks: list[bytes] = []
@@ -402,11 +373,26 @@ async def _arrived(slot: AdmissionSlot) -> bytes:
             raise RefusedError(408, f"the body arrives too slowly ({limits})", close=True) from None
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
-        chunk = message.get("body", b"")
-        slot.grow(len(chunk))
-        chunks.append(chunk)
+        chunks.append(message.get("body", b""))
+        slot.grow(len(chunks[-1]))
         more = message.get("more_body", False)
-    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    content = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    del chunks
+    admission.take(slot, generates=generates)
+    if kind == b"application/json":
+        return content, {}
+    form = partial(parse_form, content, parameters.get(b"boundary", b""), admission.options.max_images)
+    return form() if len(content) < _INLINE else await slot.in_thread(form, "parse")
+
+
+def body_limit(start: float, size: int) -> float:
+    """Return the time at which a body is given up: 4 kB/s on average after 10 s, and 120 s in total.
+
+    Args:
+        start: time at which the server began to read it.
+        size: bytes received so far.
+    """
+    return start + min(_BODY_SECONDS, _BODY_GRACE + size / _BODY_RATE)
 
 
 def parse_form(content: bytes, boundary: bytes, most_files: int) -> tuple[bytes, dict[str, bytes]]:

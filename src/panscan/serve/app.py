@@ -23,7 +23,7 @@ from panscan.core import PanscanError
 from panscan.core.option import shorten
 from panscan.model.bundled import is_demonstration
 from panscan.serve.admission import AdmissionControl, AdmissionSlot, RefusedError, read_body
-from panscan.serve.backend import ServeBackend
+from panscan.serve.client import EngineClient
 from panscan.serve.generation import Generation
 from panscan.serve.guards import Guard
 from panscan.serve.metrics import ServerMetrics
@@ -58,7 +58,7 @@ _POLICY = (
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "png": "image/png", "svg": "image/svg+xml"}
 
 
-def create_app(options: ServeOptions, backend: ServeBackend) -> Starlette:
+def create_app(options: ServeOptions, backend: EngineClient) -> Starlette:
     """Return the application. The caller starts and closes the backend.
 
     ``app.state.admission`` is the :class:`panscan.serve.generation.AdmissionControl`, which drains the server.
@@ -84,12 +84,17 @@ class _Api:
     """The handlers of all endpoints. Those of POST requests get the parsed body, and the files of a multipart body."""
 
     def __init__(
-        self, options: ServeOptions, backend: ServeBackend, admission: AdmissionControl, generation: Generation
+        self, options: ServeOptions, backend: EngineClient, admission: AdmissionControl, generation: Generation
     ) -> None:
         self._options, self._backend, self._admission, self._generation = options, backend, admission, generation
         self._names = TokenNames(backend)
         self._created = int(time.time())
-        self._pages = _playground()
+        folder = files("panscan.serve").joinpath("playground")
+        self._pages = {
+            file.name: file.read_bytes()
+            for file in (folder.iterdir() if folder.is_dir() else ())
+            if file.name.rpartition(".")[2] in _TYPES
+        }
 
     @property
     def _builder(self) -> RequestBuilder:
@@ -205,7 +210,7 @@ class _Api:
     async def _body(
         self, slot: AdmissionSlot, kind: type[Parsed], *, generates: bool
     ) -> tuple[Parsed, dict[str, bytes]]:
-        """Return the parsed body, and the files of a multipart body."""
+        """Return the parsed body, and the files of a multipart body. Only the handler may hold them."""
         content, uploads = await read_body(slot, self._admission, generates=generates)
         if len(content) < _INLINE and count_values(content) < _INLINE_VALUES:
             body = parse(kind, content)
@@ -333,13 +338,3 @@ def _error_response(metrics: ServerMetrics, request: Request, error: Exception) 
             status, body = 500, error_body(f"internal error: {type(error).__name__}", 500)
     metrics.refuse(status)
     return json_response(body, status, headers)
-
-
-def _playground() -> dict[str, bytes]:
-    """Return the playground's files by name."""
-    folder = files("panscan.serve").joinpath("playground")
-    return {
-        file.name: file.read_bytes()
-        for file in (folder.iterdir() if folder.is_dir() else ())
-        if file.name.rpartition(".")[2] in _TYPES
-    }

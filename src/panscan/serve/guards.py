@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -16,6 +17,7 @@ _OPEN = ("/", "/health", "/ready")  # no key required: they reveal nothing priva
 _OPEN_PREFIX = "/playground/"
 _PROBES = ("/health", "/ready")  # accepted with any host name: orchestrators use the container's address
 _SINGLE = (b"host", b"origin", b"authorization", b"content-type", b"content-length", b"transfer-encoding")
+_PORT = re.compile(r":\d+$", re.ASCII)  # of a Host header
 _LENGTH_DIGITS = 20  # of a content length
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
@@ -36,15 +38,20 @@ class Guard:
 
     def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
         self._app, self._keys = app, options.api_keys
-        self._hosts = _allowed_hosts(options)
         self._limit = round(options.max_body_mb * 1e6)
+        try:
+            loopback = options.host == "localhost" or ipaddress.ip_address(options.host).is_loopback
+        except ValueError:
+            loopback = False
+        bound = f"[{options.host}]" if ":" in options.host else options.host
+        named = {name.lower() for name in options.allowed_hosts}
+        self._hosts = named | _LOOPBACK | {bound.lower()} if loopback or named else None  # None: any
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse a request, or forward it to the application."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        refusal = _malformed(scope) or self._refusal(scope["path"], Headers(scope=scope))
+        refusal = None
+        if scope["type"] == "http":
+            refusal = _malformed(scope) or self._refusal(scope["path"], Headers(scope=scope))
         if refusal is None:
             await self._app(scope, _limited(receive, self._limit), send)
             return
@@ -56,12 +63,16 @@ class Guard:
 
     def _refusal(self, path: str, headers: Headers) -> tuple[int, str] | None:
         """Return status and reason of a refusal; None if the request is accepted."""
-        host = headers.get("host", "")
-        if self._hosts is not None and path not in _PROBES and _name(host) not in self._hosts:
+        host = headers.get("host", "").lower()
+        if self._hosts is not None and path not in _PROBES and _PORT.sub("", host) not in self._hosts:
             return 403, "this host name is not allowed; add it with --allowed-hosts"
-        origin = headers.get("origin")
-        if origin is not None and _authority(origin) != host.lower():
-            return 403, "cross-origin requests are not allowed"
+        if "origin" in headers:
+            try:
+                authority = urlsplit(headers["origin"]).netloc.lower()
+            except ValueError:
+                authority = ""
+            if not authority or authority != host:  # "null" has none
+                return 403, "cross-origin requests are not allowed"
         if self._keys and path not in _OPEN and not path.startswith(_OPEN_PREFIX):
             kind, _, key = headers.get("authorization", "").partition(" ")
             if kind.lower() != "bearer" or not self._keys.accept(key.strip()):
@@ -86,33 +97,6 @@ def _malformed(scope: Scope) -> tuple[int, str] | None:
     if headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
         return 415, "the body must not be compressed (Content-Encoding)"
     return None
-
-
-def _authority(origin: str) -> str | None:
-    """Return host and port of an Origin header; None if it has none, such as ``null``."""
-    try:
-        return urlsplit(origin).netloc.lower() or None
-    except ValueError:
-        return None
-
-
-def _allowed_hosts(options: ServeOptions) -> frozenset[str] | None:
-    """Return the allowed host names; None: any."""
-    named = frozenset(host.lower() for host in options.allowed_hosts)
-    try:
-        loopback = options.host == "localhost" or ipaddress.ip_address(options.host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback and not named:
-        return None
-    bound = f"[{options.host}]" if ":" in options.host else options.host
-    return named | _LOOPBACK | {bound.lower()}
-
-
-def _name(host: str) -> str:
-    """Return the name in a Host header, without the port."""
-    name, colon, port = host.rpartition(":")
-    return (name if colon and port.isdecimal() else host).lower()
 
 
 def _limited(receive: Receive, limit: int) -> Receive:

@@ -21,6 +21,7 @@ from panscan.images.fetch import fetch_from
 from panscan.images.files import PageBytes
 from panscan.images.pool import page_sizes
 from panscan.serve.options import ServeOptions
+from panscan.serve.protocol import DataUrl
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,29 +83,25 @@ class MediaReader:
         return MediaFile(pages, sizes, blake3(content).digest())
 
     def _content(self, url: str, uploads: Mapping[str, bytes], name: str, deadline: Deadline) -> bytes:
-        scheme = url.partition(":")[0].lower()
-        match scheme:
+        scheme, _, rest = url.partition(":")
+        match scheme.lower():
             case "data":
-                return _data(url, name)
+                return url.content if isinstance(url, DataUrl) else _data(url, name)
             case "attachment":
-                field = url.partition(":")[2]
-                if field not in uploads:
-                    raise image_error(name, f"the multipart body has no file field {field!r}")
-                return uploads[field]
+                if rest not in uploads:
+                    raise image_error(name, f"the multipart body has no file field {rest!r}")
+                return uploads[rest]
             case "http" | "https":
-                return self._fetched(url, name, deadline)
+                if not self._domains:
+                    problem = "remote images are disabled on this server (--allowed-media-domains); send a data: URL"
+                    raise image_error(name, problem)
+                try:
+                    return fetch_from(url, self._domains, max_bytes=self._max_bytes, deadline=deadline.until)
+                except ImageError as error:
+                    raise image_error(name, str(error)) from error
             case "file":
                 return self._local(url, name)
         raise image_error(name, "expected a data:, https:, file: or attachment: URL")
-
-    def _fetched(self, url: str, name: str, deadline: Deadline) -> bytes:
-        if not self._domains:
-            problem = "remote images are disabled on this server (--allowed-media-domains); send a data: URL"
-            raise image_error(name, problem)
-        try:
-            return fetch_from(url, self._domains, max_bytes=self._max_bytes, deadline=deadline.until)
-        except ImageError as error:
-            raise image_error(name, str(error)) from error
 
     def _local(self, url: str, name: str) -> bytes:
         """Return the bytes of a file below the allowed directory; symbolic links are resolved first."""
@@ -123,8 +120,9 @@ class MediaReader:
         except (OSError, ValueError) as error:
             raise refused from error
         try:
-            if not _opened_path(descriptor, path).is_relative_to(self._root):  # a directory was replaced by a link
-                raise refused
+            link = Path(f"/proc/self/fd/{descriptor}")
+            if link.parent.is_dir() and not link.readlink().is_relative_to(self._root):
+                raise refused  # a directory was replaced by a link
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise refused
@@ -134,12 +132,6 @@ class MediaReader:
                 return file.read(self._max_bytes)
         finally:
             os.close(descriptor)
-
-
-def _opened_path(descriptor: int, path: Path) -> Path:
-    """Return the real path of an open file if the system provides it, otherwise the given path."""
-    link = Path(f"/proc/self/fd/{descriptor}")
-    return link.readlink() if link.parent.is_dir() else path
 
 
 def _data(url: str, name: str) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from operator import attrgetter
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -46,6 +47,8 @@ _STAGES = {
 }
 """Histograms of stages: text, and the name of the stage."""
 
+_Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
+
 _WAITING = "vllm:num_requests_waiting"
 _GAUGES = {
     "vllm:num_requests_running": ("Running requests", "running"),
@@ -68,19 +71,23 @@ class ServerMetrics:
     def __init__(self, model_name: str) -> None:
         self._model, self._registry = model_name, CollectorRegistry()
         self._recent = 1.0  # seconds that a request takes: an exponential moving average
-        self._ended = self._counter("vllm:request_success", "Requests that ended, by finish reason", "finished_reason")
-        self._refused = self._counter("panscan:requests_refused", "Refused requests, by HTTP status", "status")
-        self.retried = self._gauge("panscan:requests_retried", "Requests retried after a process died")
-        self.active = self._gauge("panscan:http_requests_active", "HTTP requests being handled")
+        self._ended = self._metric(
+            Counter, "vllm:request_success", "Requests that ended, by finish reason", "finished_reason"
+        )
+        self._refused = self._metric(Counter, "panscan:requests_refused", "Refused requests, by HTTP status", "status")
+        self.retried = self._metric(Gauge, "panscan:requests_retried", "Requests retried after a process died")
+        self.active = self._metric(Gauge, "panscan:http_requests_active", "HTTP requests being handled")
         self._counters = {
-            self._counter(name, text): attrgetter(attribute) for name, (text, attribute) in _COUNTERS.items()
+            self._metric(Counter, name, text): attrgetter(attribute) for name, (text, attribute) in _COUNTERS.items()
         }
         self._histograms = {
-            self._histogram(name, text, buckets): attrgetter(attribute)
+            self._metric(Histogram, name, text, buckets=buckets): attrgetter(attribute)
             for name, (text, buckets, attribute) in _HISTOGRAMS.items()
         }
-        self._stages = {self._histogram(name, text, _SECONDS): stage for name, (text, stage) in _STAGES.items()}
-        self._gauges = {name: self._gauge(name, text, "engine") for name, (text, _) in _GAUGES.items()}
+        self._stages = {
+            self._metric(Histogram, name, text, buckets=_SECONDS): stage for name, (text, stage) in _STAGES.items()
+        }
+        self._gauges = {name: self._metric(Gauge, name, text, "engine") for name, (text, _) in _GAUGES.items()}
 
     @property
     def retry_after(self) -> int:
@@ -129,11 +136,5 @@ class ServerMetrics:
             self._gauges[_WAITING].labels(self._model, "").set(unknown)
         return generate_latest(self._registry)
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, ("model_name", *labels), registry=self._registry)
-
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(name, text, ("model_name", *labels), registry=self._registry)
-
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, text, ("model_name",), buckets=buckets, registry=self._registry)
+    def _metric(self, kind: type[_Metric], name: str, text: str, *labels: str, **options: Any) -> _Metric:
+        return kind(name, text, ("model_name", *labels), registry=self._registry, **options)

@@ -84,18 +84,6 @@ def _host_name(flag: str, given: str) -> str:
     return name
 
 
-def _in_header(name: str) -> str:
-    """Return a host name as the Host header has it."""
-    return f"[{name}]" if ":" in name else name
-
-
-def _in_url(name: str) -> str:
-    """Return a host name as :mod:`panscan.images.fetch` compares it: international names are decoded."""
-    with suppress(UnicodeError):
-        return name.encode().decode("idna")
-    return name
-
-
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(ServerTable):
     """The options of a server: what it runs and what it allows; the rest is in the table of options.
@@ -115,9 +103,13 @@ class ServeOptions(ServerTable):
 
     def __post_init__(self) -> None:
         check_options(self, "serve")
-        hosts = (_in_header(_host_name("--allowed-hosts", name)) for name in self.allowed_hosts)
-        domains = (_in_url(_host_name("--allowed-media-domains", name)) for name in self.allowed_media_domains)
-        object.__setattr__(self, "allowed_hosts", tuple(hosts))
+        hosts = [_host_name("--allowed-hosts", name) for name in self.allowed_hosts]
+        domains = [_host_name("--allowed-media-domains", name) for name in self.allowed_media_domains]
+        for index, name in enumerate(domains):  # as images/fetch compares them: international names are decoded
+            with suppress(UnicodeError):
+                domains[index] = name.encode().decode("idna")
+        in_headers = tuple(f"[{name}]" if ":" in name else name for name in hosts)
+        object.__setattr__(self, "allowed_hosts", in_headers)
         object.__setattr__(self, "allowed_media_domains", tuple(domains))
 
     @property

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -17,6 +19,10 @@ from panscan.core.option import shorten
 from panscan.settings import nearest
 
 _MOST_VALUES = 50_000  # JSON values of a body
+_BASE64 = b";base64,"
+_LARGE_PAYLOAD = 64 * 1024  # bytes
+_SIGNATURE = 16  # characters of a payload that tell a plain image
+_DECODER = msgspec.json.Decoder(bytes)
 _LONGEST_SHOWN = 100  # characters of a client's name in a message
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)  # matches at every quote: linear work
 
@@ -233,17 +239,11 @@ class SamplingFields(Body):
                 replace(defaults, temperature=1.0, **{name: chosen[name] for name in _OFF if name in chosen})
                 chosen |= dict.fromkeys(_OFF)
             return replace(defaults, **chosen)
-        except SettingError as error:
-            raise _sampling_error(str(error)) from error
-
-
-def _sampling_error(message: str) -> FieldError:
-    """Return an error of :class:`panscan.core.Sampling` with the name of the request's field."""
-    name = message.split(" ", 1)[0].rstrip(":")
-    if name == "max_new_tokens":
-        return FieldError(f"max_tokens{message.removeprefix(name)}", "max_tokens")
-    param = "response_format" if name == "json_schema" else name
-    return FieldError(message, param if param in SamplingFields.__struct_fields__ else None)
+        except SettingError as error:  # with the name of the request's field
+            name = str(error).split(" ", 1)[0].rstrip(":")
+            param = {"max_new_tokens": "max_tokens", "json_schema": "response_format"}.get(name, name)
+            message = param + str(error).removeprefix(name) if param == "max_tokens" else str(error)
+            raise FieldError(message, param if param in SamplingFields.__struct_fields__ else None) from error
 
 
 class ChatCompletionRequest(SamplingFields, kw_only=True):
@@ -347,12 +347,67 @@ _NESTED: Mapping[str, type[Body] | Mapping[str, type[Body]]] = {
 """The fields that hold objects, or lists of them. Parts differ by ``type``."""
 
 
+class DataUrl(str):
+    """The start of a large ``data:`` URL, and the decoded ``content`` of all of it."""
+
+    content: bytes
+
+
 def parse(kind: type[Parsed], body: bytes) -> Parsed:
     """Return the parsed body. The work is linear in its size.
+
+    Large base64 payloads are decoded straight from the body, and their URLs become :class:`DataUrl`: JSON parsers and
+    checks would pass over them five times. A body that cannot be parsed in this way is parsed as it is.
 
     Raises:
         FieldError: the body is not valid JSON, has too many values, or a field is unknown, invalid or repeated.
     """
+    rest, files = _cut_payloads(body)
+    if files:
+        with suppress(FieldError):  # its message may quote what was cut
+            parsed = _parse_json(kind, rest)
+            if _attach(parsed, files):
+                return parsed
+    return _parse_json(kind, body)
+
+
+def _cut_payloads(body: bytes) -> tuple[bytes, dict[str, DataUrl]]:
+    """Return the body with a mark instead of each large payload, and the URLs by their text with the mark."""
+    files: dict[str, DataUrl] = {}
+    pieces: list[bytes] = []
+    mark, kept, position = uuid.uuid4().hex, 0, 0
+    while (start := body.find(_BASE64, position) + len(_BASE64)) >= len(_BASE64):
+        position = body.find(b'"', start)  # also past other occurrences in this string: the work stays linear
+        if position < 0:
+            break
+        head = body[body.rfind(b'"', kept, start) + 1 : start].decode(errors="replace")
+        if position - start < _LARGE_PAYLOAD or body.find(b"\\", start, position) >= 0 or head.count(",") > 1:
+            continue
+        try:  # twice as fast as binascii, and stricter
+            content = _DECODER.decode(b"".join((b'"', memoryview(body)[start:position], b'"')))
+        except msgspec.MsgspecError:
+            continue
+        name = f"{mark}{len(files)}"
+        url = files[head + name] = DataUrl(head + body[start : start + _SIGNATURE].decode())
+        url.content = content
+        pieces += body[kept:start], name.encode()
+        kept = position
+    return b"".join([*pieces, body[kept:]]), files
+
+
+def _attach(body: Body, files: dict[str, DataUrl]) -> bool:
+    """Replace the URLs of a parsed body that were cut; return whether these are all of ``files``."""
+    parts = [part for message in getattr(body, "messages", None) or () for part in message.parts]
+    references: list[tuple[Body, str]] = [(body, "image")] if isinstance(body, ViewsRequest) else []
+    references += [(part.image_url, "url") for part in parts if isinstance(part, ImagePart)]
+    references += [(part.file, "file_data") for part in parts if isinstance(part, FilePart)]
+    for owner, name in references:
+        if (url := files.pop(getattr(owner, name), None)) is not None:
+            setattr(owner, name, url)
+    return not files
+
+
+def _parse_json(kind: type[Parsed], body: bytes) -> Parsed:
     if count_values(body) > _MOST_VALUES and count_values(_STRING.sub(b"", body)) > _MOST_VALUES:
         raise FieldError(f"the body has more than {_MOST_VALUES} JSON values")
     try:
@@ -386,15 +441,10 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
-                shown = _printable(name)
+                shown = name[:_LONGEST_SHOWN] if name.isprintable() else shorten(name)
                 raise FieldError(f"{shown}: the JSON body repeats this field", shown)
             seen.add(name)
     return unique
-
-
-def _printable(name: str) -> str:
-    """Return a client's name for a message: one line, and not long."""
-    return name[:_LONGEST_SHOWN] if name.isprintable() else shorten(name)
 
 
 def _supported_fields(value: Any, kind: type[Body] | Mapping[str, type[Body]], path: str = "") -> Any:
@@ -416,7 +466,11 @@ def _supported_fields(value: Any, kind: type[Body] | Mapping[str, type[Body]], p
     supported = {}
     known = _field_choices(kind)
     for name, inner in value.items():
-        if inner is None or _is_neutral(kind, name, inner, path):
+        if inner is None:
+            continue
+        if (neutral := kind.NEUTRAL.get(name)) is not None:
+            if not any(type(inner) is type(item) and inner == item for item in neutral):
+                raise _unsupported(path, name, f"; it may be {' or '.join(map(repr, neutral))}" if neutral else "")
             continue
         if name not in known:
             raise _unsupported(path, name, nearest(name[:_LONGEST_SHOWN], kind.__struct_fields__))
@@ -431,18 +485,6 @@ def _supported_fields(value: Any, kind: type[Body] | Mapping[str, type[Body]], p
         else:
             supported[name] = _supported_fields(inner, nested, f"{path}{name}.")
     return supported
-
-
-def _is_neutral(kind: type[Body], name: str, value: Any, path: str) -> bool:
-    """Return whether a field has no effect.
-
-    Raises:
-        FieldError: the field is supported only with values that have no effect, and this is none of them.
-    """
-    accepted = kind.NEUTRAL.get(name)
-    if accepted is not None and not any(type(value) is type(item) and value == item for item in accepted):
-        raise _unsupported(path, name, f"; it may be {' or '.join(map(repr, accepted))}" if accepted else "")
-    return accepted is not None
 
 
 def _unsupported(path: str, name: str, hint: str) -> FieldError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from panscan.core.deadline import Deadline
 from panscan.core.option import shorten
 from panscan.images.views import PUBLISHED_COST, PromptCost, plan_views
 from panscan.serve.admission import Pool
-from panscan.serve.backend import RequestWork
+from panscan.serve.client import RequestWork
 from panscan.serve.media import MediaFile, MediaReader
 from panscan.serve.options import ServeOptions
 from panscan.serve.protocol import (
@@ -74,7 +74,7 @@ class RequestBuilder:
         """
         sampling = self._sampling(body)
         _check_logprobs(body.n, sampling, "top_logprobs", "n, max_tokens or top_logprobs")
-        request, documents = self._conversation_request(body.messages, body.mm_processor_kwargs, uploads, deadline)
+        request, documents = self._conversation(body.messages, body.mm_processor_kwargs, uploads, deadline)
         text = sum(len(part.text) for turn in body.messages for part in turn.parts if isinstance(part, TextPart))
         work = self._work(documents, request.pan_and_scan, text, sampling.max_new_tokens)
         return PreparedRequest(_choices(replace(request, sampling=sampling), body.n), work)
@@ -105,45 +105,7 @@ class RequestBuilder:
         if body.messages is None:
             check_used(uploads, ())
             return Request(prompt=body.prompt, raw=True)
-        return self._conversation_request(body.messages, body.mm_processor_kwargs, uploads, deadline)[0]
-
-    def conversation(
-        self, messages: Sequence[ChatMessage], uploads: Mapping[str, bytes], deadline: Deadline
-    ) -> tuple[list[dict[str, Any]], list[MediaFile]]:
-        """Return turns as :class:`panscan.core.Request` takes them, and their documents in order.
-
-        A document becomes one image per page.
-
-        Raises:
-            ImageError: a document cannot be read, or exceeds a limit.
-            FieldError: too many parts or images, too many bytes in total, or an unreferenced file.
-            TimeoutError: the deadline has passed.
-        """
-        if sum(len(message.parts) for message in messages) > MOST_PARTS:
-            raise FieldError(f"messages: at most {MOST_PARTS} parts per request", "messages")
-        documents: list[MediaFile] = []
-        turns = []
-        size = 0
-        used: set[str] = set()
-        for message in messages:
-            parts: list[dict[str, Any]] = []
-            for part in message.parts:
-                if isinstance(part, TextPart):
-                    parts.append({"type": "text", "text": part.text})
-                    continue
-                used.add(part.url.partition(":")[2] if part.url.startswith("attachment:") else "")
-                if len(documents) >= self._options.max_images:
-                    raise FieldError(f"messages: at most {self._options.max_images} images per request", "messages")
-                document = self._media.read(part.url, uploads, f"image {len(documents) + 1}", deadline)
-                documents.append(document)
-                size += document.size
-                if size > self._options.max_body_mb * 1e6:
-                    most = f"{self._options.max_body_mb:g} MB"
-                    raise FieldError(f"messages: the images exceed {most} in total", "messages")
-                parts += [{"type": "image"} for _ in document.pages]
-            turns.append({"role": "system" if message.role == "developer" else message.role, "content": parts})
-        check_used(uploads, used)
-        return turns, documents
+        return self._conversation(body.messages, body.mm_processor_kwargs, uploads, deadline)[0]
 
     def document(self, url: str, uploads: Mapping[str, bytes], deadline: Deadline) -> MediaFile:
         """Return the document behind a URL (see :meth:`panscan.serve.media.MediaReader.read`).
@@ -151,7 +113,7 @@ class RequestBuilder:
         Raises:
             FieldError: the body has a file that the URL does not reference.
         """
-        check_used(uploads, [url.partition(":")[2]])
+        check_used(uploads, [url])
         return self._media.read(url, uploads, "image", deadline)
 
     def pan_and_scan(self, given: MmProcessorKwargs | None) -> PanAndScan:
@@ -173,14 +135,40 @@ class RequestBuilder:
         except SettingError as error:
             raise FieldError(str(error), "mm_processor_kwargs") from error
 
-    def _conversation_request(
+    def _conversation(
         self,
         messages: Sequence[ChatMessage],
         given: MmProcessorKwargs | None,
         uploads: Mapping[str, bytes],
         deadline: Deadline,
     ) -> tuple[Request, list[MediaFile]]:
-        turns, documents = self.conversation(messages, uploads, deadline)
+        """Return the request of a conversation, with one image per page, and its documents in order.
+
+        Raises:
+            ImageError: a document cannot be read, or exceeds a limit.
+            FieldError: too many parts or images, too many bytes in total, or an unreferenced file.
+            TimeoutError: the deadline has passed.
+        """
+        if sum(len(message.parts) for message in messages) > MOST_PARTS:
+            raise FieldError(f"messages: at most {MOST_PARTS} parts per request", "messages")
+        documents: list[MediaFile] = []
+        turns = []
+        for message in messages:
+            parts: list[dict[str, Any]] = []
+            for part in message.parts:
+                if isinstance(part, TextPart):
+                    parts.append({"type": "text", "text": part.text})
+                    continue
+                if len(documents) >= self._options.max_images:
+                    raise FieldError(f"messages: at most {self._options.max_images} images per request", "messages")
+                document = self._media.read(part.url, uploads, f"image {len(documents) + 1}", deadline)
+                documents.append(document)
+                if sum(document.size for document in documents) > self._options.max_body_mb * 1e6:
+                    most = f"{self._options.max_body_mb:g} MB"
+                    raise FieldError(f"messages: the images exceed {most} in total", "messages")
+                parts += [{"type": "image"} for _ in document.pages]
+            turns.append({"role": "system" if message.role == "developer" else message.role, "content": parts})
+        check_used(uploads, message_urls(messages))
         request = Request(
             messages=turns,
             images=[page for document in documents for page in document.pages],
@@ -239,13 +227,13 @@ def _check_logprobs(choices: int, sampling: Sampling, param: str, remedy: str) -
         raise FieldError(f"{param}: {message}", param)
 
 
-def check_used(uploads: Mapping[str, bytes], used: Collection[str]) -> None:
-    """Refuse a multipart body with unreferenced files.
+def check_used(uploads: Mapping[str, bytes], urls: Sequence[str]) -> None:
+    """Refuse a multipart body with files that no URL references.
 
     Raises:
         FieldError: a file is not referenced.
     """
-    if unused := uploads.keys() - set(used):
+    if unused := uploads.keys() - {url.partition(":")[2] for url in urls if url[:11].lower() == "attachment:"}:
         name = shorten(min(unused)).strip("'")
         raise FieldError(f"{name}: the request does not reference this file; use the URL attachment:{name}", name)
 
@@ -259,12 +247,10 @@ def media_pool(urls: Sequence[str], uploads: Mapping[str, bytes]) -> Pool:
     """Return the threads that read these documents: slow ones must not delay plain images."""
     if any(url[:8].lower().startswith(("http:", "https:")) for url in urls):
         return "fetch"
-    return "read" if all(_is_plain_image(url, uploads) for url in urls) else "document"
-
-
-def _is_plain_image(url: str, uploads: Mapping[str, bytes]) -> bool:
-    """Return whether a document is evidently a PNG or JPEG image, by its first bytes."""
-    if url.startswith("attachment:"):
-        return uploads.get(url.partition(":")[2], b"").startswith((b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff"))
-    header, _, payload = url[:256].partition(",")
-    return header.lower().endswith(";base64") and payload.startswith(("iVBORw0KGg", "/9j/"))  # the same in base64
+    for url in urls:  # by their first bytes, or the same in base64
+        header, _, payload = url[:256].partition(",")
+        content = uploads.get(url.partition(":")[2], b"") if url.startswith("attachment:") else b""
+        inline = header.lower().endswith(";base64") and payload.startswith(("iVBORw0KGg", "/9j/"))
+        if not inline and not content.startswith((b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff")):
+            return "document"
+    return "read"

@@ -55,13 +55,11 @@ def page_views(
     pages = []
     for page in document.pages[:_PREVIEWS]:
         image = open_image(page, deadline=deadline)
-        entry = size_views(image.width, image.height, settings, cost)
-        pages.append({**entry, "preview": _data_url(image)} if preview else entry)
+        pages.append(size_views(image.width, image.height, settings, cost))
+        if preview:
+            image.thumbnail((_PREVIEW, _PREVIEW), Image.Resampling.LANCZOS)
+            stream = BytesIO()
+            image.save(stream, "JPEG", quality=85)
+            encoded = base64.b64encode(stream.getvalue()).decode()
+            pages[-1]["preview"] = f"data:image/jpeg;base64,{encoded}"
     return pages
-
-
-def _data_url(image: Image.Image) -> str:
-    image.thumbnail((_PREVIEW, _PREVIEW), Image.Resampling.LANCZOS)
-    stream = BytesIO()
-    image.save(stream, "JPEG", quality=85)
-    return "data:image/jpeg;base64," + base64.b64encode(stream.getvalue()).decode()

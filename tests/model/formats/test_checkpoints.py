@@ -12,10 +12,12 @@ import torch
 from tests.model.formats.small import CHECKPOINTS, TEXT_ONLY, Checkpoint, dense_weights
 
 from panscan.core import ModelError, PanscanError, UnsupportedError
+from panscan.core.weight_formats import QUANTIZATION, STORED_FORMATS, WEIGHT_KINDS
 from panscan.model.checkpoint import Loaded, Placement, load_meta_model, load_model, load_shard_of
-from panscan.model.formats.load import stored_scheme
+from panscan.model.formats.bitsandbytes import ON_LOAD
+from panscan.model.formats.load import SCHEMES, stored_scheme
 from panscan.model.inventory import inventory
-from panscan.model.linear.quantized import QuantizedLinear, WeightFormat
+from panscan.model.linear.quantized import LINEARS, QuantizedLinear, WeightFormat
 from panscan.model.load import load_for
 from panscan.settings import Settings
 
@@ -102,6 +104,16 @@ def test_zeros_that_autogptq_writes_as_biases_are_ignored(tmp_path: Path) -> Non
     checkpoint.tensors |= biases
     model = load(checkpoint.write(tmp_path)).model
     assert model.get_submodule(f"{LAYER}mlp.up_proj").bias is None
+
+
+def test_compressed_tensors_have_eight_bits_unless_the_configuration_says_otherwise(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.read("w8a16")
+    del checkpoint.config["config_groups"]["group_0"]["weights"]["num_bits"]
+    found = load(checkpoint.write(tmp_path)).model.get_submodule(f"{LAYER}mlp.up_proj").dequantized(torch.bfloat16)
+    assert torch.equal(found, checkpoint.expected[f"{LAYER}mlp.up_proj.weight"])
+    checkpoint = Checkpoint.read("fp8-dynamic")  # and so have quantised inputs
+    del checkpoint.config["config_groups"]["group_0"]["input_activations"]["num_bits"]
+    assert load(checkpoint.write(tmp_path)).model.get_submodule(f"{LAYER}mlp.up_proj").weight_format.quantizes_inputs
 
 
 def test_checkpoints_without_vision_load(tmp_path: Path) -> None:
@@ -328,9 +340,15 @@ def test_unreadable_formats_are_named_with_what_works(config: dict[str, Any], me
     assert "use compressed-tensors (W4A16" in str(caught.value)
 
 
-def test_unquantised_and_bitsandbytes_checkpoints_go_through_transformers() -> None:
+def test_unquantised_checkpoints_and_those_of_bitsandbytes_in_8_bits_go_through_transformers() -> None:
     assert stored_scheme({}, "m") is None
-    assert stored_scheme({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "m") is None
+    assert stored_scheme({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}, "m") is None
+
+
+def test_the_table_of_formats_names_those_that_can_be_read_multiplied_and_made() -> None:
+    assert tuple(scheme.method for scheme in SCHEMES) == STORED_FORMATS
+    assert {*LINEARS} == {*WEIGHT_KINDS}
+    assert {*LINEARS, *ON_LOAD} == {*QUANTIZATION}
 
 
 @pytest.mark.parametrize(

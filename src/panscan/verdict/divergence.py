@@ -1,0 +1,187 @@
+"""Compare next-token distributions with the reference: divergences and margins at each position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf, isfinite
+from statistics import fmean
+
+import torch
+
+from panscan.model.checkpoint import Loaded
+from panscan.model.observation import Observation
+from panscan.records.schema import Divergence, Top1, VerdictRecord
+from panscan.verdict.float32 import head_logits
+from panscan.verdict.judgement import MARGIN_FLOOR, judge
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Deviation of eager attention at a lower precision from the reference.
+
+    Args:
+        answer: divergences in nats, by request and token.
+        image: mean divergence over image positions; None without images.
+        margin: largest change of the margin between the reference's first and second choice, in nats.
+    """
+
+    answer: list[list[float]]
+    image: float | None
+    margin: float
+
+    def answer_mean(self, steps: int) -> float:
+        """Return the mean over the first ``steps`` tokens per request: cells may generate fewer than the reference."""
+        return fmean(value for request in self.answer for value in request[:steps])
+
+
+_LEAST_REST = 1e-6
+"""Least probability of all unknown tokens together: smaller values are lost in the rounding of the known ones."""
+_BLOCK = 16  # positions per step: two float64 rows of 262,208 logits take 4 MB
+
+
+@dataclass(slots=True)
+class PositionComparison:
+    """Comparison with the reference at each position, as float64 ``[positions]`` on the CPU.
+
+    Args:
+        kl: Kullback-Leibler divergence from the reference, in nats; inf unless all observed logits are finite.
+        margin: log-probability margin between the reference's first and second choice, in nats.
+        moved: absolute difference of that margin in the observed logits, in nats.
+        agree: whether the most probable token is the reference's.
+    """
+
+    kl: torch.Tensor
+    margin: torch.Tensor
+    moved: torch.Tensor
+    agree: torch.Tensor
+
+
+def compare_logits(
+    reference: torch.Tensor, seen: torch.Tensor, never: list[int], device: torch.device, *, partial: bool = False
+) -> PositionComparison:
+    """Compare logits ``[positions, vocabulary]`` with the reference's. Log-softmax is in float64.
+
+    Args:
+        reference: float32 logits of the reference.
+        seen: observed logits, float32.
+        never: ids of suppressed tokens.
+        device: device to compute on; must support float64.
+        partial: ``seen`` holds log-probabilities, NaN where unknown. The comparison then covers the known tokens and
+            "any other", which gives a lower bound of the full divergence (data processing inequality).
+    """
+    blocks = [
+        _compare(ours.to(device).double(), theirs.to(device).double(), never, partial=partial)
+        for ours, theirs in zip(torch.split(reference, _BLOCK), torch.split(seen, _BLOCK), strict=True)
+    ]
+    parts = [torch.cat(each).cpu() for each in zip(*blocks, strict=True)]
+    return PositionComparison(*parts)
+
+
+def _compare(
+    reference: torch.Tensor, seen: torch.Tensor, never: list[int], *, partial: bool
+) -> tuple[torch.Tensor, ...]:
+    p = reference.log_softmax(-1)
+    known = ~seen.isnan() if partial else torch.ones_like(seen, dtype=torch.bool)
+    if partial:
+        seen = _completed(p, seen, known)
+    q = seen.log_softmax(-1)
+    kl = (p.exp() * (p - q)).sum(-1).clamp_min(0.0)
+    kl = torch.where(seen.isfinite().all(-1), kl, inf)
+    p[:, never] = q[:, never] = -inf
+    best = p.topk(2, dim=-1)
+    margin = best.values[:, 0] - best.values[:, 1]
+    pair = q.gather(1, best.indices)
+    moved = (pair[:, 0] - pair[:, 1] - margin).abs().nan_to_num(nan=inf)
+    chosen = q.masked_fill(~known, -inf).argmax(-1)  # known tokens are the most probable ones
+    return kl, margin, moved, chosen == best.indices[:, 0]
+
+
+def _completed(p: torch.Tensor, seen: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """Return log-probabilities of all tokens, with the remaining probability spread over unknown ones.
+
+    It is spread in the proportions of the reference. A row without a known token stays NaN.
+    """
+    rest = (1 - seen.nan_to_num(nan=-inf).exp().sum(-1, keepdim=True)).clamp_min(_LEAST_REST).log()
+    theirs = p.masked_fill(known, -inf).logsumexp(-1, keepdim=True)
+    return torch.where(known | ~known.any(-1, keepdim=True), seen, p - theirs + rest)
+
+
+@dataclass(slots=True)
+class DivergenceTally:
+    """Comparisons of a cell, one per request.
+
+    Args:
+        answer: comparisons at answer positions.
+        image: comparisons at image positions.
+        top_logprobs: number of known log-probabilities per position, if not all.
+    """
+
+    answer: list[PositionComparison] = field(default_factory=list)
+    image: list[PositionComparison] = field(default_factory=list)
+    top_logprobs: int | None = None
+
+    def add(self, loaded: Loaded, answer: torch.Tensor, image: torch.Tensor, seen: Observation) -> None:
+        """Compare an observation with the reference's hidden states.
+
+        Args:
+            loaded: model with the reference's output matrix.
+            answer: final hidden states before each observed token, float32 ``[tokens, hidden]``.
+            image: final hidden states at the image positions, float32 ``[positions, hidden]``.
+            seen: the observation.
+        """
+        never = list(loaded.model.generation_config.suppress_tokens or [])
+        device = loaded.device if loaded.device.type == "cuda" else torch.device("cpu")
+        self.top_logprobs, partial = seen.top_logprobs, seen.top_logprobs is not None
+        for parts, hidden, logits in ((self.answer, answer, seen.answer), (self.image, image, seen.image)):
+            if logits is not None:
+                expected = head_logits(loaded.model, hidden)
+                parts.append(compare_logits(expected, logits, never, device, partial=partial))
+
+    def noise(self) -> Noise:
+        """Return the compared divergences as the noise for other comparisons."""
+        image = float(_joined(self.image).kl.mean()) if self.image else None
+        return Noise([part.kl.tolist() for part in self.answer], image, float(_joined(self.answer).moved.max()))
+
+    def verdict(self, cell: str, noise: Noise, steps: int, *, float32: bool) -> VerdictRecord:
+        """Return the verdict of a cell, for comparisons of the first ``steps`` tokens of each request.
+
+        The divergence of a runner that reports its most probable tokens only is a lower bound over these tokens, while
+        the noise covers the whole vocabulary: its ratio is too small.
+        """
+        answer = _joined(self.answer)
+        kinds = {"answer": (answer, noise.answer_mean(steps))}
+        if self.image and noise.image is not None:
+            kinds["image"] = _joined(self.image), noise.image
+        for compared, level in kinds.values():
+            broken = int((~compared.kl.isfinite()).sum())
+            if broken or not isfinite(level):
+                reason = f"{broken} of {len(compared.kl)} positions overflow"
+                if not isfinite(level):
+                    reason = "eager attention itself overflows at this precision"
+                return VerdictRecord.without_figures(cell, "different", reason)
+        clear = answer.margin > max(noise.margin, MARGIN_FLOOR)
+        top1 = Top1(int(clear.sum()), int((answer.agree & clear).sum()))
+        figures = {
+            kind: Divergence(len(compared.kl), float(compared.kl.mean()), float(compared.kl.max()), level)
+            for kind, (compared, level) in kinds.items()
+        }
+        equal = bool(answer.agree.all())
+        word = judge(figures["answer"], figures.get("image"), top1, equal_tokens=equal, float32=float32)
+        return VerdictRecord(
+            cell=cell,
+            verdict=word,
+            reason=None if self.top_logprobs is None else f"from top {self.top_logprobs} log-probabilities",
+            truth=None,
+            answer=figures["answer"],
+            image=figures.get("image"),
+            top1=top1,
+            equal_tokens=equal,
+            seconds=0.0,
+        )
+
+
+def _joined(parts: Sequence[PositionComparison]) -> PositionComparison:
+    """Return the comparison of all positions of several requests."""
+    names = ("kl", "margin", "moved", "agree")
+    return PositionComparison(*(torch.cat([getattr(part, name) for part in parts]) for name in names))

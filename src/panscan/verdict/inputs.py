@@ -1,0 +1,116 @@
+"""Comparison of panscan's inputs with those of Transformers' processor: crop boxes, token ids, pixels.
+
+The reference uses the same planner, prompt writer and preprocessor as the cells, so a comparison with it cannot detect
+their faults. The first requests are therefore also processed by the checkpoint's processor, once per reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+
+from panscan.core import PanAndScan, Request
+from panscan.core.errors import brief
+from panscan.images.pixels import pixels_pil
+from panscan.images.views import ViewPlan
+from panscan.model.checkpoint import Reader
+from panscan.model.inputs import DecodedRequest, plan_request, read_images
+from panscan.model.prompt import conversation
+from panscan.records.schema import InputCheck
+
+CHECKED_REQUESTS = 4
+_MOST_PIXELS = 64_000_000  # per image whose boxes are checked: the check takes four bytes per pixel
+
+
+def check_inputs(reader: Reader, requests: Sequence[Request]) -> InputCheck:
+    """Compare panscan's inputs with those of the checkpoint's processor.
+
+    Pixels of the CPU preprocessor must be bit-identical to those of Transformers' Pillow backend.
+
+    Args:
+        reader: reader of the checkpoint.
+        requests: requests, of which the first :data:`CHECKED_REQUESTS` are checked.
+    """
+    checked = requests[:CHECKED_REQUESTS]
+    views, notes, difference = 0, [], None
+    for request in checked:
+        read = read_images(request)
+        try:
+            found, count = _input_difference(reader, read)
+        except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
+            notes.append(f"request {request.id}: the processor raised: {brief(error, 120)}")
+            continue
+        views += count
+        if found is not None:
+            difference = f"request {request.id}, {found}"
+            break
+    else:
+        if any(reader.prompts.special_in(request) for request in checked if not request.raw):
+            notes.append("token ids of prompts that contain special tokens differ on purpose and were not compared")
+    return InputCheck(len(checked), views, difference, "; ".join(notes))
+
+
+def _input_difference(reader: Reader, read: DecodedRequest) -> tuple[str | None, int]:
+    """Return the first difference of one request, or None, and the number of compared views."""
+    plans, prompt = plan_request(read, reader)
+    settings, count = read.request.pan_and_scan, 0
+    if reader.reads_images and read.images:
+        assert reader.pixels is not None  # it reads images
+        installed = reader.processor.image_processor  # torchvision's, where that is installed
+        pillow = getattr(transformers, f"{type(installed).__name__.removesuffix('Pil')}Pil")
+        theirs = pillow.from_dict(installed.to_dict())
+        for number, (image, plan) in enumerate(zip(read.images, plans, strict=True), start=1):
+            count += len(plan.views)
+            if (found := _box_difference(theirs, image, plan, settings)) is not None:
+                return f"image {number}: {found}", count
+            expected = theirs(image, return_tensors="pt", **settings.processor_kwargs())["pixel_values"]
+            ours = pixels_pil(image, plan.views, reader.pixels)
+            if expected.shape != ours.shape:
+                return f"image {number}: {len(ours)} views instead of {len(expected)}", count
+            if not torch.equal(ours, expected):
+                return f"image {number}: pixels differ by up to {float((ours - expected).abs().max()):.3g}", count
+    if read.request.raw or reader.prompts.special_in(read.request) is None:
+        return _id_difference(reader, read, prompt.ids), count
+    return None, count
+
+
+def _box_difference(processor: Any, image: Image.Image, plan: ViewPlan, settings: PanAndScan) -> str | None:
+    width, height = image.size
+    if not settings.enabled or width * height > _MOST_PIXELS:
+        return None
+    numbers = np.arange(width * height, dtype=np.int32).reshape(1, height, width)
+    options = {name: value for name, value in settings.processor_kwargs().items() if name != "do_pan_and_scan"}
+    theirs = [_box(crop[0], width) for crop in processor.pan_and_scan(numbers, **options)]
+    ours = [view.box for view in plan.views[1:]]
+    return None if ours == theirs else f"crop boxes {ours} instead of {theirs}"
+
+
+def _box(crop: Any, width: int) -> tuple[int, int, int, int]:
+    """Return (left, top, right, bottom) of a crop of an image whose pixels are numbered row by row."""
+    (top, left), (bottom, right) = divmod(int(crop[0, 0]), width), divmod(int(crop[-1, -1]), width)
+    return left, top, right + 1, bottom + 1
+
+
+def _id_difference(reader: Reader, read: DecodedRequest, ours: Sequence[int]) -> str | None:
+    request = read.request
+    if request.raw:
+        assert request.prompt is not None  # Request holds this for raw prompts
+        bos = reader.tokenizer.bos_token
+        text = request.prompt if request.prompt.startswith(bos) else bos + request.prompt
+    else:
+        text = reader.prompts.render(conversation(request))
+    if reader.reads_images and read.images:
+        chosen = {"images": read.images, **request.pan_and_scan.processor_kwargs()}
+        [theirs] = reader.processor(text=text, add_special_tokens=False, **chosen)["input_ids"]
+    else:
+        theirs = reader.tokenizer(text, add_special_tokens=False)["input_ids"]
+    theirs = [int(token) for token in theirs]
+    if theirs == list(ours):
+        return None
+    at = next((at for at, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(theirs))
+    return f"token ids differ at position {at}: {list(ours[at : at + 3])} instead of {theirs[at : at + 3]}"

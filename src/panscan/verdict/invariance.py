@@ -1,0 +1,170 @@
+"""The same greedy requests under other conditions: their tokens must not change beyond what rounding explains.
+
+What a run varies anyway (repeats, cells that differ in one axis only) is compared for free; :func:`variants` runs the
+requests again for the rest. Where two answers part, the reference tells how much the two tokens differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from panscan.core import Request, Result
+from panscan.core.errors import error_line
+from panscan.engine.options import EngineOptions
+from panscan.model.machine import release_memory
+from panscan.records.schema import AxisCheck, Departure
+from panscan.runners.base import Runner, calls
+from panscan.settings import Settings
+from panscan.verdict.tokens import Judge, ReferenceRows, Tokens, first_difference
+
+_ALONE = 8  # requests that are answered alone
+_JUDGED = 4  # differences of an axis whose margin is computed; each takes a float32 pass over prompt and answer
+_SETTINGS = {
+    "batch": (
+        "batch_size",
+        "max_num_seqs",
+        "max_concurrency",
+        "equal_views",
+        "vision_batch_size",
+    ),
+    "chunk": ("prefill_chunk_size",),
+    "cache": ("prefix_caching", "vision_cache_gb", "kv_cache_gb", "gpu_memory_utilization", "gpu_memory_gb"),
+    "gpus": ("device_map", "max_memory", "tensor_parallel_size"),
+}
+"""The settings of each axis, which may not change any answer."""
+
+Answers = Mapping[str, Tokens]
+"""Measured tokens by request id."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunAnswers:
+    """The answers of one run of a cell's requests; ``note`` describes the conditions, or why there are no answers."""
+
+    axis: str
+    note: str
+    answers: Answers
+
+
+def shared_axis(a: Settings, b: Settings) -> str | None:
+    """The only axis in whose settings two cells differ; None if there is no such axis."""
+    for axis, names in _SETTINGS.items():
+        if a != b and replace(a, **{name: getattr(b, name) for name in names}) == b:
+            return axis
+    return None
+
+
+def variants(runner: Runner, requests: Sequence[Request], views: Sequence[int], longest: int) -> Iterator[RunAnswers]:
+    """Answer the requests again: in reverse order, with warm caches, alone, and in smaller prefill chunks.
+
+    Args:
+        runner: configured for the cell.
+        requests: the cell's.
+        views: view count of each.
+        longest: tokens of the longest prompt; a third of it is a chunk that cuts most prompts.
+    """
+    settings = runner.settings
+    backwards = range(len(requests))[::-1]
+    yield _variant("order", "in reverse order", lambda: _tokens_by_id(_results(runner, requests, views, backwards)))
+    if hasattr(runner, "answer"):  # the engine's caches outlive a call
+        yield _variant("cache", "with the caches of an earlier pass", lambda: _tokens_by_id(runner.answer(requests)))
+    else:
+        yield RunAnswers("cache", "the runner keeps no cache between calls", {})
+    if len(requests) > 1 or settings.batch_size > 1:
+        alone = [requests[index] for index in _spread(len(requests))]
+        yield _variant("batch", "each alone", lambda: _tokens_by_id([runner.run([request])[0] for request in alone]))
+    if settings.runner == "engine":
+        size = max(16, min(longest, EngineOptions.of(settings).prefill_chunk_size) // 3 - 5)
+        yield _variant("chunk", f"chunks of {size} tokens", lambda: _in_chunks(runner, requests, settings, size))
+    else:
+        yield RunAnswers("chunk", "generate() cuts image blocks in chunks: see prefill_chunk_size", {})
+    yield RunAnswers("gpus", "this run uses one set of devices", {})
+
+
+def answer_again(runner: Runner, requests: Sequence[Request], views: Sequence[int]) -> tuple[RunAnswers, int]:
+    """Answer a cell's requests again, in the order and batches of a measured repeat.
+
+    Returns:
+        The answers, and the tokens of the longest prompt.
+
+    Raises:
+        PanscanError: of a request that failed.
+    """
+    results = _results(runner, requests, views, range(len(requests)))
+    return RunAnswers("repeats", "", _tokens_by_id(results)), max(result.prompt_tokens for result in results)
+
+
+def _variant(axis: str, note: str, run: Callable[[], Answers]) -> RunAnswers:
+    try:
+        return RunAnswers(axis, note, run())
+    except Exception as error:  # out of memory, too: the measurement and its verdict stand
+        reason = error_line(error)
+    release_memory()
+    return RunAnswers(axis, f"failed: {reason}", {})
+
+
+def _spread(count: int) -> list[int]:
+    """Up to :data:`_ALONE` indices, spread evenly."""
+    return list(range(0, count, max(1, count // _ALONE)))[:_ALONE]
+
+
+def _tokens_by_id(results: Sequence[Result]) -> Answers:
+    return {result.id: result.token_ids for result in results}
+
+
+def _results(runner: Runner, requests: Sequence[Request], views: Sequence[int], order: Sequence[int]) -> list[Result]:
+    """Answer requests in an order, in the batches that the cell makes of it."""
+    batches = calls([views[index] for index in order], runner.settings)
+    return [result for batch in batches for result in runner.run([requests[order[index]] for index in batch])]
+
+
+def _in_chunks(runner: Runner, requests: Sequence[Request], settings: Settings, size: int) -> Answers:
+    runner.configure(replace(settings, prefill_chunk_size=size))
+    try:
+        return _tokens_by_id(runner.run(requests))
+    finally:
+        runner.configure(settings)
+
+
+def compare(
+    variant: RunAnswers, measured: Answers, judge: Judge, reference: ReferenceRows | None, *, same_cell: bool
+) -> AxisCheck:
+    """Compare two runs of the same requests. Answers of different length limits are equal as far as both reach.
+
+    Args:
+        variant: the run that the cell's measured answers are compared with.
+        measured: the cell's answers.
+        judge: of the cell.
+        reference: hidden states along the cell's answers; None where they cannot be computed.
+        same_cell: whether the variant is another run of the cell, so that a fault in it is the cell's.
+    """
+    pairs = {
+        request: (measured[request], variant.answers[request]) for request in measured if request in variant.answers
+    }
+    parted = {request: first_difference(a[: len(b)], b[: len(a)]) for request, (a, b) in pairs.items()}
+    differences = [(request, position) for request, position in parted.items() if position is not None]
+    judged = [
+        _judged_difference(request, position, *pairs[request], judge, reference)
+        for request, position in differences[:_JUDGED]
+    ]
+    clear = [departure for departure in judged if departure[0].clear]
+    first, departs = next(iter(clear or judged), (None, True))
+    return AxisCheck(variant.axis, len(pairs), len(differences), first, same_cell or departs, variant.note)
+
+
+def _judged_difference(
+    request: str, position: int, measured: Tokens, other: Tokens, judge: Judge, reference: ReferenceRows | None
+) -> tuple[Departure, bool]:
+    """Return the departure from the token that the reference prefers, and whether the measured answer departs."""
+    a, b = measured[position], other[position]
+    try:
+        hidden = None if reference is None else reference.along(request, measured[: position + 1])[position]
+    except Exception:  # quantised or offloaded weights, no memory, tokens that are no text: the margin is unknown
+        hidden = None
+    if hidden is None:
+        return judge.departure(request, position, (a, b), None), True
+    row = judge.logits(hidden[None])[0]
+    best = int(row.argmax())
+    pair = (a, b) if best == b or row[a] < row[b] else (b, a)
+    return judge.departure(request, position, pair, hidden), pair[0] == a

@@ -1,0 +1,198 @@
+"""Metrics of one answer: by hand, by the reference implementations' own examples, and properties of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from panscan.records.quality import ANNOTATORS, metrics_for
+from panscan.records.schema import METRICS
+from panscan.records.scores import (
+    anls,
+    contains_answer,
+    exact_match,
+    plain_answer,
+    relaxed_accuracy,
+    scores_of,
+    vqa_accuracy,
+)
+
+PIX2STRUCT = [
+    ("abc", "abc"),
+    ("abc", "Abc"),
+    ("Abc", "abc"),
+    ("100%", "96%"),
+    ("100%", "94%"),
+    ("100%", "0.96"),
+    ("100%", "0.94"),
+    ("Don't", "Won't"),
+]
+"""(answer, accepted) of pix2struct's metrics_test.py, which expects ANLS 47.5 and relaxed accuracy 62.5."""
+
+
+def test_pix2structs_own_examples() -> None:
+    assert 100 * sum(anls(answer, [right]) for answer, right in PIX2STRUCT) / 8 == pytest.approx(47.5)
+    assert 100 * sum(relaxed_accuracy(answer, [right]) for answer, right in PIX2STRUCT) / 8 == pytest.approx(62.5)
+
+
+@pytest.mark.parametrize(
+    ("answer", "accepted", "score"),
+    [
+        ("Denver Broncos", ["Denver Broncos", "Denver R. Broncos"], 1),
+        ("12/15/89", ["12/15/88"], 7 / 8),
+        ("Dear dr. Lobo", ["Dear Dr. Lobo", "Dr. Lobo"], 1),
+        ("kitten", ["sitting"], 4 / 7),  # three edits
+        ("ab", ["abcd"], 1 / 2),  # exactly the threshold is kept, as the script does
+        ("a", ["abc"], 0),  # 1 / 3 is below it
+        ("2 p.m.", ["2 pm", "14:00"], 4 / 6),
+        ("  YES\n", ["yes"], 1),
+        ("a  b", ["a b"], 1),
+        ("a  x", ["a b"], 1 - 1 / 4),  # by the length of the text as it was given
+        ("", ["yes"], 0),
+        ("ß", ["ss"], 0),  # two edits, two letters in upper case
+    ],
+)
+def test_anls(answer: str, accepted: list[str], score: float) -> None:
+    assert anls(answer, accepted) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("answer", "accepted", "right"),
+    [
+        ("105", "100", True),
+        ("95", "100", True),
+        ("105.01", "100", False),
+        ("94.9", "100", False),
+        ("-105", "-100", True),
+        ("105", "-100", False),
+        ("12%", "0.12", True),
+        ("0.12", "12%", True),
+        ("12", "12%", False),
+        ("1e3", "1000", True),
+        ("Yes", "yes", True),
+        ("yes.", "yes", False),
+        ("0", "0", True),
+        ("0.0", "0", False),
+        ("0.001", "0", False),  # against 0 texts are compared
+        ("1,000", "1000", False),
+        ("$5", "5", False),
+        (" 5 ", "5", True),
+        ("2016", "2010", True),
+        ("nan", "nan", True),
+        ("inf", "inf", True),
+        ("inf", "5", False),
+        ("%", "%", True),
+        ("", "5", False),
+    ],
+)
+def test_relaxed_accuracy(answer: str, accepted: str, right: bool) -> None:
+    assert relaxed_accuracy(answer, [accepted]) == float(right)
+    assert relaxed_accuracy(answer, ["something else", accepted]) == float(right)
+
+
+@pytest.mark.parametrize(
+    ("answer", "accepted", "right"),
+    [
+        ("The total is $12.50.", "$12.50", True),
+        ("The total is $12.50.", "12.50", True),
+        ("It is 12.50", "12", False),
+        ("It is 12, or 13.", "12", True),
+        ("112", "12", False),
+        ("1,250", "250", False),
+        ("Acme  GmbH, Berlin", "acme gmbh", True),
+        ("two cats", "cat", False),
+        ("a cat.", "cat", True),
+        ("答案是北京市", "北京", True),
+        ("cats and a cat", "cat", True),
+        ("no", "yes", False),
+        ("", "yes", False),
+    ],
+)
+def test_contains_answer(answer: str, accepted: str, right: bool) -> None:
+    assert contains_answer(answer, [accepted]) == float(right)
+
+
+@pytest.mark.parametrize(("people", "score"), [(10, 1), (9, 1), (4, 1), (3, 0.9), (2, 0.6), (1, 0.3), (0, 0)])
+def test_three_other_people_are_enough(people: int, score: float) -> None:
+    """Of three who say the same one is left out three times in ten, and then two of three are there."""
+    answers = ["Yes."] * people + [f"no {number}" for number in range(ANNOTATORS - people)]
+    assert vqa_accuracy("yes", answers) == pytest.approx(score)
+
+
+@given(st.lists(st.sampled_from(["yes", "no", "2", "two", "a two", "maybe"]), min_size=10, max_size=10))
+def test_vqa_accuracy_is_the_mean_over_nine_of_ten(answers: list[str]) -> None:
+    """The definition as it is written down, over the sets of nine people."""
+    for answer in set(answers):
+        each = [
+            min(1.0, sum(plain_answer(one) == plain_answer(answer) for one in nine) / 3)
+            for nine in combinations(answers, 9)
+        ]
+        assert vqa_accuracy(answer, answers) == pytest.approx(sum(each) / len(each))
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("The Two dogs.", "2 dogs"),
+        ("None", "0"),
+        ("dont", "don't"),
+        ("couldntve", "couldntve"),  # two apostrophes missing are too many
+        ("couldn'tve", "couldn't've"),
+        ("1,000", "1000"),
+        ("12.5", "12.5"),
+        ("U.S.", "us"),
+        ("coca-cola", "coca cola"),
+        ("coca- cola", "coca cola"),
+        ("joe's", "joe 's"),
+        ("  An\ta ", ""),
+    ],
+)
+def test_answers_as_the_vqa_evaluation_compares_them(text: str, plain: str) -> None:
+    assert plain_answer(text) == plain
+
+
+def test_ten_answers_are_ten_peoples() -> None:
+    assert set(metrics_for(["x"] * 10)) == set(METRICS)
+    assert set(metrics_for(["x"] * 9)) == set(METRICS) - {"vqa_accuracy"}
+    assert metrics_for([]) == ()
+
+
+def test_an_empty_answer_is_wrong_whatever_is_accepted() -> None:
+    for empty in ("", " \n"):
+        assert set(scores_of(empty, ["", "x"]).values()) == {0.0}
+
+
+texts = st.text(st.sampled_from("aB1. ,%$-ßé中'"), max_size=8) | st.text(max_size=8)
+
+
+@given(texts, st.lists(texts, min_size=1, max_size=10))
+def test_scores_are_shares_and_better_for_more_answers(answer: str, answers: Sequence[str]) -> None:
+    scores = scores_of(answer, answers)
+    assert set(scores) == set(metrics_for(answers))
+    assert all(0 <= score <= 1 for score in scores.values())
+    assert scores["contains_answer"] >= scores["exact_match"]
+    fewer = scores_of(answer, answers[:1])
+    assert all(scores[name] >= score for name, score in fewer.items() if name != "vqa_accuracy")
+
+
+def test_a_person_without_an_answer_counts_among_ten_and_accepts_nothing() -> None:
+    answers = ["nokia"] * 2 + ["toshiba"] * 7 + [""]
+    scores = scores_of(".", answers)  # what is left of it after processing is as empty as the tenth answer
+    assert (scores["exact_match"], scores["contains_answer"], scores["anls"]) == (0.0, 0.0, 0.0)
+    assert scores_of("nokia", answers)["vqa_accuracy"] == pytest.approx((2 * 1 / 3 + 8 * 2 / 3) / 10)
+
+
+@given(texts.filter(str.strip), st.lists(texts, max_size=3))
+def test_an_accepted_answer_is_right_by_every_metric(answer: str, others: list[str]) -> None:
+    assert set(scores_of(answer, [*others, answer]).values()) == {1.0}
+    assert vqa_accuracy(answer, [answer] * 10) == 1
+
+
+@given(texts.filter(str.strip), texts.filter(str.strip))
+def test_anls_and_exact_match_do_not_mind_which_side_is_which(one: str, other: str) -> None:
+    assert anls(one, [other]) == anls(other, [one])
+    assert exact_match(one, [other]) == exact_match(other, [one])

@@ -1,0 +1,83 @@
+"""Divergences against their definition, and what becomes of logits that are no numbers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.special import log_softmax, rel_entr
+
+from panscan.verdict.divergence import DivergenceTally, Noise, PositionComparison, compare_logits
+
+CPU = torch.device("cpu")
+LOGITS = st.integers(1, 40).flatmap(
+    lambda rows: st.integers(3, 12).flatmap(
+        lambda columns: st.tuples(
+            *(
+                st.lists(
+                    st.lists(st.floats(-30, 30, width=32), min_size=columns, max_size=columns),
+                    min_size=rows,
+                    max_size=rows,
+                )
+                for _ in range(2)
+            )
+        )
+    )
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(LOGITS)
+def test_every_position_is_scipys_relative_entropy(pair: tuple[list[list[float]], list[list[float]]]) -> None:
+    truth, seen = (torch.tensor(each, dtype=torch.float32) for each in pair)
+    found = compare_logits(truth, seen, [], CPU)
+    p, q = (log_softmax(each.double().numpy(), axis=-1) for each in (truth, seen))
+    expected = rel_entr(np.exp(p), np.exp(q)).sum(-1)
+    np.testing.assert_allclose(found.kl, np.maximum(expected, 0), rtol=1e-6, atol=1e-10)
+    ordered = np.sort(p, axis=-1)
+    np.testing.assert_allclose(found.margin, ordered[:, -1] - ordered[:, -2], rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=30, deadline=None)
+@given(LOGITS, st.floats(-5, 5))
+def test_a_shift_of_all_logits_changes_nothing(pair: tuple[list[list[float]], list[list[float]]], shift: float) -> None:
+    truth = torch.tensor(pair[0], dtype=torch.float64)
+    found = compare_logits(truth, truth + shift, [], CPU)
+    assert float(found.kl.max()) < 1e-12
+    assert float(found.moved.max()) < 1e-9
+
+
+def test_suppressed_tokens_are_nobodys_choice() -> None:
+    truth = torch.tensor([[9.0, 5.0, 1.0]])
+    assert compare_logits(truth, torch.tensor([[0.0, 7.0, 1.0]]), [0], CPU).agree.tolist() == [True]
+    found = compare_logits(truth, torch.tensor([[9.0, 5.0, 6.0]]), [0], CPU)
+    assert found.agree.tolist() == [False]
+    assert found.margin.item() == pytest.approx(4.0)
+    assert found.moved.item() == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_no_numbers_are_infinitely_far(broken: float) -> None:
+    truth = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]])
+    seen = truth.clone()
+    seen[1, 0] = broken
+    assert compare_logits(truth, seen, [], CPU).kl.tolist() == [0.0, math.inf]
+
+
+@pytest.mark.parametrize(("margin", "word"), [(1e-4, "close"), (1e-2, "different")])
+def test_a_tie_that_tips_costs_an_exact_word_but_is_not_different(margin: float, word: str) -> None:
+    """In float32, where the yardstick has no noise of its own."""
+    margins = torch.tensor([margin, 3.0], dtype=torch.float64)
+    seen = PositionComparison(torch.zeros(2).double(), margins, torch.zeros(2).double(), torch.tensor([False, True]))
+    record = DivergenceTally([seen]).verdict("c", Noise([[0.0, 0.0]], None, 0.0), 2, float32=True)
+    assert record.verdict == word
+    assert not record.equal_tokens
+
+
+def test_noise_is_the_mean_over_the_tokens_that_a_cell_may_write() -> None:
+    noise = Noise([[1.0, 3.0, 8.0], [2.0]], None, 0.0)
+    assert [noise.answer_mean(steps) for steps in (1, 2, 128)] == [1.5, 2.0, 3.5]

@@ -1,0 +1,161 @@
+"""Float32 truth from lower-precision weights: what is computed, and that the model is left as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from tests.conftest import noise
+from torch.overrides import TorchFunctionMode
+
+from panscan.core import PanAndScan, Request, UnsupportedError
+from panscan.model.inputs import collate, prepare, read_images
+from panscan.model.runtime import forbid_tf32
+from panscan.runners.generate import GenerateRunner
+from panscan.verdict.float32 import converted_model, head_logits, one_view_at_a_time, weights_digest
+
+
+@pytest.fixture(scope="module")
+def half() -> GenerateRunner:
+    """The tiny model in bfloat16."""
+    return GenerateRunner.from_pretrained("tiny", dtype="bf16", device="cpu", attention="eager")
+
+
+@pytest.fixture(scope="module")
+def inputs(half: GenerateRunner) -> dict[str, Any]:
+    """Two requests of three and one views, pixels in float32."""
+    batch = [
+        Request(prompt="What is it?", images=[noise(300, 900)], pan_and_scan=PanAndScan(max_num_crops=2)),
+        Request(prompt="And this, the second one?", images=[noise(200, 200, 1)]),
+    ]
+    reader, cpu = half.loaded.reader, torch.device("cpu")
+    ready = [prepare(read_images(item), reader, cpu, torch.float32, on_device=False) for item in batch]
+    return collate(ready, half.loaded)
+
+
+@pytest.fixture
+def twin(half: GenerateRunner) -> Iterator[Any]:
+    """The same checkpoint loaded in float32, with the scale of embeddings that the bfloat16 model has rounded."""
+    full = GenerateRunner.from_pretrained("tiny", dtype="fp32", device="cpu", attention="eager").loaded.model
+    scale = half.loaded.model.model.language_model.embed_tokens.embed_scale
+    full.model.language_model.embed_tokens.embed_scale = scale.float()
+    yield full
+
+
+@torch.no_grad()
+def logits(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    found: torch.Tensor = model(**inputs).logits
+    return found
+
+
+def test_upcast_weights_compute_what_a_float32_model_computes(
+    half: GenerateRunner, twin: Any, inputs: dict[str, Any]
+) -> None:
+    with converted_model(half.loaded.model):
+        seen = logits(half.loaded.model, inputs)
+    assert seen.dtype == torch.float32
+    torch.testing.assert_close(seen, logits(twin, inputs), rtol=1e-5, atol=1e-4)
+
+
+def test_the_model_is_left_as_it_was_also_after_a_failure(half: GenerateRunner, inputs: dict[str, Any]) -> None:
+    model = half.loaded.model
+    before = {name: (p.dtype, p.data_ptr(), p.clone()) for name, p in model.named_parameters()}
+    with converted_model(model):
+        logits(model, inputs)
+    with pytest.raises(ValueError), converted_model(model):
+        model(**{**inputs, "pixel_values": inputs["pixel_values"][:1]})  # fewer views than the prompt has
+    for name, parameter in model.named_parameters():
+        dtype, place, values = before[name]
+        assert (parameter.dtype, parameter.data_ptr()) == (dtype, place), name
+        assert torch.equal(parameter, values), name
+    assert logits(model, {**inputs, "pixel_values": inputs["pixel_values"].bfloat16()}).dtype == torch.bfloat16
+
+
+def test_views_one_by_one_are_the_views_together(tiny: GenerateRunner, inputs: dict[str, Any]) -> None:
+    model, sizes = tiny.loaded.model, []
+    handle = model.model.vision_tower.encoder.register_forward_pre_hook(
+        lambda _module, _args, options: sizes.append(options["inputs_embeds"].shape[0]), with_kwargs=True
+    )
+    together = logits(model, inputs)
+    with one_view_at_a_time(model):
+        apart = logits(model, inputs)
+    handle.remove()
+    assert sizes == [4, 1, 1, 1, 1]
+    torch.testing.assert_close(apart, together, rtol=1e-5, atol=1e-4)
+    assert "forward" not in vars(model.model.vision_tower)
+
+
+def test_the_forward_that_accelerate_gives_a_tower_comes_back(tiny: GenerateRunner) -> None:
+    """As it does when layers are spread over devices."""
+    tower = tiny.loaded.model.model.vision_tower
+    add_hook_to_module(tower, ModelHook())
+    try:
+        own = vars(tower)["forward"]
+        with one_view_at_a_time(tiny.loaded.model):
+            assert tower.forward is not own
+        assert vars(tower)["forward"] is own
+    finally:
+        remove_hook_from_module(tower)
+        vars(tower).pop("forward", None)  # accelerate leaves the class's own behind, as an attribute
+
+
+def test_the_output_matrix_is_the_models(tiny: GenerateRunner, inputs: dict[str, Any]) -> None:
+    with torch.no_grad():
+        hidden = tiny.loaded.model.model(**inputs)[0][0, -5:]
+    expected = logits(tiny.loaded.model, inputs)[0, -5:]
+    torch.testing.assert_close(head_logits(tiny.loaded.model, hidden), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_truths_logits_are_never_in_tf32(tiny: GenerateRunner) -> None:
+    seen = []
+
+    class Watching(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.nn.functional.linear:
+                seen.append(torch.get_float32_matmul_precision())
+            return function(*args, **(kwargs or {}))
+
+    torch.set_float32_matmul_precision("high")
+    try:
+        with Watching():
+            head_logits(tiny.loaded.model, torch.zeros(1, tiny.loaded.model.config.text_config.hidden_size))
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        forbid_tf32()
+    assert seen
+    assert set(seen) == {"highest"}
+
+
+def test_the_digest_knows_weights_and_buffers(half: GenerateRunner, tiny: GenerateRunner) -> None:
+    model = half.loaded.model
+    digest = weights_digest(model)
+    assert digest == weights_digest(GenerateRunner.from_pretrained("tiny", dtype="bf16", device="cpu").loaded.model)
+    assert digest != weights_digest(tiny.loaded.model)  # whose scale of embeddings is not rounded
+    weight = model.model.language_model.layers[3].mlp.up_proj.weight
+    before = weight[0, 0].clone()
+    with torch.no_grad():
+        weight[0, 0] += 1
+        changed = weights_digest(model)
+        weight[0, 0] = before
+    assert digest != changed
+    assert digest == weights_digest(model)
+    rotary = model.model.language_model.rotary_emb.full_attention_inv_freq
+    kept = rotary.clone()
+    rotary.copy_(torch.nextafter(rotary, torch.zeros(())))  # as another machine's power function may give it
+    assert digest == weights_digest(model)
+    rotary.copy_(kept / 8)  # as a longer context has it
+    assert digest != weights_digest(model)
+    rotary.copy_(kept)
+
+
+def test_offloaded_weights_have_no_truth(half: GenerateRunner) -> None:
+    offloaded = cpu_offload(deepcopy(half.loaded.model), execution_device="cpu")
+    with pytest.raises(UnsupportedError, match="offloaded"), converted_model(offloaded):
+        pass
+    with pytest.raises(UnsupportedError, match="offloaded"):
+        weights_digest(offloaded)

@@ -1,0 +1,76 @@
+"""Inputs against Transformers' own processor: equal inputs, faults, and notes on what is not compared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.conftest import noise
+
+from panscan import GenerateRunner, PanAndScan, Request
+from panscan.images.views import plan_views
+from panscan.model import inputs
+from panscan.model.checkpoint import load_reader
+from panscan.model.prompt import Prompt, PromptWriter
+from panscan.records.schema import InputCheck
+from panscan.verdict.inputs import CHECKED_REQUESTS, check_inputs
+
+CROPS = PanAndScan(max_num_crops=3)
+
+
+def asked(**fields: Any) -> Request:
+    return Request(**{"prompt": "What?", "images": [noise(300, 900)], "pan_and_scan": CROPS, "id": "r", **fields})
+
+
+def test_what_panscan_makes_is_what_the_processor_makes(tiny: GenerateRunner) -> None:
+    requests = [
+        asked(images=[noise(300, 900), noise(800, 260, 1)]),
+        asked(images=[]),
+        asked(system="Be brief."),
+        asked(prompt="<start_of_image> raw", raw=True),
+        asked(),
+    ]
+    found = check_inputs(tiny.loaded.reader, requests)
+    assert found == InputCheck(CHECKED_REQUESTS, 4 + 4 + 4 + 4, None, "")
+
+
+def test_text_checkpoints_have_their_ids_checked(text_checkpoint: Any) -> None:
+    found = check_inputs(load_reader(str(text_checkpoint)), [asked(images=[])])
+    assert (found.views, found.difference) == (0, None)
+
+
+def test_special_tokens_in_a_prompt_differ_on_purpose(tiny: GenerateRunner) -> None:
+    found = check_inputs(tiny.loaded.reader, [asked(prompt="an <end_of_turn> in it")])
+    assert found.difference is None
+    assert "on purpose" in found.note
+
+
+def test_an_image_that_the_processor_refuses_is_named(tiny: GenerateRunner) -> None:
+    tight = PanAndScan(max_num_crops=4, min_crop_size=1)
+    found = check_inputs(tiny.loaded.reader, [asked(images=[noise(1, 1)], pan_and_scan=tight), asked()])
+    assert found.difference is None
+    assert found.requests == 2
+
+
+@pytest.mark.parametrize("fault", ["boxes", "ids", "views"])
+def test_faults_are_found(tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    def boxes(*arguments: Any) -> Any:
+        plan = plan_views(*arguments)
+        return replace(plan, views=(plan.views[0], *plan.views[:0:-1]))
+
+    def ids(self: PromptWriter, *arguments: Any) -> Prompt:
+        prompt = write(self, *arguments)
+        return replace(prompt, ids=prompt.ids[:-1])
+
+    def views(*arguments: Any) -> Any:
+        plan = plan_views(*arguments)
+        return replace(plan, views=plan.views[:-1])
+
+    write = PromptWriter.write
+    if fault == "ids":
+        monkeypatch.setattr(PromptWriter, "write", ids)
+    else:
+        monkeypatch.setattr(inputs, "plan_views", boxes if fault == "boxes" else views)
+    found = check_inputs(tiny.loaded.reader, [asked()])
+    assert {"boxes": "crop boxes", "ids": "token ids differ", "views": "crop boxes"}[fault] in found.difference

@@ -1,0 +1,238 @@
+"""The limits of the verdict's words, and what is said where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.records.synthetic import batches_of, header, load, outcome, write_run
+
+from panscan.core import RecordsError
+from panscan.records.schema import FLOOR, Divergence, Top1
+from panscan.verdict.judgement import judge, verdict_lines, verdict_of
+
+KL = st.floats(0, 10)
+ALL = Top1(100, 100)
+
+
+def at(ratio: float, noise: float = 1e-3) -> Divergence:
+    return Divergence(512, ratio * noise, 1.0, noise)
+
+
+@pytest.mark.parametrize(
+    ("answer", "image", "top1", "equal", "float32", "word"),
+    [
+        (2.0, 2.0, ALL, False, False, "exact"),
+        (2.0, None, ALL, False, False, "exact"),
+        (2.01, 1.0, ALL, True, False, "close"),
+        (1.0, 2.01, ALL, True, False, "close"),
+        (10.0, 10.0, Top1(100, 99), False, False, "close"),
+        (10.1, 1.0, ALL, True, False, "different"),
+        (1.0, 10.1, ALL, True, False, "different"),
+        (3.0, 1.0, Top1(100, 98), False, False, "different"),
+        (1.0, 1.0, ALL, False, True, "close"),  # in float32 exact means equal tokens
+        (1.0, 1.0, ALL, True, True, "exact"),
+        (1.0, 1.0, Top1(100, 90), False, True, "different"),
+        (3.0, 3.0, Top1(0, 0), False, False, "close"),  # no position is clear, none disagrees
+    ],
+)
+def test_the_words_and_their_limits(
+    answer: float, image: float | None, top1: Top1, equal: bool, float32: bool, word: str
+) -> None:
+    images = None if image is None else at(image)
+    assert judge(at(answer), images, top1, equal_tokens=equal, float32=float32) == word
+
+
+@given(KL, KL, KL)
+def test_nearer_is_never_judged_worse(one: float, other: float, noise: float) -> None:
+    near, far = sorted((one, other))
+    words = [judge(Divergence(1, kl, kl, noise), None, ALL, equal_tokens=True, float32=False) for kl in (near, far)]
+    assert words == sorted(words, key=["exact", "close", "different"].index)
+
+
+def test_noise_has_a_floor() -> None:
+    assert Divergence(1, 1.9 * FLOOR, 0.0, 0.0).ratio == pytest.approx(1.9)
+    assert Divergence(1, 0.0, 0.0, 0.0).ratio == 1.0
+
+
+def figures(kl: float) -> dict[str, float]:
+    return {"positions": 10, "kl": kl, "kl_max": kl, "noise": 1e-3}
+
+
+def test_a_recorded_verdict_is_read_back(tmp_path: Path) -> None:
+    record = {
+        "type": "verdict",
+        "cell": "c",
+        "verdict": "close",
+        "reason": None,
+        "truth": "t",
+        "answer": figures(3e-3),
+        "image": figures(4e-3),
+        "top1": {"clear": 8, "agree": 8},
+        "equal_tokens": True,
+        "seconds": 1.0,
+    }
+    truth = {
+        "type": "truth",
+        "truth": "t",
+        "source": "computed",
+        "file": "f",
+        "model": "tiny",
+        "requests": 1,
+        "tokens": 1,
+        "image_positions": 1,
+        "seconds": 2.5,
+    }
+    run = write_run(tmp_path, [header({"c": {}, "d": {}}), *batches_of("c", [1.0]), truth, record])
+    found = verdict_of(run, "c")
+    assert (found.word, found.ratio, found.truth) == ("close", pytest.approx(4.0), "t")
+    assert found.top1 == Top1(8, 8)
+    assert verdict_of(run, "d").word == "unverified"
+    said = " ".join(verdict_lines(run, ["c"]))
+    assert "1 close" in said
+    assert "2.5 s" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "outcomes", "reason"),
+    [
+        ({"schema": 1}, [], "did not compare answers yet"),
+        ({"settings": {"verify": False}}, [], "--no-verify"),
+        ({}, [], "not finished"),
+        ({}, [outcome("c", "oom", "no memory")], "oom before"),
+    ],
+)
+def test_why_there_is_no_verdict(tmp_path: Path, changes: dict, outcomes: list, reason: str) -> None:
+    run = write_run(tmp_path, [header({"c": {}}) | changes, *outcomes])
+    found = verdict_of(run, "c")
+    assert found.word == "unverified"
+    assert reason in found.reason
+    assert reason in " ".join(verdict_lines(run, ["c"]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights", "quantized"),
+    [({}, None, False), ({"quantization": "int8"}, None, True), ({}, "fp8", True)],
+    ids=["plain", "quantised on load", "quantised checkpoint"],
+)
+def test_unquantised_weights_are_named_only_where_a_cell_is_quantised(
+    tmp_path: Path, settings: dict, weights: str | None, quantized: bool
+) -> None:
+    loaded = load(["c"], None, weights=weights)
+    run = write_run(tmp_path, [header({"c": settings}), loaded, *batches_of("c", [1.0]), TRUTH, EXACT])
+    line, *_ = verdict_lines(run, ["c"])
+    words = "on the same weights (unquantised) and views:" if quantized else "on the same weights and views:"
+    assert words in line
+
+
+def token_check(first: dict | None = None, **fields: object) -> dict[str, object]:
+    return {
+        "requests": 1,
+        "tokens": 4,
+        "departed": int(first is not None),
+        "equal": first is None,
+        "first": first,
+        "note": "",
+        **fields,
+    }
+
+
+DEPARTURE = {
+    "request": "7",
+    "position": 2,
+    "token": 5,
+    "expected": 6,
+    "found": "'a'",
+    "wanted": "'b'",
+    "margin": 3.25,
+    "clear": True,
+}
+EXACT = {
+    "type": "verdict",
+    "cell": "c",
+    "verdict": "exact",
+    "reason": None,
+    "truth": "t",
+    "answer": figures(1e-3),
+    "image": None,
+    "top1": {"clear": 8, "agree": 8},
+    "equal_tokens": True,
+    "seconds": 1.0,
+}
+TRUTH = {
+    "type": "truth",
+    "truth": "t",
+    "source": "computed",
+    "file": "f",
+    "model": "tiny",
+    "requests": 1,
+    "tokens": 1,
+    "image_positions": 1,
+    "seconds": 2.5,
+}
+AXIS = {"axis": "order", "requests": 3, "differ": 1, "first": DEPARTURE, "own": True, "note": "reversed"}
+
+
+def judged(tmp_path: Path, *, verdict: dict | None = None, truth: dict | None = None, repeat: dict | None = None):
+    lines = [line | (repeat or {}) if line["type"] == "repeat" else line for line in batches_of("c", [1.0])]
+    run = write_run(tmp_path, [header({"c": {}}), *lines, TRUTH | (truth or {}), EXACT | (verdict or {})])
+    return verdict_of(run, "c"), " ".join(verdict_lines(run, ["c"]))
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({}, "exact"),
+        ({"repeat": {"tokens": token_check()}}, "exact"),
+        ({"repeat": {"tokens": token_check(DEPARTURE)}}, "different"),
+        (
+            {
+                "repeat": {
+                    "replicas": [
+                        {"replica": each, "started": 0.0, "ended": 1.0, "device": "cpu", "tokens": token_check(first)}
+                        for each, first in enumerate((None, DEPARTURE))
+                    ]
+                }
+            },
+            "different",
+        ),
+        ({"verdict": {"beyond": token_check(DEPARTURE)}}, "different"),
+        ({"verdict": {"invariance": [AXIS]}}, "different"),
+        ({"verdict": {"invariance": [AXIS | {"own": False}]}}, "exact"),  # the other cell is wrong
+        ({"verdict": {"invariance": [AXIS | {"first": DEPARTURE | {"clear": False}}]}}, "exact"),
+        (
+            {"verdict": {"verdict": "unverified", "reason": "no place"}, "repeat": {"tokens": token_check(DEPARTURE)}},
+            "different",
+        ),
+        ({"truth": {"inputs": {"requests": 1, "views": 2, "difference": "boxes", "note": ""}}}, "different"),
+        ({"truth": {"inputs": {"requests": 1, "views": 2, "difference": None, "note": ""}}}, "exact"),
+        ({"repeat": {"dtype": "float32", "tokens": token_check(equal=False)}}, "close"),
+        ({"repeat": {"dtype": "bfloat16", "tokens": token_check(equal=False)}}, "exact"),
+    ],
+)
+def test_measured_tokens_and_inputs_can_only_make_a_verdict_worse(tmp_path: Path, fields: dict, word: str) -> None:
+    found, said = judged(tmp_path, **fields)
+    assert found.word == word
+    if word == "different" and "truth" not in fields:
+        for part in ("request 7", "output token 3", "'a' instead of 'b'", "3.25 nats"):
+            assert part in found.reason
+            assert part in said
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"repeat": {"tokens": [1]}},
+        {"repeat": {"tokens": token_check({"request": "7"})}},
+        {"repeat": {"tokens": token_check(DEPARTURE | {"found": None})}},
+        {"verdict": {"invariance": {}}},
+        {"verdict": {"invariance": [7]}},
+        {"verdict": {"beyond": token_check(departed="1")}},
+        {"truth": {"inputs": {"requests": 1}}},
+    ],
+)
+def test_malformed_checks_are_refused_with_their_line(tmp_path: Path, fields: dict) -> None:
+    with pytest.raises(RecordsError, match=r"line \d+: "):
+        judged(tmp_path, **fields)

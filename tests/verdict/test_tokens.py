@@ -1,0 +1,174 @@
+"""Measured tokens against the reference's: where they depart, what noise explains, and what it never does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from panscan.core import Request, Result, Stamps
+from panscan.settings import Settings, settings_from
+from panscan.verdict.invariance import RunAnswers, compare, shared_axis, variants
+from panscan.verdict.judgement import clear_margin
+from panscan.verdict.tokens import Expected, Judge, ReferenceRows, compared_with_reference, first_difference
+
+VOCABULARY, END, SUPPRESSED = 8, 7, 6
+IDS = st.lists(st.integers(0, 5), max_size=8)
+
+
+def judge(noise: float = 0.0, **settings: Any) -> Judge:
+    """A model whose hidden states are its logits."""
+    head = SimpleNamespace(weight=torch.eye(VOCABULARY))
+    model = SimpleNamespace(
+        generation_config=SimpleNamespace(suppress_tokens=[SUPPRESSED]), get_output_embeddings=lambda: head
+    )
+    reader = SimpleNamespace(tokenizer=SimpleNamespace(decode=lambda ids: f"<{ids[0]}>"))
+    loaded = SimpleNamespace(model=model, reader=reader, eos_ids=frozenset({END}))
+    return Judge(cast("Any", loaded), settings_from({"runner": "engine", "max_new_tokens": 16, **settings}), noise)
+
+
+def truth(tokens: list[int], margin: float = 5.0) -> dict[str, Expected]:
+    """A truth that prefers its tokens to all others by ``margin`` nats."""
+    states = torch.zeros(len(tokens), VOCABULARY)
+    states[range(len(tokens)), tokens] = margin
+    return {"r": Expected(tokens, states)}
+
+
+def result(tokens: list[int], reason: str = "length") -> Result:
+    return Result("r", "", tokens, cast("Any", reason), 1, 0, 0, 9, Stamps(accepted=0.0))
+
+
+def checked(found: list[int], expected: list[int], at: Judge | None = None, margin: float = 5.0, **fields: Any) -> Any:
+    return compared_with_reference(at or judge(), truth(expected, margin), [result(found, **fields)], None)
+
+
+@given(IDS, IDS)
+def test_the_first_difference_is_the_end_of_the_common_beginning(a: list[int], b: list[int]) -> None:
+    at = first_difference(a, b)
+    if at is None:
+        assert a[: len(b)] == b
+    else:
+        assert a[:at] == b[:at]
+        assert at == len(a) < len(b) or a[at] != b[at]
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "departs"),
+    [
+        ([1, 2, 3], [1, 2, 3], None),
+        ([1, 2, 3, 4, 5], [1, 2, 3], None),  # the truth ends where its length does
+        ([1, 2, 4], [1, 2, 3], (2, 4, 3)),
+        ([1, 2], [1, 2, 3], (2, None, 3)),  # ends too early
+        ([1, END, 4], [1, END], (2, 4, None)),  # does not end
+        ([1, END], [1, END], None),
+        ([1, SUPPRESSED], [1, 2], (1, SUPPRESSED, 2)),
+    ],
+)
+def test_departures(found: list[int], expected: list[int], departs: tuple[Any, ...] | None) -> None:
+    check = checked(found, expected)
+    first = check.first and (check.first.position, check.first.token, check.first.expected)
+    assert (first, check.equal, check.departed) == (departs, departs is None, int(departs is not None))
+
+
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+def test_noise_explains_small_margins_only(noise: float) -> None:
+    limit = clear_margin(noise)
+    near, far = (checked([1, 3], [1, 2], judge(noise), margin) for margin in (0.99 * limit, 1.01 * limit))
+    assert (near.first, near.equal) == (None, False)
+    assert far.first.margin == pytest.approx(1.01 * limit)
+
+
+def test_an_end_mark_that_is_ignored_on_purpose_is_no_departure() -> None:
+    ignoring = judge(ignore_eos=True)
+    assert checked([1, END, 4], [1, END], ignoring).first is None
+    assert checked([1, END], [1, END], ignoring, reason="stop").first is not None
+
+
+def test_an_answer_that_stops_without_a_mark_departs_in_any_request() -> None:
+    check = compared_with_reference(judge(), {}, [result([1, 2], reason="stop")], None)
+    assert check.departed == 1
+    assert compared_with_reference(judge(), {}, [result([1, END], reason="stop")], None).departed == 0
+
+
+def test_what_cannot_be_compared_says_so() -> None:
+    assert "penalty" in checked([1], [2], judge(repetition_penalty=1.5)).note
+    sampled = judge(temperature=1.0, runner="generate")
+    assert "distributions" in compared_with_reference(sampled, truth([2]), [result([1])], 3).note
+
+
+@pytest.mark.parametrize(("token", "departs"), [(2, False), (3, True)])
+def test_draws_are_recomputed_from_the_truths_distributions(token: int, departs: bool) -> None:
+    check = compared_with_reference(judge(temperature=1.0), truth([2], margin=60.0), [result([token])], 3)
+    assert (check.first is not None) == departs
+    unsure = compared_with_reference(judge(noise=100.0, temperature=1.0), truth([2]), [result([token])], 3)
+    assert unsure.first is None
+
+
+def test_the_reference_follows_the_measured_tokens() -> None:
+    asked = []
+
+    def compute(request: str, tokens: Any) -> torch.Tensor:
+        asked.append(tuple(tokens))
+        states = torch.zeros(len(tokens), VOCABULARY)
+        states[:, 2] = 5.0  # it always prefers 2
+        return states
+
+    rows = ReferenceRows(compute)
+    assert rows.check(judge(), "r", [2, 2, 2], 1).first is None
+    wrong = rows.check(judge(), "r", [2, 2, 4], 1)
+    assert (wrong.first.position, wrong.first.expected, wrong.departed) == (2, 2, 1)
+    assert rows.check(judge(), "r", [4, 2, 2], 1).first is None, "what stands before the start is not its business"
+    assert rows.check(judge(), "r", [2, 2, 4], 1) == wrong
+    assert len(asked) == 3, "an answer is computed once"
+    assert rows.check(judge(), "r", [2, END, 2], 0).first.position == 2
+    assert rows.check(judge(), "r", [2, SUPPRESSED], 0).first.position == 1
+
+
+@pytest.mark.parametrize("own_is_wrong", [True, False])
+def test_the_reference_tells_which_of_two_answers_is_wrong(own_is_wrong: bool) -> None:
+    states = torch.zeros(3, VOCABULARY)
+    states[:, 2] = 5.0
+    own, other = ([2, 2, 4], [2, 2, 2]) if own_is_wrong else ([2, 2, 2], [2, 2, 4])
+    rows = ReferenceRows(lambda _, tokens: states[: len(tokens)])
+    found = compare(RunAnswers("order", "", {"r": other, "x": [1]}), {"r": own}, judge(), rows, same_cell=False)
+    assert (found.requests, found.differ, found.own, found.broken) == (1, 1, own_is_wrong, True)
+    assert (found.first.token, found.first.expected) == (4, 2)
+    unknown = compare(RunAnswers("order", "", {"r": other}), {"r": own}, judge(), None, same_cell=True)
+    assert (unknown.differ, unknown.broken, unknown.first.clear) == (1, False, None)
+
+
+def test_cells_that_differ_in_one_axis_only_are_compared() -> None:
+    base = Settings()
+    assert shared_axis(base, replace(base, batch_size=4, equal_views=True)) == "batch"
+    assert shared_axis(base, replace(base, tensor_parallel_size=2)) == "gpus"
+    assert shared_axis(base, replace(base, gpu_memory_gb=8.0, kv_cache_gb=1.0)) == "cache"
+    assert shared_axis(base, replace(base, batch_size=4, prefill_chunk_size=64)) is None
+    assert shared_axis(base, replace(base, temperature=1.0)) is None
+    assert shared_axis(base, base) is None
+
+
+def test_an_answer_that_the_context_cut_off_is_no_departure() -> None:
+    short = judge()
+    short.loaded.model.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=11))
+    assert checked([1, 2], [1, 2, 3], short).departed == 0, "9 prompt tokens and 2 of the answer"
+    assert checked([1], [1, 2, 3], short).departed == 1
+    assert checked([1, 4], [1, 2, 3], short).departed == 1
+
+
+def test_a_variant_that_fails_says_so() -> None:
+    class Failing:
+        settings = settings_from({"batch_size": 2})
+
+        def run(self, batch: Any) -> Any:
+            raise RuntimeError("CUDA out of memory")
+
+    found = list(variants(cast("Any", Failing()), [Request(prompt="x")] * 2, [1, 1], 9))
+    assert {each.note for each in found if each.axis in ("order", "batch")} == {
+        "failed: RuntimeError: CUDA out of memory"
+    }
+    assert not any(each.answers for each in found)
