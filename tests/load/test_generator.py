@@ -19,7 +19,6 @@ from tests.load.fake_server import fake_server
 
 from panscan.core import SettingError, from_perf_counter
 from panscan.load import connection
-from panscan.load.arrivals import constant_arrivals
 from panscan.load.chat import ChatRequest, ChatStream, Endpoint, RequestOutcome, chat_body, data_url, fetch_json
 from panscan.load.generator import run_level
 
@@ -48,7 +47,7 @@ def counts(url: str) -> dict[str, int]:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_every_figure_is_that_of_the_server(url: str, processes: int) -> None:
     """A busy machine may delay a request, but not all of them: the smallest error is the load generator's own."""
-    arrivals = constant_arrivals(50.0, 40)
+    arrivals = [number / 50 for number in range(40)]
     result = run_level(Endpoint(url, "fake"), requests(40), arrivals, processes=processes)
     errors: dict[str, list[float]] = {"ttft": [], "tpot": [], "itl": [], "e2e": []}
     for number, exchange in enumerate(result.exchanges):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
 import click
+import msgspec
 import numpy as np
 
 from panscan.cli.bench import exit_code, print_files, print_run
@@ -204,7 +205,7 @@ def _request_mix(options: Options, scenario: Scenario | None) -> tuple[RequestMi
             questions = [item.prompt for item in load_workload(asked, on_problem=print_skipped).items]
         with activity("drawing documents"):
             mix = mix_of_scenario(scenario, options.seed, questions)
-        return mix, {"scenario": asdict(scenario)}
+        return mix, {"scenario": msgspec.to_builtins(scenario)}
     source = source_or_samples(
         images=options.images,
         prompts=options.prompts,
