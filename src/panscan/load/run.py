@@ -24,7 +24,7 @@ from panscan.load.chat import Endpoint, RequestOutcome
 from panscan.load.content import Content, LoadRequest, RequestMix
 from panscan.load.generator import LevelResult, run_level
 from panscan.load.options import LoadLevel, LoadOptions
-from panscan.load.probe import EndpointFacts, address
+from panscan.load.probe import address
 from panscan.load.search import RateSearch, Trial, undisturbed
 from panscan.load.vllm_result import vllm_result
 from panscan.records.environment import new_run_record
@@ -34,6 +34,7 @@ from panscan.records.schema import (
     CellsRecord,
     LevelLoad,
     LoadRunSettings,
+    ProbeRecord,
     RecordedCell,
     RepeatRecord,
     RequestRecord,
@@ -81,6 +82,7 @@ class LoadPlan:
         options: levels, arrivals, lengths and limits.
         mix: documents and prompts.
         probe: results of the earlier probe.
+        server: owner of the endpoint's models, such as ``vllm``; None if unknown.
         source: origin of the documents, for the records.
         save_result: write each level in vLLM's format, too.
         include_content: keep prompts and answers in the records.
@@ -90,7 +92,8 @@ class LoadPlan:
     endpoint: Endpoint
     options: LoadOptions
     mix: RequestMix
-    probe: EndpointFacts
+    probe: ProbeRecord
+    server: str | None = None
     source: Mapping[str, Any] = field(default_factory=dict)
     save_result: bool = False
     include_content: bool = False
@@ -122,7 +125,7 @@ def run_load(
     with RecordWriter(directory) as writer:
         if writer.previous is not None:
             raise RecordsError(f"{directory} already holds a run: choose another --output-dir")
-        writer.write([_run_record(plan, command), plan.probe.record])
+        writer.write([_run_record(plan, command), plan.probe])
         _LoadRun(plan, writer, observer, cancelled).measure()
     return finish(directory)
 
@@ -267,7 +270,7 @@ def _run_record(plan: LoadPlan, command: Sequence[str]) -> RunRecord:
     options = plan.options
     load = LoadRunSettings(
         endpoint=address(plan.endpoint.url),
-        server=plan.probe.server,
+        server=plan.server,
         model=plan.endpoint.model,
         goodput=dict(options.goodput),
         attainment=options.goodput_attainment,
