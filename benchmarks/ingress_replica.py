@@ -12,6 +12,6 @@ from panscan.settings import Settings
 class StubReplica(EngineReplica):
     """A :class:`panscan.serve.replica.EngineReplica` that computes nothing."""
 
-    def _load(self, settings: Settings, replicas: int, threads: int | None) -> None:  # noqa: ARG002
+    def _load(self, settings: Settings, replicas: int, threads: int | None) -> None:
         model: Any = StubModel(settings)
         self._model, self._hang_seconds = model, 60.0
