@@ -28,9 +28,17 @@ from transformers import AutoModelForCausalLM, Gemma3nTextConfig
 from panscan.core import PanscanError, Request, now
 from panscan.core.files import write_file
 from panscan.inspect.profile.capture import CaptureOptions, start_profiler_once
-from panscan.inspect.profile.modes import ENGINE, GENERATE_MODES, Mode, mode_settings
 from panscan.inspect.profile.results import summary_of
-from panscan.inspect.profile.run import Profiled, checked_modes, profile_modes, profile_runner
+from panscan.inspect.profile.run import (
+    ENGINE,
+    GENERATE_MODES,
+    Mode,
+    Profiled,
+    checked_modes,
+    mode_settings,
+    profile_modes,
+    profile_runner,
+)
 from panscan.model.bundled.tokenizer import tokenizer_for
 from panscan.model.checkpoint import Loaded, ready_model
 from panscan.model.gemma3.config import generation_config

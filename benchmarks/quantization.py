@@ -25,15 +25,16 @@ from msgspec import to_builtins
 from torch import nn
 
 from panscan.bench.grid import Cell
-from panscan.bench.verify import Verifier
 from panscan.core import InputError
 from panscan.model.linear.quantized import QuantizedLinear, WeightFormat
 from panscan.model.load import load_for
 from panscan.model.quantization import weight_bytes, weights_name
-from panscan.quality.scores import exact_match
 from panscan.records.environment import environment
+from panscan.records.scores import exact_match
 from panscan.runners.engine import EngineRunner
 from panscan.settings import settings_from
+from panscan.verdict.cells import Verifier
+from panscan.verdict.references import References
 from panscan.workload.requests import Item, Source, build_workload, request_of
 from panscan.workload.samples import write_samples
 
@@ -56,11 +57,11 @@ def measure(items: list[Item], source: Source, verifier: Verifier, values: dict[
     """Answer every question with one kind of weights, and compare its distributions with the reference."""
     settings = settings_from({"model": "mini", "runner": "engine", "max_new_tokens": 32, "dtype": "fp32", **values})
     cell = Cell.of(settings)
-    verifier.prepare_quantized([cell])
+    verifier.references.prepare_quantized([settings])
     runner = EngineRunner(load_for(settings), settings)  # not open_runner: it refuses fp8 on a CPU
     try:
         facts = {"weights": weights_name(runner.loaded.model), "weight_bytes": weight_bytes(runner.loaded.model)}
-        verifier.prepare(runner, [cell])
+        verifier.references.prepare(runner, [settings])
         runner.configure(settings)
         requests = [request_of(item, settings, source) for item in items]
         began = time.perf_counter()
@@ -140,7 +141,7 @@ def main() -> None:
         items = build_workload(source, on_problem=refuse)
         step = max(1, len(items) // COMPARED)
         chosen = items[::step][:COMPARED]
-        verifier = Verifier(chosen, source, STEPS, None, (), lambda _: None, print)
+        verifier = Verifier(References(chosen, source, STEPS, None, (), lambda _: None, print))
         for name, values in kinds.items():
             record["variants"][name] = found = measure(items, source, verifier, values)
             print(f"{name}: {sum(found['exact_match']) / len(items):.2%} of {len(items)}, {found['seconds']} s")

@@ -17,8 +17,8 @@ from typing import Any
 
 from panscan.analysis.cells import MeasuredCell, measured_rows
 from panscan.analysis.floors import floor_of
+from panscan.analysis.summary import replica_shares
 from panscan.records.store import Run, read_run
-from panscan.records.summary import replica_shares
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a script, as people do
 

@@ -23,8 +23,8 @@ from transformers.masking_utils import flash_attention_mask
 
 from panscan import GenerateRunner, Request
 from panscan.model.runtime import apply_attention
-from panscan.quality.scores import exact_match
 from panscan.records.environment import environment
+from panscan.records.scores import exact_match
 from panscan.workload.documents import draw_document
 
 RECORD = Path(__file__).parent / "records" / "task-cost.json"

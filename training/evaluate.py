@@ -26,8 +26,8 @@ import transformers
 from rich.progress import track
 
 from panscan import Engine, PanAndScan
-from panscan.quality.scores import exact_match
 from panscan.records.intervals import cluster_intervals, wilson_interval
+from panscan.records.scores import exact_match
 from panscan.workload.documents import Question
 from training.fonts import held_out_faces, training_faces
 from training.pages import Page, a_page

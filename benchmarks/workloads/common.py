@@ -18,8 +18,6 @@ from msgspec import to_builtins
 from benchmarks.workloads.floors import Floors
 from benchmarks.workloads.pages import PAGE, page, question
 from panscan.bench.grid import Cell
-from panscan.bench.reference import TOKENS, load_reference
-from panscan.bench.verify import Verifier
 from panscan.core import InputError, Request, Result, SettingError
 from panscan.core.files import write_file
 from panscan.images.views import plan_views
@@ -35,6 +33,9 @@ from panscan.runners.factory import ready_runner
 from panscan.runners.generate import GenerateRunner
 from panscan.runners.vllm import VllmRunner
 from panscan.settings import ENGINE_AXES, Settings, axes, axis_name, foreign_settings, settings_from
+from panscan.verdict.cells import Verifier
+from panscan.verdict.reference import TOKENS, load_reference
+from panscan.verdict.references import References
 from panscan.workload.requests import Source, build_workload
 
 TEXT_TOKENS = 78
@@ -266,14 +267,14 @@ def verdicts(work: Work, runners: Mapping[str, Runner], requests: Sequence[Reque
         steps = min(TOKENS, work.settings.max_new_tokens)
         files = sorted(work.references.glob("*.safetensors")) if work.references and work.settings.quantization else ()
         known = [(path, load_reference(path)) for path in files]
-        verifier = Verifier(items, source, steps, work.references, known, lambda _: None, say)
+        verifier = Verifier(References(items, source, steps, work.references, known, lambda _: None, say))
         found = {}
         for name, runner in runners.items():
             cell = Cell.of(runner.settings)
             if cell.settings.quantization is None:
-                verifier.prepare(runner, [cell])
+                verifier.references.prepare(runner, [cell.settings])
             else:
-                verifier.prepare_quantized([cell])
+                verifier.references.prepare_quantized([cell.settings])
             runner.configure(cell.settings)
             verdict = verifier.verify(runner, cell)
             found[name] = to_builtins(verdict)

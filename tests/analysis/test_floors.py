@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tests.records.synthetic import load, record_of, repeat, request, run_of
 
 from panscan.analysis.floors import Floor, floor_of, ratios
+from panscan.analysis.summary import cell_metrics
 from panscan.core import Stamps
 from panscan.model.shapes import SHAPES, Shape, TextShape, VisionShape
 from panscan.records.store import Run
-from panscan.records.summary import cell_metrics
 
 # Parameters: decoder 464, tower 1,239, projector 10. Per view 9,776 FLOPs.
 SMALL = Shape(

@@ -13,8 +13,8 @@ from tests.report.report_page import page_of, section, settings_of_page
 from tests.report.test_terminal import shown
 
 from panscan.analysis.accuracy import COLUMNS, NO_EXACT_CELL, TITLE, cost_columns, cost_lines, costs_of_cells
+from panscan.analysis.summary import write_summary
 from panscan.records.store import Run
-from panscan.records.summary import write_summary
 from panscan.report import to_markdown
 from panscan.report.terminal import print_summary
 

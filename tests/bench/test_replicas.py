@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conftest import noise
 
+from panscan.analysis.summary import cell_metrics
 from panscan.bench import replicas
 from panscan.bench.grid import Cell, build_cells
 from panscan.bench.plan import SweepPlan
@@ -30,9 +31,8 @@ from panscan.bench.run import plan_of, resume, start
 from panscan.cli.main import run as cli
 from panscan.core import PanscanError, PanscanWarning, UnsupportedError
 from panscan.records.store import Run, read_run
-from panscan.records.summary import cell_metrics
-from panscan.records.verdict import verdict_of
 from panscan.settings import Settings
+from panscan.verdict.judgement import verdict_of
 from panscan.workload.requests import Source, build_workload
 
 Act = Callable[[], None]

@@ -21,8 +21,8 @@ from panscan.cli.main import run
 from panscan.images.views import plan_views
 from panscan.records.metrics import LAUNCHER as LAUNCHER_COLUMNS
 from panscan.records.store import Run, read_run
-from panscan.records.verdict import token_lines, verdict_of
 from panscan.settings import Settings
+from panscan.verdict.judgement import token_lines, verdict_of
 
 LAUNCHER = shlex.split(
     "bench --model_id google/gemma-3-27b-it --precision bf16 --attn_impl flash_attention_2 --device_map auto"

@@ -17,10 +17,10 @@ import pytest
 from tests.conftest import noise
 from tests.load.fake_server import fake_server
 
+from panscan.analysis.summary import cell_metrics
 from panscan.cli.main import run
 from panscan.core import from_perf_counter
 from panscan.records.store import Run, read_run
-from panscan.records.summary import cell_metrics
 
 QUICK = ["--num-warmups", "0", "--ready-check-timeout-sec", "0"]
 TTFT_MS, ITL_MS, TOKENS = 40.0, 6.0, 8

@@ -13,7 +13,7 @@ from tests.conftest import noise
 
 from panscan.cli.main import run
 from panscan.records.store import Run, read_run
-from panscan.records.verdict import axis_checks, verdict_of
+from panscan.verdict.judgement import axis_checks, verdict_of
 from panscan.workload.samples import write_samples
 
 SPLIT = ["--tensor-parallel-size", "2"]

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.bench.test_verify import STEPS
-from tests.bench.test_verify import Bench as VerdictBench
 from tests.engine.driving import Reference, questions, requests
 from tests.engine.test_conformance import MINI_OPTIONS, OPTIONS, Arrival, arrivals, check
+from tests.verdict.test_cells import STEPS
+from tests.verdict.test_cells import Bench as VerdictBench
 
 from panscan import GenerateRunner
 from panscan.core import UnsupportedError

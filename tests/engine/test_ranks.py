@@ -21,10 +21,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from tests.bench.test_verify import STEPS as VERDICT_STEPS
-from tests.bench.test_verify import Bench
 from tests.conftest import noise
 from tests.engine.driving import Reference, requests
+from tests.verdict.test_cells import STEPS as VERDICT_STEPS
+from tests.verdict.test_cells import Bench
 
 from panscan import Engine, GenerateRunner, Request, Result, Sampling
 from panscan.bench.grid import Cell
@@ -233,7 +233,7 @@ def test_the_verdict_is_exact_and_failed_processes_are_replaced(tmp_path: Path) 
     runner = open_runner(settings)
     assert isinstance(runner, EngineRunner)
     verifier = Bench(tmp_path).verifier()
-    verifier.prepare(runner, [Cell.of(settings)])
+    verifier.references.prepare(runner, [settings])
     record = verifier.verify(runner, Cell.of(settings))
     assert record.verdict == "exact", record
     runner.reset_peak_memory()

@@ -23,10 +23,10 @@ from panscan.model.checkpoint import Placement, load_model
 from panscan.model.gemma3.text_layers import TextLayers
 from panscan.model.gemma3.vision_layers import VisionLayers
 from panscan.model.linear.products import ModuleLinear, PlainLinear, is_plain, linear_of, runs_own_forward
-from panscan.model.reference import converted_model, weights_digest
 from panscan.model.shapes import Shape, TextShape, VisionShape
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import settings_from
+from panscan.verdict.float32 import converted_model, weights_digest
 
 TEXT = TextShape(1024, 64, 96, 3, 2, 1, 32, 16, 32, 256)
 SEES = Shape("sees", TEXT, VisionShape(hidden=48, intermediate=64, layers=2, heads=2, image_size=56), image_tokens=4)

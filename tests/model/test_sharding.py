@@ -20,9 +20,9 @@ from panscan.model.bundled.random_weights import random_model
 from panscan.model.checkpoint import drop_weights, load_random
 from panscan.model.gemma3.text_layers import TextLayers
 from panscan.model.layers import OutputRows
-from panscan.model.reference import head_logits
 from panscan.model.shapes import Shape, TextShape, VisionShape
 from panscan.model.sharding import Ranks, check_divides, fill_shard, shard_config, shard_of
+from panscan.verdict.float32 import head_logits
 
 TEXT = TextShape(5001, 64, 96, 4, 4, 2, 32, 16, 32, 256)
 EYES = VisionShape(hidden=48, intermediate=64, layers=1, heads=2, image_size=56)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from panscan.bench import workload
 from panscan.core import View
 from panscan.engine import loop, prepare, sampling
 from panscan.engine.loop import Loop
@@ -23,6 +22,7 @@ from panscan.engine.views import ViewFeatures
 from panscan.images.views import ViewPlan, plan_views
 from panscan.model import inputs
 from panscan.model.prompt import Prompt, PromptWriter
+from panscan.workload import requests as workload
 
 Break = Callable[[pytest.MonkeyPatch], None]
 
@@ -140,10 +140,10 @@ def _words_missing(patch: pytest.MonkeyPatch) -> None:
 
 
 def _channels_swapped(patch: pytest.MonkeyPatch) -> None:
-    from panscan.runners import processor_check
+    from panscan.verdict import inputs as verdict_inputs
 
     whole = inputs.pixels_pil
-    for module in (inputs, processor_check):
+    for module in (inputs, verdict_inputs):
         patch.setattr(module, "pixels_pil", lambda *arguments: whole(*arguments).flip(1))
 
 

@@ -12,8 +12,8 @@ from panscan.bench.grid import Cell
 from panscan.bench.plan import SweepPlan
 from panscan.bench.run import start
 from panscan.core import InputError
-from panscan.records.verdict import Verdict, verdict_of
 from panscan.settings import Settings, settings_from
+from panscan.verdict.judgement import Verdict, verdict_of
 from panscan.workload.requests import Source, build_workload
 
 BASE = {

@@ -18,11 +18,11 @@ import pytest
 from panscan.analysis.accuracy import cost_columns
 from panscan.analysis.levels import levels_of, load_result
 from panscan.analysis.recommend import recommend
+from panscan.analysis.summary import write_summary
 from panscan.core import RecordsError
 from panscan.records.load_runs import is_load_run
 from panscan.records.store import read_run
-from panscan.records.summary import write_summary
-from panscan.records.verdict import verdict_lines
+from panscan.verdict.judgement import verdict_lines
 
 RUNS = Path(__file__).parents[2] / "benchmarks" / "records"
 EXPECTED = Path(__file__).with_name("committed_records.json")

@@ -17,10 +17,10 @@ from tests.records.load_runs import (
 )
 from tests.records.synthetic import record_of, records_of, write_run
 
+from panscan.analysis.summary import cell_metrics, summary_columns, write_summary
 from panscan.records.goodput import Goodput, goodput_of, highest_rate, missed_limits
 from panscan.records.load_runs import keeps_up, level_goodput, offered_rate
 from panscan.records.metrics import LEAST_SAMPLES, least_samples
-from panscan.records.summary import cell_metrics, summary_columns, write_summary
 
 LIMITS = {"ttft": 100.0, "tpot": 20.0, "e2el": 500.0}
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tests.records.synthetic import batches_of, run_of
 
+from panscan.analysis.summary import cell_metrics
 from panscan.records.intervals import cluster_intervals, ratio_interval
-from panscan.records.summary import cell_metrics
 
 
 def test_the_bootstrap_is_the_plain_one_that_draws_batches() -> None:

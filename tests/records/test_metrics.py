@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.records.synthetic import batches_of, header, record_of, repeat, request, run_of, stamps, write_run
 
+from panscan.analysis.summary import cell_metrics
 from panscan.core import RecordsError
 from panscan.records.metrics import COLUMNS, INTERVALS
 from panscan.records.schema import STAGES, RequestRecord
 from panscan.records.store import Run
-from panscan.records.summary import cell_metrics
 
 
 def known_answer() -> Run:

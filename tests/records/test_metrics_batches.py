@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tests.records.synthetic import record_of, repeat, request, run_of
 
+from panscan.analysis.summary import cell_metrics, replica_shares
 from panscan.records.metrics import batches_of, window_seconds
-from panscan.records.summary import cell_metrics, replica_shares
 from panscan.report.terminal import print_summary
 
 Lane = tuple[float, list[tuple[float, int]]]

@@ -14,8 +14,8 @@ from scipy.stats import binomtest
 from tests.records.synthetic import header, record_of, request
 
 from panscan.analysis.accuracy import QualityDifference, quality_difference
-from panscan.quality.scores import exact_match, scores_of
 from panscan.records.quality import quality_of
+from panscan.records.scores import exact_match, scores_of
 from panscan.records.store import Run
 
 Scores = Sequence[Sequence[float | None]]

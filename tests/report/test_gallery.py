@@ -14,8 +14,8 @@ from PIL import Image
 from tests.records import synthetic
 
 from panscan.core import RecordsError
-from panscan.quality.scores import scores_of
 from panscan.records.quality import with_metric
+from panscan.records.scores import scores_of
 from panscan.records.store import Run, read_run
 from panscan.report import write_gallery
 from panscan.report.gallery import entries_of

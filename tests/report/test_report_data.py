@@ -38,9 +38,9 @@ from tests.report.report_page import (
 
 from panscan.analysis.floors import floor_of
 from panscan.analysis.recommend import recommend
+from panscan.analysis.summary import cell_metrics
 from panscan.records.quality import quality_of
 from panscan.records.store import Run
-from panscan.records.summary import cell_metrics
 
 BUSY = (
     "Some times are below their floor: the machine was busy when its ceilings were measured, so these floors are too"
@@ -285,7 +285,7 @@ def test_limits_come_from_the_code(known: tuple[Run, Element], monkeypatch: pyte
     assert "at most 2x the noise" in section(known[1], "definitions").text
     assert "at most 10x the noise, and the reference's top token at 99%" in section(known[1], "definitions").text
     assert "11 for p50, 64 for p90, 130 for p95, 662 for p99" in section(known[1], "definitions").text
-    monkeypatch.setattr("panscan.records.verdict.EXACT_RATIO", 3.5)
+    monkeypatch.setattr("panscan.verdict.judgement.EXACT_RATIO", 3.5)
     assert "at most 3.5x the noise" in section(page_of(known[0]), "definitions").text
 
 

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 from tests.records.synthetic import batches_of, header, outcome, record_of, write_run
 
+from panscan.analysis.summary import cell_metrics
 from panscan.records.store import Run
-from panscan.records.summary import cell_metrics
 from panscan.report.terminal import print_curves, print_summary
 
 BASE = {"model": "tiny", "pan_and_scan_max_num_crops": 4, "attention": "sdpa", "batch_size": 1, "do_pan_and_scan": True}

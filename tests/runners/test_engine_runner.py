@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 from tests.bench.test_measure import Lines, RecordingObserver
-from tests.bench.test_verify import STEPS as VERDICT_STEPS
-from tests.bench.test_verify import Bench as VerdictBench
 from tests.conftest import noise, printed
+from tests.verdict.test_cells import STEPS as VERDICT_STEPS
+from tests.verdict.test_cells import Bench as VerdictBench
 
 from panscan import GenerateRunner, PanAndScan, Request
 from panscan.bench.grid import build_cells
 from panscan.bench.plan import SweepPlan
 from panscan.bench.sweep import run_sweep
-from panscan.bench.verify import Verifier
 from panscan.core import ImageError, UnsupportedError
 from panscan.model.inputs import prepare, read_images
 from panscan.model.observation import ForcedTokens, sample_image_positions
@@ -26,6 +25,8 @@ from panscan.runners.engine import EngineRunner
 from panscan.runners.factory import open_runner, ready_runner
 from panscan.runners.observe import observe
 from panscan.settings import ENGINE_AXES, ENGINE_LIMITS, Settings, axes, settings_from
+from panscan.verdict.cells import Verifier
+from panscan.verdict.references import References
 from panscan.workload.requests import Source, build_workload
 
 STEPS = 6
@@ -122,9 +123,8 @@ def test_a_sweep_of_both_runners(tmp_path: Path, model: str) -> None:
     items = build_workload(source, on_problem=lambda error: pytest.fail(str(error)))
     plan = SweepPlan(cells=cells, items=items, source=source, include_content=True)
     lines = Lines()
-    run_sweep(
-        plan, lines, set(), RecordingObserver(), Verifier(items, source, STEPS, None, [], lines.write, lambda _: None)
-    )
+    verifier = Verifier(References(items, source, STEPS, None, [], lines.write, lambda _: None))
+    run_sweep(plan, lines, set(), RecordingObserver(), verifier)
     verdicts = {line.cell: line for line in lines.records if isinstance(line, VerdictRecord)}
     assert [verdicts[cell.id].verdict for cell in cells] == ["exact"] * 3
     assert all(verdict.equal_tokens for verdict in verdicts.values())

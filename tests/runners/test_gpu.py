@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.bench.test_verify import Bench as VerdictBench
 from tests.conftest import noise
 from tests.runners.test_generate import check_stamps
+from tests.verdict.test_cells import Bench as VerdictBench
 
 from panscan import GenerateRunner
 from panscan.bench.grid import Cell

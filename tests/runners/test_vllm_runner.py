@@ -22,15 +22,12 @@ from tests.conftest import noise
 
 from panscan import GenerateRunner, PanAndScan, Request, Sampling
 from panscan.analysis.cells import distinguishing_names, effective_settings
-from panscan.bench.divergence import DivergenceTally, compare_logits
 from panscan.bench.grid import Cell, build_cells
-from panscan.bench.verify import Verifier
 from panscan.core import PanscanError, SettingError, Stamps, UnsupportedError
 from panscan.model.bundled.random_weights import write_shape
 from panscan.model.checkpoint import load_meta_model
 from panscan.model.inputs import plan_request, read_images
 from panscan.model.observation import ForcedTokens, Observation
-from panscan.model.reference import head_logits, weights_digest
 from panscan.model.support import unsupported_reason
 from panscan.runners.base import calls
 from panscan.runners.factory import ready_runner
@@ -44,6 +41,10 @@ from panscan.runners.vllm import (
     sampling_arguments,
 )
 from panscan.settings import Settings, settings_from
+from panscan.verdict.cells import Verifier
+from panscan.verdict.divergence import DivergenceTally, compare_logits
+from panscan.verdict.float32 import head_logits, weights_digest
+from panscan.verdict.references import References
 from panscan.workload.requests import Source, build_workload
 
 CPU = torch.device("cpu")
@@ -348,8 +349,8 @@ def test_a_verdict_says_what_it_was_made_from(runner: GenerateRunner, tmp_path: 
     noise(300, 900).save(tmp_path / "page.png")
     source = Source(images=(str(tmp_path / "page.png"),), prompt="What is it?")
     items = build_workload(source, on_problem=lambda error: pytest.fail(str(error)))
-    verifier = Verifier(items, source, 4, None, [], lambda _: None, lambda _: None)
-    verifier.prepare(runner, [Cell.of(runner.settings)])
+    verifier = Verifier(References(items, source, 4, None, [], lambda _: None, lambda _: None))
+    verifier.references.prepare(runner, [runner.settings])
     runner.configure(runner.settings)
     cell = Cell.of(replace(runner.settings, runner="vllm"))
     shown: Any = Vllm(runner)
@@ -364,15 +365,9 @@ def test_tallies_take_whole_and_partial_rows(tiny: GenerateRunner) -> None:
     hidden = torch.randn(3, 128)
     logits = head_logits(tiny.loaded.model, hidden)
     tally = DivergenceTally()
-    tally.add(
-        tiny.loaded,
-        hidden,
-        top_logprobs(logits, TOP_LOGPROBS),
-        hidden,
-        top_logprobs(logits, TOP_LOGPROBS),
-        partial=True,
-    )
-    assert (tally.joined("answer").kl < 1e-5).all() and (tally.joined("image").kl < 1e-5).all()
+    known = top_logprobs(logits, TOP_LOGPROBS)
+    tally.add(tiny.loaded, hidden, hidden, Observation([1, 2, 3], [0, 1, 2], known, known, top_logprobs=TOP_LOGPROBS))
+    assert all((part.kl < 1e-5).all() for part in (*tally.answer, *tally.image)) and len(tally.image) == 1
 
 
 def test_pan_and_scan_settings_are_vllms_own_words() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from panscan.verdict.evidence import Fit
 from panscan.verify.diagnosis import (
     Explanation,
     HypothesisFit,
@@ -15,7 +16,6 @@ from panscan.verify.diagnosis import (
     judge_fit,
     summary,
 )
-from panscan.verify.evidence import Fit
 from panscan.verify.hypotheses import REFERENCE, hypothesis
 
 NOISE = NoiseLevel(1e-4, 0.1)

@@ -228,6 +228,15 @@ def test_a_limit_on_requests_is_kept(replies: Callable[[bool], Replies]) -> None
     assert any("the limit of 3 requests" in line for line in found.not_visible)
 
 
+def test_three_failures_in_a_row_end_the_questions_and_an_answer_between_them_counts_anew(
+    replies: Callable[[bool], Replies],
+) -> None:
+    with answering(replies(True), "limits images") as url:
+        found = verified(url, [*CHART, *CHART, TEXT, *CHART, *CHART, *CHART, TEXT, TEXT])
+    assert len(found.answers) == 6
+    assert "2 of 8 questions: not asked (failures in a row)" in found.not_visible
+
+
 def test_an_endpoint_that_is_down_is_an_error() -> None:
     with answering({}) as url:
         pass

@@ -20,8 +20,8 @@ from pyarrow import parquet
 from tests.conftest import noise
 
 from panscan.core import DatasetError, InputError, SettingError, UnsupportedError
-from panscan.quality.scores import scores_of
 from panscan.records.schema import DatasetFacts
+from panscan.records.scores import scores_of
 from panscan.workload import datasets, tables
 from panscan.workload import rows as dataset_lines
 from panscan.workload.datasets import FORMATS, dataset_rows, load_dataset

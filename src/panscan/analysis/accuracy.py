@@ -16,7 +16,7 @@ from panscan.core.sampling import SAMPLING_NAMES
 from panscan.records.intervals import Z95
 from panscan.records.quality import metric_of, metric_title, metrics_in, quality_of, scores_of_cell
 from panscan.records.store import Run
-from panscan.records.verdict import is_quantized, verdict_of
+from panscan.verdict.judgement import is_quantized, verdict_of
 
 LEAST_QUESTIONS = 30
 """Fewer different questions show nothing about answers."""

@@ -9,13 +9,13 @@ from math import isfinite
 from typing import Any
 
 from panscan.analysis.setting_words import CROPS, label, shown
+from panscan.analysis.summary import cell_metrics
 from panscan.records.intervals import Interval
 from panscan.records.metrics import Metrics
 from panscan.records.quality import Quality, quality_of
 from panscan.records.store import Run, outcome_of
-from panscan.records.summary import cell_metrics
-from panscan.records.verdict import Verdict, verdict_of
 from panscan.settings import ENGINE_AXES, REMOVED_SETTINGS, VLLM_AXES, VLLM_LIMITS, axes, foreign_settings
+from panscan.verdict.judgement import Verdict, verdict_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def measured_rows(run: Run) -> list[MeasuredCell]:
     """Return the measured cells of a run. Settings without effect are None (see :func:`effective_settings`).
 
     Raises:
-        RecordsError: see :func:`panscan.records.summary.cell_metrics`.
+        RecordsError: see :func:`panscan.analysis.summary.cell_metrics`.
     """
     names, views = cell_names(run), dict[str, float]()
     measured = {cell: metrics for cell in run.cells if (metrics := cell_metrics(run, cell)) is not None}

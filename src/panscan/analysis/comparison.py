@@ -21,7 +21,7 @@ from panscan.analysis.differences import (
     score_names,
 )
 from panscan.analysis.levels import VERIFY_HINT, level_names
-from panscan.analysis.pairing import LOAD_WORKLOAD, CellPair, Comparison, compare_runs
+from panscan.analysis.pairing import LOAD_WORKLOAD, Comparison, compare_runs
 from panscan.analysis.setting_words import label, shown
 from panscan.analysis.significance import ALPHA
 from panscan.core import SettingError
@@ -97,7 +97,11 @@ class Report:
             ours, theirs = (label({key: both[side] for key, both in comparison.apart.items()}) for side in (0, 1))
             found.append(f"A has {ours}; {name} has {theirs}")
         if comparison.differences:
-            found.append("Also different, A / " + name + ": " + _both(comparison.differences))
+            different = (
+                fact if fact == "workload_sha256" else f"{fact} {shown(a)[:40]} / {shown(b)[:40]}"
+                for fact, (a, b) in comparison.differences.items()
+            )
+            found.append(f"Also different, A / {name}: {', '.join(different)}")
         found += [_renamed(line, name) for line in comparison.alone]
         if is_load_run(comparison.a):
             return found
@@ -186,22 +190,26 @@ def build_report(runs: Sequence[Run], fail_on: Iterable[str] = ()) -> Report:
     comparisons = tuple(compare_runs(runs[0], other) for other in runs[1:])
     if is_load_run(runs[0]) and "verdict" in map(str.strip, fail_on):
         raise SettingError(f"--fail-on verdict: load runs have no verdicts. {VERIFY_HINT}")
-    scores = _scores(pair for comparison in comparisons for pair in comparison.pairs)
+    pairs = (pair for comparison in comparisons for pair in comparison.pairs)
+    scores = list(dict.fromkeys(name for pair in pairs for name in score_names(pair)))
     conditions = tuple(dict.fromkeys(parse_condition(text, scores) for text in fail_on))
     named = [each.metric for each in conditions if each.metric in METRICS]
-    metrics = list(dict.fromkeys((*DEFAULT_METRICS, *named, *_shown_scores(runs, scores, conditions))))
+    # Of scores, the quality of any run and those in a condition: each more test makes all stricter. Scores that are no
+    # metric of this version are shown, too.
+    wanted = {*map(metric_of, runs), *(each.metric for each in conditions)}
+    shown_scores = (name for name in scores if name in wanted or name not in METRIC_NAMES)
+    metrics = list(dict.fromkeys((*DEFAULT_METRICS, *named, *shown_scores)))
     found = differences(comparisons, metrics)
     findings = evaluate(conditions, comparisons)
     needed = [*_repeats(comparisons, found), *(each.repeats for each in findings if each.repeats is not None)]
     repeats = max(needed, default=None)
-    return Report(
-        tuple(runs),
-        comparisons,
-        found,
-        conditions,
-        tuple(_remedied(each, _remedy(runs[0], repeats), repeats) for each in findings),
-        repeats,
-    )
+    # The whole report names one remedy.
+    remedy = f"measure both with {_remedy(runs[0], repeats)}"
+    findings = [
+        finding if finding.repeats is None else replace(finding, reason=f"{finding.reason}: {remedy}", repeats=repeats)
+        for finding in findings
+    ]
+    return Report(tuple(runs), comparisons, found, conditions, tuple(findings), repeats)
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -241,17 +249,6 @@ def _block(report: Report, at: int) -> dict[str, Any]:
     }
 
 
-def _scores(pairs: Iterable[CellPair]) -> list[str]:
-    return list(dict.fromkeys(name for pair in pairs for name in score_names(pair)))
-
-
-def _shown_scores(runs: Sequence[Run], scores: Sequence[str], conditions: Sequence[Condition]) -> list[str]:
-    """The metric that is the quality of any run, and those named in a condition: each more test makes all stricter.
-    Scores that are no metric of this version are shown, too."""
-    wanted = {*map(metric_of, runs), *(each.metric for each in conditions)}
-    return [name for name in scores if name in wanted or name not in METRIC_NAMES]
-
-
 def _repeats(comparisons: Sequence[Comparison], found: Sequence[Sequence[Mapping[str, Difference]]]) -> list[int]:
     """``--repeats`` that the rows of too few batches need, for each pair of cells that has such a row."""
     tests = sum(len(metrics) for block in found for metrics in block)
@@ -261,13 +258,6 @@ def _repeats(comparisons: Sequence[Comparison], found: Sequence[Sequence[Mapping
         for pair, metrics in zip(comparison.pairs, block, strict=True)
         if any(each.word == "too few batches" for each in metrics.values())
     ]
-
-
-def _remedied(finding: Finding, remedy: str, repeats: int | None) -> Finding:
-    """A finding of too few batches with the one remedy that the whole report names."""
-    if finding.repeats is None:
-        return finding
-    return replace(finding, reason=f"{finding.reason}: measure both with {remedy}", repeats=repeats)
 
 
 def _remedy(run: Run, repeats: int | None) -> str:
@@ -284,13 +274,6 @@ def _row(difference: Difference) -> Row:
     low, high = difference.interval or (None, None)
     interval = "-" if low is None or high is None else f"{low:+.1%} to {high:+.1%}"
     return difference.metric, a, b, change, interval, difference.word
-
-
-def _both(differences_: Mapping[str, tuple[Any, Any]]) -> str:
-    shortened = {name: tuple(shown(each)[:40] for each in both) for name, both in differences_.items()}
-    return ", ".join(
-        name if name == "workload_sha256" else f"{name} {ours} / {theirs}" for name, (ours, theirs) in shortened.items()
-    )
 
 
 def _renamed(line: str, name: str) -> str:

@@ -98,7 +98,8 @@ def measured(pair: CellPair, metrics: Sequence[str]) -> dict[str, Paired]:
     times = _times(requests)
     for metric in metrics:
         if metric in _RATES:
-            found[metric] = _rates(requests, metric)
+            amount = 0 if metric == "request_throughput" else 1
+            found[metric] = Rates(*requests.work[:, :, amount], *requests.work[:, :, 2])
         elif metric in METRICS:
             statistic, time, _ = metric.split("_")
             values = _values([(cluster, *both) for cluster, both in times[time]], _PERCENTS[statistic])
@@ -130,25 +131,14 @@ def _difference(metric: str, paired: Paired, *, larger: bool, p_value: float, al
     elif alarm is None:
         word = "too few batches"
     elif alarm and interval is not None and (interval[0] > 0 if larger else interval[1] < 0):
-        word = _direction(metric, larger=larger)
+        if metric in METRICS:
+            word = "faster" if larger == (metric in _RATES) else "slower"
+        else:
+            word = "better" if larger else "worse"
     else:
         word = "within noise"
-    return Difference(metric, a, b, change, interval, paired.clusters, p_value, _certified(paired), word)
-
-
-def _certified(paired: Paired) -> bool:
-    return isinstance(paired, Rates) or paired.percent is None or len(paired.a) >= LEAST_SAMPLES[int(paired.percent)]
-
-
-def _direction(metric: str, *, larger: bool) -> str:
-    if metric not in METRICS:
-        return "better" if larger else "worse"
-    return "faster" if larger == (metric in _RATES) else "slower"
-
-
-def _rates(requests: PairedRequests, metric: str) -> Rates:
-    amount = 0 if metric == "request_throughput" else 1
-    return Rates(*requests.work[:, :, amount], *requests.work[:, :, 2])
+    certified = isinstance(paired, Rates) or paired.percent is None or len(paired.a) >= LEAST_SAMPLES[paired.percent]
+    return Difference(metric, a, b, change, interval, paired.clusters, p_value, certified, word)
 
 
 _Both = tuple[float, float]
@@ -286,7 +276,10 @@ def evaluate(conditions: Sequence[Condition], comparisons: Sequence[Comparison])
             needed = repeats_needed(comparisons[at].pairs[pair_index], len(tests), sides=1)
             found.append(Finding(condition.text, at, pair_index, False, reason, needed))
         elif alarm and _beyond(condition, paired):
-            found.append(Finding(condition.text, at, pair_index, True, _change(paired)))
+            (a, b), interval = paired.levels(), paired.interval()
+            low, high = interval or (float("nan"), float("nan"))
+            change = f"{b / a - 1:+.1%} (95% interval {low:+.1%} to {high:+.1%})"
+            found.append(Finding(condition.text, at, pair_index, True, change))
     return found
 
 
@@ -328,9 +321,3 @@ def _beyond(condition: Condition, paired: Paired) -> bool:
     if interval is None:
         return False
     return interval[0] > condition.factor - 1 if condition.larger else interval[1] < condition.factor - 1
-
-
-def _change(paired: Paired) -> str:
-    (a, b), interval = paired.levels(), paired.interval()
-    low, high = interval or (float("nan"), float("nan"))
-    return f"{b / a - 1:+.1%} (95% interval {low:+.1%} to {high:+.1%})"

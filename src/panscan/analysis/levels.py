@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import inf
 
 from panscan.analysis.cells import varying_names
+from panscan.analysis.summary import cell_metrics
 from panscan.core import RecordsError
 from panscan.core.text import number_text
 from panscan.records.goodput import Goodput, HighestRate, Limits, highest_rate
@@ -23,7 +24,6 @@ from panscan.records.load_runs import (
 from panscan.records.metrics import Metrics
 from panscan.records.schema import ClientFigures, LevelSettings, LoadRunSettings
 from panscan.records.store import Run, outcome_of
-from panscan.records.summary import cell_metrics
 
 VERIFY_HINT = (
     "A load run measures speed, not answers: panscan verify URL --model CHECKPOINT checks an endpoint's answers."

@@ -22,8 +22,8 @@ from panscan.records.load_runs import block_size, in_blocks, is_load_run, load_s
 from panscan.records.metrics import batches_of
 from panscan.records.schema import RequestRecord
 from panscan.records.store import Run, outcome_of
-from panscan.records.verdict import Verdict, verdict_of
 from panscan.settings import axes
+from panscan.verdict.judgement import Verdict, verdict_of
 
 ATTAINMENT = "attainment"
 """The name of a request's score that is 1 if it meets the limits of both runs, else 0."""
@@ -171,7 +171,11 @@ def compare_runs(a: Run, b: Run) -> Comparison:
     cells_a, cells_b = _measured_cells(a), _measured_cells(b)
     names = list(dict.fromkeys(name for cell in (*cells_a.values(), *cells_b.values()) for name in cell))
     values = {name: (_values_of(cells_a, name), _values_of(cells_b, name)) for name in names}
-    apart = {} if is_load_run(a) else _settings_apart(values)
+    apart = {
+        name: (next(iter(ours.values())), next(iter(theirs.values())))
+        for name, (ours, theirs) in values.items()
+        if len(ours) == len(theirs) == 1 and ours.keys() != theirs.keys() and not is_load_run(a)
+    }
     noun, folders = noun_of(a), f"{a.path.parent} and {b.path.parent}"
     on = [name for name in names if name not in apart]
     partners = _partners(_pairing_keys(a, cells_a, on), _pairing_keys(b, cells_b, on))
@@ -283,14 +287,6 @@ def _values_of(cells: Cells, name: str) -> dict[str, Any]:
     """The values that a setting has in a run, by their JSON; crops without pan and scan have none."""
     values = (cell.get(name) for cell in cells.values())
     return {json.dumps(value): value for value in values if value is not None or not name.startswith(CROPS)}
-
-
-def _settings_apart(values: Mapping[str, tuple[dict[str, Any], dict[str, Any]]]) -> dict[str, tuple[Any, Any]]:
-    return {
-        name: (next(iter(ours.values())), next(iter(theirs.values())))
-        for name, (ours, theirs) in values.items()
-        if len(ours) == len(theirs) == 1 and ours.keys() != theirs.keys()
-    }
 
 
 def _key(settings: Mapping[str, Any], names: Sequence[str]) -> str:

@@ -20,8 +20,8 @@ from panscan.core.files import write_file
 from panscan.core.text import number_text
 from panscan.records.quality import metric_title
 from panscan.records.store import Run, outcome_of
-from panscan.records.verdict import verdict_of
 from panscan.settings import nearest, recorded_settings
+from panscan.verdict.judgement import verdict_of
 
 _RANK = {"exact": 0, "close": 1}
 
@@ -119,7 +119,7 @@ def candidates_of(run: Run) -> tuple[list[MeasuredCell], dict[str, str]]:
     """Return the finished cells of a run, and why each of the others is not one, by cell id.
 
     Raises:
-        RecordsError: see :func:`panscan.records.summary.cell_metrics`.
+        RecordsError: see :func:`panscan.analysis.summary.cell_metrics`.
     """
     rows = {row.cell: row for row in measured_rows(run)}
     finished, others = [], {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil, log2
+from math import ceil, comb, log2
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,7 +71,9 @@ def sign_flip_p_value(differences: Sequence[float]) -> float:
     if not values.size:
         return 1.0
     if np.ptp(np.abs(values)) < ROUNDING:
-        return _mcnemar(int((values > 0).sum()), int((values < 0).sum()))
+        fewer = min(int((values > 0).sum()), int((values < 0).sum()))
+        ways = sum(comb(len(values), count) for count in range(fewer + 1))  # of Python's integers: exact
+        return float(min(1.0, 2 * ways / 2 ** len(values)))
     return min(1.0, 2 * min(tail_p_values(values[:, None])))
 
 
@@ -111,15 +113,6 @@ def decide(p_values: Sequence[float], least: Sequence[float]) -> list[bool | Non
         raising = raising and p_values[index] <= ALPHA / (len(able) - rank)
         decisions[index] = raising
     return decisions
-
-
-def _mcnemar(won: int, lost: int) -> float:
-    """Twice the smaller tail of ``won + lost`` throws of a coin; in whole numbers, so exact."""
-    total, term, ways = won + lost, 1, 1  # of Python's, which do not overflow
-    for count in range(min(won, lost)):
-        term = term * (total - count) // (count + 1)
-        ways += term
-    return float(min(1.0, 2 * ways / 2**total))
 
 
 def _all_signs(count: int) -> Iterator[Floats]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from panscan.analysis.accuracy import cost_columns
+from panscan.analysis.summary import write_summary
 from panscan.bench.grid import Cell
 from panscan.bench.plan import Observer, SweepPlan, Writer
 from panscan.bench.replicas import run_replicas, slots
@@ -24,12 +25,11 @@ from panscan.records.environment import bundled_weights, environment, new_run_re
 from panscan.records.load_runs import is_load_run
 from panscan.records.schema import AnyRecord, Environment, RecordedCell, RunRecord, RunSettings
 from panscan.records.store import RecordWriter, Run, read_run
-from panscan.records.summary import write_summary
 from panscan.settings import recorded_settings
 from panscan.workload.requests import Source, build_workload, content_digest
 
 if TYPE_CHECKING:
-    from panscan.bench.verify import Verifier
+    from panscan.verdict.cells import Verifier
 
 
 _PLAN = ("repeats", "warmup", "seed", "include_content", "verify", "replicas", "gpus_per_replica")
@@ -107,24 +107,23 @@ def verifier_of(
     """
     if not plan.verify:
         return None
-    from panscan.bench.reference import find_references
-    from panscan.bench.verify import Verifier
+    from panscan.verdict.cells import Verifier
+    from panscan.verdict.reference import find_references
+    from panscan.verdict.references import References
 
-    verifier = Verifier(
+    references = References(
         items=plan.sample,
         source=plan.source,
         steps=min(plan.verify_tokens, max(cell.settings.max_new_tokens for cell in plan.cells)),
         directory=None if directory is None else directory / "truth",
-        reference_files=[] if plan.reference is None else find_references(Path(plan.reference)),
+        files=[] if plan.reference is None else find_references(Path(plan.reference)),
         write=writer.write,
         say=say,
         recorded=set(previous.truths) if previous is not None else set(),
-        everything=plan.items,
-        invariance=plan.check_invariance,
         follows=follows,
     )
-    verifier.check_references([cell for cell in plan.cells if cell.id not in plan.skipped])
-    return verifier
+    references.check_files([cell.settings for cell in plan.cells if cell.id not in plan.skipped])
+    return Verifier(references, plan.items, plan.check_invariance)
 
 
 def check_plan(plan: SweepPlan) -> None:

@@ -11,14 +11,14 @@ from panscan.bench.grid import Cell
 from panscan.bench.plan import Observer, SweepPlan, Visit, Writer
 from panscan.core import PanscanError, Request, Result, UnsupportedError, now
 from panscan.core.errors import brief, error_line
-from panscan.quality.scores import scores_of
 from panscan.records.schema import AnyRecord, CellRecord, LoadRecord, RecordedAnswer, RepeatRecord, RequestRecord
+from panscan.records.scores import scores_of
 from panscan.settings import ALL_AT_ONCE, Settings
 from panscan.workload.requests import Item, request_of
 
 if TYPE_CHECKING:
-    from panscan.bench.verify import Verifier
     from panscan.runners.base import Runner
+    from panscan.verdict.cells import Verifier
 
 
 _WARM = 4  # requests of an engine's warm-up
@@ -71,7 +71,7 @@ class _Sweep:
         compared = [cell for cell, repeat in visits if repeat is None]
         verifier = self.verifier if compared else None
         if verifier is not None:
-            verifier.prepare_quantized(compared)
+            verifier.references.prepare_quantized([cell.settings for cell in compared])
         self.observer.loading(cells[0].settings)
         started = now()
         try:
@@ -82,7 +82,7 @@ class _Sweep:
             with closing(runner):
                 self.writer.write([_load_record(cells, runner, now() - started)])
                 if verifier is not None:
-                    verifier.prepare(runner, compared)
+                    verifier.references.prepare(runner, [cell.settings for cell in compared])
                 self._visit(visits, runner)
                 for record in verifier.conclude(runner, compared) if verifier is not None else ():
                     self.writer.write([record])

@@ -104,7 +104,7 @@ def _print_attention(shown: PromptAttention, path: Path | None, *, as_json: bool
     if as_json:
         echo(json.dumps(_attention_json(shown, path), indent=2, ensure_ascii=False))
         return
-    from panscan.inspect.attention.terminal import attention_lines
+    from panscan.inspect.attention.picture import attention_lines
 
     for line in attention_lines(shown, width=out().width):
         echo(line)

@@ -150,8 +150,9 @@ def _kept(file: Any, target: Any, ledger: Any, mode: str, *, idle: bool) -> Iter
 
 
 def _found_work(options: Options, sources: tuple[str, ...]) -> Any:
-    from panscan.workload.items import find_work
+    from panscan.workload.items import TableColumns, find_work
 
+    names = (options.image_column, options.id_column, options.prompt_column)
     return find_work(
         sources,
         whole_files=options.whole_files,
@@ -159,16 +160,9 @@ def _found_work(options: Options, sources: tuple[str, ...]) -> Any:
         max_pages=options.max_pages,
         on_problem=print_skipped,
         external_images=options.allow_external_images,
-        columns=_parquet_columns(options),
+        columns=(TableColumns(*names) if any(name is not None for name in names) else None),
         has_prompt=options.prompt is not None,
     )
-
-
-def _parquet_columns(options: Options) -> Any:
-    from panscan.workload.items import TableColumns
-
-    names = (options.image_column, options.id_column, options.prompt_column)
-    return TableColumns(*names) if any(name is not None for name in names) else None
 
 
 def _print_speed(ledger: Any) -> None:

@@ -123,7 +123,8 @@ def _sweep_plan(options: Options, more_images: tuple[str, ...]) -> SweepPlan:
     )
     if options.dataset is not None:
         print_dataset(plan)
-    _warn_demonstration(plan)
+    for settings in {cell.settings.model: cell.settings for cell in plan.cells}.values():
+        DemonstrationWarning(settings).check(file.name for item in plan.items for file in item.documents)
     return plan
 
 
@@ -141,12 +142,6 @@ def _sweep_cells(options: Options) -> list[Cell]:
     for choice in dict.fromkeys(sweep_runners(flags, file=file, presets=presets)):
         print_runner(choice)
     return cells
-
-
-def _warn_demonstration(plan: SweepPlan) -> None:
-    """Warn if a demonstration model is measured on real documents."""
-    for settings in {cell.settings.model: cell.settings for cell in plan.cells}.values():
-        DemonstrationWarning(settings).check(file.name for item in plan.items for file in item.documents)
 
 
 def _document_source(options: Options, more_images: tuple[str, ...]) -> Source:

@@ -15,7 +15,7 @@ from panscan.cli.console import echo, errors, import_libraries, out
 from panscan.cli.values import given_values, one_preset
 from panscan.cli.verb import verb
 from panscan.core import ImageError, InputError, SettingError
-from panscan.images.views import PUBLISHED_COST, PromptCost, ViewPlan, plan_views
+from panscan.images.views import PUBLISHED_COST, PromptCost, plan_views
 from panscan.settings import Options, Settings
 
 if TYPE_CHECKING:
@@ -72,14 +72,14 @@ def _draw_page(page: Page, path: Path, settings: Settings, cost: PromptCost, opt
         model = _RELEASED if cost is PUBLISHED_COST else settings.model
         print_plan(page.name, plan, model=model, estimated=cost.estimated, console=out())
     if not options.json or options.output:
-        _save_picture(draw_views(image, plan, caption=page.name, estimated=cost.estimated), path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draw_views(image, plan, caption=page.name, estimated=cost.estimated).save(path)
+        except OSError as error:
+            raise InputError(f"--output {path}: {error.strerror or error}") from error
         errors().print(f"picture: {path}", soft_wrap=True)
-    return _plan_json(page.name, plan, cost)
-
-
-def _plan_json(name: str, plan: ViewPlan, cost: PromptCost) -> dict[str, Any]:
     return {
-        "image": name,
+        "image": page.name,
         "width": plan.width,
         "height": plan.height,
         "views": [asdict(view) for view in plan.views],
@@ -118,11 +118,3 @@ def _output_paths(pages: Sequence[Page], output: str | None) -> list[Path]:
         free = (p for name in names if (p := folder / name) not in paths and p.resolve() not in images)
         paths[next(free)] = None
     return list(paths)
-
-
-def _save_picture(picture: Any, path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        picture.save(path)
-    except OSError as error:
-        raise InputError(f"--output {path}: {error.strerror or error}") from error

@@ -107,7 +107,8 @@ def _url_and_limits(options: Options, words: Sequence[str]) -> tuple[str, dict[s
     Raises:
         SettingError: there is no URL, more than one, or a value that is not a limit.
     """
-    urls = [word for word in words if "//" in word] or [word for word in words if not _is_limit(word)][:1]
+    others = [word for word in words if word.partition(":")[0] not in GOODPUT_METRICS]
+    urls = [word for word in words if "//" in word] or others[:1]
     if len(urls) != 1:
         problem = "is missing" if not urls else f"is given {len(urls)} times"
         raise SettingError(f"URL {problem}: give one endpoint, such as http://127.0.0.1:8000")
@@ -116,10 +117,6 @@ def _url_and_limits(options: Options, words: Sequence[str]) -> tuple[str, dict[s
     if others and not options.goodput:
         raise SettingError(f"unexpected argument {others[0]!r}: one URL is expected; limits follow --goodput")
     return urls[0], parse_goodput([*options.goodput, *others])
-
-
-def _is_limit(word: str) -> bool:
-    return word.partition(":")[0] in GOODPUT_METRICS
 
 
 def _load_options(options: Options, limits: Mapping[str, float], scenario: Scenario | None) -> LoadOptions:

@@ -117,18 +117,13 @@ class _Verbs(click.Group):
                 formatter.write_dl([(verb.ljust(width), text) for verb, text in verbs.items()])
 
 
-def _dashes(token: str) -> str:
-    """``--attn_impl`` and ``--attn-impl`` are one option."""
-    return token.replace("_", "-")
-
-
 @click.group(
     cls=_Verbs,
     epilog=EPILOG,
     context_settings={
         "help_option_names": ["-h", "--help"],
         "max_content_width": _WIDTH,
-        "token_normalize_func": _dashes,
+        "token_normalize_func": lambda token: token.replace("_", "-"),
     },
 )
 @click.version_option(__version__, prog_name="panscan")
@@ -170,35 +165,29 @@ def run(arguments: list[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         click.echo("panscan: interrupted; finished work is kept", err=True)
         return 130
-    except PanscanError as error:
-        if debug:
-            echo(traceback.format_exc(), err=True)
-        return _fail(str(error), error.exit_code)
     except BrokenPipeError:
         # Whoever read the output has seen enough. What is still buffered must not fail at the interpreter's exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
+    except Exception as error:
         if debug:
             echo(traceback.format_exc(), err=True)
-        return _fail_os(error)
-    except Exception as error:  # the last line of defence: a bug is one line too, unless --debug
-        if debug:
-            echo(traceback.format_exc(), err=True)
-        text = brief(error, 300)
-        if type(error).__module__.startswith(_COMPILERS):
-            advice = "choose another --attention, or leave --compile out"
-            return _fail(f"PyTorch cannot compile for this machine: {text} ({advice})", UnsupportedError.exit_code)
-        return _fail(f"unexpected {type(error).__name__}: {text} (--debug shows where)", 1)
+        return _fail(*_explanation(error))
 
 
-def _fail_os(error: OSError) -> int:
-    """Print why the operating system refused a file, and return the exit code."""
-    if error.errno in _FULL:  # a write, whose error names no file
-        return _fail(f"{error.strerror}: free some space, or write elsewhere", InputError.exit_code)
-    if error.filename is None:
-        return _fail(f"unexpected {type(error).__name__}: {error} (--debug shows where)", 1)
-    return _fail(f"{os.fsdecode(error.filename)}: {error.strerror}", InputError.exit_code)
+def _explanation(error: Exception) -> tuple[str, int]:
+    """Return why a command ends, and its exit code. A bug is one line too, unless --debug."""
+    if isinstance(error, PanscanError):
+        return str(error), error.exit_code
+    if isinstance(error, OSError) and error.errno in _FULL:  # a write, whose error names no file
+        return f"{error.strerror}: free some space, or write elsewhere", InputError.exit_code
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}", InputError.exit_code
+    text = brief(error, 300)
+    if type(error).__module__.startswith(_COMPILERS):
+        advice = "choose another --attention, or leave --compile out"
+        return f"PyTorch cannot compile for this machine: {text} ({advice})", UnsupportedError.exit_code
+    return f"unexpected {type(error).__name__}: {text} (--debug shows where)", 1
 
 
 def _fail(message: str, code: int) -> int:

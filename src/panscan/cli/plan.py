@@ -19,7 +19,6 @@ from panscan.load.options import GOODPUT_METRICS, parse_goodput
 from panscan.settings import WEIGHT_KINDS, Options, Settings, axes, nearest
 
 if TYPE_CHECKING:
-    from panscan.plan.advice import PlanAnswer
     from panscan.plan.fleet import Traffic
     from panscan.plan.gpus import Gpu
     from panscan.plan.layouts import PlanInputs
@@ -62,7 +61,12 @@ def command(options: Options, words: tuple[str, ...]) -> int:
     inputs = _plan_inputs(model, options)
     answer = PlanAnswer(model, inputs, find_layouts(inputs), options.gpu_count)
     if options.request_rate is not None and answer.fitting:
-        answer = _with_fleets(answer, _traffic(options, options.request_rate, limits))
+        traffic = _traffic(options, options.request_rate, limits)
+        from panscan.plan.fleet import size_fleets
+
+        with activity("simulating the scheduler") as step:
+            fleets = size_fleets(answer.inputs, answer.simulated, traffic, on_progress=step.rename)
+        answer = replace(answer, traffic=traffic, fleets=tuple(fleets))
     if options.json:
         echo(json.dumps(answer_data(answer), indent=2))
     else:
@@ -132,8 +136,17 @@ def _request_mix(model: PlannedModel, options: Options, given: Mapping[str, Any]
         raise SettingError(f"--{axes()[next(iter(crops.changed()))].flag} needs --images; --view-mix counts views")
     lengths = parse_output_tokens(options.answer_lengths)
     if options.images:
+        from panscan.core import ImageError
+        from panscan.images.files import find_pages, image_size
+
+        sizes = []
+        for page in find_pages(options.images, on_problem=print_skipped, max_pages=options.max_pages):
+            try:
+                sizes.append(image_size(page))
+            except ImageError as problem:
+                print_skipped(problem)
         found = mix_of_sizes(
-            _page_sizes(options),
+            sizes,
             model.shape,
             crops.pan_and_scan,
             text_tokens=options.text_tokens,
@@ -144,20 +157,6 @@ def _request_mix(model: PlannedModel, options: Options, given: Mapping[str, Any]
         views = default if options.view_mix is None else options.view_mix
         found = mix_of_views(views, model.shape, text_tokens=options.text_tokens, output_tokens=lengths)
     return replace(found, image_reuse=options.image_reuse)
-
-
-def _page_sizes(options: Options) -> list[tuple[int, int]]:
-    """Return width and height of each readable page, in pixels."""
-    from panscan.core import ImageError
-    from panscan.images.files import find_pages, image_size
-
-    sizes = []
-    for page in find_pages(options.images, on_problem=print_skipped, max_pages=options.max_pages):
-        try:
-            sizes.append(image_size(page))
-        except ImageError as problem:
-            print_skipped(problem)
-    return sizes
 
 
 def _weight_kinds(text: str | None) -> tuple[str | None, ...]:
@@ -223,12 +222,3 @@ def _traffic(options: Options, rate: float, limits: Mapping[str, float]) -> Traf
         arrivals=arrivals,
         seed=options.seed,
     )
-
-
-def _with_fleets(found: PlanAnswer, traffic: Traffic) -> PlanAnswer:
-    """Return the answer with the fleets of the recommended kind of weights."""
-    from panscan.plan.fleet import size_fleets
-
-    with activity("simulating the scheduler") as step:
-        fleets = size_fleets(found.inputs, found.simulated, traffic, on_progress=step.rename)
-    return replace(found, traffic=traffic, fleets=tuple(fleets))

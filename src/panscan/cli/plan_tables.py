@@ -44,8 +44,14 @@ def no_fleet_message(found: PlanAnswer) -> str:
 
 def print_answer(found: PlanAnswer) -> None:
     """Print the recommendation with its commands, the table, what does not fit, and warnings."""
-    lines = [*_headline(found), "", *_requests_lines(found)]
-    for line in lines:
+    mix = found.inputs.mix
+    least, most = mix.output_tokens
+    lengths = f"{most:,}" if least == most else f"{least:,} to {most:,}"
+    requests = (
+        f"Requests: {round(mix.mean_views, 2):,.10g} views, {mix.mean_prompt_tokens:,.0f} prompt tokens (means),"
+        f" {lengths} output tokens. In parentheses: range of the prediction."
+    )
+    for line in (*_headline(found), "", requests):
         out().print(line, soft_wrap=True)
     if found.fleets:
         _print_rows(Table(_FLEETS, found.fleets), [fleet.layout for fleet in found.fleets])
@@ -156,17 +162,6 @@ def _latencies(level: FleetLevel) -> str:
 
 
 _TIMES = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "E2E"}
-
-
-def _requests_lines(found: PlanAnswer) -> list[str]:
-    """Return what the requests are, in one line."""
-    mix = found.inputs.mix
-    least, most = mix.output_tokens
-    lengths = f"{most:,}" if least == most else f"{least:,} to {most:,}"
-    return [
-        f"Requests: {round(mix.mean_views, 2):,.10g} views, {mix.mean_prompt_tokens:,.0f} prompt tokens (means),"
-        f" {lengths} output tokens. In parentheses: range of the prediction."
-    ]
 
 
 def _marked_weights(layout: Layout) -> str:

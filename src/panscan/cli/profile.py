@@ -19,8 +19,7 @@ from panscan.settings import ENGINE_LIMITS, Options, Settings, axes, default_of
 
 if TYPE_CHECKING:
     from panscan.core import Request
-    from panscan.inspect.profile.modes import Mode
-    from panscan.inspect.profile.run import Profiled
+    from panscan.inspect.profile.run import Mode, Profiled
 
 
 _VIEWS = tuple(name for name in axes() if "pan_and_scan" in name)
@@ -62,8 +61,7 @@ def command(options: Options, images: tuple[str, ...]) -> None:
     modes = _profiled_modes(options, settings, given)
     if settings.model == "mini" and not settings.random_weights and "model" not in given:
         warn_mini()
-    from panscan.inspect.profile.modes import without_graphs
-    from panscan.inspect.profile.run import checked_modes
+    from panscan.inspect.profile.run import checked_modes, without_graphs
     from panscan.model.machine import resolve_device
     from panscan.workload.profiled import profiled_requests, repeats_documents
 
@@ -85,7 +83,7 @@ def _profiled_modes(options: Options, settings: Settings, given: Collection[str]
     Raises:
         SettingError: an unknown mode, or an option that none of the modes has.
     """
-    from panscan.inspect.profile.modes import ENGINE, RUNNERS, chosen_modes
+    from panscan.inspect.profile.run import ENGINE, RUNNERS, chosen_modes
     from panscan.runners.factory import profile_only_family
 
     runners = _comma_list("--runner", options.profiled_runners)

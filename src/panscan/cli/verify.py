@@ -91,32 +91,26 @@ def _verify_options(options: Options, url: str) -> VerifyOptions:
 
 
 def _print_verdict(found: Verification) -> None:
-    """Print the verdict, its evidence, and what could not be seen."""
+    """Print the verdict, a table of hypotheses (the reference first, then the best ones), and what was not seen."""
     colour = {"exact": "green", "close": "green", "different": "red"}.get(found.word, "yellow")
     out().print(found.message, style=f"bold {colour}", soft_wrap=True)
-    if found.reference is not None:
+    reference = found.reference
+    if reference is not None:
         out().print()
-        _print_evidence(found)
+        from panscan.core.text import nats
+        from panscan.report.table import Column, Medium, Table, print_table
+
+        columns: list[Column[HypothesisFit]] = [
+            Column("Hypothesis", lambda row: row.hypothesis.title, text=Medium.ALL),
+            Column("KL (nats)", lambda row: nats(row.fit.kl)),
+            Column("x noise", lambda row: nats(found.noise.ratio(row.fit))),
+            Column("Tokens", lambda row: f"{row.fit.agree}/{row.fit.clear}"),
+            Column("Prompt counts", lambda row: f"{row.fit.prompts_agree}/{row.fit.prompts}"),
+        ]
+        out().print("Evidence", style="italic")
+        print_table(Table(columns, [reference, *found.candidates[: _ROWS - 1]]), out(), frame="none", gap=2)
     out().print()
     for line in found.not_visible:
         out().print(f"Not visible: {line}", soft_wrap=True)
     server = f" (served by {found.server})" if found.server else ""
     echo(f"{found.requests} requests to {found.served_model}{server}; {found.tested} hypotheses compared.")
-
-
-def _print_evidence(found: Verification) -> None:
-    """Print the table of hypotheses: the reference first, then the best ones."""
-    from panscan.core.text import nats
-    from panscan.report.table import Column, Medium, Table, print_table
-
-    reference = found.reference
-    assert reference is not None  # checked by the caller
-    columns: list[Column[HypothesisFit]] = [
-        Column("Hypothesis", lambda row: row.hypothesis.title, text=Medium.ALL),
-        Column("KL (nats)", lambda row: nats(row.fit.kl)),
-        Column("x noise", lambda row: nats(found.noise.ratio(row.fit))),
-        Column("Tokens", lambda row: f"{row.fit.agree}/{row.fit.clear}"),
-        Column("Prompt counts", lambda row: f"{row.fit.prompts_agree}/{row.fit.prompts}"),
-    ]
-    out().print("Evidence", style="italic")
-    print_table(Table(columns, [reference, *found.candidates[: _ROWS - 1]]), out(), frame="none", gap=2)

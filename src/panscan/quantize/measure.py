@@ -9,17 +9,17 @@ from statistics import fmean
 import torch
 
 from panscan.analysis.accuracy import QualityDifference, paired_difference
-from panscan.bench.divergence import DivergenceTally, Noise
-from panscan.bench.reference import Reference, compute_reference, eager_settings, observe_eager
 from panscan.core import ModelError, PanscanError, UnsupportedError
 from panscan.core.errors import brief
 from panscan.model.checkpoint import Loaded, drop_weights
 from panscan.model.machine import is_out_of_memory, release_memory
 from panscan.model.runtime import reference_computation
-from panscan.quality.scores import scores_of
 from panscan.records.schema import Divergence, VerdictRecord
+from panscan.records.scores import scores_of
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings
+from panscan.verdict.divergence import Noise
+from panscan.verdict.reference import Reference, compare_answers, compute_noise, compute_reference, eager_settings
 from panscan.workload.calibration import Steps
 from panscan.workload.requests import Item, Source, Workload, request_of
 
@@ -51,8 +51,7 @@ class MeasuredWeights:
 
     Args:
         name: name of the weights.
-        figures: result of :meth:`panscan.bench.divergence.DivergenceTally.verdict`; None for the reference, and without
-            one.
+        figures: comparison with the reference; None for the reference, and without one.
         scores: score of each answer, in the workload's order; None without accepted answers.
         contains: share of answers that contain an accepted one.
         repetitive: share of answers that end in repetition.
@@ -191,15 +190,7 @@ class _Session:
         requests = [request_of(item, plain, self.source) for item in self.verdict_items]
         names = ("", "", self.settings.model_name)
         reference = compute_reference(loaded, plain, requests, names, VERDICT_TOKENS, self._say)
-        if loaded.dtype == torch.float32:
-            image = 0.0 if reference.image_positions else None
-            self._noise = Noise([[0.0] * len(expected.tokens) for expected in reference.requests], image, 0.0)
-        else:
-            tally = DivergenceTally()
-            seen = observe_eager(loaded, plain, requests, reference, self._say)
-            for expected, eager in zip(reference.requests, seen, strict=True):
-                tally.add(loaded, expected.answer, eager.answer, expected.image, eager.image)
-            self._noise = tally.noise()
+        self._noise = compute_noise(loaded, plain, requests, reference, self._say)
         self._reference = reference
 
     def _say(self, text: str) -> None:
@@ -209,12 +200,15 @@ class _Session:
         assert self._head is not None and self._noise is not None  # computed with the reference
         settings = replace(self.settings, max_new_tokens=VERDICT_TOKENS)
         runner = GenerateRunner(loaded, settings)
-        tally = DivergenceTally()
-        for number, (item, expected) in enumerate(zip(self.verdict_items, reference.requests, strict=True), start=1):
-            forced = expected.forced_tokens(VERDICT_TOKENS)
-            [seen] = runner.observe([request_of(item, settings, self.source)], [forced])
-            tally.add(self._head, expected.answer[: len(seen.tokens)], seen.answer, expected.image, seen.image)
-            self.on_step("comparing distributions", number, len(reference.requests))
+        requests = [request_of(item, settings, self.source) for item in self.verdict_items]
+        tally = compare_answers(
+            runner,
+            self._head,
+            reference,
+            requests,
+            [[index] for index in range(len(requests))],
+            lambda number: self.on_step("comparing distributions", number, len(requests)),
+        )
         return tally.verdict("", self._noise, VERDICT_TOKENS, float32=loaded.dtype == torch.float32)
 
 

@@ -78,16 +78,12 @@ def batches_of(repeat: RepeatRecord, requests: Sequence[RequestRecord]) -> list[
     for process in repeat.replicas:
         number = process.replica
         for start, end, batch in _timed(process, [request for request in requests if request.replica == number]):
-            inside = _inside(start, end, repeat.started, repeat.ended)
+            if end <= start:  # a batch of zero duration
+                inside = float(repeat.started <= end <= repeat.ended)
+            else:
+                inside = max(0.0, min(end, repeat.ended) - max(start, repeat.started)) / (end - start)
             batches.append(replace(batch, inside=inside, replica=number, replicas=len(repeat.replicas)))
     return batches
-
-
-def _inside(start: float, end: float, opens: float, closes: float) -> float:
-    """Return the fraction of ``[start, end]`` in the window; 0 or 1 for a batch of zero duration."""
-    if end <= start:
-        return float(opens <= end <= closes)
-    return max(0.0, min(end, closes) - max(start, opens)) / (end - start)
 
 
 def _timed(process: Process, requests: Sequence[RequestRecord]) -> list[tuple[float, float, Batch]]:
@@ -139,7 +135,7 @@ def least_samples(percent: float) -> int:
 
 _SHOWN = (50, 90, 95, 99)
 _PERCENTILES: dict[str, float] = {percentile_name(percent): percent for percent in _SHOWN}
-LEAST_SAMPLES = {percent: least_samples(percent) for percent in _SHOWN}
+LEAST_SAMPLES: dict[float, int] = {percent: least_samples(percent) for percent in _SHOWN}
 """Fewer samples do not certify a percentile with 99% confidence (see :func:`least_samples`)."""
 
 LAUNCHER = ("latency_p50_ms", "latency_p95_ms", "throughput_req_s", "tokens_per_s_mean")
@@ -222,13 +218,21 @@ def metrics_of(repeats: Sequence[Repeat], *, seed: int = 0, percentiles: Sequenc
         return None
     batches = [batch for window, requests in repeats for batch in batches_of(window, requests)]
     duration = sum(window_seconds(window) for window, _ in repeats)
+    requests_per_second = _ratio(sum(batch.requests_inside for batch in batches), duration)
     values: dict[str, float | None] = dict.fromkeys(COLUMNS)
     values |= {
         "measured_repeats": len(repeats),
         "measured_batches": sum(batch.requests > 0 for batch in batches),
         "failed": sum(len(requests) for _, requests in repeats) - len(done),
+        "completed": len(done),
+        "duration": duration,
+        "total_input_tokens": sum(request.prompt_tokens or 0 for request in done),
+        "total_output_tokens": sum(request.output_tokens for request in done),
+        "throughput_req_s": requests_per_second,
+        "request_throughput": requests_per_second,
+        "output_throughput": _ratio(sum(batch.tokens_inside for batch in batches), duration),
     }
-    values |= _throughputs(done, batches, duration) | _means(done)
+    values |= _means(done)
     values |= {name: max(_known(getattr(window, name) for window, _ in repeats), default=None) for name in _PEAKS}
     uncertified = _batch_latencies(values, batches)
     samples = _samples(answered)
@@ -261,19 +265,6 @@ def _known(values: Iterable[float | None]) -> list[float]:
 
 def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole > 0 else None
-
-
-def _throughputs(done: Sequence[RequestRecord], batches: Sequence[Batch], duration: float) -> dict[str, float | None]:
-    requests_per_second = _ratio(sum(batch.requests_inside for batch in batches), duration)
-    return {
-        "throughput_req_s": requests_per_second,
-        "completed": len(done),
-        "duration": duration,
-        "total_input_tokens": sum(request.prompt_tokens or 0 for request in done),
-        "total_output_tokens": sum(request.output_tokens for request in done),
-        "request_throughput": requests_per_second,
-        "output_throughput": _ratio(sum(batch.tokens_inside for batch in batches), duration),
-    }
 
 
 def _means(done: Sequence[RequestRecord]) -> dict[str, float | None]:

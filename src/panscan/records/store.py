@@ -156,7 +156,10 @@ class RecordWriter:
         self.previous: Run | None = None
         self.torn: Path | None = None
         self._log: JsonLog | None = None
-        self._lock = WriteLock(directory / f"{FILE_NAME}.lock", self._refusal)
+        self._lock = WriteLock(
+            directory / f"{FILE_NAME}.lock",
+            lambda holder: RecordsError(f"{self.path} is being written by {holder}; give this run its own folder"),
+        )
         with write_errors(self.path, RecordsError):
             directory.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
@@ -168,9 +171,6 @@ class RecordWriter:
         except BaseException:
             self.close()
             raise
-
-    def _refusal(self, holder: str) -> RecordsError:
-        return RecordsError(f"{self.path} is being written by {holder}; give this run its own folder")
 
     def write(self, records: Sequence[AnyRecord]) -> None:
         """Append records, all of them in one write that is on the disk when this returns.

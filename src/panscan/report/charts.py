@@ -18,9 +18,9 @@ from panscan.records.intervals import cluster_intervals
 from panscan.records.metrics import percentile_name
 from panscan.records.schema import VERDICTS, LoadRunSettings, RequestRecord
 from panscan.records.store import Run
-from panscan.records.verdict import EXACT_RATIO
 from panscan.report.formatting import FEW
 from panscan.report.table import Measured, measured
+from panscan.verdict.judgement import EXACT_RATIO
 
 MOST_SERIES = 6
 """More curves in one chart cannot be told apart."""

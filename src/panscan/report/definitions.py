@@ -43,13 +43,13 @@ class RunFacts:
 
 def model_names(run: Run) -> list[str]:
     """The models of a run's cells, each once."""
-    return list(dict.fromkeys(_model(settings) for settings in run.cells.values()))
-
-
-def _model(settings: Mapping[str, Any]) -> str:
-    if settings.get("random_weights"):
-        return clean(f"{settings.get('model_shape')} shape, random weights")
-    return clean(settings.get("model", "unknown model"))
+    names = (
+        f"{settings.get('model_shape')} shape, random weights"
+        if settings.get("random_weights")
+        else settings.get("model", "unknown model")
+        for settings in run.cells.values()
+    )
+    return list(dict.fromkeys(map(clean, names)))
 
 
 def random_note(run: Run, cells: Sequence[Mapping[str, Any]]) -> str:

@@ -14,9 +14,9 @@ from xml.etree import ElementTree
 from markupsafe import Markup
 
 from panscan.core.text import cut, number_text, percent, times
-from panscan.records.verdict import CLOSE_RATIO, EXACT_RATIO
 from panscan.report.charts import MOST_NAMED, Panel, Point, Series
 from panscan.report.table import Measured
+from panscan.verdict.judgement import CLOSE_RATIO, EXACT_RATIO
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -101,7 +101,11 @@ def inline(data: bytes, *, title: str = "", described: str = "", tips: Mapping[s
             element.attrib["style"] = _FONT_STYLE.sub(r"font-size: \1", style)
         if tips and element.attrib.get("id") in tips:
             element.insert(0, _element("title", tips[element.attrib["id"]]))
-    _drop_unused_ids(root)
+    values = (value for element in root.iter() for name, value in element.attrib.items() if name != "id")
+    used = {reference for value in values for reference in _REFERENCE.findall(value)}
+    for element in root.iter():
+        if element.attrib.get("id") not in used:
+            element.attrib.pop("id", None)
     if title:
         root.insert(0, _element("desc", described))
         root.insert(0, _element("title", title))
@@ -114,15 +118,6 @@ def _remove(element: ElementTree.Element, tags: set[str]) -> None:
             element.remove(child)
         else:
             _remove(child, tags)
-
-
-def _drop_unused_ids(root: ElementTree.Element) -> None:
-    """Every chart of matplotlib has an ``axes_1``; a page may have each id once."""
-    values = (value for element in root.iter() for name, value in element.attrib.items() if name != "id")
-    used = {reference for value in values for reference in _REFERENCE.findall(value)}
-    for element in root.iter():
-        if element.attrib.get("id") not in used:
-            element.attrib.pop("id", None)
 
 
 def _element(tag: str, text: str) -> ElementTree.Element:
@@ -179,21 +174,17 @@ def png(panel: Panel, legend: Sequence[str] = ()) -> bytes:
         lines = textwrap.wrap(panel.caption, _LONGEST_LINE)
         figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=_FONT, fontweight="bold")
         figure.set_figheight(figure.get_figheight() + len(lines) * 1.4 * _FONT / 72)
-        _png_legend(figure, entries)
+        from matplotlib.lines import Line2D
+
+        if entries:
+            handles = [Line2D([], [], **look) for look, _ in entries]
+            names = [textwrap.fill(name, _LONGEST_LINE - 6) for _, name in entries]
+            figure.legend(handles, names, loc="outside lower left", handlelength=3, frameon=False)
+            rows = sum(name.count("\n") + 1 for name in names)
+            figure.set_figheight(figure.get_figheight() + (rows + 1) * 1.5 * _FONT / 72)
         data = io.BytesIO()
         figure.savefig(data, format="png", dpi=144, metadata={"Software": None})
     return data.getvalue()
-
-
-def _png_legend(figure: Figure, entries: Sequence[tuple[dict[str, Any], str]]) -> None:
-    from matplotlib.lines import Line2D
-
-    if entries:
-        lines = [Line2D([], [], **look) for look, _ in entries]
-        names = [textwrap.fill(name, _LONGEST_LINE - 6) for _, name in entries]
-        figure.legend(lines, names, loc="outside lower left", handlelength=3, frameon=False)
-        rows = sum(name.count("\n") + 1 for name in names)
-        figure.set_figheight(figure.get_figheight() + (rows + 1) * 1.5 * _FONT / 72)
 
 
 def _svg_file(figure: Figure) -> bytes:
@@ -241,7 +232,23 @@ def panel_figure(panel: Panel, colours: Colours) -> Figure:
         return (_dots_figure if panel.kind == "dots" else _front_figure)(panel, colours)
     figure, axes = _axes(_HEIGHT)
     for index, series in enumerate(panel.series):
-        _draw_series(axes, panel, index, series, colours)
+        aside = (index - (len(panel.series) - 1) / 2) * 0.04 if panel.kind == "steps" else 0.0
+        axes.plot(
+            [point.at + aside for point in series.points],
+            [point.height for point in series.points],
+            **_look(index, colours),
+        )
+        for number, point in enumerate(series.points):
+            marker = _marker(index, colours)
+            face = colours["page"] if point.hollow else marker["color"]
+            _draw_point(
+                axes,
+                (point.at + aside, point.height),
+                marker,
+                face,
+                f"{panel.name}-{index}-{number}",
+                along=point.value,
+            )
     axes.grid(axis="y" if panel.kind == "steps" else "both")
     axes.set_xlabel(panel.axis)
     if panel.kind == "steps":
@@ -355,22 +362,6 @@ def _marker(index: int, colours: Colours) -> dict[str, Any]:
 def _verdict_marker(word: str, colours: Colours) -> dict[str, Any]:
     marker, name = _VERDICTS[word]
     return {"marker": marker, "markersize": 8, "color": colours[name]}
-
-
-def _draw_series(axes: Axes, panel: Panel, index: int, series: Series, colours: Colours) -> None:
-    """Draw a series from left to right, beside the others where they share ticks: no interval covers another."""
-    aside = (index - (len(panel.series) - 1) / 2) * 0.04 if panel.kind == "steps" else 0.0
-    axes.plot(
-        [point.at + aside for point in series.points],
-        [point.height for point in series.points],
-        **_look(index, colours),
-    )
-    for number, point in enumerate(series.points):
-        marker = _marker(index, colours)
-        face = colours["page"] if point.hollow else marker["color"]
-        _draw_point(
-            axes, (point.at + aside, point.height), marker, face, f"{panel.name}-{index}-{number}", along=point.value
-        )
 
 
 def _set_heights(axes: Axes, panel: Panel, colours: Colours) -> None:

@@ -206,7 +206,10 @@ def _picture(
     shown.thumbnail(_IMAGE_SIZE, Image.Resampling.LANCZOS)
     most = max(by_plan, key=lambda plan: plan.crops, default=None)
     if most is not None:
-        _outline(shown, most)
+        pen, scale = ImageDraw.Draw(shown), (shown.width / most.width, shown.height / most.height)
+        for number, view in enumerate(most.views[1:]):
+            left, top, right, bottom = (edge * scale[at % 2] for at, edge in enumerate(view.box))
+            pen.rectangle((left, top, right - 1, bottom - 1), outline=COLOURS[number % len(COLOURS)], width=3)
     cell_views = tuple(
         CellViews(
             tuple(names[cell] for cell in cells),
@@ -216,14 +219,6 @@ def _picture(
         for plan, cells in sorted(by_plan.items(), key=lambda each: each[0].crops)
     )
     return Picture(_data_url(shown), cell_views)
-
-
-def _outline(shown: Image.Image, plan: ViewPlan) -> None:
-    """Outline the crops on a scaled-down image."""
-    pen, scale = ImageDraw.Draw(shown), (shown.width / plan.width, shown.height / plan.height)
-    for index, view in enumerate(plan.views[1:]):
-        left, top, right, bottom = (edge * scale[at % 2] for at, edge in enumerate(view.box))
-        pen.rectangle((left, top, right - 1, bottom - 1), outline=COLOURS[index % len(COLOURS)], width=3)
 
 
 def _side(run: Run, cell: str) -> int:

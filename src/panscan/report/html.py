@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from panscan.analysis import accuracy
 from panscan.analysis.levels import VERIFY_HINT
-from panscan.quality import scores
-from panscan.records import verdict
+from panscan.records import scores
 from panscan.records.metrics import LEAST_SAMPLES
 from panscan.records.schema import STAGES
 from panscan.report import draw
@@ -13,6 +12,7 @@ from panscan.report.charts import ChartGroup, Panel, attainment
 from panscan.report.formatting import templates
 from panscan.report.load import LoadReport
 from panscan.report.sweep import ReportCell, SweepReport
+from panscan.verdict import judgement
 
 _FLOORED = ("vision", "prefill", "decode", "E2E")
 _SIGNS = {"exact": "✓", "close": "≈", "different": "✗", "unverified": "?"}
@@ -33,6 +33,8 @@ def render_html(facts: SweepReport | LoadReport) -> str:
             .get_template("load.html.j2")
             .render(facts=facts, verify_hint=VERIFY_HINT, attainment=attainment, **names)
         )
+    points = [] if facts.front is None else facts.front.points
+    best = sorted((point for point in points if not point.hollow), key=lambda point: -point.at)
     return (
         templates()
         .get_template("report.html.j2")
@@ -42,11 +44,11 @@ def render_html(facts: SweepReport | LoadReport) -> str:
             floored_stages=_FLOORED,
             signs=_SIGNS,
             longest=max((cell.e2e or 0.0 for cell in facts.cells), default=0.0),
-            front_cells=_front_cells(facts),
+            front_cells=[facts.cells[point.cell - 1] for point in best],
             bar=_bar,
             rows_of=_rows_of,
             floor_of=_floor_of,
-            verdict=verdict,
+            verdict=judgement,
             scores=scores,
             accuracy=accuracy,
             **names,
@@ -73,13 +75,6 @@ def _rows_of(comparison: ChartGroup, panel: Panel) -> list[tuple[str, ...]]:
         for series in panel.series
         for point in series.points
     ]
-
-
-def _front_cells(facts: SweepReport) -> list[ReportCell]:
-    """Return the cells on the front, the fastest first."""
-    points = [] if facts.front is None else facts.front.points
-    best = sorted((point for point in points if not point.hollow), key=lambda point: -point.at)
-    return [facts.cells[point.cell - 1] for point in best]
 
 
 def _floor_of(cell: ReportCell) -> list[tuple[float | None, float | None, float | None]]:

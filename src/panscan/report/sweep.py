@@ -33,14 +33,13 @@ from panscan.analysis.cells import (
 from panscan.analysis.floors import Floor, floor_of, ratios
 from panscan.analysis.recommend import Recommendation, recommend
 from panscan.analysis.setting_words import CROPS, label
+from panscan.analysis.summary import replica_shares
 from panscan.core import RecordsError
 from panscan.core.text import clean, count, nats, number_text, times
 from panscan.records.metrics import ReplicaShare
 from panscan.records.quality import metric_title
 from panscan.records.schema import STAGES
 from panscan.records.store import Run
-from panscan.records.summary import replica_shares
-from panscan.records.verdict import Verdict, is_quantized, token_lines
 from panscan.report import definitions
 from panscan.report.answers import Answers, answers_of
 from panscan.report.charts import ChartGroup, Panel, by_request, comparisons, decision_charts, front_of
@@ -56,6 +55,7 @@ from panscan.report.table import (
     quality_cell,
     with_interval,
 )
+from panscan.verdict.judgement import Verdict, is_quantized, token_lines
 
 _SHOWN_LATENCIES = {"median_ttft_ms", "median_tpot_ms", "p95_e2el_ms"}
 _UNFIT = re.compile(r"[^\w.-]")  # for code in a table: no id of panscan's own has any

@@ -12,12 +12,12 @@ from panscan.core.text import count, number_text
 from panscan.records.load_runs import is_load_run
 from panscan.records.quality import empty_answers
 from panscan.records.store import Run
-from panscan.records.verdict import verdict_lines
 from panscan.report.charts import Panel, Series
 from panscan.report.formatting import print_line, safe_text
 from panscan.report.load import LoadReport
 from panscan.report.sweep import SweepReport, unmeasured_text
 from panscan.report.table import print_table
+from panscan.verdict.judgement import verdict_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,7 +36,7 @@ def print_summary(run: Run, console: Console) -> None:
     Settings that all cells share are on one line above.
 
     Raises:
-        RecordsError: see :func:`panscan.records.summary.cell_metrics`.
+        RecordsError: see :func:`panscan.analysis.summary.cell_metrics`.
     """
     if is_load_run(run):
         _print_load(LoadReport(run), console)

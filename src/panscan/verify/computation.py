@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from panscan.model.reference import converted_model, one_view_at_a_time
+from panscan.verdict.float32 import converted_model, one_view_at_a_time
 
 _SCALE = "exact-embedding-scale"
 _GROUP = 32  # weights
@@ -99,7 +99,7 @@ def changed_model(model: Any, changes: Collection[str], dtype: torch.dtype = tor
     Parameters and buffers are the same objects with the same values afterwards.
 
     Raises:
-        UnsupportedError: see :func:`panscan.model.reference.converted_model`.
+        UnsupportedError: see :func:`panscan.verdict.float32.converted_model`.
     """
     text = getattr(model.model, "language_model", model.model)
     linear = next((_ROUNDED[change] for change in changes if change in _ROUNDED), None)

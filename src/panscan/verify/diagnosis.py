@@ -8,8 +8,8 @@ from math import inf, log
 from typing import Literal
 
 from panscan.records.schema import FLOOR, Divergence, Top1
-from panscan.records.verdict import CLOSE_TOP1, EXACT_RATIO, clear_margin, judge
-from panscan.verify.evidence import Fit
+from panscan.verdict.evidence import Fit
+from panscan.verdict.judgement import CLOSE_TOP1, EXACT_RATIO, clear_margin, judge
 from panscan.verify.hypotheses import CHANGES, Hypothesis
 
 VerdictWord = Literal["exact", "close", "different", "unknown"]

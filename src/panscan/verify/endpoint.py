@@ -15,7 +15,7 @@ from typing import Any
 from panscan.core import EndpointError, Request, SettingError
 from panscan.core.foreign import is_count
 from panscan.load.chat import MOST_TEXT, Endpoint, chat_body, data_url, fetch_json, served_models
-from panscan.verify.evidence import ReportedStep, ReportedToken
+from panscan.verdict.evidence import ReportedStep, ReportedToken
 
 _REFUSED = (400, 415, 422, 500, 501)
 """HTTP statuses of a request that may succeed with fewer fields."""

@@ -16,16 +16,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from panscan.bench.reference import eager_settings
 from panscan.core import Request
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import DecodedRequest, read_images
 from panscan.model.load import load_for
 from panscan.model.machine import release_memory
-from panscan.model.reference import converted_model, head_logits, one_view_at_a_time
 from panscan.model.runtime import reference_computation
 from panscan.runners.observe import observe
 from panscan.settings import Settings
+from panscan.verdict.float32 import converted_model, head_logits, one_view_at_a_time
+from panscan.verdict.reference import eager_settings
 from panscan.verify.computation import changed_model, final_states, rope_factor, view_features
 from panscan.verify.hypotheses import CHANGES, HYPOTHESES, Hypothesis
 from panscan.verify.inputs import ChangedPrompt, changed_pixels, changed_prompt

@@ -9,7 +9,8 @@ from typing import Any
 
 from panscan.core import EndpointError, Request
 from panscan.load.chat import Endpoint
-from panscan.records.verdict import EXACT_RATIO
+from panscan.verdict.evidence import Fit, MappedAnswer, ReportedStep, ReportedToken, forced_tokens, map_answer
+from panscan.verdict.judgement import EXACT_RATIO
 from panscan.verify.diagnosis import (
     Explanation,
     HypothesisFit,
@@ -20,7 +21,6 @@ from panscan.verify.diagnosis import (
     summary,
 )
 from panscan.verify.endpoint import EndpointAnswer, EndpointClient
-from panscan.verify.evidence import Fit, MappedAnswer, ReportedStep, ReportedToken, forced_tokens, map_answer
 from panscan.verify.hypotheses import CHANGES, REFERENCE
 from panscan.verify.local import LocalModel
 from panscan.verify.options import VerifyOptions

@@ -9,9 +9,7 @@ from statistics import fmean
 
 from panscan.core import Request, SettingError
 from panscan.records.schema import FLOOR
-from panscan.records.verdict import EXACT_RATIO
-from panscan.verify.diagnosis import Explanation, HypothesisFit, NoiseLevel, best_candidates, explain
-from panscan.verify.evidence import (
+from panscan.verdict.evidence import (
     AnswerEvidence,
     Fit,
     MappedAnswer,
@@ -21,6 +19,8 @@ from panscan.verify.evidence import (
     merged_fit,
     moved_margin,
 )
+from panscan.verdict.judgement import EXACT_RATIO
+from panscan.verify.diagnosis import Explanation, HypothesisFit, NoiseLevel, best_candidates, explain
 from panscan.verify.hypotheses import CHANGES, REFERENCE, Hypothesis, combine, hypothesis
 from panscan.verify.local import LocalModel
 

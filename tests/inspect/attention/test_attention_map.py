@@ -12,7 +12,6 @@ from PIL import Image
 
 from panscan.core import Request, SettingError
 from panscan.engine.options import EngineOptions
-from panscan.inspect.attention.engine_probe import engine_mask
 from panscan.inspect.attention.measure import (
     MOST_TOKENS,
     Masks,
@@ -21,12 +20,12 @@ from panscan.inspect.attention.measure import (
     cause,
     check_names,
     differences,
+    engine_mask,
     measure,
     segments_of,
     statements,
 )
-from panscan.inspect.attention.picture import draw_attention
-from panscan.inspect.attention.terminal import attention_lines
+from panscan.inspect.attention.picture import attention_lines, draw_attention
 from panscan.settings import Settings
 
 SOFT, WINDOW = 7, 20

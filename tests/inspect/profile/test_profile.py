@@ -16,7 +16,7 @@ from transformers import Gemma3nTextConfig
 
 from panscan.cli.main import run
 from panscan.core import SettingError, UnsupportedError
-from panscan.inspect.profile.modes import ENGINE, GENERATE_MODES, chosen_modes, mode_settings, without_graphs
+from panscan.inspect.profile.run import ENGINE, GENERATE_MODES, chosen_modes, mode_settings, without_graphs
 from panscan.model.phases import profiled
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings

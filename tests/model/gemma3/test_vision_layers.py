@@ -20,9 +20,9 @@ from transformers import AutoModelForImageTextToText
 from panscan.core import UnsupportedError
 from panscan.model.bundled.random_weights import random_model
 from panscan.model.gemma3.vision_layers import VisionLayers, choose_vision_attention, fastest
-from panscan.model.reference import converted_model, weights_digest
 from panscan.model.shapes import SHAPES, Shape, TextShape, VisionShape
 from panscan.runners.generate import GenerateRunner
+from panscan.verdict.float32 import converted_model, weights_digest
 
 TEXT = TextShape(1024, 64, 96, 1, 2, 1, 32, 16, 32, 256)
 EYES = VisionShape(hidden=48, intermediate=64, layers=3, heads=2, image_size=56)

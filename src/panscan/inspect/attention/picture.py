@@ -1,4 +1,7 @@
-"""A picture of attention masks: queries as rows, keys as columns, and the cells in which an implementation differs."""
+"""A picture of attention masks: queries as rows, keys as columns, and the cells in which an implementation differs.
+
+On the terminal, characters show a cell per pair of tokens for short prompts, per pair of segments for others.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, cycle
 from math import ceil
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import Image, ImageColor, ImageDraw
 
 from panscan.images.ink import printable, shorten, text_width, wrap, write
@@ -21,6 +26,7 @@ from panscan.inspect.attention.measure import (
     statements,
 )
 from panscan.model.attention_masks import LayerKind
+from panscan.report.table import Column, Table
 
 _PAPER, _INK, _GREY, _LINE, _NONE = "#fbfbf9", "#22252b", "#5d626a", "#aeb2b9", "#ffffff"
 _TEXT = "#7a8089"  # keys that are text
@@ -34,6 +40,10 @@ _TOP = 62  # above a panel's cells: its title, labels and band
 _BLEND_ABOVE, _BLENDED = 960, 900  # tokens from which a pixel shows several cells; pixels of such a panel's side
 _WANTED = 720  # pixels of a smaller panel's side, about
 _FAINTEST = 0.55  # share of a difference's colour in a pixel with a single differing cell
+
+_MOST_CELLS = 48  # characters of a row of cells
+_LABEL = 20
+_ALL, _SOME, _NO, _DIFFERS = "#", "+", ".", "x"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,37 +177,23 @@ def _segment_colours(segments: Sequence[Segment]) -> list[str]:
 
 def _panel_cells(reference: Mask, mask: Mask, segments: Sequence[Segment], scale: _Scale) -> Image.Image:
     """Return the cells of a mask, ``scale.side`` pixels square, with their differences from the reference."""
-    colours = _segment_colours(segments)
-    key_index = np.repeat(np.arange(1, len(segments) + 1), [segment.tokens for segment in segments])
-    palette = np.array([ImageColor.getrgb(colour) for colour in (_NONE, *colours)], np.uint8)
-    picture = _to_panel_size(Image.fromarray(palette[np.where(mask, key_index, 0)]), scale)
-    for differing, colour in ((reference & ~mask, _MISSING), (mask & ~reference, _EXTRA)):
-        picture.paste(colour, (0, 0), _shares(differing, scale))
-    return _ruled(picture, segments, scale)
-
-
-def _to_panel_size(image: Image.Image, scale: _Scale) -> Image.Image:
-    """Return an image of one pixel per cell at a panel's size."""
+    size = scale.side, scale.side
     method = Image.Resampling.BOX if scale.blends else Image.Resampling.NEAREST
-    return image.resize((scale.side, scale.side), method)
-
-
-def _shares(cells: Mask, scale: _Scale) -> Image.Image:
-    """Return the share of a difference's colour in each pixel, as an image of mode L."""
-    # Scaled as floats: a share below 1 / 255 would round to 0.
-    shares = np.asarray(_to_panel_size(Image.fromarray(cells.astype(np.float32)), scale))
-    return Image.fromarray(np.where(shares > 0, 255 * (_FAINTEST + (1 - _FAINTEST) * shares), 0).astype(np.uint8))
-
-
-def _ruled(picture: Image.Image, segments: Sequence[Segment], scale: _Scale) -> Image.Image:
-    """Return a panel with pale lines at the edges of views."""
-    lines = Image.new("L", picture.size)
+    key_index = np.repeat(np.arange(1, len(segments) + 1), [segment.tokens for segment in segments])
+    palette = np.array([ImageColor.getrgb(colour) for colour in (_NONE, *_segment_colours(segments))], np.uint8)
+    picture = Image.fromarray(palette[np.where(mask, key_index, 0)]).resize(size, method)
+    for differing, colour in ((reference & ~mask, _MISSING), (mask & ~reference, _EXTRA)):
+        # Scaled as floats: a share below 1 / 255 would round to 0.
+        shares = np.asarray(Image.fromarray(differing.astype(np.float32)).resize(size, method))
+        opacity = np.where(shares > 0, 255 * (_FAINTEST + (1 - _FAINTEST) * shares), 0)
+        picture.paste(colour, (0, 0), Image.fromarray(opacity.astype(np.uint8)))
+    lines = Image.new("L", size)  # pale, at the edges of views
     draw = ImageDraw.Draw(lines)
-    for segment in segments:
-        for edge in (segment.start, segment.end) if segment.image is not None else ():
-            pixel = min(scale.pixel(edge), scale.side - 1)
-            draw.line((pixel, 0, pixel, scale.side), fill=46)
-            draw.line((0, pixel, scale.side, pixel), fill=46)
+    views = [segment for segment in segments if segment.image is not None]
+    for edge in (edge for view in views for edge in (view.start, view.end)):
+        pixel = min(scale.pixel(edge), scale.side - 1)
+        draw.line((pixel, 0, pixel, scale.side), fill=46)
+        draw.line((0, pixel, scale.side, pixel), fill=46)
     picture.paste(_INK, (0, 0), lines)
     return picture
 
@@ -241,3 +237,81 @@ def _legend(entries: Sequence[_Entry], width: int) -> Image.Image:
         text_left = left + 20 * len(colours) + 6 * bool(colours)
         write(draw, (text_left, top + 12), label, _SMALL_SIZE, fill=_GREY)
     return strip
+
+
+class _Bins(NamedTuple):
+    """Runs of positions, each a row and a column of characters.
+
+    Args:
+        edges: first position of each run, and the number of tokens.
+        labels: of the runs.
+        what: what a run is, in the plural.
+    """
+
+    edges: tuple[int, ...]
+    labels: tuple[str, ...]
+    what: str
+
+
+def attention_lines(shown: PromptAttention, *, width: int = 100) -> list[str]:
+    """Return the masks as lines of text with a legend.
+
+    Args:
+        shown: the masks.
+        width: characters of a line; panels that do not fit side by side follow each other.
+    """
+    bins = _bins(shown)
+    lines = [f"{_ALL} attends in all pairs of tokens   {_SOME} in some   {_NO} in none; rows are queries, columns keys"]
+    if len(shown.groups) > 1:
+        lines[0] += f"; {_DIFFERS} differs from {shown.reference.names[0]}"
+    lines.append(f"cells: {bins.what}")
+    for group in shown.groups:
+        lines += ["", *_group_lines(shown, group, bins, width)]
+    return lines
+
+
+def _bins(shown: PromptAttention) -> _Bins:
+    """Return tokens, or segments if there are too many tokens, or equal runs if there are too many segments."""
+    count = len(shown.tokens)
+    if count <= _MOST_CELLS:
+        return _Bins(tuple(range(count + 1)), tuple(map(plain_token, shown.tokens)), "tokens")
+    segments = shown.segments
+    if 2 <= len(segments) <= _MOST_CELLS:
+        labels = (f"{segment.label(images=shown.images)} ({segment.tokens})" for segment in segments)
+        return _Bins((*(segment.start for segment in segments), count), tuple(labels), "segments (tokens)")
+    edges = np.linspace(0, count, _MOST_CELLS + 1).round().astype(int).tolist()
+    labels = (f"from token {start}" for start in edges[:-1])
+    return _Bins(tuple(edges), tuple(labels), f"{_MOST_CELLS} equal runs of tokens")
+
+
+def _group_lines(shown: PromptAttention, group: Masks, bins: _Bins, width: int) -> list[str]:
+    """Return the panels of a group of equal masks, below its names and above its differences."""
+    labels = [f"{number:>2} {label[:_LABEL]}" for number, label in enumerate(bins.labels, 1)]
+    panels = [_panel_column(shown, group, kind, bins) for kind in shown.layers]
+    rows = range(len(labels))
+    label_column: Column[int] = Column("", lambda row: labels[row])
+    lines = [", ".join(group.names) + " (reference)" * (group is shown.reference and len(group.names) == 1)]
+    together = Table([label_column, *panels], rows).lines(width)[1:]
+    fit = max(map(len, together)) <= width
+    lines += together if fit else [line for one in panels for line in Table([label_column, one], rows).lines(width)[1:]]
+    if group is not shown.reference:
+        lines += statements(shown, group)
+    return [*lines, *group.notes]
+
+
+def _panel_column(shown: PromptAttention, group: Masks, kind: LayerKind, bins: _Bins) -> Column[int]:
+    """Return the cells of one kind of layers: a line for each run of queries."""
+    mask, reference = group.by_kind[kind], shown.reference.by_kind[kind]
+    shares = _run_shares(mask, bins.edges)
+    cells = np.where(shares == 1, _ALL, np.where(shares > 0, _SOME, _NO))
+    cells[_run_shares(mask != reference, bins.edges) > 0] = _DIFFERS
+    return Column(f"{kind} layers ({shown.layers[kind]})", lambda row: "".join(cells[row]))
+
+
+def _run_shares(mask: Mask, edges: Sequence[int]) -> NDArray[np.float64]:
+    """Return the share of true cells of each pair of runs: ``[runs, runs]``."""
+    starts = list(edges[:-1])
+    counts = np.add.reduceat(np.add.reduceat(mask, starts, axis=0, dtype=np.int64), starts, axis=1)
+    sizes = np.diff(edges)
+    shares: NDArray[np.float64] = counts / (sizes[:, None] * sizes)
+    return shares

@@ -230,7 +230,7 @@ def padding() -> Findings:
 def image_processor() -> Findings:
     """Check which image processor Transformers chooses, and panscan's crops, pixels and token ids against it."""
     from panscan.core import Request
-    from panscan.runners.processor_check import check_inputs
+    from panscan.verdict.inputs import check_inputs
 
     reader = _tiny().reader
     kind = type(reader.processor.image_processor).__name__
@@ -238,17 +238,15 @@ def image_processor() -> Findings:
     yield ok(f"AutoProcessor gives {kind}: it resizes with {backend}")
     pages = [_page(900, 300), _page(300, 300)]
     inputs = check_inputs(reader, [Request(prompt="What is the total?", images=[page]) for page in pages])
-    if inputs["difference"] is not None:
+    if inputs.difference is not None:
         yield problem(
-            f"panscan's inputs differ from those of Transformers' processor: {inputs['difference']}",
+            f"panscan's inputs differ from those of Transformers' processor: {inputs.difference}",
             "Install a version of Transformers that panscan supports.",
         )
     else:
-        yield ok(
-            f"crops, pixels and token ids of {inputs['views']} views are those of Transformers' processor (Pillow)"
-        )
-    if inputs["note"]:
-        yield not_checked(inputs["note"])
+        yield ok(f"crops, pixels and token ids of {inputs.views} views are those of Transformers' processor (Pillow)")
+    if inputs.note:
+        yield not_checked(inputs.note)
 
 
 @_on_tiny

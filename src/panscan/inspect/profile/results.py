@@ -30,7 +30,14 @@ _TIMES: tuple[Column[_Mode], ...] = (
     Column("profiled TPOT ms", lambda mode: mode[0].facts["profiled"]["tpot_ms"]),
     Column("busy/step ms", lambda mode: None if (step := _decode_step(mode[1])) is None else step.busy_ms),
     Column("idle/step ms", lambda mode: None if (step := _decode_step(mode[1])) is None else step.idle_ms),
-    Column("launches/step", lambda mode: _launches(mode[1])),
+    Column(
+        "launches/step",
+        lambda mode: (
+            None
+            if (step := _decode_step(mode[1])) is None or not mode[1].gpus
+            else step.kernel_launches + step.graph_launches
+        ),
+    ),
 )
 
 
@@ -74,11 +81,6 @@ def write_results(folder: Path, modes: Sequence[_Mode], *, title: str) -> Path:
 def _decode_step(summary: Summary) -> StepTime | None:
     step = summary.steps
     return step if step is not None and step.name == "decode step" else None
-
-
-def _launches(summary: Summary) -> float | None:
-    step = _decode_step(summary)
-    return None if step is None or not summary.gpus else step.kernel_launches + step.graph_launches
 
 
 def _timing_note(profiled: Profiled) -> str:

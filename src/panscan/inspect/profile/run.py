@@ -1,10 +1,10 @@
-"""A profile of each mode: load, warm up, time without the profiler, then one request or batch under it."""
+"""A profile of each way of decoding: load, warm up, time without the profiler, then one request or batch under it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,18 +14,97 @@ import torch
 import panscan
 from panscan.core import Request, Result, SettingError, UnsupportedError, now
 from panscan.inspect.profile.capture import CaptureOptions, captured, start_profiler_once, write_trace
-from panscan.inspect.profile.modes import ENGINE, Mode, mode_settings
 from panscan.model.machine import resolve_device
 from panscan.model.support import require_supported
 from panscan.records.environment import environment
 from panscan.runners.engine import EngineRunner
 from panscan.runners.factory import profile_only_family, profile_only_runner, ready_runner
 from panscan.runners.generate import GenerateRunner
-from panscan.settings import Settings, axes
+from panscan.settings import ENGINE_AXES, ENGINE_LIMITS, Settings, axes, nearest
 
 _WARM_UPS, _TIMED = 2, 3
 _OF_OTHER_FAMILIES = ("quantization", "device_map", "max_memory", "prefill_chunk_size", "preprocess")
 ProfiledRunner = GenerateRunner | EngineRunner
+_GRAPHS = "reduce-overhead"  # torch.compile's name of the mode that records CUDA graphs
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One way of decoding.
+
+    Args:
+        name: name in files and columns.
+        label: name in text.
+        cache: KV cache of ``generate()``.
+        decode_compile: see :attr:`panscan.runners.generate.GenerateRunner.decode_compile`.
+    """
+
+    name: str
+    label: str
+    cache: str = "dynamic"
+    decode_compile: str | None = None
+
+
+GENERATE_MODES = {
+    mode.name: mode
+    for mode in (
+        Mode("dynamic", "generate(), dynamic cache", "dynamic", "off"),
+        Mode("static", "generate(), static cache", "static", "off"),
+        Mode("compiled", "generate(), static cache, compiled decode step", "static", "default"),
+        Mode("cuda-graphs", "generate(), static cache, compiled decode step, CUDA graphs", "static", _GRAPHS),
+    )
+}
+ENGINE = Mode("engine", "panscan's engine")
+RUNNERS = ("generate", "engine")
+
+
+def chosen_modes(runners: Sequence[str], modes: Sequence[str]) -> list[Mode]:
+    """Return what to profile, each mode once: the modes of ``generate()``, then the engine.
+
+    Args:
+        runners: names of :data:`RUNNERS`; not empty.
+        modes: names of :data:`GENERATE_MODES`, or ``all``; empty: ``dynamic`` if ``generate`` is among the runners.
+
+    Raises:
+        SettingError: an unknown name, or modes without ``generate``.
+    """
+    for flag, given, known in (("--runner", runners, RUNNERS), ("--mode", modes, (*GENERATE_MODES, "all"))):
+        for name in given:
+            if name not in known:
+                raise SettingError(f"{flag} takes {', '.join(known)}; got {name!r}{nearest(name, known)}")
+    if modes and "generate" not in runners:
+        raise SettingError("--mode is for --runner generate: add generate to --runner, or leave --mode out")
+    wanted = GENERATE_MODES if "all" in modes else dict.fromkeys(modes or ("dynamic",))
+    selected = [GENERATE_MODES[name] for name in wanted] if "generate" in runners else []
+    return [*selected, ENGINE] if "engine" in runners else selected
+
+
+def without_graphs(modes: Sequence[Mode]) -> list[Mode]:
+    """Return the modes that need no NVIDIA GPU."""
+    return [mode for mode in modes if mode.decode_compile != _GRAPHS]
+
+
+def mode_settings(base: Settings, mode: Mode, *, on_gpu: bool) -> Settings:
+    """Return the settings of one mode: the shared ones, without those that its runner does not have.
+
+    Args:
+        base: settings that all modes share, with the batch size of the request.
+        mode: decoding mode.
+        on_gpu: whether the model runs on an NVIDIA GPU.
+
+    Raises:
+        UnsupportedError: CUDA graphs without an NVIDIA GPU, or the engine on several.
+    """
+    if mode is ENGINE:
+        if base.tensor_parallel_size > 1:
+            raise UnsupportedError(
+                f"--tensor-parallel-size {base.tensor_parallel_size}: the profiler records one process; use 1"
+            )
+        return replace(base, runner="engine", max_num_seqs=base.batch_size, **ENGINE_LIMITS)
+    if mode.decode_compile == _GRAPHS and not on_gpu:
+        raise UnsupportedError("--mode cuda-graphs needs an NVIDIA GPU; on a CPU use dynamic, static or compiled")
+    plain = {name: axes()[name].default for name in ENGINE_AXES}
+    return replace(base, **{**plain, "runner": "generate", "cache": mode.cache})
 
 
 @dataclass(frozen=True, slots=True)

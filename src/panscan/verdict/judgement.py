@@ -13,12 +13,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from panscan.records.schema import AXES, FLOOR, VERDICTS, AxisCheck, Divergence, TokenCheck, Top1, VerdictRecord
+from panscan.records.schema import AXES, FLOOR, VERDICTS, AxisCheck, Divergence, TokenCheck, Top1
 from panscan.records.store import Run
 
 MARGIN_FLOOR: float = (8 * FLOOR) ** 0.5
 """Nats; the same floor for margins. Between two tokens that share all probability evenly, a margin that moves by m
 diverges by ln cosh(m / 2), about m^2 / 8: less than this is less than :data:`FLOOR`."""
+_NOT_CONCLUDED = TokenCheck.of(note="tokens beyond the reference: the run stopped before this check; --resume runs it")
 EXACT_RATIO, CLOSE_RATIO, CLOSE_TOP1 = 2.0, 10.0, 0.99
 
 
@@ -102,19 +103,13 @@ def verdict_of(run: Run, cell: str) -> Verdict:
         record.equal_tokens,
         record.truth,
         measured,
-        _tokens_beyond(record),
+        record.beyond if record.concluded else _NOT_CONCLUDED,
         tuple(record.invariance or ()),
     )
     float32 = any(repeat.dtype == "float32" for repeat, _ in run.repeats_of(cell))
     truth = run.truths.get(record.truth or "")
     inputs = None if truth is None or truth.inputs is None else truth.inputs.difference
     return _with_tokens(verdict, float32=float32, inputs=inputs)
-
-
-def _tokens_beyond(record: VerdictRecord) -> TokenCheck | None:
-    if not record.concluded:
-        return TokenCheck.of(note="tokens beyond the reference: the run stopped before this check; --resume runs it")
-    return record.beyond
 
 
 def _measured_tokens(run: Run, cell: str) -> TokenCheck | None:

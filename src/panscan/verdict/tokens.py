@@ -16,10 +16,10 @@ from msgspec import structs
 from panscan.core import Result
 from panscan.engine.sampling import DRAWS, draw
 from panscan.model.checkpoint import Loaded
-from panscan.model.reference import head_logits, warped_scores
 from panscan.records.schema import Departure, TokenCheck
-from panscan.records.verdict import clear_margin
 from panscan.settings import Settings
+from panscan.verdict.float32 import head_logits, warped_scores
+from panscan.verdict.judgement import clear_margin
 
 _PERTURBED = 32  # perturbed logits per sampled position; if all draw the same token, noise cannot change it
 _CACHED = 64  # answers whose hidden states stay in memory, a few megabytes each
@@ -54,11 +54,6 @@ class Judge:
     loaded: Loaded
     settings: Settings
     noise: float
-
-    @property
-    def comparable(self) -> bool:
-        """Whether the tokens are greedy choices from the model's unmodified scores."""
-        return self.settings.sampling.greedy and self.settings.repetition_penalty in (None, 1)
 
     @property
     def suppressed(self) -> list[int]:

@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from panscan.bench.divergence import Noise
 from panscan.core import RecordsError, Request
 from panscan.core.errors import brief
 from panscan.core.files import write_file
@@ -27,10 +26,14 @@ from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import plan_request, read_images
 from panscan.model.machine import is_out_of_memory, release_memory
 from panscan.model.observation import ForcedTokens, Observation
-from panscan.model.reference import converted_model, one_view_at_a_time
 from panscan.runners.observe import observe
 from panscan.settings import Settings
+from panscan.verdict.divergence import DivergenceTally, Noise
+from panscan.verdict.float32 import converted_model, one_view_at_a_time
 from panscan.workload.requests import Item, Source, plans_of
+
+if TYPE_CHECKING:
+    from panscan.runners.base import Runner
 
 FORMAT = "2"
 TOKENS = 32
@@ -142,24 +145,64 @@ def compute_reference(
         return Reference(*names, [_reference_request(request.id, observation) for request, observation in pairs])
 
 
-def observe_eager(
+def compute_noise(
     loaded: Loaded,
     settings: Settings,
     requests: Sequence[Request],
     reference: Reference,
     on_step: Callable[[str], None],
-) -> Iterator[Observation]:
-    """Yield observations of the same requests at the model's own precision, along the reference's tokens.
+) -> Noise:
+    """Return the noise of eager attention at the model's own precision, along the reference's tokens; 0 in float32.
 
-    Their divergence from the reference is the noise.
+    Args:
+        loaded: the reference's model, which already uses eager attention.
+        settings: result of :func:`eager_settings`.
+        requests: the reference's requests.
+        reference: the reference.
+        on_step: receives progress messages.
     """
+    if loaded.dtype == torch.float32:
+        image = 0.0 if reference.image_positions else None
+        return Noise([[0.0] * len(expected.tokens) for expected in reference.requests], image, 0.0)
     forced = [expected.forced_tokens(len(expected.tokens)) for expected in reference.requests]
-    return _in_groups(
+    seen = _in_groups(
         loaded,
         requests,
         lambda group: observe(loaded, settings, requests[group], forced[group]),
         lambda done: on_step(f"computing the noise in {settings.dtype}: {done} of {len(requests)} requests"),
     )
+    tally = DivergenceTally()
+    for expected, observation in zip(reference.requests, seen, strict=True):
+        tally.add(loaded, expected.answer, expected.image, observation)
+    return tally.noise()
+
+
+def compare_answers(
+    runner: Runner,
+    loaded: Loaded,
+    reference: Reference,
+    requests: Sequence[Request],
+    batches: Sequence[Sequence[int]],
+    on_batch: Callable[[int], None],
+) -> DivergenceTally:
+    """Compare what a runner computes along the reference's tokens with the reference.
+
+    Args:
+        runner: configured for the cell that is compared.
+        loaded: a model with the reference's output matrix.
+        reference: the reference.
+        requests: the reference's requests, as the cell asks them.
+        batches: indices of the requests of each batch.
+        on_batch: called with the number of each batch before it is computed.
+    """
+    tally = DivergenceTally()
+    for number, batch in enumerate(batches):
+        on_batch(number)
+        forced = [reference.requests[index].forced_tokens(runner.settings.max_new_tokens) for index in batch]
+        for index, seen in zip(batch, runner.observe([requests[i] for i in batch], forced), strict=True):
+            expected = reference.requests[index]
+            tally.add(loaded, expected.answer[: len(seen.tokens)], expected.image, seen)
+    return tally
 
 
 def reference_states(loaded: Loaded, settings: Settings, request: Request, tokens: Sequence[int]) -> torch.Tensor:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from tests.records.synthetic import batches_of, header, outcome, scored, verdict, write_run
 
+from panscan.analysis.summary import cell_metrics, summary_columns, write_summary
 from panscan.core import RecordsError
 from panscan.records.metrics import COLUMNS, INTERVALS, LAUNCHER
 from panscan.records.quality import quality_of
-from panscan.records.summary import cell_metrics, summary_columns, write_summary
 
 CELLS = {
     "c0": {"model": 'a "model", 4B', "batch_size": 1, "do_pan_and_scan": True, "crops": None},

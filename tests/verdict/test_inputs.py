@@ -13,7 +13,8 @@ from panscan.images.views import plan_views
 from panscan.model import inputs
 from panscan.model.checkpoint import load_reader
 from panscan.model.prompt import Prompt, PromptWriter
-from panscan.runners.processor_check import CHECKED_REQUESTS, check_inputs
+from panscan.records.schema import InputCheck
+from panscan.verdict.inputs import CHECKED_REQUESTS, check_inputs
 
 CROPS = PanAndScan(max_num_crops=3)
 
@@ -31,25 +32,25 @@ def test_what_panscan_makes_is_what_the_processor_makes(tiny: GenerateRunner) ->
         asked(),
     ]
     found = check_inputs(tiny.loaded.reader, requests)
-    assert found == {"requests": CHECKED_REQUESTS, "views": 4 + 4 + 4 + 4, "difference": None, "note": ""}
+    assert found == InputCheck(CHECKED_REQUESTS, 4 + 4 + 4 + 4, None, "")
 
 
 def test_text_checkpoints_have_their_ids_checked(text_checkpoint: Any) -> None:
     found = check_inputs(load_reader(str(text_checkpoint)), [asked(images=[])])
-    assert (found["views"], found["difference"]) == (0, None)
+    assert (found.views, found.difference) == (0, None)
 
 
 def test_special_tokens_in_a_prompt_differ_on_purpose(tiny: GenerateRunner) -> None:
     found = check_inputs(tiny.loaded.reader, [asked(prompt="an <end_of_turn> in it")])
-    assert found["difference"] is None
-    assert "on purpose" in found["note"]
+    assert found.difference is None
+    assert "on purpose" in found.note
 
 
 def test_an_image_that_the_processor_refuses_is_named(tiny: GenerateRunner) -> None:
     tight = PanAndScan(max_num_crops=4, min_crop_size=1)
     found = check_inputs(tiny.loaded.reader, [asked(images=[noise(1, 1)], pan_and_scan=tight), asked()])
-    assert found["difference"] is None
-    assert found["requests"] == 2
+    assert found.difference is None
+    assert found.requests == 2
 
 
 @pytest.mark.parametrize("fault", ["boxes", "ids", "views"])
@@ -72,4 +73,4 @@ def test_faults_are_found(tiny: GenerateRunner, monkeypatch: pytest.MonkeyPatch,
     else:
         monkeypatch.setattr(inputs, "plan_views", boxes if fault == "boxes" else views)
     found = check_inputs(tiny.loaded.reader, [asked()])
-    assert {"boxes": "crop boxes", "ids": "token ids differ", "views": "crop boxes"}[fault] in found["difference"]
+    assert {"boxes": "crop boxes", "ids": "token ids differ", "views": "crop boxes"}[fault] in found.difference

@@ -18,9 +18,7 @@ from tests.model.formats.small import SMALL, Checkpoint, dense_weights
 
 from panscan.bench.grid import Cell
 from panscan.bench.plan import SweepPlan
-from panscan.bench.reference import FORMAT, find_references
 from panscan.bench.sweep import run_sweep
-from panscan.bench.verify import Verifier
 from panscan.core import PanscanWarning, RecordsError
 from panscan.model.bundled.random_weights import write_shape
 from panscan.model.runtime import apply_attention
@@ -29,6 +27,9 @@ from panscan.runners.factory import open_runner
 from panscan.runners.generate import GenerateRunner
 from panscan.runners.pipeline import PipelineRunner
 from panscan.settings import Settings, settings_from
+from panscan.verdict.cells import Verifier
+from panscan.verdict.reference import FORMAT, find_references
+from panscan.verdict.references import References
 from panscan.workload.requests import Source, build_workload, request_of
 
 STEPS = 8
@@ -58,12 +59,14 @@ class RecordingVerifier(Verifier):
         found = [each for path in references for each in find_references(path)]
         self.records: list[Mapping[str, Any]] = []
         self.said: list[str] = []
-        super().__init__(bench.items, source, STEPS, directory, found, self.records.extend, self.said.append)
+        super().__init__(
+            References(bench.items, source, STEPS, directory, found, self.records.extend, self.said.append)
+        )
 
     def verdict(self, runner: GenerateRunner, settings: Settings) -> VerdictRecord:
         cell = Cell.of(settings)
-        self.prepare_quantized([cell])
-        self.prepare(runner, [cell])
+        self.references.prepare_quantized([settings])
+        self.references.prepare(runner, [settings])
         runner.configure(settings)
         return self.verify(runner, cell)
 
@@ -112,7 +115,7 @@ def test_noise_is_that_of_the_positions_compared(half: GenerateRunner, bench: Be
     """The reference as a cell is as noisy as the yardstick, however few tokens it may write."""
     settings = replace(half.settings, attention="eager", batch_size=3)
     verifier = bench.verifier()
-    verifier.prepare(half, [Cell.of(replace(settings, max_new_tokens=STEPS))])
+    verifier.references.prepare(half, [replace(settings, max_new_tokens=STEPS)])
     answers = {n: verifier.verdict(half, replace(settings, max_new_tokens=n)).answer for n in (1, 3, STEPS)}
     assert answers[STEPS].kl == pytest.approx(answers[STEPS].noise, rel=1e-4)
     noises = {tokens: answer.noise for tokens, answer in answers.items()}
@@ -211,7 +214,7 @@ def test_text_only_checkpoints_have_verdicts_but_for_generate_batch(text_checkpo
     items = build_workload(source, on_problem=lambda error: pytest.fail(str(error)))
     for name, word in (("generate_batch", "unverified"), ("generate", "exact")):
         verifier = bench.verifier(directory=text_checkpoint / "truth", source=source)
-        verifier.items = items
+        verifier.references.items = items
         settings = settings_from(
             {"model": str(text_checkpoint), "dtype": "fp32", "device": "cpu", "max_new_tokens": 3, "runner": name}
         )
@@ -248,13 +251,13 @@ def test_a_reference_is_computed_once_and_found_again(runner: GenerateRunner, be
 
 
 def test_fewer_crops_that_give_the_same_views_share_a_reference(runner: GenerateRunner, bench: Bench) -> None:
-    views = bench.verifier()._views
+    views = bench.verifier().references.views
     settings = runner.settings
     assert views(settings, "cpu") == views(replace(settings, pan_and_scan_max_num_crops=9), "cpu")
     others = [
         views(replace(settings, pan_and_scan_max_num_crops=2), "cpu"),
         views(settings, "device"),
-        bench.verifier(source=replace(bench.source, system="Be short."))._views(settings, "cpu"),
+        bench.verifier(source=replace(bench.source, system="Be short.")).references.views(settings, "cpu"),
     ]
     assert len({views(settings, "cpu"), *others}) == 4
 
@@ -265,9 +268,9 @@ def test_a_reference_of_other_views_or_weights_is_refused(
     settings = replace(runner.settings, max_new_tokens=STEPS)
     bench.verifier(directory=tmp_path / "truth").verdict(runner, settings)
     verifier = bench.verifier(tmp_path)
-    verifier.check_references([Cell.of(settings)])
+    verifier.references.check_files([settings])
     with pytest.raises(RecordsError, match=r"--reference .* computed for other views: use the same .* --seed"):
-        verifier.check_references([Cell.of(replace(settings, do_pan_and_scan=False))])
+        verifier.references.check_files([replace(settings, do_pan_and_scan=False)])
     with pytest.raises(RecordsError, match=r"--reference .* computed from other weights \(tiny, possibly another"):
         verifier.verdict(half, half.settings)
 
@@ -283,7 +286,7 @@ def test_a_reference_of_several_loads_serves_each(
     assert {record.source for record in second.records} == {"reference"}
     of_half = tmp_path / "truth" / f"{second.verdict(*loads[1]).truth}.safetensors"
     third = bench.verifier(of_half, directory=tmp_path / "third")
-    third.check_references([Cell.of(settings) for _, settings in loads])
+    third.references.check_files([settings for _, settings in loads])
     with pytest.warns(PanscanWarning, match="other weights.*computing the reference for tiny in fp32"):
         assert third.verdict(*loads[0]).answer == expected[0]
 
@@ -295,7 +298,7 @@ def test_cells_that_cannot_run_do_not_ask_for_views(runner: GenerateRunner, benc
     items = build_workload(source, on_problem=lambda error: pytest.fail(str(error)))
     cell = Cell.of(settings_from({"pan_and_scan_min_crop_size": 1, "device": "cpu"}))
     verifier = bench.verifier(tmp_path, source=source)
-    verifier.items = items
+    verifier.references.items = items
     lines = Lines()
     run_sweep(SweepPlan(cells=[cell], items=items, source=source), lines, set(), RecordingObserver(), verifier)
     assert [record.outcome for record in lines.records] == ["skipped"]
@@ -343,7 +346,7 @@ def test_a_follower_takes_the_reference_of_its_own_weights(
     found = (
         bench.verifier(directory=tmp_path) if place == "directory" else bench.verifier(*files, directory=tmp_path / "x")
     )
-    found.follows = True
+    found.references.follows = True
     for each in (runner, half):
         settings = replace(each.settings, max_new_tokens=STEPS)
         requests = [request_of(item, settings, bench.source) for item in bench.items]
@@ -351,7 +354,7 @@ def test_a_follower_takes_the_reference_of_its_own_weights(
         checked = found.check(each, Cell.of(settings), [each.run([request])[0] for request in requests], None)
         assert checked is not None
         assert (checked.requests, checked.departed, checked.note) == (3, 0, "")
-    found.follows, found.directory, found.reference_files = True, tmp_path / "none", []
+    found.references.directory, found.references.files = tmp_path / "none", []
     missing = found.check(runner, Cell.of(runner.settings), [runner.run([requests[0]])[0]], None)
     assert missing is not None
     assert missing.note == "no reference for these weights and views"

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from panscan.bench.invariance import RunAnswers, compare, shared_axis, variants
-from panscan.bench.tokens import Expected, Judge, ReferenceRows, compared_with_reference, first_difference
 from panscan.core import Request, Result, Stamps
-from panscan.records.verdict import clear_margin
 from panscan.settings import Settings, settings_from
+from panscan.verdict.invariance import RunAnswers, compare, shared_axis, variants
+from panscan.verdict.judgement import clear_margin
+from panscan.verdict.tokens import Expected, Judge, ReferenceRows, compared_with_reference, first_difference
 
 VOCABULARY, END, SUPPRESSED = 8, 7, 6
 IDS = st.lists(st.integers(0, 5), max_size=8)

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from PIL import Image
-from transformers import Gemma3ImageProcessorPil
 
 from panscan.core import PanAndScan, Request
 from panscan.core.errors import brief
@@ -21,12 +21,13 @@ from panscan.images.views import ViewPlan
 from panscan.model.checkpoint import Reader
 from panscan.model.inputs import DecodedRequest, plan_request, read_images
 from panscan.model.prompt import conversation
+from panscan.records.schema import InputCheck
 
 CHECKED_REQUESTS = 4
 _MOST_PIXELS = 64_000_000  # per image whose boxes are checked: the check takes four bytes per pixel
 
 
-def check_inputs(reader: Reader, requests: Sequence[Request]) -> dict[str, Any]:
+def check_inputs(reader: Reader, requests: Sequence[Request]) -> InputCheck:
     """Compare panscan's inputs with those of the checkpoint's processor.
 
     Pixels of the CPU preprocessor must be bit-identical to those of Transformers' Pillow backend.
@@ -34,10 +35,6 @@ def check_inputs(reader: Reader, requests: Sequence[Request]) -> dict[str, Any]:
     Args:
         reader: reader of the checkpoint.
         requests: requests, of which the first :data:`CHECKED_REQUESTS` are checked.
-
-    Returns:
-        ``requests`` and ``views``: numbers checked; ``difference``: description of the first difference, or None;
-        ``note``: what was not checked and why, or empty.
     """
     checked = requests[:CHECKED_REQUESTS]
     views, notes, difference = 0, [], None
@@ -55,7 +52,7 @@ def check_inputs(reader: Reader, requests: Sequence[Request]) -> dict[str, Any]:
     else:
         if any(reader.prompts.special_in(request) for request in checked if not request.raw):
             notes.append("token ids of prompts that contain special tokens differ on purpose and were not compared")
-    return {"requests": len(checked), "views": views, "difference": difference, "note": "; ".join(notes)}
+    return InputCheck(len(checked), views, difference, "; ".join(notes))
 
 
 def _input_difference(reader: Reader, read: DecodedRequest) -> tuple[str | None, int]:
@@ -64,7 +61,9 @@ def _input_difference(reader: Reader, read: DecodedRequest) -> tuple[str | None,
     settings, count = read.request.pan_and_scan, 0
     if reader.reads_images and read.images:
         assert reader.pixels is not None  # it reads images
-        theirs = Gemma3ImageProcessorPil.from_dict(reader.processor.image_processor.to_dict())
+        installed = reader.processor.image_processor  # torchvision's, where that is installed
+        pillow = getattr(transformers, f"{type(installed).__name__.removesuffix('Pil')}Pil")
+        theirs = pillow.from_dict(installed.to_dict())
         for number, (image, plan) in enumerate(zip(read.images, plans, strict=True), start=1):
             count += len(plan.views)
             if (found := _box_difference(theirs, image, plan, settings)) is not None:

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from panscan.quality.scores import (
+from panscan.records.quality import ANNOTATORS, metrics_for
+from panscan.records.schema import METRICS
+from panscan.records.scores import (
     anls,
     contains_answer,
     exact_match,
@@ -18,8 +20,6 @@ from panscan.quality.scores import (
     scores_of,
     vqa_accuracy,
 )
-from panscan.records.quality import ANNOTATORS, metrics_for
-from panscan.records.schema import METRICS
 
 PIX2STRUCT = [
     ("abc", "abc"),

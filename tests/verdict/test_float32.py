@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from panscan.core import PanAndScan, Request, UnsupportedError
 from panscan.model.inputs import collate, prepare, read_images
-from panscan.model.reference import converted_model, head_logits, one_view_at_a_time, weights_digest
 from panscan.model.runtime import forbid_tf32
 from panscan.runners.generate import GenerateRunner
+from panscan.verdict.float32 import converted_model, head_logits, one_view_at_a_time, weights_digest
 
 
 @pytest.fixture(scope="module")

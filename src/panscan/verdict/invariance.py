@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from panscan.bench.tokens import Judge, ReferenceRows, Tokens, first_difference
 from panscan.core import Request, Result
 from panscan.core.errors import error_line
 from panscan.engine.options import EngineOptions
@@ -17,6 +16,7 @@ from panscan.model.machine import release_memory
 from panscan.records.schema import AxisCheck, Departure
 from panscan.runners.base import Runner, calls
 from panscan.settings import Settings
+from panscan.verdict.tokens import Judge, ReferenceRows, Tokens, first_difference
 
 _ALONE = 8  # requests that are answered alone
 _JUDGED = 4  # differences of an axis whose margin is computed; each takes a float32 pass over prompt and answer
@@ -82,24 +82,17 @@ def variants(runner: Runner, requests: Sequence[Request], views: Sequence[int], 
     yield RunAnswers("gpus", "this run uses one set of devices", {})
 
 
-@dataclass(frozen=True, slots=True)
-class RepeatedAnswers:
-    """Answers of a repeat that ran as a measured one does, and the tokens of its longest prompt."""
+def answer_again(runner: Runner, requests: Sequence[Request], views: Sequence[int]) -> tuple[RunAnswers, int]:
+    """Answer a cell's requests again, in the order and batches of a measured repeat.
 
-    variant: RunAnswers
-    longest: int
-
-
-def answer_again(runner: Runner, requests: Sequence[Request], views: Sequence[int]) -> RepeatedAnswers:
-    """Answer a cell's requests again, in the same order and batches.
+    Returns:
+        The answers, and the tokens of the longest prompt.
 
     Raises:
         PanscanError: of a request that failed.
     """
     results = _results(runner, requests, views, range(len(requests)))
-    return RepeatedAnswers(
-        RunAnswers("repeats", "", _tokens_by_id(results)), max(result.prompt_tokens for result in results)
-    )
+    return RunAnswers("repeats", "", _tokens_by_id(results)), max(result.prompt_tokens for result in results)
 
 
 def _variant(axis: str, note: str, run: Callable[[], Answers]) -> RunAnswers:

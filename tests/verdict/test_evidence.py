@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from panscan.verify.evidence import (
+from panscan.verdict.evidence import (
     MappedAnswer,
     ReportedStep,
     ReportedToken,

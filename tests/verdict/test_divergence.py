@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import log_softmax, rel_entr
 
-from panscan.bench.divergence import DivergenceTally, Noise, PositionComparison, compare_logits
+from panscan.verdict.divergence import DivergenceTally, Noise, PositionComparison, compare_logits
 
 CPU = torch.device("cpu")
 LOGITS = st.integers(1, 40).flatmap(

@@ -39,7 +39,7 @@ from panscan.records.metrics import (
 from panscan.records.quality import empty_answers, metric_of, metrics_in, quality_of
 from panscan.records.schema import EXACT_MATCH, STAGES, TIMES
 from panscan.records.store import Run, outcome_of
-from panscan.records.verdict import verdict_of
+from panscan.verdict.judgement import verdict_of
 
 _LOAD = (
     "offered_rate",
@@ -76,7 +76,20 @@ def summary_columns(run: Run) -> list[str]:
     """Return the columns of the summary, in order: see :func:`write_summary`."""
     settings = list(dict.fromkeys(name for cell in run.cells.values() for name in cell))
     if is_load_run(run):
-        return ["level", *settings, "outcome", "reason", *_LOAD, *_with_bounds(_level_columns(run)), "uncertified"]
+        dropped = {*LAUNCHER, "measured_batches", *(f"mean_{stage}_ms" for stage in STAGES)}
+        shown = [name for name in COLUMNS if name not in dropped and not name.startswith("peak_")]
+        asked = [
+            f"{percentile_name(each)}_{time}_ms" for time in TIMES for each in load_settings(run).metric_percentiles
+        ]
+        return [
+            "level",
+            *settings,
+            "outcome",
+            "reason",
+            *_LOAD,
+            *_with_bounds(list(dict.fromkeys([*shown, *asked]))),
+            "uncertified",
+        ]
     measured = _with_bounds(COLUMNS)
     scores = [f"{name}{bound}" for name in _metrics(run) for bound in ("", "_low", "_high")]
     counts = ["quality_metric", "empty_answers"] if metrics_in(run) else []
@@ -86,14 +99,6 @@ def summary_columns(run: Run) -> list[str]:
 
 def _with_bounds(names: Sequence[str]) -> list[str]:
     return [f"{name}{bound}" for name in names for bound in (("", "_low", "_high") if name in INTERVALS else ("",))]
-
-
-def _level_columns(run: Run) -> list[str]:
-    """Return the metrics of a load level: no stages, no memory and no batches, but the percentiles asked for."""
-    dropped = {*LAUNCHER, "measured_batches", *(f"mean_{stage}_ms" for stage in STAGES)}
-    shown = [name for name in COLUMNS if name not in dropped and not name.startswith("peak_")]
-    asked = [f"{percentile_name(each)}_{time}_ms" for time in TIMES for each in load_settings(run).metric_percentiles]
-    return list(dict.fromkeys([*shown, *asked]))
 
 
 def write_summary(run: Run, path: Path, more: Mapping[str, Mapping[str, Any]] | None = None) -> None:
@@ -142,7 +147,10 @@ def write_summary(run: Run, path: Path, more: Mapping[str, Mapping[str, Any]] | 
             measured["uncertified"] = " ".join(name for name in uncertified if name in columns)
             writer.writerow({"level": cell} | row | _level(run, cell) | measured)
         else:
-            row |= {"cell": cell, "aliases": _aliases(run, cell)}
+            own = run.cells[cell]
+            others = [alias.settings.items() for alias in run.aliases.get(cell, ())]
+            apart = [{name: value for name, value in settings if value != own.get(name)} for settings in others]
+            row |= {"cell": cell, "aliases": (json.dumps(apart) if apart else "")}
             writer.writerow(row | _answers(run, cell) | _measured(cell_metrics(run, cell)))
     write_file(path, text.getvalue(), RecordsError)
 
@@ -167,13 +175,6 @@ def _level(run: Run, cell: str) -> dict[str, str]:
             f"client_{name}": value for name, value in msgspec.structs.asdict(client).items() if name != "reason"
         }
     return {name: _text(value) for name, value in values.items()}
-
-
-def _aliases(run: Run, cell: str) -> str:
-    own = run.cells[cell]
-    others = [alias.settings.items() for alias in run.aliases.get(cell, ())]
-    apart = [{name: value for name, value in settings if value != own.get(name)} for settings in others]
-    return json.dumps(apart) if apart else ""
 
 
 def _metrics(run: Run) -> list[str]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from statistics import fmean
-from typing import Any
 
 import torch
 
 from panscan.model.checkpoint import Loaded
-from panscan.model.reference import head_logits
+from panscan.model.observation import Observation
 from panscan.records.schema import Divergence, Top1, VerdictRecord
-from panscan.records.verdict import MARGIN_FLOOR, judge
+from panscan.verdict.float32 import head_logits
+from panscan.verdict.judgement import MARGIN_FLOOR, judge
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,71 +109,79 @@ def _completed(p: torch.Tensor, seen: torch.Tensor, known: torch.Tensor) -> torc
 
 @dataclass(slots=True)
 class DivergenceTally:
-    """Comparisons of a cell, one per request."""
+    """Comparisons of a cell, one per request.
+
+    Args:
+        answer: comparisons at answer positions.
+        image: comparisons at image positions.
+        top_logprobs: number of known log-probabilities per position, if not all.
+    """
 
     answer: list[PositionComparison] = field(default_factory=list)
     image: list[PositionComparison] = field(default_factory=list)
+    top_logprobs: int | None = None
 
-    def add(
-        self,
-        loaded: Loaded,
-        answer: torch.Tensor,
-        seen: torch.Tensor,
-        image: torch.Tensor,
-        image_seen: Any,
-        *,
-        partial: bool = False,
-    ) -> None:
-        """Compare observed logits with the reference's hidden states; ``partial`` as in :func:`compare_logits`."""
+    def add(self, loaded: Loaded, answer: torch.Tensor, image: torch.Tensor, seen: Observation) -> None:
+        """Compare an observation with the reference's hidden states.
+
+        Args:
+            loaded: model with the reference's output matrix.
+            answer: final hidden states before each observed token, float32 ``[tokens, hidden]``.
+            image: final hidden states at the image positions, float32 ``[positions, hidden]``.
+            seen: the observation.
+        """
         never = list(loaded.model.generation_config.suppress_tokens or [])
         device = loaded.device if loaded.device.type == "cuda" else torch.device("cpu")
-        self.answer.append(compare_logits(head_logits(loaded.model, answer), seen, never, device, partial=partial))
-        if image_seen is not None:
-            logits = head_logits(loaded.model, image)
-            self.image.append(compare_logits(logits, image_seen, never, device, partial=partial))
-
-    def joined(self, kind: str) -> PositionComparison:
-        """Return the comparison of all positions of one kind, ``answer`` or ``image``."""
-        parts: list[PositionComparison] = getattr(self, kind)
-        names = ("kl", "margin", "moved", "agree")
-        return PositionComparison(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+        self.top_logprobs, partial = seen.top_logprobs, seen.top_logprobs is not None
+        for parts, hidden, logits in ((self.answer, answer, seen.answer), (self.image, image, seen.image)):
+            if logits is not None:
+                expected = head_logits(loaded.model, hidden)
+                parts.append(compare_logits(expected, logits, never, device, partial=partial))
 
     def noise(self) -> Noise:
         """Return the compared divergences as the noise for other comparisons."""
-        answer = self.joined("answer")
-        image = float(self.joined("image").kl.mean()) if self.image else None
-        return Noise([each.kl.tolist() for each in self.answer], image, float(answer.moved.max()))
+        image = float(_joined(self.image).kl.mean()) if self.image else None
+        return Noise([part.kl.tolist() for part in self.answer], image, float(_joined(self.answer).moved.max()))
 
     def verdict(self, cell: str, noise: Noise, steps: int, *, float32: bool) -> VerdictRecord:
-        """Return the verdict of a cell, for comparisons of the first ``steps`` tokens of each request."""
-        answer = self.joined("answer")
+        """Return the verdict of a cell, for comparisons of the first ``steps`` tokens of each request.
+
+        The divergence of a runner that reports its most probable tokens only is a lower bound over these tokens, while
+        the noise covers the whole vocabulary: its ratio is too small.
+        """
+        answer = _joined(self.answer)
         kinds = {"answer": (answer, noise.answer_mean(steps))}
         if self.image and noise.image is not None:
-            kinds["image"] = self.joined("image"), noise.image
-        for each, level in kinds.values():
-            if not isfinite(level):
-                reason = "eager attention itself overflows at this precision"
-                return VerdictRecord.without_figures(cell, "different", reason)
-            if not each.kl.isfinite().all():
-                broken = int((~each.kl.isfinite()).sum())
-                reason = f"{broken} of {len(each.kl)} positions overflow"
+            kinds["image"] = _joined(self.image), noise.image
+        for compared, level in kinds.values():
+            broken = int((~compared.kl.isfinite()).sum())
+            if broken or not isfinite(level):
+                reason = f"{broken} of {len(compared.kl)} positions overflow"
+                if not isfinite(level):
+                    reason = "eager attention itself overflows at this precision"
                 return VerdictRecord.without_figures(cell, "different", reason)
         clear = answer.margin > max(noise.margin, MARGIN_FLOOR)
         top1 = Top1(int(clear.sum()), int((answer.agree & clear).sum()))
-        found = {
-            kind: Divergence(len(each.kl), float(each.kl.mean()), float(each.kl.max()), level)
-            for kind, (each, level) in kinds.items()
+        figures = {
+            kind: Divergence(len(compared.kl), float(compared.kl.mean()), float(compared.kl.max()), level)
+            for kind, (compared, level) in kinds.items()
         }
         equal = bool(answer.agree.all())
-        word = judge(found["answer"], found.get("image"), top1, equal_tokens=equal, float32=float32)
+        word = judge(figures["answer"], figures.get("image"), top1, equal_tokens=equal, float32=float32)
         return VerdictRecord(
             cell=cell,
             verdict=word,
-            reason=None,
+            reason=None if self.top_logprobs is None else f"from top {self.top_logprobs} log-probabilities",
             truth=None,
-            answer=found["answer"],
-            image=found.get("image"),
+            answer=figures["answer"],
+            image=figures.get("image"),
             top1=top1,
             equal_tokens=equal,
             seconds=0.0,
         )
+
+
+def _joined(parts: Sequence[PositionComparison]) -> PositionComparison:
+    """Return the comparison of all positions of several requests."""
+    names = ("kl", "margin", "moved", "agree")
+    return PositionComparison(*(torch.cat([getattr(part, name) for part in parts]) for name in names))

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.records.synthetic import batches_of, header, outcome, write_run
+from tests.records.synthetic import batches_of, header, load, outcome, write_run
 
 from panscan.core import RecordsError
 from panscan.records.schema import FLOOR, Divergence, Top1
-from panscan.records.verdict import judge, verdict_lines, verdict_of
+from panscan.verdict.judgement import judge, verdict_lines, verdict_of
 
 KL = st.floats(0, 10)
 ALL = Top1(100, 100)
@@ -110,6 +110,21 @@ def test_why_there_is_no_verdict(tmp_path: Path, changes: dict, outcomes: list, 
     assert found.word == "unverified"
     assert reason in found.reason
     assert reason in " ".join(verdict_lines(run, ["c"]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights", "quantized"),
+    [({}, None, False), ({"quantization": "int8"}, None, True), ({}, "fp8", True)],
+    ids=["plain", "quantised on load", "quantised checkpoint"],
+)
+def test_unquantised_weights_are_named_only_where_a_cell_is_quantised(
+    tmp_path: Path, settings: dict, weights: str | None, quantized: bool
+) -> None:
+    loaded = load(["c"], None, weights=weights)
+    run = write_run(tmp_path, [header({"c": settings}), loaded, *batches_of("c", [1.0]), TRUTH, EXACT])
+    line, *_ = verdict_lines(run, ["c"])
+    words = "on the same weights (unquantised) and views:" if quantized else "on the same weights and views:"
+    assert words in line
 
 
 def token_check(first: dict | None = None, **fields: object) -> dict[str, object]:

@@ -1,0 +1,243 @@
+"""Verify each cell: compare its measured tokens and its next-token distributions with the reference.
+
+Measured tokens are compared with the reference after every repeat. The distributions are compared after the cell's last
+repeat, with the cell's own configuration, while its compiled code is still loaded. Checks that need the bare model
+(tokens beyond the reference, margins of tokens that differ between runs) run once all cells of a loaded model are
+measured.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
+
+from msgspec import structs
+
+from panscan.core import Result, now
+from panscan.records.schema import AXES, AxisCheck, TokenCheck, VerdictRecord
+from panscan.runners.base import calls
+from panscan.settings import Settings
+from panscan.verdict.invariance import RunAnswers, answer_again, compare, shared_axis, variants
+from panscan.verdict.judgement import merged_axes
+from panscan.verdict.reference import Reference, compare_answers
+from panscan.verdict.references import References, ReferenceStates, failure_text, precision_name
+from panscan.verdict.tokens import Expected, Judge, ReferenceRows, compared_with_reference, first_difference
+from panscan.workload.requests import Item, request_of, view_counts
+
+if TYPE_CHECKING:
+    from panscan.runners.base import Runner
+
+_MAX_BEYOND = 4  # answers per cell that are checked beyond the reference: those that extend furthest
+
+
+class SweepCell(Protocol):
+    """A cell of a sweep: what the verifier knows of it."""
+
+    @property
+    def id(self) -> str:
+        """The cell's id in the records."""
+        ...
+
+    @property
+    def settings(self) -> Settings:
+        """The settings that it is measured with."""
+        ...
+
+
+@dataclass(slots=True)
+class _CellAnswers:
+    """What a cell answered so far.
+
+    Args:
+        settings: the cell's.
+        runs: its measured answers first, then those under other conditions.
+        longest: tokens of its longest prompt.
+        record: its verdict, until it is concluded.
+    """
+
+    settings: Settings
+    runs: list[RunAnswers] = field(default_factory=list)
+    longest: int = 0
+    record: VerdictRecord | None = None
+
+    def keep(self, variant: RunAnswers) -> None:
+        """Keep answers for later checks: eight bytes per token, and identical answers only once."""
+        first = self.runs[0].answers if self.runs else {}
+        compact = {
+            name: first[name] if name in first and list(first[name]) == list(tokens) else array("q", tokens)
+            for name, tokens in variant.answers.items()
+        }
+        self.runs.append(replace(variant, answers=compact))
+
+
+@dataclass(slots=True)
+class Verifier:
+    """Compares the cells of a sweep with their references.
+
+    Args:
+        references: the references.
+        everything: all items, for the invariance checks and for resumed runs.
+        invariance: answer each cell's requests again under different conditions.
+    """
+
+    references: References
+    everything: Sequence[Item] = ()
+    invariance: bool = False
+    _cells: dict[str, _CellAnswers] = field(default_factory=dict)
+
+    def check(self, runner: Runner, cell: SweepCell, results: Sequence[Result], seed: int | None) -> TokenCheck | None:
+        """Compare the tokens of a measured repeat with the reference, and keep them for :meth:`conclude`.
+
+        Args:
+            runner: the runner that measured the repeat.
+            cell: the measured cell.
+            results: one result per request of the repeat.
+            seed: sampler seed; None for greedy cells.
+
+        Returns:
+            The comparison; None without a reference.
+        """
+        answers = self._answers_of(cell)
+        answers.longest = max(result.prompt_tokens for result in results)
+        answers.keep(RunAnswers("repeats", "", {result.id: result.token_ids for result in results}))
+        follows = self.references.follows
+        try:
+            if follows:
+                self.references.note_weights(runner, cell.settings)
+            reference = self.references.find(cell.settings, runner.pixels(cell.settings))
+            if reference is None:
+                return TokenCheck.of(note="no reference for these weights and views") if follows else None
+            pairs = zip(self.references.items, reference.requests, strict=True)
+            expected = {item.id: Expected(request.tokens, request.answer) for item, request in pairs}
+            return compared_with_reference(_judge_of(runner, cell.settings, reference), expected, results, seed)
+        except Exception as error:  # a failed comparison does not invalidate the measurement
+            return TokenCheck.of(note=failure_text(error, "comparing measured tokens"))
+
+    def verify(self, runner: Runner, cell: SweepCell) -> VerdictRecord:
+        """Return the verdict record of the cell that ``runner`` is configured for."""
+        started, settings = now(), cell.settings
+        record = VerdictRecord.without_figures(cell.id, "unverified")
+        pixels = runner.pixels(settings)
+        reference = self.references.find(settings, pixels)
+        comparable = settings.sampling.greedy and settings.repetition_penalty in (None, 1)
+        if reference is None:
+            record.reason = self.references.why_missing(settings, pixels)
+        else:
+            self.references.record(runner, settings, reference, "reference", 0.0)
+            try:
+                record = self._compared(runner, cell, reference)
+            except Exception as error:  # the cell is unverified, and the sweep continues
+                record.reason = failure_text(error, "comparing answers")
+            record.truth = reference.id
+            if comparable:
+                self._vary(runner, self._answers_of(cell))
+        record.concluded = reference is None or not comparable
+        record.seconds = now() - started
+        self._answers_of(cell).record = record
+        return record
+
+    def conclude(self, runner: Runner, cells: Sequence[SweepCell]) -> Iterator[VerdictRecord]:
+        """Yield the final verdict records, with the checks that need the bare model.
+
+        These compare measured tokens beyond the reference, and answers under different conditions with each other.
+
+        Args:
+            runner: the runner that measured the cells; releases everything except its model if a check requires it.
+            cells: measured cells of this model.
+        """
+        with ExitStack() as stack:
+            states = ReferenceStates(self.references, self.everything, runner, stack)
+            for answers in map(self._answers_of, cells):
+                record, answers.record = answers.record, None
+                if record is None or record.concluded:
+                    continue
+                started = now()
+                self.references.say("checking tokens beyond the reference")
+                reference = self.references.find(answers.settings, runner.pixels(answers.settings))
+                assert reference is not None  # otherwise the record is already concluded
+                judge, rows = _judge_of(runner, answers.settings, reference), states.of(answers.settings)
+                beyond = self._beyond(answers, reference, judge, rows)
+                axes = self._axes(answers, judge, rows)
+                seconds = record.seconds + now() - started
+                yield structs.replace(record, beyond=beyond, invariance=axes, concluded=True, seconds=seconds)
+        for cell in cells:
+            del self._answers_of(cell).runs[1:]  # cells of models loaded later are compared with the first run
+
+    def _answers_of(self, cell: SweepCell) -> _CellAnswers:
+        return self._cells.setdefault(cell.id, _CellAnswers(cell.settings))
+
+    def _compared(self, runner: Runner, cell: SweepCell, reference: Reference) -> VerdictRecord:
+        todo = calls(view_counts(self.references.items, cell.settings), cell.settings)
+        say = self.references.say
+        tally = compare_answers(
+            runner,
+            runner.loaded,
+            reference,
+            self.references.requests(cell.settings),
+            todo,
+            lambda number: say(f"comparing answers: batch {number + 1} of {len(todo)}"),
+        )
+        precision = precision_name(cell.settings)
+        noise, steps = reference.noise[precision], cell.settings.max_new_tokens
+        return tally.verdict(cell.id, noise, steps, float32=precision == "fp32")
+
+    def _vary(self, runner: Runner, answers: _CellAnswers) -> None:
+        """Answer a cell's requests again under different conditions, for :meth:`conclude` to compare.
+
+        Measured tokens are not recorded, so a resumed run first answers the requests as they were measured.
+        """
+        settings, say = answers.settings, self.references.say
+        requests = [request_of(item, settings, self.references.source) for item in self.everything]
+        views = view_counts(self.everything, settings)
+        if requests and not answers.runs:
+            say("answering again: tokens measured before this run was resumed are not stored")
+            try:
+                again, answers.longest = answer_again(runner, requests, views)
+            except Exception as error:  # the measurement and the other checks remain valid
+                say(f"not answered again: {failure_text(error, 'answering again')}")
+                return
+            answers.keep(again)
+        if self.invariance:
+            for variant in variants(runner, requests, views, answers.longest):
+                say(f"answering again: {AXES[variant.axis]}")
+                answers.keep(variant)
+
+    def _beyond(
+        self, answers: _CellAnswers, reference: Reference, judge: Judge, rows: ReferenceRows
+    ) -> TokenCheck | None:
+        """Check measured tokens beyond the end of the reference; None if there are none. A failure leaves a note."""
+        beyond: dict[tuple[str, tuple[int, ...]], int] = {}
+        runs = [variant for variant in answers.runs if variant.axis == "repeats"]
+        if not runs:
+            return TokenCheck.of(note="tokens measured before this run was resumed are not stored")
+        for run in runs:
+            for item, expected in zip(self.references.items, reference.requests, strict=True):
+                tokens = tuple(run.answers.get(item.id, ()))
+                start = first_difference(tokens, expected.tokens)
+                start = len(expected.tokens) if start is None else start
+                if start < len(tokens):
+                    beyond[item.id, tokens] = start
+        longest = sorted(beyond, key=lambda answer: beyond[answer] - len(answer[1]))[:_MAX_BEYOND]
+        try:
+            checks = [rows.check(judge, *answer, beyond[answer]) for answer in longest]
+        except Exception as error:  # such as quantised weights, or too little memory
+            reason = failure_text(error, "computing the reference")
+            return TokenCheck.of(note=f"tokens beyond the reference: {reason}")
+        return sum(checks, TokenCheck.of()) if checks else None
+
+    def _axes(self, answers: _CellAnswers, judge: Judge, rows: ReferenceRows) -> list[AxisCheck]:
+        """Compare the cell with its other runs, and with cells that differ from it in one axis only."""
+        measured, *others = answers.runs or [RunAnswers("repeats", "", {})]
+        checks = [compare(variant, measured.answers, judge, rows, same_cell=True) for variant in others]
+        for other in self._cells.values():
+            if other is not answers and other.runs and (axis := shared_axis(answers.settings, other.settings)):
+                variant = RunAnswers(axis, "other cells of this run", other.runs[0].answers)
+                checks.append(compare(variant, measured.answers, judge, rows, same_cell=False))
+        return merged_axes(checks)
+
+
+def _judge_of(runner: Runner, settings: Settings, reference: Reference) -> Judge:
+    return Judge(runner.loaded, settings, reference.noise[precision_name(settings)].margin)
