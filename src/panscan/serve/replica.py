@@ -25,6 +25,7 @@ log = logging.getLogger("panscan.serve")
 
 _STATS_SECONDS = 2.0  # longest wait for one replica when metrics are scraped
 _BEAT_SECONDS = 1.0
+_CANCEL_SECONDS = 0.5  # between two items of a stream: Ray cancels it only there
 _SILENT_SECONDS = 20.0  # longest time without a heartbeat; the event loop never blocks that long
 _HANG_SECONDS = {"cpu": 600.0, "cuda": 60.0}  # longest step; on a CPU, one may take minutes
 
@@ -137,7 +138,7 @@ class EngineReplica:
             raise
 
     async def stream(self, request: Request, *, work: RequestWork, client: str) -> AsyncGenerator[str | Result, None]:
-        """Answer a request as a stream: yield this replica's id at once, and the result last.
+        """Answer a request as a stream: yield this replica's id at once and twice a second, and the result last.
 
         :meth:`events` of the client yields the events. Cancelling the call, or closing the iterator, cancels the
         request.
@@ -158,8 +159,10 @@ class EngineReplica:
         try:
             cancel = self._begin(request, put_event, on_end)
             try:
-                yield self._id
-                yield self._checked(await ended)
+                while not ended.done():
+                    yield self._id
+                    await asyncio.wait({ended}, timeout=_CANCEL_SECONDS)
+                yield self._checked(ended.result())
             finally:
                 if not ended.done():
                     cancel()
