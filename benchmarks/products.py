@@ -21,7 +21,7 @@ import torch
 from benchmarks.workloads.device import Power
 from panscan.model.linear import kernels
 from panscan.model.linear.multiply import multiply_fp8, multiply_int4, multiply_int8, quantize_rows
-from panscan.model.linear.quantized import QuantizedLinear, WeightFormat
+from panscan.model.linear.quantized import QuantizedLinear, WeightFormat, quantized_linear
 from panscan.model.linear.rows import QuantizedRows
 from panscan.model.shapes import SHAPES, TextShape
 from panscan.records.environment import environment
@@ -50,7 +50,7 @@ def drawn(inputs: int, outputs: int, kind: str) -> list[QuantizedLinear]:
     """Return copies of one matrix with different random weights."""
     made = []
     for _ in range(max(2, _COPIES_BYTES // (inputs * outputs))):
-        each = QuantizedLinear(inputs, outputs, WeightFormat(kind, GROUP), device=_DEVICE)
+        each = quantized_linear(inputs, outputs, WeightFormat(kind, GROUP), device=_DEVICE)
         each.quantize(0.02 * torch.randn(outputs, inputs, device=_DEVICE))
         made.append(each)
     return made

@@ -26,7 +26,7 @@ from torch import nn
 
 from panscan.bench.grid import Cell
 from panscan.core import InputError
-from panscan.model.linear.quantized import QuantizedLinear, WeightFormat
+from panscan.model.linear.quantized import WeightFormat, quantized_linear
 from panscan.model.load import load_for
 from panscan.model.quantization import weight_bytes, weights_name
 from panscan.records.environment import environment
@@ -88,7 +88,7 @@ def measure(items: list[Item], source: Source, verifier: Verifier, values: dict[
 def products(repeats: int = 15) -> list[dict[str, Any]]:
     """Return median milliseconds of one matrix product by number of rows, alternating float32 and int8."""
     dense = nn.Linear(HIDDEN, INTERMEDIATE, bias=False)
-    quantized = QuantizedLinear(HIDDEN, INTERMEDIATE, WeightFormat("int8"))
+    quantized = quantized_linear(HIDDEN, INTERMEDIATE, WeightFormat("int8"))
     quantized.quantize(dense.weight)
     found = []
     for rows in ROWS:

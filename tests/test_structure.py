@@ -85,6 +85,24 @@ def test_a_class_name_means_one_thing() -> None:
     assert {name: files for name, files in found.items() if len(files) > 1} == {}
 
 
+def test_only_model_formats_compares_names_of_weight_formats() -> None:
+    """Everybody else asks the format's object. Types of keys and values, and of a GPU's products, share some names."""
+    from panscan.core.weight_formats import FORMATS
+
+    other_types = ("kv_cache_dtype", "flops_per_s", "given")
+    compared = []
+    for path in (ROOT / "src" / "panscan").rglob("*.py"):
+        if path.parts[-3:-1] == ("model", "formats"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Compare) and not any(name in ast.unparse(node) for name in other_types):
+                sides = [node.left, *node.comparators]
+                words = [word for side in sides for word in (side, *getattr(side, "elts", ()))]
+                names = {word.value for word in words if isinstance(word, ast.Constant)}
+                compared += [f"{path.name}:{node.lineno}"] if names & {*FORMATS} else []
+    assert compared == []
+
+
 def test_a_model_family_is_named_by_its_rooms_only() -> None:
     """A new family is a package of ``model`` and a line of its registry: other rooms ask that. Prose may name one."""
     named = []

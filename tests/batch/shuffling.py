@@ -10,7 +10,7 @@ from pathlib import Path
 from panscan.batch.answers import AnswerFile, Mode
 from panscan.batch.dispatch import answer
 from panscan.batch.job import Job, difference
-from panscan.batch.jsonl import Record
+from panscan.batch.jsonl import AnswerRecord, JobHeader
 from panscan.batch.pending import AnsweredItems, Task
 from panscan.core import ImageError, Request, Result, Stamps
 from panscan.settings import Settings
@@ -70,7 +70,7 @@ def opened(path: Path, mode: Mode = "resume", job: Job = JOB) -> AnswerFile:
 
 
 @cache
-def _header(job: Job) -> Record:
+def _header(job: Job) -> JobHeader:
     """The header, which has a digest of the model's weights."""
     return job.header()
 
@@ -82,7 +82,7 @@ def run_job(
     *,
     window: int | None = None,
     retry_failed: bool = False,
-    on_answer: Callable[[Record], None] = lambda _: None,
+    on_answer: Callable[[AnswerRecord], None] = lambda _: None,
 ) -> None:
     """What ``panscan batch`` does between its file and its engine."""
     answered = AnsweredItems(file, retry_failed=retry_failed)

@@ -8,38 +8,38 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from panscan.batch.answers import AnswerFile, Mode, refuse_sources
+from panscan.batch.jsonl import AnswerRecord, JobHeader
 from panscan.batch.ledger import ledger_path
 from panscan.core import RecordsError
 
 OPENS = (
-    "import sys; from pathlib import Path; from panscan.batch.answers import AnswerFile\n"
-    "AnswerFile(Path(sys.argv[1]), {}, 'force', lambda *_: None)"
+    "import sys; from pathlib import Path; from panscan.batch.answers import AnswerFile, JobHeader\n"
+    "AnswerFile(Path(sys.argv[1]), JobHeader(), 'force', lambda *_: None)"
 )
-HEADER = {"schema": 1, "prompt": "What is the total?"}
+HEADER = JobHeader(schema=1, prompt="What is the total?")
 
 
-def same(begun: Mapping[str, Any], header: Mapping[str, Any]) -> str | None:
+def same(begun: JobHeader, header: JobHeader) -> str | None:
     return None if begun == header else "was made in another way"
 
 
-def opened(path: Path, mode: Mode = "new", header: Mapping[str, Any] = HEADER) -> AnswerFile:
+def opened(path: Path, mode: Mode = "new", header: JobHeader = HEADER) -> AnswerFile:
     return AnswerFile(path, header, mode, same)
 
 
-def answer(number: int, text: str = "", error: str | None = None) -> dict[str, Any]:
-    return {"id": f"{number}", "image": [f"{number}.png"], "answer": text, "error": error}
+def answer(number: int, text: str = "", error: str | None = None, replaces: str | None = None) -> AnswerRecord:
+    return AnswerRecord(id=f"{number}", image=[f"{number}.png"], answer=text, error=error, replaces=replaces)
 
 
-def write(path: Path, records: list[dict[str, Any]], mode: Mode = "new") -> None:
+def write(path: Path, records: list[AnswerRecord], mode: Mode = "new") -> None:
     with opened(path, mode) as file:
         for record in records:
             file.write(record)
@@ -56,7 +56,7 @@ def test_a_file_cut_anywhere_resumes_to_the_same_bytes(
     write(path, records)
     whole = path.read_bytes()
     lines = whole.split(b"\n")[:-1]
-    assert [json.loads(line) for line in lines] == records
+    assert [line + b"\n" for line in lines] == [record.line for record in records]
     kept = whole[: round(cut * len(whole))]
     path.write_bytes(kept + b"\0" * zeros)  # zeros: what a file system may leave of a write when the power fails
     with opened(path, "resume") as file:
@@ -78,7 +78,7 @@ def test_a_file_that_is_refused_keeps_its_torn_line(tmp_path: Path) -> None:
         damaged = path.read_bytes() + damage
         other = tmp_path / f"{len(damage)}.jsonl"
         other.write_bytes(damaged)
-        other.with_name(f"{other.name}.run.json").write_text(json.dumps(HEADER))
+        other.with_name(f"{other.name}.run.json").write_bytes(msgspec.json.encode(HEADER))
         with pytest.raises(RecordsError, match=r"line [34]: not an answer"), opened(other, "resume") as file:
             list(file.records())
         assert other.read_bytes() == damaged
@@ -102,9 +102,10 @@ def test_torn_lines_are_kept_and_reported(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_names_that_are_not_unicode_survive_as_valid_json(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    record = answer(0, "Größe \u2028 \\udce9 \n") | {"image": ["r\udce9sum.png"]}  # as os.fsdecode gives it
+    record = answer(0, "Größe \u2028 \\udce9 \n")
+    record.image = ["r\udce9sum.png"]  # as os.fsdecode gives it
     write(path, [record])
-    assert json.loads(path.read_bytes().decode("utf-8")) == record
+    assert msgspec.convert(json.loads(path.read_bytes().decode("utf-8")), AnswerRecord) == record
     assert "Größe".encode() in path.read_bytes()
     with opened(path, "resume") as file:
         assert list(file.records()) == [record]
@@ -119,11 +120,11 @@ def test_answers_are_not_overwritten_unless_asked(tmp_path: Path) -> None:
     for mode in ("force", "resume"):
         opened(path, mode).close()  # type: ignore[arg-type]  # a text, drawn
         assert path.read_bytes().count(b"\n") == 1  # nothing is thrown away before there is something else
-    with opened(path, "force", {"schema": 2}) as file:
+    with opened(path, "force", JobHeader(schema=2)) as file:
         assert list(file.records()) == []
         file.hold(answer(1))
         assert list(file.records()) == []
-    assert json.loads(file.header_path.read_bytes()) == {"schema": 2}
+    assert json.loads(file.header_path.read_bytes())["schema"] == 2
     with pytest.raises(RecordsError, match="already has answers"):  # a held one is an answer
         opened(path)
     with opened(path, "force") as file:
@@ -144,10 +145,10 @@ def test_a_forced_job_discards_the_ledger_of_the_one_before(tmp_path: Path) -> N
 def test_an_output_without_answers_is_begun_anew_with_its_own_header(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     for mode, prompt in (("resume", "a"), ("new", "b"), ("resume", "c")):
-        with opened(path, mode, {"prompt": prompt}) as file:  # type: ignore[arg-type]  # a text, drawn
-            assert file.original_header == {"prompt": prompt}
+        with opened(path, mode, JobHeader(prompt=prompt)) as file:  # type: ignore[arg-type]  # a text, drawn
+            assert file.original_header == JobHeader(prompt=prompt)
             file.write(answer(0))
-            assert json.loads(file.header_path.read_bytes()) == {"prompt": prompt}
+            assert json.loads(file.header_path.read_bytes())["prompt"] == prompt
         path.write_bytes(b"")
 
 
@@ -173,7 +174,7 @@ def test_a_job_of_another_kind_does_not_go_on(tmp_path: Path) -> None:
     with pytest.raises(
         RecordsError, match="was made in another way: resume with the same options, or replace it with --force"
     ):
-        opened(path, "resume", {"schema": 1, "prompt": "Who?"})
+        opened(path, "resume", JobHeader(schema=1, prompt="Who?"))
     assert path.read_bytes() == before
     header = path.with_name("a.jsonl.run.json")
     for text, reason in (
@@ -223,8 +224,8 @@ def test_what_was_asked_again_takes_the_places_of_failures_at_the_end(tmp_path: 
     before = path.read_bytes()
     lines = before.splitlines(keepends=True)
     with opened(path, "resume") as file:
-        file.hold(answer(3, error="still gone"), "3")
-        file.hold(answer(1, "b"), "1")
+        file.hold(answer(3, error="still gone", replaces="3"))
+        file.hold(answer(1, "b", replaces="1"))
         file.hold(answer(9, "held"))
         assert path.read_bytes() == before
     with opened(path, "resume") as file:
@@ -233,9 +234,9 @@ def test_what_was_asked_again_takes_the_places_of_failures_at_the_end(tmp_path: 
         assert list(file.records()) == [answer(0, "a"), answer(1, "b"), answer(2, "c"), answer(3, error="still gone")]
         assert path.read_bytes().splitlines(keepends=True)[::2] == lines[::2]
         file.write(answer(4))
-        assert list(file.held()) == [(answer(9, "held"), None)]
+        assert list(file.held()) == [answer(9, "held")]
         file.write_held("9")
-        assert [record["id"] for record in file.records()] == ["0", "1", "2", "3", "4", "9"]
+        assert [record.id for record in file.records()] == ["0", "1", "2", "3", "4", "9"]
     assert sorted(place.name for place in tmp_path.iterdir()) == ["a.jsonl", "a.jsonl.lock", "a.jsonl.run.json"]
 
 
@@ -243,8 +244,8 @@ def test_a_merge_that_was_stopped_at_its_end_is_not_done_twice(tmp_path: Path) -
     path, held = tmp_path / "a.jsonl", tmp_path / "a.jsonl.held"
     write(path, [answer(0, error="gone"), answer(1)])
     with opened(path, "resume") as file:
-        file.hold({"id": "0#page=1", "image": ["p1"], "error": None}, "0")
-        file.hold({"id": "0#page=2", "image": ["p2"], "error": None}, "0")
+        file.hold(AnswerRecord(id="0#page=1", image=["p1"], replaces="0"))
+        file.hold(AnswerRecord(id="0#page=2", image=["p2"], replaces="0"))
         left = held.read_bytes()
         file.finish()
     held.write_bytes(left)  # the output was renamed, and the process killed
@@ -255,15 +256,37 @@ def test_a_merge_that_was_stopped_at_its_end_is_not_done_twice(tmp_path: Path) -
     assert not held.exists()
 
 
+def test_files_of_the_first_version_resume(tmp_path: Path) -> None:
+    """Its lines and its header have fewer fields; its lines stay byte for byte."""
+    path = tmp_path / "a.jsonl"
+    old = b'{"id": "0", "image": ["0.png"], "answer": "a", "error": null}\n'
+    failed = b'{"id": "1", "image": ["1.png"], "question": "Who?", "answer": null, "error": "gone", "ttft_ms": null}\n'
+    path.write_bytes(old + failed)
+    path.with_name("a.jsonl.run.json").write_text('{"schema": 1, "prompt": null, "settings": {"model": "mini"}}')
+    path.with_name("a.jsonl.held").write_bytes(
+        b'{"id": "1", "image": ["1.png"], "question": "Who?", "answer": "b", "error": null, "replaces": "1"}\n'
+        b'{"id": "3", "image": ["3.png"], "answer": "d", "error": null, "note": "unknown"}\n'
+    )
+    with opened(path, "resume", JobHeader(schema=1, settings={"model": "mini"})) as file:
+        assert [record.error for record in file.records()] == [None, "gone"]
+        assert [(record.id, record.replaces) for record in file.held()] == [("1", "1"), ("3", None)]
+        file.write(answer(2, "c"))
+        file.write_held("3")
+        file.finish()
+    first, *rest = path.read_bytes().splitlines(keepends=True)
+    assert first == old
+    assert [json.loads(line)["answer"] for line in rest] == ["b", "c", "d"]
+
+
 def test_held_answers_do_not_pile_up_in_their_file(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     with opened(path) as file:
-        file.hold(answer(0, "slow", error="x"), "failed")
+        file.hold(answer(0, "slow", error="x", replaces="failed"))
         for number in range(1, 3500):
             file.hold(answer(number))
             file.write_held(str(number))
         assert path.with_name("a.jsonl.held").read_bytes().count(b"\n") < 1100
-        assert list(file.held()) == [(answer(0, "slow", error="x"), "failed")]
+        assert list(file.held()) == [answer(0, "slow", error="x", replaces="failed")]
         file.drop_held("0")
         assert path.with_name("a.jsonl.held").read_bytes() == b""
     assert not path.with_name("a.jsonl.held").exists()

@@ -16,6 +16,7 @@ from tests.batch.shuffling import JOB, ShufflingEngine, backwards, items, opened
 
 from panscan.batch.answers import AnswerFile
 from panscan.batch.dispatch import answer
+from panscan.batch.jsonl import AnswerRecord
 from panscan.core import EngineError, FinishReason, ImageError, PanscanError, Request, Result, SettingError
 from panscan.workload.rows import Row
 
@@ -70,15 +71,15 @@ def test_every_item_is_answered_once_in_order_and_within_the_window(
 
     engine = ShufflingEngine(choices, most)
     with opened(path) as file:
-        run_job(file, source(), engine, window=window, on_answer=lambda line: finished.append(line["id"]))
+        run_job(file, source(), engine, window=window, on_answer=lambda line: finished.append(line.id))
         lines = list(file.records())
-    assert [line["id"] for line in lines] == (finished if window is None else [item.id for item in asked])
+    assert [line.id for line in lines] == (finished if window is None else [item.id for item in asked])
     assert sorted(finished) == sorted(item.id for item in asked)
     assert [request.id for request in engine.seen] == [item.id for item in asked if item.problem is None]
     for line in lines:
-        problem = asked[int(line["id"].removesuffix(".png"))].problem
-        assert line["answer"] == (line["id"][::-1] if problem is None else None)
-        assert line["error"] == (None if problem is None else str(problem))
+        problem = asked[int(line.id.removesuffix(".png"))].problem
+        assert line.answer == (line.id[::-1] if problem is None else None)
+        assert line.error == (None if problem is None else str(problem))
     assert not path.with_name("a.jsonl.held").exists()
 
 
@@ -104,13 +105,13 @@ def test_a_job_killed_anywhere_asks_nothing_twice_that_was_finished(
         turns = 0
 
         def on_answer(
-            line: dict[str, Any], kill: int | None = kill, after: list[Path] = after, place: Path = place
+            line: AnswerRecord, kill: int | None = kill, after: list[Path] = after, place: Path = place
         ) -> None:
             nonlocal turns
             if turns == kill:  # what a killed process leaves: this answer was in flight
                 after.append(Path(shutil.copytree(place, tmp_path_factory.mktemp("killed"), dirs_exist_ok=True)))
             elif not after:
-                finished.append(line["id"])
+                finished.append(line.id)
             turns += 1
 
         with opened(place / "a.jsonl") as file:
@@ -150,7 +151,7 @@ def test_a_line_has_what_was_asked_first_and_what_depends_on_the_run_last(file: 
     row = Row("7", ("docs/a.pdf",), "Who?", named=("a.pdf",))
     wrong = replace(items(1)[0], problem=ImageError("0.png: broken"))
     run_job(file, [row, wrong])
-    lines = list(file.records())
+    lines = [json.loads(line.line) for line in file.records()]
     assert list(lines[0].items()) == [
         ("id", "7"),
         ("image", ["a.pdf"]),
@@ -210,7 +211,7 @@ def test_documents_that_fail_by_themselves_are_lines(file: AnswerFile) -> None:
     # One that is answered, another error, or an answer of before: the setting is not at fault.
     first = ShufflingEngine([], 1, failing(SETTING, "2.png"))
     run_job(file, items(6), first, window=9)
-    assert [line["error"] is None for line in file.records()] == [False, False, True, False, False, False]
+    assert [line.error is None for line in file.records()] == [False, False, True, False, False, False]
     more = items(8)
     run_job(file, more, ShufflingEngine([], 1, failing(SETTING)), window=9)
     assert ids(file.path) == [item.id for item in more]
@@ -226,7 +227,7 @@ def test_different_settings_errors_are_the_documents_own(file: AnswerFile) -> No
 
 def test_a_document_beside_unreadable_ones_may_fail_with_a_setting(file: AnswerFile) -> None:
     run_job(file, items(3, bad=[0, 1]), ShufflingEngine([], 1, failing(SETTING)), window=9)
-    assert [line["error"] for line in file.records()] == ["0.png: broken", "1.png: broken", str(SETTING)]
+    assert [line.error for line in file.records()] == ["0.png: broken", "1.png: broken", str(SETTING)]
 
 
 def test_what_needs_no_engine_is_written_without_one(file: AnswerFile) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from panscan.batch.job import Job, changed_versions, difference
 from panscan.core import Request, SettingError
@@ -66,7 +66,7 @@ def test_only_what_changes_no_answer_may_change_on_the_way(name: str) -> None:
     else:
         old = getattr(base, name)
         changed = replace(base, **{name: OTHER[name] if name in OTHER else (not old if old in (0, 1) else old + 1)})
-    begun, header = (json.loads(json.dumps(replace(JOB, settings=each).header())) for each in (base, changed))
+    begun, header = (replace(JOB, settings=each).header() for each in (base, changed))
     assert difference(begun, begun) is None
     if name in (*ENGINE_AXES, "device", "device_map", "prefill_chunk_size") and name != "kv_cache_dtype":
         assert difference(begun, header) is None
@@ -77,8 +77,8 @@ def test_only_what_changes_no_answer_may_change_on_the_way(name: str) -> None:
 
 def test_a_setting_that_is_newer_than_the_file_had_its_default() -> None:
     header = JOB.header()
-    begun = {**header, "settings": {**header["settings"]}}
-    del begun["settings"]["max_new_tokens"]
+    older = {name: value for name, value in header.settings.items() if name != "max_new_tokens"}
+    begun = structs.replace(header, settings=older)
     assert difference(begun, header) is None
     longer = replace(JOB, settings=replace(JOB.settings, max_new_tokens=129)).header()
     assert difference(begun, longer) == "was made with --max-new-tokens 128, not 129"
@@ -101,27 +101,24 @@ def test_another_question_is_another_job(change: dict[str, Any], reason: str) ->
 
 def test_files_of_other_versions_are_known() -> None:
     header = JOB.header()
-    assert difference({name: value for name, value in header.items() if name != "json_schema"}, header) is None
-    assert "another version of panscan" in (difference({**header, "schema": 0}, header) or "")
-    assert set(header["versions"]) == {"panscan", "torch", "transformers"}
-    assert header["settings"] == asdict(JOB.settings)
-    older = {**header, "versions": {**header["versions"], "torch": "1.0"}}
+    assert "another version of panscan" in (difference(structs.replace(header, schema=0), header) or "")
+    assert set(header.versions) == {"panscan", "torch", "transformers"}
+    assert header.settings == asdict(JOB.settings)
+    older = structs.replace(header, versions={**header.versions, "torch": "1.0"})
     assert difference(older, header) is None
-    assert changed_versions(older, header) == [f"torch 1.0, now {header['versions']['torch']}"]
+    assert changed_versions(older, header) == [f"torch 1.0, now {header.versions['torch']}"]
     assert changed_versions(header, header) == []
 
 
 def test_a_bundled_model_that_changed_is_another_model() -> None:
     header = JOB.header()
-    assert header["settings"]["model"] == "mini"
+    assert header.settings["model"] == "mini"
     for kept in ({"mini": "000000000000"}, {}, None):
-        assert difference({**header, "bundled": kept}, header) == (
+        assert difference(structs.replace(header, bundled=kept), header) == (
             "was made with different weights of mini: the bundled model has changed since"
         )
-    older = {name: value for name, value in header.items() if name != "bundled"}
-    assert "bundled model has changed" in (difference(older, header) or "")
     drawn = replace(JOB, settings=Settings(runner="engine", random_weights=True, model_shape="270m")).header()
-    assert difference({name: value for name, value in drawn.items() if name != "bundled"}, drawn) is None
+    assert difference(structs.replace(drawn, bundled=None), drawn) is None
 
 
 def test_a_job_that_contradicts_itself_is_refused_before_its_first_request() -> None:

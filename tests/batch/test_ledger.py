@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
+from panscan.batch.jsonl import AnswerRecord
 from panscan.batch.ledger import JobStart, Ledger, LedgerWriter, ledger_path, read_ledger
 from panscan.core import RecordsError
 
 
-def line(name: str, error: str | None = None, pages: int = 1, **counts: int) -> dict[str, Any]:
-    return {"id": name, "image": [f"{name}#page={page + 1}" for page in range(pages)], "error": error, **counts}
+def line(name: str, error: str | None = None, pages: int = 1, **counts: int) -> AnswerRecord:
+    return AnswerRecord(id=name, image=[f"{name}#page={page + 1}" for page in range(pages)], error=error, **counts)
 
 
 def test_starts_add_up_and_failures_are_counted_by_reason(tmp_path: Path) -> None:

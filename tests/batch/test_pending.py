@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.batch.shuffling import ShufflingEngine, items, opened, run_job
 
 from panscan.batch.answers import AnswerFile
+from panscan.batch.jsonl import AnswerRecord
 from panscan.batch.pending import AnsweredItems, Task, tally
 from panscan.core import ImageError, RecordsError
 from panscan.workload.rows import Row
@@ -96,13 +97,13 @@ def test_a_retry_killed_anywhere_loses_no_line_and_doubles_none(
     with opened(path) as file:
         turns: list[str] = []
 
-        def on_answer(line: dict[str, Any]) -> None:
+        def on_answer(line: AnswerRecord) -> None:
             if len(turns) == kill:
                 assert path.read_bytes() == before  # in flight are answers, not lines
                 killed.append(shutil.copytree(path.parent, tmp_path_factory.mktemp("killed"), dirs_exist_ok=True))
-            turns.append(line["id"])
+            turns.append(line.id)
             if not killed:
-                new[line["id"]] = line["error"]
+                new[line.id] = line.error
 
         killed: list[Path] = []
         run_job(file, better[:seen], ShufflingEngine(choices, 3), window=window, retry_failed=True, on_answer=on_answer)
@@ -110,7 +111,7 @@ def test_a_retry_killed_anywhere_loses_no_line_and_doubles_none(
     if killed:
         path = Path(killed[0]) / "a.jsonl"
     with opened(path) as file:
-        run_job(file, better, retry_failed=retry, on_answer=lambda line: new.update({line["id"]: line["error"]}))
+        run_job(file, better, retry_failed=retry, on_answer=lambda line: new.update({line.id: line.error}))
     found = lines_of(path)
     assert [line["id"] for line in found] == [item.id for item in better]
     for line, item, old in zip(found, better, items(8, bad), strict=True):
@@ -140,7 +141,7 @@ def test_a_mended_file_whose_failure_was_held_is_asked_by_its_pages(path: Path) 
     first, second, last = items(3)
     with opened(path) as file:
         run_job(file, [first])
-        file.hold({"id": "b.pdf", "image": ["b.pdf"], "error": "damaged"})
+        file.hold(AnswerRecord(id="b.pdf", image=["b.pdf"], error="damaged"))
         run_job(file, [first, second, *pages(2), last], window=4)
     assert [line["id"] for line in lines_of(path)] == ["0.png", "1.png", "b.pdf#page=1", "b.pdf#page=2", "2.png"]
     assert not path.with_name("a.jsonl.held").exists()
@@ -149,7 +150,7 @@ def test_a_mended_file_whose_failure_was_held_is_asked_by_its_pages(path: Path) 
 def test_a_file_that_failed_again_before_it_was_mended_is_replaced_once(path: Path) -> None:
     begun_file(path, [BROKEN, *items(1)]).close()
     with opened(path) as file:  # as a killed retry leaves it
-        file.hold({"id": "b.pdf", "image": ["b.pdf"], "error": "damaged still"}, "b.pdf")
+        file.hold(AnswerRecord(id="b.pdf", image=["b.pdf"], error="damaged still", replaces="b.pdf"))
         run_job(file, [*pages(2), *items(1)], retry_failed=True)
     assert [line["id"] for line in lines_of(path)] == ["b.pdf#page=1", "b.pdf#page=2", "0.png"]
 
@@ -157,7 +158,8 @@ def test_a_file_that_failed_again_before_it_was_mended_is_replaced_once(path: Pa
 def test_a_page_that_failed_in_the_place_of_its_file_keeps_that_place(path: Path) -> None:
     begun_file(path, [BROKEN, *items(1)]).close()
     with opened(path) as file:  # as a killed retry leaves it
-        file.hold({"id": "b.pdf#page=2", "image": ["b.pdf#page=2"], "error": "damaged"}, "b.pdf")
+        page = "b.pdf#page=2"
+        file.hold(AnswerRecord(id=page, image=[page], error="damaged", replaces="b.pdf"))
         run_job(file, [*pages(2), *items(1)], retry_failed=True)
     assert [(line["id"], line["error"]) for line in lines_of(path)] == [
         ("b.pdf#page=1", None),
@@ -185,7 +187,7 @@ def test_answers_beyond_a_limit_wait_beside_the_file(path: Path) -> None:
     with opened(path) as file:
         run_job(file, every[:1])
         for number in (2, 4):
-            file.hold({"id": f"{number}.png", "image": [f"{number}.png"], "error": None})
+            file.hold(AnswerRecord(id=f"{number}.png", image=[f"{number}.png"]))
     engine = ShufflingEngine()
     with opened(path) as file:
         run_job(file, every[:3], engine, window=4)

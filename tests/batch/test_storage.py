@@ -170,7 +170,7 @@ def test_a_store_that_fails_in_the_middle_fails_pages_but_one_that_is_gone_ends_
     ]
     with opened(tmp_path / "some.jsonl") as file:
         run_job(file, items, ShufflingEngine())
-        assert [line["error"] is not None for line in file.records()] == [False, True, False, True, False]
+        assert [line.error is not None for line in file.records()] == [False, True, False, True, False]
     gone = [Row(f"{n}", (), problem=StorageError("s3://in: gone")) for n in range(30)]
     with opened(tmp_path / "gone.jsonl") as file, pytest.raises(StorageError, match="8 documents failed in a row"):
         run_job(file, [*items[:1], *gone], ShufflingEngine())

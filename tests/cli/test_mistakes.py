@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import noise
 
 from panscan.cli.main import run
-from panscan.settings import sweep_settings
+from panscan.core import weight_formats
 
 ASK = ["ask", "doc.png", "-p", "What?"]
 BATCH = ["batch", "doc.png", "-p", "What?", "-o", "answers.jsonl"]
@@ -84,7 +84,7 @@ def test_a_missing_package_is_one_line_with_the_fix(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sweep_settings, "find_spec", lambda _: None)
+    monkeypatch.setattr(weight_formats, "find_spec", lambda _: None)
     noise(60, 60).save("doc.png")
     words = words if words is not SERVE else [*SERVE, "--quantization", "bnb-4bit"]
     assert run(words) == 4
@@ -96,8 +96,8 @@ def test_mistakes_are_found_before_pytorch_is_imported(tmp_path: Path) -> None:
     (tmp_path / "answers.jsonl").write_text("{}\n")
     names = ("verb: chat", "value: size as model", "value: size in a dry run", "file: answers", "vLLM: eager")
     code = (
-        "import json, sys; from panscan.cli.main import run; from panscan.settings import sweep_settings;"
-        " sweep_settings.find_spec = lambda name: None;"
+        "import json, sys; from panscan.cli.main import run; from panscan.core import weight_formats;"
+        " weight_formats.find_spec = lambda name: None;"
         " print(*map(run, json.loads(sys.argv[1])), 'torch' in sys.modules)"
     )
     commands = json.dumps([*(MISTAKES[name][0] for name in names), [*ASK, "--load-in-4bit"]])

@@ -14,8 +14,9 @@ from torch import nn
 from panscan import GenerateRunner
 from panscan.core import ModelError, UnsupportedError
 from panscan.model.bundled import bundled_directory
+from panscan.model.formats.bitsandbytes import transformers_config
 from panscan.model.linear.quantized import QuantizedLinear
-from panscan.model.load import load_for, quantization_config, requested_format
+from panscan.model.load import load_for, requested_format
 from panscan.model.machine import is_out_of_memory
 from panscan.model.quantization import unquantized_settings, weight_bytes, weights_name
 from panscan.model.support import quantization_reason
@@ -78,9 +79,9 @@ def test_a_kind_that_this_device_cannot_run_names_another() -> None:
 
 def test_bitsandbytes_leaves_the_vision_tower_and_the_output_matrix() -> None:
     for name in ("bnb-8bit", "bnb-4bit"):
-        config = quantization_config(name, torch.bfloat16)
+        config = transformers_config(name, torch.bfloat16)
         assert config.llm_int8_skip_modules == ["model.vision_tower", "model.multi_modal_projector", "lm_head"]
-    assert quantization_config("int8", torch.bfloat16) is None
+    assert transformers_config("int8", torch.bfloat16) is None
 
 
 @pytest.fixture

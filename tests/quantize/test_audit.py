@@ -92,8 +92,14 @@ def test_a_usable_checkpoint_passes_and_its_card_has_the_measurement(
 
 def test_a_checkpoint_can_be_described_without_running_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["quantize", "tiny", str(tmp_path / "out"), "--quantization", "int4", "--no-verify"]) == 0
+    capsys.readouterr()
     assert run(["quantize", "--audit", str(tmp_path / "out"), "--no-verify"]) == 0
-    assert "pack-quantized" in capsys.readouterr().out
+    name, *table = capsys.readouterr().out.splitlines()
+    assert name.endswith("compressed-tensors pack-quantized")
+    header, decoder, vision, *_ = ([cell.strip() for cell in line.split("  ") if cell.strip()] for line in table)
+    assert header == ["Part", "Tensors", "Quantised", "Stored as", "Size"]
+    assert decoder == ["decoder", "91", "49", "int4, groups of 128, bfloat16", "0.7 MB"]
+    assert vision == ["vision", "37", "0", "bfloat16", "0.9 MB"]
     assert run(["quantize", "--audit", str(tmp_path / "nothing")]) == 3
 
 

@@ -7,10 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from panscan.model.linear.quantized import WeightFormat
+from panscan.model.formats.compressed import stored_parts
+from panscan.model.linear.quantized import WeightFormat, quantized_linear
 from panscan.quantize.gptq import Hessian, gptq
-from panscan.quantize.write import compressed_parts, linear_of_parts, rounded
-from panscan.settings import WEIGHT_KINDS
 
 
 @settings(max_examples=15, deadline=None)
@@ -29,10 +28,9 @@ def test_gptq_lowers_the_output_error_on_correlated_inputs(
     assert hessian.values is not None
     assert torch.allclose(hessian.values, inputs.T @ inputs / len(inputs), rtol=1e-3, atol=1e-2)
     weight_format = WeightFormat("int4", group)
-    nearest, fitted = (
-        rounded(weight, weight_format),
-        gptq(weight, hessian.values, weight_format, scale_type=torch.float32),
-    )
+    nearest = quantized_linear(width, outputs, weight_format, scale_type=torch.float32)
+    nearest.quantize(weight)
+    fitted = gptq(weight, hessian.values, weight_format, scale_type=torch.float32)
     changes = [quantized.dequantized() - weight for quantized in (fitted, nearest)]
     error, before = (((change @ hessian.values) * change).sum() for change in changes)
     assert error < before
@@ -51,21 +49,11 @@ def test_gptq_survives_fewer_inputs_than_channels() -> None:
         gptq(weight, hessian.values * torch.inf, WeightFormat("int4", 64))
 
 
-@pytest.mark.parametrize("kind", WEIGHT_KINDS)
-def test_a_stored_matrix_has_the_same_values(kind: str) -> None:
-    draw = torch.Generator().manual_seed(0)
-    dense = torch.randn(24, 192, generator=draw).bfloat16()
-    linear = rounded(dense, WeightFormat(kind, 64))
-    parts = compressed_parts(linear, dense.dtype)
-    assert torch.equal(linear_of_parts(parts, linear.weight_format).dequantized(), linear.dequantized())
-    step = linear.dequantized() - dense.float()
-    assert step.abs().max() < {"int4": 0.3, "int8": 0.03, "fp8": 0.2}[kind]
-
-
 def test_packing_is_that_of_compressed_tensors() -> None:
     draw = torch.Generator().manual_seed(0)
-    linear = rounded(torch.randn(1, 32, generator=draw), WeightFormat("int4", 32))
-    packed, scale, shape = compressed_parts(linear, torch.float32)
+    linear = quantized_linear(32, 1, WeightFormat("int4", 32), scale_type=torch.float32)
+    linear.quantize(torch.randn(1, 32, generator=draw))
+    packed, scale, shape = stored_parts(linear, torch.float32).values()
     expected = [round(float(value)) + 8 for value in linear.dequantized()[0] / scale[0, 0]]
     words = [sum(level << 4 * at for at, level in enumerate(expected[start : start + 8])) for start in (0, 8, 16, 24)]
     assert [word & 0xFFFFFFFF for word in packed[0].tolist()] == words

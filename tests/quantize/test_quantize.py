@@ -18,11 +18,10 @@ from panscan.core import ImageError, InputError, SettingError
 from panscan.model.build import decoder_linears
 from panscan.model.bundled.tiny import tiny_directory
 from panscan.model.checkpoint import Placement, load_model
-from panscan.model.linear.quantized import QuantizedLinear, WeightFormat
+from panscan.model.linear.quantized import QuantizedLinear, WeightFormat, quantized_linear
 from panscan.quantize.calibration import check_prompt_memory
 from panscan.quantize.partial import JOB_FILE, PartialCheckpoint
-from panscan.quantize.source import DenseCheckpoint, choose_format
-from panscan.quantize.write import rounded
+from panscan.quantize.source import DenseCheckpoint
 
 _CPU = Placement(torch.device("cpu"), torch.float32)
 
@@ -69,7 +68,8 @@ def test_a_written_checkpoint_loads_with_rounded_weights(tmp_path: Path, kind: s
     for name, linear in decoder_linears(dense):
         quantized = found[name]
         assert isinstance(quantized, QuantizedLinear)
-        expected = rounded(linear.weight.bfloat16(), WeightFormat(kind))
+        expected = quantized_linear(linear.in_features, linear.out_features, WeightFormat(kind))
+        expected.quantize(linear.weight.bfloat16(), stored_scale=torch.bfloat16)
         assert torch.equal(quantized.dequantized(), expected.dequantized()), name
     assert torch.equal(found["lm_head"].weight, dense.lm_head.weight)
     config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
@@ -114,7 +114,7 @@ def test_another_jobs_work_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--quantization", "int3"], "int4"),
         ([], "--quantization is missing"),
         (["--quantization", "int4", "--quantization-group-size", "48"], "use 128 or 64 or 32"),
-        (["--quantization", "int8", "--quantization-group-size", "64"], "is for int4"),
+        (["--quantization", "int8", "--quantization-group-size", "64"], "only int4 has groups"),
         (["--quantization", "int4", "-p", "What?"], "--prompt requires calibration documents"),
         (["--quantization", "int4", "--calibration", "empty"], "no readable image"),
         (["--quantization", "int4", "--model", "mini"], "--model requires --audit"),
@@ -202,5 +202,5 @@ def test_prompts_that_memory_cannot_hold_are_refused() -> None:
 
 
 def test_group_size_is_the_largest_that_fits() -> None:
-    assert choose_format(DenseCheckpoint("tiny"), "int4", None).group_size == 128
-    assert choose_format(DenseCheckpoint("mini"), "int4", None).group_size == 64
+    assert DenseCheckpoint("tiny").format_of("int4", None).group_size == 128
+    assert DenseCheckpoint("mini").format_of("int4", None).group_size == 64

@@ -17,7 +17,6 @@ import torch
 import panscan
 from panscan.model.machine import peak_memory, reset_peak_memory
 from panscan.records.environment import environment
-from panscan.workload.requests import sample_dataset
 
 ROOT = Path(panscan.__file__).resolve().parents[2]
 
@@ -73,39 +72,3 @@ def test_a_gpus_peak_starts_anew() -> None:
     peak = peak_memory()["peak_allocated_bytes"]
     assert peak is not None
     assert small.numel() <= peak - others < 2**28
-
-
-def test_the_sample_documents_are_drawn_into_the_cache_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PANSCAN_CACHE", str(tmp_path / "cache"))
-    questions = sample_dataset()
-    assert questions.parent.parent == tmp_path / "cache"
-    times = {path: path.stat().st_mtime_ns for path in questions.parent.iterdir()}
-    assert sample_dataset() == questions
-    assert {path: path.stat().st_mtime_ns for path in questions.parent.iterdir()} == times
-
-
-@pytest.mark.parametrize("changed", ["documents/receipt.py", "ink.py", "samples.py"])
-def test_another_recipe_draws_into_another_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
-) -> None:
-    monkeypatch.setenv("PANSCAN_CACHE", str(tmp_path / "cache"))
-    before = sample_dataset().parent
-    (before / "receipt-99.png").write_bytes(b"of the older recipe")
-    recipe = Path(shutil.copytree(Path(panscan.__file__).parent / "images", tmp_path / "images"))
-    monkeypatch.setattr("panscan.workload.requests.files", lambda package: tmp_path / package.rpartition(".")[2])
-    assert sample_dataset().parent == before, "the same source elsewhere"
-    with (recipe / changed).open("a") as source:
-        source.write("# changed\n")
-    after = sample_dataset().parent
-    assert after.parent == before.parent
-    assert not (after / "receipt-99.png").exists()
-
-
-def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("")
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setenv("PANSCAN_CACHE", str(tmp_path / "file"))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    questions = sample_dataset()
-    assert tmp_path / "temporary" in questions.parents
-    assert sample_dataset() == questions, "the same place again, so that a run can resume"

@@ -24,9 +24,9 @@ from panscan.workload.requests import (
     build_workload,
     plans_of,
     request_of,
-    sample_dataset,
     source_or_samples,
 )
+from panscan.workload.samples import sample_dataset
 
 SIZES = {"a.png": (260, 800), "b.png": (700, 300), "c.jpg": (300, 300)}
 

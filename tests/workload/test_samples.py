@@ -2,15 +2,18 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
+import panscan
 from panscan.core import InputError, SettingError
 from panscan.workload.documents import draw_document
-from panscan.workload.samples import QuestionRow, write_samples
+from panscan.workload.samples import sample_dataset, write_samples
 
 
 def snapshot(directory: Path) -> dict[str, bytes]:
@@ -29,19 +32,18 @@ def test_same_seed_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
 def test_rows_are_questions_about_pictures_beside_them(tmp_path: Path) -> None:
     path = write_samples(tmp_path / "new" / "samples", count=10, seed=3)
     assert path == tmp_path / "new" / "samples" / "questions.jsonl"
-    per_image: dict[str, list[QuestionRow]] = defaultdict(list)
+    per_image: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         assert list(row) == ["image", "question", "answers", "kind", "type"]
-        question = QuestionRow(**{**row, "answers": tuple(row["answers"])})
-        per_image[question.image].append(question)
+        per_image[row["image"]].append(row)
     assert len(per_image) == 10
     for index, (name, questions) in enumerate(per_image.items()):
         drawn = draw_document(3, index)
-        assert [(q.question, q.answers, q.type) for q in questions] == [
-            (a.question, a.answers, a.type) for a in drawn.questions
+        assert [(row["question"], tuple(row["answers"]), row["type"]) for row in questions] == [
+            (ask.question, ask.answers, ask.type) for ask in drawn.questions
         ]
-        assert {q.kind for q in questions} == {drawn.kind}
+        assert {row["kind"] for row in questions} == {drawn.kind}
         with Image.open(path.parent / name) as image:
             assert image.size == drawn.image.size
             assert image.format == ("JPEG" if name.endswith("jpg") else "PNG")
@@ -98,3 +100,40 @@ def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(InputError, match="file"):
         write_samples(tmp_path / "file", count=1)
+
+
+def test_the_sample_documents_are_drawn_into_the_cache_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PANSCAN_CACHE", str(tmp_path / "cache"))
+    questions = sample_dataset()
+    assert questions.parent.parent == tmp_path / "cache"
+    times = {path: path.stat().st_mtime_ns for path in questions.parent.iterdir()}
+    assert sample_dataset() == questions
+    assert {path: path.stat().st_mtime_ns for path in questions.parent.iterdir()} == times
+
+
+@pytest.mark.parametrize("changed", ["workload/documents/receipt.py", "images/ink.py", "workload/samples.py"])
+def test_another_recipe_draws_into_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    monkeypatch.setenv("PANSCAN_CACHE", str(tmp_path / "cache"))
+    before = sample_dataset().parent
+    (before / "receipt-99.png").write_bytes(b"of the older recipe")
+    for room in ("images", "workload"):
+        shutil.copytree(Path(panscan.__file__).parent / room, tmp_path / room)
+    monkeypatch.setattr("panscan.workload.samples.files", lambda package: tmp_path / package.rpartition(".")[2])
+    assert sample_dataset().parent == before, "the same source elsewhere"
+    with (tmp_path / changed).open("a") as source:
+        source.write("# changed\n")
+    after = sample_dataset().parent
+    assert after.parent == before.parent
+    assert not (after / "receipt-99.png").exists()
+
+
+def test_a_cache_that_cannot_be_written_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("PANSCAN_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    questions = sample_dataset()
+    assert tmp_path / "temporary" in questions.parents
+    assert sample_dataset() == questions, "the same place again, so that a run can resume"

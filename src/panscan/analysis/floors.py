@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from panscan.core import RecordsError
+from panscan.core.weight_formats import FORMATS, Format
 from panscan.model.shapes import Shape
 from panscan.plan.cost import RequestCounts, Roofline, Variant
 from panscan.plan.gpus import reported_gpu
@@ -22,10 +23,7 @@ from panscan.records.store import Run
 from panscan.settings import ALL_AT_ONCE
 
 _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-_NARROW = ("fp8", "int8")
-"""Quantisations whose products are narrower and so faster than the product that was measured, as data sheets say."""
-_UNKNOWN_PRODUCTS = ("bnb-8bit", "torchao-float8", "compressed-tensors", "torchao")
-"""Quantisations that multiply, or may multiply, in narrower types at a rate that is not known."""
+_UNKNOWN_FORMAT = Format("", products="unknown")  # of another version
 _HALF_TYPES = ("bfloat16", "float16")
 """Types whose measured product data sheets compare with narrower ones."""
 _MIXED = ("generate_batch", *ALL_AT_ONCE)
@@ -120,12 +118,14 @@ def _roofline(run: Run, cell: str) -> Roofline | None:
         return None
     if not load.flops_per_s or not load.bytes_per_s:
         return None
-    on_gpu, kinds = load.device.startswith("cuda"), {settings.get("quantization"), load.weights}
-    kind = next((kind for kind in _NARROW if kind in kinds), None)
+    on_gpu, asked, weights = load.device.startswith("cuda"), settings.get("quantization"), load.weights or ""
+    formats = [FORMATS.get(asked, _UNKNOWN_FORMAT)] if asked else []
+    formats += [FORMATS[weights]] if weights in FORMATS else []  # others are words, such as "int4, groups of 128"
+    kind = next((known.name for known in formats if known.products == "narrow"), None)
     narrow = 1.0 if kind is None else _narrow_rate(run, kind) if on_gpu and load.dtype in _HALF_TYPES else None
     tf32 = settings.get("tf32") and load.dtype == "float32" and on_gpu
-    mixed = any(" and " in (weights or "") for weights in kinds)  # as in "int8 and int4, groups of 128"
-    if tf32 or narrow is None or mixed or kinds & {*_UNKNOWN_PRODUCTS}:
+    unknown = " and " in weights or any(known.products == "unknown" for known in formats)  # "int8 and int4, ..."
+    if tf32 or narrow is None or unknown:
         return None
     try:
         shape = Shape.from_dict(load.shape)

@@ -19,14 +19,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from panscan.batch.jsonl import AnswerLog, HeldAnswers, Record, encode
+import msgspec
+
+from panscan.batch.jsonl import AnswerLog, AnswerRecord, HeldAnswers, JobHeader
 from panscan.batch.ledger import ledger_path
 from panscan.core import RecordsError
 from panscan.core.files import WriteLock, write_errors, write_file
 from panscan.core.foreign import parse_json
 
 Mode = Literal["new", "resume", "force"]
-Check = Callable[[Record, Record], str | None]
+Check = Callable[[JobHeader, JobHeader], str | None]
 
 _MOST_HEADER = 16 * 2**20  # bytes; it has the prompt and a schema
 _SIDECARS = (".run.json", ".held", ".lock", ".torn", ".held.torn", ".ledger.json")
@@ -54,7 +56,7 @@ class AnswerFile:
             cannot be read or written.
     """
 
-    def __init__(self, path: Path, header: Record, mode: Mode, check: Check) -> None:
+    def __init__(self, path: Path, header: JobHeader, mode: Mode, check: Check) -> None:
         self.path = Path(os.path.realpath(path))
         self.header_path, self._held_path, self._lock_path, *_ = _sidecars(self.path)
         self.original_header = header
@@ -77,40 +79,37 @@ class AnswerFile:
         """Whether the job has answers, written now or by an earlier start."""
         return self._log is not None
 
-    def records(self) -> Iterator[Record]:
+    def records(self) -> Iterator[AnswerRecord]:
         """Yield the answers in the file.
 
         Raises:
             RecordsError: a line is not an answer.
         """
-        return (line.record for line in self._log or ())
+        return (line.answer for line in self._log or ())
 
-    def held(self) -> Iterator[tuple[Record, str | None]]:
-        """Yield the held answers, each with the id of the failed answer that it replaces, or None."""
+    def held(self) -> Iterator[AnswerRecord]:
+        """Yield the held answers."""
         return iter(self._held)
 
-    def write(self, record: Record) -> None:
+    def write(self, answer: AnswerRecord) -> None:
         """Append one answer.
 
         Raises:
             RecordsError: the answer cannot be written.
         """
-        self._begin().append(encode(record))
-        if record["id"] in self._held:
-            self._held.drop(record["id"])
+        answer.replaces = None
+        self._begin().append(answer.line)
+        if answer.id in self._held:
+            self._held.drop(answer.id)
 
-    def hold(self, record: Record, replaces: str | None = None) -> None:
+    def hold(self, answer: AnswerRecord) -> None:
         """Store an answer until :meth:`write_held`, or until :meth:`finish` if it replaces a failed one.
-
-        Args:
-            record: the answer.
-            replaces: id of the failed answer that it replaces.
 
         Raises:
             RecordsError: the answer cannot be written.
         """
         self._begin()
-        self._held.add(record, replaces)
+        self._held.add(answer)
 
     def write_held(self, id: str) -> None:
         """Append a held answer to the file.
@@ -135,7 +134,7 @@ class AnswerFile:
         self._log.cut()
         if replacing := self._held.replacing():
             self._log.rewrite(_replaced(self._log, self._held, replacing))
-            for id in [record["id"] for record, replaces in self._held if replaces is not None]:
+            for id in [answer.id for answer in self._held if answer.replaces is not None]:
                 self._held.drop(id)
 
     def close(self) -> None:
@@ -165,7 +164,7 @@ class AnswerFile:
     def _refusal(self, holder: str) -> RecordsError:
         return RecordsError(f"{self.path} is being written by {holder}; choose another -o for this job")
 
-    def _resume(self, header: Record, mode: Mode, check: Check) -> None:
+    def _resume(self, header: JobHeader, mode: Mode, check: Check) -> None:
         if mode == "new":
             refuse_answers(self.path)
         self.original_header = self._stored_header()
@@ -180,11 +179,12 @@ class AnswerFile:
             with write_errors(self.path, RecordsError):
                 for path in (self.path, self._held_path, ledger_path(self.path)):
                     path.unlink(missing_ok=True)
-            write_file(self.header_path, json.dumps(self.original_header, indent=2) + "\n", RecordsError)
+            header = msgspec.structs.asdict(self.original_header)
+            write_file(self.header_path, json.dumps(header, indent=2) + "\n", RecordsError)
             self._log = AnswerLog(self.path)
         return self._log
 
-    def _stored_header(self) -> Record:
+    def _stored_header(self) -> JobHeader:
         fix = "replace the job with --force"
         try:
             with self.header_path.open("rb") as file:
@@ -195,10 +195,10 @@ class AnswerFile:
             ) from error
         except ValueError as error:
             raise RecordsError(f"{self.header_path} is not valid JSON ({error}): {fix}") from error
-        parts = ("settings", "versions")
-        if not isinstance(header, dict) or not all(isinstance(header.get(name, {}), dict) for name in parts):
-            raise RecordsError(f"{self.header_path} is not the header of a job: {fix}")
-        return header
+        try:
+            return msgspec.convert(header, JobHeader)
+        except msgspec.ValidationError as error:
+            raise RecordsError(f"{self.header_path} is not the header of a job ({error}): {fix}") from error
 
     def _remove_created(self) -> None:
         """Remove the lock file and the directories that this job created, because it never started."""
@@ -275,11 +275,15 @@ def _has_answers(path: Path) -> bool:
 
 def _replaced(log: AnswerLog, held: HeldAnswers, replacing: Mapping[str, list[str]]) -> Iterator[bytes]:
     """Yield the lines of the file, with failed answers replaced by the held ones."""
+
+    def written(id: str) -> bytes:
+        return msgspec.structs.replace(held.get(id), replaces=None).line
+
     remaining = dict(replacing)
     present = set()
     for line in log:
-        present.add(line.record["id"])
-        ids = remaining.pop(line.record["id"], None)
-        yield line.raw if ids is None else b"".join(encode(held.get(id)) for id in ids)
+        present.add(line.answer.id)
+        ids = remaining.pop(line.answer.id, None)
+        yield line.raw if ids is None else b"".join(map(written, ids))
     # If a failed answer is missing, an earlier finish() replaced it but stopped before it dropped the held answers.
-    yield from (encode(held.get(id)) for ids in remaining.values() for id in ids if id not in present)
+    yield from (written(id) for ids in remaining.values() for id in ids if id not in present)

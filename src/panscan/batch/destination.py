@@ -17,8 +17,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from panscan.batch.answers import Mode, refuse_sources
-from panscan.batch.jsonl import ANSWER_FIELDS, AnswerLog, Record
+from panscan.batch.jsonl import AnswerLog, AnswerRecord
 from panscan.batch.ledger import ledger_path
 from panscan.core import RecordsError, SettingError, StorageError, now
 from panscan.core.files import cache_directory, replace_file, write_errors
@@ -85,7 +87,7 @@ class Destination:
         if self.table is not None and self.path.exists():
             lines = AnswerLog(self.path)
             try:
-                write_answers(self.table, (line.record for line in lines))
+                write_answers(self.table, (line.answer for line in lines))
             finally:
                 lines.close()
 
@@ -245,8 +247,8 @@ class Uploader:
             upload(f"{self._url}.ledger.json", ledger)
 
 
-def write_answers(path: Path, records: Iterable[Record]) -> None:
-    """Write answers as a Parquet file with one row per record, atomically.
+def write_answers(path: Path, answers: Iterable[AnswerRecord]) -> None:
+    """Write answers as a Parquet file with one row per answer, atomically.
 
     Raises:
         RecordsError: the file cannot be written.
@@ -255,11 +257,12 @@ def write_answers(path: Path, records: Iterable[Record]) -> None:
     pa = require_pyarrow(str(path))
     from pyarrow import parquet
 
-    kinds = {"list": pa.list_(pa.string()), "string": pa.string(), "int32": pa.int32(), "float64": pa.float64()}
-    schema = pa.schema([(name, kinds[kind]) for name, kind in ANSWER_FIELDS.items()])
+    kinds = {"list[str]": pa.list_(pa.string()), "str": pa.string(), "Count": pa.int32(), "Milliseconds": pa.float64()}
+    annotations = {name: kind.removesuffix(" | None") for name, kind in AnswerRecord.__annotations__.items()}
+    schema = pa.schema([(name, kinds[kind]) for name, kind in annotations.items() if name != "replaces"])
     with write_errors(path, RecordsError), replace_file(path) as file, parquet.ParquetWriter(file, schema) as writer:
-        rows = iter(records)
-        while batch := [_unicode(row) for row in islice(rows, _PARQUET_ROWS)]:
+        rows = iter(answers)
+        while batch := [_unicode(msgspec.structs.asdict(answer)) for answer in islice(rows, _PARQUET_ROWS)]:
             writer.write_batch(pa.RecordBatch.from_pylist(batch, schema))
 
 

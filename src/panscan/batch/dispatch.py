@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from panscan.batch.answers import AnswerFile
 from panscan.batch.job import Job
-from panscan.batch.jsonl import Record
+from panscan.batch.jsonl import AnswerRecord
 from panscan.batch.pending import Task
 from panscan.core import EngineError, InputError, PanscanError, Request, Result, SettingError, StorageError, now
 from panscan.settings import Settings
@@ -52,7 +52,7 @@ def answer(
     *,
     window: int | None,
     proven: bool,
-    on_answer: Callable[[Record], None],
+    on_answer: Callable[[AnswerRecord], None],
 ) -> None:
     """Answer all tasks and write the answers.
 
@@ -103,7 +103,7 @@ class _StreamedTasks:
         job: Job,
         queue: Iterator[Task],
         lines: _OrderedWriter,
-        on_answer: Callable[[Record], None],
+        on_answer: Callable[[AnswerRecord], None],
         *,
         proven: bool,
     ) -> None:
@@ -193,9 +193,9 @@ class _StreamedTasks:
 
     def _write_all(self, finished: list[_Finished]) -> None:
         for number, task, result in finished:
-            record = _record(task.item, self._job.settings.model_name, result)
-            self._on_answer(record)
-            self._lines.add(number, task, record)
+            answer = _answer_of(task.item, self._job.settings.model_name, result)
+            self._on_answer(answer)
+            self._lines.add(number, task, answer)
         finished.clear()
 
 
@@ -219,47 +219,49 @@ class _OrderedWriter:
         self._ordered += task.replaces is None
         return self._ordered - 1
 
-    def add(self, number: int, task: Task, record: Record | None = None) -> None:
+    def add(self, number: int, task: Task, answer: AnswerRecord | None = None) -> None:
         """Write the answer of task ``number`` once all earlier ones are written; immediately without a window.
 
         Args:
             number: result of :meth:`begin`.
             task: the task.
-            record: its answer; None if the output already holds it.
+            answer: its answer; None if the output already holds it.
         """
-        if record is not None and task.replaces is not None:
-            self._output.hold(record, task.replaces)
+        if answer is not None and task.replaces is not None:
+            answer.replaces = task.replaces
+            self._output.hold(answer)
         elif self._window is not None and number != self._turn:
-            if record is not None:
-                self._output.hold(record)
+            if answer is not None:
+                self._output.hold(answer)
             self._waiting[number] = task.item.id
         else:
-            self._output.write_held(task.item.id) if record is None else self._output.write(record)
+            self._output.write_held(task.item.id) if answer is None else self._output.write(answer)
             self._turn += 1
             while (id := self._waiting.pop(self._turn, None)) is not None:
                 self._output.write_held(id)
                 self._turn += 1
 
 
-def _record(item: Row, model: str, result: Result) -> Record:
-    """Return the record of an answer. Fields that vary between runs of the same job come last."""
+def _answer_of(item: Row, model: str, result: Result) -> AnswerRecord:
     failed = result.error is not None
-    stamps = result.stamps
-    seconds = {"ttft_ms": stamps.ttft, "e2el_ms": stamps.e2e}
-    return {
-        "id": item.id,
-        "image": list(item.named),
-        **({} if item.question is None else {"question": item.question}),
-        "model": model,
-        "answer": None if failed else result.text,
-        "finish_reason": result.finish_reason,
-        "views": result.views,
-        "crops": result.crops,
-        "image_tokens": result.image_tokens,
-        "prompt_tokens": result.prompt_tokens,
-        "output_tokens": result.output_tokens,
-        "error": str(result.error) if failed else None,
-        "cached_tokens": result.cached_tokens,
-        **{name: None if value is None else round(1e3 * value, 3) for name, value in seconds.items()},
-        "retries": result.retries,
-    }
+    ttft, e2el = (
+        None if seconds is None else round(1e3 * seconds, 3) for seconds in (result.stamps.ttft, result.stamps.e2e)
+    )
+    return AnswerRecord(
+        id=item.id,
+        image=list(item.named),
+        question=item.question,
+        model=model,
+        answer=None if failed else result.text,
+        finish_reason=result.finish_reason,
+        views=result.views,
+        crops=result.crops,
+        image_tokens=result.image_tokens,
+        prompt_tokens=result.prompt_tokens,
+        output_tokens=result.output_tokens,
+        error=str(result.error) if failed else None,
+        cached_tokens=result.cached_tokens,
+        ttft_ms=ttft,
+        e2el_ms=e2el,
+        retries=result.retries,
+    )

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 
 from panscan import __version__
-from panscan.batch.jsonl import Record
+from panscan.batch.jsonl import JobHeader
 from panscan.core import DatasetError, Request
 from panscan.core.request import MAX_PAGES
 from panscan.model.bundled import fingerprints
@@ -71,13 +71,11 @@ class Job:
             max_pages=self.max_pages,
         )
 
-    def header(self) -> Record:
+    def header(self) -> JobHeader:
         """Return the header of the output file: prompt, settings and versions."""
-        properties = asdict(self)
-        settings = properties.pop("settings")
         versions = {"panscan": __version__, **{name: version(name) for name in ("torch", "transformers")}}
         bundled = fingerprints([] if self.settings.random_weights else [self.settings.model])
-        return {"schema": SCHEMA, **properties, "settings": settings, "versions": versions, "bundled": bundled}
+        return JobHeader(schema=SCHEMA, **asdict(self), versions=versions, bundled=bundled)
 
 
 def with_resolved_dtype(settings: Settings) -> Settings:
@@ -94,30 +92,27 @@ def with_resolved_dtype(settings: Settings) -> Settings:
     return replace(settings, dtype=next(name for name in names if resolve_dtype(name, device) == dtype))
 
 
-def difference(begun: Record, header: Record) -> str | None:
+def difference(begun: JobHeader, header: JobHeader) -> str | None:
     """Return why a job with one header cannot be resumed with another; None if the answers would be the same."""
-    if begun.get("schema") != SCHEMA:
-        return f"was made by another version of panscan (schema {begun.get('schema')!r}, not {SCHEMA})"
+    if begun.schema != SCHEMA:
+        return f"was made by another version of panscan (schema {begun.schema!r}, not {SCHEMA})"
     for name in ("prompt", "system", "raw_prompt", "whole_files", "json_schema", "image_column"):
-        if begun.get(name) != header[name]:
+        if getattr(begun, name) != getattr(header, name):
             return f"was made with a different --{name.replace('_', '-')}"
-    for name, value in header["settings"].items():
-        before = begun.get("settings", {}).get(name, axes()[name].default)  # older files lack newer settings
+    for name, value in header.settings.items():
+        before = begun.settings.get(name, axes()[name].default)  # older files lack newer settings
         if before != value and name not in _ANSWERS_STAY:
             return f"was made with --{axes()[name].flag} {before}, not {value}"
     for name, off in REMOVED_SETTINGS.items():
-        if begun.get("settings", {}).get(name, off) != off:
+        if begun.settings.get(name, off) != off:
             return f"was made with --{name.replace('_', '-')}, which this version does not have"
-    for name, weights in header["bundled"].items():
-        kept = begun.get("bundled")
-        if not isinstance(kept, dict) or kept.get(name) != weights:
+    for name, weights in (header.bundled or {}).items():
+        if (begun.bundled or {}).get(name) != weights:
             return f"was made with different weights of {name}: the bundled model has changed since"
     return None
 
 
-def changed_versions(begun: Record, header: Record) -> list[str]:
+def changed_versions(begun: JobHeader, header: JobHeader) -> list[str]:
     """Return ``torch 2.11.0, now 2.12.0`` for each library whose version has changed, so that rounding may differ."""
-    before = begun.get("versions", {})
-    return [
-        f"{name} {before.get(name)}, now {now}" for name, now in header["versions"].items() if before.get(name) != now
-    ]
+    before = begun.versions
+    return [f"{name} {before.get(name)}, now {now}" for name, now in header.versions.items() if before.get(name) != now]

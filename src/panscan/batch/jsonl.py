@@ -4,58 +4,107 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
 
 from panscan.core import RecordsError
 from panscan.core.files import LONGEST_LINE, JsonLog
-from panscan.core.foreign import is_count, parse_json
-from panscan.core.option import Range
-
-Record = dict[str, Any]
-
-ANSWER_FIELDS = {
-    "id": "string",
-    "image": "list",
-    "question": "string",
-    "model": "string",
-    "answer": "string",
-    "finish_reason": "string",
-    "views": "int32",
-    "crops": "int32",
-    "image_tokens": "int32",
-    "prompt_tokens": "int32",
-    "output_tokens": "int32",
-    "error": "string",
-    "cached_tokens": "int32",
-    "ttft_ms": "float64",
-    "e2el_ms": "float64",
-    "retries": "int32",
-}
-"""Fields of an answer and their types in Parquet. Lines of older versions lack some; only ``id`` and ``image`` must be
-there."""
+from panscan.core.foreign import MOST_COUNT, parse_json
 
 _LOG = logging.getLogger(__name__)
 
-_MILLISECONDS = Range(le=10**15)
-_VALID: dict[str, Callable[[Any], bool]] = {
-    "string": lambda value: isinstance(value, str),
-    "list": lambda value: isinstance(value, list) and all(isinstance(image, str) for image in value),
-    "int32": is_count,
-    "float64": lambda value: value in _MILLISECONDS,
-}
+Count = Annotated[int, msgspec.Meta(ge=0, le=MOST_COUNT)]
+Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=10**15)]
+
 _SYNC_SECONDS = 1.0  # a machine failure, unlike a killed process, may lose lines younger than this
-_REPLACES = "replaces"  # additional key of held answers
 _DEAD = 1000  # lines of dropped answers after which the file of held ones is rewritten
 
 
+class AnswerRecord(msgspec.Struct, kw_only=True):
+    """The answer to one item: a line of the output, a row of a Parquet file. Lines of older versions lack some fields.
+
+    Args:
+        id: the item's id.
+        image: names of its images, as the user wrote them.
+        question: the item's own prompt; None, and not written, if the job has one prompt.
+        model: name of the model.
+        answer: the text; None if the request failed.
+        finish_reason: why the answer ended.
+        views: number of views, images and their crops.
+        crops: number of crops.
+        image_tokens: image tokens of the prompt.
+        prompt_tokens: prompt tokens, including image tokens.
+        output_tokens: output tokens.
+        error: why the request failed; None if it did not.
+        cached_tokens: prompt tokens from the prefix cache. From here on, fields differ between runs of the same job.
+        ttft_ms: time to the first token.
+        e2el_ms: time to the last token.
+        retries: retries on another replica.
+        replaces: id of the failed answer that a held one replaces; written only in the file of held answers.
+    """
+
+    id: str
+    image: list[str]
+    question: str | None = None
+    model: str | None = None
+    answer: str | None = None
+    finish_reason: str | None = None
+    views: Count | None = None
+    crops: Count | None = None
+    image_tokens: Count | None = None
+    prompt_tokens: Count | None = None
+    output_tokens: Count | None = None
+    error: str | None = None
+    cached_tokens: Count | None = None
+    ttft_ms: Milliseconds | None = None
+    e2el_ms: Milliseconds | None = None
+    retries: Count | None = None
+    replaces: str | None = None
+
+    @property
+    def line(self) -> bytes:
+        """The answer as a JSON line."""
+        fields = msgspec.structs.asdict(self)
+        for name in ("question", "replaces"):
+            if fields[name] is None:
+                del fields[name]
+        # File names that are not Unicode contain lone surrogates: written as \\udcxx, JSON's escape for them.
+        return json.dumps(fields, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+
+
+class JobHeader(msgspec.Struct, kw_only=True):
+    """What a file of answers was begun with. Files of older versions lack some fields.
+
+    Args:
+        schema: version of the header.
+        prompt: see :class:`panscan.batch.job.Job`, as for the following fields.
+        settings: settings of the model and its runner.
+        versions: versions of libraries by name.
+        bundled: fingerprints of the weights of bundled models by name.
+    """
+
+    schema: Any = None
+    prompt: str | None = None
+    system: str | None = None
+    raw_prompt: bool = False
+    whole_files: bool = False
+    max_pages: int | None = None
+    json_schema: str | None = None
+    image_column: str | None = None
+    settings: dict[str, Any] = {}
+    versions: dict[str, str] = {}
+    bundled: dict[str, str] | None = None
+
+
 class AnswerLine(NamedTuple):
-    """One line of a file: its byte offset, its bytes including the line break, and its record."""
+    """One line of a file: its byte offset, its bytes including the line break, and its answer."""
 
     offset: int
     raw: bytes
-    record: Record
+    answer: AnswerRecord
 
 
 class AnswerLog(JsonLog):
@@ -79,12 +128,10 @@ class AnswerLog(JsonLog):
         """
         for number, (offset, raw) in enumerate(self.lines(), 1):
             try:
-                record = parse_json(raw, most=LONGEST_LINE)
-            except ValueError:
-                record = None
-            if not _is_answer(record):
-                raise RecordsError(f"{self.path}, line {number}: not an answer of panscan batch")
-            yield AnswerLine(offset, raw, record)
+                answer = msgspec.convert(parse_json(raw, most=LONGEST_LINE), AnswerRecord)
+            except ValueError as error:
+                raise RecordsError(f"{self.path}, line {number}: not an answer of panscan batch: {error}") from error
+            yield AnswerLine(offset, raw, answer)
 
     def cut(self) -> int:
         """Move an incomplete last line to ``NAME.torn`` and log a warning."""
@@ -94,23 +141,10 @@ class AnswerLog(JsonLog):
         return size
 
 
-def _is_answer(record: Any) -> bool:
-    """Return whether a value has the fields of an answer, as far as they are counted or copied."""
-    if not isinstance(record, dict) or record.get("id") is None or record.get("image") is None:
-        return False
-    return all(record.get(name) is None or _VALID[kind](record[name]) for name, kind in ANSWER_FIELDS.items())
-
-
-def encode(record: Record) -> bytes:
-    """Return a record as a line."""
-    # File names that are not Unicode contain lone surrogates: written as \\udcxx, JSON's escape for them.
-    return json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
-
-
 class HeldAnswers:
     """Finished answers that are not yet in the output, in a separate file, so that ``kill -9`` loses none.
 
-    They have ids, of which the last answer counts, and the id of the failed answer that they replace, or None.
+    Of several answers with one id, the last counts.
 
     Args:
         path: the file; created with the first answer, and removed on :meth:`close` if it has no answers.
@@ -131,26 +165,22 @@ class HeldAnswers:
     def __contains__(self, id: str) -> bool:
         return id in self._lines
 
-    def __iter__(self) -> Iterator[tuple[Record, str | None]]:
-        """Yield each answer with the id of the failed answer that it replaces, or None."""
-        for id, (_, replaces) in self._lines.items():
-            yield self.get(id), replaces
+    def __iter__(self) -> Iterator[AnswerRecord]:
+        """Yield the answers."""
+        return map(self.get, list(self._lines))
 
-    def add(self, record: Record, replaces: str | None = None) -> None:
+    def add(self, answer: AnswerRecord) -> None:
         """Add an answer.
 
         Raises:
             RecordsError: the answer cannot be written.
         """
-        line = record if replaces is None else {**record, _REPLACES: replaces}
-        self._lines[record["id"]] = self._opened_log().append(encode(line)), replaces
+        self._lines[answer.id] = self._opened_log().append(answer.line), answer.replaces
         self._written += 1
 
-    def get(self, id: str) -> Record:
+    def get(self, id: str) -> AnswerRecord:
         """Return the answer with this id, which must exist."""
-        record: Record = json.loads(self._raw(id))
-        record.pop(_REPLACES, None)
-        return record
+        return msgspec.convert(json.loads(self._raw(id)), AnswerRecord)
 
     def replacing(self) -> dict[str, list[str]]:
         """Return the ids of the answers that replace each failed one, with the pages of a file in order."""
@@ -189,7 +219,7 @@ class HeldAnswers:
         return self._log
 
     def _index(self, log: AnswerLog) -> None:
-        lines = [(line.record["id"], (line.offset, line.record.get(_REPLACES))) for line in log]
+        lines = [(line.answer.id, (line.offset, line.answer.replaces)) for line in log]
         self._lines, self._written = dict(lines), len(lines)
 
     def _raw(self, id: str) -> bytes:

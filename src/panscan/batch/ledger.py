@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec.structs import replace
 
-from panscan.batch.jsonl import Record
+from panscan.batch.jsonl import AnswerRecord
 from panscan.core import RecordsError, now
 from panscan.core.files import write_file
 from panscan.core.foreign import parse_json
@@ -183,48 +183,48 @@ class LedgerWriter:
         """Count a retried request."""
         self._start.retries += 1
 
-    def add(self, record: Record) -> None:
+    def add(self, answer: AnswerRecord) -> None:
         """Count an answer, and write the ledger if a write is due.
 
         Raises:
             RecordsError: the ledger cannot be written.
         """
-        pages = len(record["image"])
+        pages = len(answer.image)
         self._start.seconds = now() - self._began
         self._start.pages += pages
-        if record["error"] is None:
+        if answer.error is None:
             self._start.successful_pages += pages
         if now() - self._written >= _INTERVAL_SECONDS:
             self._write()
 
-    def is_complete(self, records: Iterable[Record]) -> bool:
+    def is_complete(self, answers: Iterable[AnswerRecord]) -> bool:
         """Return whether the ledger of earlier starts counts all answers of a finished job.
 
         It does not if a start was killed before it could write them. A ledger of a job without answers is complete.
 
         Args:
-            records: all records of the output file.
+            answers: all answers of the output file.
 
         Raises:
             RecordsError: a line is not an answer.
         """
-        counts = _answer_counts(records)
+        counts = _answer_counts(answers)
         if not counts["requests"]:
             return True
         ended = [start.ending for start in self._before.starts][-1:] == ["finished"]
         return ended and all(getattr(self._before, name) == count for name, count in counts.items())
 
-    def end(self, records: Iterable[Record], ending: Ending) -> Ledger:
+    def end(self, answers: Iterable[AnswerRecord], ending: Ending) -> Ledger:
         """Count all answers, write the ledger and return it.
 
         Args:
-            records: all records of the output file.
+            answers: all answers of the output file.
             ending: ``finished`` if the job is complete, else ``stopped``.
 
         Raises:
             RecordsError: the ledger cannot be written, or a line is not an answer.
         """
-        self.ledger = replace(self.ledger, **_answer_counts(records))
+        self.ledger = replace(self.ledger, **_answer_counts(answers))
         self._start.ending = ending
         self._write()
         return self.ledger
@@ -236,28 +236,28 @@ class LedgerWriter:
         self._written = now()
 
 
-def _answer_counts(records: Iterable[Record]) -> dict[str, Any]:
+def _answer_counts(answers: Iterable[AnswerRecord]) -> dict[str, Any]:
     """Return the fields of a ledger that count answers."""
     sums = dict.fromkeys(("requests", "pages", "successful_pages", "failed_pages", "replica_retries", *_TOKENS), 0)
     reasons: Counter[str] = Counter()
-    for record in records:
-        pages, failed = len(record["image"]), record.get("error") is not None
+    for answer in answers:
+        pages, failed = len(answer.image), answer.error is not None
         sums["requests"] += 1
         sums["pages"] += pages
         sums["failed_pages" if failed else "successful_pages"] += pages
-        sums["replica_retries"] += record.get("retries") or 0
+        sums["replica_retries"] += answer.retries or 0
         for name in _TOKENS:
-            sums[name] += record.get(name) or 0  # lines of older versions lack some
+            sums[name] += getattr(answer, name) or 0  # lines of older versions lack some
         if failed:
-            reason = _failure_reason(record)
+            reason = _failure_reason(answer)
             reasons[reason if reason in reasons or len(reasons) < _REASONS else _OTHER] += 1
     return {**sums, "reasons": dict(reasons.most_common())}
 
 
-def _failure_reason(record: Record) -> str:
-    """Return the error of a record without document names, so that equal failures share one reason."""
-    text = str(record["error"])
-    for name in (record["id"], *record["image"]):
+def _failure_reason(answer: AnswerRecord) -> str:
+    """Return the error of an answer without document names, so that equal failures share one reason."""
+    text = answer.error or ""
+    for name in (answer.id, *answer.image):
         for document in (name, re.sub("#page=[0-9]+$", "", name)):
             text = text.removeprefix(f"{document}: ")
     return re.sub(r"^image \d+ of \d+: ", "", text)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from panscan.batch.answers import AnswerFile
-from panscan.batch.jsonl import Record
+from panscan.batch.jsonl import AnswerRecord
 from panscan.core import RecordsError
 from panscan.workload.rows import Row
 
@@ -59,10 +59,10 @@ class AnsweredItems:
         self._held: set[str] = set()  # to append to the file
         self._replaces: dict[str, str] = {}
         repeated: list[str] = []
-        for record in file.records():
-            if record["id"] in self._asked:
-                repeated.append(record["id"])
-            self._note(record)
+        for answer in file.records():
+            if answer.id in self._asked:
+                repeated.append(answer.id)
+            self._note(answer)
         if repeated:
             _LOG.warning(
                 "%s: several answers to one document, using the last: %s%s",
@@ -70,15 +70,15 @@ class AnsweredItems:
                 ", ".join(map(repr, repeated[:5])),
                 f" and {len(repeated) - 5} more" if len(repeated) > 5 else "",
             )
-        for record, replaces in list(file.held()):
-            if replaces is not None:
-                self._replaces[record["id"]] = replaces
-            elif record["id"] in self._asked:  # written, but the process ended before it could drop it
-                file.drop_held(record["id"])
+        for answer in list(file.held()):
+            if answer.replaces is not None:
+                self._replaces[answer.id] = answer.replaces
+            elif answer.id in self._asked:  # written, but the process ended before it could drop it
+                file.drop_held(answer.id)
                 continue
             else:
-                self._held.add(record["id"])
-            self._note(record)
+                self._held.add(answer.id)
+            self._note(answer)
         self.skipped = 0
         self.any_succeeded = len(self._failed) < len(self._asked)
 
@@ -131,12 +131,9 @@ class AnsweredItems:
         self._file.drop_held(item.document)
         return None
 
-    def _note(self, record: Record) -> None:
-        self._asked[record["id"]] = _asked(record["image"], record.get("question"))
-        if record.get("error") is None:
-            self._failed.discard(record["id"])
-        else:
-            self._failed.add(record["id"])
+    def _note(self, answer: AnswerRecord) -> None:
+        self._asked[answer.id] = _asked(answer.image, answer.question)
+        (self._failed.discard if answer.error is None else self._failed.add)(answer.id)
 
 
 def _asked(named: Iterable[str], question: str | None) -> int:
@@ -152,14 +149,14 @@ class AnswerCounts:
     reasons: list[tuple[str, str]]
 
 
-def tally(records: Iterable[Record], reasons: int) -> AnswerCounts:
+def tally(answers: Iterable[AnswerRecord], reasons: int) -> AnswerCounts:
     """Count answers, and keep the first ``reasons`` failures."""
     counts = AnswerCounts(0, 0, [])
-    for record in records:
-        if record.get("error") is None:
+    for answer in answers:
+        if answer.error is None:
             counts.answered += 1
             continue
         counts.failed += 1
         if len(counts.reasons) < reasons:
-            counts.reasons.append((record["id"], str(record["error"])))
+            counts.reasons.append((answer.id, answer.error))
     return counts

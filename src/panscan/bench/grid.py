@@ -12,6 +12,7 @@ from typing import Any
 
 from panscan.core import SettingError
 from panscan.core.sampling import SAMPLED_NAMES
+from panscan.core.weight_formats import FORMATS
 from panscan.settings import ALL_AT_ONCE, RunnerChoice, Settings, axes, choose_runner, foreign_settings
 from panscan.settings.preset_files import MAX_VALUES, Axes, load_preset, parse_axes
 
@@ -138,7 +139,6 @@ def _work_key(cell: Cell, views: Callable[[Settings], Hashable]) -> Hashable:
 
 _GOVERNED = {"temperature": (*SAMPLED_NAMES, "sampling_seed"), "device_map": ("max_memory",)}
 """A setting, and those that mean nothing where it is off."""
-_GROUPED = "int4"  # the only quantisation that has a group size
 
 
 def _without_unused_settings(point: dict[str, Any], axes_: Axes) -> dict[str, Any]:
@@ -153,6 +153,7 @@ def _without_unused_settings(point: dict[str, Any], axes_: Axes) -> dict[str, An
     for name, governed in _GOVERNED.items():
         if not point.get(name) and any(axes_.get(name, ())):
             point = {key: value for key, value in point.items() if key not in governed}
-    if point.get("quantization") != _GROUPED and _GROUPED in axes_.get("quantization", ()):
+    grouped = [name for name in axes_.get("quantization", ()) if name in FORMATS and FORMATS[name].grouped]
+    if grouped and point.get("quantization") not in grouped:
         point = {key: value for key, value in point.items() if key != "quantization_group_size"}
     return point

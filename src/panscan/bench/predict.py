@@ -10,7 +10,7 @@ from panscan.core import SettingError
 from panscan.images.views import PUBLISHED_COST
 from panscan.model.shapes import SHAPES, Shape, shape_named
 from panscan.plan.cost import Variant, pass_work, vision_work
-from panscan.settings import ALL_AT_ONCE, WEIGHT_KINDS, Settings
+from panscan.settings import ALL_AT_ONCE, Settings
 from panscan.workload.requests import plans_of
 
 # Share of a large product's rate that Gemma 3's phases reach in Transformers, and the host's time per layer and decode
@@ -19,7 +19,6 @@ _EFFICIENCY = 0.5
 _STEP_SECONDS_PER_LAYER = 0.9e-3
 _TEXT_TOKENS_PER_CHARACTER = 0.3
 _NARROW_PRODUCTS = 2.0  # 8-bit products run at this multiple of the bf16 rate
-_STORED_LIKE = {"bnb-8bit": "int8", "bnb-4bit": "int4"}  # bytes per weight; these multiply in the model's precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +78,10 @@ def shape_of(settings: Settings) -> Shape | None:
 
 def _variant_of(settings: Settings, shape: Shape) -> Variant | None:
     """Return what runs; None if the settings do not fit the shape, which loading will refuse."""
-    weights = _STORED_LIKE.get(settings.quantization or "", settings.quantization)
-    if weights not in (None, *WEIGHT_KINDS):
-        return None
     try:
         return Variant(
             shape,
-            weights,
+            settings.quantization,
             settings.quantization_group_size,
             settings.kv_cache_dtype,
             settings.tensor_parallel_size,
@@ -109,6 +105,5 @@ def _batch_seconds(variant: Variant, settings: Settings, views: Sequence[int], t
     decode = pass_work(variant, decode_contexts=[padded] * len(tokens))
     read = processes * (decode.weight_bytes + decode.kv_bytes) / ceilings.bytes_per_s
     step = max(read, variant.text.layers * _STEP_SECONDS_PER_LAYER)
-    narrow = _NARROW_PRODUCTS if settings.quantization in ("fp8", "int8") else 1.0
-    computed = processes * prefill.flops(narrow) / (ceilings.flops_per_s * _EFFICIENCY)
+    computed = processes * prefill.flops(_NARROW_PRODUCTS) / (ceilings.flops_per_s * _EFFICIENCY)
     return computed + settings.max_new_tokens * step

@@ -119,9 +119,9 @@ class _JobLedger:
                 self.ledger.retried()
             yield task
 
-    def keep(self, record: dict[str, Any]) -> None:
+    def keep(self, answer: Any) -> None:
         """Count an answer, and upload it if an upload is due."""
-        self.ledger.add(record)
+        self.ledger.add(answer)
         if self._uploader is not None:
             self._uploader.answered()
 
@@ -192,9 +192,9 @@ def _answer_tasks(
         warning = DemonstrationWarning(job.settings)
         show = stack.enter_context(batch_progress(lambda: work.expected - answered.skipped))
 
-        def on_answer(record: dict[str, Any]) -> None:
-            show(record)
-            keep.keep(record)
+        def on_answer(answer: Any) -> None:
+            show(answer)
+            keep.keep(answer)
 
         in_order = options.order == "input"
         answer(

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 from panscan.cli.console import errors
 from panscan.core import BUNDLED, UnsupportedError
+from panscan.core.weight_formats import format_named
 from panscan.model.bundled import is_demonstration
-from panscan.settings import Settings, missing_package
+from panscan.settings import Settings
 
 
 def check_checkpoint(settings: Settings) -> None:
@@ -17,7 +18,7 @@ def check_checkpoint(settings: Settings) -> None:
         UnsupportedError: the package of the quantisation is not installed.
         ModelError: there is no such checkpoint, or the hub cannot be reached.
     """
-    if (reason := missing_package(settings.quantization)) is not None:
+    if (reason := format_named(settings.quantization).missing_package()) is not None:
         raise UnsupportedError(reason)
     if not settings.random_weights and settings.model not in BUNDLED:
         from panscan.model.hub import checkpoint_directory

@@ -142,7 +142,7 @@ class ProgressLine:
 
 
 @contextmanager
-def batch_progress(expected: Callable[[], int]) -> Iterator[Callable[[dict[str, Any]], None]]:
+def batch_progress(expected: Callable[[], int]) -> Iterator[Callable[[Any], None]]:
     """Show the progress of a batch job; yield a callback that takes each answer's record.
 
     Args:
@@ -151,9 +151,9 @@ def batch_progress(expected: Callable[[], int]) -> Iterator[Callable[[dict[str, 
     failed = 0
     with activity("answering", total=expected()) as step:
 
-        def on_answer(record: dict[str, Any]) -> None:
+        def on_answer(answer: Any) -> None:
             nonlocal failed
-            if record["error"] is not None:
+            if answer.error is not None:
                 failed += 1
                 step.rename(f"answering ({failed} failed)")
             step.update(step.done + 1, expected())

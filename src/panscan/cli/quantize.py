@@ -14,7 +14,8 @@ from panscan.cli.values import given_values, print_skipped, utf8
 from panscan.cli.verb import verb
 from panscan.core import SettingError
 from panscan.core.activity import activity
-from panscan.settings import Options, Settings, check_weight_kind, options_of
+from panscan.core.weight_formats import FORMATS, WEIGHT_KINDS, alternatives
+from panscan.settings import Options, Settings, options_of
 
 if TYPE_CHECKING:
     from panscan.quantize.audit import Audit, PartSummary
@@ -81,7 +82,7 @@ def _quantize(options: Options, base: str | None, output: Path | None) -> int:
         options.verify,
         options.force,
     )
-    if calibration.sources and kind != "int4":
+    if calibration.sources and not FORMATS[kind].grouped:
         errors().print(
             f"--calibration: {kind} needs no calibration; the documents are only used to measure the result",
             soft_wrap=True,
@@ -104,8 +105,7 @@ def _weight_kind(options: Options) -> str:
     if not options.verify:
         _refuse(options, ("dataset",), "requires --verify: without it, nothing is measured")
     if options.weight_format is None:
-        raise SettingError("--quantization is missing: int4, int8 or fp8")
-    check_weight_kind(options.weight_format)
+        raise SettingError(f"--quantization is missing: {alternatives(WEIGHT_KINDS)}")
     if not options.calibration:
         _refuse(options, ("max_pages",), "requires --calibration")
         if options.dataset is None:

@@ -6,7 +6,6 @@ filled matrix by matrix (:func:`panscan.model.sharding.fill_shard`).
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from copy import deepcopy
 from typing import Any
 
@@ -14,9 +13,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from panscan.core import UnsupportedError
-from panscan.model.linear.quantized import QuantizedLinear, WeightFormat
-from panscan.settings import GROUP_SIZES
+from panscan.model.linear.quantized import WeightFormat, quantized_linear
 
 
 def empty_quantized_model(config: Any, weight_format: WeightFormat, dtype: torch.dtype, device: torch.device) -> Any:
@@ -31,23 +28,12 @@ def empty_quantized_model(config: Any, weight_format: WeightFormat, dtype: torch
         device: device of the model.
 
     Raises:
-        UnsupportedError: the group size does not divide a matrix.
+        ValueError: the group size does not divide a matrix.
     """
     model = build_model(config, dtype, torch.device("meta"))
     for name, linear in decoder_linears(model):
-        try:
-            quantized = QuantizedLinear(
-                linear.in_features,
-                linear.out_features,
-                weight_format,
-                bias=linear.bias,
-                device=device,
-                scale_type=dtype,
-            )
-        except ValueError as error:
-            raise UnsupportedError(
-                f"--quantization-group-size {weight_format.group_size}: {error} of {name}; {_fitting(model)}"
-            ) from error
+        bias, inputs, outputs = linear.bias, linear.in_features, linear.out_features
+        quantized = quantized_linear(inputs, outputs, weight_format, bias=bias, device=device, scale_type=dtype)
         set_module(model, name, quantized)
     _allocate(model, dtype, device)
     set_computed_buffers(model, config, dtype, device)
@@ -62,41 +48,10 @@ def decoder_linears(model: Any) -> list[tuple[str, nn.Linear]]:
     return [(name, module) for name, module in model.named_modules() if module in inside]
 
 
-def fitting_group_size(asked: int | None, *widths: int) -> int:
-    """Return the requested int4 group size or, without one, the largest supported size that divides every matrix.
-
-    Args:
-        asked: requested size; None: choose one.
-        widths: input channels of the decoder's matrices.
-
-    Raises:
-        UnsupportedError: the size does not divide a matrix; the message names sizes that do.
-    """
-    size = asked or next((each for each in GROUP_SIZES if all(width % each == 0 for width in widths)), GROUP_SIZES[0])
-    if wide := [width for width in widths if width % size]:
-        raise UnsupportedError(
-            f"--quantization-group-size {size}: groups of {size} do not divide {wide[0]} input channels;"
-            f" {_width_advice(widths)}"
-        )
-    return size
-
-
 def set_module(model: nn.Module, name: str, module: nn.Module) -> None:
     """Replace the submodule with this dotted name."""
     owner, _, leaf = name.rpartition(".")
     setattr(model.get_submodule(owner), leaf, module)
-
-
-def _fitting(model: Any) -> str:
-    """Return the group sizes that divide every matrix, as advice."""
-    widths = {linear.in_features for _, linear in decoder_linears(model)}
-    widths |= {module.in_features for module in model.modules() if isinstance(module, QuantizedLinear)}
-    return _width_advice(widths)
-
-
-def _width_advice(widths: Collection[int]) -> str:
-    sizes = [str(size) for size in GROUP_SIZES if all(width % size == 0 for width in widths)]
-    return f"use {' or '.join(sizes)}" if sizes else "use --quantization int8 or fp8"
 
 
 def build_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:

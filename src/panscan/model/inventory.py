@@ -49,11 +49,13 @@ class Inventory:
         format: quantisation format, such as ``compressed-tensors pack-quantized``; None if unquantised, or if
             Transformers loads the format.
         notes: differences between the computation that the checkpoint describes and ours.
+        folds_scales: whether tools that write the format fold scales into norms.
         tensors: tensors sorted by name.
     """
 
     format: str | None
     notes: tuple[str, ...]
+    folds_scales: bool
     tensors: tuple[TensorFacts, ...]
 
     def quantized(self, part: Part) -> tuple[TensorFacts, ...]:
@@ -83,7 +85,9 @@ def inventory(name: str, revision: str | None = None) -> Inventory:
     except ValueError as error:
         raise ModelError(f"--model {name}: {error}") from error
     found = tuple(sorted(facts, key=lambda fact: fact.name))
-    return Inventory(None if scheme is None else scheme.name, () if scheme is None else scheme.notes, found)
+    if scheme is None:
+        return Inventory(None, (), False, found)
+    return Inventory(scheme.name, scheme.notes, scheme.folds_scales, found)
 
 
 def _facts_of(key: str, scheme: StoredScheme | None, tensors: StoredTensors) -> list[TensorFacts]:

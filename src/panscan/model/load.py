@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import warnings
 from contextlib import suppress
-from typing import Any
 
 import torch
 
-from panscan.core import PanscanWarning
-from panscan.model.build import fitting_group_size
+from panscan.core import PanscanWarning, UnsupportedError
+from panscan.core.weight_formats import FORMATS, WEIGHT_KINDS
 from panscan.model.checkpoint import (
     Loaded,
     Placement,
@@ -22,11 +21,12 @@ from panscan.model.checkpoint import (
     load_shard_of,
     stored_format,
 )
+from panscan.model.formats.bitsandbytes import transformers_config
 from panscan.model.linear.quantized import WeightFormat
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.model.shapes import SHAPES
 from panscan.model.sharding import check_divides
-from panscan.settings import WEIGHT_KINDS, Settings
+from panscan.settings import Settings
 
 
 def load_for(settings: Settings) -> Loaded:
@@ -120,7 +120,7 @@ def _load(settings: Settings, device: torch.device, dtype: torch.dtype, drawn_on
         dtype,
         settings.device_map,
         settings.max_memory,
-        quantization_config(settings.quantization, dtype),
+        transformers_config(settings.quantization, dtype),
     )
     return load_model(settings.model, placement, revision=settings.revision)
 
@@ -145,36 +145,15 @@ def requested_format(settings: Settings) -> WeightFormat | None:
     """
     if settings.quantization not in WEIGHT_KINDS:
         return None
-    if settings.quantization != "int4":
-        return WeightFormat(settings.quantization)
-    if settings.model_shape is not None:
-        text = SHAPES[settings.model_shape].text
-        hidden, split = text.hidden, (text.intermediate, text.heads * text.head_size)
-    else:
-        config = load_config(settings.model, settings.revision).get_text_config()
-        hidden, split = config.hidden_size, (config.intermediate_size, config.num_attention_heads * config.head_dim)
-    ranks = settings.tensor_parallel_size
-    parts = (width // ranks for width in split if width % ranks == 0)  # others are refused with a better reason
-    return WeightFormat("int4", fitting_group_size(settings.quantization_group_size, hidden, *split, *parts))
-
-
-def quantization_config(name: str | None, dtype: torch.dtype) -> Any:
-    """Return the Transformers configuration of a bitsandbytes quantisation; None for others.
-
-    The vision tower and its projector stay unquantised, because their inputs have a wide range and they are a small
-    part of the weights.
-    """
-    if name not in ("bnb-8bit", "bnb-4bit"):
-        return None
-    from transformers import BitsAndBytesConfig
-
-    # Names are matched from the start of a module's path.
-    untouched = ["model.vision_tower", "model.multi_modal_projector", "lm_head"]
-    if name == "bnb-8bit":
-        return BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=untouched)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=dtype,
-        llm_int8_skip_modules=untouched,
-    )
+    widths: list[int] = []
+    if FORMATS[settings.quantization].grouped:
+        if settings.model_shape is not None:
+            text = SHAPES[settings.model_shape].text
+            hidden, split = text.hidden, (text.intermediate, text.heads * text.head_size)
+        else:
+            config = load_config(settings.model, settings.revision).get_text_config()
+            hidden, split = config.hidden_size, (config.intermediate_size, config.num_attention_heads * config.head_dim)
+        ranks = settings.tensor_parallel_size
+        parts = (width // ranks for width in split if width % ranks == 0)  # others are refused with a better reason
+        widths = [hidden, *split, *parts]
+    return WeightFormat.fitting(settings.quantization, settings.quantization_group_size, widths, UnsupportedError)

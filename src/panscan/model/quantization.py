@@ -41,15 +41,9 @@ def unquantized_settings(settings: Settings) -> Settings:
 
 def weights_name(model: Any) -> str | None:
     """Return what the weights of a model are quantised in, such as ``int4, groups of 128``; None if they are not."""
-    formats = dict.fromkeys(module.weight_format for module in model.modules() if isinstance(module, QuantizedLinear))
-    names = []
-    for weight_format in formats:
-        kind = weight_format.kind
-        name = f"{kind}, groups of {weight_format.group_size}" if kind == "int4" else kind
-        only_weights = kind != "int4" and not weight_format.quantizes_inputs
-        names.append(f"{name}, weights only" if only_weights else name)
+    names = dict.fromkeys(str(part.weight_format) for part in model.modules() if isinstance(part, QuantizedLinear))
     if names:
-        return " and ".join(dict.fromkeys(names))
+        return " and ".join(names)
     stored = getattr(model.config, "quantization_config", None)
     return None if stored is None else quantization_method(stored)
 

@@ -13,9 +13,10 @@ import torch
 
 from panscan.core import UnsupportedError
 from panscan.core.gpu_features import refusal
+from panscan.core.weight_formats import format_named
 from panscan.model.linear.multiply import capability_of, device_reason
 from panscan.model.machine import gpu_count, resolve_device, resolve_dtype
-from panscan.settings import ENGINE_AXES, RUNNER_LIMITS, VLLM_AXES, WEIGHT_KINDS, Settings, axes, missing_package
+from panscan.settings import ENGINE_AXES, RUNNER_LIMITS, VLLM_AXES, WEIGHT_KINDS, Settings, axes
 
 FLASH_PACKAGES = {
     "flash_attention_2": ("flash_attn", "flash-attn"),
@@ -111,7 +112,7 @@ def attention_reason(name: str, device: torch.device, dtype: torch.dtype) -> str
 def quantization_reason(name: str | None, device: torch.device) -> str | None:
     """Return why this machine cannot run a quantisation, and an alternative; None if it can."""
     if name not in WEIGHT_KINDS:
-        return missing_package(name)
+        return format_named(name).missing_package()
     if device.type == "cpu":
         return refusal(f"--quantization {name} needs", name, None)
     reason = device_reason(name, device)

@@ -18,17 +18,15 @@ from math import ceil
 import numpy as np
 
 from panscan.core import SettingError
+from panscan.core.weight_formats import Format, format_named
 from panscan.engine.scheduling.kv_sizes import KVShape
 from panscan.model.shapes import Shape, TextShape, split_reason
-from panscan.settings import GROUP_SIZES
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes of an unquantised weight or an activation."""
 VIEW_COST, OUTPUT_COST = 440.0, 4.0
 """Cost of a view and of an output token in prompt tokens, to compare requests: the 4B model's tower takes 3.5 TFLOP per
 view, its prefill 7.8 GFLOP per token. A decode step is limited by memory bandwidth and shared by a batch."""
-_INT4_BLOCK = 256  # input channels that int4 weights are padded to (panscan.model.linear.quantized.BLOCK)
-_SCALE_BYTES = 4  # float32 scale of each output channel of 8-bit weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,7 @@ class Variant:
 
     Args:
         shape: the whole model.
-        weights: quantisation of the decoder layers' matrices: fp8, int8 or int4; None: none.
+        weights: quantisation of the decoder layers' matrices, a value of ``--quantization``; None: none.
         group_size: input channels per int4 scale; None: the largest that divides every matrix.
         kv_cache_dtype: type of keys and values: ``auto`` (that of activations) or ``fp8``.
         tensor_parallel_size: GPUs that share the model.
@@ -59,8 +57,12 @@ class Variant:
         reason = split_reason(heads=text.heads, kv_heads=text.kv_heads, intermediate=text.intermediate, size=size)
         if reason is not None:
             raise SettingError(reason)
-        if self.weights == "int4":
-            self.int4_group_size()
+        self.scale_group()
+
+    @property
+    def weight_format(self) -> Format:
+        """Format of the decoder layers' matrices."""
+        return format_named(self.weights)
 
     @property
     def width(self) -> int:
@@ -115,22 +117,14 @@ class Variant:
         token = 2 * text.kv_heads // self.tensor_parallel_size * text.head_size * width
         return KVShape(text.global_layers * token, text.local_layers * token)
 
-    def int4_group_size(self) -> int:
-        """Return the input channels per int4 scale.
+    def scale_group(self) -> int | None:
+        """Return the input channels per scale; None for formats without groups.
 
         Raises:
             SettingError: the size does not divide every matrix.
         """
-        widths = {inputs for inputs, _ in self.matrices()}
-        fitting = [size for size in GROUP_SIZES if all(width % size == 0 for width in widths)]
-        if self.group_size in fitting:
-            return self.group_size
-        if self.group_size is None and fitting:
-            return fitting[0]
-        use = f"use {' or '.join(map(str, fitting))}" if fitting else "use fp8 or int8"
-        raise SettingError(
-            f"--quantization-group-size {self.group_size or GROUP_SIZES[-1]} does not divide the matrices; {use}"
-        )
+        asked = self.group_size if self.weight_format.grouped else None
+        return self.weight_format.group_size(asked, [inputs for inputs, _ in self.matrices()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +207,7 @@ def pass_work(
     sampled = len(decode_contexts) + len(prefill) if sampled is None else sampled
     layers = 2.0 * rows * text.layers * text.layer_matrices() / size
     logits = 2.0 * sampled * variant.vocabulary() * text.hidden
-    quantized = variant.weights in ("fp8", "int8")
+    quantized = variant.weight_format.products == "narrow"
     token_bytes = variant.kv_shape()
     pairs, read = _attention(text, decode_contexts, prefill, views * variant.shape.block_pairs())
     inner = text.head_size * (6 * text.heads + 4 * text.kv_heads) + 6 * text.intermediate
@@ -235,16 +229,8 @@ def pass_work(
 
 @lru_cache(maxsize=256)  # a simulation asks for every pass
 def _layer_bytes(variant: Variant) -> int:
-    matrices = variant.matrices()
-    if variant.weights is None:
-        return variant.width * sum(inputs * outputs for inputs, outputs in matrices)
-    if variant.weights == "int4":
-        group = variant.int4_group_size()
-        return sum(
-            outputs * (ceil(inputs / _INT4_BLOCK) * _INT4_BLOCK // 2 + inputs // group * variant.width)
-            for inputs, outputs in matrices
-        )
-    return sum(outputs * (inputs + _SCALE_BYTES) for inputs, outputs in matrices)
+    group = variant.scale_group()
+    return sum(variant.weight_format.matrix_bytes(*matrix, variant.width, group) for matrix in variant.matrices())
 
 
 def _attention(

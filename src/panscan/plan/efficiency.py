@@ -30,7 +30,8 @@ from panscan.plan.gpus import Gpu, all_gpus
 
 _VECTOR_ROWS = 2  # int4: up to this many rows, a kernel without tensor cores; see panscan.model.linear.multiply
 _FEW_ROWS = 64  # int4: more rows multiply dequantised weights; engines measure it at startup, an H200 finds this
-_OVERLAP, _OVERLAP_INT8 = 3.0, 1.5  # exponents of the norm of compute and read times, as in products.json
+_OVERLAP = 3.0  # exponent of the norm of compute and read times, as in products.json
+_OVERLAPS = {"int8": 1.5}  # other exponents, by format
 _CUDNN_VISION = 0.88  # rate of the tower with cuDNN's attention, to that with the kernel for Hopper (vision-tower.json)
 _OPTIONS = EngineOptions()
 
@@ -307,12 +308,12 @@ class Clock:
         variant, factors = self.variant, self._factors
         kind, matrices = variant.weights or "bf16", sum(inputs * outputs for inputs, outputs in variant.matrices())
         compute = 2.0 * rows * matrices / (self._rate(variant.dtype) * factors.compute_bf16)
-        if kind == "int4":
+        if variant.weight_format.grouped:
             return self._int4_products(rows, matrices, compute)
         if kind != "bf16":
             compute = 2.0 * rows * matrices / (self._rate(kind) * getattr(factors, f"compute_{kind}"))
         read = variant.layer_bytes() / (self._copied * getattr(factors, f"read_{kind}"))
-        return _norm(compute, read, _OVERLAP_INT8 if kind == "int8" else _OVERLAP)
+        return _norm(compute, read, _OVERLAPS.get(kind, _OVERLAP))
 
     def _int4_products(self, rows: int, matrices: int, compute: float) -> float:
         """Return the time of one layer's products with int4 weights, by the method for this many rows."""

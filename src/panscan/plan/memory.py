@@ -182,7 +182,7 @@ def _decoder_bytes(variant: Variant, rows: int) -> int:
     text, size, width = variant.text, variant.tensor_parallel_size, variant.width
     heads = text.head_size * (3 * text.heads + 2 * text.kv_heads) // size
     inner = text.intermediate // size
-    sums = 4 if variant.weights == "int8" else width
+    sums = variant.weight_format.sum_bytes or width
     return rows * ((4 * text.hidden + heads + inner) * width + 2 * inner * sums)
 
 

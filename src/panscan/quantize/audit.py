@@ -186,12 +186,14 @@ def _part_summaries(stored: Inventory) -> list[PartSummary]:
 
 
 def _format_text(weight_format: WeightFormat) -> str:
-    if weight_format.kind != "int4":
+    if not weight_format.facts.grouped:
         inputs = "inputs quantised per token" if weight_format.quantizes_inputs else "weights only"
-        return f"{weight_format.kind}, 8 bits, one scale per output channel, symmetric, {inputs}"
+        return (
+            f"{weight_format.kind}, {weight_format.facts.bits} bits, one scale per output channel, symmetric, {inputs}"
+        )
     zeros = "with zero points" if weight_format.zero_points else "symmetric"
     order = "channels reordered by activation (act-order)" if weight_format.ordered else "channels in original order"
-    return f"int4, 4 bits, groups of {weight_format.group_size}, {zeros}, {order}, weights only"
+    return f"{weight_format}, {zeros}, {order}, weights only".replace(",", f", {weight_format.facts.bits} bits,", 1)
 
 
 def _misfolded(loaded: Loaded, base: DenseCheckpoint, result: Audit) -> list[str]:
@@ -239,7 +241,7 @@ def _likely_cause(folded: list[str], stored: Inventory, *, has_base: bool) -> st
     fold = "scales were folded into RMSNorm weights w, but Gemma multiplies by 1 + w"
     if folded:
         return f"Likely cause: {fold} (AWQ; {len(folded)} norms, e.g. {folded[0]}): quantise without folding"
-    if stored.format is not None and "awq" in stored.format.lower() and not has_base:
+    if stored.folds_scales and not has_base:
         return f"Likely cause for AWQ on Gemma: {fold}; --model BASE checks it"
     if stored.quantized("vision") or stored.quantized("projector"):
         return "Likely cause: the vision tower or projector is quantised: leave both in bf16"

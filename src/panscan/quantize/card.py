@@ -8,27 +8,16 @@ import yaml
 
 import panscan
 from panscan.core.text import nats
-from panscan.model.linear.quantized import WeightFormat
 from panscan.quantize.measure import MeasuredWeights, Measurement
 from panscan.records.quality import accuracy_title
 from panscan.report.table import Column, Medium, Table
 
-_FORMATS = {
-    "int4": "4-bit weights in groups of {group}, bf16 products (W4A16)",
-    "int8": "8-bit integer weights per output channel, inputs per token (W8A8)",
-    "fp8": "float8_e4m3 weights per output channel, inputs per token",
-}
 _FRONT_MATTER = {
     "base_model_relation": "quantized",
     "library_name": "transformers",
     "pipeline_tag": "image-text-to-text",
     "tags": ["compressed-tensors", "panscan"],
 }
-
-
-def described_format(weight_format: WeightFormat) -> str:
-    """Return a format in words."""
-    return _FORMATS[weight_format.kind].format(group=weight_format.group_size)
 
 
 def model_card(

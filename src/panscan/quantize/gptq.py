@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import torch
 
-from panscan.model.linear.quantized import QuantizedLinear, WeightFormat, pack_int4
+from panscan.model.linear.quantized import INT4_ZERO, QuantizedLinear, WeightFormat, pack_int4, quantized_linear
 
 _DAMPING = 0.01  # of the mean diagonal
 _ATTEMPTS = 5
 _SHRINK = tuple(1 - 0.05 * step for step in range(9))  # of scales, which clips the largest weights of a group
 _TOGETHER = 128  # channels after which corrections reach all later channels
-_ZERO = 8  # stored for a weight of 0
 
 
 class Hessian:
@@ -60,7 +59,7 @@ def gptq(
     if not hessian.isfinite().all():
         raise ValueError("the calibration inputs are not finite")
     device = hessian.device
-    linear = QuantizedLinear(weight.shape[1], weight.shape[0], weight_format, scale_type=scale_type, device=device)
+    linear = quantized_linear(weight.shape[1], weight.shape[0], weight_format, scale_type=scale_type, device=device)
     linear.quantize(weight)
     dense = weight.to(device, torch.float32)
     linear.scale.copy_(_scales(dense, linear.scale, hessian.diagonal(), weight_format))
@@ -129,7 +128,7 @@ def _quantized_columns(columns: torch.Tensor, factor: torch.Tensor, scales: torc
         errors = torch.empty(stop - start, columns.shape[1], device=columns.device)
         for column in range(start, stop):
             level = torch.round(columns[column] / scales[column]).clamp_(-8, 7)
-            levels[column] = (level + _ZERO).to(torch.uint8)
+            levels[column] = (level + INT4_ZERO).to(torch.uint8)
             errors[column - start] = (columns[column] - level * scales[column]) / factor[column, column]
             columns[column + 1 : stop].addr_(factor[column, column + 1 : stop], errors[column - start], alpha=-1)
         columns[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1)

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from panscan.core import InputError, SettingError
 from panscan.core.files import WriteLock, publish_file, replace_file, sync_directory
@@ -74,10 +74,6 @@ class PartialCheckpoint:
     def has(self, name: str) -> bool:
         """Return whether a file is finished."""
         return (self.path / name).exists()
-
-    def read_tensors(self, name: str) -> dict[str, torch.Tensor]:
-        """Return the tensors of a finished file."""
-        return load_file(self.path / name)
 
     def write_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write a safetensors file, in one step.

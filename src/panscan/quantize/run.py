@@ -13,12 +13,12 @@ from panscan.model.checkpoint import Loaded, Placement, load_model, load_shard_o
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.quantize.audit import garbage_reason
 from panscan.quantize.calibration import check_prompt_memory
-from panscan.quantize.card import described_format, model_card
+from panscan.quantize.card import model_card
 from panscan.quantize.measure import Measurement, WeightsToMeasure, measure
 from panscan.quantize.partial import CARD_FILE, PartialCheckpoint, resolved_output
-from panscan.quantize.source import DenseCheckpoint, choose_format
+from panscan.quantize.source import DenseCheckpoint
 from panscan.quantize.write import CheckpointWriter
-from panscan.settings import Settings, check_weight_kind
+from panscan.settings import Settings
 from panscan.workload.calibration import (
     CalibrationSource,
     OnProblem,
@@ -40,7 +40,7 @@ class QuantizeOptions:
     Args:
         settings: checkpoint, device, pan and scan, and generation settings.
         out: directory of the new checkpoint.
-        kind: one of :data:`panscan.settings.WEIGHT_KINDS`.
+        kind: one of :data:`panscan.core.weight_formats.WEIGHT_KINDS`.
         group_size: ``int4`` group size; None: the largest supported size that divides every matrix.
         calibration: documents to calibrate ``int4`` on; without sources, weights are rounded to nearest.
         dataset: labelled questions to measure accuracy on; the size of ``calibration``'s sample limits them too.
@@ -56,9 +56,6 @@ class QuantizeOptions:
     dataset: str | None = None
     verify: bool = True
     overwrite: bool = False
-
-    def __post_init__(self) -> None:
-        check_weight_kind(self.kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +96,7 @@ def quantize_checkpoint(options: QuantizeOptions, on_step: Steps, on_problem: On
         job.write(target)
         measurement = job.measured(str(target.path)) if options.verify else None
         sizes = job.source.dense_bytes, sum(file.stat().st_size for file in target.path.glob("*.safetensors"))
-        described = described_format(job.weight_format)
+        described = job.weight_format.facts.words.format(group_size=job.weight_format.group_size)
         card = model_card(options.settings.model, out.name, described, len(job.prompts), sizes, measurement)
         target.write_bytes(CARD_FILE, card.encode())
         target.publish()
@@ -136,8 +133,8 @@ class _QuantizeJob:
         if options.dataset is not None or (options.verify and not held_out):
             sample = options.dataset, wanted.num_samples, wanted.seed
             self._measured_on = load_documents(*sample, on_problem, on_step, reads_images=source.reads_images)
-        self.weight_format = choose_format(source, options.kind, options.group_size)
-        self.prompts = prompts if options.kind == "int4" else []
+        self.weight_format = source.format_of(options.kind, options.group_size)
+        self.prompts = prompts if self.weight_format.facts.grouped else []
         check_prompt_memory([_prompt_length(item, settings) for item in self.prompts], source.files.config, self._dtype)
 
     def identity(self) -> dict[str, Any]:
@@ -147,7 +144,7 @@ class _QuantizeJob:
             "panscan": panscan.__version__,
             "weights": self.source.fingerprint(),
             "quantization": self.weight_format.kind,
-            "group_size": self.weight_format.group_size if self.weight_format.kind == "int4" else None,
+            "group_size": self.weight_format.group_size if self.weight_format.facts.grouped else None,
             "calibration": hashlib.sha256(calibration.encode()).hexdigest()[:16] if self.prompts else None,
         }
 

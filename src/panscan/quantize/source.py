@@ -10,12 +10,11 @@ from functools import cached_property
 import torch
 from safetensors import SafetensorError, safe_open
 
-from panscan.core import ModelError, SettingError
+from panscan.core import ModelError
 from panscan.model.checkpoint import checkpoint_files
 from panscan.model.hub_errors import friendly_errors
 from panscan.model.linear.quantized import WeightFormat
 from panscan.model.untrusted.headers import key_of, read_header
-from panscan.settings import GROUP_SIZES
 
 _MATRIX = re.compile(r"layers\.(\d+)\.((?:self_attn|mlp)\.\w+_proj)\.weight")
 _SHARD_BYTES = 2_000_000_000  # of unquantised tensors in one file
@@ -117,33 +116,14 @@ class DenseCheckpoint:
             digest.update(sample.contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()[:16]
 
+    def format_of(self, kind: str, group_size: int | None) -> WeightFormat:
+        """Return the format of the decoder's matrices after quantisation.
 
-def choose_format(checkpoint: DenseCheckpoint, kind: str, group_size: int | None) -> WeightFormat:
-    """Return the format of a checkpoint's decoder matrices.
+        Args:
+            kind: one of :data:`panscan.core.weight_formats.WEIGHT_KINDS`.
+            group_size: input channels per scale; None: the largest supported size that divides every matrix.
 
-    Args:
-        checkpoint: checkpoint to quantise.
-        kind: one of :data:`panscan.settings.WEIGHT_KINDS`.
-        group_size: group size of ``int4``; None: the largest usual one that divides every matrix.
-
-    Raises:
-        SettingError: the group size does not divide a matrix, or the kind has no groups.
-    """
-    flag = "--quantization-group-size"
-    if kind != "int4":
-        if group_size is not None:
-            raise SettingError(f"{flag} is for int4: {kind} has one scale per output channel")
-        return WeightFormat(kind)
-    widths = {checkpoint.stored[tensor].shape[1] for tensor in checkpoint.matrices}
-    fitting = [size for size in GROUP_SIZES if all(width % size == 0 for width in widths)]
-    if not fitting:
-        raise SettingError(
-            f"--quantization int4: no group size divides the {min(widths)} input channels of every matrix:"
-            " use int8 or fp8"
-        )
-    if group_size is not None and group_size not in fitting:
-        raise SettingError(
-            f"{flag} {group_size} does not divide every matrix of {checkpoint.name}: use"
-            f" {' or '.join(map(str, fitting))}"
-        )
-    return WeightFormat("int4", group_size or fitting[0])
+        Raises:
+            SettingError: the group size does not divide a matrix, or the format has no groups.
+        """
+        return WeightFormat.fitting(kind, group_size, {self.stored[tensor].shape[1] for tensor in self.matrices})

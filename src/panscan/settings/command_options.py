@@ -11,6 +11,7 @@ from typing import Any, Literal
 from panscan.core.option import Range, option
 from panscan.core.request import MAX_PAGES
 from panscan.core.sampling import SEEDS
+from panscan.core.weight_formats import WEIGHT_KINDS
 from panscan.settings.declaration import Option, declared_options
 from panscan.settings.endpoint_options import MAX_PROMPTS, RateTable, ServerTable, TrafficTable, VerifyTable
 from panscan.settings.sweep_settings import Settings
@@ -260,7 +261,7 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
     weight_kinds: str | None = option(
         None,
         "Model",
-        "Weights: none, fp8, int8, int4.",
+        f"Weights: {', '.join(('none', *WEIGHT_KINDS))}.",
         "plan",
         flag="quantization",
         metavar="KINDS",
@@ -272,7 +273,7 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
         "Format of the decoder's weights.",
         "quantize",
         flag="quantization",
-        metavar="int4|int8|fp8",
+        choices=WEIGHT_KINDS,
     )
     group_size: int | None = option(
         None,

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
-from importlib.util import find_spec
 from typing import Any
 
 from panscan.core import PanAndScan, Sampling, SettingError
 from panscan.core.option import Range, option, shorten
 from panscan.core.request import PAN_AND_SCAN_RANGES
 from panscan.core.sampling import SAMPLING_NAMES, SEEDS, TOKENS, SamplingTable
+from panscan.core.weight_formats import (
+    GROUP_SIZES,
+    QUANTIZATION,
+    WEIGHT_KINDS,
+    alternatives,
+    format_named,
+    group_size_refusal,
+)
 from panscan.settings.declaration import Option, declared_options, nearest
 from panscan.settings.spellings import FOREIGN_OPTIONS, SWITCHES
 
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 ATTENTION_BACKENDS = ("auto", "triton", "sdpa")
 """What the engine attends with; see :func:`panscan.engine.model_runner.choose_backend`."""
-GROUP_SIZES = (128, 64, 32)
-"""Supported input channels per scale of 4-bit weights, preferred size first."""
-WEIGHT_KINDS = ("fp8", "int8", "int4")
-"""panscan's own quantisations, supported by every runner except vLLM; only int4 has groups."""
-QUANTIZATION = (*WEIGHT_KINDS, "bnb-8bit", "bnb-4bit")
 MODEL_SHAPES = ("mini", "tiny", "270m", "1b", "4b", "12b", "27b")
 KV_CACHE_DTYPES = ("auto", "fp8")
 REMOVED_SETTINGS: dict[str, Any] = {"tf32": False, "tp_plan": None, "pad_to_multiple_of": None}
@@ -101,7 +103,7 @@ class _RunTable:
     quantization: str | None = option(
         None,
         "Model",
-        "Quantise weights: fp8, int8, int4, bnb-8bit or bnb-4bit.",
+        f"Quantise weights: {alternatives(QUANTIZATION)}.",
         _PROFILED,
         choices=QUANTIZATION,
         level="load",
@@ -380,16 +382,16 @@ class Settings(SamplingTable, _RunTable):
                 f"--device {self.device}: --device-map places the layers; leave out one of them",
             ),
             (
-                size is not None and kind != "int4",
-                f"--quantization-group-size {size}: only int4 has groups; add --quantization int4",
+                size is not None and not format_named(kind).grouped,
+                group_size_refusal(size),
             ),
             (
                 size is not None and size not in GROUP_SIZES,
-                f"--quantization-group-size takes {_or(GROUP_SIZES)}; got {size}",
+                f"--quantization-group-size takes {alternatives(GROUP_SIZES)}; got {size}",
             ),
             (
                 drawn and kind is not None and not written,
-                f"--random-weights: --quantization {kind} requires a checkpoint; use {_or(WEIGHT_KINDS)}",
+                f"--random-weights: --quantization {kind} requires a checkpoint; use {alternatives(WEIGHT_KINDS)}",
             ),
             (
                 written and mapped,
@@ -404,7 +406,7 @@ class Settings(SamplingTable, _RunTable):
             ),
             (
                 split and kind is not None and not written,
-                f"--tensor-parallel-size: --quantization {kind} cannot be split; use {_or(WEIGHT_KINDS)}",
+                f"--tensor-parallel-size: --quantization {kind} cannot be split; use {alternatives(WEIGHT_KINDS)}",
             ),
             (
                 self.max_memory is not None and not mapped,
@@ -456,23 +458,6 @@ def axes() -> dict[str, Option]:
 def axis_names() -> dict[str, str]:
     """Return the canonical name of every spelling of a setting."""
     return {spelling: axis.name for axis in axes().values() for spelling in axis.spellings}
-
-
-def _or(words: Sequence[object]) -> str:
-    return f"{', '.join(map(str, words[:-1]))} or {words[-1]}"
-
-
-def check_weight_kind(kind: str) -> None:
-    """Raise a SettingError unless ``panscan quantize`` can write weights of a kind."""
-    if kind not in WEIGHT_KINDS:
-        raise SettingError(f"--quantization takes {', '.join(WEIGHT_KINDS)}; got {kind!r}{nearest(kind, WEIGHT_KINDS)}")
-
-
-def missing_package(quantization: str | None) -> str | None:
-    """Return which package a quantisation lacks on this machine, and how to install it; None if none."""
-    if quantization is None or quantization in WEIGHT_KINDS or find_spec("bitsandbytes"):
-        return None
-    return f"--quantization {quantization} needs bitsandbytes: pip install bitsandbytes"
 
 
 def settings_from(values: Mapping[str, Any]) -> Settings:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 from panscan.core import DatasetError, ImageError, InputError, SettingError
 from panscan.core.request import MAX_PAGES
-from panscan.workload.requests import DEFAULT_PROMPT, Item, Source, Workload, load_workload, sample_dataset
+from panscan.workload.requests import DEFAULT_PROMPT, Item, Source, Workload, load_workload
+from panscan.workload.samples import sample_dataset
 
 _HELD_OUT = 5  # one of so many calibration documents is kept for the measurement
 _MOST_HELD_OUT = 8

@@ -8,15 +8,10 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.resources import files
 from itertools import chain, product
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import PIL
-
-import panscan
 from panscan.core import (
     DatasetError,
     ImageError,
@@ -25,7 +20,7 @@ from panscan.core import (
     Request,
     SettingError,
 )
-from panscan.core.files import cache_directory, fallback_directory
+from panscan.core.files import cache_directory
 from panscan.core.request import MAX_PAGES
 from panscan.images.fetch import named_url
 from panscan.images.files import Page, expand_images, find_pages, load_page, page_digest
@@ -35,7 +30,7 @@ from panscan.records.schema import EXACT_MATCH, METRICS, DatasetFacts
 from panscan.settings import Settings, nearest
 from panscan.workload.datasets import load_dataset
 from panscan.workload.rows import LoadedDataset, Row, counted, read_text, unique_id
-from panscan.workload.samples import write_samples
+from panscan.workload.samples import sample_dataset
 from panscan.workload.tables import picture_files
 
 MAX_REQUESTS = 1_000_000
@@ -158,7 +153,10 @@ class Workload:
 
 
 def load_workload(
-    source: Source, *, on_problem: Callable[[InputError], None], on_document: Callable[[int, int], None] | None = None
+    source: Source,
+    *,
+    on_problem: Callable[[InputError], None],
+    on_document: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Workload:
     """Every item of a workload, in a fixed order. Each document is decoded once here, so that bad ones fail now.
 
@@ -174,7 +172,6 @@ def load_workload(
         InputError: nothing usable is left, or a file of prompts or questions cannot be read.
         UnsupportedError: a dataset in a format that needs a library which is missing.
     """
-    on_document = on_document or _ignore
     if source.dataset is not None:
         return _dataset_workload(Path(source.dataset), source, on_problem, on_document)
     prompts = _prompts(source)
@@ -239,10 +236,6 @@ def views_of(items: Sequence[Item]) -> Callable[[Settings], bytes]:
     return lambda settings: planned(settings.pan_and_scan)
 
 
-def _ignore(_done: int, _total: int) -> None:
-    """Do nothing: progress is not shown."""
-
-
 def _dataset_workload(
     path: Path, source: Source, on_problem: Callable[[InputError], None], on_document: Callable[[int, int], None]
 ) -> Workload:
@@ -263,70 +256,64 @@ def _dataset_workload(
     rows, count = loaded.rows, source.num_samples
     wanted = len(rows) if count is None else min(count, len(rows))
     opening = _Opening(loaded, on_problem, source.max_pages)
-    opened: list[tuple[int, tuple[DocumentFile, ...]]] = []
+    order = list(range(len(rows)))
+    if wanted < len(rows):  # those that are drawn, then those that take the places of bad ones
+        draw = random.Random(source.seed)
+        drawn = sorted(draw.sample(order, wanted))
+        others = sorted({*order}.difference(drawn))
+        draw.shuffle(others)
+        order = drawn + others
+    opened: dict[int, tuple[DocumentFile, ...]] = {}
     unreadable = 0
-    order = _order(len(rows), wanted, source.seed)
-    while len(opened) < wanted and (numbers := order[: wanted - len(opened)]):
-        order = order[len(numbers) :]
-        for number in sorted(numbers):  # of a table, later images are read after earlier ones
-            if documents := opening.open(rows[number]):
-                opened.append((number, documents))
-                on_document(len(opened), wanted)
-            else:
-                unreadable += 1
+    for number in order:
+        if len(opened) == wanted:
+            break
+        if documents := opening.open(rows[number]):
+            opened[number] = documents
+            on_document(len(opened), wanted)
+        else:
+            unreadable += 1
     opening.finish()
-    used = [(rows[number], documents) for number, documents in sorted(opened, key=itemgetter(0))]
-    facts = counted(loaded, [row for row, _ in used], unreadable)
+    used = [rows[number] for number in sorted(opened)]
+    facts = counted(loaded, used, unreadable)
     if not used:
         raise DatasetError(f"--dataset {path}: no usable question is left ({facts.text})")
-    items = [Item(row.id, documents, row.question or "", row.answers, row.tags) for row, documents in used]
+    documents_of = [opened[number] for number in sorted(opened)]
+    items = [
+        Item(row.id, documents, row.question or "", row.answers, row.tags)
+        for row, documents in zip(used, documents_of, strict=True)
+    ]
     return Workload(_sampled(items, count, source.seed), facts, loaded.metric)
 
 
-def _order(rows: int, wanted: int, seed: int) -> list[int]:
-    """The rows that are drawn, then the others in the order in which they take the places of bad ones."""
-    if wanted == rows:
-        return list(range(rows))
-    draw = random.Random(seed)
-    first = sorted(draw.sample(range(rows), wanted))
-    drawn = set(first)
-    rest = [number for number in range(rows) if number not in drawn]
-    draw.shuffle(rest)
-    return first + rest
-
-
 class _Opening:
-    """Opens pictures, each file once, and says what is wrong with the first few."""
+    """Opens the pictures of a dataset, each file once, and reports the first few problems."""
 
     def __init__(self, loaded: LoadedDataset, on_problem: Callable[[InputError], None], max_pages: int) -> None:
-        self._called, self._max_pages = loaded.called, max_pages
-        self._folder = cache_directory() / "dataset-pictures"
-        self._on_problem = on_problem
+        self._called, self._max_pages, self._on_problem = loaded.called, max_pages, on_problem
         self._known: dict[str, list[DocumentFile]] = {}
         self._problems = 0
 
     def open(self, row: Row) -> tuple[DocumentFile, ...]:
-        """The documents of a row; nothing for one of which any picture cannot be read."""
-        images = row.images
-        names = picture_files(images(), self._folder, self._called) if callable(images) else images
-        pages = [self._documents(name) for name in names]
-        return tuple(chain.from_iterable(pages)) if all(pages) else ()
+        """Return the documents of a row; none if any picture cannot be read."""
+        images, folder = row.images, cache_directory() / "dataset-pictures"
+        names = picture_files(images(), folder, self._called) if callable(images) else images
+        for name in names:
+            if name not in self._known:
+                try:  # A row names files, no folders and no patterns: those could lead anywhere.
+                    expanded = expand_images([name], max_pages=self._max_pages)
+                except ImageError as problem:
+                    expanded = []
+                    self._problem(problem)
+                pages = [page for page in expanded if isinstance(page, Page)]
+                self._known[name] = _documents_of(pages, self._problem)
+        documents = [self._known[name] for name in names]
+        return tuple(chain.from_iterable(documents)) if all(documents) else ()
 
     def finish(self) -> None:
-        if self._problems > _MOST_SAID:
-            more = self._problems - _MOST_SAID
+        """Report the number of further problems."""
+        if (more := self._problems - _MOST_SAID) > 0:
             self._on_problem(DatasetError(f"{self._called}: {more} more file{'' if more == 1 else 's'}"))
-
-    def _documents(self, file: str) -> list[DocumentFile]:
-        if file not in self._known:
-            try:  # A row names files, no folders and no patterns: those could lead anywhere.
-                expanded = expand_images([file], max_pages=self._max_pages)
-                pages = [page for page in expanded if isinstance(page, Page)]
-            except ImageError as problem:
-                pages = []
-                self._problem(problem)
-            self._known[file] = _documents_of(pages, self._problem, _ignore)
-        return self._known[file]
 
     def _problem(self, problem: InputError) -> None:
         self._problems += 1
@@ -335,7 +322,9 @@ class _Opening:
 
 
 def _documents_of(
-    pages: Sequence[Page], on_problem: Callable[[InputError], None], on_document: Callable[[int, int], None]
+    pages: Sequence[Page],
+    on_problem: Callable[[InputError], None],
+    on_document: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> list[DocumentFile]:
     """Return pages as documents. Each is decoded once; ``on_problem`` is called for those that cannot be decoded."""
     documents = []
@@ -409,30 +398,3 @@ def source_or_samples(
     if dataset is None and not prompted and not no_images:
         on_default(f"no -p given: asking {DEFAULT_PROMPT!r}")
     return Source(images=tuple(images), dataset=dataset, prompts=prompts, prompt=prompt, no_images=no_images, **others)
-
-
-def sample_dataset() -> Path:
-    """The bundled sample documents' ``questions.jsonl``, drawn into the cache on first use.
-
-    Another recipe draws into another folder: its documents do not mix with older ones, and runs that read those resume.
-    :func:`~panscan.core.files.fallback_directory` replaces a cache that cannot be written, so that a run can resume.
-
-    Raises:
-        SettingError: the cache cannot be written, and the fallback is not private.
-        InputError: neither can be written.
-    """
-    name = f"samples-{panscan.__version__}-{_drawing_digest()}"
-    try:
-        return write_samples(cache_directory() / name, overwrite=True)
-    except InputError:
-        return write_samples(fallback_directory() / name, overwrite=True)
-
-
-def _drawing_digest() -> str:
-    """Changes with the source that draws the documents and with the library that does."""
-    workload = files("panscan.workload")
-    sources = [files("panscan.images") / "ink.py", workload / "samples.py", *(workload / "documents").iterdir()]
-    digest = hashlib.sha256(PIL.__version__.encode())
-    for source in sorted((path for path in sources if path.name.endswith(".py")), key=lambda path: path.name):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()[:12]

@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import asdict, dataclass
+from importlib.resources import files
 from io import BytesIO
 from pathlib import Path
 
+import PIL
 from PIL import Image, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 
+import panscan
 from panscan.core import InputError, SettingError
-from panscan.core.files import replace_file
+from panscan.core.files import cache_directory, fallback_directory, replace_file
 from panscan.settings import range_of
 from panscan.workload.documents import COLUMNS, draw_document
 
 _QUESTIONS = "questions.jsonl"
 _MARK = "panscan sample document"  # in the file's metadata
-
-
-@dataclass(frozen=True, slots=True)
-class QuestionRow:
-    """One row of ``questions.jsonl``.
-
-    Args:
-        image: path of the picture, relative to the file of questions.
-        question: in words.
-        answers: every right answer; the first one stands in the picture word for word.
-        kind: of the document, such as "receipt".
-        type: of the question, such as "total".
-    """
-
-    image: str
-    question: str
-    answers: tuple[str, ...]
-    kind: str
-    type: str
 
 
 def document_name(kind: str, index: int) -> str:
@@ -68,27 +52,14 @@ def is_sample(path: str) -> bool:
     return comment in (_MARK, _MARK.encode())
 
 
-def _files(count: int, seed: int, columns: int) -> dict[str, bytes]:
-    """Names and contents, the questions last."""
-    files: dict[str, bytes] = {}
-    rows = []
-    for index in range(count):
-        document = draw_document(seed, index, columns=columns)
-        name = document_name(document.kind, index)
-        files[name] = encode_document(document.image, name)
-        for ask in document.questions:
-            rows.append(asdict(QuestionRow(name, ask.question, ask.answers, document.kind, ask.type)))
-    files[_QUESTIONS] = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
-    return files
-
-
 def write_samples(
     directory: Path, *, count: int = 12, seed: int = 0, columns: int = COLUMNS, overwrite: bool = False
 ) -> Path:
     """Draw ``count`` documents into ``directory`` and return the path of the ``questions.jsonl`` beside them.
 
     Everything follows from ``seed``: a second call writes the same bytes. The questions are written last, so where
-    they are, the pictures are complete.
+    they are, the pictures are complete. Each line has the picture's name, the ``question``, all right ``answers`` (the
+    first one stands in the picture word for word), the ``kind`` of document and the ``type`` of question.
 
     Args:
         directory: made if missing; other files in it are left alone.
@@ -104,11 +75,20 @@ def write_samples(
     """
     for name, value in (("count", count), ("columns", columns)):
         range_of(name, "samples").check(name, value)
-    files = _files(count, seed, columns)
+    contents: dict[str, bytes] = {}
+    rows = []
+    for index in range(count):
+        document = draw_document(seed, index, columns=columns)
+        name = document_name(document.kind, index)
+        contents[name] = encode_document(document.image, name)
+        for ask in document.questions:
+            row = {"image": name, "question": ask.question, "answers": ask.answers}
+            rows.append({**row, "kind": document.kind, "type": ask.type})
+    contents[_QUESTIONS] = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        present = {name: (directory / name).read_bytes() for name in files if (directory / name).exists()}
-        stale = [name for name, data in files.items() if present.get(name) != data]
+        present = {name: (directory / name).read_bytes() for name in contents if (directory / name).exists()}
+        stale = [name for name, data in contents.items() if present.get(name) != data]
         foreign = [name for name in stale if name in present]
         if foreign and not overwrite:
             raise SettingError(
@@ -118,7 +98,30 @@ def write_samples(
             )
         for name in stale:
             with replace_file(directory / name, durable=False) as file:
-                file.write(files[name])
+                file.write(contents[name])
     except OSError as error:
         raise InputError(f"samples cannot be written to {directory}: {error.strerror}") from error
     return directory / _QUESTIONS
+
+
+def sample_dataset() -> Path:
+    """The bundled sample documents' ``questions.jsonl``, drawn into the cache on first use.
+
+    Another recipe draws into another folder: its documents do not mix with older ones, and runs that read those resume.
+    :func:`~panscan.core.files.fallback_directory` replaces a cache that cannot be written, so that a run can resume.
+
+    Raises:
+        SettingError: the cache cannot be written, and the fallback is not private.
+        InputError: neither can be written.
+    """
+    # The source that draws the documents, and the library that does.
+    workload = files("panscan.workload")
+    sources = [files("panscan.images") / "ink.py", workload / "samples.py", *(workload / "documents").iterdir()]
+    digest = hashlib.sha256(PIL.__version__.encode())
+    for source in sorted((path for path in sources if path.name.endswith(".py")), key=lambda path: path.name):
+        digest.update(source.read_bytes())
+    name = f"samples-{panscan.__version__}-{digest.hexdigest()[:12]}"
+    try:
+        return write_samples(cache_directory() / name, overwrite=True)
+    except InputError:
+        return write_samples(fallback_directory() / name, overwrite=True)

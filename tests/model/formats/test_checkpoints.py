@@ -104,6 +104,16 @@ def test_zeros_that_autogptq_writes_as_biases_are_ignored(tmp_path: Path) -> Non
     assert model.get_submodule(f"{LAYER}mlp.up_proj").bias is None
 
 
+def test_compressed_tensors_have_eight_bits_unless_the_configuration_says_otherwise(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.read("w8a16")
+    del checkpoint.config["config_groups"]["group_0"]["weights"]["num_bits"]
+    found = load(checkpoint.write(tmp_path)).model.get_submodule(f"{LAYER}mlp.up_proj").dequantized(torch.bfloat16)
+    assert torch.equal(found, checkpoint.expected[f"{LAYER}mlp.up_proj.weight"])
+    checkpoint = Checkpoint.read("fp8-dynamic")  # and so have quantised inputs
+    del checkpoint.config["config_groups"]["group_0"]["input_activations"]["num_bits"]
+    assert load(checkpoint.write(tmp_path)).model.get_submodule(f"{LAYER}mlp.up_proj").weight_format.quantizes_inputs
+
+
 def test_checkpoints_without_vision_load(tmp_path: Path) -> None:
     checkpoint = Checkpoint.read("w4a16")
     checkpoint.tensors = {key.replace(STORED, "model.layers.0."): value for key, value in checkpoint.tensors.items()}

@@ -19,8 +19,7 @@ from panscan.model.formats.layouts import (
     order_of,
     unpack_words,
 )
-from panscan.model.linear.quantized import QuantizedLinear, WeightFormat
-from panscan.model.linear.shards import shard_linear
+from panscan.model.linear.quantized import WeightFormat, quantized_linear
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -110,7 +109,7 @@ def test_parts_of_a_matrix_together_are_the_matrix(
     """Groups that the split cuts keep their scale; each of four parts of 512 channels is half a block."""
     linear = int4_linear(**int4_values(seed, 8, 512 // group, size=group))
     linear.bias = torch.nn.Parameter(torch.rand(8), requires_grad=False)
-    parts = [shard_linear(linear, rank, size, by) for rank in range(size)]
+    parts = [linear.shard(rank, size, by) for rank in range(size)]
     joined = torch.cat([part.dequantized() for part in parts], 0 if by == "rows" else 1)
     assert torch.equal(joined, linear.dequantized())
     inputs = torch.rand(3, 512)
@@ -124,11 +123,9 @@ def test_parts_of_a_matrix_together_are_the_matrix(
 def test_matrices_that_cannot_be_split_are_refused() -> None:
     linear = int4_linear(**int4_values(0, 6, 3))
     with pytest.raises(UnsupportedError, match="cuts groups of 32 input channels into 16"):
-        shard_linear(linear, 0, 2, "columns")
+        linear.shard(0, 2, "columns")
     with pytest.raises(UnsupportedError, match="does not divide 6 channels"):
-        shard_linear(linear, 0, 4, "rows")
-    eight = QuantizedLinear(64, 8, WeightFormat("int8"))
+        linear.shard(0, 4, "rows")
+    eight = quantized_linear(64, 8, WeightFormat("int8"))
     eight.quantize(torch.rand(8, 64))
-    assert torch.equal(
-        torch.cat([shard_linear(eight, rank, 4, "columns").weight for rank in range(4)], 1), eight.weight
-    )
+    assert torch.equal(torch.cat([eight.shard(rank, 4, "columns").weight for rank in range(4)], 1), eight.weight)

@@ -18,7 +18,7 @@ from panscan.core.gpu_features import SHARED_BYTES
 from panscan.model.linear import kernels
 from panscan.model.linear.kernels import Tiles
 from panscan.model.linear.multiply import multiply_fp8, multiply_int4, multiply_int8, quantize_rows
-from panscan.model.linear.quantized import QuantizedLinear, WeightFormat, unpack_int4
+from panscan.model.linear.quantized import QuantizedLinear, WeightFormat, quantized_linear, unpack_int4
 from panscan.model.linear.rows import LARGEST, QuantizedRows
 
 SHARED = {10 * major + minor: shared for (major, minor), shared in SHARED_BYTES.items() if major < 12}
@@ -36,7 +36,7 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
 def weights(seed: int, inputs: int, outputs: int, weight_format: WeightFormat) -> QuantizedLinear:
     """Return drawn weights; with drawn zero points where the format has them."""
     scale_type = torch.float32
-    made = QuantizedLinear(inputs, outputs, weight_format, scale_type=scale_type, device=torch.device(DEVICE))
+    made = quantized_linear(inputs, outputs, weight_format, scale_type=scale_type, device=torch.device(DEVICE))
     if weight_format.zero_points:
         generator = torch.Generator().manual_seed(seed)
         made.weight.copy_(torch.randint(0, 256, made.weight.shape, dtype=torch.uint8, generator=generator))
@@ -174,7 +174,7 @@ def test_kernels_fit_into_the_shared_memory_of_every_gpu() -> None:
 def test_products_on_the_gpu_for_every_number_of_rows(rows: int, kind: str) -> None:
     """Each number of rows has its kernel or library; more outputs than are dequantised at once."""
     inputs, outputs = 4096, 26_000 if kind == "int4" else 1040
-    made = QuantizedLinear(inputs, outputs, WeightFormat(kind), device=torch.device(DEVICE))
+    made = quantized_linear(inputs, outputs, WeightFormat(kind), device=torch.device(DEVICE))
     made.quantize(drawn(0, outputs, inputs))
     values = drawn(1, rows, inputs).bfloat16()
     if kind == "int4":

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from panscan.model.linear.products import QuantizedProduct, linear_of
-from panscan.model.linear.quantized import BLOCK, QuantizedLinear, WeightFormat, pack_int4, unpack_int4
+from panscan.model.linear.quantized import (
+    BLOCK,
+    QuantizedLinear,
+    WeightFormat,
+    pack_int4,
+    quantized_linear,
+    unpack_int4,
+)
 
 SEEDS = st.integers(0, 99)
 FORMATS = [
@@ -28,7 +35,7 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
 def quantized(
     seed: int, inputs: int, outputs: int, weight_format: WeightFormat, *, bias: bool = False
 ) -> QuantizedLinear:
-    made = QuantizedLinear(
+    made = quantized_linear(
         inputs,
         outputs,
         weight_format,
@@ -50,7 +57,7 @@ def test_packed_values_unpack(seed: int, outputs: int, inputs: int) -> None:
 @given(SEEDS, st.sampled_from(FORMATS))
 def test_every_weight_becomes_the_nearest_of_its_group(seed: int, weight_format: WeightFormat) -> None:
     values = drawn(seed, 6, 256)
-    made = QuantizedLinear(256, 6, weight_format, scale_type=torch.float32)
+    made = quantized_linear(256, 6, weight_format, scale_type=torch.float32)
     made.quantize(values)
     size = weight_format.group_size if weight_format.kind == "int4" else 256
     largest = values.unflatten(1, (-1, size)).abs().amax(-1, keepdim=True).expand(-1, -1, size).flatten(1)
@@ -100,7 +107,7 @@ def test_matrices_of_different_formats_are_separate_products() -> None:
 @pytest.mark.parametrize(("inputs", "group"), [(192, 128), (256, 48), (256, 256)])
 def test_groups_that_do_not_fit_are_refused(inputs: int, group: int) -> None:
     with pytest.raises(ValueError, match=f"groups of {group}"):
-        QuantizedLinear(inputs, 8, WeightFormat("int4", group))
+        quantized_linear(inputs, 8, WeightFormat("int4", group))
 
 
 @pytest.mark.parametrize("weight_format", FORMATS, ids=str)

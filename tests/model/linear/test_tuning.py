@@ -15,7 +15,7 @@ from tests.triton_here import DEVICE
 from panscan.model.linear import kernels
 from panscan.model.linear.kernels import Tiles
 from panscan.model.linear.multiply import ANY_ROWS, kernel_rows, multiply_int4, multiply_int8, quantize_rows
-from panscan.model.linear.quantized import QuantizedLinear, WeightFormat
+from panscan.model.linear.quantized import QuantizedLinear, WeightFormat, quantized_linear
 from panscan.model.linear.tuning import choose_methods, choose_rows, median_ratio
 from panscan.model.sharding import SINGLE_RANK
 
@@ -25,7 +25,7 @@ GAINS = st.floats(0.01, 100).filter(lambda ratio: not 0.95 < ratio < 1.06)
 
 
 def matrices(kind: str, inputs: int, outputs: int, count: int = 1) -> list[QuantizedLinear]:
-    made = [QuantizedLinear(inputs, outputs, WeightFormat(kind), device=DEVICE) for _ in range(count)]
+    made = [quantized_linear(inputs, outputs, WeightFormat(kind), device=DEVICE) for _ in range(count)]
     for seed, each in enumerate(made):
         each.quantize(drawn(seed, outputs, inputs))
     return made
@@ -76,7 +76,7 @@ def test_one_slow_round_and_the_first_do_not_count() -> None:
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
 def test_nothing_is_measured_without_a_gpu(kind: str) -> None:
-    module = QuantizedLinear(256, 32, WeightFormat(kind), device=torch.device("cpu"))
+    module = quantized_linear(256, 32, WeightFormat(kind), device=torch.device("cpu"))
     assert choose_methods([module], torch.float32, SINGLE_RANK.all_reduce_min) == ["PyTorch"]
 
 

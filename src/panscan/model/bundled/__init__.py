@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
@@ -68,5 +69,13 @@ def fingerprints(models: Iterable[str]) -> dict[str, str]:
     for name in sorted({*models}.intersection(BUNDLED)):
         directory = bundled_directory(name)
         if directory is not None:
-            found[name] = sha256((directory / "model.safetensors").read_bytes()).hexdigest()[:12]
+            path = directory / "model.safetensors"
+            status = path.stat()
+            found[name] = _weights_digest(path, status.st_size, status.st_mtime_ns, status.st_ino)
     return found
+
+
+@lru_cache
+def _weights_digest(path: Path, _size: int, _mtime_ns: int, _inode: int) -> str:
+    """Return the start of a file's SHA-256; hash it once per process, unless it changes."""
+    return sha256(path.read_bytes()).hexdigest()[:12]

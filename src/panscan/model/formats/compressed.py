@@ -16,12 +16,17 @@ import torch
 from panscan.model.formats.layouts import channel_linear, int4_linear, order_of, unpack_words
 from panscan.model.formats.schemes import StoredScheme, check_pattern, field_of, unsupported_format
 from panscan.model.formats.tensors import MatrixTensors
-from panscan.model.linear.quantized import QuantizedLinear
+from panscan.model.linear.quantized import LINEARS, QuantizedLinear, WeightFormat, unpack_int4
 
 _PLAIN = ("int-quantized", "float-quantized", "naive-quantized")
 _PACKED = "pack-quantized"
 _ACTIVATION_LEAVES = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "weight_shape")
 _INDICES = (torch.int32, torch.int64)
+_VERSION = "0.20.0"
+"""Version of compressed-tensors whose layout is written."""
+_WRITTEN = {"int4": _PACKED, "int8": "int-quantized", "fp8": "float-quantized"}
+"""Layout of each of panscan's formats."""
+_UNQUANTIZED = ("re:.*vision_tower.*", "re:.*multi_modal_projector.*", "re:.*embed_tokens.*", "re:.*lm_head.*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,3 +259,68 @@ def _zero_points(group: _Group, tensors: MatrixTensors, outputs: int, groups: in
         return unpack_words(words.T, 4)[:, :outputs]
     values = tensors.take("weight_zero_point", (outputs, groups), types=(torch.int8,))
     return (values.T + 8).to(torch.uint8)
+
+
+def stored_config(weight_format: WeightFormat, *, calibrated: bool) -> dict[str, Any]:
+    """Return the ``quantization_config`` of a checkpoint whose decoder matrices have a format of panscan's.
+
+    Args:
+        weight_format: symmetric, with its channels in their own order.
+        calibrated: whether columns were quantised in the order of their activations (GPTQ).
+    """
+    layout, known, value_type = (
+        _WRITTEN[weight_format.kind],
+        weight_format.facts,
+        LINEARS[weight_format.kind].value_type,
+    )
+    weights: dict[str, Any] = {
+        "num_bits": known.bits,
+        "type": "float" if value_type is not None and value_type.is_floating_point else "int",
+        "symmetric": True,
+        "group_size": weight_format.group_size if known.grouped else None,
+        "strategy": "group" if known.grouped else "channel",
+        "block_structure": None,
+        "dynamic": False,
+        "actorder": "weight" if calibrated and known.grouped else None,
+        "scale_dtype": None,
+        "zp_dtype": None,
+        "observer": "memoryless_minmax",
+        "observer_kwargs": {},
+    }
+    inputs = weights | {"strategy": "token", "dynamic": True, "observer": None}
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": None if known.grouped else inputs,
+        "output_activations": None,
+        "format": layout,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": list(_UNQUANTIZED),
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+        "version": _VERSION,
+    }
+
+
+def stored_parts(linear: QuantizedLinear, scale_type: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the tensors that a checkpoint stores for a matrix, by the last part of their names.
+
+    ``weight`` int8 or float8_e4m3fn ``[outputs, inputs]`` and ``weight_scale`` ``[outputs, 1]``; or ``weight_packed``
+    int32 ``[outputs, inputs / 8]``, ``weight_scale`` ``[outputs, groups]`` and ``weight_shape`` int64 ``[2]``.
+
+    Args:
+        linear: symmetric, with its channels in their own order.
+        scale_type: type of the stored scales.
+    """
+    scale = linear.scale.to("cpu", scale_type)
+    if linear.value_type is not None:
+        return {"weight": linear.weight.cpu(), "weight_scale": scale[:, None]}
+    levels = unpack_int4(linear.weight, linear.in_features).cpu()
+    octets = levels[:, ::2] | levels[:, 1::2] << 4
+    shape = torch.tensor([linear.out_features, linear.in_features])
+    return {"weight_packed": octets.view(torch.int32), "weight_scale": scale.T.contiguous(), "weight_shape": shape}

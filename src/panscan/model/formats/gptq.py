@@ -135,6 +135,7 @@ class AwqScheme(StoredScheme):
     """
 
     markers = ("qweight",)
+    folds_scales = True
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         version = field_of(config, "version", str) or field_of(config, "checkpoint_format", str)

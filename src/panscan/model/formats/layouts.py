@@ -9,12 +9,18 @@ from math import gcd
 
 import torch
 
-from panscan.model.linear.quantized import QuantizedLinear, WeightFormat, pack_int4
+from panscan.core.weight_formats import GROUP_SIZES
+from panscan.model.linear.quantized import (
+    INT4_ZERO,
+    LINEARS,
+    QuantizedLinear,
+    WeightFormat,
+    pack_int4,
+    quantized_linear,
+)
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Nibble i of a word holds output channel ``AWQ_ORDER[i]`` of its eight."""
-_ZERO = 8
-_LEAST_CHANNELS, _MOST_CHANNELS = 32, 128  # of a group
 
 
 def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
@@ -59,7 +65,7 @@ def byte_levels(octets: torch.Tensor) -> torch.Tensor:
         octets: int8 or uint8 ``[outputs, inputs / 2]``.
     """
     octets = octets.contiguous().view(torch.uint8)
-    return torch.stack([octets & 0xF, octets >> 4], -1).flatten(-2) ^ _ZERO  # two's complement to an offset of 8
+    return torch.stack([octets & 0xF, octets >> 4], -1).flatten(-2) ^ INT4_ZERO  # two's complement to an offset of 8
 
 
 def order_of(g_idx: torch.Tensor, groups: int) -> torch.Tensor | None:
@@ -105,17 +111,17 @@ def int4_linear(
     Raises:
         ValueError: the group size does not divide the inputs, or the kernels do not support it.
     """
-    if zero is not None and (zero == _ZERO).all():
+    if zero is not None and (zero == INT4_ZERO).all():
         zero = None
     outputs, inputs = levels.shape
     width = inputs // len(scale)
     if inputs % len(scale):
         raise ValueError(f"{len(scale)} groups do not divide {inputs} input channels")
-    size = gcd(width, _MOST_CHANNELS)
-    if size < _LEAST_CHANNELS:
-        raise ValueError(f"groups of {width} input channels: expected a multiple of {_LEAST_CHANNELS}")
+    size = gcd(width, GROUP_SIZES[0])
+    if size < GROUP_SIZES[-1]:
+        raise ValueError(f"groups of {width} input channels: expected a multiple of {GROUP_SIZES[-1]}")
     weight_format = WeightFormat("int4", size, zero_points=zero is not None, ordered=order is not None)
-    linear = QuantizedLinear(inputs, outputs, weight_format, device=torch.device("meta"))
+    linear = quantized_linear(inputs, outputs, weight_format, device=torch.device("meta"))
     linear.weight = pack_int4(levels if order is None else levels[:, order])
     linear.scale = scale.repeat_interleave(width // size, 0).contiguous()
     linear.zero = None if zero is None else zero.repeat_interleave(width // size, 0).contiguous()
@@ -133,10 +139,9 @@ def channel_linear(weight: torch.Tensor, scale: torch.Tensor, *, quantizes_input
 
     """
     outputs, inputs = weight.shape
-    kind = "int8" if weight.dtype == torch.int8 else "fp8"
-    linear = QuantizedLinear(
-        inputs, outputs, WeightFormat(kind, quantizes_inputs=quantizes_inputs), device=torch.device("meta")
-    )
+    kind = next(kind for kind, linear in LINEARS.items() if linear.value_type == weight.dtype)
+    weight_format = WeightFormat(kind, quantizes_inputs=quantizes_inputs)
+    linear = quantized_linear(inputs, outputs, weight_format, device=torch.device("meta"))
     linear.weight = weight.contiguous()
     linear.scale = scale.flatten().float().expand(outputs).contiguous()
     return linear

@@ -25,7 +25,6 @@ from panscan.model.formats.schemes import StoredScheme, unsupported_format
 from panscan.model.formats.tensors import MatrixTensors, StoredTensors, key_of, names_of
 from panscan.model.formats.torchao import TorchAoScheme
 from panscan.model.linear.multiply import device_reason
-from panscan.model.linear.shards import shard_linear
 from panscan.model.sharding import shard_config, shard_of
 
 log = logging.getLogger("panscan.model")
@@ -206,7 +205,7 @@ class _Loading:
                 bias = self._dense(f"{name}.bias", (linear.out_features,))
                 quantized.bias = nn.Parameter(bias, requires_grad=False)
             by: Literal["rows", "columns"] = "columns" if name.rpartition(".")[2] in _BY_COLUMNS else "rows"
-            set_module(model, name, shard_linear(quantized, self._rank, self._size, by))
+            set_module(model, name, quantized.shard(self._rank, self._size, by))
         else:
             self._dequantized.append(stored.weight_name)
             _set_parameter(model, f"{name}.weight", quantized.dequantized(self._dtype))

@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from panscan.core import UnsupportedError
+from panscan.core.weight_formats import FORMATS, STORED_FORMATS, WEIGHT_KINDS, alternatives
 from panscan.model.formats.tensors import MatrixTensors
 from panscan.model.linear.quantized import QuantizedLinear
 
+*_first, _last = (FORMATS[name].title for name in STORED_FORMATS)
 _READABLE = (
-    "compressed-tensors (W4A16, W8A16, W8A8, FP8), GPTQ, AWQ (gemm), torchao (int8, int4, float8) and bitsandbytes"
-    " checkpoints, and --quantization fp8, int8 or int4 on the unquantised model"
+    f"{', '.join(_first)} and {_last} checkpoints, and --quantization {alternatives(WEIGHT_KINDS)} on the unquantised"
+    " model"
 )
 """Supported alternatives, for error messages."""
 
@@ -27,6 +29,7 @@ class StoredScheme(ABC):
     ``covers_all``: whether the configuration also covers matrices outside the decoder layers; False: their tensors
     decide.
     ``excluded``: parts of the paths of matrices that are not quantised.
+    ``folds_scales``: whether tools that write the format fold scales into norms.
     """
 
     name: str
@@ -34,6 +37,7 @@ class StoredScheme(ABC):
     markers: tuple[str, ...]
     covers_all = False
     excluded: tuple[str, ...] = ()
+    folds_scales = False
 
     def quantizes(self, names: Sequence[str]) -> bool:
         """Return whether a matrix, given by all its aliases, is quantised according to the configuration.

@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional
 
 from panscan.core.gpu_features import Capability, refusal, supports
+from panscan.core.weight_formats import FORMATS
 from panscan.model.linear.rows import LARGEST, LEAST_SCALE, QuantizedRows, UnscaledProduct
 
 ANY_ROWS = sys.maxsize
@@ -191,10 +192,10 @@ def describe(kind: str, device: torch.device) -> str:
     """Return how weights of a kind are multiplied on a device, for the log."""
     if not has_kernels(device):
         return "PyTorch"
-    if kind == "fp8":
+    if kind not in _H200_ROWS:
         return "cuBLAS, with scales applied by the next kernel"
     rows = kernel_rows(kind, device)
-    if kind == "int4":
+    if FORMATS[kind].grouped:
         return f"dp4a up to {_VECTOR_ROWS} rows, Triton up to {rows}, cuBLAS on dequantised weights above"
     name = "Triton" + (" with TMA for prefill" if _gpu(device)[1] else "")
     return name if rows == ANY_ROWS else f"{name} up to {rows} rows, cuBLAS above"

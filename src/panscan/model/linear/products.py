@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from panscan.model.linear.multiply import apply_scales
-from panscan.model.linear.quantized import QuantizedLinear, fused
+from panscan.model.linear.quantized import LINEARS, QuantizedLinear, fused
 from panscan.model.linear.rows import QuantizedRows, UnscaledProduct
 
 Rows = torch.Tensor | QuantizedRows
@@ -136,7 +136,7 @@ def linear_of(*modules: Any) -> Linear:
     reuse the fused tensor. In-place changes of a parameter take effect; replacing its ``data`` does not.
     Quantised weights of one format are fused in the same way, but on every call.
     """
-    if all(runs_own_forward(module, QuantizedLinear) for module in modules) and _one_format(modules):
+    if all(runs_own_forward(module, *LINEARS.values()) for module in modules) and _one_format(modules):
         return QuantizedProduct(modules)
     if not _fit_together(modules):
         return ModuleLinear(modules)
@@ -155,13 +155,13 @@ def is_plain(module: Any, kind: type[nn.Module]) -> bool:
     )
 
 
-def runs_own_forward(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Return whether calling the module runs the ``forward`` of exactly this class, without hooks.
+def runs_own_forward(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Return whether calling the module runs the ``forward`` of exactly one of these classes, without hooks.
 
     Its submodules may be of any kind. accelerate's hooks replace ``forward`` on the instance.
     """
     hooks = module._forward_hooks or module._forward_pre_hooks
-    return type(module) is kind and "forward" not in vars(module) and not hooks
+    return type(module) in kinds and "forward" not in vars(module) and not hooks
 
 
 def _one_format(modules: Sequence[QuantizedLinear]) -> bool:

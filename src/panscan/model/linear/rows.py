@@ -28,8 +28,3 @@ class UnscaledProduct(NamedTuple):
     values: torch.Tensor
     row_scale: torch.Tensor
     column_scale: torch.Tensor
-
-
-def row_type(kind: str) -> torch.dtype | None:
-    """Return the type of quantised values of 8-bit kinds; None for ``int4``."""
-    return {"int8": torch.int8, "fp8": torch.float8_e4m3fn}.get(kind)

@@ -82,7 +82,7 @@ def choose_methods(
     methods = []
     for (kind, quantizes_inputs), found in formats.items():
         device = found[0].weight.device
-        if kind != "int4" and not quantizes_inputs:
+        if found[0].value_type is not None and not quantizes_inputs:
             methods.append(f"{kind} weights dequantised for each product")
         elif kind in _RUNGS and has_kernels(device):
             measured = _measure_kind(kind, _largest(found)[:_MATRICES], dtype)
@@ -180,7 +180,7 @@ def _random_inputs(rows: int, width: int, like: QuantizedLinear, dtype: torch.dt
 
 
 def _product(module: QuantizedLinear, rows: Any, dtype: torch.dtype, most: int) -> torch.Tensor:
-    if module.weight_format.kind == "int8":
+    if module.value_type is not None:
         return multiply_int8(rows, module.weight, module.scale, dtype, most)
     return multiply_int4(rows, module.weight, module.scale, module.zero, module.weight_format.group_size, most)
 
