@@ -28,23 +28,19 @@ from panscan.core import RecordsError
 from panscan.core.files import LONGEST_LINE, JsonLog, WriteLock, complete_size, write_errors, write_file
 from panscan.core.foreign import parse_json
 from panscan.core.option import shorten
+from panscan.records.load_records import LevelSettings, ProbeRecord, SearchRecord
+from panscan.records.request_records import RepeatRecord, RequestRecord
 from panscan.records.schema import (
     SCHEMA,
     SCHEMAS_READ,
     AnyRecord,
     CellRecord,
     CellsRecord,
-    LevelSettings,
     LoadRecord,
-    ProbeRecord,
     RecordedCell,
-    RepeatRecord,
-    RequestRecord,
     RunRecord,
-    SearchRecord,
-    TruthRecord,
-    VerdictRecord,
 )
+from panscan.records.verdict_records import TruthRecord, VerdictRecord
 
 __all__ = ["SCHEMA"]
 

@@ -36,9 +36,9 @@ from panscan.analysis.setting_words import CROPS, label
 from panscan.analysis.summary import replica_shares
 from panscan.core import RecordsError
 from panscan.core.text import clean, count, nats, number_text, times
+from panscan.records.fields import STAGES
 from panscan.records.metrics import ReplicaShare
 from panscan.records.quality import metric_title
-from panscan.records.schema import STAGES
 from panscan.records.store import Run
 from panscan.report import definitions
 from panscan.report.answers import Answers, answers_of
@@ -105,7 +105,7 @@ class ReportCell:
 
     @property
     def stages(self) -> tuple[float | None, ...]:
-        """Mean milliseconds, in the order of :data:`panscan.records.schema.STAGES`."""
+        """Mean milliseconds, in the order of :data:`panscan.records.fields.STAGES`."""
         return tuple(self.row.metrics.values[f"mean_{stage}_ms"] for stage in STAGES)
 
     @property

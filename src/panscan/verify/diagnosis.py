@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from math import inf, log
 from typing import Literal
 
-from panscan.records.schema import FLOOR, Divergence, Top1
+from panscan.records.fields import FLOOR
+from panscan.records.verdict_records import Divergence, Top1
 from panscan.verdict.evidence import Fit
 from panscan.verdict.judgement import CLOSE_TOP1, EXACT_RATIO, clear_margin, judge
 from panscan.verify.hypotheses import CHANGES, Hypothesis

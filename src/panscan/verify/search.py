@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from panscan.core import Request, SettingError
-from panscan.records.schema import FLOOR
+from panscan.records.fields import FLOOR
 from panscan.verdict.evidence import (
     AnswerEvidence,
     Fit,
