@@ -40,7 +40,7 @@ def alone(sizes: EngineSizes) -> SimulatedRequest:
 def test_one_request_alone() -> None:
     request = alone(SIZES)
     assert request.tokens == pytest.approx([0.105, 0.115, 0.125])
-    assert (request.ttft, request.tpot, request.e2e) == pytest.approx((0.105, 0.01, 0.125))
+    assert (request.stamps.ttft, request.stamps.tpot, request.stamps.e2e) == pytest.approx((0.105, 0.01, 0.125))
 
 
 def test_a_request_that_arrives_during_a_pass_joins_the_next_but_one() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from panscan.serve.backend import RequestWork
+from panscan.serve.client import RequestWork
 from panscan.serve.routing import create_router
+
+log = logging.getLogger("panscan.serve")
 
 _NO_WORK = RequestWork(views=0, prompt_tokens=0, max_new_tokens=0)
 
@@ -27,6 +30,8 @@ class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are unty
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Remove a replica."""
         super().on_replica_actor_died(replica_id)
+        if replica_id.unique_id in self._router.replicas:
+            log.warning("replica %s was lost: Ray starts another one", replica_id.unique_id)
         self._router.set_replicas(id for id in self._router.replicas if id != replica_id.unique_id)
 
     async def choose_replicas(
@@ -39,12 +44,15 @@ class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are unty
         """
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         free = {replica.replica_id.unique_id for replica in self.select_available_replicas(candidate_replicas)}
-        work = _work_of(pending_request)
-        ranked = sorted(self._router.rank(work, by_id), key=lambda id: id not in free)  # stable; full ones last
-        if ranked and pending_request is not None:
-            request_id = pending_request.metadata.internal_request_id
+        if pending_request is None:
+            return [[replica] for replica in candidate_replicas]
+        request_id, work = pending_request.metadata.internal_request_id, _work_of(pending_request)
+        pending_request.routing_context.should_backoff = True  # else Ray asks again at once if none can take it
+        ranked = self._router.rank(request_id, work, by_id)
+        ranked.sort(key=lambda id: id not in free)  # stable; full ones last
+        if ranked:
             self._router.assign(request_id, ranked[0], work)
-            pending_request.future.add_done_callback(lambda future: self._abandon(future.cancelled(), request_id))
+        pending_request.future.add_done_callback(lambda future: self._abandon(future.cancelled(), request_id))
         return [[by_id[id]] for id in ranked]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
@@ -58,10 +66,9 @@ class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are unty
 
     def _abandon(self, cancelled: bool, request_id: str) -> None:
         if cancelled:  # before a replica was chosen: Ray reports no completion
-            for id in self._router.replicas:
-                self._router.release(request_id, id)
+            self._router.abandon(request_id)
 
 
-def _work_of(request: PendingRequest | None) -> RequestWork:
-    work = None if request is None else request.kwargs.get("work")
+def _work_of(request: PendingRequest) -> RequestWork:
+    work = request.kwargs.get("work")
     return work if isinstance(work, RequestWork) else _NO_WORK

@@ -23,7 +23,7 @@ from panscan.core import (
     TokenLogprobs,
     UnsupportedError,
 )
-from panscan.serve.backend import ServeBackend
+from panscan.serve.client import EngineClient
 from panscan.serve.protocol import ChatCompletionRequest, CompletionRequest, FieldError
 
 DONE = b"data: [DONE]\n\n"
@@ -85,7 +85,7 @@ def error_of(error: PanscanError) -> dict[str, Any]:
 class TokenNames:
     """A cache of the bytes of tokens, which the backend provides."""
 
-    backend: ServeBackend
+    backend: EngineClient
     _known: dict[int, bytes] = field(default_factory=dict)
 
     async def fetch(self, logprobs: Iterable[TokenLogprobs | None], tokens: Iterable[int]) -> None:
