@@ -27,7 +27,8 @@ from panscan.core import PanscanError, PanscanWarning, SettingError, Unsupported
 from panscan.core.access import remote_access
 from panscan.core.child import Child, Inbox
 from panscan.records.request_records import RepeatRecord, ReplicaRecord, RequestRecord
-from panscan.records.schema import AnyRecord, CellRecord
+from panscan.records.schema import CellRecord
+from panscan.records.store import AnyRecord
 
 
 class ReplicaSignal(Enum):

@@ -1,4 +1,4 @@
-"""The records of a run: its first line, its cells, and every type of line as :data:`AnyRecord`.
+"""Records of a run as a whole: its first line, its cells, what was loaded.
 
 A record is one line of JSON, a struct that mypy and the decoder check; ``type`` says which. The modules ``*_records``
 have the rest by subject. Times are seconds since the Unix epoch, durations seconds. A field with a default may be
@@ -20,9 +20,7 @@ from msgspec import Meta, Struct, ValidationError, convert
 from panscan.core.option import shorten
 from panscan.core.result import LARGEST
 from panscan.records.fields import OUTCOMES, Count, Number, Seed, check_seed, one_of
-from panscan.records.load_records import LevelSettings, LoadRunSettings, ProbeRecord, SearchRecord
-from panscan.records.request_records import RepeatRecord, RequestRecord
-from panscan.records.verdict_records import TruthRecord, VerdictRecord
+from panscan.records.load_records import LevelSettings, LoadRunSettings
 from panscan.settings import axes
 
 SCHEMA = 3
@@ -274,17 +272,3 @@ class LoadRecord(Struct, tag_field="type", tag="load", omit_defaults=True, kw_on
     bytes_per_s: Number | None
     weights: str | None = None
     base_model: str | None = None
-
-
-AnyRecord = (
-    RunRecord
-    | CellsRecord
-    | CellRecord
-    | RequestRecord
-    | RepeatRecord
-    | LoadRecord
-    | TruthRecord
-    | VerdictRecord
-    | ProbeRecord
-    | SearchRecord
-)
