@@ -38,7 +38,7 @@ def cpu_seconds() -> tuple[float, float, float]:
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):  # it has ended
             spent = sum(child.cpu_times()[:2])
-            if "BatchReplica" in " ".join(child.cmdline()):
+            if "EngineReplica" in " ".join(child.cmdline()):
                 replicas += spent
             else:
                 others += spent
@@ -54,9 +54,9 @@ def opened(layout: str) -> Any:
         from panscan.engine.engine import Engine
 
         return Engine.from_settings(settings)
-    from panscan.serve.cluster_engine import ClusterEngine
+    from panscan.serve.batch_engine import BatchEngine
 
-    engine = ClusterEngine(settings, int(layout))
+    engine = BatchEngine(settings, int(layout))
     engine.wait_for_all(LOAD_SECONDS)
     return engine
 

@@ -96,10 +96,10 @@ class Server:
         pairs = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
         return {name: float(value) for name, value in pairs if name.startswith(("vllm:", "panscan:"))}
 
-    def actors(self, deployment: str = "EngineReplica") -> list[psutil.Process]:
-        """Return the processes of a deployment."""
+    def actors(self) -> list[psutil.Process]:
+        """Return the processes of the replicas."""
         self.family |= set(psutil.Process(self.process.pid).children(recursive=True))
-        return [each for each in self.family if each.is_running() and deployment in " ".join(_command(each))]
+        return [each for each in self.family if each.is_running() and "EngineReplica" in " ".join(_command(each))]
 
     async def end(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, int, float]:
         """Send a signal; return the exit code, the number of remaining processes, and the seconds until the exit."""
@@ -233,20 +233,18 @@ def _client(server: Server) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits)
 
 
-async def _under_load(
-    server: Server, harm: Callable[[psutil.Process], Awaitable[None]], deployment: str = "EngineReplica"
-) -> dict[str, Any]:
-    """Harm a process of a deployment under load, and return the outcomes of the requests."""
+async def _under_load(server: Server, harm: Callable[[psutil.Process], Awaitable[None]]) -> dict[str, Any]:
+    """Harm a replica under load, and return the outcomes of the requests."""
     load = Load(server)
     before = time.monotonic()
     await asyncio.sleep(STEADY)
     async with httpx.AsyncClient(timeout=30) as client:
         retried = await _retried(server, client)
-        actors = server.actors(deployment)
+        actors = server.actors()
         fault = time.monotonic()
         await harm(actors[0])
         while time.monotonic() - fault < RECOVERY:
-            whole = len(server.actors(deployment)) == len(actors)
+            whole = len(server.actors()) == len(actors)
             if whole and len(await server.engines(client)) == REPLICAS:
                 break
             await asyncio.sleep(0.2)
@@ -300,11 +298,6 @@ async def hang_replica(server: Server) -> dict[str, Any]:
             await asyncio.sleep(0.2)
 
     return await _under_load(server, harm)
-
-
-async def kill_ingress(server: Server) -> dict[str, Any]:
-    """Kill the HTTP ingress with SIGKILL: the only part whose requests are lost."""
-    return await _under_load(server, _kill, "Ingress")
 
 
 async def poisonous_request(server: Server) -> dict[str, Any]:
@@ -464,7 +457,6 @@ FAULTS: tuple[Callable[[Server], Awaitable[dict[str, Any]]], ...] = (
     slow_readers,
     kill_replica,
     hang_replica,
-    kill_ingress,
     poisonous_request,
     restart_head,
     sigterm_under_load,

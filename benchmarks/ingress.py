@@ -5,8 +5,8 @@
 
 The replicas are stubs: they receive the requests and the pages of a real engine, wait, and stream tokens, all requests
 in step. Everything before them is real: HTTP, admission, checks of pages, routing, Ray, and ``panscan load`` as the
-client. The part ``ingress`` is the process that parses requests, ``proxy`` and ``ray`` are Ray's own processes. With
-``--cores``, all of them share so many cores, and the client and the replicas have the others.
+client. The part ``ingress`` is the process that serves HTTP, ``ray`` are Ray's own processes. With ``--cores``, they
+share so many cores, and the client and the replicas have the others.
 
 A closed loop finds the highest rate; an open loop at ``--rate`` has to keep it, which ``kept`` says.
 """
@@ -23,7 +23,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from io import BytesIO
 from pathlib import Path
@@ -41,8 +41,10 @@ from panscan.load.chat import ChatRequest, Endpoint, chat_body, data_url
 from panscan.load.generator import run_level
 from panscan.load.options import gamma_arrivals
 from panscan.records.environment import environment
-from panscan.serve.backend import ModelInfo, TokenCounts
+from panscan.serve.client import EngineClient, ModelInfo, TokenCounts
+from panscan.serve.deployment import Scale, deployed_replicas
 from panscan.serve.options import ServeOptions
+from panscan.serve.server import run_server
 from panscan.settings import Settings
 
 RECORD = Path(__file__).parent / "records" / "ingress.json"
@@ -53,8 +55,7 @@ PAGES, WIDTH, HEIGHT = 16, 800, 660  # pixels of noise: 1.58 MB as PNG
 _PARTS = (
     ("client", r"benchmarks\.ingress (?!--serve)|panscan\.load"),
     ("replica", r"EngineReplica|run_worker\('benchmarks\.ingress'\)"),
-    ("ingress", r"Ingress|benchmarks\.ingress --serve"),
-    ("proxy", r"ProxyActor"),
+    ("ingress", r"benchmarks\.ingress --serve"),
 )
 
 
@@ -141,23 +142,21 @@ def serve(replicas: int) -> int:
     """Serve with stubs: one engine process, or replicas on Ray."""
     settings = Settings(model="mini", runner="engine", device="cpu", max_num_seqs=256)
     options = ServeOptions(settings=settings, port=0, max_queued_requests=512)
+    client: AbstractContextManager[EngineClient]
+    if replicas:
+        from benchmarks.ingress_replica import StubReplica
 
-    def on_ready(url: str) -> None:
-        print(url, flush=True)
-
-    if replicas == 0:
-        from panscan.serve.server import run_server
+        client = deployed_replicas(
+            settings, Scale(replicas), None, show_logs=True, queued=512, drain_timeout=5.0, actor=StubReplica
+        )
+    else:
 
         def start_stub(_module: str, **options: Any) -> Child:
             return Child("benchmarks.ingress", **options)
 
         vars(engine_process)["Child"] = start_stub
-        return run_server(options, on_ready)
-    import panscan.serve.cluster as cluster
-    from benchmarks.ingress_replica import StubReplica
-
-    vars(cluster)["DeployedReplica"] = StubReplica
-    return cluster.run_cluster(options, on_ready, replicas=replicas)
+        client = nullcontext(engine_process.EngineProcess(settings))
+    return run_server(options, lambda url: print(url, flush=True), client)
 
 
 @cache

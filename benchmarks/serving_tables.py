@@ -19,7 +19,6 @@ _FAULTS = {
     "slow_readers": "clients that read slowly",
     "sigterm_under_load": "SIGTERM under load",
     "restart_head": "`kill -9` of the server and restart, clients retry",
-    "kill_ingress": "`kill -9` of the HTTP ingress",
 }
 
 

@@ -1,13 +1,13 @@
 """Traffic: W1's pages with each way to choose tokens in turns. What sampling, log-probabilities and JSON cost.
 
-    python -m benchmarks.workloads.traffic --model-shape 4b --random-weights --output traffic.json
+    python -m benchmarks.workloads.traffic --model-shape 4b --random-weights --repeats 3 --output traffic.json
     python -m benchmarks.workloads.traffic --model tiny --num-requests 4 --max-new-tokens 8 --output traffic.json
 
-The first line measures on a GPU. The last one checks on a CPU that the workload runs. All kinds answer the same
-questions with the same number of tokens, prefix caching off. Each round has one turn of every kind, and the next round
-begins with another kind; the ratio of a round is a kind's throughput over that of the greedy turn of the same round.
-The schema is an array that cannot end before the maximum of tokens. A model with random weights has a bundled
-tokenizer, whose vocabulary is far smaller than Gemma's 262,144: masks of a real checkpoint cost more to fill.
+The first line reproduces records/traffic-4b.json on an H200. The last one checks on a CPU that the workload runs. All
+kinds answer the same questions with the same number of tokens, prefix caching off. Each round has one turn of every
+kind, and the next round begins with another kind; the ratio of a round is a kind's throughput over that of the greedy
+turn of the same round. The schema is an array that cannot end before the maximum of tokens. A model with random weights
+has a bundled tokenizer, whose vocabulary is far smaller than Gemma's 262,144: masks of a real checkpoint cost more.
 """
 
 from __future__ import annotations

@@ -8,34 +8,36 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 from PIL import Image
 
 from panscan.core import Request, Result, Stamps, now
 from panscan.images.files import PageBytes, expand_images
-from panscan.serve.backend import ModelInfo, RequestWork
-from panscan.serve.batch_replica import BatchReplica, InvisibleFiles
-from panscan.serve.cluster_engine import ClusterEngine
+from panscan.serve.batch_engine import BatchEngine
+from panscan.serve.client import ModelInfo, RequestWork
+from panscan.serve.replica import EngineReplica, FilesMissingError
 from panscan.settings import Settings
 
 INNOCENT = 40
 ELSEWHERE = "elsewhere.png"
 
 
-class FragileReplica(BatchReplica):
+class FragileReplica(EngineReplica):
     """A replica without a model, whose machine lacks one file. The prompt ``crash`` kills its process."""
 
-    async def load(self) -> ModelInfo:
-        return ModelInfo(1024, None, 1, "float32", 4)
+    def _load(self, settings: Settings, replicas: int, threads: int | None) -> None:
+        info = ModelInfo(1024, None, 1, "float32", 4)
+        self._model = SimpleNamespace(info=info, engine=SimpleNamespace(close=lambda: None))  # type: ignore[assignment]
 
     async def check_health(self) -> None:
         pass
 
-    async def answer(self, request: Request, work: RequestWork) -> Result | InvisibleFiles:
+    async def answer(self, request: Request, *, work: RequestWork) -> Result:
         if request.prompt == "crash":
             os._exit(1)
         if ELSEWHERE in request.images:
-            return InvisibleFiles()
+            raise FilesMissingError
         pages = expand_images(request.images)
         text = ", ".join(f"{type(page).__name__} {page.name}" for page in pages if isinstance(page, PageBytes))
         return Result(request.id, text or "here", [], "stop", 1, 0, 0, 0, Stamps(now()))
@@ -47,7 +49,7 @@ def main() -> None:
     requests.insert(5, Request(prompt="crash", id="crash"))
     requests += [Request(prompt="fine", images=[name], id=name) for name in (ELSEWHERE, "missing.png")]
     settings = Settings(runner="engine", device="cpu", max_num_seqs=4)
-    with ClusterEngine(settings, 2, actor=FragileReplica) as engine, Path("results.jsonl").open("w") as file:
+    with BatchEngine(settings, 2, actor=FragileReplica) as engine, Path("results.jsonl").open("w") as file:
         for index, result in engine.stream_results(requests):
             error = None if result.error is None else str(result.error)
             line = {"id": requests[index].id, "text": result.text, "error": error, "retries": result.retries}

@@ -26,7 +26,7 @@ from panscan.load.options import LoadLevel, LoadOptions
 from panscan.load.probe import probe_endpoint
 from panscan.load.run import LoadPlan, run_load
 from panscan.load.variants import VariantImage
-from panscan.records.schema import ProbeRecord
+from panscan.records.load_records import ProbeRecord
 from panscan.records.store import FILE_NAME, Run, read_run
 from panscan.workload.requests import DocumentFile, Item
 

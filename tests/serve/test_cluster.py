@@ -26,7 +26,8 @@ from panscan.settings import Settings
 
 pytest.importorskip("ray.serve", reason="needs the extra cluster")
 
-from panscan.serve.cluster import API_KEYS_VARIABLE, Scale, application, build, print_config, run_cluster
+from panscan.serve.cluster import API_KEYS_VARIABLE, build, print_config
+from panscan.serve.deployment import Scale, replica_deployment
 
 SEQUENCES, QUEUED = 4, 6  # per replica; in front of all replicas
 CAPACITY = 2 * SEQUENCES + QUEUED
@@ -256,12 +257,10 @@ def test_ray_accepts_the_printed_configuration_and_it_round_trips():
     (app,) = schema.applications
     assert app.import_path == "panscan.serve.cluster:build"
     assert schema.http_options.port == 8123
-    ingress = build(app.args)._bound_deployment
-    engines, _, options, replicas = ingress.init_args
-    assert options == OPTIONS
-    assert replicas == 3
-    assert engines._bound_deployment.init_args == (OPTIONS.settings, 2)
-    scaling = engines._bound_deployment._deployment_config.autoscaling_config
+    replicas, *rest = build(app.args)._bound_deployment.init_args
+    assert rest == [OPTIONS, 3]
+    assert replicas._bound_deployment.init_args == (OPTIONS.settings, 2)
+    scaling = replicas._bound_deployment._deployment_config.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (2, 3, 4)
 
 
@@ -275,10 +274,10 @@ def test_the_printed_configuration_has_no_keys_and_requires_them(monkeypatch, tm
     with pytest.raises(SettingError, match=API_KEYS_VARIABLE):
         build(args)
     monkeypatch.setenv(API_KEYS_VARIABLE, "other secret")
-    assert build(args)._bound_deployment.init_args[2].api_keys.accept("secret")
+    assert build(args)._bound_deployment.init_args[1].api_keys.accept("secret")
     (tmp_path / "keys").write_text("secret\n")
     args = yaml.safe_load(print_config(secured, replicas=1, api_key_file=tmp_path / "keys"))["applications"][0]["args"]
-    assert build(args)._bound_deployment.init_args[2].api_keys == secured.api_keys
+    assert build(args)._bound_deployment.init_args[1].api_keys == secured.api_keys
 
 
 @pytest.mark.parametrize(
@@ -297,39 +296,28 @@ def test_wrong_values_of_a_configuration_are_refused(args, message):
         build(args)
 
 
-def test_a_port_conflict_is_reported_before_startup():
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(SettingError, match=f"--port {port}"):
-            run_cluster(replace(OPTIONS, port=port), print, replicas=1)
-
-
 def test_tensor_parallel_replicas_are_placed_on_one_node():
-    from panscan.serve.app import create_app
-
-    options = replace(OPTIONS, settings=replace(OPTIONS.settings, device="cuda", tensor_parallel_size=2))
-    engines = application(create_app, options, Scale(5), gpus=2)._bound_deployment.init_args[0]._bound_deployment
-    placed = engines._replica_config
+    settings = replace(OPTIONS.settings, device="cuda", tensor_parallel_size=2)
+    replicas = replica_deployment(settings, Scale(5), 2, queued=0, drain_timeout=0.0)
+    placed = replicas._replica_config
     assert placed.placement_group_bundles == [{"CPU": 1, "GPU": 2}]
     assert placed.placement_group_strategy == "STRICT_PACK"
-    assert engines.ray_actor_options["num_gpus"] == 2
-    assert engines.num_replicas == 5
+    assert replicas.ray_actor_options["num_gpus"] == 2
+    assert replicas.num_replicas == 5
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="needs POSIX signals")
-def test_the_watchdog_kills_only_a_process_that_hangs():
+def test_only_a_process_that_hangs_is_killed():
     program = """if True:
         import sys, time
-        from panscan.serve.watchdog import Watchdog
-        dog = Watchdog(0.2)
+        from panscan.serve.replica import HangKiller
+        killer = HangKiller(0.2)
         end = time.monotonic() + 1.0
         while time.monotonic() < end:
-            dog.beat()
+            killer.beat()
             time.sleep(0.05)
         if sys.argv[1] == "ends":
-            dog.close()
+            killer.close()
             raise SystemExit(3)
         print("hangs", flush=True)
         time.sleep(600)

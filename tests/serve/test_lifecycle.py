@@ -21,7 +21,7 @@ from tests.serve.serving import DEADLINE, Server, chat, engines_of, post, refuse
 
 from panscan.core import Request, Sampling
 from panscan.model.bundled import mini_directory
-from panscan.serve.backend import RequestWork
+from panscan.serve.client import RequestWork
 from panscan.serve.engine_process import EngineProcess
 from panscan.settings import Settings
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from panscan.core.model_names import IMAGE_TOKENS
-from panscan.serve.backend import RequestWork
+from panscan.serve.client import RequestWork
 from panscan.serve.routing import Router, cost_of, saved_cost
 
 PAGE = RequestWork(views=5, prompt_tokens=1400, max_new_tokens=128, keys=(b"page",))
@@ -25,7 +25,7 @@ def router_of(*ids: str, **options: float) -> Router:
 
 def send(router: Router, number: int, work: RequestWork) -> str:
     """Route a request to the best replica and return its id."""
-    chosen = router.rank(work)[0]
+    chosen = router.rank(str(number), work)[0]
     router.assign(str(number), chosen, work)
     return chosen
 
@@ -133,14 +133,14 @@ def test_a_restarted_replica_has_neither_load_nor_images():
     router = router_of("a", "b")
     send(router, 0, PAGE)
     router.set_replicas(["b"])
-    assert router.rank(PAGE) == ["b"]
+    assert router.rank("next", PAGE) == ["b"]
     router.release("0", "a")  # the end of its request is reported late
     router.set_replicas(["b", "a"])
     router.assign("1", "b", TEXT)
-    assert router.rank(TEXT) == ["a", "b"]
+    assert router.rank("next", TEXT) == ["a", "b"]
     router.release("1", "b")
     router.assign("2", "a", TEXT)
-    assert router.rank(PAGE) == ["b", "a"]
+    assert router.rank("next", PAGE) == ["b", "a"]
 
 
 def test_a_request_that_moves_is_counted_once():
@@ -151,11 +151,27 @@ def test_a_request_that_moves_is_counted_once():
     assert {send(router, number, TEXT) for number in (1, 2)} == {"a", "c"}  # idle, while b computes
 
 
+def test_a_request_that_may_kill_its_replica_gets_one_without_others():
+    router, alone = router_of("a", "b"), replace(TEXT, alone=True)
+    router.assign("0", "a", TEXT)
+    assert router.rank("1", alone) == []  # a computes
+    assert router.rank("2", TEXT) == ["b"]  # a is reserved, although b is not less busy
+    router.release("0", "a")
+    assert router.rank("1", alone) == ["a"]
+    router.assign("1", "a", alone)
+    assert router.rank("1", alone) == ["a"]  # asked again
+    assert router.rank("3", alone) == []
+    router.set_replicas(["b"])  # it died
+    router.release("1", "a")
+    router.abandon("3")
+    assert router.rank("4", TEXT) == ["b"]
+
+
 def test_only_candidates_that_still_run_are_ranked():
     router = router_of("a", "b", "c")
-    assert router.rank(TEXT, ["b", "gone"]) == ["b"]
+    assert router.rank("next", TEXT, ["b", "gone"]) == ["b"]
     router.assign("0", "gone", TEXT)
-    assert router_of().rank(TEXT) == []
+    assert router_of().rank("next", TEXT) == []
 
 
 def test_remembered_images_are_bounded_and_the_oldest_go_first(monkeypatch):
@@ -164,7 +180,7 @@ def test_remembered_images_are_bounded_and_the_oldest_go_first(monkeypatch):
     for number, key in enumerate((b"1", b"2", b"1", b"3")):
         router.assign(str(number), "a", RequestWork(1, 300, 8, (key,)))
         router.release(str(number), "a")
-    assert [router.rank(RequestWork(1, 300, 8, (key,)))[0] for key in (b"1", b"2", b"3")] == ["a", "b", "a"]
+    assert [router.rank("next", RequestWork(1, 300, 8, (key,)))[0] for key in (b"1", b"2", b"3")] == ["a", "b", "a"]
 
 
 works = st.builds(

@@ -226,9 +226,9 @@ def _engine(settings: Settings, replicas: int | None, ray_address: str | None) -
         from panscan.engine.engine import Engine
 
         return Engine.from_settings(settings)
-    from panscan.serve.cluster_engine import ClusterEngine
+    from panscan.serve.batch_engine import BatchEngine
 
-    return ClusterEngine(settings, replicas or 1, ray_address)
+    return BatchEngine(settings, replicas or 1, ray_address)
 
 
 def _job(options: Options, *, dataset: bool) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import AbstractContextManager, nullcontext
 
 from panscan.cli.console import echo, errors, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_checkpoint
@@ -11,6 +12,7 @@ from panscan.cli.values import engine_settings
 from panscan.cli.verb import verb
 from panscan.core import SettingError, UnsupportedError
 from panscan.model.bundled import is_demonstration
+from panscan.serve.client import EngineClient
 from panscan.serve.options import ApiKeys, ServeOptions, read_api_keys
 from panscan.settings import Options, ServerTable, fields_from
 
@@ -59,23 +61,39 @@ def command(options: Options) -> int:
         DemonstrationWarning(chosen.settings).show()
     if options.ray_address is None:
         check_checkpoint(chosen.settings)
-    if clustered:
-        from panscan.serve.cluster import run_cluster
-
-        return run_cluster(
-            chosen,
-            on_ready,
-            replicas=options.replicas or 1,
-            max_replicas=options.max_replicas,
-            ray_address=options.ray_address,
-        )
     from panscan.serve.server import run_server
 
-    code = run_server(chosen, on_ready)
+    code = run_server(chosen, on_ready, _deployed(options, chosen) if clustered else _in_child_process(chosen))
     # Python would wait for threads that still download documents of requests that have ended.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _in_child_process(options: ServeOptions) -> AbstractContextManager[EngineClient]:
+    from panscan.serve.engine_process import EngineProcess
+
+    return nullcontext(EngineProcess(options.settings))
+
+
+def _deployed(options: Options, chosen: ServeOptions) -> AbstractContextManager[EngineClient]:
+    """Return a context that yields the client of replicas on Ray Serve.
+
+    Raises:
+        SettingError: the number of replicas is out of range.
+    """
+    from panscan.serve.deployment import Scale, deployed_replicas
+
+    os.environ.pop("PANSCAN_API_KEYS", None)  # Ray's processes need no keys
+    return deployed_replicas(
+        chosen.settings,
+        Scale(options.replicas or 1, options.max_replicas),
+        options.ray_address,
+        show_logs=True,
+        queued=chosen.max_queued_requests,
+        drain_timeout=chosen.drain_timeout,
+        routing=chosen.routing,
+    )
 
 
 def _serve_options(options: Options) -> ServeOptions:

@@ -20,7 +20,7 @@ from panscan.core.foreign import is_count
 from panscan.images.views import PUBLISHED_COST, plan_views
 from panscan.load.chat import Endpoint, chat_body, data_url, fetch_json, served_models
 from panscan.load.scenario import DocumentShare
-from panscan.records.schema import ProbeRecord
+from panscan.records.load_records import ProbeRecord
 from panscan.workload.request_sets import chat_parts
 
 _MODELS_SECONDS = 30.0

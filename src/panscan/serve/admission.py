@@ -19,7 +19,7 @@ from panscan.core import EngineError, now
 from panscan.core.daemons import DaemonThreads
 from panscan.core.deadline import Deadline
 from panscan.core.option import shorten
-from panscan.serve.backend import ServeBackend
+from panscan.serve.client import EngineClient
 from panscan.serve.metrics import ServerMetrics
 from panscan.serve.options import ServeOptions
 from panscan.serve.protocol import FieldError
@@ -204,7 +204,7 @@ class AdmissionControl:
         metrics: metrics to update.
     """
 
-    def __init__(self, options: ServeOptions, backend: ServeBackend, metrics: ServerMetrics) -> None:
+    def __init__(self, options: ServeOptions, backend: EngineClient, metrics: ServerMetrics) -> None:
         self.options, self.backend, self.metrics = options, backend, metrics
         self.draining = False
         self.bodies = 0

@@ -23,7 +23,7 @@ from panscan.core import PanscanError
 from panscan.core.option import shorten
 from panscan.model.bundled import is_demonstration
 from panscan.serve.admission import AdmissionControl, AdmissionSlot, RefusedError, read_body
-from panscan.serve.backend import ServeBackend
+from panscan.serve.client import EngineClient
 from panscan.serve.generation import Generation
 from panscan.serve.guards import Guard
 from panscan.serve.metrics import ServerMetrics
@@ -58,7 +58,7 @@ _POLICY = (
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "png": "image/png", "svg": "image/svg+xml"}
 
 
-def create_app(options: ServeOptions, backend: ServeBackend) -> Starlette:
+def create_app(options: ServeOptions, backend: EngineClient) -> Starlette:
     """Return the application. The caller starts and closes the backend.
 
     ``app.state.admission`` is the :class:`panscan.serve.generation.AdmissionControl`, which drains the server.
@@ -84,7 +84,7 @@ class _Api:
     """The handlers of all endpoints. Those of POST requests get the parsed body, and the files of a multipart body."""
 
     def __init__(
-        self, options: ServeOptions, backend: ServeBackend, admission: AdmissionControl, generation: Generation
+        self, options: ServeOptions, backend: EngineClient, admission: AdmissionControl, generation: Generation
     ) -> None:
         self._options, self._backend, self._admission, self._generation = options, backend, admission, generation
         self._names = TokenNames(backend)

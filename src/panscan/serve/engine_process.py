@@ -10,27 +10,18 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 from msgspec import Struct
 
-from panscan.core import (
-    EngineError,
-    PanscanError,
-    Request,
-    Result,
-    Stats,
-    Stream,
-    TokenEvent,
-)
+from panscan.core import EngineError, PanscanError, Request, Result, Stats, TokenEvent
 from panscan.core.child import Child
 from panscan.core.daemons import DaemonThreads
-from panscan.serve.backend import ModelInfo, PendingRequest, RequestWork, TokenCounts
+from panscan.serve.client import EngineClient, EngineLostError, ModelInfo, PendingRequest, TokenCounts
 from panscan.settings import Settings
 
 log = logging.getLogger("panscan.serve")
 
-_ATTEMPTS = 3  # attempts per request, so that a request that kills its process fails eventually
 _RESTARTS = 3  # consecutive restarts without an answered request
 _QUERY_SECONDS = 30.0
 _WATCH_SECONDS = 5.0
@@ -80,44 +71,34 @@ class Ended(Struct, frozen=True):
     result: Result
 
 
-class EngineProcess:
-    """A :class:`panscan.serve.backend.ServeBackend` over one engine process.
+class EngineProcess(EngineClient):
+    """A client of one engine in a child process, which is restarted if it dies.
 
     The first message to the process is its settings; then :class:`Submit`, :class:`Cancel` and :class:`Query`. It
     sends lists: of its :class:`ModelInfo` or the error of loading, later of :class:`Ended`, :class:`QueryReply`, and
     (request id, event).
-
-    If the process dies, the backend restarts it and retries non-streaming requests; streams end with an error.
-    ``failed`` is set once the process has died too often.
 
     Args:
         settings: settings of the model and its runner.
     """
 
     def __init__(self, settings: Settings) -> None:
+        super().__init__()
         self._settings = settings
         self._child: Child | None = None
         self._transmitter = DaemonThreads(1, "panscan-transmit")
-        self._inflight: dict[str, PendingRequest] = {}
+        self._sent: dict[str, tuple[PendingRequest, asyncio.Future[Result]]] = {}
         self._replies: dict[int, asyncio.Future[Any]] = {}
         self._numbers = count()
-        self._ready = asyncio.Event()
+        self._ready = asyncio.Event()  # also set once no process can be started
         self._deaths = 0  # consecutive
         self._tasks: set[asyncio.Task[None]] = set()
-        self._closed = False
-        self.info: ModelInfo | None = None
-        self.retried = 0
-        self.failed = asyncio.Event()
+        self._failed = asyncio.Event()
 
     @property
     def ready(self) -> bool:
-        """See :class:`panscan.serve.backend.ServeBackend`."""
-        return self._ready.is_set()
-
-    @property
-    def inflight(self) -> int:
-        """See :class:`panscan.serve.backend.ServeBackend`."""
-        return len(self._inflight)
+        """See :class:`EngineClient`."""
+        return self._ready.is_set() and not self._failed.is_set()
 
     @property
     def pid(self) -> int | None:
@@ -125,43 +106,37 @@ class EngineProcess:
         return None if self._child is None else self._child.pid
 
     async def start(self) -> None:
-        """See :class:`panscan.serve.backend.ServeBackend`."""
+        """See :class:`EngineClient`."""
         await self._open()
-        self._spawn(self._watch())
+        self._spawn(self._end_hung_process())
+
+    async def watch(self) -> NoReturn:
+        """See :class:`EngineClient`."""
+        await self._failed.wait()
+        raise EngineError("the engine's process died too often; its log is above")
 
     async def close(self) -> None:
-        """See :class:`panscan.serve.backend.ServeBackend`."""
-        self._closed = True
+        """See :class:`EngineClient`."""
+        await super().close()
         self._ready.clear()
         for task in self._tasks:
             task.cancel()
         if self._child is not None:
             await asyncio.to_thread(self._child.close)
         self._transmitter.shutdown()
-        self._end_all(EngineError("the server is shutting down"))
-
-    def submit(self, request: Request, work: RequestWork, *, stream: bool) -> Stream:
-        """See :class:`panscan.serve.backend.ServeBackend`."""
-        if self.failed.is_set() or self._closed or self.info is None:
-            raise EngineError("the engine is not running")
-        entry = PendingRequest(request, Stream(request.id, lambda: self._cancel(request.id)), stream)
-        self._inflight[request.id] = entry
-        if self.ready:
-            self._send(entry)
-        return entry.stream
 
     async def count(self, request: Request) -> TokenCounts:
-        """See :class:`panscan.serve.backend.ServeBackend`."""
+        """See :class:`EngineClient`."""
         counts: TokenCounts = await self._ask(QueryKind.COUNT_TOKENS, request)
         return counts
 
     async def token_texts(self, ids: Sequence[int]) -> list[bytes]:
-        """See :class:`panscan.serve.backend.ServeBackend`."""
+        """See :class:`EngineClient`."""
         texts: list[bytes] = await self._ask(QueryKind.TOKEN_TEXTS, tuple(ids))
         return texts
 
     async def stats(self) -> Mapping[str, Stats]:
-        """See :class:`panscan.serve.backend.ServeBackend`."""
+        """See :class:`EngineClient`."""
         try:
             return {"0": await self._ask(QueryKind.READ_STATS)}
         except EngineError:
@@ -190,8 +165,6 @@ class EngineProcess:
         self._transmit(self._settings)
         self.info = await opened
         self._ready.set()
-        for entry in list(self._inflight.values()):
-            self._send(entry)
 
     def _transmit(self, message: object) -> None:
         """Send a message in another thread. If the process has died, the listening thread reports it."""
@@ -214,48 +187,53 @@ class EngineProcess:
     def _take_one(self, message: Any, opened: asyncio.Future[ModelInfo]) -> None:
         match message:
             case (id, TokenEvent() as event):
-                if (entry := self._inflight.get(id)) is not None:
-                    entry.stream.on_event(event)
+                if id in self._sent:
+                    self._sent[id][0].on_event(event)
             case Ended():
                 self._deaths = 0
-                if (entry := self._inflight.pop(message.id, None)) is not None:
-                    entry.stream.on_end(message.result)
+                if message.id in self._sent:
+                    _resolve(self._sent[message.id][1], message.result)
             case QueryReply():
                 _resolve(self._replies.pop(message.number, None), message.value)
             case ModelInfo() | PanscanError():
                 _resolve(opened, message)  # a signal may have cancelled it
 
-    def _send(self, entry: PendingRequest) -> None:
-        entry.attempts += 1
-        self._transmit(Submit(entry.request, entry.streams))
+    async def _attempt(self, pending: PendingRequest) -> Result:
+        """See :class:`EngineClient`."""
+        while not self._ready.is_set():
+            await self._ready.wait()
+        if self._failed.is_set():
+            raise EngineError("the engine is not running")
+        ended: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._sent[pending.request.id] = pending, ended
+        self._transmit(Submit(pending.request, pending.streams))
+        try:
+            return await ended
+        finally:
+            del self._sent[pending.request.id]
 
-    def _cancel(self, id: str) -> None:
-        if (entry := self._inflight.get(id)) is None:
-            return
-        entry.cancelled = True
-        if self.ready:
+    def _cancel(self, pending: PendingRequest) -> None:
+        """Have the engine end a request, which keeps its tokens; end it here if the engine does not know it."""
+        id = pending.request.id
+        if id in self._sent and self.ready:
+            pending.cancelled = True
             self._transmit(Cancel(id))
-        else:  # waiting for the process to restart
-            del self._inflight[id]
-            entry.fail(None)
+        else:
+            super()._cancel(pending)
 
     def _on_exit(self, reason: str) -> None:
         """Handle an unexpected exit of the process: end streams, keep requests to retry, and restart the process."""
         self._ready.clear()
         log.error("%s", reason)
-        error = EngineError(f"{reason}; send the request again")
+        lost = EngineLostError(reason)
         for reply in self._replies.values():
-            _resolve(reply, error)
+            _resolve(reply, lost)
         self._replies.clear()
-        for id, entry in list(self._inflight.items()):
-            if entry.cancelled:
-                del self._inflight[id]
-                entry.fail(None)
-            elif entry.streams or entry.attempts >= _ATTEMPTS:
-                del self._inflight[id]
-                entry.fail(error)
+        for pending, ended in list(self._sent.values()):
+            if pending.cancelled:
+                super()._cancel(pending)
             else:
-                self.retried += 1
+                _resolve(ended, lost)
         self._spawn(self._restart(reason))
 
     async def _restart(self, reason: str) -> None:
@@ -266,7 +244,9 @@ class EngineProcess:
         while True:
             self._deaths += 1
             if self._deaths > _RESTARTS:
-                self._give_up(f"the engine's process died {self._deaths} times in a row: {reason}")
+                log.error("the engine's process died %d times in a row: %s", self._deaths, reason)
+                self._failed.set()
+                self._ready.set()
                 return
             await asyncio.sleep(2.0 ** (self._deaths - 1) - 1)
             log.warning("restarting the engine's process")
@@ -277,16 +257,6 @@ class EngineProcess:
                 log.error("the engine's process could not be restarted: %s", reason)
             else:
                 return
-
-    def _give_up(self, reason: str) -> None:
-        log.error("%s", reason)
-        self._end_all(EngineError(reason))
-        self.failed.set()
-
-    def _end_all(self, error: EngineError) -> None:
-        for entry in self._inflight.values():
-            entry.fail(error)
-        self._inflight.clear()
 
     async def _ask(self, kind: QueryKind, argument: Any = None, seconds: float = _QUERY_SECONDS) -> Any:
         if not self.ready:
@@ -302,7 +272,7 @@ class EngineProcess:
         finally:
             self._replies.pop(number, None)
 
-    async def _watch(self) -> None:
+    async def _end_hung_process(self) -> None:
         """Kill the process if it hangs; its exit is then handled like any other."""
         while True:
             await asyncio.sleep(_WATCH_SECONDS)

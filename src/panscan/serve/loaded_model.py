@@ -9,7 +9,7 @@ from panscan.core import Request
 from panscan.engine.detokenizer import token_bytes
 from panscan.engine.engine import Engine
 from panscan.model.inputs import count_prompt
-from panscan.serve.backend import ModelInfo, TokenCounts
+from panscan.serve.client import ModelInfo, TokenCounts
 from panscan.settings import Settings
 
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from panscan.serve.backend import RequestWork
+from panscan.serve.client import RequestWork
 from panscan.serve.routing import create_router
+
+log = logging.getLogger("panscan.serve")
 
 _NO_WORK = RequestWork(views=0, prompt_tokens=0, max_new_tokens=0)
 
 
 class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are untyped here
-    """A router by predicted work, which calls pass as the keyword argument ``work`` (default: no work)."""
+    """A router by predicted work, which calls pass as the keyword argument ``work`` (default: no work).
+
+    A call with the keyword argument ``replica`` goes to the replica with this id.
+    """
 
     def initialize_state(self, policy: str = "affinity", **_options: Any) -> None:
         """Create the router's state. Ray calls this once, before the first replica is known."""
@@ -27,6 +33,8 @@ class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are unty
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         """Remove a replica."""
         super().on_replica_actor_died(replica_id)
+        if replica_id.unique_id in self._router.replicas:
+            log.warning("replica %s was lost: Ray starts another one", replica_id.unique_id)
         self._router.set_replicas(id for id in self._router.replicas if id != replica_id.unique_id)
 
     async def choose_replicas(
@@ -39,18 +47,25 @@ class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are unty
         """
         by_id = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         free = {replica.replica_id.unique_id for replica in self.select_available_replicas(candidate_replicas)}
-        work = _work_of(pending_request)
-        ranked = sorted(self._router.rank(work, by_id), key=lambda id: id not in free)  # stable; full ones last
-        if ranked and pending_request is not None:
-            request_id = pending_request.metadata.internal_request_id
+        if pending_request is None:
+            return [[replica] for replica in candidate_replicas]
+        if (named := pending_request.kwargs.get("replica")) is not None:
+            pending_request.routing_context.should_backoff = True
+            return [[by_id[named]]] if named in by_id else []
+        request_id, work = pending_request.metadata.internal_request_id, _work_of(pending_request)
+        pending_request.routing_context.should_backoff = True  # else Ray asks again at once if none can take it
+        ranked = self._router.rank(request_id, work, by_id)
+        ranked.sort(key=lambda id: id not in free)  # stable; full ones last
+        if ranked:
             self._router.assign(request_id, ranked[0], work)
-            pending_request.future.add_done_callback(lambda future: self._abandon(future.cancelled(), request_id))
+        pending_request.future.add_done_callback(lambda future: self._abandon(future.cancelled(), request_id))
         return [[by_id[id]] for id in ranked]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Assign a request to the replica that has accepted it."""
         request_id = pending_request.metadata.internal_request_id
-        self._router.assign(request_id, replica_id.unique_id, _work_of(pending_request))
+        if "replica" not in pending_request.kwargs:
+            self._router.assign(request_id, replica_id.unique_id, _work_of(pending_request))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Remove a request that has ended, with or without an error."""
@@ -58,10 +73,9 @@ class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are unty
 
     def _abandon(self, cancelled: bool, request_id: str) -> None:
         if cancelled:  # before a replica was chosen: Ray reports no completion
-            for id in self._router.replicas:
-                self._router.release(request_id, id)
+            self._router.abandon(request_id)
 
 
-def _work_of(request: PendingRequest | None) -> RequestWork:
-    work = None if request is None else request.kwargs.get("work")
+def _work_of(request: PendingRequest) -> RequestWork:
+    work = request.kwargs.get("work")
     return work if isinstance(work, RequestWork) else _NO_WORK

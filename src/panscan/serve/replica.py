@@ -1,99 +1,195 @@
-"""One engine replica on a Ray cluster: an actor that holds a loaded model."""
+"""One engine replica on a Ray cluster: an actor of Ray Serve that holds a loaded model."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
+import subprocess
+import sys
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import suppress
+from typing import Any, NoReturn
 
-from panscan.core import EngineError, Request, Result, Stats, TokenEvent, now
+from msgspec import Struct
+
+from panscan.core import EngineError, Request, Result, Stats, TokenEvent
+from panscan.core.access import RemoteAccess, set_remote_access
+from panscan.images.files import split_page
 from panscan.images.pool import decode_in_children
-from panscan.model.machine import resolve_device, set_thread_count
-from panscan.serve.backend import ModelInfo, RequestWork, TokenCounts
-from panscan.serve.loaded_model import open_model
-from panscan.serve.watchdog import Watchdog
+from panscan.serve.client import ModelInfo, RequestWork, TokenCounts
 from panscan.settings import Settings
 
 log = logging.getLogger("panscan.serve")
 
 _STATS_SECONDS = 2.0  # longest wait for one replica when metrics are scraped
 _BEAT_SECONDS = 1.0
+_CANCEL_SECONDS = 0.5  # between two items of a stream: Ray cancels it only there
 _SILENT_SECONDS = 20.0  # longest time without a heartbeat; the event loop never blocks that long
 _HANG_SECONDS = {"cpu": 600.0, "cuda": 60.0}  # longest step; on a CPU, one may take minutes
+
+
+LEASES = "panscan"
+"""Ray's namespace of the leases of applications, which have the application's name."""
+
+
+class FilesMissingError(EngineError):
+    """This machine does not have the files of a request, which the replica can answer if it gets their contents."""
+
+
+class CommandContext(Struct, frozen=True):
+    """What the replicas of a command take over from its process. On a cluster, they run in another environment.
+
+    Args:
+        threads: CPU threads per replica; None: an equal share of the machine's cores.
+        folder: working directory for relative paths. It may not exist on other machines.
+        access: what the command may fetch.
+        leased: whether a :class:`panscan.serve.deployment.Lease` ends with the command; otherwise the cluster does.
+    """
+
+    threads: int | None
+    folder: str
+    access: RemoteAccess
+    leased: bool
+
+
+class _Outbox:
+    """The events of one client's streams that were not sent yet, and the number of streams that run."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, TokenEvent]] = []
+        self.streams = 0
+        self.changed = asyncio.Event()
+
+    def put(self, event: tuple[str, TokenEvent]) -> None:
+        """Add an event, in the event loop."""
+        self.events.append(event)
+        self.changed.set()
 
 
 class EngineReplica:
     """A loaded model in an actor. All methods run in the actor's event loop.
 
     Methods that compute take the keyword argument ``work``, which the router reads. If the engine fails, the replica
-    exits; if the process hangs, a watchdog kills it. In both cases, Ray replaces the replica at once, and its requests
-    are retried. After failed health checks, Ray would wait for the requests first.
+    exits; if the process hangs, a :class:`HangKiller` kills it. In both cases, Ray replaces the replica at once, and
+    its requests are retried. After failed health checks, Ray would wait for the requests first.
 
     Args:
         settings: settings of the model and its runner.
         replicas: number of replicas that share this machine's CPU cores; ignored on a GPU.
-        id: name of this replica.
-        threads: number of CPU threads; None: an equal share of this machine's cores. Ignored on a GPU.
+        context: properties of the command; None: the application was deployed from a configuration file.
     """
 
-    def __init__(self, settings: Settings, replicas: int, *, id: str, threads: int | None = None) -> None:
+    def __init__(self, settings: Settings, replicas: int, context: CommandContext | None = None) -> None:
+        from ray import serve
+
+        properties = serve.get_replica_context()
+        self._id = str(properties.replica_id.unique_id)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._outboxes: dict[str, _Outbox] = {}  # by client
+        threads = None
+        if context is not None:
+            threads = context.threads
+            set_remote_access(context.access)
+            os.environ.update(context.access.environment())  # what the command denies, the machine cannot allow
+            with suppress(OSError):
+                os.chdir(context.folder)
+            if context.leased:
+                self._start(_end_with_command(properties.app_name))
+        self._load(settings, replicas, threads)
+        self._probe: asyncio.Future[Stats] | None = None
+        self._probed = 0.0
+        self._hang_killer = HangKiller(_SILENT_SECONDS)
+        self._start(self._beat())
+
+    def _load(self, settings: Settings, replicas: int, threads: int | None) -> None:
+        # The command's process, which imports this module, does not need PyTorch.
+        from panscan.model.machine import resolve_device, set_thread_count
+        from panscan.serve.loaded_model import open_model
+
         on_gpu = resolve_device(settings.device).type == "cuda"
         if not on_gpu:
             set_thread_count(threads or max(1, (os.cpu_count() or 1) // replicas))
         self._hang_seconds = _HANG_SECONDS["cuda" if on_gpu else "cpu"]
         decode_in_children()
         self._model = open_model(settings)
-        self._id = id
-        self._probe: asyncio.Future[Stats] | None = None
-        self._probed = 0.0
-        self._watchdog = Watchdog(_SILENT_SECONDS)
-        self._beating = asyncio.get_running_loop().create_task(self._beat())
 
     async def answer(self, request: Request, *, work: RequestWork) -> Result:
-        """Answer a request as a whole. Cancelling the call cancels the request."""
-        async with aclosing(self._items(request, streams=False)) as items:
-            result = await anext(items)
-        assert isinstance(result, Result)  # without events, it is the only item
-        return result
+        """Answer a request as a whole. Cancelling the call cancels the request.
 
-    async def stream(self, request: Request, *, work: RequestWork) -> AsyncGenerator[list[TokenEvent] | Result, None]:
-        """Answer a request as a stream: yield lists of pending events, and the result last.
-
-        Cancelling the call, or closing the iterator, cancels the request.
+        Raises:
+            FilesMissingError: this machine does not have the request's files.
         """
-        async with aclosing(self._items(request, streams=True)) as items:
-            async for item in items:
-                yield item
-
-    async def _items(self, request: Request, *, streams: bool) -> AsyncGenerator[list[TokenEvent] | Result, None]:
-        """Yield what :meth:`stream` does; without ``streams``, the result alone."""
+        if not _all_visible(request.images):
+            raise FilesMissingError("the request's files are on another machine")
         loop = asyncio.get_running_loop()
-        pending: asyncio.Queue[TokenEvent | Result] = asyncio.Queue()  # bounded by max_new_tokens
+        ended: asyncio.Future[Result] = loop.create_future()
 
-        def put(item: TokenEvent | Result) -> None:
+        def on_end(result: Result) -> None:
             with suppress(RuntimeError):  # the event loop is closed: the replica has ended
-                loop.call_soon_threadsafe(pending.put_nowait, item)
+                loop.call_soon_threadsafe(lambda: None if ended.done() else ended.set_result(result))
 
-        cancel, ended = self._start(request, put if streams else None, put), False
+        cancel = self._begin(request, None, on_end)
         try:
-            while not ended:
-                items = [await pending.get()]
-                while not pending.empty():
-                    items.append(pending.get_nowait())
-                ended = isinstance(items[-1], Result)
-                if events := [item for item in items if isinstance(item, TokenEvent)]:
-                    yield events
-                if isinstance(items[-1], Result):
-                    yield self._checked(items[-1])
+            return self._checked(await ended)
+        except asyncio.CancelledError:
+            cancel()
+            raise
+
+    async def stream(self, request: Request, *, work: RequestWork, client: str) -> AsyncGenerator[str | Result, None]:
+        """Answer a request as a stream: yield this replica's id at once and twice a second, and the result last.
+
+        :meth:`events` of the client yields the events. Cancelling the call, or closing the iterator, cancels the
+        request.
+        """
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[Result] = loop.create_future()
+        outbox = self._outboxes.setdefault(client, _Outbox())
+
+        def put_event(event: TokenEvent) -> None:
+            with suppress(RuntimeError):  # the event loop is closed: the replica has ended
+                loop.call_soon_threadsafe(outbox.put, (request.id, event))
+
+        def on_end(result: Result) -> None:
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(lambda: None if ended.done() else ended.set_result(result))
+
+        outbox.streams += 1
+        try:
+            cancel = self._begin(request, put_event, on_end)
+            try:
+                while not ended.done():
+                    yield self._id
+                    await asyncio.wait({ended}, timeout=_CANCEL_SECONDS)
+                yield self._checked(ended.result())
+            finally:
+                if not ended.done():
+                    cancel()
         finally:
-            if not ended:
-                cancel()
+            outbox.streams -= 1
+            outbox.changed.set()
+
+    async def events(self, *, replica: str, client: str) -> AsyncGenerator[list[tuple[str, TokenEvent]], None]:
+        """Yield (request id, event) of all streams of a client, those of one step together, until none runs.
+
+        One call for all streams: Ray takes half a millisecond for each item of a call.
+
+        Args:
+            replica: id of this replica, which the router reads.
+            client: name of the client. It calls again once this call has ended and another stream has begun.
+        """
+        outbox = self._outboxes.setdefault(client, _Outbox())
+        while outbox.streams or outbox.events:
+            if outbox.events:
+                events, outbox.events = outbox.events, []
+                yield events
+            else:
+                outbox.changed.clear()
+                await outbox.changed.wait()
 
     async def count(self, request: Request) -> TokenCounts:
-        """Count the tokens of a prompt; see :class:`panscan.serve.backend.ServeBackend`."""
+        """Count the tokens of a prompt; see :class:`panscan.serve.client.EngineClient`."""
         return await asyncio.to_thread(self._model.count, request)
 
     async def token_texts(self, ids: Sequence[int]) -> list[bytes]:
@@ -124,16 +220,21 @@ class EngineReplica:
         elif time.monotonic() - self._probed > self._hang_seconds:
             raise EngineError(f"the engine has not finished a step for {self._hang_seconds:g} s")
 
-    async def close(self) -> None:
-        """Free the model."""
-        self._beating.cancel()
-        self._watchdog.close()
-        await asyncio.to_thread(self._model.engine.close)
+    async def __del__(self) -> None:
+        """Free the model. Ray calls this once the replica has drained."""
+        for task in self._tasks:
+            task.cancel()
+        if hasattr(self, "_hang_killer"):  # the model was loaded
+            self._hang_killer.close()
+            await asyncio.to_thread(self._model.engine.close)
+
+    def _start(self, work: Any) -> None:
+        self._tasks.append(asyncio.get_running_loop().create_task(work))
 
     async def _beat(self) -> None:
-        """Send heartbeats to the watchdog while the event loop runs."""
+        """Send heartbeats while the event loop runs."""
         while True:
-            self._watchdog.beat()
+            self._hang_killer.beat()
             await asyncio.sleep(_BEAT_SECONDS)
 
     def _ask_engine(self) -> asyncio.Future[Stats]:
@@ -143,33 +244,81 @@ class EngineReplica:
             self._probe = asyncio.get_running_loop().run_in_executor(None, self._model.engine.stats)
         return self._probe
 
-    def _start(
+    def _begin(
         self, request: Request, on_event: Callable[[TokenEvent], None] | None, on_end: Callable[[Result], None]
     ) -> Callable[[], None]:
+        """Start a request and return a function that cancels it."""
         try:
             return self._model.engine.start(request, on_event, on_end)
         except EngineError as error:
-            on_end(Result.unanswered(request.id, now(), error))
-            return lambda: None
+            self._exit(error)
 
     def _checked(self, result: Result) -> Result:
         """Return a result, or exit the process if the engine itself has failed."""
         if isinstance(result.error, EngineError):
-            log.error("the engine has failed, replica %s exits: %s", self._id, result.error)
-            logging.shutdown()
-            os._exit(1)
+            self._exit(result.error)
         return result
 
+    def _exit(self, error: EngineError) -> NoReturn:
+        log.error("the engine has failed, replica %s exits: %s", self._id, error)
+        logging.shutdown()
+        os._exit(1)
 
-class DeployedReplica(EngineReplica):
-    """An :class:`EngineReplica` as a Ray Serve deployment, with the id that Ray Serve has given it."""
 
-    def __init__(self, settings: Settings, replicas: int) -> None:
-        from ray import serve
+async def _end_with_command(app: str) -> None:
+    """Delete the application once the actor of this name has ended, with the command that deployed it."""
+    import ray
+    from ray import serve
 
-        super().__init__(settings, replicas, id=str(serve.get_replica_context().replica_id.unique_id))
+    with suppress(ray.exceptions.RayError, ValueError):  # ValueError: it has ended already
+        await ray.get_actor(app, namespace=LEASES).wait.remote()
+    await asyncio.to_thread(serve.delete, app, _blocking=False)
 
-    async def __del__(self) -> None:
-        """Free the model. Ray calls this once the replica has drained."""
-        if hasattr(self, "_beating"):  # the model was loaded
-            await self.close()
+
+def _all_visible(images: Sequence[Any]) -> bool:
+    """Return whether this machine has all local files among the images."""
+    paths = [split_page(os.fspath(image))[0] for image in images if isinstance(image, str | os.PathLike)]
+    return all("://" in path or os.path.lexists(path) for path in paths)
+
+
+_HANG_KILLER = """
+import os, select, signal, sys
+parent, limit = int(sys.argv[1]), float(sys.argv[2])
+while True:
+    silent = not select.select([0], [], [], limit)[0]
+    if silent and not select.select([0], [], [], 2.0)[0]:  # twice: a container that was paused gets a second chance
+        print(f"process {parent} sent no heartbeat for {limit:g} s: killing it", file=sys.stderr, flush=True)
+        os.kill(parent, signal.SIGKILL)
+    if not os.read(0, 65536):
+        break  # the parent has ended
+"""
+
+
+class HangKiller:
+    """A child process that kills this process with SIGKILL unless :meth:`beat` is called regularly.
+
+    Ray's health checks detect a replica that hangs, but Ray waits for its whole grace period before it kills the
+    replica, and the requests wait that long. A thread cannot replace the child: a process that hangs may hold the GIL.
+
+    Args:
+        seconds: longest time between two heartbeats.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        # Isolated and without site-packages: starts in milliseconds, and nothing in the environment can change it.
+        command = [sys.executable, "-I", "-S", "-c", _HANG_KILLER, str(os.getpid()), str(seconds)]
+        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+    def beat(self) -> None:
+        """Send a heartbeat."""
+        assert self._child.stdin is not None  # it is a pipe
+        with suppress(BrokenPipeError):  # the child was killed: Ray's health checks remain
+            self._child.stdin.write(b".")
+            self._child.stdin.flush()
+
+    def close(self) -> None:
+        """End the child."""
+        assert self._child.stdin is not None  # it is a pipe
+        with suppress(BrokenPipeError):
+            self._child.stdin.close()
+        self._child.wait(5.0)

@@ -14,7 +14,7 @@ from panscan.core.deadline import Deadline
 from panscan.core.option import shorten
 from panscan.images.views import PUBLISHED_COST, PromptCost, plan_views
 from panscan.serve.admission import Pool
-from panscan.serve.backend import RequestWork
+from panscan.serve.client import RequestWork
 from panscan.serve.media import MediaFile, MediaReader
 from panscan.serve.options import ServeOptions
 from panscan.serve.protocol import (

@@ -9,7 +9,7 @@ from random import Random
 
 from panscan.core.model_names import IMAGE_TOKENS
 from panscan.plan.cost import OUTPUT_COST, VIEW_COST
-from panscan.serve.backend import RequestWork
+from panscan.serve.client import RequestWork
 
 _EXPECTED_OUTPUT = 256  # cap on the predicted output tokens: max_new_tokens is often far above the real length
 _IMAGES = 2048  # most recently used images remembered per replica
@@ -51,6 +51,8 @@ class Router:
     A request goes to the replica with the least outstanding work. A replica that has cached its images is preferred,
     unless it is behind by more than ``patience`` times the work that the caches save: another replica would compute
     the request in full, and later questions about its images would be split between two replicas.
+
+    While requests that must be alone are in flight, the first replica takes only them, one at a time.
     Not thread-safe, except for :attr:`replicas`.
 
     Args:
@@ -64,6 +66,7 @@ class Router:
         self._policy, self._patience = policy, patience
         self._random = Random(0)
         self._replicas: dict[str, _Replica] = {}
+        self._alone: set[str] = set()  # ids of requests that must be alone
         self._routed = 0
 
     @property
@@ -75,13 +78,21 @@ class Router:
         """Replace the set of replicas. The state of removed replicas is discarded; new ones start empty."""
         self._replicas = {id: self._replicas.get(id) or _Replica() for id in ids}
 
-    def rank(self, work: RequestWork, candidates: Iterable[str] | None = None) -> list[str]:
-        """Return the candidates (default: all replicas), best first.
+    def rank(self, request_id: str, work: RequestWork, candidates: Iterable[str] | None = None) -> list[str]:
+        """Return the candidates (default: all replicas) that may take a request, best first.
 
         Ties: the fewest running requests first, then the replica that was used least recently.
         """
         names = self.replicas if candidates is None else candidates
         names = [name for name in names if name in self._replicas]
+        if work.alone:
+            self._alone.add(request_id)
+        if self._alone:
+            reserved = next(iter(self._replicas), "")
+            if work.alone:
+                idle = reserved in names and self._replicas[reserved].running.keys() <= {request_id}
+                return [reserved] if idle else []
+            names = [name for name in names if name != reserved]
         if self._policy == "random":
             return self._random.sample(names, len(names))
 
@@ -118,11 +129,17 @@ class Router:
             replica.seen.popitem(last=False)
 
     def release(self, request_id: str, id: str) -> None:
-        """Remove a request from a replica; ignored if it is not assigned to it."""
+        """Remove a request from a replica, which may be unknown or not have it."""
         replica = self._replicas.get(id)
-        if replica is None or (cost := replica.running.pop(request_id, None)) is None:
-            return
-        replica.load = replica.load - cost if replica.running else 0.0  # no rounding errors on an idle replica
+        if replica is not None and (cost := replica.running.pop(request_id, None)) is not None:
+            replica.load = replica.load - cost if replica.running else 0.0  # no rounding errors on an idle replica
+        if not any(request_id in replica.running for replica in self._replicas.values()):
+            self._alone.discard(request_id)
+
+    def abandon(self, request_id: str) -> None:
+        """Remove a request from all replicas."""
+        for id in ("", *self._replicas):
+            self.release(request_id, id)
 
 
 def _seen_images(replica: _Replica, work: RequestWork) -> list[bool]:

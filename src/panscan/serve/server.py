@@ -1,4 +1,4 @@
-"""The server on one machine: an engine process behind uvicorn, with a graceful shutdown."""
+"""The HTTP server: uvicorn in front of any client of engines, with a graceful shutdown."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from panscan.core import EngineError
 from panscan.core.activity import activity
 from panscan.images.pool import decode_in_children
 from panscan.serve.admission import AdmissionControl, race
 from panscan.serve.app import create_app
-from panscan.serve.engine_process import EngineProcess
+from panscan.serve.client import EngineClient
 from panscan.serve.options import ServeOptions
 
 log = logging.getLogger("panscan.serve")
@@ -41,7 +41,9 @@ _RESERVE = 192  # descriptors for the engine, documents, downloads and modules
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-def run_server(options: ServeOptions, on_ready: Callable[[str], None]) -> int:
+def run_server(
+    options: ServeOptions, on_ready: Callable[[str], None], client: AbstractContextManager[EngineClient]
+) -> int:
     """Serve until SIGTERM, SIGINT or SIGHUP, and return the exit code.
 
     The first signal drains: new requests are refused, running ones finish within the drain timeout. A second signal
@@ -49,15 +51,17 @@ def run_server(options: ServeOptions, on_ready: Callable[[str], None]) -> int:
 
     Args:
         options: server options.
-        on_ready: called with the server's URL once the model is warmed up.
+        on_ready: called with the server's URL once a request can be answered.
+        client: yields the client of the engines, once the port is bound.
 
     Raises:
         SettingError: the address cannot be bound.
         PanscanError: the model cannot be loaded.
-        EngineError: the engine's process died too often.
+        EngineError: no engine can be reached any more.
     """
     decode_in_children()
-    return asyncio.run(_Server(options, on_ready).run())
+    with options.bound_socket() as listener, client as engines:
+        return asyncio.run(_Server(options, on_ready, listener, engines).run())
 
 
 class _Connections:
@@ -267,59 +271,58 @@ class _Connection(H11Protocol):
 
 
 class _Server:
-    def __init__(self, options: ServeOptions, on_ready: Callable[[str], None]) -> None:
-        self._options, self._on_ready = options, on_ready
+    def __init__(
+        self, options: ServeOptions, on_ready: Callable[[str], None], listener: socket.socket, client: EngineClient
+    ) -> None:
+        self._options, self._on_ready, self._listener, self._client = options, on_ready, listener, client
         self._first_signal, self._second_signal = asyncio.Event(), asyncio.Event()
 
     async def run(self) -> int:
-        """Bind, load, serve, drain."""
+        """Load, serve, drain."""
         sys.setswitchinterval(_SWITCH_SECONDS)
-        with self._options.bound_socket() as listener:
-            listener.listen(_BACKLOG)
-            connections = _Connections(_most_connections())
-            backend = EngineProcess(self._options.settings)
-            app = create_app(self._options, backend)
-            config = uvicorn.Config(
-                app,
-                http="h11",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                timeout_keep_alive=_KEEP_ALIVE,
-                server_header=False,
-            )
-            server = _HttpServer(config, listener, connections)
-            self._handle_signals()
-            serving = asyncio.ensure_future(server.serve())
-            try:
-                if await self._load(backend):
-                    self._on_ready(self._options.url(listener.getsockname()[1]))
-                    await self._until_signal(backend, app.state.admission)
-            finally:
-                app.state.admission.close()
-                server.should_exit = True
-                await backend.close()
-                await serving
+        self._listener.listen(_BACKLOG)
+        app = create_app(self._options, self._client)
+        config = uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=_KEEP_ALIVE,
+            server_header=False,
+        )
+        server = _HttpServer(config, self._listener, _Connections(_most_connections()))
+        self._handle_signals()
+        serving = asyncio.ensure_future(server.serve())
+        try:
+            if await self._load():
+                self._on_ready(self._options.url(self._listener.getsockname()[1]))
+                await self._until_signal(app.state.admission)
+        finally:
+            app.state.admission.close()
+            server.should_exit = True
+            await self._client.close()
+            await serving
         return 0
 
-    async def _load(self, backend: EngineProcess) -> bool:
+    async def _load(self) -> bool:
         """Load the model; return False if a signal arrives first."""
         with activity(f"loading {self._options.settings.model_name}"):
-            loaded, _ = await race(backend.start(), self._first_signal.wait())
+            loaded, _ = await race(self._client.start(), self._first_signal.wait())
         if loaded is not None:
             loaded.result()
         return loaded is not None
 
-    async def _until_signal(self, backend: EngineProcess, admission: AdmissionControl) -> None:
+    async def _until_signal(self, admission: AdmissionControl) -> None:
         """Wait for a signal, then for running requests.
 
         Raises:
-            EngineError: the engine's process died too often.
+            EngineError: no engine can be reached any more.
         """
-        failed, _ = await race(backend.failed.wait(), self._first_signal.wait())
+        failed, _ = await race(self._client.watch(), self._first_signal.wait())
         if failed is not None:
-            raise EngineError("the engine's process died too often; its log is above")
+            failed.result()
         log.info("finishing running requests; a second signal cancels them")
         drained, _ = await race(admission.drain(), self._second_signal.wait())
         if drained is not None and not drained.result():
