@@ -28,7 +28,6 @@ from panscan.core.access import remote_access
 from panscan.core.child import Child, Inbox
 from panscan.records.schema import AnyRecord, CellRecord, RepeatRecord, ReplicaRecord, RequestRecord
 
-
 HEARTBEAT_SECONDS = 2.0
 _SILENT_SECONDS = 120.0  # without a message, after which a replica hangs; imports may hold Python's lock for a while
 _TICK_SECONDS = 1.0
