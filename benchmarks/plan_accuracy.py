@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a script, as people do
@@ -283,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if own.fit:
             PLAN_FILE.write_text(json.dumps(fresh, indent=1) + "\n", "utf-8")
             held = json.loads(PLAN_FILE.read_bytes())
-    off = errors(found, Efficiency.from_dict(held))
+    off = errors(found, msgspec.convert(held, Efficiency))
     print(phase_table(found, off), accuracy_table(found, off), missed(found, off), sep="\n")
     return 0
 

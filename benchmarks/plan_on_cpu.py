@@ -135,7 +135,9 @@ def compared(
         "measured": figures(
             [each.tokens[-1] - first for each in stamps], [each.tokens[0] - each.accepted for each in stamps]
         ),
-        "simulated": figures([each.tokens[-1] for each in simulated], [each.ttft for each in simulated]),
+        "simulated": figures(
+            [each.tokens[-1] for each in simulated], [each.tokens[0] - each.arrived for each in simulated]
+        ),
         "passes": [len(runner.passes), len(engine.passes)],
     }
 

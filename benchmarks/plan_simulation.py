@@ -69,7 +69,9 @@ def burst(engine: SimulatedEngine, sketches: Sequence[RequestSketch]) -> Figures
 
 
 def figures(requests: Sequence[SimulatedRequest], seconds: float) -> Figures:
-    ttft, tpot = [each.ttft for each in requests], [each.tpot for each in requests if each.tpot is not None]
+    stamps = [request.stamps for request in requests]
+    ttft = [time for times in stamps if (time := times.ttft) is not None]
+    tpot = [time for times in stamps if (time := times.tpot) is not None]
     return {
         "requests_per_s": len(requests) / seconds,
         "ttft_p50_ms": 1e3 * float(np.percentile(ttft, 50)),

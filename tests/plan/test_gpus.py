@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from urllib.parse import urlsplit
 
 import pytest
@@ -36,14 +35,6 @@ def test_figures_are_plausible(gpu: Gpu) -> None:
     assert all(1.9 * dense < rates[kind] < 4.1 * dense for kind in ("int8", "fp8") if kind in rates)
     assert ("bf16" in rates) == (gpu.capability is not None and gpu.capability >= (8, 0))
     assert ("fp8" in rates) == (gpu.capability is not None and gpu.capability >= (8, 9))
-
-
-def test_rates_and_memory_grow_from_generation_to_generation() -> None:
-    order = [gpu_named(name) for name in ("t4", "a100-40gb", "h100", "b200")]
-    for older, newer in pairwise(order):
-        assert older.flops_per_s["fp16"] < newer.flops_per_s["fp16"]
-        assert older.bytes_per_s < newer.bytes_per_s
-        assert older.memory_bytes < newer.memory_bytes
 
 
 @pytest.mark.parametrize(
@@ -90,9 +81,9 @@ def test_a_specification_has_the_figures_that_were_typed() -> None:
         ("memory=24,memory=24,bandwidth=1,bf16=1", "memory is given twice"),
         ("memry=24,bandwidth=1,bf16=1", r"unknown key 'memry' \(did you mean 'memory'\?\)"),
         ("memory=24,bandwidth=fast,bf16=1", "bandwidth takes a number above 0"),
-        ("memory=24,bandwidth=-1,bf16=1", "bandwidth takes a number above 0"),
-        ("memory=24,bandwidth=nan,bf16=1", "bandwidth takes a number above 0"),
-        ("memory=24,bandwidth=1e9,bf16=1", "bandwidth takes a number above 0"),
+        ("memory=24,bandwidth=-1,bf16=1", "bandwidth is out of range: it must be a number above 0 and"),
+        ("memory=24,bandwidth=nan,bf16=1", "bandwidth is out of range: it must be a number above 0 and"),
+        ("memory=24,bandwidth=1e9,bf16=1", "bandwidth is out of range: it must be a number above 0 and"),
         ("memory=24,bandwidth=1,bf16=1,capability=8", "capability takes a version such as 8.9"),
         ("memory=24,,bandwidth=1,bf16=1", "unknown key ''"),
         ("", "unknown GPU ''"),

@@ -12,7 +12,8 @@ from panscan.bench.replicas import HEARTBEAT_SECONDS, Message, Progress, Ready, 
 from panscan.core import PanscanError, PanscanWarning
 from panscan.core.child import Parent
 from panscan.core.process import import_uncollected
-from panscan.records.schema import AnyRecord, RepeatRecord
+from panscan.records.request_records import RepeatRecord
+from panscan.records.store import AnyRecord
 
 if TYPE_CHECKING:
     from panscan.bench.grid import Cell

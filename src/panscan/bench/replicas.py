@@ -26,7 +26,9 @@ from panscan.bench.plan import Observer, SweepPlan, Writer
 from panscan.core import PanscanError, PanscanWarning, SettingError, UnsupportedError, now
 from panscan.core.access import remote_access
 from panscan.core.child import Child, Inbox
-from panscan.records.schema import AnyRecord, CellRecord, RepeatRecord, ReplicaRecord, RequestRecord
+from panscan.records.request_records import RepeatRecord, ReplicaRecord, RequestRecord
+from panscan.records.schema import CellRecord
+from panscan.records.store import AnyRecord
 
 HEARTBEAT_SECONDS = 2.0
 _SILENT_SECONDS = 120.0  # without a message, after which a replica hangs; imports may hold Python's lock for a while

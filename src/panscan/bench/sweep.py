@@ -11,8 +11,10 @@ from panscan.bench.grid import Cell
 from panscan.bench.plan import Observer, SweepPlan, Visit, Writer
 from panscan.core import PanscanError, Request, Result, UnsupportedError, now
 from panscan.core.errors import brief, error_line
-from panscan.records.schema import AnyRecord, CellRecord, LoadRecord, RecordedAnswer, RepeatRecord, RequestRecord
+from panscan.records.request_records import RecordedAnswer, RepeatRecord, RequestRecord
+from panscan.records.schema import CellRecord, LoadRecord
 from panscan.records.scores import scores_of
+from panscan.records.store import AnyRecord
 from panscan.settings import ALL_AT_ONCE, Settings
 from panscan.workload.requests import Item, request_of
 

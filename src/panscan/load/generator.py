@@ -17,7 +17,7 @@ from panscan.core import SettingError, now
 from panscan.core.child import Child, Inbox
 from panscan.load.chat import ChatRequest, Endpoint, RequestOutcome
 from panscan.load.workers import HEARTBEAT, LevelShare, Outcomes, Sender, SenderLoad, WorkerSignal, prepared_process
-from panscan.records.schema import ClientFigures
+from panscan.records.request_records import ClientFigures
 
 __all__ = ["ClientFigures"]
 

@@ -187,7 +187,7 @@ class LoadOptions(TrafficTable):
 
     @property
     def arrival_name(self) -> str:
-        """The arrival process as records name it (:data:`panscan.records.schema.ARRIVALS`)."""
+        """The arrival process as records name it (:data:`panscan.records.fields.ARRIVALS`)."""
         if self.trace is not None:
             return "trace"
         if not self.find_max_rate and all(rate is None for rate in self.rates):

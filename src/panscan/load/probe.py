@@ -21,7 +21,7 @@ from panscan.core.foreign import is_count
 from panscan.images.views import PUBLISHED_COST, plan_views
 from panscan.load.chat import Endpoint, chat_body, fetch_json, served_models
 from panscan.load.scenario import DocumentShare
-from panscan.records.schema import ProbeRecord
+from panscan.records.load_records import ProbeRecord
 
 _MODELS_SECONDS = 30.0
 _POLL_SECONDS = 0.5

@@ -29,18 +29,9 @@ from panscan.load.search import RateSearch, Trial, undisturbed
 from panscan.load.vllm_result import vllm_result
 from panscan.records.environment import new_run_record
 from panscan.records.goodput import Goodput, goodput_of
-from panscan.records.schema import (
-    CellRecord,
-    CellsRecord,
-    LevelLoad,
-    LoadRunSettings,
-    RecordedCell,
-    RepeatRecord,
-    RequestRecord,
-    RunRecord,
-    RunSettings,
-    SearchRecord,
-)
+from panscan.records.load_records import LoadRunSettings, SearchRecord
+from panscan.records.request_records import LevelLoad, RepeatRecord, RequestRecord
+from panscan.records.schema import CellRecord, CellsRecord, RecordedCell, RunRecord, RunSettings
 from panscan.records.store import RecordWriter, Run
 from panscan.settings import MAX_PROMPTS
 from panscan.workload.requests import content_digest

@@ -42,6 +42,8 @@ def unquantized_settings(settings: Settings) -> Settings:
 def weights_name(model: Any) -> str | None:
     """Return what the weights of a model are quantised in, such as ``int4, groups of 128``; None if they are not."""
     names = dict.fromkeys(str(part.weight_format) for part in model.modules() if isinstance(part, QuantizedLinear))
+    if dequantized := getattr(model, "dequantized_from", ""):  # set by panscan.model.formats.load
+        names[f"{dequantized}, dequantised"] = None
     if names:
         return " and ".join(names)
     stored = getattr(model.config, "quantization_config", None)

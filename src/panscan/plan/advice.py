@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import product
 from typing import Any
 
 from panscan.core.gpu_features import supports
@@ -120,22 +121,18 @@ def advise(layouts: Iterable[Layout], goal: Goal) -> LayoutAdvice | None:
     if best is None:
         return None
     if exact is None:
-        return LayoutAdvice(best, f"not exact: {_why_inexact(layouts)}")
+        why = "--kv-cache-dtype fp8 rounds keys and values"
+        if any(layout.exact for layout in layouts):
+            why = "unquantised weights do not fit"
+        elif all(layout.variant.weights for layout in layouts):
+            why = "--quantization excludes unquantised weights"
+        return LayoutAdvice(best, f"not exact: {why}")
     rule = "exact: unquantised weights, which give the reference's answers"
     if goal == "latency":
         gain = exact.speed.e2e.value / best.speed.e2e.value
     else:
         gain = best.speed.requests_per_s.value / exact.speed.requests_per_s.value
     return LayoutAdvice(exact, rule, best, gain) if gain >= _GAIN else LayoutAdvice(exact, rule)
-
-
-def _why_inexact(layouts: Sequence[Layout]) -> str:
-    """Return why no exact layout is recommended."""
-    if any(layout.exact for layout in layouts):
-        return "unquantised weights do not fit"
-    if all(layout.variant.weights for layout in layouts):
-        return "--quantization excludes unquantised weights"
-    return "--kv-cache-dtype fp8 rounds keys and values"
 
 
 def command_words(inputs: PlanInputs, verb: str, layout: Layout, model: str) -> list[str]:
@@ -181,77 +178,54 @@ def rejections(layouts: Iterable[Layout]) -> list[Rejection]:
 
 def warnings_for(inputs: PlanInputs, layouts: Sequence[Layout]) -> list[Caution]:
     """Return warnings about common misconceptions and hardware limits that apply to this setup."""
-    gpu, cautions = inputs.gpu, list[Caution]()
+    gpu, reads_images = inputs.gpu, inputs.shape.vision is not None
     sizes = {layout.variant.tensor_parallel_size for layout in layouts if layout.fits}
-    if gpu.capability is not None and inputs.count > 1:
-        why = "" if 1 in sizes else " (often used for models larger than one GPU)"
-        cautions.append(
-            Caution(
-                "device_map",
-                f'device_map="auto" in Transformers{why} places layers on several GPUs, but only one GPU works at a'
-                " time: it adds memory, not speed. Use --tensor-parallel-size or --replicas.",
-            )
-        )
-    if supports("triton", gpu.capability) and "fp8" not in gpu.flops_per_s:
-        text = (
-            f"{gpu.label} has no fp8 tensor cores. At best, fp8 checkpoints are dequantised to bf16 there, which"
-            " saves memory but not compute. Use int8."
-        )
-        if gpu.assumed or supports("fp8", gpu.capability):
-            text = f"{gpu.label}: no fp8 rate given: add fp8=TFLOP/s to --gpu if it has fp8 tensor cores."
-        cautions.append(Caution("fp8", text))
-    if supports("flash_attention_2", gpu.capability) and inputs.shape.vision is not None:
-        cautions.append(
-            Caution(
-                "flash_attention",
-                "attn_implementation=flash_attention_2 in Transformers makes image tokens causal: Gemma 3 needs"
-                " attention in both directions within an image. panscan's engine does it exactly.",
-            )
-        )
-    if gpu.note:
-        cautions.append(Caution("gpu", f"{gpu.label}: {gpu.note}."))
-    if max(sizes, default=1) > 1 and gpu.link.startswith("PCIe"):
-        cautions.append(
-            Caution(
-                "link",
-                f"{gpu.label} is linked by {gpu.link}: each all-reduce of a tensor-parallel group waits for it."
-                " Prefer one GPU per replica where the model fits.",
-            )
-        )
-    return cautions
+    why = "" if 1 in sizes else " (often used for models larger than one GPU)"
+    fp8 = (
+        f"{gpu.label} has no fp8 tensor cores. At best, fp8 checkpoints are dequantised to bf16 there, which saves"
+        " memory but not compute. Use int8."
+    )
+    if gpu.assumed or supports("fp8", gpu.capability):
+        fp8 = f"{gpu.label}: no fp8 rate given: add fp8=TFLOP/s to --gpu if it has fp8 tensor cores."
+    texts = {
+        "device_map": f'device_map="auto" in Transformers{why} places layers on several GPUs, but only one GPU works at'
+        " a time: it adds memory, not speed. Use --tensor-parallel-size or --replicas.",
+        "fp8": fp8,
+        "flash_attention": "attn_implementation=flash_attention_2 in Transformers makes image tokens causal: Gemma 3"
+        " needs attention in both directions within an image. panscan's engine does it exactly.",
+        "gpu": f"{gpu.label}: {gpu.note}.",
+        "link": f"{gpu.label} is linked by {gpu.link}: each all-reduce of a tensor-parallel group waits for it. Prefer"
+        " one GPU per replica where the model fits.",
+    }
+    applies = {
+        "device_map": gpu.capability is not None and inputs.count > 1,
+        "fp8": supports("triton", gpu.capability) and "fp8" not in gpu.flops_per_s,
+        "flash_attention": supports("flash_attention_2", gpu.capability) and reads_images,
+        "gpu": gpu.note,
+        "link": max(sizes, default=1) > 1 and gpu.link.startswith("PCIe"),
+    }
+    return [Caution(name, text) for name, text in texts.items() if applies[name]]
 
 
 def what_would_fit(inputs: PlanInputs) -> list[str]:
     """Return changes, each of which makes the model fit: other weights, more GPUs, or a larger GPU."""
-    return [change for change in (_other_weights(inputs), _more_gpus(inputs), _larger_gpu(inputs)) if change]
-
-
-def _other_weights(inputs: PlanInputs) -> str | None:
+    changes = []
     others = tuple(kind for kind in (None, *WEIGHT_KINDS) if kind not in inputs.kinds)
-    best = find_layouts(replace(inputs, kinds=others))[:1]
-    return f"--quantization {best[0].variant.weights or 'none'}" if best and best[0].fits else None
-
-
-def _more_gpus(inputs: PlanInputs) -> str | None:
-    for count in (2, 4, GPUS_PER_HOST):
-        if count > inputs.count:
-            for kind in inputs.kinds:
-                layout = layout_of(replace(inputs, count=count), kind, count)
-                if layout is not None and layout.fits:
-                    return f"--count {count} (--tensor-parallel-size {count}, {layout.variant.weights_name})"
-    return None
-
-
-def _larger_gpu(inputs: PlanInputs) -> str | None:
-    smallest: dict[str, None] = {}  # for each kind of weights, unquantised ones first
+    if (best := find_layouts(replace(inputs, kinds=others))[:1]) and best[0].fits:
+        changes.append(f"--quantization {best[0].variant.weights or 'none'}")
+    for count, kind in product((2, 4, GPUS_PER_HOST), inputs.kinds):
+        layout = layout_of(replace(inputs, count=count), kind, count) if count > inputs.count else None
+        if layout is not None and layout.fits:
+            changes.append(f"--count {count} (--tensor-parallel-size {count}, {layout.variant.weights_name})")
+            break
+    larger = []  # for each kind of weights, unquantised ones first
     for kind in inputs.kinds:
         for gpu in sorted(all_gpus().values(), key=lambda gpu: gpu.memory_bytes):
-            if gpu.capability is None or gpu.name == inputs.gpu.name or kind_reason(kind, gpu) is not None:
-                continue
-            if find_layouts(replace(inputs, gpu=gpu, kinds=(kind,), ceilings=None))[0].fits:
-                smallest[f"--gpu {gpu.name} ({kind or 'bf16'})"] = None
+            usable = gpu.capability is not None and gpu.name != inputs.gpu.name and kind_reason(kind, gpu) is None
+            if usable and find_layouts(replace(inputs, gpu=gpu, kinds=(kind,), ceilings=None))[0].fits:
+                larger.append(f"--gpu {gpu.name} ({kind or 'bf16'})")
                 break
-    return " or ".join(list(smallest)[:2]) or None
+    return [*changes, " or ".join(larger[:2])] if larger else changes
 
 
 def answer_data(answer: PlanAnswer) -> dict[str, Any]:
@@ -271,16 +245,15 @@ def answer_data(answer: PlanAnswer) -> dict[str, Any]:
         "fleets": [_fleet_data(fleet) for fleet in answer.fleets],
     }
     if advice is not None and not answer.unmet:
-        data["recommended"] = _runnable(answer, advice.layout, {"rule": advice.rule})
+        layouts: dict[str, tuple[Layout, dict[str, Any]]] = {
+            "recommended": (advice.layout, {"rule": advice.rule}),
+        }
         if advice.faster is not None:
-            data["faster_not_exact"] = _runnable(answer, advice.faster, {"gain": advice.gain})
+            layouts["faster_not_exact"] = (advice.faster, {"gain": advice.gain})
+        for name, (layout, others) in layouts.items():
+            commands = {verb: answer.command(verb, layout) for verb in answer.verbs}
+            data[name] = {**_layout_data(layout), **others, "commands": commands}
     return data
-
-
-def _runnable(answer: PlanAnswer, layout: Layout, others: dict[str, Any]) -> dict[str, Any]:
-    """Return a layout with the commands that run it."""
-    commands = {verb: answer.command(verb, layout) for verb in answer.verbs}
-    return {**_layout_data(layout), **others, "commands": commands}
 
 
 def _layout_data(layout: Layout) -> dict[str, Any]:
@@ -301,13 +274,10 @@ def _layout_data(layout: Layout) -> dict[str, Any]:
 
 
 def _fleet_data(fleet: Fleet) -> dict[str, Any]:
+    names = ("replicas", "replicas_range", "gpus", "rate_of_one", "breaks_at")
     return {
         **_variant_data(fleet.layout),
-        "replicas": fleet.replicas,
-        "replicas_range": list(fleet.replicas_range),
-        "gpus": fleet.gpus,
-        "rate_of_one": fleet.rate_of_one,
-        "breaks_at": fleet.breaks_at,
+        **{name: getattr(fleet, name) for name in names},
         "level": asdict(fleet.level),
     }
 

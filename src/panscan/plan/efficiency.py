@@ -15,12 +15,12 @@ reaches of its data sheet. ``efficiency.json`` holds the factors; ``benchmarks/p
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.resources import files
-from typing import Any, Self
+
+import msgspec
 
 from panscan.core.gpu_features import supports
 from panscan.engine.options import EngineOptions
@@ -126,17 +126,6 @@ class Efficiency:
     held_out: tuple[str, ...]
     factors: Factors
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Return what ``efficiency.json`` holds.
-
-        Raises:
-            TypeError: a factor is missing or unknown.
-        """
-        flops, copied = values["ceilings"]
-        lists = {name: tuple(values[name]) for name in ("fitted", "held_out")}
-        return cls(**{**values, **lists, "ceilings": (flops, copied), "factors": Factors(**values["factors"])})
-
     def reached(self) -> tuple[float, float]:
         """Return the GPU's ceilings relative to its data sheet: FLOP/s and bytes/s."""
         gpu = all_gpus()[self.gpu]
@@ -147,7 +136,7 @@ class Efficiency:
 def committed_efficiency() -> Efficiency:
     """Return the efficiency that was fitted to the committed records."""
     text = files(__package__).joinpath("efficiency.json").read_text(encoding="utf-8")
-    return Efficiency.from_dict(json.loads(text))
+    return msgspec.json.decode(text, type=Efficiency)
 
 
 class Clock:
@@ -184,7 +173,13 @@ class Clock:
         self._split = variant.tensor_parallel_size > 1
         self.measured = gpu.name == efficiency.gpu
         spread = efficiency.spread_ranks if self._split else efficiency.spread
-        self.widening = 1 + spread if self.measured else self._widened(spread, min(reached), ceilings is not None)
+        self.widening = 1 + spread
+        if not self.measured:
+            # The spread, and what a data sheet leaves open: this GPU may reach all of it, or fall as far short of what
+            # is expected; with measured ceilings, half as far. (Distances are logs of ratios.)
+            self.widening *= 1 / min(reached) if ceilings is None else min(reached) ** -0.5
+            if gpu.capability is None:  # without CUDA, other kernels run: twice as far
+                self.widening **= 2
         label = all_gpus()[efficiency.gpu].label
         if self.measured:
             self.basis = f"records of {label}: within {spread:.0%} in nine of ten measurements"
@@ -230,7 +225,9 @@ class Clock:
             return self.vision_seconds(views)
         rows = padded_rows(singles, others, self._graphs) if graph is not False else None
         computed = self._decoder(decode_contexts, prefill, rows)
-        host = self._vision_host(views) + self._pass_host(singles + len(prefill))
+        requests = singles + len(prefill)
+        replay = self._host("replay") + requests * self._factors.sequence_ranks_seconds * self._split
+        host = self._vision_host(views) + replay
         if rows is None:
             return max(self.vision_seconds(views) + computed, host + self.variant.text.layers * self._host("launch"))
         return max(self._vision_device(views), host) + computed if views else max(computed, host)
@@ -272,10 +269,6 @@ class Clock:
         """Return the FLOP/s of an operand type; without units for it, of the 16-bit type that it is converted to."""
         return self._share * (self.gpu.flops_per_s.get(kind) or self.gpu.half_rate)
 
-    def _pass_host(self, requests: int) -> float:
-        """Return the host time of a pass without its launches."""
-        return self._host("replay") + requests * self._factors.sequence_ranks_seconds * self._split
-
     def _decoder(self, decode_contexts: Sequence[int], prefill: Sequence[tuple[int, int]], rows: int | None) -> float:
         """Return the time of the decoder on the GPU. ``rows``: of its CUDA graph; None: launched kernel by kernel."""
         factors, layers = self._factors, self.variant.text.layers
@@ -284,10 +277,13 @@ class Clock:
         sampled = len(decode_contexts) + len(prefill)
         computed = rows or len(decode_contexts) + sum(end - start for start, end in prefill)
         latency = factors.layer_seconds if rows else factors.tail_seconds
+        activations = decode.activation_bytes + chunks.activation_bytes
         return (
             layers * (self._layer_products(computed) + latency)
             + self._output(sampled)
-            + self._attention(decode, chunks)
+            + chunks.attention / (self._rate(self.variant.dtype) * factors.attention)
+            + decode.kv_bytes / (self._copied * factors.kv)
+            + activations / (self._copied * factors.activations)
             + self._between(decode.link_bytes + chunks.link_bytes, max(decode.reductions, chunks.reductions))
             + factors.pass_seconds
         )
@@ -332,34 +328,10 @@ class Clock:
         read = weights * self.variant.width / (self._copied * self._factors.read_bf16)
         return _norm(compute, read, _OVERLAP)
 
-    def _attention(self, decode: Work, chunks: Work) -> float:
-        """Return the time of attention and of the elementwise kernels."""
-        factors, copied = self._factors, self._copied
-        activations = decode.activation_bytes + chunks.activation_bytes
-        return (
-            chunks.attention / (self._rate(self.variant.dtype) * factors.attention)
-            + decode.kv_bytes / (copied * factors.kv)
-            + activations / (copied * factors.activations)
-        )
-
     def _between(self, sent_bytes: float, messages: int) -> float:
         """Return the time of the messages between GPUs."""
         sent = sent_bytes / (self.gpu.link_bytes_per_s * self._factors.link)
         return sent + messages * self._factors.message_seconds
-
-    def _widened(self, spread: float, reached: float, ceilings: bool) -> float:
-        """Return the factor to both bounds on a GPU without records: their spread, and what a data sheet leaves open.
-
-        It may reach all of its data sheet, or fall as far short of what is expected; with measured ceilings, half as
-        far. Without CUDA, other kernels run: twice as far. (Distances are logs of ratios.)
-
-        Args:
-            spread: of the records.
-            reached: share of its data sheet that the GPU of the records reaches.
-            ceilings: whether the GPU's own were measured.
-        """
-        widening = (1 + spread) * (reached**-0.5 if ceilings else 1 / reached)
-        return widening if self.gpu.capability is not None else widening**2
 
 
 @lru_cache(maxsize=4096)

@@ -10,13 +10,12 @@ from math import ceil, inf
 
 import numpy as np
 
-from panscan.core import Stamps
 from panscan.core.option import Range
 from panscan.plan.efficiency import Interval
 from panscan.plan.layouts import ClockTimes, Layout, Level, PlanInputs
 from panscan.plan.simulate import SimulatedEngine, SimulatedRequest, route_arrivals
 from panscan.records.goodput import Goodput, Limits, goodput_of, missed_limits
-from panscan.records.schema import RequestTimes
+from panscan.records.request_records import RequestTimes
 from panscan.settings import default_of
 
 ArrivalTimes = Callable[[float, int], Sequence[float]]
@@ -142,22 +141,22 @@ class FleetSimulation:
     def level(self, rate: float, replicas: int = 1) -> FleetLevel:
         """Return the figures of replicas that share requests at a rate."""
         engines, requests = self._run(rate, replicas)
-        done = [request for request in requests if not request.refused]
+        done = [request.stamps for request in requests if not request.refused]
         goodput, seconds = self._goodput(requests)
-        times = {
-            "ttft": [request.ttft for request in done],
-            "tpot": [tpot for request in done if (tpot := request.tpot) is not None],
-            "e2el": [request.e2e for request in done],
-        }
+        percentiles = {}
+        for name, attribute in {"ttft": "ttft", "tpot": "tpot", "e2el": "e2e"}.items():
+            times = [1e3 * value for stamps in done if (value := getattr(stamps, attribute)) is not None]
+            values = np.percentile(times, _PERCENTILES).tolist() if times else ()
+            percentiles[name] = dict(zip(_PERCENTILES, values, strict=False))
         return FleetLevel(
-            rate,
-            replicas,
-            len(requests),
-            len(done) / seconds if seconds > 0 else 0.0,
-            goodput,
-            {name: _percentiles(values) for name, values in times.items()},
-            sum(engine.preemptions for engine in engines),
-            len(requests) - len(done),
+            rate=rate,
+            replicas=replicas,
+            requests=len(requests),
+            requests_per_s=len(done) / seconds if seconds > 0 else 0.0,
+            goodput=goodput,
+            percentiles_ms=percentiles,
+            preemptions=sum(engine.preemptions for engine in engines),
+            refused=len(requests) - len(done),
         )
 
     def holds(self, rate: float, replicas: int = 1) -> bool:
@@ -226,17 +225,11 @@ class FleetSimulation:
 def _request_times(request: SimulatedRequest) -> RequestTimes:
     return RequestTimes(
         error="refused" if request.refused else None,
-        stamps=Stamps(request.arrived, tokens=request.tokens),
+        stamps=request.stamps,
         output_tokens=len(request.tokens),
         due=request.arrived,
         queued=0.0,
     )
-
-
-def _percentiles(seconds: Sequence[float]) -> dict[int, float]:
-    if not seconds:
-        return {}
-    return dict(zip(_PERCENTILES, (1e3 * np.percentile(seconds, _PERCENTILES)).tolist(), strict=True))
 
 
 def size_fleets(
@@ -254,10 +247,10 @@ def size_fleets(
         on_progress: called with what is simulated next.
     """
     started, fleets = time.monotonic(), list[Fleet]()
-    for number, layout in enumerate(sorted(layouts, key=_rate_per_gpu, reverse=True), 1):
+    for number, layout in enumerate(sorted(layouts, key=lambda layout: layout.rate_per_gpu, reverse=True), 1):
         fewest = min((fleet.gpus for fleet in fleets if fleet.gpus is not None), default=inf)
         size = layout.variant.tensor_parallel_size
-        if ceil(traffic.rate / (_ABOVE_STEADY * _rate_per_gpu(layout) * size)) * size >= fewest:
+        if ceil(traffic.rate / (_ABOVE_STEADY * layout.rate_per_gpu * size)) * size >= fewest:
             continue
         if fleets and time.monotonic() - started > _SECONDS:
             break
@@ -265,12 +258,13 @@ def size_fleets(
         fleets.append(_one_layout(inputs, layout, traffic))
     best, *others = sorted(fleets, key=lambda fleet: (fleet.gpus or inf, -fleet.rate_of_one))
     on_progress("simulating the ends of the predicted times")
-    return [_ranged(inputs, best, traffic), *others]
-
-
-def _rate_per_gpu(layout: Layout) -> float:
-    """Return the requests per second and GPU with all places taken."""
-    return layout.speed.requests_per_s.value / layout.gpus
+    if best.replicas is not None:
+        ends: tuple[Level, Level] = ("low", "high")
+        simulations = [FleetSimulation(inputs, best.layout, traffic, end) for end in ends]
+        low, high = (_replicas(traffic.rate, simulation.highest_rate(best.rate_of_one)) for simulation in simulations)
+        low = best.replicas if low is None else min(low, best.replicas)
+        best = replace(best, replicas_range=(low, None if high is None else max(high, best.replicas)))
+    return [best, *others]
 
 
 def _one_layout(inputs: PlanInputs, layout: Layout, traffic: Traffic) -> Fleet:
@@ -288,17 +282,6 @@ def _one_layout(inputs: PlanInputs, layout: Layout, traffic: Traffic) -> Fleet:
         needed += 1
         level = simulation.level(rate, needed)
     return Fleet(layout, needed, (needed, needed), rate_of_one, level, max(rate, needed * rate_of_one))
-
-
-def _ranged(inputs: PlanInputs, fleet: Fleet, traffic: Traffic) -> Fleet:
-    """Return the fleet with the replicas needed at both ends of the predicted times."""
-    if fleet.replicas is None:
-        return fleet
-    ends: tuple[Level, Level] = ("low", "high")
-    simulations = [FleetSimulation(inputs, fleet.layout, traffic, end) for end in ends]
-    low, high = (_replicas(traffic.rate, simulation.highest_rate(fleet.rate_of_one)) for simulation in simulations)
-    low = fleet.replicas if low is None else min(low, fleet.replicas)
-    return replace(fleet, replicas_range=(low, None if high is None else max(high, fleet.replicas)))
 
 
 def _replicas(rate: float, rate_of_one: float) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import yaml
 
 from panscan.core import SettingError
 from panscan.core.gpu_features import FEATURES, Capability, refusal
-from panscan.core.option import shorten
+from panscan.core.option import Range, shorten
 from panscan.settings import nearest
 
 _RATES = ("bf16", "fp16", "fp32", "fp8", "int8")
@@ -23,6 +22,7 @@ _NEEDED = ("memory", "bandwidth", "bf16")
 _CUSTOM = (*_NEEDED, "fp16", "fp32", "fp8", "int8", "link", "capability")
 _EXAMPLE = "memory=24,bandwidth=936,bf16=71,int8=142,link=32 (GB, GB/s, TFLOP/s, TOP/s, GB/s)"
 _LINK = 32.0  # GB/s of PCIe 4.0 x16
+_FIGURE = Range(gt=0, le=1_000_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,7 @@ def _custom_gpu(text: str) -> Gpu:
             raise SettingError(f"--gpu: unknown key {shorten(key)}{nearest(key, _CUSTOM)}; expected {_EXAMPLE}")
         if key in given:
             raise SettingError(f"--gpu: {key} is given twice")
-        given[key] = _capability(value) if key == "capability" else _figure(key, value)
+        given[key] = _capability(value) if key == "capability" else _FIGURE.parse(f"--gpu: {key}", value)
     if missing := [key for key in _NEEDED if key not in given]:
         raise SettingError(f"--gpu: {', '.join(missing)} missing; expected {_EXAMPLE}")
     values = {
@@ -177,16 +177,6 @@ def _custom_gpu(text: str) -> Gpu:
         "assumed": "capability" not in given,
     }
     return _gpu("custom", given | values)
-
-
-def _figure(key: str, value: str) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < 1e6:
-        raise SettingError(f"--gpu: {key} takes a number above 0 and below 1000000; got {shorten(value)}")
-    return number
 
 
 def _capability(value: str) -> Capability:

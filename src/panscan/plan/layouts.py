@@ -93,11 +93,6 @@ class LayoutSpeed:
     basis: str
     measured: bool
 
-    @property
-    def bound(self) -> str:
-        """What limits the layout for most of the time."""
-        return self.prefill_bound if self.prefill_share >= 0.5 else self.decode_bound
-
 
 @dataclass(frozen=True, slots=True)
 class Layout:
@@ -134,6 +129,11 @@ class Layout:
     def gpus(self) -> int:
         """Number of GPUs that the layout uses."""
         return self.replicas * self.variant.tensor_parallel_size
+
+    @property
+    def rate_per_gpu(self) -> float:
+        """Requests per second and GPU with all places taken."""
+        return self.speed.requests_per_s.value / self.gpus
 
     @property
     def exact(self) -> bool:
@@ -209,7 +209,14 @@ def find_layouts(inputs: PlanInputs) -> list[Layout]:
     most = 1 if inputs.gpu.capability is None else min(inputs.count, GPUS_PER_HOST)
     sizes = [size for size in (1, 2, 4, 8) if size <= most]
     layouts = (layout_of(inputs, kind, size) for kind in inputs.kinds for size in sizes)
-    return sorted(filter(None, layouts), key=lambda layout: _rank(layout, inputs.goal))
+
+    def rank(layout: Layout) -> tuple[float, int]:
+        if not layout.fits:
+            return inf, 0
+        latency, rate = layout.speed.e2e.value, layout.speed.requests_per_s.value
+        return latency if inputs.goal == "latency" else -rate, layout.gpus
+
+    return sorted(filter(None, layouts), key=rank)
 
 
 def layout_of(inputs: PlanInputs, kind: str | None, size: int) -> Layout | None:
@@ -261,14 +268,6 @@ def _memory_reason(
     return None
 
 
-def _rank(layout: Layout, goal: Goal) -> tuple[float, int]:
-    """Return the key that orders layouts: those that fit, best first, of equal ones that with the fewest GPUs."""
-    if not layout.fits:
-        return inf, 0
-    figure = layout.speed.e2e.value if goal == "latency" else -layout.speed.requests_per_s.value
-    return figure, layout.gpus
-
-
 def _speed(inputs: PlanInputs, variant: Variant, replicas: int, running: int) -> LayoutSpeed:
     """Return the predicted times of a layout that fits."""
     clock, mix = inputs.clock(variant), inputs.mix
@@ -318,21 +317,13 @@ def _steady(times: ClockTimes, mix: WorkloadMix, options: EngineOptions, running
     share = min(1.0, running * prompt / (chunk * outputs))  # passes that have a prefill chunk
     decoding = min(running, max(1, round(outputs * chunk / prompt)))
     contexts = [ceil(prompt + outputs / 2)] * decoding
-    mixed = times.pass_seconds(contexts, _chunks(chunk, prompt), 0, graph=chunk <= MOST_CHUNK_ROWS)
-    mixed += _vision_seconds(times, mix.mean_views * chunk / prompt)
+    prompts, rest = divmod(round(chunk), max(1, round(prompt)))
+    chunks = [(0, round(prompt))] * prompts + ([(0, rest)] if rest else [])  # of whole prompts, and of another
+    mixed = times.pass_seconds(contexts, chunks, 0, graph=chunk <= MOST_CHUNK_ROWS)
+    if views := mix.mean_views * chunk / prompt:  # in batches of the next whole number
+        batch = max(1, round(views))
+        mixed += times.pass_seconds([], [], batch, graph=False) * views / batch
     plain = times.pass_seconds(contexts, [], 0, graph=True)
     seconds = share * mixed + (1 - share) * plain
     rate = decoding / (outputs * seconds) if share < 1 else chunk / prompt / mixed
     return rate, seconds, share * (mixed - plain) / seconds
-
-
-def _chunks(rows: float, prompt: float) -> list[tuple[int, int]]:
-    """Return the prefill chunks of a pass: whole prompts of this length, and part of another."""
-    prompts, rest = divmod(round(rows), max(1, round(prompt)))
-    return [(0, round(prompt))] * prompts + ([(0, rest)] if rest else [])
-
-
-def _vision_seconds(times: ClockTimes, views: float) -> float:
-    """Return the seconds of a fractional number of views, in batches of the next whole number."""
-    count = max(1, round(views))
-    return times.pass_seconds([], [], count, graph=False) * views / count if views else 0.0

@@ -74,7 +74,10 @@ def memory_plan(variant: Variant, gpu: Gpu, options: EngineOptions | None = None
         try:
             if facts.on_gpu:
                 budget.check_weights(weights, facts.device)
-            blocks = choose_blocks(facts, options, _memory(variant, gpu, facts.processes))
+            reserved = weights + _fragments(variant) if facts.on_gpu else 0
+            taken = reserved + _CONTEXT if facts.on_gpu else facts.processes * weights
+            device = DeviceMemory(gpu.memory_bytes, max(0, gpu.memory_bytes - taken), reserved)
+            blocks = choose_blocks(facts, options, device)
             tokens = blocks[0] * options.block_size, blocks[1] * options.block_size
         except UnsupportedError as error:
             reason = str(error)
@@ -105,14 +108,6 @@ def concurrent_requests(plan: MemoryPlan, variant: Variant, tokens: int, options
     return min(plan.global_tokens // held, plan.local_tokens // window, options.max_num_seqs)
 
 
-def _memory(variant: Variant, gpu: Gpu, processes: int) -> DeviceMemory:
-    """Return the device's memory with the weights loaded."""
-    if gpu.capability is None:
-        return DeviceMemory(gpu.memory_bytes, max(0, gpu.memory_bytes - processes * variant.weight_bytes()))
-    reserved = variant.weight_bytes() + _fragments(variant)
-    return DeviceMemory(gpu.memory_bytes, max(0, gpu.memory_bytes - reserved - _CONTEXT), reserved)
-
-
 def _fragments(variant: Variant) -> int:
     """Return the bytes that PyTorch's allocator reserves beyond the weights and cannot release.
 
@@ -133,7 +128,11 @@ def _memory_facts(variant: Variant, gpu: Gpu, options: EngineOptions) -> tuple[M
     rows, on_gpu, graphs = pass_rows(options, image_tokens), gpu.capability is not None, 0
     if on_gpu:
         graphs = _bound(variant, options.max_num_seqs + MOST_CHUNK_ROWS, 0)
-        largest = max(_decoder_bytes(variant, rows), _sampler_bytes(variant, options), _vision_bytes(variant, options))
+        # Sampling takes float32 logits, two sets of scores, and to filter a part of the rows 36 bytes per score in
+        # tensors and about 20 in the sort's own buffers.
+        score_bytes = 12 * options.max_num_seqs + 56 * min(options.max_num_seqs, _FILTERED_ROWS)
+        sampler = text.vocabulary * score_bytes
+        largest = max(_decoder_bytes(variant, rows), sampler, _vision_bytes(variant, options))
         pixels = MemoryBudget.of(options, gpu.memory_bytes).pixel_bytes
         working = gpu_working_bytes(largest_pass=largest, graphs=graphs, pixels=pixels)
     else:
@@ -184,16 +183,6 @@ def _decoder_bytes(variant: Variant, rows: int) -> int:
     inner = text.intermediate // size
     sums = variant.weight_format.sum_bytes or width
     return rows * ((4 * text.hidden + heads + inner) * width + 2 * inner * sums)
-
-
-def _sampler_bytes(variant: Variant, options: EngineOptions) -> int:
-    """Return the bytes that sampling for ``max_num_seqs`` rows allocates at once.
-
-    Float32 logits, two sets of scores, and what filtering a part of the rows takes: 36 bytes per score in tensors and
-    about 20 in the sort's own buffers.
-    """
-    rows = options.max_num_seqs
-    return variant.text.vocabulary * (12 * rows + 56 * min(rows, _FILTERED_ROWS))
 
 
 def _vision_bytes(variant: Variant, options: EngineOptions) -> int:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from random import Random
 
+import numpy as np
+
 from panscan.core import PanAndScan, SettingError
 from panscan.core.option import Range, shorten
 from panscan.core.sampling import TOKENS
@@ -130,8 +132,7 @@ class WorkloadMix:
         return RequestSketch(ids, PromptLayout(spans), output_tokens)
 
     def _mean(self, values: Sequence[float]) -> float:
-        weights = [page.share for page in self.pages]
-        return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)
+        return float(np.average(values, weights=[page.share for page in self.pages]))
 
 
 def mix_of_views(text: str, shape: Shape, *, text_tokens: int, output_tokens: tuple[int, int]) -> WorkloadMix:

@@ -15,11 +15,11 @@ from itertools import count, pairwise
 from math import inf
 from typing import Protocol
 
-from panscan.core import SettingError
+from panscan.core import SettingError, Stamps
 from panscan.engine.scheduling.batch import Chunk, Sequence, Step
 from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS, MOST_CHUNKS
 from panscan.engine.scheduling.kv_blocks import KVBlocks
-from panscan.engine.scheduling.pacing import Pacer, PassSize, PrefillLimit
+from panscan.engine.scheduling.pacing import Pacer, PassSize
 from panscan.engine.scheduling.scheduler import Scheduler
 from panscan.engine.vision import VisionCache
 from panscan.plan.cost import OUTPUT_COST, VIEW_COST
@@ -119,20 +119,9 @@ class SimulatedRequest:
         return self.refused or len(self.tokens) == self.sketch.output_tokens
 
     @property
-    def ttft(self) -> float:
-        """Seconds from its arrival to its first token."""
-        return self.tokens[0] - self.arrived
-
-    @property
-    def e2e(self) -> float:
-        """Seconds from its arrival to its last token."""
-        return self.tokens[-1] - self.arrived
-
-    @property
-    def tpot(self) -> float | None:
-        """Seconds per output token after the first; None below two tokens."""
-        count = len(self.tokens)
-        return None if count < 2 else (self.tokens[-1] - self.tokens[0]) / (count - 1)
+    def stamps(self) -> Stamps:
+        """When it arrived, and when each of its tokens did."""
+        return Stamps(self.arrived, tokens=self.tokens)
 
     @property
     def cost(self) -> float:
@@ -152,7 +141,6 @@ class SimulatedPass:
 
 @dataclass(frozen=True, slots=True)
 class _LaunchedPass:
-    step: Step
     sampled: list[Sequence]
     size: PassSize
     vision: float
@@ -229,7 +217,12 @@ class SimulatedEngine:
 
     def step(self) -> bool:
         """Launch a pass, then deliver the tokens of the previous one; return False if there is nothing to do."""
-        step = self._scheduler.schedule(self._limit())
+        limit = None  # how long the prefill of the pass may take
+        if self._pacer is not None:
+            inflight = None if self._inflight is None else self._inflight.size
+            requests = ((sequence, request.arrived, request.tokens) for sequence, request in self._requests.items())
+            limit = self._pacer.limit(self.now, inflight, requests)
+        step = self._scheduler.schedule(limit)
         if step is None:
             return self._land()
         flight = self._launch(step)
@@ -277,14 +270,6 @@ class SimulatedEngine:
         self._requests[sequence] = request
         self._scheduler.add(sequence)
 
-    def _limit(self) -> PrefillLimit | None:
-        """Return how long the prefill of the next pass may take."""
-        if self._pacer is None:
-            return None
-        inflight = None if self._inflight is None else self._inflight.size
-        requests = ((sequence, request.arrived, request.tokens) for sequence, request in self._requests.items())
-        return self._pacer.limit(self.now, inflight, requests)
-
     def _launch(self, step: Step) -> _LaunchedPass:
         """Return the pass, with the time when the device finishes it."""
         prefill, keys = [], []
@@ -293,14 +278,18 @@ class SimulatedEngine:
             if not chunk.sequence.decodes:
                 prefill.append((chunk.start, chunk.end))
                 keys += [span.key for span in chunk.sequence.layout.within(chunk.start, chunk.end)]
-        views, rows = self._encode(keys), sum(end - start for start, end in prefill)
+        missing = [key for key in dict.fromkeys(keys) if self._vision.pin(key) is None]
+        for key in missing:
+            self._vision.place(key)
+        self._vision.release()
+        views, rows = len(missing), sum(end - start for start, end in prefill)
         graph = self._sizes.graphs and rows <= MOST_CHUNK_ROWS and len(prefill) < MOST_CHUNKS
         seconds = self._times.pass_seconds(contexts, prefill, views, graph=graph)
         self._device_free = max(self.now, self._device_free) + seconds
         self.passes.append(SimulatedPass(self._device_free, len(contexts), rows, views))
         sampled = [chunk.sequence for chunk in step.chunks if chunk.samples]
         vision = self._times.pass_seconds([], [], views, graph=False) if views and self._pacer is not None else 0.0
-        return _LaunchedPass(step, sampled, PassSize.of(step, views, self.now), vision, self._device_free)
+        return _LaunchedPass(sampled, PassSize.of(step, views, self.now), vision, self._device_free)
 
     def _tokens_read(self, decoding: abc.Sequence[Chunk]) -> list[int]:
         """Return how many tokens each decoding request reads. Up to eight that share pages read those together, as in
@@ -316,14 +305,6 @@ class SimulatedEngine:
             seen[pages] += 1
             tokens.append(chunk.end - spans[-1].end if known else chunk.end)
         return tokens
-
-    def _encode(self, keys: abc.Sequence[bytes]) -> int:
-        """Place the views of a pass in the vision cache; return how many of them it did not hold."""
-        missing = [key for key in dict.fromkeys(keys) if self._vision.pin(key) is None]
-        for key in missing:
-            self._vision.place(key)
-        self._vision.release()
-        return len(missing)
 
     def _land(self) -> bool:
         """Wait for the pass in flight and deliver its tokens; return False if there is none."""

@@ -274,6 +274,7 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
         "quantize",
         flag="quantization",
         choices=WEIGHT_KINDS,
+        metavar="|".join(reversed(WEIGHT_KINDS)),
     )
     group_size: int | None = option(
         None,

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from panscan.core import DatasetError, SettingError
-from panscan.records.schema import EXACT_MATCH, DatasetFacts
+from panscan.records.fields import EXACT_MATCH
+from panscan.records.schema import DatasetFacts
 from panscan.settings import nearest
 from panscan.workload.rows import (
     MOST_ROWS,

@@ -12,10 +12,12 @@ import torch
 from tests.model.formats.small import CHECKPOINTS, TEXT_ONLY, Checkpoint, dense_weights
 
 from panscan.core import ModelError, PanscanError, UnsupportedError
+from panscan.core.weight_formats import QUANTIZATION, STORED_FORMATS, WEIGHT_KINDS
 from panscan.model.checkpoint import Loaded, Placement, load_meta_model, load_model, load_shard_of
-from panscan.model.formats.load import stored_scheme
+from panscan.model.formats.bitsandbytes import ON_LOAD
+from panscan.model.formats.load import SCHEMES, stored_scheme
 from panscan.model.inventory import inventory
-from panscan.model.linear.quantized import QuantizedLinear, WeightFormat
+from panscan.model.linear.quantized import LINEARS, QuantizedLinear, WeightFormat
 from panscan.model.load import load_for
 from panscan.settings import Settings
 
@@ -338,9 +340,15 @@ def test_unreadable_formats_are_named_with_what_works(config: dict[str, Any], me
     assert "use compressed-tensors (W4A16" in str(caught.value)
 
 
-def test_unquantised_and_bitsandbytes_checkpoints_go_through_transformers() -> None:
+def test_unquantised_checkpoints_and_those_of_bitsandbytes_in_8_bits_go_through_transformers() -> None:
     assert stored_scheme({}, "m") is None
-    assert stored_scheme({"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}, "m") is None
+    assert stored_scheme({"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}}, "m") is None
+
+
+def test_the_table_of_formats_names_those_that_can_be_read_multiplied_and_made() -> None:
+    assert tuple(scheme.method for scheme in SCHEMES) == STORED_FORMATS
+    assert {*LINEARS} == {*WEIGHT_KINDS}
+    assert {*LINEARS, *ON_LOAD} == {*QUANTIZATION}
 
 
 @pytest.mark.parametrize(

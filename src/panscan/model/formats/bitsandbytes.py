@@ -1,10 +1,27 @@
-"""Quantisations of bitsandbytes: those that Transformers makes on load."""
+"""bitsandbytes: checkpoints in 4 bits, dequantised as they are loaded, and the quantisations that Transformers makes.
+
+A matrix of a 4-bit checkpoint is stored as ``weight``: pairs of 4-bit indices in the order of its values, the first in
+the high bits. ``weight.quant_map`` has the value of each index, ``weight.absmax`` a scale for each block of consecutive
+values, and ``weight.quant_state.bitsandbytes__nf4`` (or ``fp4``) the rest as JSON. Scales may be quantised themselves:
+8-bit indices into ``weight.nested_quant_map``, with ``weight.nested_absmax`` for each block of them, plus an offset.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch.nn import functional
+
+from panscan.model.formats.schemes import StoredScheme, field_of
+from panscan.model.formats.tensors import MatrixTensors
+from panscan.model.untrusted.reading import json_object
+
+_STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
+_STORAGE = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)  # types that hold the packed bytes
+_MOST_STATE = 65_536  # bytes; usual ones have 200
 
 _UNTOUCHED = ["model.vision_tower", "model.multi_modal_projector", "lm_head"]
 """Starts of the paths of modules that stay unquantised: the vision tower and its projector, because their inputs have a
@@ -23,3 +40,82 @@ def transformers_config(name: str | None, dtype: torch.dtype) -> Any:
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(**ON_LOAD[name], bnb_4bit_compute_dtype=dtype, llm_int8_skip_modules=_UNTOUCHED)
+
+
+class BitsAndBytesScheme(StoredScheme):
+    """The 4-bit formats, where bitsandbytes is not installed. Otherwise, and in 8 bits, Transformers loads them.
+
+    Args:
+        config: ``quantization_config`` of config.json.
+    """
+
+    method = "bitsandbytes"
+    markers = _STATES
+    dequantizes = True
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.name = f"bitsandbytes ({field_of(config, 'bnb_4bit_quant_type', str, 'fp4')}, 4 bits)"
+        self.notes = ("the weights are dequantised, because bitsandbytes is not installed",)
+
+    @classmethod
+    def recognises(cls, method: str, config: Mapping[str, Any]) -> bool:
+        """See :class:`StoredScheme`."""
+        return method.startswith(cls.method) or bool(config.get("load_in_4bit") or config.get("load_in_8bit"))
+
+    @classmethod
+    def by_transformers(cls, config: Mapping[str, Any]) -> bool:
+        """See :class:`StoredScheme`."""
+        return not config.get("load_in_4bit") or find_spec("bitsandbytes") is not None
+
+    def describe(self, names: Sequence[str], tensors: MatrixTensors) -> str:
+        """See :class:`StoredScheme`."""
+        state = _quant_state(tensors)
+        return f"{state.get('quant_type')}, blocks of {state.get('blocksize')}"
+
+    def linear_of(self, names: Sequence[str], tensors: MatrixTensors, outputs: int, inputs: int) -> torch.Tensor:
+        """See :class:`StoredScheme`."""
+        state, count = _quant_state(tensors), outputs * inputs
+        if state.get("shape") != [outputs, inputs]:
+            raise ValueError(
+                f"quant_state of {tensors.weight_name} has the shape {state.get('shape')!r:.60}; expected"
+                f" {[outputs, inputs]}"
+            )
+        packed = tensors.take("weight", types=_STORAGE).contiguous().view(torch.uint8).flatten()
+        if len(packed) != -(-count // 2):
+            raise ValueError(f"{tensors.weight_name} has {len(packed):,} bytes; expected {-(-count // 2):,}")
+        size = _block_size(tensors, state, "blocksize")
+        blocks = -(-count // size)
+        if "weight.nested_absmax" in tensors:
+            scales = _nested_scales(tensors, state, blocks)
+        else:
+            scales = tensors.take_scale("weight.absmax", (blocks,))
+        values = tensors.take_scale("weight.quant_map", (16,)).float()
+        dense = values[torch.stack([packed >> 4, packed & 0xF], -1).flatten().int()]
+        dense = functional.pad(dense[:count], (0, blocks * size - count)).view(blocks, size)
+        return (dense * scales.float()[:, None]).flatten()[:count].view(outputs, inputs)
+
+
+def _quant_state(tensors: MatrixTensors) -> dict[str, Any]:
+    """Return the JSON object that describes a matrix."""
+    leaf = next(leaf for leaf in _STATES if leaf in tensors)
+    text = tensors.take(leaf, types=(torch.uint8,))
+    if text.numel() > _MOST_STATE:
+        raise ValueError(f"quant_state of {tensors.weight_name} has {text.numel():,} bytes")
+    return json_object(bytes(text.flatten().tolist()).decode(errors="replace"), f"quant_state of {tensors.weight_name}")
+
+
+def _block_size(tensors: MatrixTensors, state: Mapping[str, Any], field: str) -> int:
+    size = state.get(field)
+    if type(size) is not int or not 1 <= size <= 1 << 20:
+        raise ValueError(f"quant_state of {tensors.weight_name}: {field} is {size!r:.40}; expected a number of values")
+    return size
+
+
+def _nested_scales(tensors: MatrixTensors, state: Mapping[str, Any], blocks: int) -> torch.Tensor:
+    """Return the scales of a matrix whose scales are quantised, float32 ``[blocks]``."""
+    size, offset = _block_size(tensors, state, "nested_blocksize"), state.get("nested_offset")
+    if not isinstance(offset, int | float):
+        raise ValueError(f"quant_state of {tensors.weight_name}: nested_offset is {offset!r:.40}; expected a number")
+    indices = tensors.take("weight.absmax", (blocks,), types=(torch.uint8,)).int()
+    scales = tensors.take_scale("weight.nested_absmax", (-(-blocks // size),)).float().repeat_interleave(size)
+    return tensors.take_scale("weight.nested_quant_map", (256,)).float()[indices] * scales[:blocks] + offset

@@ -55,6 +55,7 @@ class CompressedTensorsScheme(StoredScheme):
         ValueError: a field has a wrong type or value.
     """
 
+    method = "compressed-tensors"
     markers = ("weight_packed", "weight_scale")
     covers_all = True
 

@@ -59,6 +59,7 @@ class GptqScheme(StoredScheme):
         ValueError: a field has a wrong type or value.
     """
 
+    method = "gptq"
     markers = ("qweight",)
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -134,6 +135,7 @@ class AwqScheme(StoredScheme):
         ValueError: a field has a wrong type or value.
     """
 
+    method = "awq"
     markers = ("qweight",)
     folds_scales = True
 

@@ -11,7 +11,7 @@ Quantised matrices outside the decoder layers (vision tower, projector) become d
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 
 from panscan.core import ModelError, UnsupportedError
 from panscan.model.build import build_model, decoder_linears, set_computed_buffers, set_module
+from panscan.model.formats.bitsandbytes import BitsAndBytesScheme
 from panscan.model.formats.compressed import CompressedTensorsScheme
 from panscan.model.formats.gptq import AwqScheme, GptqScheme
 from panscan.model.formats.schemes import StoredScheme, unsupported_format
@@ -29,13 +30,14 @@ from panscan.model.sharding import shard_config, shard_of
 
 log = logging.getLogger("panscan.model")
 
-_SCHEMES: dict[str, Callable[[Mapping[str, Any]], StoredScheme]] = {
-    "compressed-tensors": CompressedTensorsScheme,
-    "gptq": GptqScheme,
-    "awq": AwqScheme,
-    "torchao": TorchAoScheme,
-}
-_BY_TRANSFORMERS = ("bitsandbytes", "bitsandbytes_4bit", "bitsandbytes_8bit")
+SCHEMES: tuple[type[StoredScheme], ...] = (
+    CompressedTensorsScheme,
+    GptqScheme,
+    AwqScheme,
+    TorchAoScheme,
+    BitsAndBytesScheme,
+)
+"""Every format of quantised checkpoints that can be read."""
 _UNUSED = (  # leaves of tensors that the model computes, or that belong to quantised caches
     "inv_freq",
     "original_inv_freq",
@@ -51,7 +53,7 @@ _BY_COLUMNS = ("o_proj", "down_proj")
 def stored_scheme(config: Mapping[str, Any] | Any, name: str) -> StoredScheme | None:
     """Return the quantisation format of a checkpoint.
 
-    None if it is unquantised, or if Transformers loads the format (bitsandbytes).
+    None if it is unquantised, or if Transformers loads the format (bitsandbytes where it is installed).
 
     Args:
         config: configuration of the checkpoint, as a mapping or a Transformers object.
@@ -67,12 +69,11 @@ def stored_scheme(config: Mapping[str, Any] | Any, name: str) -> StoredScheme | 
     if not isinstance(described, Mapping):
         raise ModelError(f"--model {name}: quantization_config in config.json is not a mapping")
     method = str(described.get("quant_method") or described.get("method") or "").lower()
-    if method in _BY_TRANSFORMERS or described.get("load_in_4bit") or described.get("load_in_8bit"):
-        return None
     try:
-        if (scheme := _SCHEMES.get(method)) is None:
+        scheme = next((known for known in SCHEMES if known.recognises(method, described)), None)
+        if scheme is None:
             raise unsupported_format(_described(method, described))
-        return scheme(described)
+        return None if scheme.by_transformers(described) else scheme(described)
     except UnsupportedError as error:
         raise UnsupportedError(f"--model {name}: {error}") from error
     except ValueError as error:
@@ -109,6 +110,7 @@ def load_stored(
     loading = _Loading(config, scheme, tensors, dtype, device, rank, size)
     try:
         model = loading.model()
+        model.dequantized_from = " and ".join(loading.dequantized_formats)
     except ValueError as error:
         raise ModelError(f"--model {name}: {error}") from error
     except UnsupportedError as error:
@@ -136,6 +138,7 @@ class _Loading:
         self._whole = build_model(config, dtype, torch.device("meta"))
         self._left = {key_of(name): name for name in tensors.names}
         self._dequantized: list[str] = []
+        self.dequantized_formats: dict[str, None] = {}
 
     def model(self) -> Any:
         """Return the filled model.
@@ -195,7 +198,12 @@ class _Loading:
         if not self._is_quantized(stored, names, inside=inside):
             return
         quantized = self._scheme.linear_of(names, stored, linear.out_features, linear.in_features)
-        if inside:
+        if isinstance(quantized, torch.Tensor):
+            if inside:
+                self.dequantized_formats[self._scheme.describe(names, stored)] = None
+            part = shard_of(f"{name}.weight", quantized.to(self._dtype), self._rank, self._size)
+            _set_parameter(model, f"{name}.weight", part)
+        elif inside:
             # At the first matrix, rather than after loading all of them.
             if (reason := device_reason(quantized.weight_format.kind, self._device)) is not None:
                 raise UnsupportedError(f"the checkpoint's {reason}")
@@ -216,7 +224,7 @@ class _Loading:
         """Return whether a matrix is quantised; raise if configuration and tensors disagree."""
         marked = any(leaf in stored for leaf in self._scheme.markers)
         configured = marked
-        if marked or inside or self._scheme.covers_all:
+        if not self._scheme.dequantizes and (marked or inside or self._scheme.covers_all):
             configured = self._scheme.quantizes(names)
         if configured and not marked:
             missing = f"{stored.weight_name.removesuffix('weight')}{self._scheme.markers[-1]}"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
+
+import torch
 
 from panscan.core import UnsupportedError
 from panscan.core.weight_formats import FORMATS, STORED_FORMATS, WEIGHT_KINDS, alternatives
@@ -23,21 +25,38 @@ _READABLE = (
 class StoredScheme(ABC):
     """Quantisation format of a checkpoint, as described by its configuration.
 
-    ``name``: format, for messages and reports.
+    ``method``: name of the format in :data:`panscan.core.weight_formats.FORMATS`.
+    ``name``: format with its variant, for messages and reports.
     ``notes``: differences between the checkpoint's computation and ours, one line each.
     ``markers``: leaf names that identify quantised modules: each module has at least one of these tensors.
     ``covers_all``: whether the configuration also covers matrices outside the decoder layers; False: their tensors
     decide.
     ``excluded``: parts of the paths of matrices that are not quantised.
+    ``dequantizes``: whether matrices become dense as they are loaded. Their tensors decide whether they are quantised.
     ``folds_scales``: whether tools that write the format fold scales into norms.
     """
 
+    method: ClassVar[str]
     name: str
     notes: tuple[str, ...] = ()
     markers: tuple[str, ...]
     covers_all = False
     excluded: tuple[str, ...] = ()
     folds_scales = False
+    dequantizes = False
+
+    @abstractmethod
+    def __init__(self, config: Mapping[str, Any]) -> None: ...
+
+    @classmethod
+    def recognises(cls, method: str, config: Mapping[str, Any]) -> bool:
+        """Return whether a checkpoint with this ``quant_method`` and ``quantization_config`` has the format."""
+        return method == cls.method
+
+    @classmethod
+    def by_transformers(cls, config: Mapping[str, Any]) -> bool:
+        """Return whether Transformers loads the checkpoint."""
+        return False
 
     def quantizes(self, names: Sequence[str]) -> bool:
         """Return whether a matrix, given by all its aliases, is quantised according to the configuration.
@@ -52,8 +71,10 @@ class StoredScheme(ABC):
         """Return type and granularity of the quantised matrix with these names, such as ``int4, groups of 128``."""
 
     @abstractmethod
-    def linear_of(self, names: Sequence[str], tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
-        """Return the matrix with these names.
+    def linear_of(
+        self, names: Sequence[str], tensors: MatrixTensors, outputs: int, inputs: int
+    ) -> QuantizedLinear | torch.Tensor:
+        """Return the matrix with these names: a module, or dense weights in float32.
 
         Raises:
             ValueError: the tensors contradict the configuration, or are damaged.

@@ -90,7 +90,11 @@ class StoredTensors:
         if (other := self._tensors.get(key)) is not None:
             raise ValueError(f"the tensors {other[1]} and {name} refer to the same parameter")
         self._tensors[key] = (file, name)
-        module, _, leaf = key.rpartition(".")
+        module, within, leaf = key.partition(".weight.")  # tensors that belong to a weight are the module's
+        if within:
+            leaf = f"weight.{leaf}"
+        else:
+            module, _, leaf = key.rpartition(".")
         self._modules.setdefault(module, {})[leaf] = name
 
     @property
@@ -171,8 +175,8 @@ class MatrixTensors:
     def weight_name(self) -> str:
         """Name that the unquantised weight would have in the checkpoint's layout."""
         # Only the bias may have been written by other software, in another layout.
-        any_name = next((name for leaf, name in self._leaves.items() if leaf != "bias"), f"{self._key}.")
-        return f"{any_name.rpartition('.')[0]}.weight"
+        leaf, name = next((item for item in self._leaves.items() if item[0] != "bias"), ("", f"{self._key}."))
+        return f"{name.removesuffix(leaf)}weight"
 
     @property
     def description(self) -> str | None:

@@ -42,6 +42,7 @@ class TorchAoScheme(StoredScheme):
         ValueError: a field has a wrong type or value.
     """
 
+    method = "torchao"
     markers = ("_weight_qdata",)
 
     def __init__(self, config: Mapping[str, Any]) -> None:

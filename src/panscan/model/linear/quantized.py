@@ -417,10 +417,10 @@ def fused(parts: Sequence[QuantizedLinear]) -> QuantizedLinear:
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Return whether any weights of a model are quantised, by this package or by Transformers."""
-    return getattr(model, "hf_quantizer", None) is not None or any(
-        isinstance(module, QuantizedLinear) for module in model.modules()
-    )
+    """Return whether any weights of a model are quantised, by this package or by Transformers, or were when loaded."""
+    if getattr(model, "hf_quantizer", None) is not None or getattr(model, "dequantized_from", None):
+        return True
+    return any(isinstance(module, QuantizedLinear) for module in model.modules())
 
 
 def pack_int4(levels: torch.Tensor) -> torch.Tensor:

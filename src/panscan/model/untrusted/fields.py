@@ -309,6 +309,7 @@ def check_shapes(sizes: ConfigSizes, tensors: Mapping[str, StoredShape]) -> None
         DamagedFileError: they disagree; the message names the tensor and the fields.
     """
     by_key = {key_of(name): (name, facts) for name, facts in tensors.items()}
+    packed = {key.partition(".weight.")[0] + ".weight" for key in by_key if ".weight." in key}
     _check_layers(sizes.text["num_hidden_layers"], "num_hidden_layers", by_key, r"layers\.(\d+)\.")
     if sizes.vision is not None:
         count = sizes.vision["num_hidden_layers"]
@@ -316,7 +317,7 @@ def check_shapes(sizes: ConfigSizes, tensors: Mapping[str, StoredShape]) -> None
     for pattern, shape, fields in _shapes(sizes):
         compiled = re.compile(pattern)
         for key, (name, facts) in by_key.items():
-            if not compiled.fullmatch(key) or facts.dtype[0] not in "FB" or facts.dtype == "BOOL":
+            if not compiled.fullmatch(key) or key in packed or facts.dtype[0] not in "FB" or facts.dtype == "BOOL":
                 continue
             if facts.shape != shape:
                 raise DamagedFileError(
