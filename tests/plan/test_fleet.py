@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from panscan.engine.options import EngineOptions
-from panscan.load.arrivals import constant_arrivals
 from panscan.model.shapes import SHAPES
 from panscan.plan.fleet import FleetSimulation, Traffic, size_fleets
 from panscan.plan.gpus import gpu_named
@@ -30,6 +29,10 @@ class HandTimes:
 
     def prepare_seconds(self, views: int, known: int) -> float:
         return 0.005
+
+
+def constant_arrivals(rate: float, count: int) -> list[float]:
+    return [index / rate for index in range(count)]
 
 
 def alone(sizes: EngineSizes) -> SimulatedRequest:
