@@ -100,7 +100,7 @@ class CompressedTensorsScheme(StoredScheme):
         """See :class:`StoredScheme`."""
         group = self._find(names)
         assert group is not None  # callers ask quantizes() first
-        tensors.ignore(*_ACTIVATION_LEAVES)
+        tensors.taken.update(_ACTIVATION_LEAVES)
         if group.packed:
             _check_stored_shape(tensors, outputs, inputs)
         if group.bits == 4:
@@ -252,7 +252,7 @@ def _zero_points(group: _Group, tensors: MatrixTensors, outputs: int, groups: in
     """
     if group.symmetric:
         if "weight_zero_point" in tensors:
-            tensors.ignore("weight_zero_point")
+            tensors.taken.add("weight_zero_point")
         return None
     packed = (-(-outputs // 8), groups)
     if tensors.shape("weight_zero_point") == packed and packed != (outputs, groups):
