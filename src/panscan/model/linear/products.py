@@ -157,21 +157,14 @@ def _fused(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     first = parameters[0]
     if len(parameters) == 1:
         return first.data
-    if _adjacent(parameters):
+    # They may be contiguous blocks of one tensor already, in this order.
+    addresses = [part.data_ptr() for part in parameters]
+    ends = [part.data_ptr() + part.nbytes for part in parameters]
+    storages = {part.untyped_storage().data_ptr() for part in parameters}
+    if len(storages) == 1 and all(part.is_contiguous() for part in parameters) and ends[:-1] == addresses[1:]:
         shape = (sum(len(part) for part in parameters), *first.shape[1:])
         return first.data.as_strided(shape, first.stride(), first.storage_offset())
     fused = torch.cat([part.detach() for part in parameters])
-    at = 0
-    for part in parameters:
-        part.data = fused[at : at + len(part)]
-        at += len(part)
+    for part, view in zip(parameters, torch.split(fused, [len(part) for part in parameters]), strict=True):
+        part.data = view
     return fused
-
-
-def _adjacent(parameters: Sequence[nn.Parameter]) -> bool:
-    """Return whether the parameters are already contiguous blocks of one tensor, in this order."""
-    addresses = [part.data_ptr() for part in parameters]
-    sizes = [part.numel() * part.element_size() for part in parameters]
-    storage = {part.untyped_storage().data_ptr() for part in parameters}
-    ends = [address + size for address, size in zip(addresses, sizes, strict=True)]
-    return len(storage) == 1 and all(part.is_contiguous() for part in parameters) and ends[:-1] == addresses[1:]
