@@ -23,7 +23,7 @@ from tests.verify.faulty_server import FAULTS, ROOT, command
 from panscan.model.runtime import quiet_libraries
 from panscan.records.environment import environment
 from panscan.settings import Settings
-from panscan.verify.options import VerifyOptions
+from panscan.verify.endpoint import VerifyOptions
 from panscan.verify.run import as_json, verify_endpoint
 
 RECORD = ROOT / "benchmarks" / "records" / "verify-faults.json"

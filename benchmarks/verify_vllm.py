@@ -25,7 +25,7 @@ from panscan.model.bundled import mini_directory
 from panscan.model.runtime import quiet_libraries
 from panscan.records.environment import environment
 from panscan.settings import Settings
-from panscan.verify.options import VerifyOptions
+from panscan.verify.endpoint import VerifyOptions
 from panscan.verify.run import as_json, verify_endpoint
 
 RECORD = Path(__file__).parent / "records" / "verify-vllm.json"

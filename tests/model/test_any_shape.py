@@ -201,10 +201,13 @@ def test_parts_that_the_formulas_leave_out_are_refused(change: dict[str, Any], m
     ("change", "message"),
     [
         ({"experts": 8}, "no field 'experts'"),
-        ({"text": None}, "needs fields"),
-        ({"text": {"vocabulary": 3}}, "needs 'hidden'"),
-        ({"vision": {**asdict(SHAPES["tiny"])["vision"], "layers": "2"}}, "whole number 'layers'"),
-        ({"image_tokens": None}, "whole number 'image_tokens'"),
+        ({"text": None}, "Expected `object`"),
+        ({"text": {"vocabulary": 3}}, "missing required field `hidden`"),
+        (
+            {"vision": {**asdict(SHAPES["tiny"])["vision"], "layers": "2"}},
+            r"Expected `int`, got `str` - at `\$.vision.layers`",
+        ),
+        ({"image_tokens": None}, r"Expected `int`, got `null` - at `\$.image_tokens`"),
     ],
 )
 def test_another_versions_shape_is_refused(change: dict[str, Any], message: str) -> None:

@@ -26,7 +26,7 @@ class Names:
 
     eos_ids = frozenset({1, 2})
 
-    def token_ids(self, text: str | bytes) -> list[int]:
+    def ids(self, text: str | bytes) -> list[int]:
         known = {b"a": [10], b"b": [11], b"ambiguous": [20, 21]}
         return known.get(text.encode() if isinstance(text, str) else text, [])
 
@@ -89,9 +89,9 @@ def test_clamped_log_probabilities_diverge_by_a_finite_amount(clamped: float) ->
     assert 0 < coarse_kl(row, {3: float(row[3]), 7: clamped}) < 30
 
 
-def test_values_that_are_no_log_probabilities_are_ignored() -> None:
-    mapped = map_answer([step("a", None, ("b", float("nan")), ("a", 1e-7))], Names(), likely(10))
-    assert mapped.reported == [{10: 0.0}]
+def test_tokens_without_a_log_probability_are_no_evidence() -> None:
+    reported = ReportedStep(ReportedToken("a"), (ReportedToken("b"), ReportedToken("a", None, -0.5)))
+    assert map_answer([reported], Names(), likely(10)).reported == [{10: -0.5}]
 
 
 def test_fit_counts_only_tokens_that_are_clearly_preferred() -> None:

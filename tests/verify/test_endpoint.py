@@ -105,7 +105,20 @@ def test_an_empty_answer_does_not_switch_log_probabilities_off() -> None:
     assert asked.capabilities.top_logprobs == 20
 
 
-def test_a_log_probability_beyond_the_range_of_float_is_ignored() -> None:
-    with session(lambda *_: (200, completion("a", -(10**400)))) as asked:
+@pytest.mark.parametrize(
+    ("reported", "read"),
+    [
+        (-(10**400), None),
+        (float("nan"), None),
+        (float("-inf"), None),
+        ("-1", None),
+        (True, None),
+        (1e-7, 0.0),
+        (-2, -2.0),
+    ],
+    ids=str,
+)
+def test_what_is_no_log_probability_is_ignored(reported: Any, read: float | None) -> None:
+    with session(lambda *_: (200, completion("a", reported))) as asked:
         [step] = asked.answer(TEXT).steps
-    assert step.chosen.log_probability is None
+    assert step.chosen.log_probability == read

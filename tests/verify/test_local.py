@@ -20,7 +20,7 @@ from panscan.model.shapes import SHAPES, Shape
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings
 from panscan.verify.hypotheses import CHANGES, HYPOTHESES, REFERENCE, combine, hypothesis
-from panscan.verify.local import LocalModel
+from panscan.verify.local import LocalModel, open_local
 from panscan.workload.documents import draw_document
 
 TOKENS = 3
@@ -30,7 +30,7 @@ CLEAR = 5  # times the rounding error of bfloat16
 
 @pytest.fixture(scope="module")
 def local(mini: GenerateRunner) -> Iterator[LocalModel]:
-    with LocalModel(mini.loaded, mini.settings) as model:
+    with open_local(mini.settings, mini.loaded) as model:
         yield model
 
 
@@ -147,7 +147,7 @@ def test_weights_and_buffers_are_bit_identical_afterwards(mini: GenerateRunner) 
     model = mini.loaded.model
     kept = {name: (value, value.clone()) for name, value in [*model.named_parameters(), *model.named_buffers()]}
     attention = model.config._attn_implementation
-    with LocalModel(mini.loaded, mini.settings) as local:
+    with open_local(mini.settings, mini.loaded) as local:
         for name in ("int4-weights", "int8-weights", "fp8-weights", "exact-embedding-scale"):
             local.log_probabilities(TEXT, [275], hypothesis(name))
         local.noise(TEXT, [275])
@@ -158,7 +158,7 @@ def test_weights_and_buffers_are_bit_identical_afterwards(mini: GenerateRunner) 
 
 def test_the_truth_does_not_depend_on_the_precision_of_the_loaded_weights(local: LocalModel) -> None:
     """The mini model's weights are stored in bfloat16, and its embedding scale is a power of two."""
-    with LocalModel.open(Settings(model="mini", device="cpu", dtype="bf16")) as loaded_in_bf16:
+    with open_local(Settings(model="mini", device="cpu", dtype="bf16")) as loaded_in_bf16:
         found = [each.log_probabilities(SQUARE, [275, 305], REFERENCE) for each in (local, loaded_in_bf16)]
         noise = [each.noise(SQUARE, [275, 305]) for each in (local, loaded_in_bf16)]
     assert np.array_equal(*found)
@@ -181,7 +181,7 @@ def test_marks_of_images_in_a_users_text_are_text_under_every_hypothesis(local: 
 def test_the_window_matters_only_to_longer_prompts(tiny: GenerateRunner) -> None:
     window = tiny.loaded.model.config.get_text_config().sliding_window
     long = Request("word " * window)  # more than one token each
-    with LocalModel(tiny.loaded, tiny.settings) as local:
+    with open_local(tiny.settings, tiny.loaded) as local:
         assert "no-sliding-window" not in {each.name for each in local.hypotheses(TEXT)}
         assert "no-sliding-window" in {each.name for each in local.hypotheses(long)}
         assert divergence(local, long, "no-sliding-window")[0] > FLOOR
@@ -193,7 +193,7 @@ def test_a_text_only_checkpoint_with_scaled_positions_and_a_rounded_embedding_sc
     model, tokenizer = random_model(Shape("small", text, None, 0), dtype=torch.bfloat16, device="cpu")
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
-    with LocalModel.open(Settings(model=str(tmp_path), device="cpu", dtype="bf16")) as local:
+    with open_local(Settings(model=str(tmp_path), device="cpu", dtype="bf16")) as local:
         tokens = local.greedy(TEXT, 2)
         reference = local.log_probabilities(TEXT, tokens, REFERENCE)
         for name in ("no-rope-factor", "exact-embedding-scale"):
@@ -203,14 +203,14 @@ def test_a_text_only_checkpoint_with_scaled_positions_and_a_rounded_embedding_sc
 
 def test_token_texts_lead_back_to_their_ids(local: LocalModel) -> None:
     for token in (2, 6, 10, 12, 275, 305):
-        assert token in local.token_ids(local.token_text(token))
-    assert local.token_text(6) == b"<end_of_turn>"
-    assert local.token_ids("\n") == local.token_ids(b"\n") == [10, 24]  # the line break, and its byte
-    assert local.token_ids("▁") == [271] and 271 in local.token_ids(" ")
-    assert local.token_ids("token_id:305") == [305] and local.token_ids("token_id:99999") == []
-    assert len(local.token_ids("\ufffd")) == 128  # the bytes that begin no character
-    assert local.token_ids("no such token") == []
-    assert local.token_text(local.vocabulary - 1) == b""
+        assert token in local.tokens.ids(local.tokens.text(token))
+    assert local.tokens.text(6) == b"<end_of_turn>"
+    assert local.tokens.ids("\n") == local.tokens.ids(b"\n") == [10, 24]  # the line break, and its byte
+    assert local.tokens.ids("▁") == [271] and 271 in local.tokens.ids(" ")
+    assert local.tokens.ids("token_id:305") == [305] and local.tokens.ids("token_id:99999") == []
+    assert len(local.tokens.ids("\ufffd")) == 128  # the bytes that begin no character
+    assert local.tokens.ids("no such token") == []
+    assert local.tokens.text(local.vocabulary - 1) == b""
 
 
 def test_names_of_hypotheses() -> None:
@@ -228,4 +228,4 @@ def test_names_of_hypotheses() -> None:
 def test_quantised_weights_are_refused(mini: GenerateRunner) -> None:
     settings = Settings(model="mini", device="cpu", quantization="int8")
     with pytest.raises(UnsupportedError, match="quantised"):
-        LocalModel.open(settings)
+        open_local(settings).__enter__()

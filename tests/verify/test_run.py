@@ -18,9 +18,9 @@ from tests.verify.faulty_server import ROOT, command
 from panscan.core import EndpointError, PanAndScan, Request
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings
+from panscan.verify.endpoint import VerifyOptions
 from panscan.verify.hypotheses import hypothesis
-from panscan.verify.local import LocalModel
-from panscan.verify.options import VerifyOptions
+from panscan.verify.local import open_local
 from panscan.verify.run import Verification, as_json, verify_endpoint
 from panscan.workload.probes import encoded_image
 
@@ -136,17 +136,19 @@ def answering(replies: Replies, broken: str = "") -> Iterator[str]:
 def replies(mini: GenerateRunner) -> Callable[[bool], Replies]:
     """The reference's own answers, with crops or without."""
     found: dict[bool, Replies] = {}
-    with LocalModel(mini.loaded, mini.settings) as local:
+    with open_local(mini.settings, mini.loaded) as local:
         for crops in (True, False):
             found[crops] = {}
             for probe in [*PROBES, TEXT]:
                 request = Request(probe.prompt, probe.images, pan_and_scan=PanAndScan(enabled=crops))
                 tokens = local.greedy(request, STEPS)
-                text = b"".join(local.token_text(token) for token in tokens if token not in local.eos_ids).decode()
+                text = b"".join(
+                    local.tokens.text(token) for token in tokens if token not in local.tokens.eos_ids
+                ).decode()
                 count = local.prompt_tokens(request, hypothesis("reference"))
                 choice = {
                     "message": {"content": text},
-                    "finish_reason": "stop" if tokens[-1] in local.eos_ids else "length",
+                    "finish_reason": "stop" if tokens[-1] in local.tokens.eos_ids else "length",
                 }
                 found[crops][str(probe.prompt)] = {"choices": [choice], "usage": {"prompt_tokens": count}}
     return lambda crops: found[crops]
@@ -156,7 +158,7 @@ def test_an_endpoint_that_samples_its_tokens_is_different(mini: GenerateRunner) 
     [probe] = CHART
     request = Request(probe.prompt, probe.images, pan_and_scan=PanAndScan(enabled=True))
     tokens: list[int] = []
-    with LocalModel(mini.loaded, mini.settings) as local:
+    with open_local(mini.settings, mini.loaded) as local:
         for _ in range(STEPS):  # always the second choice
             rows = local.log_probabilities(request, [*tokens, 0], hypothesis("reference"))
             tokens.append(int(rows[-1].argsort()[-2]))

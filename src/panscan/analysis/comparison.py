@@ -26,9 +26,9 @@ from panscan.analysis.setting_words import label, shown
 from panscan.analysis.significance import ALPHA
 from panscan.core import SettingError
 from panscan.core.text import count, number_text
+from panscan.records.fields import METRICS as METRIC_NAMES
 from panscan.records.load_runs import BLOCKS, is_load_run, load_settings
 from panscan.records.quality import metric_of
-from panscan.records.schema import METRICS as METRIC_NAMES
 from panscan.records.store import Run
 
 Row = tuple[str, str, str, str, str, str]

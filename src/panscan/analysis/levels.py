@@ -12,6 +12,7 @@ from panscan.analysis.summary import cell_metrics
 from panscan.core import RecordsError
 from panscan.core.text import number_text
 from panscan.records.goodput import Goodput, HighestRate, Limits, highest_rate
+from panscan.records.load_records import LevelSettings, LoadRunSettings
 from panscan.records.load_runs import (
     client_figures,
     is_load_run,
@@ -22,7 +23,7 @@ from panscan.records.load_runs import (
     queued_ms,
 )
 from panscan.records.metrics import Metrics
-from panscan.records.schema import ClientFigures, LevelSettings, LoadRunSettings
+from panscan.records.request_records import ClientFigures
 from panscan.records.store import Run, outcome_of
 
 VERIFY_HINT = (

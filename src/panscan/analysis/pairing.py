@@ -20,7 +20,7 @@ from panscan.records.environment import bundled_weights
 from panscan.records.goodput import Limits, missed_limits
 from panscan.records.load_runs import block_size, in_blocks, is_load_run, load_settings
 from panscan.records.metrics import batches_of
-from panscan.records.schema import RequestRecord
+from panscan.records.request_records import RequestRecord
 from panscan.records.store import Run, outcome_of
 from panscan.settings import axes
 from panscan.verdict.judgement import Verdict, verdict_of

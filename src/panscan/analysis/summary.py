@@ -16,6 +16,7 @@ import msgspec
 
 from panscan.core import RecordsError
 from panscan.core.files import write_file
+from panscan.records.fields import EXACT_MATCH, STAGES, TIMES
 from panscan.records.load_runs import (
     client_figures,
     in_blocks,
@@ -37,7 +38,6 @@ from panscan.records.metrics import (
     shares_of,
 )
 from panscan.records.quality import empty_answers, metric_of, metrics_in, quality_of
-from panscan.records.schema import EXACT_MATCH, STAGES, TIMES
 from panscan.records.store import Run, outcome_of
 from panscan.verdict.judgement import verdict_of
 
@@ -110,7 +110,7 @@ def write_summary(run: Run, path: Path, more: Mapping[str, Mapping[str, Any]] | 
     - ``outcome``: ``done``, ``skipped``, ``failed``, ``oom`` or ``unfinished``; ``reason``;
     - ``verdict`` and ``verdict_ratio`` (how many times the rounding noise); ``exact_match`` of the dataset's answers,
       with its 95% interval in ``exact_match_low`` and ``exact_match_high``; the same of every other metric that the
-      run's answers have (:data:`panscan.records.schema.METRICS`), then ``quality_metric``, the one that is this run's
+      run's answers have (:data:`panscan.records.fields.METRICS`), then ``quality_metric``, the one that is this run's
       quality, and ``empty_answers``;
     - the first launcher's ``latency_p50_ms``, ``latency_p95_ms`` (of batches), ``throughput_req_s`` and
       ``tokens_per_s_mean``;

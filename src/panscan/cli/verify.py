@@ -14,10 +14,10 @@ from panscan.core import SettingError
 from panscan.core.activity import activity
 from panscan.core.files import write_file
 from panscan.settings import Options, Settings, VerifyTable, fields_from
-from panscan.verify.options import VerifyOptions
+from panscan.verify.endpoint import VerifyOptions
 
 if TYPE_CHECKING:
-    from panscan.verify.diagnosis import HypothesisFit
+    from panscan.verify.explanation import HypothesisFit
     from panscan.verify.run import Verification
 
 

@@ -15,8 +15,8 @@ from panscan.core.errors import error_line
 from panscan.model.checkpoint import Loaded, drop_weights
 from panscan.model.machine import is_out_of_memory, release_memory
 from panscan.model.runtime import reference_computation
-from panscan.records.schema import Divergence, VerdictRecord
 from panscan.records.scores import scores_of
+from panscan.records.verdict_records import Divergence, VerdictRecord
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings
 from panscan.verdict.divergence import Noise

@@ -7,8 +7,9 @@ from math import ceil
 import msgspec
 
 from panscan.records.goodput import Goodput, follows_arrivals, goodput_of
+from panscan.records.load_records import LoadRunSettings
 from panscan.records.metrics import window_seconds
-from panscan.records.schema import ClientFigures, LoadRunSettings
+from panscan.records.request_records import ClientFigures
 from panscan.records.store import Repeat, Run
 
 BLOCKS = 20

@@ -18,8 +18,9 @@ from math import log, log1p
 
 import numpy as np
 
+from panscan.records.fields import LIMITED_TIMES, STAGES, TIMES
 from panscan.records.intervals import Interval, cluster_intervals, ratio_interval
-from panscan.records.schema import LIMITED_TIMES, STAGES, TIMES, Process, RepeatRecord, RequestRecord
+from panscan.records.request_records import Process, RepeatRecord, RequestRecord
 from panscan.records.store import Repeat
 
 

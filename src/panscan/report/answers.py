@@ -17,7 +17,7 @@ from panscan.records.quality import (
     metrics_in,
     quality_of,
 )
-from panscan.records.schema import RequestRecord
+from panscan.records.request_records import RequestRecord
 from panscan.records.store import Run
 from panscan.report.formatting import FEW
 from panscan.report.table import Column, Medium, Table, quality_cell

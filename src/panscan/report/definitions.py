@@ -9,8 +9,9 @@ from typing import Any
 
 from panscan.core.text import clean, count, number_text
 from panscan.records.environment import bundled_weights, has_random_weights
-from panscan.records.schema import InputCheck, LoadRecord
+from panscan.records.schema import LoadRecord
 from panscan.records.store import Run
+from panscan.records.verdict_records import InputCheck
 
 _WORDS = {
     "panscan": "panscan",

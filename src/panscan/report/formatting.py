@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from panscan.core import escape_controls
 from panscan.core.text import clean, count, number_text, percent, times
-from panscan.records.schema import FLOOR
+from panscan.records.fields import FLOOR
 from panscan.verdict.judgement import Verdict
 
 if TYPE_CHECKING:

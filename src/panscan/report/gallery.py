@@ -20,7 +20,7 @@ from panscan.images.draw import COLOURS
 from panscan.images.files import load_page, page_digest, page_named
 from panscan.images.views import ViewPlan, plan_views
 from panscan.records.quality import metric_of, metric_title
-from panscan.records.schema import RequestRecord
+from panscan.records.request_records import RequestRecord
 from panscan.records.store import Run
 from panscan.report import draw
 from panscan.report.formatting import templates

@@ -5,8 +5,8 @@ from __future__ import annotations
 from panscan.analysis import accuracy
 from panscan.analysis.levels import VERIFY_HINT
 from panscan.records import scores
+from panscan.records.fields import STAGES
 from panscan.records.metrics import LEAST_SAMPLES
-from panscan.records.schema import STAGES
 from panscan.report import draw
 from panscan.report.charts import ChartGroup, Panel, attainment
 from panscan.report.formatting import templates

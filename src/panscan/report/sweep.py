@@ -36,9 +36,9 @@ from panscan.analysis.setting_words import CROPS, label
 from panscan.analysis.summary import replica_shares
 from panscan.core import RecordsError
 from panscan.core.text import clean, count, nats, number_text, times
+from panscan.records.fields import STAGES
 from panscan.records.metrics import ReplicaShare
 from panscan.records.quality import metric_title
-from panscan.records.schema import STAGES
 from panscan.records.store import Run
 from panscan.report import definitions
 from panscan.report.answers import Answers, answers_of
@@ -105,7 +105,7 @@ class ReportCell:
 
     @property
     def stages(self) -> tuple[float | None, ...]:
-        """Mean milliseconds, in the order of :data:`panscan.records.schema.STAGES`."""
+        """Mean milliseconds, in the order of :data:`panscan.records.fields.STAGES`."""
         return tuple(self.row.metrics.values[f"mean_{stage}_ms"] for stage in STAGES)
 
     @property
@@ -131,8 +131,8 @@ class Advice:
     rejected: tuple[tuple[str, str], ...]
 
 
-def _metric(title: str, metric: str, terminal: str = "") -> Column[ReportCell]:
-    return Column(title, lambda cell: cell.measured(metric), terminal=terminal)
+def _metric(title: str, metric: str, spare: int, terminal: str = "") -> Column[ReportCell]:
+    return Column(title, lambda cell: cell.measured(metric), spare=spare, terminal=terminal)
 
 
 def _mean(title: str, metric: str, spare: int) -> Column[ReportCell]:
@@ -204,17 +204,23 @@ class SweepReport(definitions.RunFacts):
         return (
             Column("setting", lambda cell: cell.name, on=~Medium.MARKDOWN, text=Medium.ALL),
             Column("setting", self._marked_setting, on=Medium.MARKDOWN),
-            Column(title, lambda cell: quality_cell(cell.row.quality), optional=Medium.ALL, markdown=f"{title}, 95%"),
-            Column(TITLE, _cost_cell, optional=Medium.ALL, terminal=TITLE.replace(" ", "\n", 1)),
+            Column(
+                title,
+                lambda cell: quality_cell(cell.row.quality),
+                optional=Medium.ALL,
+                markdown=f"{title}, 95%",
+                spare=14,
+            ),
+            Column(TITLE, _cost_cell, optional=Medium.ALL, terminal=TITLE.replace(" ", "\n", 1), spare=13),
             Column(
                 "requests/s",
                 lambda cell: with_interval(cell.measured("request_throughput")),
                 terminal="req/s",
                 markdown="requests/s (95%)",
             ),
-            _metric("TTFT ms", "median_ttft_ms"),
-            _metric("TPOT ms", "median_tpot_ms"),
-            _metric("p95 E2E ms", "p95_e2el_ms", "E2E p95\nms"),
+            _metric("TTFT ms", "median_ttft_ms", 11),
+            _metric("TPOT ms", "median_tpot_ms", 10),
+            _metric("p95 E2E ms", "p95_e2el_ms", 12, "E2E p95\nms"),
             Column("verdict", lambda cell: cell.verdict.word, text=Medium.HTML),
         )
 

@@ -1,4 +1,4 @@
-"""Reported tokens and log-probabilities against local distributions. Pure arithmetic, no tensors.
+"""Reported tokens and log-probabilities against local distributions, and the verdict on them. No tensors.
 
 An endpoint reports the log-probabilities of a few tokens at each position. What is compared is therefore coarse: the
 reported tokens, and one bucket for all others. By the data processing inequality, the divergence of coarse
@@ -7,14 +7,23 @@ distributions is a lower bound of the whole divergence; local distributions are 
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from functools import cached_property
+from operator import itemgetter
 from statistics import fmean
-from typing import Protocol
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from panscan.records.fields import FLOOR
+from panscan.records.verdict_records import Divergence, Top1
+from panscan.verdict.judgement import CLOSE_TOP1, EXACT_RATIO, clear_margin, judge
+
+VerdictWord = Literal["exact", "close", "different", "unknown"]
 
 Distributions = NDArray[np.float32]
 """Natural log-probabilities ``[positions, vocabulary]``."""
@@ -25,6 +34,8 @@ _LEAST_PROBABILITY = 1e-12
 """Servers clamp the log-probability of impossible tokens (to -9999, for instance): less than this counts as this."""
 _DOMINANT = 0.99
 """Of the candidates' probability: a token that has this share is the one that was reported."""
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+_BY_ID = re.compile(rb"token_id:([0-9]{1,9})")  # vLLM with --return-tokens-as-token-ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +45,7 @@ class ReportedToken:
     Args:
         text: the ``token`` field.
         raw: the ``bytes`` field; None where it is missing.
-        log_probability: natural logarithm; None where it is missing or not a number.
+        log_probability: natural logarithm, at most 0; None where it is missing or not a number.
         ends: whether this is the end of an answer, by any end token, although the endpoint reported no token for it.
     """
 
@@ -52,17 +63,56 @@ class ReportedStep:
     top: tuple[ReportedToken, ...] = ()
 
 
-class TokenNaming(Protocol):
-    """The names of a tokenizer's tokens (see :class:`panscan.verify.local.LocalModel`)."""
+class TokenIndex:
+    """The texts of a tokenizer's tokens, in both directions.
 
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """Tokens that end an answer."""
-        ...
+    Endpoints write a token as decoded text, as the tokenizer's piece (``▁total``, ``<0x0A>``) or as ``token_id:123``; a
+    byte that is no character, as the replacement character; a special token, by its name.
 
-    def token_ids(self, text: str | bytes) -> list[int]:
-        """Return every token id that an endpoint may write as ``text``, ascending."""
-        ...
+    Args:
+        tokenizer: a Gemma tokenizer of Transformers.
+        vocabulary: number of token ids of the model; those without a token have no text.
+        eos_ids: tokens that end an answer.
+    """
+
+    def __init__(self, tokenizer: Any, vocabulary: int, eos_ids: frozenset[int]) -> None:
+        self._tokenizer, self._vocabulary, self.eos_ids = tokenizer, vocabulary, eos_ids
+
+    def encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, without special tokens."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def text(self, token: int) -> bytes:
+        """Return the UTF-8 bytes of a token; of a special token, those of its name; empty for ids without a token."""
+        return self._pieces[token][1] if 0 <= token < len(self._pieces) else b""
+
+    def ids(self, text: str | bytes) -> list[int]:
+        """Return every token id that an endpoint writes like this, ascending: a character may be a token and a byte."""
+        written = text.encode("utf-8", "replace") if isinstance(text, str) else text
+        by_id = _BY_ID.fullmatch(written)
+        if by_id is not None and int(by_id[1]) < self._vocabulary:
+            return [int(by_id[1])]
+        return self._ids.get(written, [])
+
+    @cached_property
+    def _pieces(self) -> list[tuple[str, bytes]]:
+        """The pieces of the vocabulary, and their UTF-8 bytes."""
+        count = min(self._vocabulary, len(self._tokenizer))
+        pieces = [piece or "" for piece in self._tokenizer.convert_ids_to_tokens(range(count))]
+        bytes_ = [_BYTE.fullmatch(piece) for piece in pieces]
+        return [
+            (piece, bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode())
+            for piece, byte in zip(pieces, bytes_, strict=True)
+        ]
+
+    @cached_property
+    def _ids(self) -> dict[bytes, list[int]]:
+        ids: defaultdict[bytes, list[int]] = defaultdict(list)
+        for token, (piece, text) in enumerate(self._pieces):
+            for written in {text, piece.encode(), text.decode("utf-8", "replace").encode()} - {b""}:
+                ids[written].append(token)
+        return dict(ids)
 
 
 @dataclass(slots=True)
@@ -87,75 +137,62 @@ class MappedAnswer:
         return MappedAnswer(self.tokens[:count], self.reported[:count], self.dropped)
 
 
-def candidate_ids(token: ReportedToken, naming: TokenNaming) -> list[int]:
+def candidate_ids(token: ReportedToken, index: TokenIndex) -> list[int]:
     """Return the token ids that a reported token may be; empty if there is none.
 
     A token without text is an end token: other special tokens are never among the most probable ones.
     """
     if not token.text and not token.raw:
-        return sorted(naming.eos_ids)
-    return (naming.token_ids(token.raw) if token.raw else []) or naming.token_ids(token.text)
+        return sorted(index.eos_ids)
+    return (index.ids(token.raw) if token.raw else []) or index.ids(token.text)
 
 
-def forced_tokens(steps: Sequence[ReportedStep], naming: TokenNaming) -> list[int]:
+def forced_tokens(steps: Sequence[ReportedStep], index: TokenIndex) -> list[int]:
     """Return a first guess of the ids of an answer's tokens, up to the first that has none.
 
     Where several ids have the same text, the guess may be wrong: :func:`map_answer` decides by their probabilities.
     """
     found: list[int] = []
     for step in steps:
-        ids = candidate_ids(step.chosen, naming)
+        ids = candidate_ids(step.chosen, index)
         if not ids:
             break
         found.append(ids[0])
     return found
 
 
-def map_answer(steps: Sequence[ReportedStep], naming: TokenNaming, reference: Distributions) -> MappedAnswer:
+def map_answer(steps: Sequence[ReportedStep], index: TokenIndex, reference: Distributions) -> MappedAnswer:
     """Return an answer in token ids.
 
     Args:
         steps: reported positions.
-        naming: token names of the tokenizer.
+        index: the tokens of the tokenizer.
         reference: local distributions before each position, which decide between ids of the same text; positions
             behind the last one are left out.
     """
     mapped = MappedAnswer([], [])
     for step, row in zip(steps, reference, strict=False):
         probabilities = np.exp(row.astype(np.float64))
-        ids = candidate_ids(step.chosen, naming)
+        ids = candidate_ids(step.chosen, index)
         if step.chosen.ends:
             chosen = max(ids, key=lambda id: float(probabilities[id]), default=None)
         else:
             chosen = _certain(ids, probabilities, ())
         values: dict[int, float] = {}
-        if chosen is not None and _is_value(step.chosen.log_probability):
-            values[chosen] = _value(step.chosen)
-        known = [each for each in step.top if _is_value(each.log_probability)]
-        for token in sorted(known, key=_value, reverse=True):
-            if _same(token, step.chosen) and chosen in values:
+        if chosen is not None and step.chosen.log_probability is not None:
+            values[chosen] = step.chosen.log_probability
+        known = [(token.log_probability, token) for token in step.top if token.log_probability is not None]
+        for value, token in sorted(known, key=itemgetter(0), reverse=True):
+            if token == step.chosen and chosen in values:
                 continue
-            id = _certain(candidate_ids(token, naming), probabilities, values)
+            id = _certain(candidate_ids(token, index), probabilities, values)
             if id is None:
                 mapped.dropped += 1
             else:
-                values[id] = _value(token)
+                values[id] = value
         mapped.tokens.append(chosen)
         mapped.reported.append(values)
     return mapped
-
-
-def _same(a: ReportedToken, b: ReportedToken) -> bool:
-    return (a.text, a.raw, a.log_probability) == (b.text, b.raw, b.log_probability)
-
-
-def _is_value(value: float | None) -> bool:
-    return value is not None and isfinite(value)
-
-
-def _value(token: ReportedToken) -> float:
-    assert token.log_probability is not None  # checked by the caller
-    return min(token.log_probability, 0.0)
 
 
 def _certain(candidates: Sequence[int], probabilities: NDArray[np.float64], taken: Iterable[int]) -> int | None:
@@ -251,11 +288,6 @@ class Fit:
     prompts: int = 0
     prompts_agree: int = 0
 
-    @property
-    def score(self) -> float:
-        """Nats; the smaller, the better the computation explains the answers."""
-        return self.regret if self.kl is None else self.kl
-
 
 def merged_fit(
     answers: Sequence[AnswerEvidence],
@@ -301,3 +333,60 @@ def moved_margin(reference: Distributions, noisy: Distributions) -> float:
     pairs = [np.take_along_axis(each.astype(np.float64), best, axis=-1) for each in (reference, noisy)]
     margins = [pair[:, 0] - pair[:, 1] for pair in pairs]
     return float(np.abs(margins[1] - margins[0]).max()) if len(best) else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseLevel:
+    """What rounding explains.
+
+    Args:
+        kl: mean coarse divergence of the reference in bfloat16 from the reference, nats; None without
+            log-probabilities.
+        margin: the largest change of a margin between its first and second choice, nats.
+    """
+
+    kl: float | None
+    margin: float
+
+    @property
+    def clear_margin(self) -> float:
+        """Margin in nats above which rounding does not explain another token."""
+        return clear_margin(self.margin)
+
+    def ratio(self, fit: Fit) -> float | None:
+        """Return a divergence as a multiple of the noise; None without log-probabilities."""
+        if fit.kl is None or self.kl is None:
+            return None
+        return max(fit.kl, FLOOR) / max(self.kl, FLOOR)
+
+    def explains(self, fit: Fit) -> bool:
+        """Return whether rounding explains the rest of the deviation, in distributions and in tokens.
+
+        Without log-probabilities, at least one clear token is needed.
+        """
+        ratio = self.ratio(fit)
+        if ratio is None:
+            return fit.agree == fit.clear > 0
+        return ratio <= EXACT_RATIO and _tokens_agree(fit)
+
+
+def judge_fit(fit: Fit, noise: NoiseLevel) -> VerdictWord:
+    """Return the verdict on a computation, from its divergence and its clear tokens.
+
+    Tokens alone never show that an endpoint is exact, and clear tokens that disagree make it different at any
+    divergence: an endpoint may report the right log-probabilities and choose other tokens.
+    """
+    if not fit.positions:
+        return "unknown"
+    if fit.kl is None or noise.kl is None or fit.kl_max is None:
+        if not fit.clear:
+            return "unknown"
+        return "close" if _tokens_agree(fit) else "different"
+    if not _tokens_agree(fit):
+        return "different"
+    divergence = Divergence(fit.positions, fit.kl, fit.kl_max, noise.kl)
+    return judge(divergence, None, Top1(fit.clear, fit.agree), equal_tokens=True, float32=False)
+
+
+def _tokens_agree(fit: Fit) -> bool:
+    return fit.agree >= CLOSE_TOP1 * fit.clear

@@ -12,15 +12,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from panscan.records.schema import AXES, FLOOR, VERDICTS, AxisCheck, Divergence, TokenCheck, Top1
+from panscan.records.fields import AXES, FLOOR, VERDICTS
 from panscan.records.store import Run
+from panscan.records.verdict_records import AxisCheck, Divergence, TokenCheck, Top1
 
 MARGIN_FLOOR: float = (8 * FLOOR) ** 0.5
 """Nats; the same floor for margins. Between two tokens that share all probability evenly, a margin that moves by m
 diverges by ln cosh(m / 2), about m^2 / 8: less than this is less than :data:`FLOOR`."""
 _NOT_CONCLUDED = TokenCheck.of(note="tokens beyond the reference: the run stopped before this check; --resume runs it")
 EXACT_RATIO, CLOSE_RATIO, CLOSE_TOP1 = 2.0, 10.0, 0.99
+Word = Literal["exact", "close", "different"]
 
 
 def clear_margin(noise: float) -> float:
@@ -72,7 +75,7 @@ class Verdict:
         return bool(kinds) and all(kind.negligible for kind in kinds)
 
 
-def judge(answer: Divergence, image: Divergence | None, top1: Top1, *, equal_tokens: bool, float32: bool) -> str:
+def judge(answer: Divergence, image: Divergence | None, top1: Top1, *, equal_tokens: bool, float32: bool) -> Word:
     """Return exact, close or different.
 
     exact: at most 2x the noise at both kinds of position; in float32 the greedy tokens must be equal, too. close: at

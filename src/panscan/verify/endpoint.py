@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from math import isfinite
+from sys import float_info
 from typing import Any
 
 from panscan.core import EndpointError, Request, SettingError
 from panscan.core.foreign import is_count
 from panscan.load.chat import MOST_TEXT, Endpoint, chat_body, data_url, fetch_json, served_models
+from panscan.settings import Settings, VerifyTable, check_options, default_of
 from panscan.verdict.evidence import ReportedStep, ReportedToken
 
 _REFUSED = (400, 415, 422, 500, 501)
@@ -22,9 +24,32 @@ _REFUSED = (400, 415, 422, 500, 501)
 _SERVER_ERROR = 500  # the first HTTP status of failures that may pass
 _ABOUT_IMAGES = re.compile(r"\bimages?\b|multimodal|multi-modal|vision", re.I)
 _LADDER = (20, 10, 5, 1)  # numbers of top log-probabilities to try
+_MOST_NATS = float_info.max
 _MOST_STEPS = 4096
 _MOST_TOP = 64  # more than any server reports
 _LONGEST_TOKEN = 4096  # characters or bytes
+
+
+@dataclass(frozen=True)
+class VerifyOptions(VerifyTable):
+    """Options of a verification; the numbers are in the table of options.
+
+    Args:
+        url: URL of the endpoint.
+        settings: checkpoint and pan-and-scan settings; the reference.
+        served_model: the endpoint's name of the model; None: the only one that it lists.
+        api_key: bearer token.
+        timeout: seconds per request.
+    """
+
+    url: str
+    settings: Settings
+    served_model: str | None = None
+    api_key: str | None = field(default=None, repr=False)
+    timeout: float = default_of("timeout", "verify")
+
+    def __post_init__(self) -> None:
+        check_options(self, "verify")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +146,7 @@ class EndpointClient:
         Raises:
             EndpointError: no answer, or one that cannot be used; ``kind`` is ``client`` if no request is left.
         """
-        kept = self._copied_capabilities()
+        kept = deepcopy(self.capabilities)
         first, repeated = "", False
         while True:
             try:
@@ -140,7 +165,7 @@ class EndpointClient:
                     self.capabilities = kept
                     raise
                 if named is not None:
-                    kept = self._copied_capabilities()
+                    kept = deepcopy(self.capabilities)
             else:
                 found = _endpoint_answer(reply, self.max_tokens)
                 self.capabilities.prompt_tokens |= found.prompt_tokens is not None
@@ -149,32 +174,27 @@ class EndpointClient:
                     self.capabilities.refusals["logprobs"] = "accepted, but the response has none"
                 return found
 
-    def _copied_capabilities(self) -> Capabilities:
-        return replace(self.capabilities, refusals=dict(self.capabilities.refusals))
-
     def _count_request(self) -> None:
         if self.left <= 0:
             raise EndpointError(f"the limit of {self.max_requests} requests is reached", kind="client")
         self.requests += 1
 
     def _body(self, request: Request) -> tuple[bytes, ...]:
-        can = self.capabilities
-        extra: dict[str, Any] = {}
-        if can.top_logprobs is not None:
-            extra["logprobs"] = True
-            if can.top_logprobs:
-                extra["top_logprobs"] = can.top_logprobs
-        settings = request.pan_and_scan
+        can, settings = self.capabilities, request.pan_and_scan
+        images = [{"type": "image_url", "image_url": {"url": data_url("image/png", data)}} for data in request.images]
+        content: Any = [*images, {"type": "text", "text": request.prompt}] if images else request.prompt
+        system = [] if request.system is None else [{"role": "system", "content": request.system}]
         crops: dict[str, Any] | None = None
-        if request.images and can.mm_processor_kwargs:
+        if images and can.mm_processor_kwargs:
             crops = settings.processor_kwargs() if settings.enabled else {"do_pan_and_scan": False}
+        extra = {} if can.top_logprobs is None else {"logprobs": True, "top_logprobs": can.top_logprobs}
         return chat_body(
             self.endpoint.model,
-            _messages(request),
+            [*system, {"role": "user", "content": content}],
             self.max_tokens,
             stream=False,
             mm_processor_kwargs=crops,
-            extra=extra,
+            extra={name: value for name, value in extra.items() if value},
         )
 
     def _optional_fields(self, request: Request) -> list[str]:
@@ -194,25 +214,13 @@ class EndpointClient:
             return False
         if named is None and (_ABOUT_IMAGES.search(message) or message in self._other_errors):
             return False
-        can.refusals[refused] = _refusal_text(error)
+        can.refusals[refused] = message.partition(": ")[2] or message  # without the request that it names
         if refused == "mm_processor_kwargs":
             can.mm_processor_kwargs = False
         else:
             count = can.top_logprobs or 0
             can.top_logprobs = next((each for each in (*_LADDER, 0) if each < count), None)
         return True
-
-
-def _refusal_text(error: EndpointError) -> str:
-    """Return the message of an error, without the request that it names."""
-    return str(error).partition(": ")[2] or str(error)
-
-
-def _messages(request: Request) -> list[dict[str, Any]]:
-    images = [{"type": "image_url", "image_url": {"url": data_url("image/png", data)}} for data in request.images]
-    content: Any = [*images, {"type": "text", "text": request.prompt}] if images else request.prompt
-    system = [] if request.system is None else [{"role": "system", "content": request.system}]
-    return [*system, {"role": "user", "content": content}]
 
 
 def _endpoint_answer(reply: Any, max_tokens: int) -> EndpointAnswer:
@@ -232,20 +240,15 @@ def _endpoint_answer(reply: Any, max_tokens: int) -> EndpointAnswer:
         raise EndpointError(
             f"the answer has {len(text):,} characters for max_tokens {max_tokens}: at most {characters:,}"
         )
-    usage = reply.get("usage")
-    usage = usage if isinstance(usage, Mapping) else {}
+    reported = reply.get("usage")
+    usage = reported if isinstance(reported, Mapping) else {}
+    counts = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
     return EndpointAnswer(
         text if isinstance(text, str) else "",
         _steps(choice.get("logprobs")),
         finish if isinstance(finish, str) else None,
-        _usage_count(usage, "prompt_tokens"),
-        _usage_count(usage, "completion_tokens"),
+        *(count if is_count(count) else None for count in counts),
     )
-
-
-def _usage_count(usage: Mapping[str, Any], name: str) -> int | None:
-    value = usage.get(name)
-    return value if is_count(value) else None
 
 
 def _steps(logprobs: Any) -> tuple[ReportedStep, ...]:
@@ -263,7 +266,7 @@ def _steps(logprobs: Any) -> tuple[ReportedStep, ...]:
     tops = logprobs.get("top_logprobs")
     tops = tops if isinstance(tops, list) else []
     pairs = zip(texts[:_MOST_STEPS], values, strict=False)
-    chosen = [ReportedToken(_reported_text(text), None, _finite_number(value)) for text, value in pairs]
+    chosen = [ReportedToken(_reported_text(text), None, _log_probability(value)) for text, value in pairs]
     return tuple(ReportedStep(token, _top(tops[at] if at < len(tops) else None)) for at, token in enumerate(chosen))
 
 
@@ -271,7 +274,7 @@ def _token(row: Mapping[str, Any]) -> ReportedToken:
     raw, data = row.get("bytes"), None
     if isinstance(raw, list) and len(raw) <= _LONGEST_TOKEN:
         data = bytes(raw) if all(isinstance(byte, int) and 0 <= byte < 256 for byte in raw) else None
-    return ReportedToken(_reported_text(row.get("token")), data, _finite_number(row.get("logprob")))
+    return ReportedToken(_reported_text(row.get("token")), data, _log_probability(row.get("logprob")))
 
 
 def _reported_text(value: Any) -> str:
@@ -284,16 +287,13 @@ def _reported_text(value: Any) -> str:
 def _top(listed: Any) -> tuple[ReportedToken, ...]:
     if isinstance(listed, Mapping):
         items = islice(listed.items(), _MOST_TOP)
-        return tuple(ReportedToken(_reported_text(text), None, _finite_number(value)) for text, value in items)
+        return tuple(ReportedToken(_reported_text(text), None, _log_probability(value)) for text, value in items)
     rows = listed[:_MOST_TOP] if isinstance(listed, list) else []
     return tuple(_token(row) for row in rows if isinstance(row, Mapping))
 
 
-def _finite_number(value: Any) -> float | None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
+def _log_probability(value: Any) -> float | None:
+    """Return a finite number, at most 0; None for anything else. Rounding may report a little more than 0."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not -_MOST_NATS <= value <= _MOST_NATS:
         return None
-    try:
-        number = float(value)
-    except OverflowError:  # an integer beyond the range of float
-        return None
-    return number if isfinite(number) else None
+    return min(float(value), 0.0)

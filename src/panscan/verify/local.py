@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Hashable, Sequence
-from contextlib import ExitStack
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from hashlib import sha256
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,17 +22,21 @@ from panscan.model.machine import release_memory
 from panscan.model.runtime import reference_computation
 from panscan.runners.observe import observe
 from panscan.settings import Settings
+from panscan.verdict.evidence import TokenIndex
 from panscan.verdict.float32 import converted_model, head_logits, one_view_at_a_time
 from panscan.verdict.reference import eager_settings
-from panscan.verify.computation import changed_model, final_states, rope_factor, view_features
+from panscan.verify.changes import (
+    ChangedPrompt,
+    changed_model,
+    changed_pixels,
+    changed_prompt,
+    final_states,
+    rope_factor,
+)
 from panscan.verify.hypotheses import CHANGES, HYPOTHESES, Hypothesis
-from panscan.verify.inputs import ChangedPrompt, changed_pixels, changed_prompt
 
 _REQUESTS, _VIEWS, _STATES = 32, 96, 512  # cache sizes: decoded requests, features of views, hidden states
 _Value = TypeVar("_Value")
-_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-_BY_ID = re.compile(rb"token_id:([0-9]{1,9})")  # vLLM with --return-tokens-as-token-ids
-_SPACE = "▁"
 
 
 @dataclass(slots=True)
@@ -47,7 +49,7 @@ class _KnownRequest:
 
 
 class LocalModel:
-    """A checkpoint loaded on this machine, which computes one request at a time. Use it as a context manager.
+    """A checkpoint loaded on this machine, which computes one request at a time (see :func:`open_local`).
 
     All hypotheses apply to all requests: changes that do not concern a request have no effect on it. Computations use
     float32 and eager attention. Weights are upcast part by part, so a model of any size needs room for one float32
@@ -63,45 +65,13 @@ class LocalModel:
 
     def __init__(self, loaded: Loaded, settings: Settings) -> None:
         self._loaded, self._settings = loaded, settings
-        self._texts = _TokenIndex(loaded.reader.tokenizer, self.vocabulary)
+        self.vocabulary = int(loaded.model.get_output_embeddings().weight.shape[0])
+        self.tokens = TokenIndex(loaded.reader.tokenizer, self.vocabulary, loaded.eos_ids)
         self._requests: OrderedDict[Hashable, _KnownRequest] = OrderedDict()
         self._features: OrderedDict[Hashable, torch.Tensor] = OrderedDict()
         self._states: OrderedDict[Hashable, torch.Tensor] = OrderedDict()
-        self._stack = ExitStack()
         with converted_model(loaded.model, torch.float32):
             pass  # raises where weights cannot be converted
-
-    @classmethod
-    def open(cls, settings: Settings) -> LocalModel:
-        """Load the checkpoint that ``settings`` name.
-
-        Raises:
-            ModelError: the model cannot be loaded.
-            UnsupportedError: its weights are quantised, offloaded or split, or the device is missing.
-        """
-        return cls(load_for(settings), settings)
-
-    def __enter__(self) -> Self:
-        self._stack.enter_context(reference_computation(self._loaded.model))
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
-        for kept in (self._requests, self._features, self._states):
-            kept.clear()
-        release_memory()
-
-    @property
-    def vocabulary(self) -> int:
-        """Columns of the distributions."""
-        return int(self._loaded.model.get_output_embeddings().weight.shape[0])
-
-    @property
-    def eos_ids(self) -> frozenset[int]:
-        """Tokens that end an answer."""
-        return self._loaded.eos_ids
 
     @property
     def view_size(self) -> int | None:
@@ -153,38 +123,17 @@ class LocalModel:
         """Return the length of the prompt under a hypothesis."""
         return len(self._prompt(request, hypothesis.changes).ids)
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without special tokens."""
-        ids: list[int] = self._loaded.reader.tokenizer.encode(text, add_special_tokens=False)
-        return ids
-
-    def token_ids(self, text: str | bytes) -> list[int]:
-        """Return every token id that an endpoint writes as ``text``, ascending; empty if there is none."""
-        return self._texts.ids(text)
-
-    def token_text(self, token: int) -> bytes:
-        """Return the UTF-8 bytes of a token; of a special token, those of its name."""
-        return self._texts.text(token)
-
     @torch.no_grad()
     def _distributions(
         self, request: Request, tokens: Sequence[int], changes: Collection[str], dtype: torch.dtype
     ) -> NDArray[np.float32]:
         if not tokens:
             return np.empty((0, self.vocabulary), np.float32)
-        hidden = self._hidden(request, tokens, changes, dtype)
-        scores: NDArray[np.float32] = head_logits(self._loaded.model, hidden).log_softmax(-1).cpu().numpy()
-        return scores
-
-    def _hidden(
-        self, request: Request, tokens: Sequence[int], changes: Collection[str], dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Float32 ``[tokens, hidden]`` on the CPU."""
         prompt, model = self._prompt(request, changes), self._loaded.model
-        pixels = self._pixels(prompt, changes)
+        spec = self._loaded.reader.pixels
+        pixels = None if spec is None or not prompt.images else changed_pixels(prompt, changes, spec)
         digest = b"" if pixels is None else _pixels_digest(pixels)
         computed = frozenset(c for c in changes if self._computes(prompt, c))
-        key = (tuple(prompt.ids), tuple(tokens), digest, computed, dtype)
 
         def compute() -> torch.Tensor:
             with changed_model(model, computed, dtype):
@@ -193,17 +142,22 @@ class LocalModel:
                 soft_id = self._loaded.reader.prompts.soft_id
                 return final_states(model, ids, features, soft_id, len(tokens), computed).float().cpu()
 
-        return _kept(self._states, key, _STATES, compute)
+        key = (tuple(prompt.ids), tuple(tokens), digest, computed, dtype)
+        hidden = _kept(self._states, key, _STATES, compute)
+        scores: NDArray[np.float32] = head_logits(model, hidden).log_softmax(-1).cpu().numpy()
+        return scores
 
     def _view_features(self, pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Features ``[views, image tokens, hidden]``; no change of the model concerns the vision tower."""
 
         def encode(view: torch.Tensor) -> torch.Tensor:
-            return view_features(self._loaded.model, view[None].to(self._loaded.device, dtype))[0].cpu()
+            batch = view[None].to(self._loaded.device, dtype)
+            features: torch.Tensor = self._loaded.model.model.get_image_features(batch, return_dict=True).pooler_output
+            return features[0].cpu()
 
-        views = [(_pixels_digest(view), view) for view in pixels]
-        found = [_kept(self._features, (digest, dtype), _VIEWS, partial(encode, view)) for digest, view in views]
-        return torch.stack(found)
+        return torch.stack(
+            [_kept(self._features, (_pixels_digest(view), dtype), _VIEWS, partial(encode, view)) for view in pixels]
+        )
 
     def _computes(self, prompt: ChangedPrompt, change: str) -> bool:
         """Return whether a change affects the model's computation for a prompt."""
@@ -246,9 +200,24 @@ class LocalModel:
     def _prompt(self, request: Request, changes: Collection[str]) -> ChangedPrompt:
         return changed_prompt(self._known(request).read, changes, self._loaded.reader)
 
-    def _pixels(self, prompt: ChangedPrompt, changes: Collection[str]) -> torch.Tensor | None:
-        spec = self._loaded.reader.pixels
-        return None if spec is None or not prompt.images else changed_pixels(prompt, changes, spec)
+
+@contextmanager
+def open_local(settings: Settings, loaded: Loaded | None = None) -> Iterator[LocalModel]:
+    """Make a checkpoint compute the reference while in the block.
+
+    Args:
+        settings: settings that name the checkpoint.
+        loaded: its weights; None: load them.
+
+    Raises:
+        ModelError: the model cannot be loaded.
+        UnsupportedError: its weights are quantised, offloaded or split, or the device is missing.
+    """
+    loaded = load_for(settings) if loaded is None else loaded
+    local = LocalModel(loaded, settings)
+    with reference_computation(loaded.model):
+        yield local
+    release_memory()
 
 
 def _pixels_digest(pixels: torch.Tensor) -> bytes:
@@ -263,53 +232,3 @@ def _kept(cache: OrderedDict[Hashable, _Value], key: Hashable, most: int, comput
             cache.popitem(last=False)
     cache.move_to_end(key)
     return cache[key]
-
-
-class _TokenIndex:
-    """The texts of a tokenizer's tokens, in both directions.
-
-    Endpoints write a token as decoded text, as the tokenizer's piece (``▁total``, ``<0x0A>``) or as ``token_id:123``; a
-    byte that is no character, as the replacement character; a special token, by its name.
-
-    Args:
-        tokenizer: a Gemma tokenizer of Transformers.
-        vocabulary: number of token ids of the model; those without a token have no text.
-    """
-
-    def __init__(self, tokenizer: Any, vocabulary: int) -> None:
-        self._tokenizer, self._vocabulary = tokenizer, vocabulary
-
-    def text(self, token: int) -> bytes:
-        """Return the UTF-8 bytes of a token; of a special token, those of its name; empty for ids without a token."""
-        return self._texts[token] if 0 <= token < len(self._texts) else b""
-
-    def ids(self, text: str | bytes) -> list[int]:
-        """Return every token id that an endpoint writes like this, ascending: a character may be a token and a byte."""
-        written = text.encode("utf-8", "replace") if isinstance(text, str) else text
-        by_id = _BY_ID.fullmatch(written)
-        if by_id is not None and int(by_id[1]) < self._vocabulary:
-            return [int(by_id[1])]
-        return self._ids.get(written, [])
-
-    @cached_property
-    def _pieces(self) -> list[str]:
-        count = min(self._vocabulary, len(self._tokenizer))
-        return [piece or "" for piece in self._tokenizer.convert_ids_to_tokens(range(count))]
-
-    @cached_property
-    def _texts(self) -> list[bytes]:
-        return [_bytes_of(piece) for piece in self._pieces]
-
-    @cached_property
-    def _ids(self) -> dict[bytes, list[int]]:
-        found: defaultdict[bytes, list[int]] = defaultdict(list)
-        for token, (piece, text) in enumerate(zip(self._pieces, self._texts, strict=True)):
-            decoded = text.decode("utf-8", "replace").encode()
-            for written in {text, piece.encode(), decoded} - {b""}:
-                found[written].append(token)
-        return dict(found)
-
-
-def _bytes_of(piece: str) -> bytes:
-    byte = _BYTE.fullmatch(piece)
-    return bytes([int(byte[1], 16)]) if byte else piece.replace(_SPACE, " ").encode()

@@ -9,22 +9,31 @@ from typing import Any
 
 from panscan.core import EndpointError, Request
 from panscan.load.chat import Endpoint
-from panscan.verdict.evidence import Fit, MappedAnswer, ReportedStep, ReportedToken, forced_tokens, map_answer
+from panscan.verdict.evidence import (
+    Fit,
+    MappedAnswer,
+    NoiseLevel,
+    ReportedStep,
+    ReportedToken,
+    VerdictWord,
+    forced_tokens,
+    map_answer,
+)
 from panscan.verdict.judgement import EXACT_RATIO
-from panscan.verify.diagnosis import (
+from panscan.verify.endpoint import EndpointAnswer, EndpointClient, VerifyOptions
+from panscan.verify.explanation import (
+    Evaluator,
     Explanation,
     HypothesisFit,
-    NoiseLevel,
-    VerdictWord,
+    ProbeAnswer,
     explained_word,
+    find_explanation,
     judge_candidate,
     summary,
+    unseen_changes,
 )
-from panscan.verify.endpoint import EndpointAnswer, EndpointClient
 from panscan.verify.hypotheses import CHANGES, REFERENCE
-from panscan.verify.local import LocalModel
-from panscan.verify.options import VerifyOptions
-from panscan.verify.search import Evaluator, ProbeAnswer, find_explanation, unseen_changes
+from panscan.verify.local import LocalModel, open_local
 from panscan.workload.probes import sample_probes
 
 _MOST_FAILURES = 3  # in a row
@@ -93,7 +102,7 @@ def verify_endpoint(
     on_progress("looking up the served model")
     session.identify()
     on_progress(f"loading {options.settings.model_name}")
-    with LocalModel.open(options.settings) as local:
+    with open_local(options.settings) as local:
         questions = probes or sample_probes(options.settings.pan_and_scan, view_size=local.view_size)
         attempts, notes = _ask_all(session, questions, on_progress)
         found, failed = _usable_answers(attempts, local, options.max_tokens, notes)
@@ -205,7 +214,7 @@ def _steps_of_text(answer: EndpointAnswer, local: LocalModel) -> tuple[ReportedS
     counted more tokens and so removed some from the text.
     """
     text = _INCOMPLETE.split(answer.text, maxsplit=1)[0]
-    ids = local.encode(text)
+    ids = local.tokens.encode(text)
     finished = answer.finish_reason == "stop" and text == answer.text
     steps = [ReportedStep(ReportedToken(f"token_id:{id}")) for id in (ids if finished else ids[:-1])]
     if finished and (answer.output_tokens or 0) <= len(ids) + 1:
@@ -218,10 +227,10 @@ def _mapped(steps: Sequence[ReportedStep], request: Request, local: LocalModel) 
 
     If several tokens have the same text, the reference decides; then later positions are computed again.
     """
-    tokens = forced_tokens(steps, local)
+    tokens = forced_tokens(steps, local.tokens)
     mapped = MappedAnswer([], [])
     for _ in range(len(tokens) + 1):
-        mapped = map_answer(steps, local, local.log_probabilities(request, tokens, REFERENCE))
+        mapped = map_answer(steps, local.tokens, local.log_probabilities(request, tokens, REFERENCE))
         at = next((at for at, (a, b) in enumerate(zip(tokens, mapped.tokens, strict=True)) if a != b), None)
         if at is None:
             break
@@ -340,7 +349,7 @@ def _no_verdict(evaluator: Evaluator, failed: Sequence[_ProbeAttempt]) -> str:
 
 
 def _answer_row(probe: ProbeAnswer, local: LocalModel) -> dict[str, Any]:
-    text = b"".join(local.token_text(token) for token in probe.tokens).decode(errors="replace")
+    text = b"".join(local.tokens.text(token) for token in probe.tokens).decode(errors="replace")
     return {
         "id": probe.request.id,
         "tokens": list(probe.tokens),

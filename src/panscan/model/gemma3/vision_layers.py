@@ -11,7 +11,6 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from statistics import median
@@ -235,16 +234,24 @@ class _Encoder:
 
     def __init__(self, tower: Any, attend: Attend) -> None:
         self._embedding = _Embedding(tower.embeddings)
-        self._layers = [_Layer.of(layer, attend) for layer in tower.encoder.layers]
+        self._layers = [  # each part behind the norm of its input
+            (
+                _SumNorm(layer.layer_norm1),
+                _Attention(layer.self_attn, attend),
+                _SumNorm(layer.layer_norm2),
+                _Mlp(layer.mlp),
+            )
+            for layer in tower.encoder.layers
+        ]
         self._last_norm = _SumNorm(tower.post_layernorm)
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
         hidden, part = self._embedding(pixels), None
-        for layer in self._layers:
-            hidden, normed = layer.attention_norm(hidden, part)
-            part = layer.attention(normed)
-            hidden, normed = layer.mlp_norm(hidden, part)
-            part = layer.mlp(normed)
+        for attention_norm, attention, mlp_norm, mlp in self._layers:
+            hidden, normed = attention_norm(hidden, part)
+            part = attention(normed)
+            hidden, normed = mlp_norm(hidden, part)
+            part = mlp(normed)
         return self._last_norm(hidden, part)[1]
 
 
@@ -282,26 +289,6 @@ class _Embedding:
             patches = convolution(pixels).flatten(2).transpose(1, 2).contiguous()
         embedded: torch.Tensor = patches + embeddings.position_embedding(embeddings.position_ids)
         return embedded
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """One encoder layer: attention and MLP, each with the norm of its input."""
-
-    attention_norm: _SumNorm
-    attention: _Attention
-    mlp_norm: _SumNorm
-    mlp: _Mlp
-
-    @classmethod
-    def of(cls, layer: Any, attend: Attend) -> _Layer:
-        """Return a layer on the weights of a ``SiglipEncoderLayer``."""
-        return cls(
-            _SumNorm(layer.layer_norm1),
-            _Attention(layer.self_attn, attend),
-            _SumNorm(layer.layer_norm2),
-            _Mlp(layer.mlp),
-        )
 
 
 class _SumNorm:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from panscan.verdict.evidence import Fit
-from panscan.verify.diagnosis import (
+from panscan.verdict.evidence import Fit, NoiseLevel, judge_fit
+from panscan.verify.explanation import (
     Explanation,
     HypothesisFit,
-    NoiseLevel,
     best_candidates,
     explain,
     explained_word,
     judge_candidate,
-    judge_fit,
     summary,
 )
 from panscan.verify.hypotheses import REFERENCE, hypothesis

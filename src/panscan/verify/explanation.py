@@ -1,33 +1,231 @@
-"""The search for the hypothesis that explains an endpoint's answers, with as few local computations as possible."""
+"""What explains an endpoint's answers: the search for a hypothesis with as few local computations as possible.
+
+All hypotheses are compared on the answers that deviate most, the best of them on all answers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf, log
 from statistics import fmean
+from typing import Literal
 
 from panscan.core import Request, SettingError
-from panscan.records.schema import FLOOR
+from panscan.records.fields import FLOOR
 from panscan.verdict.evidence import (
     AnswerEvidence,
     Fit,
     MappedAnswer,
+    NoiseLevel,
+    VerdictWord,
     coarse_kl,
     compare_answer,
+    judge_fit,
     local_reports,
     merged_fit,
     moved_margin,
 )
 from panscan.verdict.judgement import EXACT_RATIO
-from panscan.verify.diagnosis import Explanation, HypothesisFit, NoiseLevel, best_candidates, explain
 from panscan.verify.hypotheses import CHANGES, REFERENCE, Hypothesis, combine, hypothesis
 from panscan.verify.local import LocalModel
 
+Strength = Literal["matches", "consistent", "closest", "none"]
+
+_SAME_SIZE = 3.0
+"""Quantised weights of two servers deviate from the reference by amounts that differ by at most this factor."""
+_LEAST_GAIN = 0.5
+"""Of the divergence: a hypothesis that leaves more than this unexplained is not named."""
 _SCREENED = 2  # answers with images, those that deviate most, on which all hypotheses are compared
 _FINALISTS = 4  # hypotheses that are then compared on all answers
 _ROUNDS = 2  # further changes that are combined with the best hypothesis
 _SENSITIVE = 4  # answers that distinguish changes from the reference
+
+
+@dataclass(frozen=True, slots=True)
+class HypothesisFit:
+    """A hypothesis and how well it explains the answers.
+
+    Args:
+        hypothesis: the computation.
+        fit: over all answers.
+        text_fit: over the answers to prompts without images; None if there are none.
+        base_score: score of the same hypothesis without its approximate changes, nats; None if it has none.
+        image_fit: over the answers to prompts with images; None if there are none.
+    """
+
+    hypothesis: Hypothesis
+    fit: Fit
+    text_fit: Fit | None = None
+    base_score: float | None = None
+    image_fit: Fit | None = None
+
+    @property
+    def counts_fit(self) -> bool:
+        """Whether all known prompt token counts are those of the hypothesis."""
+        return self.fit.prompts_agree == self.fit.prompts
+
+    @property
+    def plain_changes(self) -> int:
+        """Number of changes that a correct implementation would not make."""
+        return sum(not CHANGES[name].equivalent for name in self.hypothesis.changes)
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The hypothesis that explains an endpoint's answers best.
+
+    Args:
+        candidate: the hypothesis; None if none explains them better than the reference.
+        strength: ``matches``: within the noise. ``consistent``: quantised weights that deviate as much. ``closest``:
+            explains a part. ``none``.
+        rivals: other hypotheses that the answers do not rule out.
+    """
+
+    candidate: HypothesisFit | None
+    strength: Strength
+    rivals: tuple[Hypothesis, ...] = ()
+
+
+def judge_candidate(candidate: HypothesisFit, noise: NoiseLevel, *, images: bool) -> VerdictWord:
+    """Return the verdict on a hypothesis, limited by what the answers about images show.
+
+    Args:
+        candidate: the hypothesis.
+        noise: divergence that rounding explains.
+        images: whether the checkpoint reads images. If so, ``exact`` and ``close`` need evidence from answers about
+            images, and ``exact`` needs their log-probabilities.
+    """
+    word = judge_fit(candidate.fit, noise)
+    if not images or word not in ("exact", "close"):
+        return word
+    pictured = candidate.image_fit
+    if pictured is None or judge_fit(pictured, noise) == "unknown":
+        return "unknown"
+    return "close" if pictured.kl is None else word
+
+
+def best_candidates(candidates: Sequence[HypothesisFit], noise: NoiseLevel) -> list[HypothesisFit]:
+    """Return candidates, best first.
+
+    Prompt token counts come first, if any candidate has them all right. Candidates within the noise are equal; the one
+    with the fewest changes comes first.
+    """
+    counted = any(each.counts_fit for each in candidates)
+
+    def order(each: HypothesisFit) -> tuple[bool, bool, float, int]:
+        explained = noise.explains(each.fit)
+        size = 0.0 if explained else _unexplained(each)
+        return counted and not each.counts_fit, not explained, size, each.plain_changes
+
+    return sorted(candidates, key=order)
+
+
+def _unexplained(candidate: HypothesisFit) -> float:
+    fit = candidate.fit
+    return fit.clear - fit.agree + fit.regret if fit.kl is None else max(fit.kl, FLOOR)
+
+
+def explain(reference: HypothesisFit, candidates: Sequence[HypothesisFit], noise: NoiseLevel) -> Explanation:
+    """Return what explains answers that the reference does not.
+
+    Args:
+        reference: the reference's fit.
+        candidates: hypotheses, without the reference.
+        noise: divergence that rounding explains.
+    """
+    ranked = best_candidates([each for each in candidates if not each.hypothesis.approximate], noise)
+    counts = any(each.counts_fit for each in (*candidates, reference))
+    within = [each for each in ranked if noise.explains(each.fit) and (each.counts_fit or not counts)]
+    if within:
+        rivals = [each.hypothesis for each in within[1:] if each.plain_changes <= within[0].plain_changes]
+        return Explanation(within[0], "matches", tuple(rivals))
+    similar = sorted(
+        (each for each in candidates if _is_as_far_from_reference(each, noise) and (each.counts_fit or not counts)),
+        key=lambda each: (each.plain_changes, _size_gap(each)),
+    )
+    closest = next((each for each in ranked if each.counts_fit or not counts), None)
+    gain = closest is not None and _unexplained(closest) <= _LEAST_GAIN * _unexplained(reference)
+    # A hypothesis that leaves at most half of what the similar one starts from explains more.
+    if similar and not (
+        closest is not None and gain and _unexplained(closest) <= _LEAST_GAIN * (similar[0].base_score or inf)
+    ):
+        return Explanation(similar[0], "consistent", tuple(each.hypothesis for each in similar[1:]))
+    return Explanation(closest, "closest") if gain else Explanation(None, "none")
+
+
+def _is_as_far_from_reference(candidate: HypothesisFit, noise: NoiseLevel) -> bool:
+    """Return whether answers deviate as much as under approximate changes, with images and without."""
+    fit, text = candidate.fit, candidate.text_fit
+    if not candidate.hypothesis.approximate or not fit.deviation or noise.kl is None:
+        return False
+    limit = EXACT_RATIO * max(noise.kl, FLOOR)
+    text_too = text is None or text.deviation is None or text.deviation <= limit or (text.kl or 0) > FLOOR
+    return fit.deviation > limit and text_too and _size_gap(candidate) <= log(_SAME_SIZE)
+
+
+def _size_gap(candidate: HypothesisFit) -> float:
+    deviation, base = candidate.fit.deviation, candidate.base_score
+    if not deviation or not base:
+        return inf
+    return abs(log(max(base, FLOOR) / max(deviation, FLOOR)))
+
+
+def explained_word(
+    word: VerdictWord, reference: HypothesisFit, explanation: Explanation, noise: NoiseLevel, *, images: bool
+) -> VerdictWord:
+    """Return the verdict after the search for an explanation.
+
+    An endpoint with a known fault is different, however small its effect, if the fault explains the answers within the
+    noise and the prompt token counts or at least half of the divergence show it.
+
+    Args:
+        word: the verdict on the reference.
+        reference: the reference's fit.
+        explanation: the result of the search.
+        noise: divergence that rounding explains.
+        images: see :func:`judge_candidate`.
+    """
+    found = explanation.candidate
+    if found is None or explanation.strength != "matches":
+        return word
+    if not found.plain_changes:
+        return word if noise.explains(reference.fit) else judge_candidate(found, noise, images=images)
+    if found.counts_fit and not reference.counts_fit:
+        return "different"
+    deviates = noise.kl is not None and not noise.explains(reference.fit)
+    halved = _unexplained(found) <= _LEAST_GAIN * _unexplained(reference)
+    return "different" if deviates and halved else word
+
+
+def summary(word: VerdictWord, explanation: Explanation, reason: str = "") -> str:
+    """Return the verdict in a sentence, with the cause and the fix.
+
+    Args:
+        word: the verdict.
+        explanation: hypothesis that explains it.
+        reason: why there is no verdict, or what else decided it.
+    """
+    if word == "unknown":
+        return f"no verdict: {reason}"
+    found = explanation.candidate
+    if word == "exact":
+        return f"exact: {reason}"
+    if found is None:
+        return f"{word}: {reason or 'no known fault explains the answers'}"
+    changes = [CHANGES[name] for name in found.hypothesis.changes]
+    named = [change for change in changes if not change.equivalent] or changes
+    titles, causes = " and ".join(each.title for each in named), " ".join(each.cause for each in named)
+    match explanation.strength:
+        case "matches":
+            return f"{word}: {titles}. {causes}"
+        case "consistent":
+            others = "; ".join(other.title for other in explanation.rivals[:2])
+            return (
+                f"{word}: the answers deviate as much as with {titles}{f' (or {others})' if others else ''}. {causes}"
+            )
+    return f"{word}: no known fault explains the answers; the closest is: {titles}. {causes}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +257,16 @@ class Evaluator:
     def __init__(self, local: LocalModel, probes: Sequence[ProbeAnswer], on_progress: Callable[[str], None]) -> None:
         self.local, self.probes, self._on_progress = local, list(probes), on_progress
         self._known: dict[tuple[str, int], tuple[AnswerEvidence, list[float]]] = {}
-        self.noise = self._noise_level()
+        kl: list[float] = []
+        margin = 0.0
+        for probe in self.probes:
+            on_progress(f"{probe.request.id}: rounding noise")
+            truth = local.log_probabilities(probe.request, probe.tokens, REFERENCE)
+            noisy = local.noise(probe.request, probe.tokens)
+            reports = local_reports(probe.mapped, noisy)
+            kl += [coarse_kl(row, report) for row, report in zip(truth, reports, strict=True) if report]
+            margin = max(margin, moved_margin(truth, noisy))
+        self.noise = NoiseLevel(fmean(kl) if kl else None, margin)
 
     @property
     def tested(self) -> int:
@@ -120,18 +327,6 @@ class Evaluator:
             self._known[key] = compare_answer(probe.mapped, rows), deviations
         return self._known[key]
 
-    def _noise_level(self) -> NoiseLevel:
-        kl: list[float] = []
-        margin = 0.0
-        for probe in self.probes:
-            self._on_progress(f"{probe.request.id}: rounding noise")
-            truth = self.local.log_probabilities(probe.request, probe.tokens, REFERENCE)
-            noisy = self.local.noise(probe.request, probe.tokens)
-            reports = local_reports(probe.mapped, noisy)
-            kl += [coarse_kl(row, report) for row, report in zip(truth, reports, strict=True) if report]
-            margin = max(margin, moved_margin(truth, noisy))
-        return NoiseLevel(fmean(kl) if kl else None, margin)
-
 
 def _without_approximate(tried: Hypothesis, exact: Hypothesis | None = None) -> Hypothesis:
     """Return a hypothesis without its approximate changes; ``exact`` (by default itself) if it has none."""
@@ -160,7 +355,12 @@ def find_explanation(evaluator: Evaluator, reference: HypothesisFit) -> tuple[Ex
         best = explanation.candidate
         if best is None or explanation.strength in ("matches", "consistent"):
             break
-        tried = [each for each in _extended(best.hypothesis, evaluator) if each.name not in finalists]
+        tried = []
+        for change in evaluator.hypotheses():
+            if len(change.changes) == 1:
+                with suppress(SettingError):  # both change the same
+                    tried.append(combine(best.hypothesis, change))
+        tried = [combined for combined in tried if combined.name not in finalists]
     if explanation.strength == "matches" and explanation.candidate is not None:
         simpler = _pruned(evaluator, explanation.candidate)
         finalists[simpler.hypothesis.name] = simpler
@@ -191,16 +391,6 @@ def _size(evaluator: Evaluator, probe: ProbeAnswer) -> float:
     """Return the divergence of an answer that the reference does not explain, in nats."""
     found = evaluator.evidence(REFERENCE, probe)
     return sum(found.kl) if found.kl else sum(value for value in found.regret if value is not None)
-
-
-def _extended(best: Hypothesis, evaluator: Evaluator) -> list[Hypothesis]:
-    """Return the combinations of a hypothesis with one more change."""
-    found = []
-    for each in evaluator.hypotheses():
-        if len(each.changes) == 1:
-            with suppress(SettingError):  # both change the same
-                found.append(combine(best, each))
-    return found
 
 
 def _pruned(evaluator: Evaluator, found: HypothesisFit) -> HypothesisFit:
