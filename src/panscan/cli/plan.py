@@ -207,7 +207,7 @@ def _this_machine(named: str | None) -> tuple[Gpu, tuple[float, float], int]:
 
 
 def _traffic(options: Options, rate: float, limits: Mapping[str, float]) -> Traffic:
-    from panscan.load.arrivals import gamma_arrivals
+    from panscan.load.options import gamma_arrivals
     from panscan.plan.fleet import Traffic
 
     seed = options.seed % 2**63  # NumPy takes no negative seeds

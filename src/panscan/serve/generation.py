@@ -152,7 +152,9 @@ class _EventStream(Response):
             while event is not None:
                 if event[1].finish_reason == "cancelled":
                     raise EngineError(SHUTTING_DOWN)
-                if (chunk := await self._slot.within(self._reply.chunk(*event))) is not None:
+                if self._reply.logprobs:
+                    await self._slot.within(self._reply.fetch_event_bytes(event[1]))
+                if (chunk := self._reply.chunk(*event)) is not None:
                     yield server_sent(chunk)
                 event = await self._slot.within(anext(self._events, None))
             results = await self._slot.within(_collect(self._streams))

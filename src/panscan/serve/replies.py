@@ -157,12 +157,13 @@ class Reply:
         opening = {"role": "assistant", "content": ""}
         return [self._chunk([{"index": index, "delta": opening, "finish_reason": None}]) for index in range(count)]
 
-    async def chunk(self, index: int, event: TokenEvent) -> dict[str, Any] | None:
-        """Return the chunk of an event; None if there is nothing to send.
+    async def fetch_event_bytes(self, event: TokenEvent) -> None:
+        """Fetch the token texts that :meth:`chunk` needs; raises as :meth:`fetch_token_bytes`."""
+        if event.logprobs is not None and event.token_id is not None:
+            await self._names.fetch([event.logprobs], [event.token_id])
 
-        Raises:
-            EngineError: see :meth:`fetch_token_bytes`.
-        """
+    def chunk(self, index: int, event: TokenEvent) -> dict[str, Any] | None:
+        """Return the chunk of an event; None if there is nothing to send."""
         self._counts[index] += event.token_id is not None
         reason = event.finish_reason if event.finish_reason in ("stop", "length") else None
         if not event.text and reason is None and (event.logprobs is None or not self.logprobs):
@@ -173,7 +174,6 @@ class Reply:
         else:
             choice["text"] = event.text
         if self.logprobs and event.logprobs is not None and event.token_id is not None:
-            await self._names.fetch([event.logprobs], [event.token_id])
             choice["logprobs"] = self._logprobs_of([event.token_id], [event.logprobs], self._offsets[index])
             self._offsets[index] += len(self._names.text(event.token_id))
         chunk = self._chunk([choice])
