@@ -193,6 +193,14 @@ def test_a_replica_that_does_not_even_start_says_why(folder: Path, monkeypatch: 
     assert read_run(folder / "run").finished() == set()
 
 
+def test_a_replica_that_hangs_ends_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "_WORKER", "tests.bench.silent_replica")
+    monkeypatch.setattr(replicas, "_SILENT_SECONDS", 0.5)
+    with pytest.raises(PanscanError, match=r"^replica [01] hangs: no message for"):
+        start(plan(folder, [1], verify=False, replicas=2), folder / "run", [], RecordingObserver())
+    assert workers() == []
+
+
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGINT])
 def test_no_replica_outlives_the_command(folder: Path, sign: signal.Signals) -> None:
     """Both are in the middle of a batch that takes minutes."""

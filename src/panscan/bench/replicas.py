@@ -23,12 +23,17 @@ from typing import Any
 from msgspec import Struct, structs
 
 from panscan.bench.plan import Observer, SweepPlan, Writer
-from panscan.core import PanscanError, PanscanWarning, SettingError, UnsupportedError
+from panscan.core import PanscanError, PanscanWarning, SettingError, UnsupportedError, now
 from panscan.core.access import remote_access
 from panscan.core.child import Child, Inbox
 from panscan.records.request_records import RepeatRecord, ReplicaRecord, RequestRecord
 from panscan.records.schema import CellRecord
 from panscan.records.store import AnyRecord
+
+HEARTBEAT_SECONDS = 2.0
+_SILENT_SECONDS = 120.0  # without a message, after which a replica hangs; imports may hold Python's lock for a while
+_TICK_SECONDS = 1.0
+_WORKER = "panscan.bench.replica_worker"
 
 
 class ReplicaSignal(Enum):
@@ -40,6 +45,8 @@ class ReplicaSignal(Enum):
     """Answers :class:`Ready`: another replica failed in this cell, skip it."""
     FINISHED = auto()
     """From a replica: it finished its sweep, and its process exits."""
+    HEARTBEAT = auto()
+    """From a replica, every :data:`HEARTBEAT_SECONDS`: its process runs."""
 
 
 class Start(Struct, frozen=True):
@@ -177,7 +184,7 @@ def run_replicas(
 
     Raises:
         SettingError, UnsupportedError: see :func:`slots`.
-        PanscanError: a replica died.
+        PanscanError: a replica died or hangs.
     """
     chosen = slots(plan)
     devices = [slot.device for slot in chosen]
@@ -196,23 +203,33 @@ def run_replicas(
             observer=observer,
             answer=lambda number, answer: replicas[number].send_if_alive(answer),
         )
-        running = set(range(len(replicas)))
-        while running:
-            replica, message = inbox.get()
-            number = replicas.index(replica)
+        silent = dict.fromkeys(range(len(replicas)), 0.0)
+        before = now()
+        while silent:
+            number, message = -1, None
+            with contextlib.suppress(queue.Empty):
+                replica, message = inbox.get(timeout=_TICK_SECONDS)
+                number = replicas.index(replica)
+            # A suspension of this process, which stops its threads too, counts as one tick.
+            passed, before = min(now() - before, _TICK_SECONDS), now()
+            silent = {other: 0.0 if other == number else seconds + passed for other, seconds in silent.items()}
             if message is not None:
                 sync.take(number, message)
             elif sync.has_finished(number):
-                running.remove(number)
-            else:
-                raise PanscanError(f"replica {number} {replica.ending()} (finished repeats are kept)")
+                del silent[number]
+            elif number >= 0:
+                raise PanscanError(f"replica {number} {replicas[number].ending()} (finished repeats are kept)")
+            for other, seconds in silent.items():
+                if seconds > _SILENT_SECONDS:
+                    problem = f"hangs: no message for {seconds:.0f} s"
+                    raise PanscanError(f"replica {other} {problem} (finished repeats are kept)")
 
 
 def _started_replica(slot: Slot, threads: int) -> Child:
     environment = {**os.environ, **remote_access().environment(), "OMP_NUM_THREADS": str(threads)}
     if slot.visible is not None:
         environment["CUDA_VISIBLE_DEVICES"] = slot.visible
-    return Child("panscan.bench.replica_worker", environment=environment, keep_output=True)
+    return Child(_WORKER, environment=environment, keep_output=True)
 
 
 def _threads_per_process(replicas: int, size: int, *, on_cpu: bool) -> int:
@@ -288,7 +305,7 @@ class ReplicaSync:
                 warnings.warn(message, PanscanWarning, stacklevel=2)
             case PanscanError():
                 raise type(message)(f"replica {replica}: {message}")
-            case _:
+            case ReplicaSignal.FINISHED:
                 self._finished.add(replica)
 
     def _ready(self, replica: int, visit: Ready) -> None:

@@ -193,17 +193,15 @@ def measure(
         verifier: compares the measured tokens, after the measurement.
     """
     from panscan.model import machine
-    from panscan.runners.base import TracksPeakMemory
 
     todo = plan.batches(cell.settings)
     requests = [request_of(item, cell.settings, plan.source) for item in plan.items]
     if runner.loaded.device.type != "cpu":
         machine.release_memory()  # the peak is this cell's, not that of a larger one before it
-    memory = runner if isinstance(runner, TracksPeakMemory) else machine
     warm_started = now()
     for batch in _warmup(plan, cell.settings, todo):
         runner.run([requests[index] for index in batch])
-    memory.reset_peak_memory()
+    runner.reset_peak_memory()
     observer.ready(cell, repeat)
     started = now()
     answered = []
@@ -223,7 +221,7 @@ def measure(
         started=started,
         ended=ended,
         warmup_s=started - warm_started,
-        **memory.peak_memory(),
+        **runner.peak_memory(),
         device=str(runner.loaded.device),
         dtype=str(runner.loaded.dtype).removeprefix("torch."),
     )
