@@ -40,7 +40,7 @@ from panscan.serve.protocol import (
     parse,
 )
 from panscan.serve.replies import error_body
-from panscan.serve.requests import RequestBuilder, media_pool, message_urls
+from panscan.serve.request_builder import RequestBuilder, media_pool, message_urls
 from panscan.settings import Settings
 
 PNG = base64.b64encode(b"\x89PNG\r\n\x1a\n" + bytes(20)).decode()
