@@ -234,13 +234,6 @@ def _weights(**fields: Any) -> Callable[[Checkpoint], Any]:
     return lambda checkpoint: checkpoint.config["config_groups"]["group_0"]["weights"].update(fields)
 
 
-def _dense(checkpoint: Checkpoint) -> None:
-    """Leave one matrix unquantised."""
-    for leaf in [key for key in checkpoint.tensors if key.startswith(Q)]:
-        del checkpoint.tensors[leaf]
-    checkpoint.tensors[f"{Q}weight"] = checkpoint.expected[f"{LAYER}self_attn.q_proj.weight"].clone()
-
-
 def _infinite(scale: torch.Tensor) -> torch.Tensor:
     return scale.index_fill(0, torch.tensor([1]), float("inf"))
 
@@ -258,7 +251,6 @@ DAMAGES: dict[str, tuple[str, Callable[[Checkpoint], Any], str]] = {
     "other group size": ("w4a16", _weights(group_size=16), "q_proj.weight_scale has the shape"),
     "group of no channel": ("gptq-v2-act-order", _replace("g_idx", lambda g_idx: g_idx + 1), "g_idx names groups"),
     "no group indices": ("gptq-v2-act-order", _drop("g_idx"), "q_proj.g_idx is missing"),
-    "not quantised": ("gptq", _dense, "config.json: .*q_proj.weight is quantised, but the tensor"),
     "quantised though ignored": (
         "w4a16",
         lambda checkpoint: checkpoint.config["ignore"].append("re:.*q_proj"),
