@@ -207,8 +207,9 @@ def test_dequantised_matrices_and_ignored_scales_are_logged(tmp_path: Path, capl
 def test_other_quantisation_and_placement_are_refused(tmp_path: Path) -> None:
     directory = str(Checkpoint.read("awq").write(tmp_path))
     assert load_for(Settings(model=directory, device="cpu", dtype="bf16")).model
-    with pytest.raises(ModelError, match=r"is quantised already: AWQ \(gemm, 4 bits\)"):
-        load_for(Settings(model=directory, device="cpu", dtype="bf16", quantization="int8"))
+    for kind in ("int8", "bnb-4bit"):
+        with pytest.raises(ModelError, match=rf"^--quantization {kind}: .* is quantised already: AWQ \(gemm, 4 bits\)"):
+            load_for(Settings(model=directory, device="cpu", dtype="bf16", quantization=kind))
     with pytest.raises(ModelError, match=r"is quantised already: AWQ \(gemm, 4 bits\)"):
         load_shard_of(directory, 0, 1, torch.bfloat16, CPU, weight_format=WeightFormat("int8"))
     with pytest.raises(UnsupportedError, match="--device-map: not supported"):
