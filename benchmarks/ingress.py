@@ -37,9 +37,9 @@ import panscan.serve.engine_process as engine_process
 from panscan.core import Request, Result, Stamps, Stats, TokenEvent, now
 from panscan.core.child import Child
 from panscan.images.views import PUBLISHED_COST
-from panscan.load.arrivals import gamma_arrivals
 from panscan.load.chat import ChatRequest, Endpoint, chat_body, data_url
 from panscan.load.generator import run_level
+from panscan.load.options import gamma_arrivals
 from panscan.records.environment import environment
 from panscan.serve.client import EngineClient, ModelInfo, TokenCounts
 from panscan.serve.deployment import Scale, deployed_replicas

@@ -23,13 +23,16 @@ from panscan.load.chat import Endpoint, RequestOutcome
 from panscan.load.content import RequestMix
 from panscan.load.generator import LevelResult
 from panscan.load.options import LoadLevel, LoadOptions
-from panscan.load.probe import EndpointFacts, probe_endpoint
+from panscan.load.probe import probe_endpoint
 from panscan.load.run import LoadPlan, run_load
 from panscan.load.variants import VariantImage
+from panscan.records.load_records import ProbeRecord
 from panscan.records.store import FILE_NAME, Run, read_run
 from panscan.workload.requests import DocumentFile, Item
 
-PROBE = EndpointFacts("fake", None, None, None, None, ())
+PROBE = ProbeRecord(
+    model="fake", text_prompt_tokens=None, image_prompt_tokens=None, expected_image_tokens=None, warnings=[]
+)
 DOCUMENT = DocumentFile("page.png", 120, 200, "0" * 64)
 FAULTS = {  # the kind of error that each fault is recorded as; None: answered
     "html": "protocol",
@@ -106,16 +109,16 @@ def test_each_fault_is_counted_and_the_run_ends(url: str, tmp_path: Path, fault:
     ],
 )
 def test_the_probe_warns(url: str, fault: str, warning: str) -> None:
-    probe = probe_endpoint(Endpoint(url, f"fake:{fault}"))
+    probe, _ = probe_endpoint(Endpoint(url, f"fake:{fault}"))
     assert any(re.search(warning, each) for each in probe.warnings), probe.warnings
 
 
 def test_the_probe_compares_image_tokens(url: str) -> None:
-    plain = probe_endpoint(Endpoint(url, ""))
-    assert (plain.model, plain.warnings, plain.expected_image_tokens) == ("fake", (), None)
+    plain, _ = probe_endpoint(Endpoint(url, ""))
+    assert (plain.model, plain.warnings, plain.expected_image_tokens) == ("fake", [], None)
     assert plain.image_prompt_tokens is not None and plain.text_prompt_tokens is not None
     assert plain.image_prompt_tokens - plain.text_prompt_tokens == 256
-    gemma = probe_endpoint(Endpoint(url, "google/gemma-3-4b-it"), {"do_pan_and_scan": True})
+    gemma, _ = probe_endpoint(Endpoint(url, "google/gemma-3-4b-it"), {"do_pan_and_scan": True})
     assert gemma.expected_image_tokens == 4 * 256
     [listed, cropped] = gemma.warnings  # the server has another model, and takes two crops, not three
     assert "the server lists fake" in listed and "added 768 prompt tokens, expected 1,024" in cropped

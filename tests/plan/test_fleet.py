@@ -7,9 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from panscan.core import SettingError
 from panscan.engine.options import EngineOptions
-from panscan.load.arrivals import constant_arrivals
 from panscan.model.shapes import SHAPES
 from panscan.plan.fleet import FleetSimulation, Traffic, size_fleets
 from panscan.plan.gpus import gpu_named
@@ -31,6 +29,10 @@ class HandTimes:
 
     def prepare_seconds(self, views: int, known: int) -> float:
         return 0.005
+
+
+def constant_arrivals(rate: float, count: int) -> list[float]:
+    return [index / rate for index in range(count)]
 
 
 def alone(sizes: EngineSizes) -> SimulatedRequest:
@@ -78,8 +80,6 @@ def test_requests_go_to_the_engine_with_the_least_work() -> None:
     assert all(each.done for each in answered)
     # Each prompt has 280 tokens, of which all but the first of an engine find the 14 of the chat template cached.
     assert [sum(each.prefill_rows for each in engine.passes) for engine in engines] == [280 + 9 * 266] * 3
-    with pytest.raises(SettingError, match="not ascending"):
-        route_arrivals(engines, MIX.requests(2), [1.0, 0.5])
 
 
 def test_an_early_end_of_an_answer_costs_its_extra_row() -> None:

@@ -79,7 +79,9 @@ def summary_columns(run: Run) -> list[str]:
         dropped = {*LAUNCHER, "measured_batches", *(f"mean_{stage}_ms" for stage in STAGES)}
         shown = [name for name in COLUMNS if name not in dropped and not name.startswith("peak_")]
         asked = [
-            f"{percentile_name(each)}_{time}_ms" for time in TIMES for each in load_settings(run).metric_percentiles
+            f"{percentile_name(percentile)}_{time}_ms"
+            for time in TIMES
+            for percentile in load_settings(run).metric_percentiles
         ]
         return [
             "level",
@@ -134,7 +136,10 @@ def write_summary(run: Run, path: Path, more: Mapping[str, Mapping[str, Any]] | 
     """
     text = io.StringIO()
     more = more or {}
-    columns = [*summary_columns(run), *dict.fromkeys(name for each in more.values() for name in each)]
+    columns = [
+        *summary_columns(run),
+        *dict.fromkeys(name for columns_of_cell in more.values() for name in columns_of_cell),
+    ]
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
     writer.writeheader()
     for cell, settings in run.cells.items():
@@ -147,9 +152,11 @@ def write_summary(run: Run, path: Path, more: Mapping[str, Mapping[str, Any]] | 
             measured["uncertified"] = " ".join(name for name in uncertified if name in columns)
             writer.writerow({"level": cell} | row | _level(run, cell) | measured)
         else:
-            own = run.cells[cell]
+            settings_of_cell = run.cells[cell]
             others = [alias.settings.items() for alias in run.aliases.get(cell, ())]
-            apart = [{name: value for name, value in settings if value != own.get(name)} for settings in others]
+            apart = [
+                {name: value for name, value in settings if value != settings_of_cell.get(name)} for settings in others
+            ]
             row |= {"cell": cell, "aliases": (json.dumps(apart) if apart else "")}
             writer.writerow(row | _answers(run, cell) | _measured(cell_metrics(run, cell)))
     write_file(path, text.getvalue(), RecordsError)

@@ -306,13 +306,13 @@ def _resumable(file: Any, piped: str | None) -> Iterator[None]:
 def _print_summary(file: Any, path: str, *, idle: bool) -> int:
     from panscan.batch.pending import tally
 
-    found = tally(file.records(), _REASONS)
-    for name, reason in found.reasons:
+    counts = tally(file.records(), _REASONS)
+    for name, reason in counts.reasons:
         text = reason if reason.startswith(name) else f"{name}: {reason}"
         errors().print(f"failed: {text}", style="yellow", soft_wrap=True)
-    if found.failed > len(found.reasons):
-        errors().print(f"failed: {found.failed - len(found.reasons)} more; see 'error' in {path}", soft_wrap=True)
-    answered = f"nothing left to ask: {found.answered} answered already" if idle else f"{found.answered} answered"
-    failed = f", {found.failed} failed (ask them again with --resume --retry-failed)" if found.failed else ""
+    if counts.failed > len(counts.reasons):
+        errors().print(f"failed: {counts.failed - len(counts.reasons)} more; see 'error' in {path}", soft_wrap=True)
+    answered = f"nothing left to ask: {counts.answered} answered already" if idle else f"{counts.answered} answered"
+    failed = f", {counts.failed} failed (ask them again with --resume --retry-failed)" if counts.failed else ""
     out().print(f"{answered}{failed}: {path}", soft_wrap=True)
-    return 3 if found.failed else 0
+    return 3 if counts.failed else 0

@@ -164,17 +164,17 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
         yield step
 
 
-def _print_measurement(found: Measurement) -> None:
+def _print_measurement(measurement: Measurement) -> None:
     """Print the table of measured weights."""
     from panscan.quantize.card import measured_table, notes
     from panscan.report.table import print_table
 
-    print_table(measured_table(found), out(), frame="none", gap=2)
-    for line in notes(found):
+    print_table(measured_table(measurement), out(), frame="none", gap=2)
+    for line in notes(measurement):
         out().print(line, style="dim", soft_wrap=True)
 
 
-def _print_audit(found: Audit) -> None:
+def _print_audit(audit: Audit) -> None:
     """Print what a checkpoint holds, how its answers compare, and what is wrong with it."""
     from panscan.report.table import Column, Medium, Table, print_table
 
@@ -185,11 +185,11 @@ def _print_audit(found: Audit) -> None:
         Column("Stored as", lambda part: part.stored_as, text=Medium.ALL),
         Column("Size", lambda part: f"{part.bytes / 1e6:,.1f} MB"),
     ]
-    echo(f"{found.name}: {found.format}")
-    print_table(Table(columns, found.parts), out(), frame="none", gap=2)
-    for line in found.remarks:
+    echo(f"{audit.name}: {audit.format}")
+    print_table(Table(columns, audit.parts), out(), frame="none", gap=2)
+    for line in audit.remarks:
         out().print(line, soft_wrap=True)
-    if found.measurement is not None:
-        _print_measurement(found.measurement)
-    if found.garbage is not None:
-        out().print(f"Garbage: {found.garbage}", style="bold red", soft_wrap=True)
+    if audit.measurement is not None:
+        _print_measurement(audit.measurement)
+    if audit.garbage is not None:
+        out().print(f"Garbage: {audit.garbage}", style="bold red", soft_wrap=True)

@@ -10,7 +10,7 @@ import torch
 from panscan.core import ModelError
 from panscan.model.checkpoint import open_stored, stored_scheme_of
 from panscan.model.formats.schemes import StoredScheme
-from panscan.model.formats.tensors import StoredTensors, names_of
+from panscan.model.formats.tensors import MatrixTensors, StoredTensors, names_of
 
 Part = Literal["decoder", "vision", "projector", "embedding", "head", "other"]
 _PARTS: tuple[tuple[str, Part], ...] = (
@@ -96,7 +96,7 @@ def _facts_of(key: str, scheme: StoredScheme | None, tensors: StoredTensors) -> 
     part: Part = next((part for start, part in _PARTS if f"{key}.".startswith(start)), "other")
     facts = []
     if scheme is not None and any(marker in leaves for marker in scheme.markers):
-        matrix = tensors.of_module(key, torch.device("cpu"))
+        matrix = MatrixTensors(tensors, key, torch.device("cpu"))
         kind = scheme.describe(names_of(key, matrix), matrix)
         size = sum(tensors.bytes(f"{key}.{leaf}") for leaf in leaves if leaf != "bias")
         facts.append(TensorFacts(matrix.weight_name, part, True, kind, size))

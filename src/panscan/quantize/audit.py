@@ -218,7 +218,9 @@ def _misfolded(loaded: Loaded, base: DenseCheckpoint, result: Audit) -> list[str
             if torch.allclose(weight, dense, rtol=_MOVED, atol=1e-3):
                 continue
             changed += 1
-            columns, dense_columns = _column_norms(layer.get_submodule(matrix)), base.read(tensor).float().norm(dim=0)
+            linear = layer.get_submodule(matrix)
+            stored = linear.dequantized() if isinstance(linear, QuantizedLinear) else linear.weight.float()
+            columns, dense_columns = stored.norm(dim=0).cpu(), base.read(tensor).float().norm(dim=0)
             effect = ((1 + weight) * columns) / ((1 + dense) * dense_columns).clamp_min(1e-9)
             if float((effect.abs() - 1).abs().median()) > _MOVED:
                 wrong.append(f"{number}.{norm}")
@@ -228,13 +230,6 @@ def _misfolded(loaded: Loaded, base: DenseCheckpoint, result: Audit) -> list[str
         )
         result.remarks.append(f"{changed} norms differ from those of {base.name}; {effect_text}.")
     return wrong
-
-
-def _column_norms(linear: torch.nn.Module) -> torch.Tensor:
-    """Return the norm of each column of a matrix."""
-    weight = linear.dequantized() if isinstance(linear, QuantizedLinear) else linear.get_parameter("weight").float()
-    norms: torch.Tensor = torch.linalg.vector_norm(weight, dim=0)
-    return norms.cpu()
 
 
 def _likely_cause(folded: list[str], stored: Inventory, *, has_base: bool) -> str:

@@ -301,7 +301,7 @@ def parse_record(line: bytes) -> AnyRecord:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, UnicodeError) as error:
         problem, _, place = str(error).partition(" - at ")
-        problem = _ONE_OF.sub(lambda found: f"one of {found[1].replace('|', ', ')}", problem)
+        problem = _ONE_OF.sub(lambda match: f"one of {match[1].replace('|', ', ')}", problem)
         where = f"field {place.replace('`', '').replace('$.', '')!r} of " if place else ""
         raise ValueError(f"{where}a {name} record: {_printable(problem[:1].lower() + problem[1:])}") from error
 

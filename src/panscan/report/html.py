@@ -58,13 +58,13 @@ def render_html(facts: SweepReport | LoadReport) -> str:
 
 def _bar(cell: ReportCell, longest: float) -> list[tuple[int, float, float]]:
     """Return the stages of a cell as (stage, left, width), in percent of the longest E2E of any cell."""
-    found, left = [], 0.0
+    stages, left = [], 0.0
     for index, value in enumerate(cell.stages):
         if value and longest:
             width = 100 * value / longest
-            found.append((index, left, width))
+            stages.append((index, left, width))
             left += width
-    return found
+    return stages
 
 
 def _rows_of(comparison: ChartGroup, panel: Panel) -> list[tuple[str, ...]]:

@@ -118,9 +118,9 @@ def with_interval(figure: Measured, *, terminal: bool = True) -> TableCell:
     return replace(_cell(figure), terminal=half, markdown=plain_text(figure.whole))
 
 
-def share_cell(part: float, whole: float) -> TableCell:
+def share_cell(part: float, total: float) -> TableCell:
     """A part in percent of the whole."""
-    share = part / whole if whole > 0 else 0.0
+    share = part / total if total > 0 else 0.0
     return TableCell(percent(share), share)
 
 
@@ -254,11 +254,11 @@ class Table(Generic[Row]):
         sizes = [max(map(len, texts)) for texts in zip(*rows, strict=True)]
         spare = width - sum(sizes[1:]) - 2 * (len(sizes) - 1)
         sizes[0] = max(_NARROWEST_LABEL, min(sizes[0], spare))
-        found = [self.title]
+        written = [self.title]
         for first, *others in rows:
             figures = (text.rjust(size) for text, size in zip(others, sizes[1:], strict=True))
-            found.append("  ".join([cut(first, sizes[0]).ljust(sizes[0]), *figures]).rstrip())
-        return found + ([self.note] if self.note else [])
+            written.append("  ".join([cut(first, sizes[0]).ljust(sizes[0]), *figures]).rstrip())
+        return written + ([self.note] if self.note else [])
 
 
 def plain_text(text: str) -> str:

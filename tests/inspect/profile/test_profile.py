@@ -16,7 +16,7 @@ from transformers import Gemma3nTextConfig
 
 from panscan.cli.main import run
 from panscan.core import SettingError, UnsupportedError
-from panscan.inspect.profile.run import ENGINE, GENERATE_MODES, chosen_modes, mode_settings, without_graphs
+from panscan.inspect.profile.run import ENGINE, GENERATE_MODES, chosen_modes, mode_settings
 from panscan.model.phases import profiled
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings
@@ -181,7 +181,7 @@ def test_each_runner_gets_only_the_settings_that_it_has() -> None:
     )
     with pytest.raises(UnsupportedError, match="cuda-graphs needs an NVIDIA GPU"):
         mode_settings(base, GENERATE_MODES["cuda-graphs"], on_gpu=False)
-    everything = [mode.name for mode in without_graphs(chosen_modes(["generate", "engine"], ["all"]))]
+    everything = [mode.name for mode in chosen_modes(["generate", "engine"], ["all"], on_gpu=False)]
     assert everything == ["dynamic", "static", "compiled", "engine"]
 
 

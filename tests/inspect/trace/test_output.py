@@ -31,10 +31,6 @@ def test_two_traces_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str
     assert run(["trace", "before.json.gz", "after.json", "--html", "both.html"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("20.0 ms per decode step became 12.4 ms (1.61x faster); GPU idle 12.0 ms became 4.39 ms.\n")
-    rows = {line[:20].strip(): line[20:].split() for line in said.splitlines()}
-    assert rows["kernel launches"] == ["4.00", "0", "-4.00", "-100.0%"]
-    assert rows["graph launches"] == ["0", "1.00", "+1.00"]
-    assert rows["prefill"] == ["30.0", "30.0", "0", "0%"]
     assert "GPU idle 12.0 ms became 4.39 ms" in (folder / "both.html").read_text()
 
 

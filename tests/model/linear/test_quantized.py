@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from panscan.model.linear.products import QuantizedProduct, linear_of
+from panscan.model.linear.products import linear_of
 from panscan.model.linear.quantized import (
     BLOCK,
     QuantizedLinear,
@@ -92,7 +92,7 @@ def test_one_product_for_matrices_of_the_same_input(weight_format: WeightFormat)
     inputs = drawn(9, 5, 256)
     expected = torch.cat([part(inputs) for part in parts], -1)
     product = linear_of(*parts)
-    assert isinstance(product, QuantizedProduct)
+    assert isinstance(product, QuantizedLinear)
     torch.testing.assert_close(product(inputs), expected)
     torch.testing.assert_close(torch.cat([part(inputs) for part in parts], -1), expected)  # from views now
     assert len({part.weight.untyped_storage().data_ptr() for part in parts}) == 1

@@ -71,7 +71,7 @@ class TorchAoScheme(StoredScheme):
             raise ValueError(f"{tensors.weight_name} has the class {kind}; config.json implies {self._class}")
         if "_weight_act_pre_scale" in tensors:
             raise unsupported_format(f"torchao {kind} with scaled inputs (AWQ or SmoothQuant)")
-        tensors.ignore(*_STATIC)
+        tensors.taken.update(_STATIC)
         if kind in ("Int8Tensor", "Float8Tensor"):
             dtype = torch.int8 if kind == "Int8Tensor" else torch.float8_e4m3fn
             weight = tensors.take_values("_weight_qdata", (outputs, inputs), dtype)
