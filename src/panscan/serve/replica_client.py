@@ -154,7 +154,8 @@ class ReplicaClient(EngineClient):
                 self._in_background(_fresh(lambda: self._replicas.cancel.remote(id, replica=replica)))
             raise
         except EngineLostError:
-            if (reader := self._readers.get(replica)) is not None:
+            streams, reader = self._streams.get(replica, {}), self._readers.get(replica)
+            if streams.keys() <= {id} and reader is not None:
                 reader.cancel()  # it may wait for a replica that no longer exists
             raise
         finally:
