@@ -73,7 +73,11 @@ def tiny_directory() -> Path:
         ModelError: if there is nowhere to write it.
     """
     root = cache_directory()
-    target = root / f"tiny-{_tiny_digest()}"
+    # The name changes with the recipe and with the libraries that serialise it.
+    digest = sha256(f"{transformers.__version__} {tokenizers.__version__}".encode())
+    for name in _RECIPE:
+        digest.update(files("panscan.model").joinpath(name).read_bytes())
+    target = root / f"tiny-{digest.hexdigest()[:12]}"
     if _complete(target):
         return target
     try:
@@ -156,14 +160,6 @@ def _no_progress_bar() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def _tiny_digest() -> str:
-    """Changes with the source that makes the checkpoint and with the libraries that serialise it."""
-    digest = sha256(f"{transformers.__version__} {tokenizers.__version__}".encode())
-    for name in _RECIPE:
-        digest.update(files("panscan.model").joinpath(name).read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def _complete(directory: Path) -> bool:

@@ -29,7 +29,23 @@ def gemma3_config(shape: Shape, tokenizer: PreTrainedTokenizerBase) -> Gemma3Con
 
     The embedding keeps the rows of the shape's vocabulary, whatever the tokenizer's size.
     """
-    text = _text_config(shape.text, tokenizer)
+    scaling = (
+        {"rope_type": "default"}
+        if shape.text.rope_factor is None
+        else {"rope_type": "linear", "factor": shape.text.rope_factor}
+    )
+    text = Gemma3TextConfig(
+        **_renamed_fields(shape.text, TEXT_FIELDS),
+        layer_types=_layer_types(shape.text.layers, shape.text.pattern),
+        rope_parameters={
+            "full_attention": {**scaling, "rope_theta": shape.text.rope_theta_global},
+            "sliding_attention": {"rope_type": "default", "rope_theta": shape.text.rope_theta_local},
+        },
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
     if shape.vision is None:
         return text
     return Gemma3Config(
@@ -40,24 +56,6 @@ def gemma3_config(shape: Shape, tokenizer: PreTrainedTokenizerBase) -> Gemma3Con
         eoi_token_index=tokenizer.eoi_token_id,
         image_token_index=tokenizer.image_token_id,
         tie_word_embeddings=True,
-    )
-
-
-def _text_config(text: TextShape, tokenizer: PreTrainedTokenizerBase) -> Gemma3TextConfig:
-    scaling = (
-        {"rope_type": "default"} if text.rope_factor is None else {"rope_type": "linear", "factor": text.rope_factor}
-    )
-    return Gemma3TextConfig(
-        **_renamed_fields(text, TEXT_FIELDS),
-        layer_types=_layer_types(text.layers, text.pattern),
-        rope_parameters={
-            "full_attention": {**scaling, "rope_theta": text.rope_theta_global},
-            "sliding_attention": {"rope_type": "default", "rope_theta": text.rope_theta_local},
-        },
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
     )
 
 
