@@ -137,18 +137,11 @@ def _draw(name: str, shape: tuple[int, ...], row_scales: NDArray[np.float64]) ->
     drawn = np.random.RandomState(seed).standard_normal(shape)
     if name.endswith("embed_tokens.weight"):
         return drawn * (_EMBEDDING * row_scales)[:, None]
-    mean, deviation = _distribution(name, inputs=math.prod(shape[1:]))
-    return mean + deviation * drawn
-
-
-def _distribution(name: str, inputs: int) -> tuple[float, float]:
-    """Mean and standard deviation of a parameter. Gemma's norms multiply by 1 + weight, SigLIP's by the weight."""
-    gain = _POST_NORMS.get(name.rpartition("layers.")[2].partition(".")[2])
-    if gain is not None:
-        layer = int(name.rpartition("layers.")[2].partition(".")[0])
-        return gain * _GROWTH**layer - 1, 0.1
+    layer, _, part = name.rpartition("layers.")[2].partition(".")
+    if part in _POST_NORMS:  # Gemma's norms multiply by 1 + weight, SigLIP's by the weight
+        return _POST_NORMS[part] * _GROWTH ** int(layer) - 1 + 0.1 * drawn
     _, mean, deviation, per_input = next(rule for rule in _RULES if fnmatchcase(name, rule[0]))
-    return mean, deviation / math.sqrt(inputs) if per_input else deviation
+    return mean + (deviation / math.sqrt(math.prod(shape[1:])) if per_input else deviation) * drawn
 
 
 @contextmanager

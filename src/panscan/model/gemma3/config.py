@@ -86,23 +86,20 @@ def shape_of_config(config: Gemma3Config | Gemma3TextConfig) -> Shape:
     for what, there in others.items():
         if there:
             raise UnsupportedError(f"the checkpoint has {what}: its costs are not known")
-    shape = Shape("gemma3", _text_shape(text))
-    if vision is not None:
-        tower = VisionShape(**{ours: getattr(vision, name) for name, ours in VISION_FIELDS.items()})
-        shape = replace(shape, vision=tower, image_tokens=config.mm_tokens_per_image)
-    published = (name for name, known in SHAPES.items() if replace(known, name=shape.name) == shape)
-    return replace(shape, name=next(published, shape.name))
-
-
-def _text_shape(text: Gemma3TextConfig) -> TextShape:
     rope = text.rope_parameters
-    return TextShape(
+    decoder = TextShape(
         **{ours: getattr(text, name) for name, ours in TEXT_FIELDS.items()},
         rope_factor=rope["full_attention"].get("factor"),
         rope_theta_global=rope["full_attention"]["rope_theta"],
         rope_theta_local=rope["sliding_attention"]["rope_theta"],
         pattern=first_global_layer(text.layer_types),
     )
+    shape = Shape("gemma3", decoder)
+    if vision is not None:
+        tower = VisionShape(**{ours: getattr(vision, name) for name, ours in VISION_FIELDS.items()})
+        shape = replace(shape, vision=tower, image_tokens=config.mm_tokens_per_image)
+    published = (name for name, known in SHAPES.items() if replace(known, name=shape.name) == shape)
+    return replace(shape, name=next(published, shape.name))
 
 
 def _layer_types(layers: int, pattern: int) -> list[str]:
