@@ -19,7 +19,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, apply_rota
 from panscan.core import UnsupportedError
 from panscan.model.layers import AttentionPlan, LayerFacts, OutputRows
 from panscan.model.linear.multiply import apply_scales
-from panscan.model.linear.products import Linear, Product, RowParallelLinear, Rows, is_plain, linear_of
+from panscan.model.linear.products import AnyLinear, Product, RowParallelLinear, Rows, is_plain, linear_of
 from panscan.model.linear.rows import UnscaledProduct
 from panscan.model.shapes import decoder_working_bytes
 from panscan.model.sharding import SINGLE_RANK, Ranks
@@ -34,10 +34,10 @@ class _Layer:
     kv_heads: int
     head_size: int
     scaling: float
-    qkv: Linear
-    out: Linear
-    gate_up: Linear
-    down: Linear
+    qkv: AnyLinear
+    out: AnyLinear
+    gate_up: AnyLinear
+    down: AnyLinear
     q_norm: nn.Module
     k_norm: nn.Module
     norms: tuple[nn.Module, nn.Module, nn.Module, nn.Module]

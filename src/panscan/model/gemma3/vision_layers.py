@@ -31,7 +31,7 @@ from transformers.models.siglip.modeling_siglip import (
 )
 
 from panscan.core import UnsupportedError
-from panscan.model.linear.products import DenseLinear, Linear, PlainLinear, is_plain, linear_of, runs_own_forward
+from panscan.model.linear.products import AnyLinear, Linear, PlainLinear, is_plain, linear_of, runs_own_forward
 from panscan.model.linear.tuning import gpu_seconds
 from panscan.model.shapes import SIGLIP, vision_working_bytes
 from panscan.model.sharding import SINGLE_RANK, Ranks
@@ -340,7 +340,7 @@ class _Mlp:
         return self._fc2(hidden if self._activation is None else self._activation(hidden))
 
 
-class _GeluLinear(DenseLinear):
+class _GeluLinear(Linear):
     """A product with the tanh approximation of GELU at its end.
 
     On CUDA ``_addmm_activation`` means that approximation (``addmm_out_cuda_impl`` in PyTorch's ``Blas.cpp``, and the
@@ -356,7 +356,7 @@ class _GeluLinear(DenseLinear):
         return rows.view(*input.shape[:-1], -1)
 
 
-def _fused_gelu(linear: Linear, activation: nn.Module) -> Linear | None:
+def _fused_gelu(linear: AnyLinear, activation: nn.Module) -> Linear | None:
     """Return the product and this activation as one, or None if :class:`_GeluLinear` does not compute that.
 
     Never in float32, where results would depend on how cuBLAS approximates tanh, which is not documented.

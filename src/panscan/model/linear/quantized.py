@@ -119,7 +119,7 @@ class QuantizedLinear(nn.Module, ABC):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.weight_format = in_features, out_features, weight_format
-        self.bias = bias
+        self.bias, self.input_dtype = bias, weight_format.input_dtype
         buffers = self._empty_buffers(scale_type, device)
         for name in ("weight", "scale", "zero", "order"):
             self.register_buffer(name, buffers.get(name))
