@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +26,6 @@ from panscan.verify.local import open_local
 from panscan.verify.run import Verification, as_json, verify_endpoint
 from panscan.workload.probes import encoded_image
 
-LOAD_SECONDS = 120.0
 STEPS = 6
 Replies = dict[str, dict[str, Any]]
 EMPTY = {"answers nothing": "", "cuts a character": "\ud83d"}  # answers to questions with images
@@ -40,40 +41,28 @@ def verified(url: str, probes: Sequence[Request] = PROBES, **options: Any) -> Ve
 
 
 @contextmanager
-def serving(fault: str) -> Iterator[Callable[[], str]]:
-    """Start a faulty server; the value waits until it is ready and returns its URL."""
-    process = subprocess.Popen(command(fault), cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    found: list[str] = []
-    known = threading.Event()
-
-    def read() -> None:
-        assert process.stderr is not None  # a pipe
-        for line in process.stderr:
-            if match := re.match(r"Serving \S+ on (\S+)", line):
-                found.append(match[1])
-                known.set()
-        known.set()
-
-    threading.Thread(target=read, daemon=True).start()
-
-    def url() -> str:
-        assert known.wait(LOAD_SECONDS)
-        return found[0]
-
+def serving(off: Path) -> Iterator[str]:
+    """Start a server whose image tokens are causal while the file ``off`` does not exist; the value is its URL."""
+    line, environment = command("causal", "--no-prefix-caching"), {**os.environ, "FAULT_OFF": str(off)}
+    process = subprocess.Popen(line, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None  # a pipe
     try:
-        yield url
+        yield next(match[1] for line in process.stderr if (match := re.match(r"Serving \S+ on (\S+)", line)))
     finally:
         process.terminate()
-        process.wait(LOAD_SECONDS)
+        process.communicate(timeout=120)
 
 
-def test_a_right_server_is_exact_and_a_causal_one_is_diagnosed() -> None:
-    with serving("none") as right, serving("causal") as causal:
-        found = verified(right(), CHART)
+def test_a_right_server_is_exact_and_a_causal_one_is_diagnosed(tmp_path: Path) -> None:
+    off = tmp_path / "off"
+    off.touch()
+    with serving(off) as url:
+        found = verified(url, CHART)
         assert found.word == "exact", found.message
         assert found.requests <= 32
         assert any(line.startswith("these questions do not rule out") for line in found.not_visible)
-        found = verified(causal(), CHART)
+        off.unlink()
+        found = verified(url, CHART)
     assert found.word == "different"
     assert found.message.startswith("different: image tokens are causal. The attention backend")
     assert found.explanation.strength == "matches"
