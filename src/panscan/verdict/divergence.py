@@ -13,7 +13,7 @@ from panscan.model.checkpoint import Loaded
 from panscan.model.observation import Observation
 from panscan.records.schema import Divergence, Top1, VerdictRecord
 from panscan.verdict.float32 import head_logits
-from panscan.verdict.judgement import MARGIN_FLOOR, judge
+from panscan.verdict.judgement import LEAST_REST, MARGIN_FLOOR, judge
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,6 @@ class Noise:
         return fmean(value for request in self.answer for value in request[:steps])
 
 
-_LEAST_REST = 1e-6
-"""Least probability of all unknown tokens together: smaller values are lost in the rounding of the known ones."""
 _BLOCK = 16  # positions per step: two float64 rows of 262,208 logits take 4 MB
 
 
@@ -102,7 +100,7 @@ def _completed(p: torch.Tensor, seen: torch.Tensor, known: torch.Tensor) -> torc
 
     It is spread in the proportions of the reference. A row without a known token stays NaN.
     """
-    rest = (1 - seen.nan_to_num(nan=-inf).exp().sum(-1, keepdim=True)).clamp_min(_LEAST_REST).log()
+    rest = (1 - seen.nan_to_num(nan=-inf).exp().sum(-1, keepdim=True)).clamp_min(LEAST_REST).log()
     theirs = p.masked_fill(known, -inf).logsumexp(-1, keepdim=True)
     return torch.where(known | ~known.any(-1, keepdim=True), seen, p - theirs + rest)
 

@@ -22,6 +22,9 @@ MARGIN_FLOOR: float = (8 * FLOOR) ** 0.5
 diverges by ln cosh(m / 2), about m^2 / 8: less than this is less than :data:`FLOOR`."""
 _NOT_CONCLUDED = TokenCheck.of(note="tokens beyond the reference: the run stopped before this check; --resume runs it")
 EXACT_RATIO, CLOSE_RATIO, CLOSE_TOP1 = 2.0, 10.0, 0.99
+"""The limits of the verdicts (see :func:`judge`). The documentation quotes them from here; a test compares."""
+LEAST_REST = 1e-6
+"""Least probability of all unreported tokens together: less cannot be told from the rounding of the reported ones."""
 Word = Literal["exact", "close", "different"]
 
 
