@@ -96,7 +96,9 @@ def verdict_of(run: Run, cell: str) -> Verdict:
     worse.
     """
     record = run.verdicts.get(cell)
-    measured = _measured_tokens(run, cell)
+    processes = [process for repeat, _ in run.repeats_of(cell) for process in (*repeat.replicas,) or (repeat,)]
+    checks = [process.tokens for process in processes if process.tokens is not None]
+    measured = sum(checks[1:], checks[0]) if checks else None
     if record is None:
         return _with_tokens(Verdict("unverified", _why_none(run, cell), measured=measured), float32=False, inputs=None)
     verdict = Verdict(
@@ -115,13 +117,6 @@ def verdict_of(run: Run, cell: str) -> Verdict:
     truth = run.truths.get(record.truth or "")
     inputs = None if truth is None or truth.inputs is None else truth.inputs.difference
     return _with_tokens(verdict, float32=float32, inputs=inputs)
-
-
-def _measured_tokens(run: Run, cell: str) -> TokenCheck | None:
-    """Return the summed checks of all repeats and replicas of a cell; None if no repeat has one."""
-    processes = [process for repeat, _ in run.repeats_of(cell) for process in (*repeat.replicas,) or (repeat,)]
-    checks = [process.tokens for process in processes if process.tokens is not None]
-    return sum(checks[1:], checks[0]) if checks else None
 
 
 def _with_tokens(verdict: Verdict, *, float32: bool, inputs: str | None) -> Verdict:
