@@ -5,8 +5,8 @@
 
 The replicas are stubs: they receive the requests and the pages of a real engine, wait, and stream tokens, all requests
 in step. Everything before them is real: HTTP, admission, checks of pages, routing, Ray, and ``panscan load`` as the
-client. The part ``ingress`` is the process that parses requests, ``ray`` are Ray's own processes. With
-``--cores``, all of them share so many cores, and the client and the replicas have the others.
+client. The part ``ingress`` is the process that serves HTTP, ``ray`` are Ray's own processes. With ``--cores``, they
+share so many cores, and the client and the replicas have the others.
 
 A closed loop finds the highest rate; an open loop at ``--rate`` has to keep it, which ``kept`` says.
 """
@@ -23,7 +23,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache
 from io import BytesIO
 from pathlib import Path
@@ -37,11 +37,12 @@ import panscan.serve.engine_process as engine_process
 from panscan.core import Request, Result, Stamps, Stats, TokenEvent, now
 from panscan.core.child import Child
 from panscan.images.views import PUBLISHED_COST
-from panscan.load.arrivals import gamma_arrivals
 from panscan.load.chat import ChatRequest, Endpoint, chat_body, data_url
 from panscan.load.generator import run_level
+from panscan.load.options import gamma_arrivals
 from panscan.records.environment import environment
-from panscan.serve.client import ModelInfo, TokenCounts
+from panscan.serve.client import EngineClient, ModelInfo, TokenCounts
+from panscan.serve.deployment import Scale, deployed_replicas
 from panscan.serve.options import ServeOptions
 from panscan.serve.server import run_server
 from panscan.settings import Settings
@@ -141,25 +142,21 @@ def serve(replicas: int) -> int:
     """Serve with stubs: one engine process, or replicas on Ray."""
     settings = Settings(model="mini", runner="engine", device="cpu", max_num_seqs=256)
     options = ServeOptions(settings=settings, port=0, max_queued_requests=512)
+    client: AbstractContextManager[EngineClient]
+    if replicas:
+        from benchmarks.ingress_replica import StubReplica
 
-    def on_ready(url: str) -> None:
-        print(url, flush=True)
-
-    if replicas == 0:
+        client = deployed_replicas(
+            settings, Scale(replicas), None, show_logs=True, queued=512, drain_timeout=5.0, actor=StubReplica
+        )
+    else:
 
         def start_stub(_module: str, **options: Any) -> Child:
             return Child("benchmarks.ingress", **options)
 
         vars(engine_process)["Child"] = start_stub
-        return run_server(options, on_ready, nullcontext(engine_process.EngineProcess(settings)))
-    from benchmarks.ingress_replica import StubReplica
-    from panscan.serve.deployment import Scale, deployed_replicas
-
-    queued = options.max_queued_requests
-    client = deployed_replicas(
-        settings, Scale(replicas), None, show_logs=True, queued=queued, drain_timeout=5.0, actor=StubReplica
-    )
-    return run_server(options, on_ready, client)
+        client = nullcontext(engine_process.EngineProcess(settings))
+    return run_server(options, lambda url: print(url, flush=True), client)
 
 
 @cache

@@ -1,16 +1,17 @@
-"""The replica of :mod:`benchmarks.ingress`: a real actor with a stub instead of a model."""
+"""The replica of :mod:`benchmarks.ingress`: a real actor with a stub instead of a model. Ray imports it by name."""
 
 from __future__ import annotations
 
-import panscan.serve.loaded_model as loaded_model
+from typing import Any
+
 from benchmarks.ingress import StubModel
-from panscan.serve.replica import CommandContext, EngineReplica
+from panscan.serve.replica import EngineReplica
 from panscan.settings import Settings
 
 
 class StubReplica(EngineReplica):
     """A :class:`panscan.serve.replica.EngineReplica` that computes nothing."""
 
-    def __init__(self, settings: Settings, replicas: int, context: CommandContext | None = None) -> None:
-        vars(loaded_model)["open_model"] = StubModel
-        super().__init__(settings, replicas, context)
+    def _load(self, settings: Settings, replicas: int, threads: int | None) -> None:
+        model: Any = StubModel(settings)
+        self._model, self._hang_seconds = model, 60.0

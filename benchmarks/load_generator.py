@@ -24,9 +24,9 @@ import psutil
 from tests.load.fake_server import fake_server
 
 from panscan.core import from_perf_counter
-from panscan.load.arrivals import gamma_arrivals
 from panscan.load.chat import ChatRequest, Endpoint, chat_body
 from panscan.load.generator import run_level
+from panscan.load.options import gamma_arrivals
 from panscan.records.environment import environment
 
 RECORD = Path(__file__).parent / "records" / "load-generator.json"

@@ -34,7 +34,7 @@ from benchmarks.workloads.common import say
 from panscan.core import now
 from panscan.records.environment import environment
 from panscan.records.goodput import goodput_of
-from panscan.records.schema import RequestRecord
+from panscan.records.request_records import RequestRecord
 from panscan.records.store import Run, read_run
 from panscan.workload.samples import write_samples
 

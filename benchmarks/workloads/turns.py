@@ -10,8 +10,7 @@ from typing import Any
 from benchmarks.workloads.device import Power
 from benchmarks.workloads.figures import latencies, stage_means
 from panscan.core import Request, Result
-from panscan.model.machine import peak_memory, reset_peak_memory
-from panscan.runners.base import Runner, TracksPeakMemory
+from panscan.runners.base import Runner
 from panscan.runners.vllm import VllmRunner
 
 
@@ -25,8 +24,7 @@ def turn_of(
         requests: with their pages in memory.
         runner: answers them; its ranks, if it has any, report their own peak memory.
     """
-    tracker = runner if isinstance(runner, TracksPeakMemory) else None
-    reset_peak_memory() if tracker is None else tracker.reset_peak_memory()
+    runner.reset_peak_memory()
     with Power(runner.loaded.device, runner.settings.tensor_parallel_size) as power:
         start = time.perf_counter()
         results = answer(requests)
@@ -44,7 +42,7 @@ def turn_of(
         "latencies": latencies(results),
         "stages_ms": stage_means(results),
         "power": measured,
-        **(peak_memory() if tracker is None else tracker.peak_memory()),
+        **runner.peak_memory(),
     }
 
 

@@ -23,7 +23,7 @@ from panscan.bench.plan import SweepPlan
 from panscan.bench.sweep import measure
 from panscan.core import Request, Result, now
 from panscan.model.machine import peak_memory, reset_peak_memory
-from panscan.records.schema import RepeatRecord
+from panscan.records.request_records import RepeatRecord
 from panscan.records.scores import scores_of
 from panscan.records.store import parse_record
 from panscan.settings import Settings

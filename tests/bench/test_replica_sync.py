@@ -18,7 +18,10 @@ from panscan.bench.grid import Cell
 from panscan.bench.plan import SweepPlan
 from panscan.bench.replicas import Message, Progress, Ready, ReplicaSignal, ReplicaSync, merged_repeat
 from panscan.core import PanscanWarning, RecordsError
-from panscan.records.schema import AnyRecord, CellRecord, LoadRecord, RepeatRecord, RequestRecord, VerdictRecord
+from panscan.records.request_records import RepeatRecord, RequestRecord
+from panscan.records.schema import CellRecord, LoadRecord
+from panscan.records.store import AnyRecord
+from panscan.records.verdict_records import VerdictRecord
 from panscan.settings import Settings
 from panscan.workload.requests import Source
 

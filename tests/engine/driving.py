@@ -17,7 +17,7 @@ from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
 from panscan.engine.request_state import RequestState
 
-TOKENS = 10
+TOKENS = 8
 BOI = "<start_of_image>"
 SHORT = Sampling(max_new_tokens=TOKENS)
 
@@ -45,7 +45,7 @@ def requests() -> tuple[Request, ...]:
     wide, tall, square = (700, 100), (100, 800), (90, 90)
     asked = [
         Request("Hi"),
-        Request("What is it? " + "".join(long % line for line in range(40))),
+        Request("What is it? " + "".join(long % line for line in range(16))),
         Request("What is the total?", pages(square), pan_and_scan=crops(4)),
         Request("What is the total?", pages(wide), pan_and_scan=crops(4)),
         Request("What is the date?", pages(wide), pan_and_scan=crops(4)),
@@ -72,9 +72,9 @@ def questions() -> tuple[Request, ...]:
     story = "".join(f"The total of line {line} is not what it says. " for line in range(20))
     asked = [
         Request("Hi"),
-        Request(chart.questions[0].question, [chart.image], pan_and_scan=crops(4)),
-        Request(first.question, [receipt.image], pan_and_scan=crops(4)),
-        Request(last.question, [receipt.image], pan_and_scan=crops(4)),
+        Request(chart.questions[0].question, [chart.image], pan_and_scan=crops(2)),
+        Request(first.question, [receipt.image], pan_and_scan=crops(3)),
+        Request(last.question, [receipt.image], pan_and_scan=crops(3)),
         Request(last.question, [receipt.image], pan_and_scan=crops(2)),
         Request(posted.question, [board.image], pan_and_scan=crops(2), system="Answer in few words."),
         Request(posted.question, [chart.image, board.image], pan_and_scan=crops(2)),

@@ -35,7 +35,7 @@ def arrivals(most: int, requests: int) -> st.SearchStrategy[list[Arrival]]:
             Arrival,
             st.integers(0, requests - 1),
             st.integers(0, 12),
-            st.none() | st.none() | st.none() | st.integers(0, 9),
+            st.none() | st.none() | st.none() | st.integers(0, 7),
         ),
         min_size=1,
         max_size=most,

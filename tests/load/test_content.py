@@ -5,12 +5,12 @@ from __future__ import annotations
 import base64
 import json
 from collections import Counter
-from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from PIL import Image
 from tests.conftest import noise
 

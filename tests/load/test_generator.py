@@ -17,9 +17,8 @@ import psutil
 import pytest
 from tests.load.fake_server import fake_server
 
-from panscan.core import SettingError, from_perf_counter
+from panscan.core import from_perf_counter
 from panscan.load import connection
-from panscan.load.arrivals import constant_arrivals
 from panscan.load.chat import ChatRequest, ChatStream, Endpoint, RequestOutcome, chat_body, data_url, fetch_json
 from panscan.load.generator import run_level
 
@@ -48,7 +47,7 @@ def counts(url: str) -> dict[str, int]:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_every_figure_is_that_of_the_server(url: str, processes: int) -> None:
     """A busy machine may delay a request, but not all of them: the smallest error is the load generator's own."""
-    arrivals = constant_arrivals(50.0, 40)
+    arrivals = [number / 50 for number in range(40)]
     result = run_level(Endpoint(url, "fake"), requests(40), arrivals, processes=processes)
     errors: dict[str, list[float]] = {"ttft": [], "tpot": [], "itl": [], "e2e": []}
     for number, exchange in enumerate(result.exchanges):
@@ -292,21 +291,6 @@ def test_tls_endpoints(certificate: tuple[Path, Path], monkeypatch: pytest.Monke
     assert unverified.error is not None and unverified.error.startswith("the TLS certificate is not valid: ")
     assert plain.error_kind == "protocol"
     assert {each.error for each in trusted.exchanges} == {None}
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"arrivals": None}, "--max-concurrency is required without --request-rate"),
-        ({"arrivals": [0.0]}, "expected one arrival time per request, got 1 for 2 requests"),
-        ({"arrivals": [0.0, 0.0], "max_concurrency": 0}, "--max-concurrency: expected at least 1, got 0"),
-        ({"arrivals": [0.0, 0.0], "processes": 0}, "the number of processes"),
-        ({"arrivals": [1.0, 0.0]}, "ascending"),
-    ],
-)
-def test_impossible_levels_are_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(SettingError, match=message):
-        run_level(Endpoint("http://127.0.0.1:1", "m"), requests(2), **given)
 
 
 def test_a_level_without_requests_ends() -> None:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.records.load_runs import load_request
 from tests.records.synthetic import records_of
@@ -14,6 +15,7 @@ from panscan.core import SettingError
 from panscan.load.options import (
     LoadOptions,
     Trace,
+    gamma_arrivals,
     parse_goodput,
     parse_latency_metrics,
     parse_percentiles,
@@ -49,18 +51,22 @@ def test_a_scenario_is_read_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("documnets: []", "unknown field 'documnets' .did you mean 'documents'"),
+        ("documnets: []", "unknown field `documnets` .did you mean 'documents'"),
         ("- 1", "expected lines of 'field: value'"),
-        ("num_prompts: 0", "num_prompts is out of range"),
-        ("num_prompts: true", "num_prompts is out of range"),
-        ("request_rate: [1, -2]", "request_rate is out of range"),
-        ("ignore_eos: 1", "ignore_eos: expected true or false"),
-        ("goodput: {ttfb: 3}", "goodput: unknown field 'ttfb' .did you mean 'ttft'"),
-        ("goodput: {ttft: 0}", "goodput: ttft is out of range"),
+        ("num_prompts: 1.5", r"Expected `int | null`, got `float` - at `\$.num_prompts`"),
+        ("num_prompts: true", r"Expected `int | null`, got `bool` - at `\$.num_prompts`"),
+        ("variety: 0", r"Expected `int` >= 1 - at `\$.variety`"),
+        ("request_rate: []", r"length >= 1 - at `\$.request_rate`"),
+        ("request_rate: fast", r"Expected `float | null`, got `str` - at `\$.request_rate\[0\]`"),
+        ("ignore_eos: 1", r"Expected `bool | null`, got `int` - at `\$.ignore_eos`"),
+        ("prompts: [' ']", r"matching regex .* at `\$.prompts\[0\]`"),
         ("documents: [{kind: poem, width: 100, height: 100}]", "documents 1: unknown kind 'poem'"),
-        ("documents: [{kind: form, width: 100}]", "documents 1: height is missing"),
-        ("documents: [{kind: form, width: 100, height: 10.5}]", "documents 1: height is out of range"),
-        ("documents: [{kind: form, width: 100, height: 100, x: 1}]", "documents 1: unknown field 'x'"),
+        ("documents: [{kind: form, width: 100}]", r"missing required field `height` - at `\$.documents\[0\]`"),
+        (
+            "documents: [{kind: form, width: 100, height: 10.5}]",
+            r"got `float` - at `\$.documents\[0\].height`",
+        ),
+        ("documents: [{kind: form, width: 100, height: 100, x: 1}]", r"unknown field `x` - at `\$.documents\[0\]`"),
         ("prompts: What?", "prompts need documents"),
         ("num_prompts: 1\nnum_prompts: 2", "'num_prompts' is set twice"),
         ("a: &a [1]\nb: *a", "aliases and tags are not supported"),
@@ -96,9 +102,9 @@ def test_a_trace_is_replayed(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("", "0 requests"),
-        ("[1]", "line 1: expected a JSON object"),
-        ('{"timestamp": -1}', "line 1: timestamp: expected milliseconds"),
-        ('{"timestamp": 1, "tokens": 3}', "line 1: unknown field 'tokens'"),
+        ("[1]", "line 1: Expected `object`, got `array`"),
+        ('{"timestamp": -1}', r"line 1: Expected `float` >= 0.0 - at `\$.timestamp`"),
+        ('{"timestamp": 1, "tokens": 3}', "line 1: Object contains unknown field `tokens`"),
         ('{"timestamp": 1, "output_length": 0}', "line 1: output_length is out of range"),
         ('{"timestamp": 2}\n{"timestamp": 1}', "not ascending"),
         ('{"timestamp": 1, "output_length": 1}\n{"timestamp": 2}', "output_length is missing in 1 lines"),
@@ -116,6 +122,8 @@ def test_levels_have_the_names_and_arrivals_of_their_options() -> None:
     assert [level.cell for level in mixed.levels] == ["rate-2", "rate-inf", "rate-2-concurrency-8", "concurrency-8"]
     assert [None if (at := mixed.arrivals(level, 2)) is None else len(at) for level in mixed.levels] == [2, 2, 2, None]
     assert mixed.arrivals(mixed.levels[1], 3) == [0.0, 0.0, 0.0]
+    constant = LoadOptions(rates=(4.0,), arrival="constant")
+    assert constant.arrivals(constant.levels[0], 4) == [0.0, 0.25, 0.5, 0.75]
     assert LoadOptions(max_concurrencies=(1, 2)).arrival_name == "closed"
     assert LoadOptions().arrival_name == "burst"
     assert LoadOptions(rates=(1.0,), burstiness=0.5).arrival_name == "gamma"
@@ -222,3 +230,23 @@ def test_the_search_passes_a_rate_that_misses_by_chance() -> None:
     search.add(trial(8.0, 0.5))
     best = search.best()
     assert best is not None and best.rate == 4.0
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_gamma_intervals_have_the_rate_and_the_variation_of_their_burstiness(burstiness: float) -> None:
+    times = gamma_arrivals(8.0, 4000, burstiness, seed=3)
+    assert times == sorted(times) and times[0] > 0
+    assert times[-1] == pytest.approx(500.0)
+    intervals = np.diff([0.0, *times])
+    assert intervals.std() / intervals.mean() == pytest.approx(burstiness**-0.5, rel=0.08)
+
+
+def test_random_arrivals_depend_on_the_seed_and_scale_with_the_rate() -> None:
+    slow, fast = gamma_arrivals(2.0, 20, seed=1), gamma_arrivals(8.0, 20, seed=1)
+    assert slow == gamma_arrivals(2.0, 20, seed=1) != gamma_arrivals(2.0, 20, seed=2)
+    assert slow == pytest.approx([4 * time for time in fast])
+
+
+def test_a_tiny_burstiness_is_one_burst() -> None:
+    times = gamma_arrivals(2.0, 10, 1e-9)
+    assert times == sorted(times) and times[-1] == pytest.approx(5.0)

@@ -35,19 +35,8 @@ def test_json_has_every_figure_with_its_range(capsys: pytest.CaptureFixture[str]
 
 
 def test_a_fleet_takes_limits_as_panscan_load_does(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "--seed",
-        "-1",
-        "--request-rate",
-        "9",
-        "--goodput",
-        "ttft:2000",
-        "tpot:400",
-        "--max-new-tokens",
-        "4",
-        "--json",
-    ]
-    assert run(["plan", "--model", "27b", "--gpu", "h200", "--quantization", "none", *words]) == 0
+    words = "--quantization none --request-rate 9 --goodput ttft:2000 tpot:400 --max-new-tokens 4 --json"
+    assert run(f"plan --model 27b --gpu h200 --seed -1 {words}".split()) == 0
     data = json.loads(capsys.readouterr().out)
     [fleet] = data["fleets"]
     assert (fleet["tensor_parallel_size"], fleet["replicas"]) == (1, 2) and data["within_count"] is None
@@ -65,19 +54,8 @@ def test_a_small_model_whose_replicas_are_limited_by_the_host(capsys: pytest.Cap
 
 
 def test_limits_that_no_fleet_meets_are_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "--gpu",
-        "h200",
-        "--count",
-        "1",
-        "--request-rate",
-        "2000",
-        "--goodput",
-        "ttft:1",
-        "--goodput-attainment",
-        "0.999",
-    ]
-    assert run(["plan", "--model", "27b", "--quantization", "none", *words]) == 4
+    words = "--quantization none --request-rate 2000 --goodput ttft:1 --goodput-attainment 0.999"
+    assert run(f"plan --model 27b --gpu h200 --count 1 {words}".split()) == 4
     captured = capsys.readouterr()
     assert "No number of replicas meets 2,000 requests/s with 99.9% within TTFT 1 ms" in captured.out
     *progress, error = captured.err.splitlines()

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from panscan.core import SettingError
 from panscan.engine.options import EngineOptions
-from panscan.load.arrivals import constant_arrivals
 from panscan.model.shapes import SHAPES
 from panscan.plan.fleet import FleetSimulation, Traffic, size_fleets
 from panscan.plan.gpus import gpu_named
@@ -32,6 +31,10 @@ class HandTimes:
         return 0.005
 
 
+def constant_arrivals(rate: float, count: int) -> list[float]:
+    return [index / rate for index in range(count)]
+
+
 def alone(sizes: EngineSizes) -> SimulatedRequest:
     [request] = simulate_burst(sizes, HandTimes(), MIX.requests(1))
     return request
@@ -43,28 +46,18 @@ def test_one_request_alone() -> None:
     assert (request.stamps.ttft, request.stamps.tpot, request.stamps.e2e) == pytest.approx((0.105, 0.01, 0.125))
 
 
-def test_a_request_that_arrives_during_a_pass_joins_the_next_but_one() -> None:
+@pytest.mark.parametrize(("overlap", "arrival"), [(True, 0.2455), (False, 0.2505)])
+def test_a_request_that_arrives_during_a_pass_joins_the_next(overlap: bool, arrival: float) -> None:
     """A pass is launched while the previous one computes, so the pass after that is the first to be decided."""
-    long = MIX.sketch(0, 0, 1, 100)
-    requests = [SimulatedRequest(long, 0.0), SimulatedRequest(MIX.sketch(1, 1, 1, 3), 0.2455)]
-    engine = SimulatedEngine(SIZES, HandTimes())
+    requests = [SimulatedRequest(MIX.sketch(0, 0, 1, 100), 0.0), SimulatedRequest(MIX.sketch(1, 1, 1, 3), arrival)]
+    engine = SimulatedEngine(replace(SIZES, overlap=overlap), HandTimes())
     for request in requests:
         engine.submit(request)
     engine.run()
     # Arrives at 245.5 ms in the pass that ends at 255 ms, and is prepared at 250.5 ms. Behind that pass, another is
-    # launched; its own prefill pass starts at 265 ms.
+    # launched; its own prefill pass starts at 265 ms. Without overlap, one that is prepared at 255.5 ms does as well.
     assert requests[1].tokens[0] == pytest.approx(0.365)
     assert len(requests[0].tokens) == 100
-
-
-def test_without_overlap_it_joins_the_next_pass() -> None:
-    sizes = EngineSizes(global_blocks=1_000, local_blocks=1_000, window=1024, overlap=False)
-    requests = [SimulatedRequest(MIX.sketch(0, 0, 1, 100), 0.0), SimulatedRequest(MIX.sketch(1, 1, 1, 3), 0.2505)]
-    engine = SimulatedEngine(sizes, HandTimes())
-    for request in requests:
-        engine.submit(request)
-    engine.run()
-    assert requests[1].tokens[0] == pytest.approx(0.365)
 
 
 def test_a_request_that_can_never_run_is_refused() -> None:
@@ -87,8 +80,6 @@ def test_requests_go_to_the_engine_with_the_least_work() -> None:
     assert all(each.done for each in answered)
     # Each prompt has 280 tokens, of which all but the first of an engine find the 14 of the chat template cached.
     assert [sum(each.prefill_rows for each in engine.passes) for engine in engines] == [280 + 9 * 266] * 3
-    with pytest.raises(SettingError, match="not ascending"):
-        route_arrivals(engines, MIX.requests(2), [1.0, 0.5])
 
 
 def test_an_early_end_of_an_answer_costs_its_extra_row() -> None:
@@ -100,12 +91,7 @@ def test_an_early_end_of_an_answer_costs_its_extra_row() -> None:
 
 
 def traffic(rate: float) -> Traffic:
-    return Traffic(
-        rate=rate,
-        limits={"ttft": 1500.0},
-        attainment=0.95,
-        arrivals=constant_arrivals,
-    )
+    return Traffic(rate=rate, limits={"ttft": 1500.0}, attainment=0.95, arrivals=constant_arrivals)
 
 
 def test_a_fleet_meets_its_limits_and_one_replica_less_does_not() -> None:
@@ -132,12 +118,7 @@ def test_no_number_of_replicas_helps_if_one_request_alone_is_too_slow() -> None:
     inputs = PlanInputs(shape=SHAPES["27b"], gpu=gpu_named("h200"), count=1, mix=mix, options=EngineOptions())
     layout = layout_of(inputs, None, 1)
     assert layout is not None
-    hasty = Traffic(
-        rate=1.0,
-        limits={"ttft": 1.0},
-        attainment=0.95,
-        arrivals=constant_arrivals,
-    )
+    hasty = replace(traffic(1.0), limits={"ttft": 1.0})
     [fleet] = size_fleets(inputs, [layout], hasty, lambda _: None)
     assert (fleet.replicas, fleet.gpus, fleet.rate_of_one) == (None, None, 0.0)
     assert fleet.level.percentiles_ms["ttft"][50] > 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 
 import pytest
-from benchmarks.plan_accuracy import accuracy_table, differences, errors, fit_factors, missed
+from benchmarks.plan_accuracy import differences, errors, fit_factors
 from benchmarks.plan_points import Point, points, read_ceilings
 
 from panscan.plan.efficiency import committed_efficiency
@@ -43,17 +43,3 @@ def test_differences_name_what_moved() -> None:
     assert differences(held, held) == []
     assert differences(held, moved) == ["kv", "spread"]
     assert differences(held, {**held, "held_out": []}) == ["held_out"]
-
-
-def test_the_table_shows_the_split_and_the_largest_error() -> None:
-    known = ("phases-h200.json", "27b:bf16:1", "decode", 8)
-    [point] = [each for each in quick() if (each.record, each.configuration, each.phase, each.size) == known]
-    lines = accuracy_table([point, replace(point, size=1, fitted=False)], [0.01, -0.3]).splitlines()
-    assert len(lines) == 3
-    value = 1e3 * point.measured
-    assert f"| *{1.01 * value:.2f} / {value:.2f}* |" in lines[2] and f"| {0.7 * value:.2f} / {value:.2f} |" in lines[2]
-    assert lines[2].endswith("| 30% |")
-    assert (
-        missed([point, point], [0.01, -0.3]) == "Off by more than 20%: decode step on one GPU (1 of 2: -30% to -30%)."
-    )
-    assert missed([point], [0.19]) == "Off by more than 20%: none."

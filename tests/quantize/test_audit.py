@@ -17,7 +17,7 @@ from panscan.cli.main import run
 from panscan.model.bundled.tiny import tiny_directory
 from panscan.quantize.audit import garbage_reason
 from panscan.quantize.measure import MeasuredWeights
-from panscan.records.schema import Top1, VerdictRecord
+from panscan.records.verdict_records import Top1, VerdictRecord
 
 _OPTIONS = ["--device", "cpu", "--do-pan-and-scan", "false", "--max-new-tokens", "4"]
 

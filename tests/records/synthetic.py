@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from panscan.records.schema import AnyRecord
-from panscan.records.store import FILE_NAME, Run, parse_record, parse_run, read_run
+from panscan.records.store import FILE_NAME, AnyRecord, Run, parse_record, parse_run, read_run
 
 
 def header(cells: dict[str, dict[str, Any]]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from tests.records.load_runs import CLIENT, level, load_header, load_request, lo
 from tests.records.synthetic import record_of, records_of, request, write_run
 
 from panscan.core import RecordsError
-from panscan.records.schema import ClientFigures, LevelLoad
+from panscan.records.request_records import ClientFigures, LevelLoad
 from panscan.records.store import RecordWriter, read_run
 
 PROBE = {

@@ -12,8 +12,9 @@ from tests.records.synthetic import batches_of, header, record_of, repeat, reque
 
 from panscan.analysis.summary import cell_metrics
 from panscan.core import RecordsError
+from panscan.records.fields import STAGES
 from panscan.records.metrics import COLUMNS, INTERVALS
-from panscan.records.schema import STAGES, RequestRecord
+from panscan.records.request_records import RequestRecord
 from panscan.records.store import Run
 
 

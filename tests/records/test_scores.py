@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from panscan.records.fields import METRICS
 from panscan.records.quality import ANNOTATORS, metrics_for
-from panscan.records.schema import METRICS
 from panscan.records.scores import (
     anls,
     contains_answer,

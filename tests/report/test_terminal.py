@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from tests.records.synthetic import batches_of, header, outcome, record_of, write_run
+from tests.report.report_known import known_run
 
 from panscan.analysis.summary import cell_metrics
 from panscan.records.store import Run
@@ -163,6 +164,15 @@ def test_no_line_is_wider_than_the_terminal(tmp_path: Path, width: int, monkeypa
     numbered = "16: up to 8 crops"
     assert numbered not in text, "names are folded"
     assert "flash_attention" in text
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100])
+def test_no_figure_is_cut_where_a_dataset_adds_columns(tmp_path: Path, width: int) -> None:
+    """Columns that matter less are left out; the throughput and the verdict never are."""
+    run = known_run(tmp_path, scores=True)
+    text = shown(print_summary, run, width)
+    assert "…" not in text
+    assert re.search(r"\n3 .* 3\.90±0\.12 .*different\n", text) or width == 100
 
 
 def test_piped_to_a_terminal_without_unicode(swept: Run) -> None:

@@ -20,7 +20,8 @@ from panscan.core import ImageError, UnsupportedError
 from panscan.model.inputs import prepare, read_images
 from panscan.model.observation import ForcedTokens, sample_image_positions
 from panscan.model.support import unsupported_reason
-from panscan.records.schema import RequestRecord, VerdictRecord
+from panscan.records.request_records import RequestRecord
+from panscan.records.verdict_records import VerdictRecord
 from panscan.runners.engine import EngineRunner
 from panscan.runners.factory import open_runner, ready_runner
 from panscan.runners.observe import observe

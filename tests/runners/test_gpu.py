@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,7 +82,7 @@ def test_the_pipeline_runs_on_the_gpu(on_gpu: GenerateRunner) -> None:
 def test_event_stamps_lie_on_the_hosts_time_line() -> None:
     device = torch.device("cuda")
     square = torch.randn(4096, 4096, device=device)
-    clock = DeviceClock(device)
+    clock = DeviceClock(SimpleNamespace(device=device, model=None))  # type: ignore[arg-type]
     before = now()
     clock.mark()
     for _ in range(20):

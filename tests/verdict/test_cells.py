@@ -22,7 +22,7 @@ from panscan.bench.sweep import run_sweep
 from panscan.core import PanscanWarning, RecordsError
 from panscan.model.bundled.random_weights import write_shape
 from panscan.model.runtime import apply_attention
-from panscan.records.schema import VerdictRecord
+from panscan.records.verdict_records import VerdictRecord
 from panscan.runners.factory import open_runner
 from panscan.runners.generate import GenerateRunner
 from panscan.runners.pipeline import PipelineRunner

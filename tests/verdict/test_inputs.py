@@ -13,7 +13,7 @@ from panscan.images.views import plan_views
 from panscan.model import inputs
 from panscan.model.checkpoint import load_reader
 from panscan.model.prompt import Prompt, PromptWriter
-from panscan.records.schema import InputCheck
+from panscan.records.verdict_records import InputCheck
 from panscan.verdict.inputs import CHECKED_REQUESTS, check_inputs
 
 CROPS = PanAndScan(max_num_crops=3)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tests.records.synthetic import batches_of, header, load, outcome, write_run
 
 from panscan.core import RecordsError
-from panscan.records.schema import FLOOR, Divergence, Top1
+from panscan.records.fields import FLOOR
+from panscan.records.verdict_records import Divergence, Top1
 from panscan.verdict.judgement import CLOSE_RATIO, CLOSE_TOP1, EXACT_RATIO, judge, verdict_lines, verdict_of
 
 KL = st.floats(0, 10)

@@ -26,9 +26,9 @@ from panscan.analysis.setting_words import label, shown
 from panscan.analysis.significance import ALPHA
 from panscan.core import SettingError
 from panscan.core.text import count, number_text
+from panscan.records.fields import METRICS as METRIC_NAMES
 from panscan.records.load_runs import BLOCKS, is_load_run, load_settings
 from panscan.records.quality import metric_of
-from panscan.records.schema import METRICS as METRIC_NAMES
 from panscan.records.store import Run
 
 Row = tuple[str, str, str, str, str, str]
@@ -58,21 +58,23 @@ class Report:
     findings: tuple[Finding, ...]
     repeats: int | None
 
-    def name(self, at: int) -> str:
+    def name(self, index: int) -> str:
         """The letter of the other run of a comparison."""
-        return ascii_uppercase[at + 1]
+        return ascii_uppercase[index + 1]
 
     def head(self) -> list[str]:
         """Which letter is which run, which of them did another job than A, and what reading them left out."""
         lines = [f"{name}: {run.path.parent}" for name, run in zip(ascii_uppercase, self.runs, strict=False)]
         notes = [(name, note) for name, run in zip(ascii_uppercase, self.runs, strict=False) for note in run.notes]
-        warnings = [(self.name(at), warning) for at in range(len(self.comparisons)) if (warning := self.warning(at))]
+        warnings = [
+            (self.name(index), warning) for index in range(len(self.comparisons)) if (warning := self.warning(index))
+        ]
         lines += [f"A and {name}: {text}" if len(self.comparisons) > 1 else text for name, text in warnings]
         return [*lines, *(f"Note on {name}: {note}" for name, note in notes)]
 
-    def warning(self, at: int) -> str | None:
+    def warning(self, index: int) -> str | None:
         """That the runs of a comparison did not do the same job on the same machine; None if nothing says so."""
-        comparison = self.comparisons[at]
+        comparison = self.comparisons[index]
         applies = {
             "model": not comparison.apart.keys().isdisjoint(_MODEL)
             or any(name.endswith(" weights") for name in comparison.differences),
@@ -89,52 +91,52 @@ class Report:
         other_job = "these numbers compare different jobs"
         return f"Different {what}: {'this alone may explain all changes' if kinds == ['machine'] else other_job}."
 
-    def lines(self, at: int) -> list[str]:
+    def lines(self, index: int) -> list[str]:
         """In what the runs of a comparison differ as a whole, and what has no partner."""
-        comparison, name = self.comparisons[at], self.name(at)
-        found = []
+        comparison, name = self.comparisons[index], self.name(index)
+        written = []
         if comparison.apart:
             ours, theirs = (label({key: both[side] for key, both in comparison.apart.items()}) for side in (0, 1))
-            found.append(f"A has {ours}; {name} has {theirs}")
+            written.append(f"A has {ours}; {name} has {theirs}")
         if comparison.differences:
             different = (
                 fact if fact == "workload_sha256" else f"{fact} {shown(a)[:40]} / {shown(b)[:40]}"
                 for fact, (a, b) in comparison.differences.items()
             )
-            found.append(f"Also different, A / {name}: {', '.join(different)}")
-        found += [_renamed(line, name) for line in comparison.alone]
+            written.append(f"Also different, A / {name}: {', '.join(different)}")
+        written += [_renamed(line, name) for line in comparison.alone]
         if is_load_run(comparison.a):
-            return found
+            return written
         same = shared_settings([pair.settings for pair in comparison.pairs])
         same = {name: value for name, value in same.items() if name not in (*comparison.apart, *comparison.varying)}
-        return [*found, *([f"In both: {label(same)}"] if same else [])]
+        return [*written, *([f"In both: {label(same)}"] if same else [])]
 
-    def title(self, at: int, pair_index: int) -> str:
+    def title(self, index: int, pair_index: int) -> str:
         """Both ids of a pair of cells (one if they are equal), and its settings that vary within either run."""
-        comparison = self.comparisons[at]
+        comparison = self.comparisons[index]
         pair = comparison.pairs[pair_index]
         if is_load_run(comparison.a):
             return f"level {level_names(comparison.a)[pair.cells[0]]}"
         settings = display_settings(pair.settings, aliases_of(comparison.a, pair.cells[0]))
         return "cell " + cell_title(" / ".join(dict.fromkeys(pair.cells)), settings, comparison.varying)
 
-    def extent(self, at: int, pair_index: int) -> str:
+    def extent(self, index: int, pair_index: int) -> str:
         """How much of a pair of cells pairs."""
-        requests = self.comparisons[at].pairs[pair_index].requests
+        requests = self.comparisons[index].pairs[pair_index].requests
         plural = "" if requests.clusters == 1 else "es"
         return f"{count(len(requests.pairs), 'paired request')} in {requests.clusters} batch{plural}"
 
-    def verdict(self, at: int, pair_index: int) -> tuple[str, bool]:
+    def verdict(self, index: int, pair_index: int) -> tuple[str, bool]:
         """Both verdicts, and whether they differ; load runs have none, which is an empty text."""
         if is_load_run(self.runs[0]):
             return "", False
-        a, b = (verdict.word for verdict in self.comparisons[at].pairs[pair_index].verdicts)
+        a, b = (verdict.word for verdict in self.comparisons[index].pairs[pair_index].verdicts)
         return (a, False) if a == b else (f"{a} -> {b}", True)
 
-    def rows(self, at: int, pair_index: int) -> list[Row]:
+    def rows(self, index: int, pair_index: int) -> list[Row]:
         """One row for each metric, then peak memory, which is not tested."""
-        rows = [_row(difference) for difference in self.differences[at][pair_index].values()]
-        peaks = self.comparisons[at].pairs[pair_index].peaks
+        rows = [_row(difference) for difference in self.differences[index][pair_index].values()]
+        peaks = self.comparisons[index].pairs[pair_index].peaks
         for name, (a, b) in list(peaks.items())[:1]:
             change = f"{b / a - 1:+.1%}" if a else "-"
             gib_a, gib_b = number_text(a / 2**30), number_text(b / 2**30)
@@ -143,13 +145,13 @@ class Report:
 
     def legend(self) -> list[str]:
         """What the words mean, and how often they are wrong."""
-        shown_ = [each for block in self.differences for pair in block for each in pair.values()]
-        words = {each.word for each in shown_}
+        shown_ = [difference for block in self.differences for pair in block for difference in pair.values()]
+        words = {difference.word for difference in shown_}
         lines = [
             f"The chance of any false alarm among these {count(len(shown_), 'test')} is at most {ALPHA:.0%} (paired"
             " permutation tests, Holm). Each interval covers one number, not all of them together."
         ]
-        if not all(each.certified for each in shown_):
+        if not all(difference.certified for difference in shown_):
             lines.append("~ has too few samples for 99% confidence.")
         if is_load_run(self.runs[0]):
             lines.append(
@@ -163,15 +165,15 @@ class Report:
 
     def outcomes(self) -> list[tuple[str, str]]:
         """Each condition that holds or cannot be evaluated, where and why; then the others."""
-        found = []
+        lines = []
         for finding in self.findings:
             title = "" if finding.pair is None else self.title(finding.comparison, finding.pair) + ": "
             run = f"{self.name(finding.comparison)}, " if len(self.comparisons) > 1 else ""
             state = "holds" if finding.holds else "cannot be evaluated"
-            found.append((finding.condition, f"{state}: {run}{title}{finding.reason}"))
+            lines.append((finding.condition, f"{state}: {run}{title}{finding.reason}"))
         spoken = {finding.condition for finding in self.findings}
-        rest = dict.fromkeys(each.text for each in self.conditions if each.text not in spoken)
-        return [*found, *((text, "does not hold") for text in rest)]
+        rest = dict.fromkeys(condition.text for condition in self.conditions if condition.text not in spoken)
+        return [*lines, *((text, "does not hold") for text in rest)]
 
 
 def build_report(runs: Sequence[Run], fail_on: Iterable[str] = ()) -> Report:
@@ -193,15 +195,15 @@ def build_report(runs: Sequence[Run], fail_on: Iterable[str] = ()) -> Report:
     pairs = (pair for comparison in comparisons for pair in comparison.pairs)
     scores = list(dict.fromkeys(name for pair in pairs for name in score_names(pair)))
     conditions = tuple(dict.fromkeys(parse_condition(text, scores) for text in fail_on))
-    named = [each.metric for each in conditions if each.metric in METRICS]
+    named = [item.metric for item in conditions if item.metric in METRICS]
     # Of scores, the quality of any run and those in a condition: each more test makes all stricter. Scores that are no
     # metric of this version are shown, too.
-    wanted = {*map(metric_of, runs), *(each.metric for each in conditions)}
+    wanted = {*map(metric_of, runs), *(item.metric for item in conditions)}
     shown_scores = (name for name in scores if name in wanted or name not in METRIC_NAMES)
     metrics = list(dict.fromkeys((*DEFAULT_METRICS, *named, *shown_scores)))
-    found = differences(comparisons, metrics)
+    tested = differences(comparisons, metrics)
     findings = evaluate(conditions, comparisons)
-    needed = [*_repeats(comparisons, found), *(each.repeats for each in findings if each.repeats is not None)]
+    needed = [*_repeats(comparisons, tested), *(item.repeats for item in findings if item.repeats is not None)]
     repeats = max(needed, default=None)
     # The whole report names one remedy.
     remedy = f"measure both with {_remedy(runs[0], repeats)}"
@@ -209,7 +211,7 @@ def build_report(runs: Sequence[Run], fail_on: Iterable[str] = ()) -> Report:
         finding if finding.repeats is None else replace(finding, reason=f"{finding.reason}: {remedy}", repeats=repeats)
         for finding in findings
     ]
-    return Report(tuple(runs), comparisons, found, conditions, tuple(findings), repeats)
+    return Report(tuple(runs), comparisons, tested, conditions, tuple(findings), repeats)
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -220,20 +222,20 @@ def as_json(report: Report) -> dict[str, Any]:
             for name, run in zip(ascii_uppercase, report.runs, strict=False)
         ],
         "false_alarm_rate": ALPHA,
-        "comparisons": [_block(report, at) for at in range(len(report.comparisons))],
+        "comparisons": [_block(report, index) for index in range(len(report.comparisons))],
         "fail_on": [asdict(finding) | {"run": report.name(finding.comparison)} for finding in report.findings],
     }
 
 
-def _block(report: Report, at: int) -> dict[str, Any]:
-    comparison = report.comparisons[at]
+def _block(report: Report, index: int) -> dict[str, Any]:
+    comparison = report.comparisons[index]
     return {
         "a": "A",
-        "b": report.name(at),
-        "warning": report.warning(at),
+        "b": report.name(index),
+        "warning": report.warning(index),
         "apart": comparison.apart,
         "different": comparison.differences,
-        "without_partner": [_renamed(line, report.name(at)) for line in comparison.alone],
+        "without_partner": [_renamed(line, report.name(index)) for line in comparison.alone],
         "cells": [
             {
                 "cells": pair.cells,
@@ -241,22 +243,22 @@ def _block(report: Report, at: int) -> dict[str, Any]:
                 "requests": len(pair.requests.pairs),
                 "batches": pair.requests.clusters,
                 "verdicts": None if is_load_run(comparison.a) else [verdict.word for verdict in pair.verdicts],
-                "metrics": [asdict(each) for each in metrics.values()],
+                "metrics": [asdict(difference) for difference in metrics.values()],
                 "peaks": pair.peaks,
             }
-            for pair, metrics in zip(comparison.pairs, report.differences[at], strict=True)
+            for pair, metrics in zip(comparison.pairs, report.differences[index], strict=True)
         ],
     }
 
 
-def _repeats(comparisons: Sequence[Comparison], found: Sequence[Sequence[Mapping[str, Difference]]]) -> list[int]:
+def _repeats(comparisons: Sequence[Comparison], tested: Sequence[Sequence[Mapping[str, Difference]]]) -> list[int]:
     """``--repeats`` that the rows of too few batches need, for each pair of cells that has such a row."""
-    tests = sum(len(metrics) for block in found for metrics in block)
+    tests = sum(len(metrics) for block in tested for metrics in block)
     return [
         repeats_needed(pair, tests, sides=2)
-        for comparison, block in zip(comparisons, found, strict=True)
+        for comparison, block in zip(comparisons, tested, strict=True)
         for pair, metrics in zip(comparison.pairs, block, strict=True)
-        if any(each.word == "too few batches" for each in metrics.values())
+        if any(difference.word == "too few batches" for difference in metrics.values())
     ]
 
 
@@ -269,7 +271,7 @@ def _remedy(run: Run, repeats: int | None) -> str:
 
 def _row(difference: Difference) -> Row:
     mark = "" if difference.certified else "~"
-    a, b = (mark + number_text(each) for each in (difference.a, difference.b))
+    a, b = (mark + number_text(value) for value in (difference.a, difference.b))
     change = "-" if difference.change is None else f"{difference.change:+.1%}"
     low, high = difference.interval or (None, None)
     interval = "-" if low is None or high is None else f"{low:+.1%} to {high:+.1%}"

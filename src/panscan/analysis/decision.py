@@ -10,8 +10,8 @@ from typing import Literal
 from panscan.analysis.accuracy import p_text, quality_difference
 from panscan.analysis.cells import MeasuredCell, memory_metric
 from panscan.core.text import count, number_text
+from panscan.records.fields import FLOOR
 from panscan.records.quality import metric_of, metric_title
-from panscan.records.schema import FLOOR
 from panscan.records.store import Run
 
 Rule = Literal["accuracy", "views", "limit"]

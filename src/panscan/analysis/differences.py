@@ -69,19 +69,19 @@ def differences(comparisons: Sequence[Comparison], metrics: Sequence[str]) -> li
     Raises:
         RecordsError: stamps contradict counts.
     """
-    found = [
-        (at, pair_index, metric, paired)
-        for at, comparison in enumerate(comparisons)
+    tests = [
+        (index, pair_index, metric, paired)
+        for index, comparison in enumerate(comparisons)
         for pair_index, pair in enumerate(comparison.pairs)
         for metric, paired in measured(pair, metrics).items()
     ]
-    draws = draws_for(2 * len(found))
-    tails = [tail_p_values(paired.contributions(), draws) for *_, paired in found]
+    draws = draws_for(2 * len(tests))
+    tails = [tail_p_values(paired.contributions(), draws) for *_, paired in tests]
     p_values = [min(1.0, 2 * min(tail)) for tail in tails]
-    alarms = decide(p_values, [2 * least_p_value(paired.clusters, draws) for *_, paired in found])
+    alarms = decide(p_values, [2 * least_p_value(paired.clusters, draws) for *_, paired in tests])
     rows: list[list[dict[str, Difference]]] = [[{} for _ in comparison.pairs] for comparison in comparisons]
-    for (at, pair_index, metric, paired), tail, p_value, alarm in zip(found, tails, p_values, alarms, strict=True):
-        rows[at][pair_index][metric] = _difference(
+    for (index, pair_index, metric, paired), tail, p_value, alarm in zip(tests, tails, p_values, alarms, strict=True):
+        rows[index][pair_index][metric] = _difference(
             metric, paired, larger=tail[0] < tail[1], p_value=p_value, alarm=alarm
         )
     return rows
@@ -93,27 +93,27 @@ def measured(pair: CellPair, metrics: Sequence[str]) -> dict[str, Paired]:
     Raises:
         RecordsError: stamps contradict counts.
     """
-    found: dict[str, Paired] = {}
+    measures: dict[str, Paired] = {}
     requests = pair.requests
     times = _times(requests)
     for metric in metrics:
         if metric in _RATES:
             amount = 0 if metric == "request_throughput" else 1
-            found[metric] = Rates(*requests.work[:, :, amount], *requests.work[:, :, 2])
+            measures[metric] = Rates(*requests.work[:, :, amount], *requests.work[:, :, 2])
         elif metric in METRICS:
             statistic, time, _ = metric.split("_")
             values = _values([(cluster, *both) for cluster, both in times[time]], _PERCENTS[statistic])
-            found |= {} if values is None else {metric: values}
+            measures |= {} if values is None else {metric: values}
         else:
             values = _values(_scores(requests, metric), None)
-            found |= {} if values is None else {metric: values}
-    return found
+            measures |= {} if values is None else {metric: values}
+    return measures
 
 
 def score_names(pair: CellPair) -> list[str]:
     """Scores that both sides of any paired request have."""
     names = (sorted(both.a.scores.keys() & both.b.scores.keys()) for both in pair.requests.pairs)
-    return list(dict.fromkeys(name for each in names for name in each))
+    return list(dict.fromkeys(name for shared in names for name in shared))
 
 
 def repeats_needed(pair: CellPair, tests: int, sides: int) -> int:
@@ -146,7 +146,7 @@ _Both = tuple[float, float]
 
 def _times(requests: PairedRequests) -> dict[str, list[tuple[int, _Both]]]:
     """(cluster, milliseconds of A and of B) of every pair that has the time on both sides, by time."""
-    found: dict[str, list[tuple[int, _Both]]] = {time: [] for time in _TIMES}
+    times: dict[str, list[tuple[int, _Both]]] = {time: [] for time in _TIMES}
     for pair in requests.pairs:
         one, other = pair.a, pair.b
         for time, a, b in (
@@ -155,26 +155,26 @@ def _times(requests: PairedRequests) -> dict[str, list[tuple[int, _Both]]]:
             ("e2el", one.e2e, other.e2e),
         ):
             if a is not None and b is not None:
-                found[time].append((pair.cluster, (a * 1e3, b * 1e3)))
-    return found
+                times[time].append((pair.cluster, (a * 1e3, b * 1e3)))
+    return times
 
 
 def _scores(requests: PairedRequests, name: str) -> list[tuple[int, float, float]]:
     """Repeats of one question are one cluster: greedy answers are the same each time and no news. Whether a request
     meets its limits depends on those around it, so its cluster is that of its times."""
     clusters: dict[tuple[Any, ...], int] = {}
-    found = []
+    scores = []
     for pair in requests.pairs:
         if name in pair.a.scores and name in pair.b.scores:
             same = clusters.setdefault(pair.a.question, len(clusters))
-            found.append((pair.cluster if name == ATTAINMENT else same, pair.a.scores[name], pair.b.scores[name]))
-    return found
+            scores.append((pair.cluster if name == ATTAINMENT else same, pair.a.scores[name], pair.b.scores[name]))
+    return scores
 
 
-def _values(found: Sequence[tuple[int, float, float]], percent: float | None) -> Values | None:
-    if not found:
+def _values(triples: Sequence[tuple[int, float, float]], percent: float | None) -> Values | None:
+    if not triples:
         return None
-    clusters, a, b = zip(*found, strict=True)
+    clusters, a, b = zip(*triples, strict=True)
     numbered = np.unique(np.array(clusters, dtype=np.int64), return_inverse=True)[1]  # some may have had no time
     return Values(np.array(a), np.array(b), numbered, percent)
 
@@ -254,13 +254,13 @@ def evaluate(conditions: Sequence[Condition], comparisons: Sequence[Comparison])
     Raises:
         RecordsError: stamps contradict counts.
     """
-    metrics = list(dict.fromkeys(each.metric for each in conditions if each.metric != _VERDICT))
+    metrics = list(dict.fromkeys(condition.metric for condition in conditions if condition.metric != _VERDICT))
     values = [[measured(pair, metrics) for pair in comparison.pairs] for comparison in comparisons]
-    found = [finding for condition in conditions for finding in _untested(condition, comparisons, values)]
+    findings = [finding for condition in conditions for finding in _untested(condition, comparisons, values)]
     tests = [
-        (condition, at, pair_index, pair[condition.metric])
+        (condition, index, pair_index, pair[condition.metric])
         for condition in conditions
-        for at, comparison in enumerate(values)
+        for index, comparison in enumerate(values)
         for pair_index, pair in enumerate(comparison)
         if condition.metric in pair and pair[condition.metric].contributions().any()  # identical: nothing to tell
     ]
@@ -270,17 +270,17 @@ def evaluate(conditions: Sequence[Condition], comparisons: Sequence[Comparison])
         larger, smaller = tail_p_values(paired.contributions(condition.factor), draws)
         p_values.append(larger if condition.larger else smaller)
     alarms = decide(p_values, [least_p_value(paired.clusters, draws) for *_, paired in tests])
-    for (condition, at, pair_index, paired), alarm in zip(tests, alarms, strict=True):
+    for (condition, index, pair_index, paired), alarm in zip(tests, alarms, strict=True):
         if alarm is None:
             reason = f"{paired.clusters} batches are too few to tell (tests: {len(tests)})"
-            needed = repeats_needed(comparisons[at].pairs[pair_index], len(tests), sides=1)
-            found.append(Finding(condition.text, at, pair_index, False, reason, needed))
+            needed = repeats_needed(comparisons[index].pairs[pair_index], len(tests), sides=1)
+            findings.append(Finding(condition.text, index, pair_index, False, reason, needed))
         elif alarm and _beyond(condition, paired):
             (a, b), interval = paired.levels(), paired.interval()
             low, high = interval or (float("nan"), float("nan"))
             change = f"{b / a - 1:+.1%} (95% interval {low:+.1%} to {high:+.1%})"
-            found.append(Finding(condition.text, at, pair_index, True, change))
-    return found
+            findings.append(Finding(condition.text, index, pair_index, True, change))
+    return findings
 
 
 def _metric(name: str, scores: Collection[str]) -> str:
@@ -299,21 +299,21 @@ def _untested(
     condition: Condition, comparisons: Sequence[Comparison], values: Sequence[Sequence[Mapping[str, Paired]]]
 ) -> list[Finding]:
     """Worse and unknown verdicts, and metrics that a pair of cells does not have."""
-    found = []
-    for at, comparison in enumerate(comparisons):
+    findings = []
+    for index, comparison in enumerate(comparisons):
         for pair_index, pair in enumerate(comparison.pairs):
             if condition.metric == _VERDICT:
                 a, b = (verdict.word for verdict in pair.verdicts)
                 if a not in _RANK or b not in _RANK:
-                    found.append(Finding(condition.text, at, pair_index, False, f"{a} in A, {b} in B"))
+                    findings.append(Finding(condition.text, index, pair_index, False, f"{a} in A, {b} in B"))
                 elif _RANK[b] > _RANK[a]:
-                    found.append(Finding(condition.text, at, pair_index, True, f"{a} in A, {b} in B"))
-            elif condition.metric not in values[at][pair_index]:
-                found.append(Finding(condition.text, at, pair_index, False, "not measured on both sides"))
+                    findings.append(Finding(condition.text, index, pair_index, True, f"{a} in A, {b} in B"))
+            elif condition.metric not in values[index][pair_index]:
+                findings.append(Finding(condition.text, index, pair_index, False, "not measured on both sides"))
         if comparison.unpaired:
             reason = f"{noun_of(comparison.a)}s of A that were not compared: {comparison.unpaired}"
-            found.append(Finding(condition.text, at, None, False, reason))
-    return found
+            findings.append(Finding(condition.text, index, None, False, reason))
+    return findings
 
 
 def _beyond(condition: Condition, paired: Paired) -> bool:

@@ -18,7 +18,7 @@ from panscan.model.shapes import Shape
 from panscan.plan.cost import RequestCounts, Roofline, Variant
 from panscan.plan.gpus import reported_gpu
 from panscan.records.metrics import Metrics
-from panscan.records.schema import RequestRecord
+from panscan.records.request_records import RequestRecord
 from panscan.records.store import Run
 from panscan.settings import ALL_AT_ONCE
 

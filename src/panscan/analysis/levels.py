@@ -12,6 +12,7 @@ from panscan.analysis.summary import cell_metrics
 from panscan.core import RecordsError
 from panscan.core.text import number_text
 from panscan.records.goodput import Goodput, HighestRate, Limits, highest_rate
+from panscan.records.load_records import LevelSettings, LoadRunSettings
 from panscan.records.load_runs import (
     client_figures,
     is_load_run,
@@ -22,7 +23,7 @@ from panscan.records.load_runs import (
     queued_ms,
 )
 from panscan.records.metrics import Metrics
-from panscan.records.schema import ClientFigures, LevelSettings, LoadRunSettings
+from panscan.records.request_records import ClientFigures
 from panscan.records.store import Run, outcome_of
 
 VERIFY_HINT = (
@@ -178,8 +179,8 @@ def level_names(run: Run) -> dict[str, str]:
 def unfinished_levels(run: Run) -> list[tuple[str, str, str]]:
     """Return (name, outcome, reason) of the levels that were not measured to their end."""
     names = level_names(run)
-    found = [(names[cell], *outcome_of(run, cell)) for cell in run.cells]
-    return [(name, outcome, reason) for name, outcome, reason in found if outcome != "done"]
+    levels = [(names[cell], *outcome_of(run, cell)) for cell in run.cells]
+    return [(name, outcome, reason) for name, outcome, reason in levels if outcome != "done"]
 
 
 def limits_text(limits: Limits) -> str:
@@ -236,7 +237,9 @@ def _around(highest: HighestRate, levels: Sequence[MeasuredLevel]) -> list[str]:
     if highest.short is None:
         notes.append("No higher rate was measured, so the limit may be higher")
     else:
-        short = min((each for each in levels if each.rate == highest.short), key=lambda each: each.goodput.attainment)
+        short = min(
+            (level for level in levels if level.rate == highest.short), key=lambda level: level.goodput.attainment
+        )
         behind = ", but requests arrive faster than they are answered" if short.goodput.overloaded else ""
         notes.append(f"{short.name} does not: {_share(short.goodput.attainment)}{behind}")
         if highest.estimate is not None:
@@ -275,37 +278,37 @@ def _fastest(levels: Sequence[MeasuredLevel]) -> LoadResult:
 
 def error_groups(run: Run, levels: Sequence[MeasuredLevel]) -> list[ErrorGroup]:
     """Return the requests that failed by kind of error, the most frequent first."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    errors: dict[str, list[tuple[str, str]]] = {}
     for level in levels:
         for request in run.requests_of(level.cell):
             if request.error is not None:
-                found.setdefault(request.error_kind or "other", []).append((level.name, request.error))
+                errors.setdefault(request.error_kind or "other", []).append((level.name, request.error))
     groups = [
-        ErrorGroup(kind, len(each), tuple(dict.fromkeys(name for name, _ in each)), each[0][1])
-        for kind, each in found.items()
+        ErrorGroup(kind, len(members), tuple(dict.fromkeys(name for name, _ in members)), members[0][1])
+        for kind, members in errors.items()
     ]
     return sorted(groups, key=lambda group: (-group.requests, group.kind))
 
 
 def load_warnings(run: Run, levels: Sequence[MeasuredLevel]) -> list[str]:
     """Return what a reader must know before believing a figure, as sentences without their full stops."""
-    found = [] if run.probe is None else list(run.probe.warnings)
+    warnings = [] if run.probe is None else list(run.probe.warnings)
     for level in levels:
         if level.client is not None and level.client.limited:
             reason = f" ({level.client.reason})" if level.client.reason else ""
-            found.append(
+            warnings.append(
                 f"{level.name}: the load generator, not the endpoint, was the limit{reason}; this level is excluded"
                 " from the result"
             )
-    found += [
+    warnings += [
         f"{level.name}: {outcome_of(run, level.cell)[1]}"
         for level in levels
         if outcome_of(run, level.cell)[0] == "done" and outcome_of(run, level.cell)[1]
     ]
     failed, sent = sum(level.failed for level in levels), sum(level.goodput.sent for level in levels)
     if failed:
-        found.append(f"{failed:,} of {sent:,} requests failed: excluded from latencies, counted as missed limits")
-    return [*found, *_chunk_warnings(run, levels), *(f"{note[:1].upper()}{note[1:]}" for note in run.notes)]
+        warnings.append(f"{failed:,} of {sent:,} requests failed: excluded from latencies, counted as missed limits")
+    return [*warnings, *_chunk_warnings(run, levels), *(f"{note[:1].upper()}{note[1:]}" for note in run.notes)]
 
 
 def _chunk_warnings(run: Run, levels: Sequence[MeasuredLevel]) -> list[str]:

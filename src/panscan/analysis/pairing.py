@@ -20,7 +20,7 @@ from panscan.records.environment import bundled_weights
 from panscan.records.goodput import Limits, missed_limits
 from panscan.records.load_runs import block_size, in_blocks, is_load_run, load_settings
 from panscan.records.metrics import batches_of
-from panscan.records.schema import RequestRecord
+from panscan.records.request_records import RequestRecord
 from panscan.records.store import Run, outcome_of
 from panscan.settings import axes
 from panscan.verdict.judgement import Verdict, verdict_of
@@ -242,7 +242,7 @@ def _scored_blocks(run: Run, limits: Limits, sizes: Mapping[tuple[str, int], int
 def _pairing_keys(run: Run, cells: Cells, on: Sequence[str]) -> dict[str, list[str]]:
     """What each cell pairs by: its settings, then those of its aliases."""
     return {
-        cell: [_key(each, on) for each in (settings, *(_filled_in(run, alias) for alias in aliases_of(run, cell)))]
+        cell: [_key(values, on) for values in (settings, *(_filled_in(run, alias) for alias in aliases_of(run, cell)))]
         for cell, settings in cells.items()
     }
 
@@ -331,16 +331,16 @@ def _cells_alone(
         names: the letter of the cells' run, then of ``run``, the other one.
     """
     fates: dict[str, list[str]] = defaultdict(list)
-    there = {_key(settings, on): outcome_of(run, cell) for cell, settings in _filled(run).items()}
+    outcomes = {_key(settings, on): outcome_of(run, cell) for cell, settings in _filled(run).items()}
     for cell in (cell for cell in cells if cell not in done):
-        outcome, reason = there.get(_key(cells[cell], on), ("not in it", ""))
+        outcome, reason = outcomes.get(_key(cells[cell], on), ("not in it", ""))
         fates[": ".join(filter(None, (outcome, reason)))].append(cell_title(cell, cells[cell], varying))
     lines = []
-    for fate, found in fates.items():
-        head = f"{count(len(found), noun_of(run))} of {names[0]} without a partner in {names[1]} ({fate}):"
-        more = len(found) - _MOST_NAMED
-        listed = [f"- {each}" for each in found[:_MOST_NAMED]] + [f"- and {more} more"] * (more > 0)
-        lines += [f"{head} {found[0]}"] if len(found) == 1 else [head, *listed]
+    for fate, titles in fates.items():
+        head = f"{count(len(titles), noun_of(run))} of {names[0]} without a partner in {names[1]} ({fate}):"
+        more = len(titles) - _MOST_NAMED
+        listed = [f"- {title}" for title in titles[:_MOST_NAMED]] + [f"- and {more} more"] * (more > 0)
+        lines += [f"{head} {titles[0]}"] if len(titles) == 1 else [head, *listed]
     return lines
 
 

@@ -67,7 +67,7 @@ def sign_flip_p_value(differences: Sequence[float]) -> float:
     of the binomial distribution, which makes it the exact test of McNemar (1947). Else they are those of
     :func:`tail_p_values`: of all swaps where there are few, of random ones otherwise. Differences of 0 say nothing.
     """
-    values = np.array([each for each in differences if abs(each) > ROUNDING], dtype=np.float64)
+    values = np.array([difference for difference in differences if abs(difference) > ROUNDING], dtype=np.float64)
     if not values.size:
         return 1.0
     if np.ptp(np.abs(values)) < ROUNDING:
@@ -214,7 +214,7 @@ class Values:
         a = self.a * factor
         relative = _relative(a, self.b)
         around = self.b - a if self.percent is None else relative * self._weights(a + self.b)
-        return np.stack([np.bincount(self.cluster, each, self.clusters) for each in (around, relative)], axis=1)
+        return np.stack([np.bincount(self.cluster, evidence, self.clusters) for evidence in (around, relative)], axis=1)
 
     def _weights(self, sizes: Floats) -> Floats:
         count = len(sizes)

@@ -16,6 +16,7 @@ import msgspec
 
 from panscan.core import RecordsError
 from panscan.core.files import write_file
+from panscan.records.fields import EXACT_MATCH, STAGES, TIMES
 from panscan.records.load_runs import (
     client_figures,
     in_blocks,
@@ -37,7 +38,6 @@ from panscan.records.metrics import (
     shares_of,
 )
 from panscan.records.quality import empty_answers, metric_of, metrics_in, quality_of
-from panscan.records.schema import EXACT_MATCH, STAGES, TIMES
 from panscan.records.store import Run, outcome_of
 from panscan.verdict.judgement import verdict_of
 
@@ -79,7 +79,9 @@ def summary_columns(run: Run) -> list[str]:
         dropped = {*LAUNCHER, "measured_batches", *(f"mean_{stage}_ms" for stage in STAGES)}
         shown = [name for name in COLUMNS if name not in dropped and not name.startswith("peak_")]
         asked = [
-            f"{percentile_name(each)}_{time}_ms" for time in TIMES for each in load_settings(run).metric_percentiles
+            f"{percentile_name(percentile)}_{time}_ms"
+            for time in TIMES
+            for percentile in load_settings(run).metric_percentiles
         ]
         return [
             "level",
@@ -110,7 +112,7 @@ def write_summary(run: Run, path: Path, more: Mapping[str, Mapping[str, Any]] | 
     - ``outcome``: ``done``, ``skipped``, ``failed``, ``oom`` or ``unfinished``; ``reason``;
     - ``verdict`` and ``verdict_ratio`` (how many times the rounding noise); ``exact_match`` of the dataset's answers,
       with its 95% interval in ``exact_match_low`` and ``exact_match_high``; the same of every other metric that the
-      run's answers have (:data:`panscan.records.schema.METRICS`), then ``quality_metric``, the one that is this run's
+      run's answers have (:data:`panscan.records.fields.METRICS`), then ``quality_metric``, the one that is this run's
       quality, and ``empty_answers``;
     - the first launcher's ``latency_p50_ms``, ``latency_p95_ms`` (of batches), ``throughput_req_s`` and
       ``tokens_per_s_mean``;
@@ -134,7 +136,10 @@ def write_summary(run: Run, path: Path, more: Mapping[str, Mapping[str, Any]] | 
     """
     text = io.StringIO()
     more = more or {}
-    columns = [*summary_columns(run), *dict.fromkeys(name for each in more.values() for name in each)]
+    columns = [
+        *summary_columns(run),
+        *dict.fromkeys(name for columns_of_cell in more.values() for name in columns_of_cell),
+    ]
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
     writer.writeheader()
     for cell, settings in run.cells.items():
@@ -147,9 +152,11 @@ def write_summary(run: Run, path: Path, more: Mapping[str, Mapping[str, Any]] | 
             measured["uncertified"] = " ".join(name for name in uncertified if name in columns)
             writer.writerow({"level": cell} | row | _level(run, cell) | measured)
         else:
-            own = run.cells[cell]
+            settings_of_cell = run.cells[cell]
             others = [alias.settings.items() for alias in run.aliases.get(cell, ())]
-            apart = [{name: value for name, value in settings if value != own.get(name)} for settings in others]
+            apart = [
+                {name: value for name, value in settings if value != settings_of_cell.get(name)} for settings in others
+            ]
             row |= {"cell": cell, "aliases": (json.dumps(apart) if apart else "")}
             writer.writerow(row | _answers(run, cell) | _measured(cell_metrics(run, cell)))
     write_file(path, text.getvalue(), RecordsError)

@@ -11,7 +11,8 @@ from typing import Protocol
 
 from panscan.bench.grid import Cell
 from panscan.core import SettingError
-from panscan.records.schema import AnyRecord, DatasetFacts
+from panscan.records.schema import DatasetFacts
+from panscan.records.store import AnyRecord
 from panscan.runners.base import calls
 from panscan.settings import Settings
 from panscan.workload.requests import Item, Source, plans_of, view_counts

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from panscan.bench.replicas import Message, Progress, Ready, ReplicaSignal, Start
+from panscan.bench.replicas import HEARTBEAT_SECONDS, Message, Progress, Ready, ReplicaSignal, Start
 from panscan.core import PanscanError, PanscanWarning
 from panscan.core.child import Parent
 from panscan.core.process import import_uncollected
-from panscan.records.schema import AnyRecord, RepeatRecord
+from panscan.records.request_records import RepeatRecord
+from panscan.records.store import AnyRecord
 
 if TYPE_CHECKING:
     from panscan.bench.grid import Cell
@@ -24,6 +26,7 @@ class _RemoteRun:
     def __init__(self) -> None:
         self._parent = Parent()
         self.start: Start = self._parent.receive()
+        threading.Thread(target=self._send_heartbeats, name="panscan-heartbeat", daemon=True).start()
 
     def send(self, message: Message) -> None:
         self._parent.send(message)
@@ -58,6 +61,11 @@ class _RemoteRun:
 
     def problem(self, cell: Cell, outcome: str, reason: str) -> None:
         """Do nothing: the parent reports the outcome once it has the records of all replicas."""
+
+    def _send_heartbeats(self) -> None:
+        pause = threading.Event()
+        while not pause.wait(HEARTBEAT_SECONDS):
+            self.send(ReplicaSignal.HEARTBEAT)
 
     def _report(self, progress: Progress) -> None:
         """Send progress, if this is the first replica: all replicas make the same progress."""

@@ -23,8 +23,8 @@ from panscan.core import InputError, RecordsError
 from panscan.model.bundled import fingerprints
 from panscan.records.environment import bundled_weights, environment, new_run_record
 from panscan.records.load_runs import is_load_run
-from panscan.records.schema import AnyRecord, Environment, RecordedCell, RunRecord, RunSettings
-from panscan.records.store import RecordWriter, Run, read_run
+from panscan.records.schema import Environment, RecordedCell, RunRecord, RunSettings
+from panscan.records.store import AnyRecord, RecordWriter, Run, read_run
 from panscan.settings import recorded_settings
 from panscan.workload.requests import Source, build_workload, content_digest
 

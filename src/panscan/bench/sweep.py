@@ -11,8 +11,10 @@ from panscan.bench.grid import Cell
 from panscan.bench.plan import Observer, SweepPlan, Visit, Writer
 from panscan.core import PanscanError, Request, Result, UnsupportedError, now
 from panscan.core.errors import brief, error_line
-from panscan.records.schema import AnyRecord, CellRecord, LoadRecord, RecordedAnswer, RepeatRecord, RequestRecord
+from panscan.records.request_records import RecordedAnswer, RepeatRecord, RequestRecord
+from panscan.records.schema import CellRecord, LoadRecord
 from panscan.records.scores import scores_of
+from panscan.records.store import AnyRecord
 from panscan.settings import ALL_AT_ONCE, Settings
 from panscan.workload.requests import Item, request_of
 
@@ -182,17 +184,15 @@ def measure(
         verifier: compares the measured tokens, after the measurement.
     """
     from panscan.model import machine
-    from panscan.runners.base import TracksPeakMemory
 
     todo = plan.batches(cell.settings)
     requests = [request_of(item, cell.settings, plan.source) for item in plan.items]
     if runner.loaded.device.type != "cpu":
         machine.release_memory()  # the peak is this cell's, not that of a larger one before it
-    memory = runner if isinstance(runner, TracksPeakMemory) else machine
     warm_started = now()
     for batch in _warmup(plan, cell.settings, todo):
         runner.run([requests[index] for index in batch])
-    memory.reset_peak_memory()
+    runner.reset_peak_memory()
     observer.ready(cell, repeat)
     started = now()
     answered = []
@@ -212,7 +212,7 @@ def measure(
         started=started,
         ended=ended,
         warmup_s=started - warm_started,
-        **memory.peak_memory(),
+        **runner.peak_memory(),
         device=str(runner.loaded.device),
         dtype=str(runner.loaded.dtype).removeprefix("torch."),
     )

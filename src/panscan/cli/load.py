@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import urlsplit
 
 import click
+import msgspec
 import numpy as np
 
 from panscan.cli.bench import exit_code, print_files, print_run
@@ -78,17 +79,18 @@ def command(options: Options, words: tuple[str, ...]) -> int:
     endpoint = _endpoint(url, options)
     mix, source = _request_mix(options, scenario)
     with activity("probing the endpoint") as step:
-        probe = probe_endpoint(
+        probe, server = probe_endpoint(
             endpoint,
             chosen.mm_processor_kwargs,
             ready_seconds=options.ready_check_timeout_sec,
             on_wait=lambda reason: step.rename(f"waiting for the endpoint: {reason}"),
         )
     plan = LoadPlan(
-        endpoint=replace(endpoint, model=probe.model),
+        endpoint=replace(endpoint, model=probe.model or ""),
         options=chosen,
         mix=mix,
         probe=probe,
+        server=server,
         source=source,
         save_result=options.save_result,
         include_content=options.include_content,
@@ -204,7 +206,7 @@ def _request_mix(options: Options, scenario: Scenario | None) -> tuple[RequestMi
             questions = [item.prompt for item in load_workload(asked, on_problem=print_skipped).items]
         with activity("drawing documents"):
             mix = mix_of_scenario(scenario, options.seed, questions)
-        return mix, {"scenario": asdict(scenario)}
+        return mix, {"scenario": msgspec.to_builtins(scenario)}
     source = source_or_samples(
         images=options.images,
         prompts=options.prompts,
@@ -270,7 +272,7 @@ class LoadProgress:
     def begin(self, directory: Path) -> None:
         """Report what the endpoint answered, and where the records go."""
         probe, options = self._plan.probe, self._plan.options
-        server = f" ({probe.server})" if probe.server else ""
+        server = f" ({self._plan.server})" if self._plan.server else ""
         for warning in probe.warnings:
             self.remark(warning, warning=True)
         for note in probe.notes:

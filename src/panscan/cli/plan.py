@@ -145,7 +145,7 @@ def _request_mix(model: PlannedModel, options: Options, given: Mapping[str, Any]
                 sizes.append(image_size(page))
             except ImageError as problem:
                 print_skipped(problem)
-        found = mix_of_sizes(
+        mix = mix_of_sizes(
             sizes,
             model.shape,
             crops.pan_and_scan,
@@ -155,8 +155,8 @@ def _request_mix(model: PlannedModel, options: Options, given: Mapping[str, Any]
     else:
         default = _DEFAULT_VIEWS if model.shape.vision is not None else "0"
         views = default if options.view_mix is None else options.view_mix
-        found = mix_of_views(views, model.shape, text_tokens=options.text_tokens, output_tokens=lengths)
-    return replace(found, image_reuse=options.image_reuse)
+        mix = mix_of_views(views, model.shape, text_tokens=options.text_tokens, output_tokens=lengths)
+    return replace(mix, image_reuse=options.image_reuse)
 
 
 def _weight_kinds(text: str | None) -> tuple[str | None, ...]:
@@ -201,13 +201,13 @@ def _this_machine(named: str | None) -> tuple[Gpu, tuple[float, float], int]:
         raise SettingError(f"--measure: {name} is not a known GPU; add --gpu with a specification")
     with activity("measuring this machine"):
         device = resolve_device("auto")
-        found = measure_ceilings(device, resolve_dtype("auto", device))
+        measured = measure_ceilings(device, resolve_dtype("auto", device))
     gpu = replace(gpu, memory_bytes=memory, label=name if facts else "this machine's CPU", note="")
-    return gpu, (found.flops_per_s, found.bytes_per_s), max(1, len(facts))
+    return gpu, (measured.flops_per_s, measured.bytes_per_s), max(1, len(facts))
 
 
 def _traffic(options: Options, rate: float, limits: Mapping[str, float]) -> Traffic:
-    from panscan.load.arrivals import gamma_arrivals
+    from panscan.load.options import gamma_arrivals
     from panscan.plan.fleet import Traffic
 
     seed = options.seed % 2**63  # NumPy takes no negative seeds

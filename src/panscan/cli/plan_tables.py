@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 _WIDTH = 118  # characters of a table: a narrower terminal wraps its lines, because cut figures would mislead
 
 
-def no_fit_message(found: PlanAnswer) -> str:
+def no_fit_message(answer: PlanAnswer) -> str:
     """Return why nothing fits, and what would."""
-    inputs = found.inputs
-    what = f"no layout of {found.model.id} fits on {inputs.count} x {inputs.gpu.label}"
+    inputs = answer.inputs
+    what = f"no layout of {answer.model.id} fits on {inputs.count} x {inputs.gpu.label}"
     given = {"--kv-cache-gb": inputs.options.kv_cache_gb, "--gpu-memory-gb": inputs.options.gpu_memory_gb}
     if sizes := [f"{option} {size:g}" for option, size in given.items() if size is not None]:
         what += f" with {' and '.join(sizes)}"
@@ -32,9 +32,9 @@ def no_fit_message(found: PlanAnswer) -> str:
     return f"{what}; {'this would fit: ' + ' or '.join(changes) if changes else 'no change of GPUs or weights fits'}"
 
 
-def no_fleet_message(found: PlanAnswer) -> str:
+def no_fleet_message(answer: PlanAnswer) -> str:
     """Return why no fleet serves the requests."""
-    goal, best = _goal(found), found.fleets[0]
+    goal, best = _goal(answer), answer.fleets[0]
     if best.rate_of_one > 0:
         one = number_text(best.rate_of_one)
         return f"{goal} would take more than 256 replicas: one meets it at {one} requests/s"
@@ -42,29 +42,29 @@ def no_fleet_message(found: PlanAnswer) -> str:
     return f"no number of replicas meets {goal}: {alone}; relax the limits, or compare --quantization"
 
 
-def print_answer(found: PlanAnswer) -> None:
+def print_answer(answer: PlanAnswer) -> None:
     """Print the recommendation with its commands, the table, what does not fit, and warnings."""
-    mix = found.inputs.mix
+    mix = answer.inputs.mix
     least, most = mix.output_tokens
     lengths = f"{most:,}" if least == most else f"{least:,} to {most:,}"
     requests = (
         f"Requests: {round(mix.mean_views, 2):,.10g} views, {mix.mean_prompt_tokens:,.0f} prompt tokens (means),"
         f" {lengths} output tokens. In parentheses: range of the prediction."
     )
-    for line in (*_headline(found), "", requests):
+    for line in (*_headline(answer), "", requests):
         out().print(line, soft_wrap=True)
-    if found.fleets:
-        _print_rows(Table(_FLEETS, found.fleets), [fleet.layout for fleet in found.fleets])
-        if missing := len(found.simulated) - len(found.fleets):
-            out().print(f"not simulated: {missing} of {len(found.simulated)} layouts, which need as many GPUs or more")
-    if found.fitting and not found.fleets:
-        _print_rows(Table(_LAYOUTS, found.fitting), found.fitting)
-    for rejection in rejections(found.layouts):
+    if answer.fleets:
+        _print_rows(Table(_FLEETS, answer.fleets), [fleet.layout for fleet in answer.fleets])
+        if missing := len(answer.simulated) - len(answer.fleets):
+            out().print(f"not simulated: {missing} of {len(answer.simulated)} layouts, which need as many GPUs or more")
+    if answer.fitting and not answer.fleets:
+        _print_rows(Table(_LAYOUTS, answer.fitting), answer.fitting)
+    for rejection in rejections(answer.layouts):
         out().print(f"not possible: {_rejected_layouts(rejection)}: {rejection.reason}", soft_wrap=True)
-    for caution in warnings_for(found.inputs, found.layouts):
+    for caution in warnings_for(answer.inputs, answer.layouts):
         out().print(f"note: {caution.text}", style="yellow", soft_wrap=True)
-    if found.fitting:
-        out().print(f"basis: {_basis(found)}", style="dim", soft_wrap=True)
+    if answer.fitting:
+        out().print(f"basis: {_basis(answer)}", style="dim", soft_wrap=True)
 
 
 def _rejected_layouts(rejection: Rejection) -> str:
@@ -74,29 +74,29 @@ def _rejected_layouts(rejection: Rejection) -> str:
     return f"{rejection.weights} on {listed} GPU{'s' if listed != '1' else ''} per replica"
 
 
-def _headline(found: PlanAnswer) -> list[str]:
+def _headline(answer: PlanAnswer) -> list[str]:
     """Return the recommendation and its commands."""
-    advice, inputs = found.advice, found.inputs
+    advice, inputs = answer.advice, answer.inputs
     if advice is None:
-        return [f"No layout of {found.model.id} fits on {inputs.count} x {inputs.gpu.label}."]
-    if not found.fleets:
+        return [f"No layout of {answer.model.id} fits on {inputs.count} x {inputs.gpu.label}."]
+    if not answer.fleets:
         lines = [
-            f"Recommended: {_layout_words(found, advice.layout)}: {_promise(found, advice.layout)}.",
+            f"Recommended: {_layout_words(answer, advice.layout)}: {_promise(answer, advice.layout)}.",
             f"Rule: {advice.rule}.",
         ]
     else:
-        lines = [_fleet_sentence(found), f"Rule: fewest GPUs; {advice.rule}."]
-        if found.unmet:
+        lines = [_fleet_sentence(answer), f"Rule: fewest GPUs; {advice.rule}."]
+        if answer.unmet:
             return lines[:1]
-    lines += ["", *(f"  {found.command(verb, advice.layout)}" for verb in found.verbs)]
+    lines += ["", *(f"  {answer.command(verb, advice.layout)}" for verb in answer.verbs)]
     if advice.faster is not None and advice.gain is not None:
         better = "the requests/s" if inputs.goal == "throughput" else "the speed of one request"
         lines += [
             "",
-            f"Faster, but not exact: {_layout_words(found, advice.faster)}: {_promise(found, advice.faster)},"
+            f"Faster, but not exact: {_layout_words(answer, advice.faster)}: {_promise(answer, advice.faster)},"
             f" {advice.gain:.1f}x {better}. {_INEXACT}",
             "",
-            f"  {found.command(found.verbs[0], advice.faster)}",
+            f"  {answer.command(answer.verbs[0], advice.faster)}",
         ]
     return lines
 
@@ -106,44 +106,44 @@ _INEXACT = (
 )
 
 
-def _layout_words(found: PlanAnswer, layout: Layout) -> str:
+def _layout_words(answer: PlanAnswer, layout: Layout) -> str:
     """Return a layout in words: replicas, GPUs per replica, weights."""
     copies = "1 replica" if layout.replicas == 1 else f"{layout.replicas} replicas, each"
     exact = "exact" if layout.exact else "not exact"
-    idle = found.inputs.count - layout.gpus
-    rest = f"; {idle} GPU{'s stay' if idle > 1 else ' stays'} idle" if idle > 0 and not found.fleets else ""
-    size, label = layout.variant.tensor_parallel_size, found.inputs.gpu.label
+    idle = answer.inputs.count - layout.gpus
+    rest = f"; {idle} GPU{'s stay' if idle > 1 else ' stays'} idle" if idle > 0 and not answer.fleets else ""
+    size, label = layout.variant.tensor_parallel_size, answer.inputs.gpu.label
     return f"{copies} on {size} x {label}, {layout.variant.weights_name} weights ({exact}{rest})"
 
 
-def _promise(found: PlanAnswer, layout: Layout) -> str:
+def _promise(answer: PlanAnswer, layout: Layout) -> str:
     """Return the figure that the goal is about."""
-    if found.inputs.goal == "latency":
+    if answer.inputs.goal == "latency":
         return f"about {_with_range(layout.speed.e2e, ' s')} for one request alone"
     return f"about {_with_range(layout.speed.requests_per_s)} requests/s"
 
 
-def _fleet_sentence(found: PlanAnswer) -> str:
-    best = found.fleets[0]
+def _fleet_sentence(answer: PlanAnswer) -> str:
+    best = answer.fleets[0]
     if best.replicas is None:
-        message = no_fleet_message(found)
+        message = no_fleet_message(answer)
         return f"{message[0].upper()}{message[1:]}."
     low, high = best.replicas_range
     most = "more than 256" if high is None else high
     spread = "" if low == high else f" ({low} to {most} replicas within the range of the prediction)"
     layout = with_replicas(best)
     gpus, enough = f"{best.gpus} GPU{'s' if best.gpus != 1 else ''}", ""
-    if found.within_limit is False:
-        enough = f" That is more than --count {found.limit}."
+    if answer.within_limit is False:
+        enough = f" That is more than --count {answer.limit}."
     return (
-        f"For {_goal(found)}: {_layout_words(found, layout)}, {gpus} in all{spread}. Expected:"
+        f"For {_goal(answer)}: {_layout_words(answer, layout)}, {gpus} in all{spread}. Expected:"
         f" {_latencies(best.level)}; {_holds(best)} requests/s.{enough}"
     )
 
 
-def _goal(found: PlanAnswer) -> str:
+def _goal(answer: PlanAnswer) -> str:
     """Return the requests and their limits in words."""
-    traffic = found.traffic
+    traffic = answer.traffic
     assert traffic is not None  # there are fleets
     limits = ", ".join(f"{name.upper()} {limit:,.10g} ms" for name, limit in traffic.limits.items())
     return f"{traffic.rate:,.10g} requests/s with {percent(traffic.attainment)} within {limits}"
@@ -157,8 +157,8 @@ def _holds(fleet: Fleet) -> str:
 
 
 def _latencies(level: FleetLevel) -> str:
-    found = {name: level.percentiles_ms[key] for key, name in _TIMES.items()}
-    return ", ".join(f"{name} p95 {times[95]:,.0f} ms" for name, times in found.items() if times)
+    percentiles = {name: level.percentiles_ms[key] for key, name in _TIMES.items()}
+    return ", ".join(f"{name} p95 {times[95]:,.0f} ms" for name, times in percentiles.items() if times)
 
 
 _TIMES = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "E2E"}
@@ -214,9 +214,9 @@ def _print_rows(table: Table[Any], layouts: Iterable[Layout]) -> None:
         console.print("* not exact: quantised weights may change answers (docs/quantization.md)")
 
 
-def _basis(found: PlanAnswer) -> str:
+def _basis(answer: PlanAnswer) -> str:
     """Return what the predictions rest on, in one sentence; layouts of one GPU and of several differ in a figure."""
-    sentences = {layout.speed.basis: layout.speed.basis.split(" ") for layout in found.fitting}
+    sentences = {layout.speed.basis: layout.speed.basis.split(" ") for layout in answer.fitting}
     return " ".join(" or ".join(dict.fromkeys(words)) for words in zip(*sentences.values(), strict=True))
 
 

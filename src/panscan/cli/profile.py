@@ -61,13 +61,9 @@ def command(options: Options, images: tuple[str, ...]) -> None:
     modes = _profiled_modes(options, settings, given)
     if settings.model == "mini" and not settings.random_weights and "model" not in given:
         warn_mini()
-    from panscan.inspect.profile.run import checked_modes, without_graphs
-    from panscan.model.machine import resolve_device
+    from panscan.inspect.profile.run import checked_modes
     from panscan.workload.profiled import profiled_requests, repeats_documents
 
-    if "all" in _comma_list("--mode", options.mode) and resolve_device(settings.device).type != "cuda":
-        errors().print("--mode all: skipping cuda-graphs, which needs an NVIDIA GPU", soft_wrap=True)
-        modes = without_graphs(modes)
     with tempfile.TemporaryDirectory() as drawn:
         requests = profiled_requests(prompt, images, settings, Path(drawn), max_pages=options.max_pages)
         if repeats_documents(len(images), settings):
@@ -84,6 +80,7 @@ def _profiled_modes(options: Options, settings: Settings, given: Collection[str]
         SettingError: an unknown mode, or an option that none of the modes has.
     """
     from panscan.inspect.profile.run import ENGINE, RUNNERS, chosen_modes
+    from panscan.model.machine import resolve_device
     from panscan.runners.factory import profile_only_family
 
     runners = _comma_list("--runner", options.profiled_runners)
@@ -92,13 +89,16 @@ def _profiled_modes(options: Options, settings: Settings, given: Collection[str]
         lacks = f"{family.name} has no pan and scan and no panscan engine"
         if "engine" in runners:
             raise SettingError(f"--runner engine: {lacks}; use --runner generate")
-        if named := [name for name in _VIEWS if name in given]:
-            raise SettingError(f"--{axes()[named[0]].flag}: {family.name} has no pan and scan; leave it out")
+        if views := [name for name in _VIEWS if name in given]:
+            raise SettingError(f"--{axes()[views[0]].flag}: {family.name} has no pan and scan; leave it out")
         errors().print(f"{lacks}: profiling Transformers' generate()", style="dim", soft_wrap=True)
     if options.memory and "engine" in runners:
         raise SettingError("--memory is for --runner generate: PyTorch records the allocations of one thread only")
     usual = ["generate"] if family is not None or options.memory else list(RUNNERS)
-    modes = chosen_modes(runners or usual, _comma_list("--mode", options.mode))
+    named, on_gpu = _comma_list("--mode", options.mode), resolve_device(settings.device).type == "cuda"
+    if "all" in named and not on_gpu:
+        errors().print("--mode all: skipping cuda-graphs, which needs an NVIDIA GPU", soft_wrap=True)
+    modes = chosen_modes(runners or usual, named, on_gpu=on_gpu)
     if modes == [ENGINE] and (idle := [name for name in ENGINE_LIMITS if name in given and name != "batch_size"]):
         raise SettingError(f"--{axes()[idle[0]].flag} is for --runner generate: leave it out")
     return modes

@@ -43,30 +43,30 @@ def command(options: Options, directory: Path) -> None:
 
     show_warnings(errors())
     run = with_metric(read_run(directory), options.quality_metric)
-    found = recommend(
+    chosen = recommend(
         run,
         max_p95_ms=options.max_p95_ms,
         min_quality=options.min_quality,
         allow=options.allow_different,
     )
     output = options.preset_path
-    write_preset(preset_text(run, found), output, force=options.force)
+    write_preset(preset_text(run, chosen), output, force=options.force)
     if options.json:
-        echo(json.dumps({**asdict(found), "preset": str(output)}, ensure_ascii=False))
+        echo(json.dumps({**asdict(chosen), "preset": str(output)}, ensure_ascii=False))
     else:
-        print_recommendation(run, found, output)
+        print_recommendation(run, chosen, output)
 
 
-def print_recommendation(run: Run, found: Recommendation, preset: Path) -> None:
+def print_recommendation(run: Run, chosen: Recommendation, preset: Path) -> None:
     """Print the decision, its reason and costs, the rejected cells, and the path of the preset."""
     from panscan.analysis.cells import cell_names
     from panscan.report.formatting import safe_text
 
     console, names = out(), cell_names(run)
-    runner_up = "none" if found.runner_up is None else names[found.runner_up]
-    lines = [found.decision, f"Reason: {found.reason}", f"Runner-up: {runner_up}"]
-    lines += [f"{cost[:1].upper()}{cost[1:]}" for cost in found.cost]
-    lines += [f"Rejected: {names[cell]} ({cell}): {why}" for cell, why in found.rejected.items()]
-    lines += [f"Cell: {found.cell}", f"Preset: {preset}"]
+    runner_up = "none" if chosen.runner_up is None else names[chosen.runner_up]
+    lines = [chosen.decision, f"Reason: {chosen.reason}", f"Runner-up: {runner_up}"]
+    lines += [f"{cost[:1].upper()}{cost[1:]}" for cost in chosen.cost]
+    lines += [f"Rejected: {names[cell]} ({cell}): {why}" for cell, why in chosen.rejected.items()]
+    lines += [f"Cell: {chosen.cell}", f"Preset: {preset}"]
     for line in lines:
         console.print(safe_text(console, " ".join(line.split())), soft_wrap=True)

@@ -57,11 +57,11 @@ def command(options: Options, url: str) -> int:
         most = chosen.max_requests - 1
         probes = own_probes(options.images, options.prompt_list, chosen.settings.pan_and_scan, most)
     with activity("verifying") as step:
-        found = verify_endpoint(chosen, probes, step.rename)
-    _print_verdict(found)
+        verification = verify_endpoint(chosen, probes, step.rename)
+    _print_verdict(verification)
     if output is not None:
-        write_file(output, json.dumps(as_json(found), indent=2) + "\n")
-    return {"different": _DIFFERENT, "unknown": _UNKNOWN}.get(found.word, 0)
+        write_file(output, json.dumps(as_json(verification), indent=2) + "\n")
+    return {"different": _DIFFERENT, "unknown": _UNKNOWN}.get(verification.word, 0)
 
 
 def _verify_options(options: Options, url: str) -> VerifyOptions:
@@ -90,11 +90,11 @@ def _verify_options(options: Options, url: str) -> VerifyOptions:
     )
 
 
-def _print_verdict(found: Verification) -> None:
+def _print_verdict(verification: Verification) -> None:
     """Print the verdict, a table of hypotheses (the reference first, then the best ones), and what was not seen."""
-    colour = {"exact": "green", "close": "green", "different": "red"}.get(found.word, "yellow")
-    out().print(found.message, style=f"bold {colour}", soft_wrap=True)
-    reference = found.reference
+    colour = {"exact": "green", "close": "green", "different": "red"}.get(verification.word, "yellow")
+    out().print(verification.message, style=f"bold {colour}", soft_wrap=True)
+    reference = verification.reference
     if reference is not None:
         out().print()
         from panscan.core.text import nats
@@ -103,14 +103,15 @@ def _print_verdict(found: Verification) -> None:
         columns: list[Column[HypothesisFit]] = [
             Column("Hypothesis", lambda row: row.hypothesis.title, text=Medium.ALL),
             Column("KL (nats)", lambda row: nats(row.fit.kl)),
-            Column("x noise", lambda row: nats(found.noise.ratio(row.fit))),
+            Column("x noise", lambda row: nats(verification.noise.ratio(row.fit))),
             Column("Tokens", lambda row: f"{row.fit.agree}/{row.fit.clear}"),
             Column("Prompt counts", lambda row: f"{row.fit.prompts_agree}/{row.fit.prompts}"),
         ]
         out().print("Evidence", style="italic")
-        print_table(Table(columns, [reference, *found.candidates[: _ROWS - 1]]), out(), frame="none", gap=2)
+        print_table(Table(columns, [reference, *verification.candidates[: _ROWS - 1]]), out(), frame="none", gap=2)
     out().print()
-    for line in found.not_visible:
+    for line in verification.not_visible:
         out().print(f"Not visible: {line}", soft_wrap=True)
-    server = f" (served by {found.server})" if found.server else ""
-    echo(f"{found.requests} requests to {found.served_model}{server}; {found.tested} hypotheses compared.")
+    server = f" (served by {verification.server})" if verification.server else ""
+    sent = f"{verification.requests} requests to {verification.served_model}{server}"
+    echo(f"{sent}; {verification.tested} hypotheses compared.")

@@ -64,23 +64,23 @@ class Stamps(Struct, forbid_unknown_fields=True):
         ``vision`` is the time in the vision tower and its projector, ``prefill`` the rest of the way to the first
         token. A stage whose boundary was not stamped is None, and its time is in the next one.
         """
-        at = self.accepted
-        found: dict[str, float | None] = dict.fromkeys(("load", "preprocess", "queue", "vision", "prefill", "decode"))
+        since = self.accepted
+        seconds: dict[str, float | None] = dict.fromkeys(("load", "preprocess", "queue", "vision", "prefill", "decode"))
         queued: list[float] = []
         if self.preparing is not None:
-            queued, at = [self.preparing - at], self.preparing
+            queued, since = [self.preparing - since], self.preparing
         for name, boundary in (("load", self.loaded), ("preprocess", self.preprocessed)):
             if boundary is not None:
-                found[name], at = self._worked(at, boundary, queued), boundary
+                seconds[name], since = self._worked(since, boundary, queued), boundary
         if self.scheduled is not None:
-            queued, at = [*queued, self.scheduled - at], self.scheduled
+            queued, since = [*queued, self.scheduled - since], self.scheduled
         if self.vision is not None:
-            found["vision"] = self.vision - (at if self.vision_start is None else self.vision_start)
+            seconds["vision"] = self.vision - (since if self.vision_start is None else self.vision_start)
         if self.tokens:
-            found["prefill"] = self._worked(at, self.tokens[0], queued) - (found["vision"] or 0.0)
-            found["decode"] = self._worked(self.tokens[0], self.tokens[-1], queued)
-        found["queue"] = sum(queued) if queued else None
-        return found
+            seconds["prefill"] = self._worked(since, self.tokens[0], queued) - (seconds["vision"] or 0.0)
+            seconds["decode"] = self._worked(self.tokens[0], self.tokens[-1], queued)
+        seconds["queue"] = sum(queued) if queued else None
+        return seconds
 
     def _worked(self, start: float, end: float, queued: list[float]) -> float:
         """Seconds from ``start`` to ``end`` without the waits between them, which are added to ``queued``."""

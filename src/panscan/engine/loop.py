@@ -14,7 +14,7 @@ from panscan.core import EngineError, FinishReason, ImageError, PanscanError, Se
 from panscan.engine.options import EngineOptions
 from panscan.engine.passes import Launched, PassExecutor, PassResult, pass_error, raise_if_device_failed
 from panscan.engine.prepare import Preparer
-from panscan.engine.request_state import ObservationState, RequestState
+from panscan.engine.request_state import RequestState
 from panscan.engine.scheduling.batch import NO_ROWS, FlatBatch, PixelRef, SampledToken, Step, ViewToEncode, flatten
 from panscan.engine.scheduling.batch import Sequence as Tokens
 from panscan.engine.scheduling.kv_blocks import KVBlocks
@@ -333,7 +333,7 @@ class Loop:
         """Record the result of a pass; return the new tokens of sequences that have not ended."""
         if result.hidden is not None and result.logits is not None:
             for (tokens, position), *found in zip(inflight.observed_rows, result.hidden, result.logits, strict=True):
-                if (observation := self._observation_of(tokens)) is not None:
+                if tokens in self._states and (observation := self._states[tokens].observation) is not None:
                     observation.positions[position] = found[0], found[1]
         answers = {} if result.answers is None else dict(zip(inflight.observed, result.answers, strict=True))
         settled = {}
@@ -341,15 +341,12 @@ class Loop:
             if tokens not in self._states:
                 continue
             settled[tokens] = chosen
-            if (observation := self._observation_of(tokens)) is not None:
+            if (observation := self._states[tokens].observation) is not None:
                 observation.answer.append(answers[tokens])
                 if (forced := observation.next(len(tokens.outputs))) is not None:
                     settled[tokens] = SampledToken(forced, None)
             tokens.settle(settled[tokens].token)
         return settled
-
-    def _observation_of(self, tokens: Tokens) -> ObservationState | None:
-        return self._states[tokens].observation if tokens in self._states else None
 
     def _deliver(self, chosen: Mapping[Tokens, SampledToken], at: float) -> None:
         """Deliver new tokens to their requests, and end the requests that are complete."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -60,15 +60,6 @@ _USUAL_VIEWS = 8  # views in a pass of 2,048 prompt tokens, at most
 
 
 @dataclass(frozen=True, slots=True)
-class _Observed:
-    """Tensors of a pass that a verdict requested, on the device."""
-
-    hidden: torch.Tensor | None
-    logits: torch.Tensor | None
-    answers: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
 class _Timestamp:
     """A point in a device's work: the host time at which it was enqueued, and on CUDA an event."""
 
@@ -88,11 +79,11 @@ class _Timestamp:
 
 @dataclass(frozen=True, slots=True)
 class _LaunchedLocally:
-    """A pass on this process's device."""
+    """A pass on this process's device. ``observed``: hidden states, logits and answers that a verdict requested."""
 
     tokens: PendingTokens
     vision: tuple[_Timestamp, _Timestamp] | None
-    observed: _Observed
+    observed: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
     def wait(self) -> PassResult:
         """See :class:`Launched`."""
@@ -102,10 +93,7 @@ class _LaunchedLocally:
         if self.vision is not None:
             start, end = self.vision
             vision = start.host_seconds(done, finished_at), end.host_seconds(done, finished_at)
-        hosts = (
-            None if each is None else each.float().cpu()
-            for each in (self.observed.hidden, self.observed.logits, self.observed.answers)
-        )
+        hosts = (None if tensor is None else tensor.float().cpu() for tensor in self.observed)
         return PassResult(chosen, finished_at, vision, *hosts)
 
 
@@ -165,14 +153,23 @@ class ModelRunner:
         Passes run in the order of their launches. Pending tokens are those of the previously launched pass.
         """
         vision = self._encode(batch)
-        hidden = self._text.embed(self._ids(batch))
+        # Pending ids come from the previous pass, on the device.
+        ids = upload(batch.ids, self._device)
+        if len(batch.pending_rows):
+            assert self._previous is not None  # its pass was launched
+            ids[upload(batch.pending_rows, self._device)] = self._rows(self._previous, batch.pending_sources)
+        hidden = self._text.embed(ids)
         self._features.fill(hidden, batch.images)
         sampled, observed_rows = self._layers(batch, hidden)
         logits = self._text.logits(sampled)
-        observed = self._observe(batch, observed_rows, logits)
+        hidden_seen = logits_seen = answers = None
+        if len(batch.observed_rows):
+            logits_seen, hidden_seen = self._text.logits(observed_rows), observed_rows.float()
+        if len(batch.observed_samples):
+            answers = self._rows(logits, batch.observed_samples)
         tokens = self._sampler.launch(logits, batch.sampling)
         self._previous = tokens.tokens
-        return _LaunchedLocally(tokens, vision, observed)
+        return _LaunchedLocally(tokens, vision, (hidden_seen, logits_seen, answers))
 
     def _start(self, vocab_size: int | None) -> None:
         options, model = self._options, self._loaded.model
@@ -313,7 +310,7 @@ class ModelRunner:
         if not isinstance(self._backend, TritonBackend):
             return
         self.graphs = Graphs(
-            self._run_layers,
+            lambda hidden, positions, plans: text.run(hidden, positions, self.cache.k, self.cache.v, plans),
             self._backend,
             {layer.local for layer in text.layers},
             hidden_size=text.hidden_size,
@@ -363,14 +360,6 @@ class ModelRunner:
             synchronize(self._device)
         return start, _Timestamp.record(self._device)
 
-    def _ids(self, batch: FlatBatch) -> torch.Tensor:
-        """Return token ids, int64 ``[T]``; pending ones come from the previous pass, on the device."""
-        ids = upload(batch.ids, self._device)
-        if len(batch.pending_rows):
-            assert self._previous is not None  # its pass was launched
-            ids[upload(batch.pending_rows, self._device)] = self._rows(self._previous, batch.pending_sources)
-        return ids
-
     def _layers(self, batch: FlatBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return final hidden states of the sampled and of the observed rows, from a graph if one is large enough.
 
@@ -392,17 +381,6 @@ class ModelRunner:
         kinds = {layer.local for layer in self._text.layers}
         plans = {local: self._backend.plan(batch, local=local, device=self._device) for local in kinds}
         return self._text.run(hidden, upload(batch.positions, self._device), cache.k, cache.v, plans, output)
-
-    def _run_layers(self, hidden: torch.Tensor, positions: torch.Tensor, plans: Mapping[bool, Any]) -> torch.Tensor:
-        return self._text.run(hidden, positions, self.cache.k, self.cache.v, plans)
-
-    def _observe(self, batch: FlatBatch, rows: torch.Tensor, logits: torch.Tensor) -> _Observed:
-        hidden = found = answers = None
-        if len(batch.observed_rows):
-            found, hidden = self._text.logits(rows), rows.float()
-        if len(batch.observed_samples):
-            answers = self._rows(logits, batch.observed_samples)
-        return _Observed(hidden, found, answers)
 
     def _rows(self, tensor: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
         return tensor.index_select(0, upload(rows, tensor.device))

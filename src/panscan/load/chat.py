@@ -289,6 +289,7 @@ class ChatStream:
     __slots__ = (
         "_body",
         "_characters",
+        "_counts",
         "_empty",
         "_event",
         "_event_bytes",
@@ -297,7 +298,6 @@ class ChatStream:
         "_on_end",
         "_streams",
         "_texts",
-        "_usage",
         "complete",
         "exchange",
     )
@@ -317,7 +317,7 @@ class ChatStream:
         self._texts: list[str] = []
         self._characters = 0
         self._empty: list[float] = []  # receipt times of chunks with empty content
-        self._usage = _Usage()
+        self._counts: dict[str, dict[str, Any]] = {"usage": {}, "timings": {}, "panscan": {}}
 
     def on_head(self, status: int, headers: Mapping[str, str]) -> None:
         """See :class:`panscan.load.connection.ResponseHandler`."""
@@ -382,22 +382,21 @@ class ChatStream:
         if data == b"[DONE]":
             self.complete = True
             return
-        try:
-            event = parse_json(data)
-        except ValueError:
-            self._fail("stream", "malformed event: not JSON")
-            return
+        event = _json_or_none(data)
         if not isinstance(event, dict):
-            self._fail("stream", "malformed event: not a JSON object")
+            kind = "JSON" if event is None else "a JSON object"
+            self._fail("stream", f"malformed event: not {kind}")
             return
         if event.get("error"):
             self._fail("stream", _error_message(event) or "error event")
             return
-        self._usage.take(event)
+        for name in self._counts:  # later ones replace earlier ones
+            if isinstance(counts := event.get(name), dict):
+                self._counts[name] = counts
         choices = event.get("choices")
         if choices:
             self._take_choice(choices, at)
-        elif choices is None and not self._usage.seen:
+        elif choices is None and not (self._counts["usage"] or self._counts["timings"]):
             self._fail("stream", "malformed event: no choices")
 
     def _take_choice(self, choices: Any, at: float) -> None:
@@ -419,12 +418,8 @@ class ChatStream:
         if choice.get("finish_reason"):
             exchange.finish_reason = _short(str(choice["finish_reason"]))
             exchange.end = at
-        self._limit_answer()
-
-    def _limit_answer(self) -> None:
-        """Refuse an answer far beyond the tokens that were asked for."""
         chunks, characters = _most_chunks(self._max_tokens), MOST_TEXT[0] + MOST_TEXT[1] * self._max_tokens
-        if len(self.exchange.tokens) + len(self._empty) > chunks:
+        if len(exchange.tokens) + len(self._empty) > chunks:  # far beyond the tokens that were asked for
             self._refuse(f"more than {chunks:,} chunks for max_tokens {self._max_tokens:,}")
         elif self._characters > characters:
             self._refuse(f"more than {characters:,} characters for max_tokens {self._max_tokens:,}")
@@ -471,13 +466,11 @@ class ChatStream:
         exchange = self.exchange
         exchange.text = "".join(self._texts)
         exchange.tokens = exchange.tokens or self._empty
-        if exchange.error is None and (problem := self._usage.problem(self._max_tokens)) is not None:
+        if exchange.error is None and (problem := _output_problem(self._counts, self._max_tokens)) is not None:
             self._fail("protocol", problem)
-        self._usage.fill(exchange)
+        _fill_counts(exchange, self._counts)
         if exchange.error is not None:
             exchange.end = at
-        elif self._usage.output_tokens is None:
-            exchange.error_kind = "usage"
         self._on_end(exchange, at)
 
 
@@ -487,54 +480,33 @@ def _most_chunks(max_tokens: int) -> int:
     return few + factor * max_tokens
 
 
-class _Usage:
-    """Token counts in the dialects of OpenAI, vLLM, SGLang, TGI, Ollama, llama.cpp and panscan."""
+def _output_problem(counts: Mapping[str, Mapping[str, Any]], max_tokens: int) -> str | None:
+    """Return what is wrong with the number of output tokens, from which every throughput is computed."""
+    for part, name in (("usage", "completion_tokens"), ("timings", "predicted_n")):
+        value = counts[part].get(name)
+        if isinstance(value, int) and value > MOST_COUNT:
+            return f"{name}: expected a number from 0 to {MOST_COUNT:,}, got {shorten(value)}"
+        if isinstance(value, int) and value > _most_chunks(max_tokens):  # some endpoints ignore max_tokens
+            return f"{name}: {value:,} is far more than max_tokens {max_tokens:,}"
+    return None
 
-    __slots__ = ("_panscan", "_timings", "_usage")
 
-    def __init__(self) -> None:
-        self._usage: Mapping[str, Any] = {}
-        self._timings: Mapping[str, Any] = {}
-        self._panscan: Mapping[str, Any] = {}
-
-    def take(self, event: Mapping[str, Any]) -> None:
-        """Take the counts of an event; later ones replace earlier ones."""
-        for name in ("usage", "timings", "panscan"):
-            if isinstance(counts := event.get(name), dict):
-                setattr(self, f"_{name}", counts)
-
-    @property
-    def seen(self) -> bool:
-        """Whether any event had counts."""
-        return bool(self._usage or self._timings)
-
-    @property
-    def output_tokens(self) -> int | None:
-        """The number of output tokens; None if not reported."""
-        return _reported_count(self._usage, "completion_tokens", _reported_count(self._timings, "predicted_n"))
-
-    def problem(self, max_tokens: int) -> str | None:
-        """Return what is wrong with the number of output tokens, from which every throughput is computed."""
-        for counts, name in ((self._usage, "completion_tokens"), (self._timings, "predicted_n")):
-            value = counts.get(name)
-            if isinstance(value, int) and value > MOST_COUNT:
-                return f"{name}: expected a number from 0 to {MOST_COUNT:,}, got {shorten(value)}"
-            if isinstance(value, int) and value > _most_chunks(max_tokens):  # some endpoints ignore max_tokens
-                return f"{name}: {value:,} is far more than max_tokens {max_tokens:,}"
-        return None
-
-    def fill(self, exchange: RequestOutcome) -> None:
-        """Set the counts of an exchange."""
-        details = self._usage.get("prompt_tokens_details")
-        details = details if isinstance(details, dict) else {}
-        cached = _reported_count(details, "cached_tokens", _reported_count(self._timings, "cache_n"))
-        computed = _reported_count(self._timings, "prompt_n")
-        prompt = None if computed is None else computed + (cached or 0)
-        exchange.output_tokens = len(exchange.tokens) if self.output_tokens is None else self.output_tokens
-        exchange.prompt_tokens = _reported_count(self._usage, "prompt_tokens", prompt)
-        exchange.cached_tokens = cached
-        exchange.image_tokens = _reported_count(details, "image_tokens", _reported_count(self._panscan, "image_tokens"))
-        exchange.views = _reported_count(self._panscan, "views", _reported_count(self._usage, "views"))
+def _fill_counts(exchange: RequestOutcome, counts: Mapping[str, Mapping[str, Any]]) -> None:
+    """Set the token counts of an exchange: dialects of OpenAI, vLLM, SGLang, TGI, Ollama, llama.cpp and panscan."""
+    usage, timings, panscan_counts = counts["usage"], counts["timings"], counts["panscan"]
+    details = usage.get("prompt_tokens_details")
+    details = details if isinstance(details, dict) else {}
+    cached = _reported_count(details, "cached_tokens", _reported_count(timings, "cache_n"))
+    computed = _reported_count(timings, "prompt_n")
+    prompt = None if computed is None else computed + (cached or 0)
+    output = _reported_count(usage, "completion_tokens", _reported_count(timings, "predicted_n"))
+    exchange.output_tokens = len(exchange.tokens) if output is None else output
+    if output is None and exchange.error is None:
+        exchange.error_kind = "usage"
+    exchange.prompt_tokens = _reported_count(usage, "prompt_tokens", prompt)
+    exchange.cached_tokens = cached
+    exchange.image_tokens = _reported_count(details, "image_tokens", _reported_count(panscan_counts, "image_tokens"))
+    exchange.views = _reported_count(panscan_counts, "views", _reported_count(usage, "views"))
 
 
 def _reported_count(counts: Mapping[str, Any], name: str, default: int | None = None) -> int | None:

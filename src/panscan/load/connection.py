@@ -280,7 +280,9 @@ class _Connection(asyncio.Protocol):
             if self._message_ended or (self._handler is not None and self._handler.complete):
                 self._finish(reusable=False)  # what follows the answer is not its fault
                 return
-            self._fail("protocol", _not_http(data) if not self._status else "the response is not valid HTTP")
+            is_tls = data[:2] in (b"\x15\x03", b"\x16\x03")
+            no_http = "the endpoint speaks TLS: use https:// in its URL" if is_tls else "the response is not HTTP"
+            self._fail("protocol", "the response is not valid HTTP" if self._status else no_http)
         else:
             self._check()
 
@@ -384,12 +386,6 @@ def _pieces(head: bytes, body: tuple[bytes, ...]) -> Iterator[memoryview]:
         view = memoryview(segment)
         for start in range(0, len(view), _PIECE):
             yield view[start : start + _PIECE]
-
-
-def _not_http(data: bytes) -> str:
-    if data[:2] in (b"\x15\x03", b"\x16\x03"):
-        return "the endpoint speaks TLS: use https:// in its URL"
-    return "the response is not HTTP"
 
 
 def _connect_failure(error: OSError, server: ServerAddress) -> tuple[ErrorKind, str]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
 
 from PIL import Image, UnidentifiedImageError
 
 from panscan.core import SettingError
-from panscan.images.files import Page, load_page, page_named
+from panscan.images.files import load_page, page_named
 from panscan.load.chat import ChatRequest, chat_body
 from panscan.load.options import LoadOptions
 from panscan.load.scenario import Scenario
@@ -82,18 +83,11 @@ def mix_of_scenario(scenario: Scenario, seed: int, prompts: Sequence[str] = ()) 
 
 def _open_document(document: DocumentFile) -> VariantImage:
     page = page_named(document.name)
-    return VariantImage(load_page(page), _jpeg_of(page))
-
-
-def _jpeg_of(page: Page) -> Image.Image | None:
-    """Return the header of a JPEG file on this machine; None for other documents."""
-    if page.page is not None:
-        return None
-    try:
-        with Image.open(page.source) as file:
-            return file if file.format in ("JPEG", "MPO") else None
-    except (OSError, UnidentifiedImageError):  # a URL: its image is sent as PNG
-        return None
+    header = None  # of a JPEG file on this machine
+    if page.page is None:
+        with suppress(OSError, UnidentifiedImageError), Image.open(page.source) as file:  # a URL is sent as PNG
+            header = file if file.format in ("JPEG", "MPO") else None
+    return VariantImage(load_page(page), header)
 
 
 class Content:
@@ -137,10 +131,10 @@ class Content:
         for item in self._mix.items:
             by_documents.setdefault(item.documents, []).append(item)
         order, draw = self._order(), Random(f"{self._options.seed}-reuse")
-        total = 0
+        total, share = 0, self._options.image_reuse
         for number in range(count):
             item = next(order)
-            if sent and self._reuses(number):
+            if sent and int((number + 1) * share) > int(number * share):  # an even spread
                 earlier, variant = draw.choice(sent)
                 item = draw.choice(by_documents[earlier.documents])
             else:
@@ -152,11 +146,6 @@ class Content:
             requests.append(LoadRequest(chat, item))
         self._request_bytes = total / count
         return requests
-
-    def _reuses(self, number: int) -> bool:
-        """Return whether a request reuses an image: an even spread of the wanted share."""
-        share = self._options.image_reuse
-        return int((number + 1) * share) > int(number * share)
 
     def _order(self) -> Iterator[Item]:
         """Yield items without end, the same for the same seed."""

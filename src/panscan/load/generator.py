@@ -9,15 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 
-from panscan.core import SettingError, now
+from panscan.core import now
 from panscan.core.child import Child, Inbox
 from panscan.load.chat import ChatRequest, Endpoint, RequestOutcome
 from panscan.load.workers import HEARTBEAT, LevelShare, Outcomes, Sender, SenderLoad, WorkerSignal, prepared_process
-from panscan.records.schema import ClientFigures
+from panscan.records.request_records import ClientFigures
 
 __all__ = ["ClientFigures"]
 
@@ -67,17 +66,13 @@ def run_level(
     Args:
         endpoint: endpoint to send to.
         requests: encoded requests.
-        arrivals: ascending seconds from the start, one per request; None: a closed loop, in which each request is sent
-            when an earlier one ends.
+        arrivals: ascending seconds from the start, one per request; None: a closed loop of ``max_concurrency``, in
+            which each request is sent when an earlier one ends.
         max_concurrency: maximum number of requests in flight; None: no limit.
         processes: number of processes that send requests.
         on_done: called with each outcome, within milliseconds; the sending process waits for it.
         cancelled: stops the level when set.
-
-    Raises:
-        SettingError: the arguments do not fit together.
     """
-    _check_level(requests, arrivals, max_concurrency, processes)
     level = _Level(len(requests), on_done, cancelled or threading.Event())
     processes = min(processes, len(requests) or 1, max_concurrency or processes)
     shares = [
@@ -95,21 +90,6 @@ def run_level(
     else:
         level.run_processes(shares)
     return level.result(shares)
-
-
-def _check_level(
-    requests: Sequence[ChatRequest], arrivals: Sequence[float] | None, max_concurrency: int | None, processes: int
-) -> None:
-    if processes < 1:
-        raise SettingError(f"the number of processes: expected at least 1, got {processes}")
-    if max_concurrency is not None and max_concurrency < 1:
-        raise SettingError(f"--max-concurrency: expected at least 1, got {max_concurrency}")
-    if arrivals is None and max_concurrency is None:
-        raise SettingError("--max-concurrency is required without --request-rate: a closed loop needs a limit")
-    if arrivals is not None and len(arrivals) != len(requests):
-        raise SettingError(f"expected one arrival time per request, got {len(arrivals)} for {len(requests)} requests")
-    if arrivals is not None and any(later < earlier for earlier, later in pairwise(arrivals)):
-        raise SettingError("the arrival times are not ascending: sort them")
 
 
 class _Level:
@@ -141,9 +121,20 @@ class _Level:
             try:
                 while any(worker.load is None and worker.failure is None for worker in workers):
                     if self._started == 0.0 and all(worker.ready or worker.failure for worker in workers):
-                        self._start(workers)
-                    self._handle_next(inbox, workers)
-                    if self._cancelled.is_set() and self._cancel(workers):
+                        self._started = now() + _LEAD_PROCESSES
+                        for worker in workers:
+                            worker.heard = time.monotonic()
+                            worker.child.send_if_alive(self._started)
+                    with suppress(queue.Empty):
+                        child, message = inbox.get(timeout=_POLL_SECONDS)
+                        first = next(number for number, worker in enumerate(workers) if worker.child is child)
+                        self._take(workers[first].take(message), first, len(workers))
+                    for worker in workers:
+                        worker.check_silence(started=self._started != 0.0)
+                        if self._cancelled.is_set() and self._started and not worker.cancelled:
+                            worker.cancelled = True
+                            worker.child.send_if_alive(WorkerSignal.CANCEL)
+                    if self._cancelled.is_set() and not self._started:
                         break
             finally:
                 self._ended = now()
@@ -152,30 +143,6 @@ class _Level:
         if not self._cancelled.is_set():
             for first, worker in enumerate(workers):
                 self._take(self._lost(worker, first, len(workers)), first, len(workers))
-
-    def _start(self, workers: Sequence[_Worker]) -> None:
-        self._started = now() + _LEAD_PROCESSES
-        for worker in workers:
-            worker.heard = time.monotonic()
-            worker.child.send_if_alive(self._started)
-
-    def _cancel(self, workers: Sequence[_Worker]) -> bool:
-        """Have the processes drop their open requests and end; return whether none has started."""
-        for worker in workers:
-            if self._started and not worker.cancelled:
-                worker.cancelled = True
-                worker.child.send_if_alive(WorkerSignal.CANCEL)
-        return self._started == 0.0
-
-    def _handle_next(self, inbox: Inbox, workers: Sequence[_Worker]) -> None:
-        """Handle the next message if one arrives soon, and processes that are silent."""
-        with suppress(queue.Empty):
-            child, message = inbox.get(timeout=_POLL_SECONDS)
-            first = next(number for number, worker in enumerate(workers) if worker.child is child)
-            if (batch := workers[first].take(message)) is not None:
-                self._take(batch, first, len(workers))
-        for worker in workers:
-            worker.check_silence(started=self._started != 0.0)
 
     def _lost(self, worker: _Worker, first: int, step: int) -> Outcomes:
         """Return failures of the requests that a process left without an outcome."""
@@ -246,8 +213,8 @@ class _Worker:
     failure: str | None = None
     heard: float = field(default_factory=time.monotonic)
 
-    def take(self, message: WorkerSignal | SenderLoad | Outcomes | None) -> Outcomes | None:
-        """Handle a message, None at the end of the process; return the outcomes if it has some."""
+    def take(self, message: WorkerSignal | SenderLoad | Outcomes | None) -> Outcomes:
+        """Handle a message, None at the end of the process; return the outcomes in it."""
         self.heard = time.monotonic()
         match message:
             case None:
@@ -259,7 +226,7 @@ class _Worker:
                 self.load = message
             case _:
                 return message
-        return None
+        return []
 
     def check_silence(self, *, started: bool) -> None:
         """Give the process up if it has sent nothing for too long."""

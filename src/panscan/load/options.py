@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
 
 from panscan.core import SettingError
 from panscan.core.option import Range, shorten
-from panscan.load.arrivals import constant_arrivals, gamma_arrivals, trace_arrivals
 from panscan.settings import MAX_PROMPTS, RATE, TrafficTable, check_options, default_of, nearest, range_of
 
 LATENCY_METRICS = ("ttft", "tpot", "itl", "e2el")
@@ -23,7 +24,6 @@ _LEAST_SECONDS = 10.0
 _DELAY_SHARE = 11.0  # duration of a level over the limit on a delay
 _CONCURRENCY = range_of("max_concurrencies", "load")
 _LENGTHS = range_of("max_new_tokens", "load")
-_TRACE_FIELDS = ("timestamp", "output_length", "input_length", "hash_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,11 +168,12 @@ class LoadOptions(TrafficTable):
         if level.rate is None and level.name is None and level.max_concurrency is not None:
             return None
         if self.trace is not None:
-            return trace_arrivals(self.trace.times, count, self.trace_speedup)
+            first = self.trace.times[0]
+            return [(time - first) / self.trace_speedup for time in self.trace.times[:count]]
         if level.rate is None:
             return [0.0] * count
         if self.arrival == "constant":
-            return constant_arrivals(level.rate, count)
+            return [index / level.rate for index in range(count)]
         return gamma_arrivals(level.rate, count, self.burstiness, self.seed)
 
     @property
@@ -187,7 +188,7 @@ class LoadOptions(TrafficTable):
 
     @property
     def arrival_name(self) -> str:
-        """The arrival process as records name it (:data:`panscan.records.schema.ARRIVALS`)."""
+        """The arrival process as records name it (:data:`panscan.records.fields.ARRIVALS`)."""
         if self.trace is not None:
             return "trace"
         if not self.find_max_rate and all(rate is None for rate in self.rates):
@@ -197,15 +198,34 @@ class LoadOptions(TrafficTable):
         return "poisson" if self.burstiness == 1.0 else "gamma"
 
 
+def gamma_arrivals(rate: float, count: int, burstiness: float = 1.0, seed: int = 0) -> list[float]:
+    """Return gamma-distributed intervals, as in vLLM: a Poisson process at burstiness 1.
+
+    The times are scaled so that the last request arrives at ``count / rate``: every sample has the requested mean rate.
+
+    Args:
+        rate: mean requests per second.
+        count: number of requests.
+        burstiness: shape of the gamma distribution; below 1 is burstier than Poisson, above 1 more regular.
+        seed: seed of the random intervals.
+    """
+    times = np.cumsum(np.random.default_rng(seed).gamma(shape=burstiness, scale=1.0 / burstiness, size=count))
+    if count and not times[-1] > 0:  # a tiny burstiness underflows: every interval is 0
+        return [count / rate] * count
+    return [float(time) for time in times * (count / rate / times[-1])] if count else []
+
+
 def _check_goodput(limits: Mapping[str, float]) -> None:
     for name, limit in limits.items():
-        if name not in GOODPUT_METRICS:
-            known = ", ".join(GOODPUT_METRICS)
-            raise SettingError(
-                f"--goodput: unknown metric {shorten(name)}{nearest(name, GOODPUT_METRICS)}; expected {known}"
-            )
+        _check_metric("--goodput", name, GOODPUT_METRICS)
         if not (math.isfinite(limit) and limit > 0):
             raise SettingError(f"--goodput {name}: expected milliseconds above 0, got {limit:g}")
+
+
+def _check_metric(option: str, name: str, known: Sequence[str]) -> None:
+    if name not in known:
+        hint = nearest(name, known)
+        raise SettingError(f"{option}: unknown metric {shorten(name)}{hint}; expected {', '.join(known)}")
 
 
 def parse_rates(text: str) -> tuple[float | None, ...]:
@@ -257,13 +277,10 @@ def parse_latency_metrics(text: str) -> tuple[str, ...]:
     Raises:
         SettingError: an unknown metric.
     """
-    found = _comma_list("--percentile-metrics", text)
-    for name in found:
-        if name not in LATENCY_METRICS:
-            known = ", ".join(LATENCY_METRICS)
-            hint = nearest(name, LATENCY_METRICS)
-            raise SettingError(f"--percentile-metrics: unknown metric {shorten(name)}{hint}; expected {known}")
-    return tuple(dict.fromkeys(found))
+    names = _comma_list("--percentile-metrics", text)
+    for name in names:
+        _check_metric("--percentile-metrics", name, LATENCY_METRICS)
+    return tuple(dict.fromkeys(names))
 
 
 def parse_percentiles(text: str) -> tuple[float, ...]:
@@ -310,36 +327,29 @@ def read_trace(path: Path) -> Trace:
     if not used or len(used) > MAX_PROMPTS:
         raise SettingError(f"{option}: {len(used):,} requests: expected 1 to {MAX_PROMPTS:,}")
     rows = [_trace_row(f"{option}, line {number}", line) for number, line in used]
-    times = tuple(time for time, _ in rows)
-    if any(later < earlier for earlier, later in pairwise(times)):
+    if any(later.timestamp < earlier.timestamp for earlier, later in pairwise(rows)):
         raise SettingError(f"{option}: timestamps are not ascending: sort the lines")
-    lengths = [length for _, length in rows if length is not None]
+    lengths = [row.output_length for row in rows if row.output_length is not None]
     if lengths and len(lengths) < len(rows):
         missing = len(rows) - len(lengths)
         raise SettingError(f"{option}: output_length is missing in {missing} lines: add it, or remove it everywhere")
-    return Trace(times, tuple(lengths) or None)
+    return Trace(tuple(row.timestamp / 1e3 for row in rows), tuple(lengths) or None)
 
 
-def _trace_row(where: str, line: str) -> tuple[float, int | None]:
-    """Return the seconds and the output tokens of a line of a trace."""
+class _TraceRow(msgspec.Struct, forbid_unknown_fields=True):
+    """A line of a trace; only the first two fields are used."""
+
+    timestamp: Annotated[float, msgspec.Meta(ge=0, lt=1e15)]
+    output_length: int | None = None
+    input_length: Any = None
+    hash_ids: Any = None
+
+
+def _trace_row(where: str, line: str) -> _TraceRow:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        row = None
-    if not isinstance(row, dict):
-        raise SettingError(f"{where}: expected a JSON object, got {shorten(line)}")
-    _check_fields(where, row, _TRACE_FIELDS)
-    time, length = row.get("timestamp"), row.get("output_length")
-    if isinstance(time, bool) or not isinstance(time, int | float) or not 0 <= time < 1e15:
-        raise SettingError(f"{where}: timestamp: expected milliseconds from 0, got {shorten(time)}")
-    if length is not None:
-        _LENGTHS.check(f"{where}: output_length", length)
-    return time / 1e3, length
-
-
-def _check_fields(where: str, row: Mapping[str, Any], known: Sequence[str]) -> None:
-    for name in row:
-        if name not in known:
-            raise SettingError(
-                f"{where}: unknown field {shorten(name)}{nearest(name, known)}; expected {', '.join(known)}"
-            )
+        row = msgspec.json.decode(line, type=_TraceRow)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise SettingError(f"{where}: {error}") from None
+    if row.output_length is not None:
+        _LENGTHS.check(f"{where}: output_length", row.output_length)
+    return row

@@ -24,23 +24,14 @@ from panscan.load.chat import Endpoint, RequestOutcome
 from panscan.load.content import Content, LoadRequest, RequestMix
 from panscan.load.generator import LevelResult, run_level
 from panscan.load.options import LoadLevel, LoadOptions
-from panscan.load.probe import EndpointFacts, address
+from panscan.load.probe import address
 from panscan.load.search import RateSearch, Trial, undisturbed
 from panscan.load.vllm_result import vllm_result
 from panscan.records.environment import new_run_record
 from panscan.records.goodput import Goodput, goodput_of
-from panscan.records.schema import (
-    CellRecord,
-    CellsRecord,
-    LevelLoad,
-    LoadRunSettings,
-    RecordedCell,
-    RepeatRecord,
-    RequestRecord,
-    RunRecord,
-    RunSettings,
-    SearchRecord,
-)
+from panscan.records.load_records import LoadRunSettings, ProbeRecord, SearchRecord
+from panscan.records.request_records import LevelLoad, RepeatRecord, RequestRecord
+from panscan.records.schema import CellRecord, CellsRecord, RecordedCell, RunRecord, RunSettings
 from panscan.records.store import RecordWriter, Run
 from panscan.settings import MAX_PROMPTS
 from panscan.workload.requests import content_digest
@@ -81,6 +72,7 @@ class LoadPlan:
         options: levels, arrivals, lengths and limits.
         mix: documents and prompts.
         probe: results of the earlier probe.
+        server: owner of the endpoint's models, such as ``vllm``; None if unknown.
         source: origin of the documents, for the records.
         save_result: write each level in vLLM's format, too.
         include_content: keep prompts and answers in the records.
@@ -90,7 +82,8 @@ class LoadPlan:
     endpoint: Endpoint
     options: LoadOptions
     mix: RequestMix
-    probe: EndpointFacts
+    probe: ProbeRecord
+    server: str | None = None
     source: Mapping[str, Any] = field(default_factory=dict)
     save_result: bool = False
     include_content: bool = False
@@ -122,7 +115,7 @@ def run_load(
     with RecordWriter(directory) as writer:
         if writer.previous is not None:
             raise RecordsError(f"{directory} already holds a run: choose another --output-dir")
-        writer.write([_run_record(plan, command), plan.probe.record])
+        writer.write([_run_record(plan, command), plan.probe])
         _LoadRun(plan, writer, observer, cancelled).measure()
     return finish(directory)
 
@@ -211,7 +204,11 @@ class _LoadRun:
             self._observer.remark(self._content.size)
         arrivals = options.arrivals(level, count)
         self._observer.measuring(level, count)
-        processes = options.processes or min(more * _processes(arrivals), os.cpu_count() or 1)
+        needed = 1  # unless the rate is too high for one core
+        if arrivals is not None and arrivals[-1]:
+            needed = math.ceil(len(arrivals) / arrivals[-1] / _RATE_PER_PROCESS)
+        cores = os.cpu_count() or 1
+        processes = options.processes or min(more * min(needed, cores), cores)
         result = run_level(
             self._plan.endpoint,
             [each.chat for each in requests],
@@ -221,7 +218,14 @@ class _LoadRun:
             on_done=self._observer.done,
             cancelled=self._cancelled,
         )
-        records = self._request_records(level, requests, result)
+        numbers = {request.chat.id: number for number, request in enumerate(requests)}
+        records = []
+        for exchange in result.exchanges:
+            number = numbers[exchange.id]
+            record = _request_record(level, number, requests[number], exchange)
+            if self._plan.include_content:
+                record.prompt, record.answer = requests[number].item.prompt, exchange.text
+            records.append(record)
         seconds, has_rate = result.ended - result.started, level.rate is not None
         goodput = goodput_of(records, options.goodput, seconds, has_rate=has_rate)
         return _SentLevel(level, count, result, records, goodput)
@@ -231,7 +235,18 @@ class _LoadRun:
         plan, level, result = self._plan, sent.level, sent.result
         cells = [CellsRecord([_recorded_level(level)])] if added else []
         outcome = _level_outcome(level, sent.count, result)
-        self._writer.write([*cells, *sent.records, _level_repeat(level, result), outcome])
+        repeat = RepeatRecord(
+            cell=level.cell,
+            repeat=0,
+            started=result.started,
+            ended=result.ended,
+            warmup_s=0.0,
+            peak_allocated_bytes=None,
+            peak_reserved_bytes=None,
+            peak_rss_bytes=None,
+            load=LevelLoad(result.client),
+        )
+        self._writer.write([*cells, *sent.records, repeat, outcome])
         if plan.save_result:
             found = vllm_result(level, result, plan.endpoint, plan.options, sent.goodput.throughput)
             path = self._writer.path.parent / f"vllm-{level.cell}.json"
@@ -241,33 +256,12 @@ class _LoadRun:
             text = f"{level.cell}: the client, not the server, was the limit: {result.client.reason}"
             self._observer.remark(text, warning=True)
 
-    def _request_records(
-        self, level: LoadLevel, requests: Sequence[LoadRequest], result: LevelResult
-    ) -> list[RequestRecord]:
-        items = {each.chat.id: (number, each) for number, each in enumerate(requests)}
-        found = []
-        for exchange in result.exchanges:
-            number, request = items[exchange.id]
-            record = _request_record(level, number, request, exchange)
-            if self._plan.include_content:
-                record.prompt, record.answer = request.item.prompt, exchange.text
-            found.append(record)
-        return found
-
-
-def _processes(arrivals: Sequence[float] | None) -> int:
-    """Return how many processes a level needs: one, unless its rate is too high for one core."""
-    if arrivals is None or not arrivals[-1]:
-        return 1
-    rate = len(arrivals) / arrivals[-1]
-    return max(1, min(os.cpu_count() or 1, math.ceil(rate / _RATE_PER_PROCESS)))
-
 
 def _run_record(plan: LoadPlan, command: Sequence[str]) -> RunRecord:
     options = plan.options
     load = LoadRunSettings(
         endpoint=address(plan.endpoint.url),
-        server=plan.probe.server,
+        server=plan.server,
         model=plan.endpoint.model,
         goodput=dict(options.goodput),
         attainment=options.goodput_attainment,
@@ -324,20 +318,6 @@ def _request_record(level: LoadLevel, number: int, request: LoadRequest, exchang
         due=exchange.due,
         queued=exchange.queued,
         chunks=len(exchange.tokens),
-    )
-
-
-def _level_repeat(level: LoadLevel, result: LevelResult) -> RepeatRecord:
-    return RepeatRecord(
-        cell=level.cell,
-        repeat=0,
-        started=result.started,
-        ended=result.ended,
-        warmup_s=0.0,
-        peak_allocated_bytes=None,
-        peak_reserved_bytes=None,
-        peak_rss_bytes=None,
-        load=LevelLoad(result.client),
     )
 
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from panscan.records.goodput import Goodput, HighestRate, highest_rate
-from panscan.records.schema import RequestRecord, SearchLevel
+from panscan.records.load_records import SearchLevel
+from panscan.records.request_records import RequestRecord
 
 _STEP = 2.0  # factor between rates until the limit is enclosed
 _DOWN = 8  # halvings of the first rate at most

@@ -33,6 +33,7 @@ def vllm_result(
     seconds = max(result.ended - result.started, 1e-9)
     prompt_tokens = sum(outcome.prompt_tokens or 0 for outcome in done)
     output_tokens = sum(outcome.output_tokens for outcome in done)
+    changes = sorted(change for outcome in result.exchanges for change in ((outcome.accepted, 1), (outcome.end, -1)))
     fields: dict[str, Any] = {
         "date": datetime.fromtimestamp(result.started).strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": "openai-chat",
@@ -53,7 +54,7 @@ def vllm_result(
         "request_goodput": goodput if options.goodput else None,
         "output_throughput": output_tokens / seconds,
         "total_token_throughput": (prompt_tokens + output_tokens) / seconds,
-        "max_concurrent_requests": _most_at_once(result.exchanges),
+        "max_concurrent_requests": max(accumulate(change for _, change in changes), default=0),
     }
     for name in options.percentile_metrics:
         values = [value for outcome in done for value in _times(outcome)[name]]
@@ -86,9 +87,3 @@ def _statistics(name: str, values: Sequence[float], percentiles: Sequence[float]
         f"std_{name}_ms": float(sample.std()),
         **{f"p{percentile:g}_{name}_ms": float(np.percentile(sample, percentile)) for percentile in percentiles},
     }
-
-
-def _most_at_once(exchanges: Sequence[RequestOutcome]) -> int:
-    """Return the greatest number of requests that were in flight at once."""
-    changes = sorted(change for outcome in exchanges for change in ((outcome.accepted, 1), (outcome.end, -1)))
-    return max(accumulate(change for _, change in changes), default=0)

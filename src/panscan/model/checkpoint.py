@@ -23,7 +23,7 @@ from panscan.images.pixels import PixelSpec
 from panscan.model.build import build_model, empty_quantized_model
 from panscan.model.bundled import bundled_directory
 from panscan.model.families import FAMILIES, Family, family_module, refused_family
-from panscan.model.formats.load import load_stored, stored_scheme
+from panscan.model.formats.load import StoredLoader, stored_scheme
 from panscan.model.formats.schemes import StoredScheme
 from panscan.model.formats.tensors import StoredTensors
 from panscan.model.hub import checkpoint_directory
@@ -448,7 +448,7 @@ def _load_stored(
         config = _unquantized(_config(name, source))
         check_divides(config, size)
         with open_stored(name, revision) as tensors:
-            model = load_stored(name, config, scheme, tensors, dtype, device, rank, size)
+            model = StoredLoader(config, scheme, tensors, dtype, device, rank, size).load(name)
         model.generation_config = _generation_config(model, source)
     return ready_model(model, reader), int(config.get_text_config().vocab_size)
 

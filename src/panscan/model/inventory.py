@@ -10,7 +10,7 @@ import torch
 from panscan.core import ModelError
 from panscan.model.checkpoint import open_stored, stored_scheme_of
 from panscan.model.formats.schemes import StoredScheme
-from panscan.model.formats.tensors import StoredTensors, names_of
+from panscan.model.formats.tensors import MatrixTensors, StoredTensors, names_of
 
 Part = Literal["decoder", "vision", "projector", "embedding", "head", "other"]
 _PARTS: tuple[tuple[str, Part], ...] = (
@@ -58,13 +58,17 @@ class Inventory:
     folds_scales: bool
     tensors: tuple[TensorFacts, ...]
 
+    def of_part(self, part: Part) -> tuple[TensorFacts, ...]:
+        """Return the tensors of a part of the model."""
+        return tuple(facts for facts in self.tensors if facts.part == part)
+
     def quantized(self, part: Part) -> tuple[TensorFacts, ...]:
         """Return the quantised matrices of a part of the model."""
-        return tuple(facts for facts in self.tensors if facts.part == part and facts.quantized)
+        return tuple(facts for facts in self.of_part(part) if facts.quantized)
 
     def bytes_of(self, part: Part) -> int:
         """Return the bytes of a part of the model."""
-        return sum(facts.bytes for facts in self.tensors if facts.part == part)
+        return sum(facts.bytes for facts in self.of_part(part))
 
 
 def inventory(name: str, revision: str | None = None) -> Inventory:
@@ -96,7 +100,7 @@ def _facts_of(key: str, scheme: StoredScheme | None, tensors: StoredTensors) -> 
     part: Part = next((part for start, part in _PARTS if f"{key}.".startswith(start)), "other")
     facts = []
     if scheme is not None and any(marker in leaves for marker in scheme.markers):
-        matrix = tensors.of_module(key, torch.device("cpu"))
+        matrix = MatrixTensors(tensors, key, torch.device("cpu"))
         kind = scheme.describe(names_of(key, matrix), matrix)
         size = sum(tensors.bytes(f"{key}.{leaf}") for leaf in leaves if leaf != "bias")
         facts.append(TensorFacts(matrix.weight_name, part, True, kind, size))

@@ -10,9 +10,11 @@ models that see. A multiply-add counts as two FLOPs; norms, activations, softmax
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from math import ceil
 from typing import Any
+
+import msgspec
 
 from panscan.core import BUNDLED, RecordsError
 from panscan.core.model_names import IMAGE_TOKENS, VIEW_SIDE
@@ -184,12 +186,14 @@ class Shape:
         Raises:
             RecordsError: they are another version's: a field is unknown, missing or of another kind.
         """
-        text, vision = values.get("text"), values.get("vision")
-        parts = {
-            "text": TextShape(**_checked_fields(TextShape, text)),
-            "vision": None if vision is None else VisionShape(**_checked_fields(VisionShape, vision)),
-        }
-        return cls(**{**_checked_fields(cls, values), **parts})
+        try:
+            shape = msgspec.convert(values, cls)
+        except msgspec.ValidationError as error:
+            raise RecordsError(f"a shape of another version: {error}") from error
+        parts = (cls, values), (TextShape, values["text"]), (VisionShape, values.get("vision") or {})
+        if unknown := [name for kind, part in parts for name in part if name not in kind.__dataclass_fields__]:
+            raise RecordsError(f"a shape has no field {unknown[0]!r}: it is another version's")
+        return shape
 
     def parameters(self) -> int:
         """Decoder + tower + projector (vision hidden x text hidden, and a norm of vision hidden); tied weights once."""
@@ -223,22 +227,6 @@ class Shape:
         """
         text = self.text
         return ceil(2 * text.kv_heads * text.head_size * text.positions_seen(tokens) * bytes_per_value)
-
-
-def _checked_fields(kind: type[Shape | TextShape | VisionShape], values: Any) -> dict[str, Any]:
-    """Values of a shape's fields, if they are all there and nothing else is."""
-    known = {field.name: field for field in fields(kind)}
-    if not isinstance(values, Mapping):
-        raise RecordsError(f"a {kind.__name__} needs fields, got {values!r}")
-    for name, value in values.items():
-        if name not in known:
-            raise RecordsError(f"a {kind.__name__} has no field {name!r}: it is another version's")
-        if "int" in str(known[name].type) and (not isinstance(value, int) or isinstance(value, bool)):
-            raise RecordsError(f"a {kind.__name__} needs a whole number {name!r}, got {value!r}")
-    for name, field in known.items():
-        if name not in values and field.default is MISSING:
-            raise RecordsError(f"a {kind.__name__} needs {name!r}: it is another version's")
-    return dict(values)
 
 
 SIGLIP = VisionShape(hidden=1152, intermediate=4304, layers=27, heads=16, image_size=VIEW_SIDE)

@@ -15,7 +15,7 @@ from panscan.plan.efficiency import Interval
 from panscan.plan.layouts import ClockTimes, Layout, Level, PlanInputs
 from panscan.plan.simulate import SimulatedEngine, SimulatedRequest, route_arrivals
 from panscan.records.goodput import Goodput, Limits, goodput_of, missed_limits
-from panscan.records.schema import RequestTimes
+from panscan.records.request_records import RequestTimes
 from panscan.settings import default_of
 
 ArrivalTimes = Callable[[float, int], Sequence[float]]

@@ -11,11 +11,11 @@ from collections import Counter, abc, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush, heapreplace
-from itertools import count, pairwise
+from itertools import count
 from math import inf
 from typing import Protocol
 
-from panscan.core import SettingError, Stamps
+from panscan.core import Stamps
 from panscan.engine.scheduling.batch import Chunk, Sequence, Step
 from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS, MOST_CHUNKS
 from panscan.engine.scheduling.kv_blocks import KVBlocks
@@ -351,12 +351,7 @@ def route_arrivals(
         engines: replicas without requests.
         sketches: the requests.
         arrivals: when each arrives, ascending, in seconds.
-
-    Raises:
-        SettingError: the arrivals are not ascending.
     """
-    if any(later < earlier for earlier, later in pairwise(arrivals)):
-        raise SettingError("the arrival times are not ascending: sort them")
     requests = [SimulatedRequest(sketch, arrival) for sketch, arrival in zip(sketches, arrivals, strict=True)]
     for request in requests:
         if len(engines) > 1:

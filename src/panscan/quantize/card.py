@@ -58,42 +58,35 @@ def model_card(
         f"| Size | {quantized} (dense: {dense}) |",
         f"| Made with | panscan {panscan.__version__}, {libraries} |",
         "",
-        *_evaluation(measurement),
+        "## Evaluation",
+        "",
     ]
+    if measurement is None:
+        lines.append("Not evaluated.")
+    else:
+        lines += [measured_table(measurement).markdown(), "", *notes(measurement)]
     return "\n".join(lines) + "\n"
-
-
-def _kl_column(title: str, kind: str) -> Column[MeasuredWeights]:
-    return Column(title, lambda row: nats(row.kl(kind)))
 
 
 def measured_table(measurement: Measurement) -> Table[MeasuredWeights]:
     """Return the table of the card and of the terminal: a row for each measured model."""
     columns: list[Column[MeasuredWeights]] = [
         Column("Weights", lambda row: row.name, text=Medium.ALL),
-        Column("Verdict", _verdict_word, text=Medium.ALL),
-        _kl_column("KL, answers", "answer"),
-        _kl_column("KL, images", "image"),
+        Column("Verdict", lambda row: row.verdict, text=Medium.ALL),
+        Column("KL, answers", lambda row: nats(row.kl("answer"))),
+        Column("KL, images", lambda row: nats(row.kl("image"))),
         Column("Top-1", lambda row: "-" if row.top1 is None else f"{100 * row.top1:.1f}%"),
         Column("Accuracy", lambda row: "-" if row.accuracy is None else f"{100 * row.accuracy:.1f}%"),
-        Column("Difference", _difference_points),
+        Column(
+            "Difference",
+            lambda row: (
+                f"{100 * row.difference.value:+.1f} [{100 * row.difference.low:+.0f}, {100 * row.difference.high:+.0f}]"
+                if row.difference is not None
+                else "-"
+            ),
+        ),
     ]
     return Table(columns, measurement.rows)
-
-
-def _verdict_word(row: MeasuredWeights) -> str:
-    return "reference" if row.name == "dense" else "unverified" if row.figures is None else row.figures.verdict
-
-
-def _difference_points(row: MeasuredWeights) -> str:
-    gap = row.difference
-    return "-" if gap is None else f"{100 * gap.value:+.1f} [{100 * gap.low:+.0f}, {100 * gap.high:+.0f}]"
-
-
-def _evaluation(measurement: Measurement | None) -> list[str]:
-    if measurement is None:
-        return ["## Evaluation", "", "Not evaluated."]
-    return ["## Evaluation", "", measured_table(measurement).markdown(), "", *notes(measurement)]
 
 
 def notes(measurement: Measurement) -> list[str]:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import ceil
 from statistics import fmean
 
 import torch
 
 from panscan.analysis.accuracy import QualityDifference, paired_difference
-from panscan.core import ModelError, PanscanError, UnsupportedError
-from panscan.core.errors import brief
+from panscan.core import ModelError, UnsupportedError
+from panscan.core.errors import error_line
 from panscan.model.checkpoint import Loaded, drop_weights
 from panscan.model.machine import is_out_of_memory, release_memory
 from panscan.model.runtime import reference_computation
-from panscan.records.schema import Divergence, VerdictRecord
 from panscan.records.scores import scores_of
+from panscan.records.verdict_records import Divergence, VerdictRecord
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings
 from panscan.verdict.divergence import Noise
@@ -73,6 +74,13 @@ class MeasuredWeights:
     def accuracy(self) -> float | None:
         """Mean score."""
         return fmean(self.scores) if self.scores else None
+
+    @property
+    def verdict(self) -> str:
+        """The verdict in one word."""
+        if self.name == "dense":
+            return "reference"
+        return "unverified" if self.figures is None else self.figures.verdict
 
     @property
     def top1(self) -> float | None:
@@ -167,7 +175,7 @@ class _Session:
         except Exception as error:  # whatever fails here, the finished checkpoint is published
             if loaded is None and weights.required and isinstance(error, ModelError | UnsupportedError):
                 raise
-            row.problem = _measurement_problem(error)
+            row.problem = "out of memory" if is_out_of_memory(error) else error_line(error)
         release_memory()
         return row
 
@@ -189,12 +197,12 @@ class _Session:
         plain = eager_settings(self.settings, self.settings.preprocess, VERDICT_TOKENS)
         requests = [request_of(item, plain, self.source) for item in self.verdict_items]
         names = ("", "", self.settings.model_name)
-        reference = compute_reference(loaded, plain, requests, names, VERDICT_TOKENS, self._say)
-        self._noise = compute_noise(loaded, plain, requests, reference, self._say)
-        self._reference = reference
 
-    def _say(self, text: str) -> None:
-        self.on_step(text, 0, 1)
+        def say(text: str) -> None:
+            self.on_step(text, 0, 1)
+
+        self._reference = compute_reference(loaded, plain, requests, names, VERDICT_TOKENS, say)
+        self._noise = compute_noise(loaded, plain, requests, self._reference, say)
 
     def _compare(self, loaded: Loaded, reference: Reference) -> VerdictRecord:
         assert self._head is not None and self._noise is not None  # computed with the reference
@@ -214,19 +222,9 @@ class _Session:
 
 def _is_repetitive(tokens: Sequence[int]) -> bool:
     """Return whether most of an answer's end repeats a few tokens again and again."""
-    if len(tokens) < _LEAST_TOKENS:
-        return False
     for period in range(1, _LONGEST_PERIOD + 1):
-        length = period
-        while length < len(tokens) and tokens[-length - 1] == tokens[-length - 1 + period]:
-            length += 1
-        if length >= max(_LEAST_TOKENS, 3 * period) and length >= _REPEATED * len(tokens):
+        length = max(_LEAST_TOKENS, 3 * period, ceil(_REPEATED * len(tokens)))
+        end = tokens[-length:]
+        if len(end) == length and end[period:] == end[:-period]:
             return True
     return False
-
-
-def _measurement_problem(error: Exception) -> str:
-    if is_out_of_memory(error):
-        return "out of memory"
-    text = brief(error)
-    return text if isinstance(error, PanscanError) else f"{type(error).__name__}: {text}"

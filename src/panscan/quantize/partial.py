@@ -30,6 +30,7 @@ JOB_FILE = "panscan-quantize.json"
 CARD_FILE = "README.md"
 INDEX_FILE = "model.safetensors.index.json"
 _LOCK = ".lock"
+_KEPT = "--force does not replace it: move it away"
 _MOST_JOB = 65_536  # bytes of the job's file, which has a few hundred
 _WEIGHTS = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 _OTHERS = frozenset({JOB_FILE, CARD_FILE, INDEX_FILE, "config.json", *COMPANIONS})
@@ -50,8 +51,11 @@ class PartialCheckpoint:
 
     def __init__(self, out: Path, job: Mapping[str, Any], *, overwrite: bool = False) -> None:
         self.out, self.job, self._overwrite = resolved_output(out, overwrite=overwrite), dict(job), overwrite
-        self.path = _sibling(self.out, "partial")
-        self._lock = WriteLock(self.path / _LOCK, self._refusal)
+        self.path = self.out.with_name(f"{self.out.name}.partial")
+        self._lock = WriteLock(
+            self.path / _LOCK,
+            lambda holder: InputError(f"{self.out}: {holder} is writing this checkpoint: wait for it"),
+        )
 
     def __enter__(self) -> Self:
         try:
@@ -118,27 +122,24 @@ class PartialCheckpoint:
             )
 
     def publish(self) -> None:
-        """Rename the directory to its final name, replacing an existing checkpoint if ``overwrite`` is set.
+        """Rename the directory to its final name, after removing an existing checkpoint if ``overwrite`` is set.
 
-        An existing checkpoint is first renamed to ``OUT.replaced``, so that a killed process loses neither.
+        If the process is killed in between, the same command finishes with the complete directory.
 
         Raises:
             SettingError: the output directory was created or changed in the meantime.
             InputError: it cannot be renamed.
         """
         resolved_output(self.out, overwrite=self._overwrite)
-        replaced = _sibling(self.out, "replaced")
         try:
             for leftover in self.path.glob(".*"):  # the lock, and files of killed processes
                 leftover.unlink()
             if self.out.exists():
-                if replaced.exists():
-                    _remove_checkpoint(replaced)
-                self.out.rename(replaced)
+                for entry in sorted(self.out.iterdir(), key=lambda entry: entry.name == JOB_FILE):
+                    entry.unlink()  # the job's file last: it shows whose directory this is
+                self.out.rmdir()
             self.path.rename(self.out)
             sync_directory(self.out.parent)
-            if self._overwrite and replaced.exists():
-                _remove_checkpoint(replaced)
         except OSError as error:
             raise InputError(f"{error.filename}: cannot be renamed or removed: {error.strerror}") from error
 
@@ -173,9 +174,6 @@ class PartialCheckpoint:
                 f"{self.path / name} cannot be written: {reason}: repeat the command to resume when it can"
             ) from error
 
-    def _refusal(self, holder: str) -> InputError:
-        return InputError(f"{self.out}: {holder} is writing this checkpoint: wait for it")
-
 
 def resolved_output(out: Path, *, overwrite: bool) -> Path:
     """Return the absolute path of an output directory, without symbolic links, after checking that it may be written.
@@ -197,32 +195,12 @@ def resolved_output(out: Path, *, overwrite: bool) -> Path:
     if os.path.lexists(resolved):
         if not overwrite:
             raise SettingError(f"{out} exists: choose another directory, or replace it with --force")
-        _check_ours(resolved, "--force does not replace it")
-    if (partial := _sibling(resolved, "partial")).is_symlink():
+        if resolved.is_symlink() or not (resolved / JOB_FILE).is_file():
+            raise SettingError(f"{resolved} was not written by this command, so {_KEPT}")
+        for entry in sorted(resolved.iterdir()):
+            known = entry.name in _OTHERS or _WEIGHTS.fullmatch(entry.name)
+            if not known or entry.is_symlink() or not entry.is_file():
+                raise SettingError(f"{entry} was not written by this command, so {_KEPT}")
+    if (partial := resolved.with_name(f"{resolved.name}.partial")).is_symlink():
         raise SettingError(f"{partial} is a symbolic link: move it, or choose another OUT")
-    if os.path.lexists(replaced := _sibling(resolved, "replaced")):
-        _check_ours(replaced, "it cannot hold the checkpoint that OUT replaces")
     return resolved
-
-
-def _check_ours(directory: Path, consequence: str) -> None:
-    """Raise unless this command wrote a directory and everything in it."""
-    if directory.is_symlink() or not (directory / JOB_FILE).is_file():
-        raise SettingError(f"{directory} was not written by this command, so {consequence}: move it away")
-    for entry in sorted(directory.iterdir()):
-        known = entry.name in _OTHERS or _WEIGHTS.fullmatch(entry.name)
-        if not known or entry.is_symlink() or not entry.is_file():
-            raise SettingError(f"{entry} was not written by this command, so {consequence}: move it away")
-
-
-def _remove_checkpoint(directory: Path) -> None:
-    """Remove a checkpoint of this command. The job's file is last, so that a later command can finish the removal."""
-    for entry in directory.iterdir():
-        if entry.name != JOB_FILE:
-            entry.unlink()
-    (directory / JOB_FILE).unlink()
-    directory.rmdir()
-
-
-def _sibling(out: Path, suffix: str) -> Path:
-    return out.with_name(f"{out.name}.{suffix}")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import panscan
 from panscan.core import SettingError
-from panscan.model.checkpoint import Loaded, Placement, load_model, load_shard_of
+from panscan.model.checkpoint import Placement, load_model, load_shard_of
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.quantize.audit import garbage_reason
 from panscan.quantize.calibration import check_prompt_memory
@@ -135,7 +136,11 @@ class _QuantizeJob:
             self._measured_on = load_documents(*sample, on_problem, on_step, reads_images=source.reads_images)
         self.weight_format = source.format_of(options.kind, options.group_size)
         self.prompts = prompts if self.weight_format.facts.grouped else []
-        check_prompt_memory([_prompt_length(item, settings) for item in self.prompts], source.files.config, self._dtype)
+        lengths = [
+            sum(plan.prompt_tokens for plan in plans_of(item, settings)) + len(item.prompt.encode()) // _BYTES_PER_TOKEN
+            for item in self.prompts
+        ]
+        check_prompt_memory(lengths, source.files.config, self._dtype)
 
     def identity(self) -> dict[str, Any]:
         """Return what decides the contents of the weights' files."""
@@ -168,16 +173,8 @@ class _QuantizeJob:
         method = "GPTQ" if self.prompts else "rounded"
         candidates = [WeightsToMeasure(f"{kind} ({method})", lambda: load_model(path, placement))]
         if self.prompts:
-            candidates.append(WeightsToMeasure(f"{kind} (rounded)", self._load_rounded))
+            place, rounded = (settings.model, 0, 1, self._dtype, self._device), self.weight_format
+            load = partial(load_shard_of, *place, revision=settings.revision, weight_format=rounded)
+            candidates.append(WeightsToMeasure(f"{kind} (rounded)", lambda: load()[0]))
         dense = WeightsToMeasure("dense", lambda: load_model(settings.model, placement, revision=settings.revision))
         return measure(dense, candidates, settings, *self._measured_on, self._on_step)
-
-    def _load_rounded(self) -> Loaded:
-        place = self._settings.model, 0, 1, self._dtype, self._device
-        return load_shard_of(*place, revision=self._settings.revision, weight_format=self.weight_format)[0]
-
-
-def _prompt_length(item: Item, settings: Settings) -> int:
-    """Return the estimated number of tokens of a prompt."""
-    views = sum(plan.prompt_tokens for plan in plans_of(item, settings))
-    return views + len(item.prompt.encode()) // _BYTES_PER_TOKEN

@@ -15,7 +15,7 @@ import torch
 from panscan.core import ModelError, Request
 from panscan.model.checkpoint import Placement, load_model
 from panscan.model.formats.compressed import CompressedTensorsScheme, stored_config, stored_parts
-from panscan.model.formats.tensors import StoredTensors
+from panscan.model.formats.tensors import MatrixTensors, StoredTensors
 from panscan.model.linear.quantized import QuantizedLinear, WeightFormat, quantized_linear
 from panscan.model.machine import resolve_dtype
 from panscan.model.untrusted.headers import key_of, read_header
@@ -144,7 +144,7 @@ class CheckpointWriter:
         with StoredTensors([self.target.path / file]) as stored:
             for name, tensor in self.source.layers[number].items():
                 path = tensor.removesuffix(".weight")
-                tensors = stored.of_module(key_of(path), torch.device("cpu"))
+                tensors = MatrixTensors(stored, key_of(path), torch.device("cpu"))
                 matrices[name] = scheme.linear_of([path], tensors, *self.source.stored[tensor].shape)
         return matrices
 

@@ -50,7 +50,7 @@ def environment() -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "torch_threads": thread_count(),
         "memory_bytes": memory,
-        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
+        "packages": {name: installed for name in _PACKAGES if (installed := _version(name))},
         "cuda": cuda_version(),
         "gpus": gpu_facts(),
     }

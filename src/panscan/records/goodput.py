@@ -13,10 +13,10 @@ from math import inf
 import numpy as np
 
 from panscan.records.intervals import Interval, wilson_interval
-from panscan.records.schema import RequestTimes
+from panscan.records.request_records import RequestTimes
 
 Limits = Mapping[str, float]
-"""Milliseconds that the times of a request may take, by name of :data:`panscan.records.schema.LIMITED_TIMES`."""
+"""Milliseconds that the times of a request may take, by name of :data:`panscan.records.fields.LIMITED_TIMES`."""
 
 FAILED = "failed"
 """The name under which a request without an answer counts as missed."""

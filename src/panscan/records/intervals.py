@@ -49,11 +49,11 @@ def cluster_intervals(
     ordered = np.asarray(values, dtype=np.float64)[order]
     belongs = np.array([numbers[cluster] for cluster in clusters])[order]
     draws = cluster_draws(len(numbers), seed)
-    found: list[list[Floats]] = []
+    samples: list[list[Floats]] = []
     for block in np.array_split(draws, ceil(_RESAMPLES * len(values) / RESAMPLED_AT_ONCE)):
         weights = block[:, belongs]
-        found.append([weights @ ordered / weights.sum(axis=1), *weighted_percentiles(ordered, weights, percents)])
-    return [bounds(np.concatenate(parts)) for parts in zip(*found, strict=True)]
+        samples.append([weights @ ordered / weights.sum(axis=1), *weighted_percentiles(ordered, weights, percents)])
+    return [bounds(np.concatenate(parts)) for parts in zip(*samples, strict=True)]
 
 
 @lru_cache(maxsize=4)
@@ -74,13 +74,13 @@ def weighted_percentiles(ordered: Floats, weights: Counts, percents: Sequence[fl
     """``numpy.percentile`` of each row's sample: ascending values ``[n]``, each repeated as ``[rows, n]`` says."""
     upto = np.cumsum(weights, axis=1)
     last = upto[:, -1:] - 1
-    found = []
+    percentiles = []
     for percent in percents:
         position = last * (percent / 100)
         low = np.floor(position)
         below, above = (ordered[(upto <= rank).sum(axis=1)] for rank in (low, np.minimum(low + 1, last)))
-        found.append(below + (above - below) * (position - low)[:, 0])
-    return found
+        percentiles.append(below + (above - below) * (position - low)[:, 0])
+    return percentiles
 
 
 def wilson_interval(share: float, count: int) -> Interval:

@@ -7,8 +7,9 @@ from math import ceil
 import msgspec
 
 from panscan.records.goodput import Goodput, follows_arrivals, goodput_of
+from panscan.records.load_records import LoadRunSettings
 from panscan.records.metrics import window_seconds
-from panscan.records.schema import ClientFigures, LoadRunSettings
+from panscan.records.request_records import ClientFigures
 from panscan.records.store import Repeat, Run
 
 BLOCKS = 20
@@ -92,7 +93,7 @@ def block_size(repeat: Repeat) -> int:
     there would be more than :data:`BLOCKS` blocks."""
     window, requests = repeat
     stamps = [request.stamps for request in requests if request.error is None and request.stamps.tokens]
-    busy, seconds = sum(each.tokens[-1] - each.accepted for each in stamps), window_seconds(window)
+    busy, seconds = sum(stamp.tokens[-1] - stamp.accepted for stamp in stamps), window_seconds(window)
     return max(1, ceil(len(requests) / BLOCKS), ceil(busy / seconds) if seconds > 0 else 1)
 
 

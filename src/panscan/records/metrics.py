@@ -18,8 +18,9 @@ from math import log, log1p
 
 import numpy as np
 
+from panscan.records.fields import LIMITED_TIMES, STAGES, TIMES
 from panscan.records.intervals import Interval, cluster_intervals, ratio_interval
-from panscan.records.schema import LIMITED_TIMES, STAGES, TIMES, Process, RepeatRecord, RequestRecord
+from panscan.records.request_records import Process, RepeatRecord, RequestRecord
 from panscan.records.store import Repeat
 
 
@@ -263,8 +264,8 @@ def _known(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole > 0 else None
+def _ratio(part: float, total: float) -> float | None:
+    return part / total if total > 0 else None
 
 
 def _means(done: Sequence[RequestRecord]) -> dict[str, float | None]:
@@ -328,6 +329,6 @@ def _intervals(batches: Sequence[Batch], samples: Mapping[str, _Sample], seed: i
             intervals[f"{name}_throughput"] = throughput
     for time in LIMITED_TIMES:
         milliseconds = [seconds * 1e3 for seconds, _ in samples[time]]
-        found = cluster_intervals(milliseconds, [batch for _, batch in samples[time]], (50, 95), seed)
-        intervals |= {f"{name}_{time}_ms": each for name, each in zip(_BOUNDED, found or (), strict=False)}
+        bounds = cluster_intervals(milliseconds, [batch for _, batch in samples[time]], (50, 95), seed)
+        intervals |= {f"{name}_{time}_ms": interval for name, interval in zip(_BOUNDED, bounds or (), strict=False)}
     return intervals

@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 
 from panscan.core import SettingError
+from panscan.records.fields import EXACT_MATCH, METRICS
 from panscan.records.intervals import wilson_interval
-from panscan.records.schema import EXACT_MATCH, METRICS, RequestRecord
+from panscan.records.request_records import RequestRecord
 from panscan.records.store import Run
 from panscan.settings import nearest
 
@@ -53,7 +54,7 @@ def accuracy_title(metric: str) -> str:
 
 
 def metrics_in(run: Run) -> list[str]:
-    """Return the metrics with a score in any request, in the order of :data:`panscan.records.schema.METRICS`."""
+    """Return the metrics with a score in any request, in the order of :data:`panscan.records.fields.METRICS`."""
     known = {name for requests in run.requests.values() for request in requests for name in request.scores}
     return [name for name in METRICS if name in known]
 

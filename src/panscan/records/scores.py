@@ -13,8 +13,8 @@ from unicodedata import normalize
 
 from rapidfuzz.distance import Levenshtein
 
+from panscan.records.fields import EXACT_MATCH
 from panscan.records.quality import metrics_for
-from panscan.records.schema import EXACT_MATCH
 
 ANLS_THRESHOLD = 0.5
 """Similarities below this count as none: another answer, not a misread one."""

@@ -5,7 +5,7 @@ lines (what became of a cell), ``request`` lines (raw time stamps and counts) an
 that every request of that repeat has been written; requests without it were in flight when the run was stopped.
 ``load``, ``truth`` and ``verdict`` lines say what was loaded, and how its answers compare with the reference. Load runs
 have ``probe`` and ``search`` lines, and ``cells`` lines that add levels.
-:mod:`panscan.records.schema` has the fields.
+:mod:`panscan.records.schema` and the modules ``*_records`` have the fields.
 """
 
 from __future__ import annotations
@@ -28,25 +28,10 @@ from panscan.core import RecordsError
 from panscan.core.files import LONGEST_LINE, JsonLog, WriteLock, complete_size, write_errors, write_file
 from panscan.core.foreign import parse_json
 from panscan.core.option import shorten
-from panscan.records.schema import (
-    SCHEMA,
-    SCHEMAS_READ,
-    AnyRecord,
-    CellRecord,
-    CellsRecord,
-    LevelSettings,
-    LoadRecord,
-    ProbeRecord,
-    RecordedCell,
-    RepeatRecord,
-    RequestRecord,
-    RunRecord,
-    SearchRecord,
-    TruthRecord,
-    VerdictRecord,
-)
-
-__all__ = ["SCHEMA"]
+from panscan.records.load_records import LevelSettings, ProbeRecord, SearchRecord
+from panscan.records.request_records import RepeatRecord, RequestRecord
+from panscan.records.schema import SCHEMA, SCHEMAS_READ, CellRecord, CellsRecord, LoadRecord, RecordedCell, RunRecord
+from panscan.records.verdict_records import TruthRecord, VerdictRecord
 
 FILE_NAME = "records.jsonl"
 UNFINISHED = "unfinished"
@@ -55,6 +40,20 @@ _MOST_BYTES = 2**33  # four million requests of 100 tokens
 _LONGEST_LINE = LONGEST_LINE  # a run line has 1,000 bytes for each cell
 _MOST_PARTS = 64_000_000  # a request has 10
 _LONGEST_MESSAGE = 300
+
+AnyRecord = (
+    RunRecord
+    | CellsRecord
+    | CellRecord
+    | RequestRecord
+    | RepeatRecord
+    | LoadRecord
+    | TruthRecord
+    | VerdictRecord
+    | ProbeRecord
+    | SearchRecord
+)
+"""Every type of line, of :mod:`panscan.records.schema` and the modules ``*_records``."""
 
 Repeat = tuple[RepeatRecord, Sequence[RequestRecord]]
 """A repeat and the requests of its window."""
@@ -302,7 +301,7 @@ def parse_record(line: bytes) -> AnyRecord:
         return msgspec.convert(value, kind)
     except (msgspec.ValidationError, UnicodeError) as error:
         problem, _, place = str(error).partition(" - at ")
-        problem = _ONE_OF.sub(lambda found: f"one of {found[1].replace('|', ', ')}", problem)
+        problem = _ONE_OF.sub(lambda match: f"one of {match[1].replace('|', ', ')}", problem)
         where = f"field {place.replace('`', '').replace('$.', '')!r} of " if place else ""
         raise ValueError(f"{where}a {name} record: {_printable(problem[:1].lower() + problem[1:])}") from error
 

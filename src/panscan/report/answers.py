@@ -17,7 +17,7 @@ from panscan.records.quality import (
     metrics_in,
     quality_of,
 )
-from panscan.records.schema import RequestRecord
+from panscan.records.request_records import RequestRecord
 from panscan.records.store import Run
 from panscan.report.formatting import FEW
 from panscan.report.table import Column, Medium, Table, quality_cell
@@ -70,8 +70,8 @@ def breakdowns(run: Run, cells: Sequence[str]) -> list[Breakdown]:
         ("kind of document", lambda request: request.tags.get("kind", [])),
         ("aspect ratio", lambda request: [shape] if (shape := shape_of(request)) else []),
     )
-    found = (_breakdown(run, cells, name, groups_of) for name, groups_of in ways)
-    return [each for each in found if len(each.groups) > 1]
+    groupings = (_breakdown(run, cells, name, groups_of) for name, groups_of in ways)
+    return [grouping for grouping in groupings if len(grouping.groups) > 1]
 
 
 def shape_of(request: RequestRecord) -> str | None:
@@ -105,7 +105,7 @@ def _breakdown(
         name,
         tuple((group, len(questions[group])) for group in order),
         len(questions) - len(order),
-        {cell: tuple(column[at] for column in by_group) for at, cell in enumerate(cells)},
+        {cell: tuple(column[index] for column in by_group) for index, cell in enumerate(cells)},
     )
 
 
@@ -160,12 +160,14 @@ class Answers:
     def grouped(self) -> list[tuple[str, Breakdown, Table[CellAnswers]]]:
         """Return each breakdown with its title and its table."""
         metric = f"{self.metrics[0][:1].upper()}{self.metrics[0][1:]}"
-        return [(f"{metric} by {found.name}", found, self._group_table(found)) for found in self.breakdowns()]
+        return [
+            (f"{metric} by {grouping.name}", grouping, self._group_table(grouping)) for grouping in self.breakdowns()
+        ]
 
-    def _group_table(self, found: Breakdown) -> Table[CellAnswers]:
-        headings = (f"{clean(name)} ({questions:,})" for name, questions in found.groups)
+    def _group_table(self, grouping: Breakdown) -> Table[CellAnswers]:
+        headings = (f"{clean(name)} ({questions:,})" for name, questions in grouping.groups)
         columns = [_NAME, *(_quality_column(heading, "", index) for index, heading in enumerate(headings))]
-        return Table(columns, [replace(cell, scores=found.cells[cell.cell]) for cell in self.cells])
+        return Table(columns, [replace(cell, scores=grouping.cells[cell.cell]) for cell in self.cells])
 
 
 _NAME: Column[CellAnswers] = Column("setting", lambda cell: cell.name, text=Medium.ALL)

@@ -14,9 +14,11 @@ from panscan.analysis.cells import MeasuredCell, Sweep, sweeps
 from panscan.analysis.levels import TIME_NAMES, MeasuredLevel
 from panscan.analysis.setting_words import setting_title
 from panscan.core.text import clean, count
+from panscan.records.fields import VERDICTS
 from panscan.records.intervals import cluster_intervals
+from panscan.records.load_records import LoadRunSettings
 from panscan.records.metrics import percentile_name
-from panscan.records.schema import VERDICTS, LoadRunSettings, RequestRecord
+from panscan.records.request_records import RequestRecord
 from panscan.records.store import Run
 from panscan.report.formatting import FEW
 from panscan.report.table import Measured, measured

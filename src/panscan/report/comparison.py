@@ -29,22 +29,22 @@ def print_comparison(report: Report, console: Console) -> None:
     for line in report.head():
         print_line(console, line)
     blocks = [
-        [_pairs_table(report, at, [pair_index]) for pair_index in range(len(comparison.pairs))]
-        for at, comparison in enumerate(report.comparisons)
+        [_pairs_table(report, index, [pair_index]) for pair_index in range(len(comparison.pairs))]
+        for index, comparison in enumerate(report.comparisons)
     ]
     grids = [table.grid(Medium.TERMINAL) for tables in blocks for table in tables]
     texts = [[column.heading(Medium.TERMINAL) for column in grid.columns] for grid in grids]
     texts += [[cell.text for cell in line] for grid in grids for line in grid.lines]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    for at, tables in enumerate(blocks):
+    for index, tables in enumerate(blocks):
         console.print()
         if len(blocks) > 1:
-            print_line(console, f"A and {report.name(at)}")
-        for line in report.lines(at):
+            print_line(console, f"A and {report.name(index)}")
+        for line in report.lines(index):
             print_line(console, line)
         for pair_index, table in enumerate(tables):
-            verdict, differ = report.verdict(at, pair_index)
-            title = safe_text(console, f"{report.title(at, pair_index)}: {report.extent(at, pair_index)}")
+            verdict, differ = report.verdict(index, pair_index)
+            title = safe_text(console, f"{report.title(index, pair_index)}: {report.extent(index, pair_index)}")
             if verdict:
                 title.append(", verdict ").append(verdict, style="bold red" if differ else None)
             console.print()
@@ -58,30 +58,33 @@ def print_comparison(report: Report, console: Console) -> None:
 def markdown_text(report: Report) -> str:
     """The same for an issue, a pull request or a job's summary."""
     parts = ["### Comparison", _bullet_list(report.head())]
-    for at, comparison in enumerate(report.comparisons):
+    for index, comparison in enumerate(report.comparisons):
         if len(report.comparisons) > 1:
-            parts.append(f"#### A and {report.name(at)}")
-        parts += [_bullet_list(report.lines(at)), _pairs_table(report, at, range(len(comparison.pairs))).markdown()]
+            parts.append(f"#### A and {report.name(index)}")
+        parts += [
+            _bullet_list(report.lines(index)),
+            _pairs_table(report, index, range(len(comparison.pairs))).markdown(),
+        ]
     parts += map(_escaped_line, report.legend())
     parts.append(_bullet_list([f"{condition}: {outcome}" for condition, outcome in report.outcomes()]))
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _pairs_table(report: Report, at: int, pairs: Iterable[int]) -> Table[_MetricRow]:
+def _pairs_table(report: Report, number: int, pairs: Iterable[int]) -> Table[_MetricRow]:
     """Return the table of some pairs of cells; their titles and verdicts are columns in markdown only."""
     rows = []
     for pair_index in pairs:
-        verdict, differ = report.verdict(at, pair_index)
-        title = _escaped_line(f"{report.title(at, pair_index)}; {report.extent(at, pair_index)}")
+        verdict, differ = report.verdict(number, pair_index)
+        title = _escaped_line(f"{report.title(number, pair_index)}; {report.extent(number, pair_index)}")
         first = (title, f"**{_escaped_line(verdict)}**" if differ else verdict or "-")
-        for index, texts in enumerate(report.rows(at, pair_index)):
+        for index, texts in enumerate(report.rows(number, pair_index)):
             rows.append(_MetricRow(*(("", "") if index else first), texts))
     columns: list[Column[_MetricRow]] = [
         Column("cell", lambda row: TableCell("", markdown=row.title), on=Medium.MARKDOWN, text=Medium.ALL),
         Column("verdict", lambda row: TableCell("", markdown=row.verdict), on=Medium.MARKDOWN, text=Medium.ALL),
         Column("", lambda row: row.texts[0], markdown="metric", text=Medium.ALL),
         Column("A", lambda row: row.texts[1]),
-        Column(report.name(at), lambda row: row.texts[2]),
+        Column(report.name(number), lambda row: row.texts[2]),
         Column("change", lambda row: row.texts[3]),
         Column("95% interval", lambda row: row.texts[4]),
         Column("", _word, text=Medium.ALL),

@@ -9,8 +9,9 @@ from typing import Any
 
 from panscan.core.text import clean, count, number_text
 from panscan.records.environment import bundled_weights, has_random_weights
-from panscan.records.schema import InputCheck, LoadRecord
+from panscan.records.schema import LoadRecord
 from panscan.records.store import Run
+from panscan.records.verdict_records import InputCheck
 
 _WORDS = {
     "panscan": "panscan",
@@ -70,13 +71,13 @@ def machine(run: Run) -> str:
 
 def environment(run: Run) -> list[tuple[str, str]]:
     """Everything that the run kept of where it took place, as (name, text)."""
-    found = [
+    facts = [
         (_WORDS.get(name, clean(name)), clean(_environment_text(name, value)))
         for name, value in run.header.environment.items()
         if value not in (None, [], {})
     ]
     loads = {id(load): load for load in run.loads.values()}
-    return [*found, *map(_load_text, loads.values())]
+    return [*facts, *map(_load_text, loads.values())]
 
 
 def _load_text(load: LoadRecord) -> tuple[str, str]:
@@ -90,7 +91,7 @@ def _load_text(load: LoadRecord) -> tuple[str, str]:
 
 def _with_unit(value: float, units: Sequence[tuple[float, str]]) -> str:
     """Three digits, in the largest unit that the value reaches; else in the smallest."""
-    size, unit = next((each for each in units if value >= each[0]), units[-1])
+    size, unit = next((step for step in units if value >= step[0]), units[-1])
     return f"{number_text(value / size)} {unit}"
 
 
@@ -139,12 +140,12 @@ def references(run: Run, names: Mapping[str, str]) -> list[ReferenceSummary]:
         run: the run.
         names: names of the cells by id.
     """
-    found = []
+    summaries = []
     for name, truth in run.truths.items():
         compared = [verdict for verdict in run.verdicts.values() if verdict.truth == name]
         computed = truth.source == "computed"
         origin = "computed" if computed else f"loaded from {clean(truth.file)} (--reference)"
-        found.append(
+        summaries.append(
             ReferenceSummary(
                 clean(truth.model),
                 tuple(names[verdict.cell] for verdict in compared if verdict.cell in names),
@@ -156,7 +157,7 @@ def references(run: Run, names: Mapping[str, str]) -> list[ReferenceSummary]:
                 _inputs(truth.inputs),
             )
         )
-    return found
+    return summaries
 
 
 def _inputs(checked: InputCheck | None) -> str:

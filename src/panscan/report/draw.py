@@ -283,14 +283,14 @@ def _dots_figure(panel: Panel, colours: Colours) -> Figure:
     axes.xaxis.set_major_formatter("{x:,g}")
     axes.locator_params(axis="x", nbins=5)
     chosen = {point.at for point in panel.points if point.chosen}
-    for at, (top, wrapped) in enumerate(zip(tops, lines, strict=True)):
+    for row, (top, wrapped) in enumerate(zip(tops, lines, strict=True)):
         axes.annotate(
-            "\n".join(wrapped) + (" ★" if at in chosen else ""),
+            "\n".join(wrapped) + (" ★" if row in chosen else ""),
             (0, top),
             xycoords=("axes fraction", "data"),
             va="top",
             linespacing=1.1,
-            fontweight="bold" if at in chosen else "normal",
+            fontweight="bold" if row in chosen else "normal",
         )
     for index, series in enumerate(panel.series):
         below = [top + 1.3 * _FONT * len(wrapped) + 8 + 16 * index for top, wrapped in zip(tops, lines, strict=True)]

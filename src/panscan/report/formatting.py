@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from panscan.core import escape_controls
 from panscan.core.text import clean, count, number_text, percent, times
-from panscan.records.schema import FLOOR
+from panscan.records.fields import FLOOR
 from panscan.verdict.judgement import Verdict
 
 if TYPE_CHECKING:
@@ -22,16 +22,16 @@ _ASCII = str.maketrans({"±": "+-", "≤": "<=", "–": "-", "█": "#", "─": 
 
 def verdict_figures(verdict: Verdict) -> tuple[str, ...]:
     """What a verdict rests on: times the noise by kind of position, top-1 agreement, equal tokens where compared."""
-    found = [
+    figures = [
         f"{name} below {FLOOR:g} nats" if divergence.negligible else f"{name} {times(divergence.ratio)}"
         for name, divergence in (("answer", verdict.answer), ("image", verdict.image))
         if divergence is not None
     ]
     if verdict.top1 is not None:
-        found.append(f"top-1 {percent(verdict.top1.share)}")
+        figures.append(f"top-1 {percent(verdict.top1.share)}")
     if verdict.equal_tokens is not None:
-        found.append("tokens equal" if verdict.equal_tokens else "tokens differ")
-    return tuple(found)
+        figures.append("tokens equal" if verdict.equal_tokens else "tokens differ")
+    return tuple(figures)
 
 
 def safe_text(console: Console, text: str) -> Text:

@@ -20,7 +20,7 @@ from panscan.images.draw import COLOURS
 from panscan.images.files import load_page, page_digest, page_named
 from panscan.images.views import ViewPlan, plan_views
 from panscan.records.quality import metric_of, metric_title
-from panscan.records.schema import RequestRecord
+from panscan.records.request_records import RequestRecord
 from panscan.records.store import Run
 from panscan.report import draw
 from panscan.report.formatting import templates
@@ -116,9 +116,9 @@ def entries_of(run: Run) -> tuple[dict[str, str], list[GalleryEntry]]:
     for record in records:
         if record.content is not None:
             by_document.setdefault(tuple(record.image), []).append(record)
-    found = [_entry(run, names, group, cells, short) for names, group in by_document.items()]
-    found.sort(key=lambda one: not any(question.differs for question in one.questions))
-    return cells, found
+    entries = [_entry(run, names, group, cells, short) for names, group in by_document.items()]
+    entries.sort(key=lambda one: not any(question.differs for question in one.questions))
+    return cells, entries
 
 
 def _short_names(names: Collection[str]) -> dict[str, str]:
@@ -208,7 +208,7 @@ def _picture(
     if most is not None:
         pen, scale = ImageDraw.Draw(shown), (shown.width / most.width, shown.height / most.height)
         for number, view in enumerate(most.views[1:]):
-            left, top, right, bottom = (edge * scale[at % 2] for at, edge in enumerate(view.box))
+            left, top, right, bottom = (edge * scale[side % 2] for side, edge in enumerate(view.box))
             pen.rectangle((left, top, right - 1, bottom - 1), outline=COLOURS[number % len(COLOURS)], width=3)
     cell_views = tuple(
         CellViews(
@@ -216,7 +216,7 @@ def _picture(
             tuple(_tile(image, plan, index, _side(run, cells[0])) for index in range(len(plan.views))[:_MAX_VIEWS]),
             max(0, len(plan.views) - _MAX_VIEWS),
         )
-        for plan, cells in sorted(by_plan.items(), key=lambda each: each[0].crops)
+        for plan, cells in sorted(by_plan.items(), key=lambda pair: pair[0].crops)
     )
     return Picture(_data_url(shown), cell_views)
 
@@ -248,8 +248,8 @@ def marked(answer: Answer, expected: Sequence[str]) -> Markup:
     text = answer.text or ""
     if not expected or answer.score is None or answer.score == 1 or len(text) > _LONGEST_MARKED:
         return escape(text)
-    compared = {each: SequenceMatcher(None, each, text, autojunk=False) for each in expected}
-    closest = max(expected, key=lambda each: compared[each].ratio())
+    compared = {answer_text: SequenceMatcher(None, answer_text, text, autojunk=False) for answer_text in expected}
+    closest = max(expected, key=lambda answer_text: compared[answer_text].ratio())
     parts = []
     for kind, start, end, low, high in compared[closest].get_opcodes():
         if kind == "equal":
@@ -266,15 +266,15 @@ def render_gallery(run: Run) -> str:
     Raises:
         RecordsError: as :func:`entries_of`.
     """
-    cells, found = entries_of(run)
+    cells, entries = entries_of(run)
     environment = templates()
     environment.filters.update(count=count, percent=percent)
     return environment.get_template("gallery.html.j2").render(
         cells=cells,
         metric=metric_title(run),
-        documents=found[:_MAX_DOCUMENTS],
-        left_out=max(0, len(found) - _MAX_DOCUMENTS),
-        totals=_totals(cells, found),
+        documents=entries[:_MAX_DOCUMENTS],
+        left_out=max(0, len(entries) - _MAX_DOCUMENTS),
+        totals=_totals(cells, entries),
         light=draw.LIGHT,
         dark=draw.DARK,
         url=Markup,  # safe: the data URLs built above
@@ -282,11 +282,11 @@ def render_gallery(run: Run) -> str:
     )
 
 
-def _totals(cells: dict[str, str], found: Sequence[GalleryEntry]) -> list[tuple[str, float | None, int, float]]:
+def _totals(cells: dict[str, str], entries: Sequence[GalleryEntry]) -> list[tuple[str, float | None, int, float]]:
     """Return the id, mean score, number of scored questions and mean view count of each cell."""
     totals: list[tuple[str, float | None, int, float]] = []
     for cell in cells:
-        answers = [a for one in found for question in one.questions for a in question.answers if a.cell == cell]
+        answers = [a for one in entries for question in one.questions for a in question.answers if a.cell == cell]
         scores = [answer.score for answer in answers if answer.score is not None]
         mean = sum(scores) / len(scores) if scores else None
         totals.append((cell, mean, len(scores), sum(answer.views for answer in answers) / max(1, len(answers))))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from panscan.analysis import accuracy
 from panscan.analysis.levels import VERIFY_HINT
 from panscan.records import scores
+from panscan.records.fields import STAGES
 from panscan.records.metrics import LEAST_SAMPLES
-from panscan.records.schema import STAGES
 from panscan.report import draw
 from panscan.report.charts import ChartGroup, Panel, attainment
 from panscan.report.formatting import templates
@@ -58,13 +58,13 @@ def render_html(facts: SweepReport | LoadReport) -> str:
 
 def _bar(cell: ReportCell, longest: float) -> list[tuple[int, float, float]]:
     """Return the stages of a cell as (stage, left, width), in percent of the longest E2E of any cell."""
-    found, left = [], 0.0
+    stages, left = [], 0.0
     for index, value in enumerate(cell.stages):
         if value and longest:
             width = 100 * value / longest
-            found.append((index, left, width))
+            stages.append((index, left, width))
             left += width
-    return found
+    return stages
 
 
 def _rows_of(comparison: ChartGroup, panel: Panel) -> list[tuple[str, ...]]:

@@ -183,7 +183,7 @@ class LoadReport(definitions.RunFacts):
         settings, reuse = self.settings, self.settings.image_reuse
         warm_ups = count(settings.num_warmups, "warm-up request")
         repeated = "" if reuse is None else f"{percent(reuse)} of requests repeat an image that was sent before"
-        found = [
+        facts = [
             ("endpoint", settings.endpoint),
             ("server", settings.server or ""),
             ("model", settings.model),
@@ -196,7 +196,7 @@ class LoadReport(definitions.RunFacts):
             ("image tokens", _probe_text(self.run)),
             ("prompts", _prompt_text(self.run)),
         ]
-        return [(name, clean(text)) for name, text in found if text]
+        return [(name, clean(text)) for name, text in facts if text]
 
     @property
     def search(self) -> str:

@@ -40,7 +40,7 @@ def _sweep_parts(facts: SweepReport) -> list[str]:
         parts += [f"#### {facts.tradeoffs.title}", facts.tradeoffs.markdown(), plain_text(facts.tradeoffs.note)]
     if facts.answers is not None:
         parts += ["#### Answers", facts.answers.table.markdown()]
-        parts += [_breakdown(title, found, table.markdown()) for title, found, table in facts.answers.grouped]
+        parts += [_breakdown(title, grouping, table.markdown()) for title, grouping, table in facts.answers.grouped]
     parts.append(_bullets("Not measured:", map(unmeasured_text, facts.unmeasured)))
     origins = [
         f"Reference: {reference.model}, {count(reference.requests, 'request')}, {reference.origin}."
@@ -60,10 +60,10 @@ def _headline(facts: SweepReport) -> str:
     return "\n\n".join([*lines, "\n".join(f"- {plain_text(note)}" for note in notes)]).rstrip()
 
 
-def _breakdown(title: str, found: Breakdown, table: str) -> str:
-    left_out = f" ({count(found.left_out, 'smaller group')} not shown)" if found.left_out else ""
+def _breakdown(title: str, grouping: Breakdown, table: str) -> str:
+    left_out = f" ({count(grouping.left_out, 'smaller group')} not shown)" if grouping.left_out else ""
     title = plain_text(f"{title}, question counts in parentheses{left_out}")
-    return _folded(title, table) if found.small else f"{title}:\n\n{table}"
+    return _folded(title, table) if grouping.small else f"{title}:\n\n{table}"
 
 
 def _load_parts(facts: LoadReport) -> list[str]:

@@ -36,9 +36,9 @@ from panscan.analysis.setting_words import CROPS, label
 from panscan.analysis.summary import replica_shares
 from panscan.core import RecordsError
 from panscan.core.text import clean, count, nats, number_text, times
+from panscan.records.fields import STAGES
 from panscan.records.metrics import ReplicaShare
 from panscan.records.quality import metric_title
-from panscan.records.schema import STAGES
 from panscan.records.store import Run
 from panscan.report import definitions
 from panscan.report.answers import Answers, answers_of
@@ -105,7 +105,7 @@ class ReportCell:
 
     @property
     def stages(self) -> tuple[float | None, ...]:
-        """Mean milliseconds, in the order of :data:`panscan.records.schema.STAGES`."""
+        """Mean milliseconds, in the order of :data:`panscan.records.fields.STAGES`."""
         return tuple(self.row.metrics.values[f"mean_{stage}_ms"] for stage in STAGES)
 
     @property
@@ -131,8 +131,8 @@ class Advice:
     rejected: tuple[tuple[str, str], ...]
 
 
-def _metric(title: str, metric: str, terminal: str = "") -> Column[ReportCell]:
-    return Column(title, lambda cell: cell.measured(metric), terminal=terminal)
+def _metric(title: str, metric: str, spare: int, terminal: str = "") -> Column[ReportCell]:
+    return Column(title, lambda cell: cell.measured(metric), spare=spare, terminal=terminal)
 
 
 def _mean(title: str, metric: str, spare: int) -> Column[ReportCell]:
@@ -141,8 +141,8 @@ def _mean(title: str, metric: str, spare: int) -> Column[ReportCell]:
     def read(cell: ReportCell) -> TableCell:
         figure = cell.measured(metric)
         value = figure.value
-        whole = value is not None and (value == round(value) or value >= 100)
-        terminal = "-" if value is None else f"{value:,.0f}" if whole else f"{value:.1f}"
+        rounded = value is not None and (value == round(value) or value >= 100)
+        terminal = "-" if value is None else f"{value:,.0f}" if rounded else f"{value:.1f}"
         return TableCell(figure.text, value, figure.bounds, terminal=terminal)
 
     return Column(title, read, spare=spare)
@@ -204,17 +204,23 @@ class SweepReport(definitions.RunFacts):
         return (
             Column("setting", lambda cell: cell.name, on=~Medium.MARKDOWN, text=Medium.ALL),
             Column("setting", self._marked_setting, on=Medium.MARKDOWN),
-            Column(title, lambda cell: quality_cell(cell.row.quality), optional=Medium.ALL, markdown=f"{title}, 95%"),
-            Column(TITLE, _cost_cell, optional=Medium.ALL, terminal=TITLE.replace(" ", "\n", 1)),
+            Column(
+                title,
+                lambda cell: quality_cell(cell.row.quality),
+                optional=Medium.ALL,
+                markdown=f"{title}, 95%",
+                spare=14,
+            ),
+            Column(TITLE, _cost_cell, optional=Medium.ALL, terminal=TITLE.replace(" ", "\n", 1), spare=13),
             Column(
                 "requests/s",
                 lambda cell: with_interval(cell.measured("request_throughput")),
                 terminal="req/s",
                 markdown="requests/s (95%)",
             ),
-            _metric("TTFT ms", "median_ttft_ms"),
-            _metric("TPOT ms", "median_tpot_ms"),
-            _metric("p95 E2E ms", "p95_e2el_ms", "E2E p95\nms"),
+            _metric("TTFT ms", "median_ttft_ms", 11),
+            _metric("TPOT ms", "median_tpot_ms", 10),
+            _metric("p95 E2E ms", "p95_e2el_ms", 12, "E2E p95\nms"),
             Column("verdict", lambda cell: cell.verdict.word, text=Medium.HTML),
         )
 
@@ -303,8 +309,8 @@ class SweepReport(definitions.RunFacts):
     @property
     def recommendation(self) -> str:
         """The recommendation in one sentence, or why there is none."""
-        found = self._recommendation
-        return f"No recommendation: {found}." if isinstance(found, str) else clean(found.decision)
+        advice = self._recommendation
+        return f"No recommendation: {advice}." if isinstance(advice, str) else clean(advice.decision)
 
     @property
     def no_advice(self) -> str:
@@ -314,24 +320,24 @@ class SweepReport(definitions.RunFacts):
     @cached_property
     def advice(self) -> Advice | None:
         """The recommendation; None if no cell qualifies."""
-        found = self._recommendation
-        if isinstance(found, str):
+        chosen = self._recommendation
+        if isinstance(chosen, str):
             return None
         cells = {cell.row.cell: cell for cell in self.cells}
         return Advice(
-            cells[found.cell],
-            clean(found.decision),
-            clean(found.reason),
-            tuple(map(clean, found.cost)),
-            None if found.runner_up is None else cells[found.runner_up],
-            tuple((self.names[cell], clean(why)) for cell, why in found.rejected.items() if cell in cells),
+            cells[chosen.cell],
+            clean(chosen.decision),
+            clean(chosen.reason),
+            tuple(map(clean, chosen.cost)),
+            None if chosen.runner_up is None else cells[chosen.runner_up],
+            tuple((self.names[cell], clean(why)) for cell, why in chosen.rejected.items() if cell in cells),
         )
 
     @cached_property
     def decision(self) -> ChartGroup:
         """Charts of the recommended cell and its alternatives."""
-        found = self._recommendation
-        compared = () if isinstance(found, str) else (found.cell, found.alternative, found.runner_up)
+        chosen = self._recommendation
+        compared = () if isinstance(chosen, str) else (chosen.cell, chosen.alternative, chosen.runner_up)
         first = [cell for cell in compared if cell is not None]
         return decision_charts(self.rows, first, self.quality_title)
 
@@ -380,27 +386,27 @@ class SweepReport(definitions.RunFacts):
     def warnings(self) -> list[str]:
         """Caveats about the figures."""
         words = Counter(cell.verdict.word for cell in self.cells)
-        found = []
+        lines = []
         if words["unverified"]:
             every = words["unverified"] == len(self.cells)
             who = "No setting was" if every else _some_of(words["unverified"], len(self.cells), "was", "were") + " not"
             reasons = "; ".join(filter(None, self.footnotes))
             compared = f"{who} compared with the reference" + (f": {reasons}." if reasons else ".")
-            found.append(f"{compared} Faster settings may have changed the model's answers.")
+            lines.append(f"{compared} Faster settings may have changed the model's answers.")
         if words["different"]:
             different = [cell.row.cell for cell in self.cells if cell.verdict.word == "different"]
             why = ": the weights are quantised" if all(is_quantized(self.run, cell) for cell in different) else ""
             who = _some_of(len(different), len(self.cells), "gives", "give")
-            found.append(f"{who} different answers from the reference{why}.")
+            lines.append(f"{who} different answers from the reference{why}.")
         requests = (request for requests in self.run.requests.values() for request in requests)
         if failed := sum(request.error is not None for request in requests):
-            found.append(f"{count(failed, 'request')} failed and {'is' if failed == 1 else 'are'} excluded.")
+            lines.append(f"{count(failed, 'request')} failed and {'is' if failed == 1 else 'are'} excluded.")
         if any(cell.too_quick for cell in self.cells):
-            found.append(
+            lines.append(
                 "Some times are below their floor: the machine was busy when its ceilings were measured, so these"
                 " floors are too high."
             )
-        return found + [clean(f"{note[:1].upper()}{note[1:]}.") for note in self.run.notes]
+        return lines + [clean(f"{note[:1].upper()}{note[1:]}.") for note in self.run.notes]
 
 
 def _some_of(some: int, every: int, one: str, several: str) -> str:

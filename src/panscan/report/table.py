@@ -24,11 +24,12 @@ if TYPE_CHECKING:
 
 
 Row = TypeVar("Row")
-_Item = TypeVar("_Item")
 _SPECIAL = re.compile(r"([\\`*\[\]<>|~&]|(?<![^\W_])_|_(?![^\W_]))")  # a single _ within a word is literal
 _MENTION = re.compile(r"(?<=[@#])(?=\w)")
 _NARROWEST_NAME, _WIDE_NAME = 16, 36  # characters; narrower columns of names are hard to read, wider ones fold
 _NARROWEST_LABEL = 24  # characters of the first column of aligned lines
+ESSENTIAL = 10
+"""Columns that are left out (see :attr:`Column.spare`) to show names beside figures have lower numbers."""
 
 
 class Medium(Flag):
@@ -117,9 +118,9 @@ def with_interval(figure: Measured, *, terminal: bool = True) -> TableCell:
     return replace(_cell(figure), terminal=half, markdown=plain_text(figure.whole))
 
 
-def share_cell(part: float, whole: float) -> TableCell:
+def share_cell(part: float, total: float) -> TableCell:
     """A part in percent of the whole."""
-    share = part / whole if whole > 0 else 0.0
+    share = part / total if total > 0 else 0.0
     return TableCell(percent(share), share)
 
 
@@ -156,7 +157,8 @@ class Column(Generic[Row]):
         terminal: heading on the terminal, if another one.
         markdown: heading in markdown, if another one.
         group: heading above the titles of neighbours with the same one.
-        spare: narrow terminals leave the columns with the lowest numbers out first; 0: it always stays.
+        spare: narrow terminals leave the columns with the lowest numbers out first, those from :data:`ESSENTIAL` on
+            only where a figure would be cut; 0: it always stays.
         fold: whether the terminal may break its figures.
     """
 
@@ -252,11 +254,11 @@ class Table(Generic[Row]):
         sizes = [max(map(len, texts)) for texts in zip(*rows, strict=True)]
         spare = width - sum(sizes[1:]) - 2 * (len(sizes) - 1)
         sizes[0] = max(_NARROWEST_LABEL, min(sizes[0], spare))
-        found = [self.title]
+        written = [self.title]
         for first, *others in rows:
             figures = (text.rjust(size) for text, size in zip(others, sizes[1:], strict=True))
-            found.append("  ".join([cut(first, sizes[0]).ljust(sizes[0]), *figures]).rstrip())
-        return found + ([self.note] if self.note else [])
+            written.append("  ".join([cut(first, sizes[0]).ljust(sizes[0]), *figures]).rstrip())
+        return written + ([self.note] if self.note else [])
 
 
 def plain_text(text: str) -> str:
@@ -320,16 +322,24 @@ def _fitted(grid: Grid, width: int) -> tuple[Grid, list[str], int | None]:
     """Return what fits a terminal, the names that do not, and the width of those that do."""
     names = [cells[0].text for cells in grid.lines]
     widest = max(map(len, (*names, grid.columns[0].title)))
-    free = width - min(widest, _WIDE_NAME) - 1
-    for column in sorted((column for column in grid.columns if column.spare), key=lambda column: column.spare):
-        if _figures_width(grid) > free:
-            index = grid.columns.index(column)
-            grid = Grid(_without(grid.columns, index), tuple(_without(cells, index) for cells in grid.lines))
+    grid = _narrowed(grid, width - min(widest, _WIDE_NAME) - 1, range(1, ESSENTIAL))
     room = width - _figures_width(grid)  # ASCII writes ± as two characters
     if room >= min(widest, _NARROWEST_NAME):
         return grid, [], min(widest, room)
+    grid = _narrowed(grid, width - len(str(len(names))), range(1, 100))
     numbered = tuple((TableCell(str(number)), *cells[1:]) for number, cells in enumerate(grid.lines, 1))
     return Grid((replace(grid.columns[0], title="#"), *grid.columns[1:]), numbered), names, None
+
+
+def _narrowed(grid: Grid, room: int, spare: range) -> Grid:
+    """Return a grid without the spare columns for whose figures there is no room, the lowest numbers first."""
+    columns = [column for column in grid.columns if column.spare in spare]
+    for column in sorted(columns, key=lambda column: column.spare):
+        if _figures_width(grid) > room:
+            kept = [index for index, other in enumerate(grid.columns) if other is not column]
+            lines = tuple(tuple(cells[index] for index in kept) for cells in grid.lines)
+            grid = Grid(tuple(grid.columns[index] for index in kept), lines)
+    return grid
 
 
 def _figures_width(grid: Grid) -> int:
@@ -337,7 +347,3 @@ def _figures_width(grid: Grid) -> int:
     texts = [[cell.terminal or cell.text for cell in cells[1:]] for cells in grid.lines]
     headings = [column.heading(Medium.TERMINAL, narrow=True).split("\n") for column in grid.columns[1:]]
     return sum(max(map(len, (*lines, *column))) + 1 for lines, *column in zip(headings, *texts, strict=True)) + 1
-
-
-def _without(items: tuple[_Item, ...], index: int) -> tuple[_Item, ...]:
-    return items[:index] + items[index + 1 :]

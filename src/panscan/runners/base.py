@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from panscan.core import Request, Result, SettingError
 from panscan.settings import ALL_AT_ONCE, Settings
@@ -13,12 +14,13 @@ if TYPE_CHECKING:
     from panscan.model.observation import ForcedTokens, Observation
 
 
-class Runner(Protocol):
+class Runner(ABC):
     """A loaded model that answers batches of requests. Settings of level "call" may change between batches."""
 
     settings: Settings
     loaded: Loaded
 
+    @abstractmethod
     def configure(self, settings: Settings) -> None:
         """Switch to other settings of the same loaded model.
 
@@ -26,64 +28,58 @@ class Runner(Protocol):
             SettingError: the settings need different weights.
             UnsupportedError: this machine does not support the settings.
         """
-        ...
 
+    @abstractmethod
     def run(self, batch: Sequence[Request]) -> list[Result]:
         """Answer one batch with the pan-and-scan and sampling settings of its requests."""
-        ...
 
-    def pixels(self, settings: Settings) -> str:
-        """Return the preprocessing whose rounding the views' pixels have: ``cpu`` or ``device``, as in
-        ``--preprocess``."""
-        ...
-
+    @abstractmethod
     def observe(self, batch: Sequence[Request], forced: Sequence[ForcedTokens]) -> list[Observation]:
         """Return next-token distributions of one batch along forced tokens, as the runner computes them.
 
         Raises:
             UnsupportedError: the runner's logits are not accessible.
         """
-        ...
 
-    def drop(self) -> None:
+    def pixels(self, settings: Settings) -> str:
+        """Return the preprocessing whose rounding the views' pixels have: ``cpu`` or ``device``, as in
+        ``--preprocess``."""
+        return settings.preprocess
+
+    def drop(self) -> None:  # noqa: B027 - most runners need no other memory between calls
         """Free all memory except the loaded model's; the next call allocates it again."""
-        ...
 
     def close(self) -> None:
         """Free the model and all other memory."""
-        ...
+        from panscan.model.machine import release_memory
 
-
-@runtime_checkable
-class TracksPeakMemory(Protocol):
-    """A runner that measures peak memory itself, because its model may run in other processes."""
+        self.drop()
+        del self.loaded
+        release_memory()
 
     def reset_peak_memory(self) -> None:
-        """Reset the peaks."""
-        ...
+        """Reset the peaks of this process and of those that share its model."""
+        from panscan.model.machine import reset_peak_memory
 
-    def peak_memory(self) -> dict[str, int | None]:
+        reset_peak_memory()
+
+    def peak_memory(self) -> dict[str, Any]:
         """Return peak memory since the last reset (see :func:`panscan.model.machine.peak_memory`)."""
-        ...
+        from panscan.model.machine import peak_memory
 
+        return peak_memory()
 
-def check_change(loaded: Settings, wanted: Settings) -> None:
-    """Refuse settings that a runner cannot switch to without loading different weights.
+    def _check_change(self, wanted: Settings) -> None:
+        """Refuse settings that need different weights, or that this machine does not support.
 
-    Args:
-        loaded: current settings of the runner.
-        wanted: settings to switch to.
+        Raises: as :meth:`configure`.
+        """
+        from panscan.model.support import require_supported
 
-    Raises:
-        SettingError: the settings need different weights.
-        UnsupportedError: this machine does not support the settings.
-    """
-    from panscan.model.support import require_supported
-
-    if wanted.load_key != loaded.load_key:
-        raise SettingError("the settings need different weights: load another runner")
-    if wanted != loaded:  # the current settings were checked before loading
-        require_supported(wanted)
+        if wanted.load_key != self.settings.load_key:
+            raise SettingError("the settings need different weights: load another runner")
+        if wanted != self.settings:  # the current settings were checked before loading
+            require_supported(wanted)
 
 
 def check_interpreted(request: Request, reader: Reader, runner: str, interpreter: str) -> None:

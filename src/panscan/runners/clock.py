@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from panscan.core import now
+from panscan.model.checkpoint import Loaded
 from panscan.model.machine import record_event, synchronize
 from panscan.model.phases import PHASE_PREFIX, phase, profiled
 
@@ -24,13 +26,13 @@ class DeviceClock:
     devices, and on MPS, each mark synchronises instead: events of different devices cannot be compared.
 
     Args:
-        device: the device.
-        one_device: whether all layers are on this device.
+        loaded: the model.
     """
 
-    def __init__(self, device: torch.device, *, one_device: bool = True) -> None:
-        self.device = device
-        self._events = one_device and device.type == "cuda"
+    def __init__(self, loaded: Loaded) -> None:
+        self.device = device = loaded.device
+        placed = getattr(loaded.model, "hf_device_map", None) or {"": device}
+        self._events = device.type == "cuda" and len(set(placed.values())) == 1
         self._marks: list[Any] = []
         synchronize(device)
         if self._events:
@@ -74,81 +76,73 @@ class TokenClock:
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-class timed_vision:  # noqa: N801 - used as a context manager, like a function
-    """Record start and end of image encoding inside the ``with`` block.
+@contextmanager
+def timed_vision(model: Any, clock: DeviceClock) -> Iterator[list[int]]:
+    """Yield the marks of start and end of image encoding inside the ``with`` block; empty without any.
 
     The model's ``get_image_features`` is wrapped on the instance, because ``torch.compile`` would compile a hook on the
     tower.
     """
+    marks: list[int] = []
+    core = model.model
+    original: Callable[..., Any] | None = getattr(core, "get_image_features", None)
+    if original is None:  # a text-only model
+        yield marks
+        return
 
-    def __init__(self, model: Any, clock: DeviceClock) -> None:
-        self.core, self.clock = model.model, clock
-        self.start: int | None = None
-        self.end: int | None = None
+    @wraps(original)  # generate() picks the arguments by the signature
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        start = clock.mark()
+        with phase("vision"):
+            features = original(*args, **kwargs)
+        marks[:] = start, clock.mark()
+        return features
 
-    def __enter__(self) -> timed_vision:
-        original: Callable[..., Any] | None = getattr(self.core, "get_image_features", None)
-        if original is None:  # a text-only model
-            return self
-
-        @wraps(original)  # generate() picks the arguments by the signature
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            self.start = self.clock.mark()
-            with phase("vision"):
-                features = original(*args, **kwargs)
-            self.end = self.clock.mark()
-            return features
-
-        self.core.get_image_features = marked
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.core.__dict__.pop("get_image_features", None)
+    core.get_image_features = marked
+    try:
+        yield marks
+    finally:
+        del core.get_image_features
 
 
-class marked_steps:  # noqa: N801 - used as a context manager, like a function
+@contextmanager
+def marked_steps(model: Any) -> Iterator[None]:
     """Mark the steps of one ``generate()`` call inside the ``with`` block. Does nothing without a profiler.
 
     ``generate()`` calls one method of the model before each forward pass, to prepare the inputs, and one after it, to
     update them. Both are wrapped on the instance, because ``torch.compile`` would compile a hook on the forward pass.
     """
+    if not profiled():
+        yield
+        return
+    step, current = "prefill", record_function(_SETUP)
+    current.__enter__()  # type: ignore[no-untyped-call]  # torch has no types for it
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._step = "prefill"
-        self._range: record_function | None = None
+    def enter(name: str) -> None:
+        nonlocal current
+        current.__exit__(None, None, None)
+        current = record_function(name)
+        current.__enter__()  # type: ignore[no-untyped-call]
 
-    def __enter__(self) -> marked_steps:
-        if profiled():
-            self._wrap(_PREPARE, lambda: PHASE_PREFIX + self._step)
-            self._wrap(_UPDATE, lambda: _CHOOSE)
-            self._enter(_SETUP)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._leave()
-        for name in (_PREPARE, _UPDATE):
-            self._model.__dict__.pop(name, None)
-
-    def _wrap(self, name: str, following: Callable[[], str]) -> None:
-        original: Callable[..., Any] = getattr(self._model, name)
+    def wrap(name: str) -> None:
+        original: Callable[..., Any] = getattr(model, name)
 
         @wraps(original)  # generate() picks the arguments by the signature
         def marked(*args: Any, **kwargs: Any) -> Any:
-            self._enter(name)
-            found = original(*args, **kwargs)
-            self._enter(following())
-            self._step = "decode" if name == _UPDATE else self._step
-            return found
+            nonlocal step
+            enter(name)
+            result = original(*args, **kwargs)
+            enter(PHASE_PREFIX + step if name == _PREPARE else _CHOOSE)
+            step = "decode" if name == _UPDATE else step
+            return result
 
-        setattr(self._model, name, marked)
+        setattr(model, name, marked)
 
-    def _enter(self, name: str) -> None:
-        self._leave()
-        self._range = record_function(name)
-        self._range.__enter__()  # type: ignore[no-untyped-call]  # torch has no types for it
-
-    def _leave(self) -> None:
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-            self._range = None
+    for name in (_PREPARE, _UPDATE):
+        wrap(name)
+    try:
+        yield
+    finally:
+        current.__exit__(None, None, None)
+        for name in (_PREPARE, _UPDATE):
+            delattr(model, name)

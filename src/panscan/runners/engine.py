@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from panscan.core import Request, Result
 from panscan.engine.engine import Engine
@@ -10,15 +11,15 @@ from panscan.engine.options import EngineOptions
 from panscan.engine.ranks import RankGroup
 from panscan.model.checkpoint import Loaded, drop_weights
 from panscan.model.load import load_for
-from panscan.model.machine import peak_memory, release_memory, reset_peak_memory
+from panscan.model.machine import release_memory
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.runtime import apply_attention, forbid_tf32
 from panscan.model.sharding import check_divides
-from panscan.runners.base import check_change
+from panscan.runners.base import Runner
 from panscan.settings import Settings
 
 
-class EngineRunner:
+class EngineRunner(Runner):
     """Gemma 3 through :class:`panscan.engine.engine.Engine`, opened on first use and reopened for other options.
 
     References are computed on the bare model before the engine opens and its caches take memory. With tensor
@@ -36,7 +37,7 @@ class EngineRunner:
 
     def configure(self, settings: Settings) -> None:
         """Switch to other settings of the same loaded model."""
-        check_change(self.settings, settings)
+        self._check_change(settings)
         if self.loaded.model.config._attn_implementation != settings.attention:
             apply_attention(self.loaded.model, settings.attention)
         forbid_tf32()
@@ -64,10 +65,6 @@ class EngineRunner:
                 raise error
         return [results[index] for index in range(len(requests))]
 
-    def pixels(self, settings: Settings) -> str:
-        """Return the preprocessing whose rounding the pixels have: ``cpu`` or ``device``, as in ``--preprocess``."""
-        return settings.preprocess
-
     def observe(self, batch: Sequence[Request], forced: Sequence[ForcedTokens]) -> list[Observation]:
         """Return next-token distributions along forced tokens, computed by the engine."""
         return self.engine.observe(batch, forced)
@@ -77,28 +74,37 @@ class EngineRunner:
         """The engine for the current settings; reopened if its options change."""
         options = EngineOptions.of(self.settings)
         failed = self._ranks is not None and self._ranks.failed
-        if self._engine is None or failed or self._engine.options != options:
-            self._close_engine()
-            self._engine = Engine(self.loaded, options, self.settings, ranks=self._ranks_of(self.settings))
+        if self._engine is not None and not failed and self._engine.options == options:
+            return self._engine
+        self._close_engine()
+        if self.settings.tensor_parallel_size > 1 and (self._ranks is None or failed):
+            self._close_ranks()
+            if not self._weights_dropped:
+                drop_weights(self.loaded)
+                self._weights_dropped = True
+                release_memory()
+            self._ranks = RankGroup(self.settings)
+        self._engine = Engine(self.loaded, options, self.settings, ranks=self._ranks)
         return self._engine
 
     def reset_peak_memory(self) -> None:
         """Reset the peaks of this process and its ranks. Opens the engine, so that its startup is not measured."""
         self.engine  # noqa: B018 - opened on first use
-        reset_peak_memory()
+        super().reset_peak_memory()
         if self._ranks is not None and not self._ranks.failed:
             self._ranks.peak_memory(reset=True)
 
-    def peak_memory(self) -> dict[str, int | None]:
+    def peak_memory(self) -> dict[str, Any]:
         """Return peak bytes since :meth:`reset_peak_memory`, summed over this process and its ranks.
 
         Processes may peak at different times, so the sum is an upper bound. See
         :func:`panscan.model.machine.peak_memory`.
         """
-        found = [peak_memory()]
+        peaks: list[dict[str, Any]] = [super().peak_memory()]
         if self._ranks is not None and not self._ranks.failed:
-            found += self._ranks.peak_memory()
-        return {name: _total(each[name] for each in found) for name in found[0]}
+            peaks += self._ranks.peak_memory()
+        known = {name: [peak[name] for peak in peaks if peak[name] is not None] for name in peaks[0]}
+        return {name: sum(values) if values else None for name, values in known.items()}
 
     def drop(self) -> None:
         """Close the engine and free its memory; restore the loaded model."""
@@ -111,10 +117,8 @@ class EngineRunner:
 
     def close(self) -> None:
         """Close the engine and free the model."""
-        self._close_engine()
-        self._close_ranks()
-        del self.loaded
-        release_memory()
+        self._weights_dropped = False  # nothing to restore
+        super().close()
 
     def _close_engine(self) -> None:
         if self._engine is not None:
@@ -122,26 +126,7 @@ class EngineRunner:
             self._engine = None
             release_memory()  # before the next engine sizes its cache by free memory
 
-    def _ranks_of(self, settings: Settings) -> RankGroup | None:
-        """Return the rank processes, restarted if they have failed; None without tensor parallelism."""
-        if settings.tensor_parallel_size == 1:
-            return None
-        if self._ranks is None or self._ranks.failed:
-            self._close_ranks()
-            if not self._weights_dropped:
-                drop_weights(self.loaded)
-                self._weights_dropped = True
-                release_memory()
-            self._ranks = RankGroup(settings)
-        return self._ranks
-
     def _close_ranks(self) -> None:
         if self._ranks is not None:
             self._ranks.close()
             self._ranks = None
-
-
-def _total(values: Iterable[int | None]) -> int | None:
-    """Return the sum of the known values; None if all are unknown."""
-    known = [value for value in values if value is not None]
-    return sum(known) if known else None

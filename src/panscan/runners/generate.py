@@ -15,12 +15,11 @@ from panscan.engine.detokenizer import Detokenizer
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import DecodedRequest, Prepared, collate, count_views, prepare, read_images
 from panscan.model.load import load_for
-from panscan.model.machine import release_memory
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.phases import phase
 from panscan.model.runtime import apply_attention, apply_compile, forbid_tf32
 from panscan.model.support import require_supported
-from panscan.runners.base import batches, check_change
+from panscan.runners.base import Runner, batches
 from panscan.runners.clock import DeviceClock, TokenClock, marked_steps, timed_vision
 from panscan.runners.observe import observe
 from panscan.settings import Settings, settings_from
@@ -90,7 +89,7 @@ def one_sampling(batch: Sequence[Request], runner: str, *refused: str) -> Sampli
     return batch[0].sampling
 
 
-class GenerateRunner:
+class GenerateRunner(Runner):
     """Gemma 3 through Transformers' ``generate()``.
 
     ``decode_compile``: compilation of the decode step with a static cache: ``off``, or a mode of ``torch.compile``;
@@ -137,7 +136,7 @@ class GenerateRunner:
 
     def configure(self, settings: Settings) -> None:
         """Switch the loaded model to other settings of attention and compilation."""
-        check_change(self.settings, settings)
+        self._check_change(settings)
         if self._attention != settings.attention:
             self._attention = None  # if the switch fails, the next call retries it
             apply_attention(self.loaded.model, settings.attention)
@@ -180,7 +179,7 @@ class GenerateRunner:
         with phase("preprocess"):
             prepared = [self._prepare(item) for item in read]
             inputs = collate(prepared, self.loaded)
-        clock = DeviceClock(self.loaded.device, one_device=len(self._devices()) == 1)
+        clock = DeviceClock(self.loaded)
         stamps.preprocessed = now()
         tokens = TokenClock(clock)
         criteria: list[Any] = [tokens]
@@ -198,16 +197,12 @@ class GenerateRunner:
             )
         times = clock.read()
         stamps.end = now()
-        if vision.start is not None and vision.end is not None:
-            stamps.vision_start, stamps.vision = times[vision.start], times[vision.end]
+        if vision:
+            stamps.vision_start, stamps.vision = (times[mark] for mark in vision)
         steps = [times[mark] for mark in tokens.marks]
         width = inputs["input_ids"].shape[1]
         rows = output[:, width:].tolist()
         return [finished(item, row, stamps, steps, self.loaded) for item, row in zip(prepared, rows, strict=True)]
-
-    def pixels(self, settings: Settings) -> str:
-        """Return the preprocessing whose rounding the pixels have: ``cpu`` or ``device``, as in ``--preprocess``."""
-        return settings.preprocess
 
     def observe(self, batch: Sequence[Request], forced: Sequence[ForcedTokens]) -> list[Observation]:
         """Return next-token distributions of one batch along forced tokens, as this runner computes them."""
@@ -216,17 +211,6 @@ class GenerateRunner:
     def _prepare(self, read: DecodedRequest) -> Prepared:
         loaded, on_device = self.loaded, self.settings.preprocess == "device"
         return prepare(read, loaded.reader, loaded.device, loaded.dtype, on_device=on_device)
-
-    def drop(self) -> None:
-        """Do nothing: between calls, only the model takes memory."""
-
-    def close(self) -> None:
-        """Free the model."""
-        del self.loaded
-        release_memory()
-
-    def _devices(self) -> set[Any]:
-        return set((getattr(self.loaded.model, "hf_device_map", None) or {"": self.loaded.device}).values())
 
 
 class _StopTexts:

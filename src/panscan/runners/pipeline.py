@@ -92,7 +92,7 @@ class PipelineRunner(GenerateRunner):
         stamps = Stamps(accepted=now())
         read = read_images(request)
         stamps.loaded = now()
-        clock = DeviceClock(self.loaded.device, one_device=len(self._devices()) == 1)
+        clock = DeviceClock(self.loaded)
         tokens = TokenClock(clock)
         if sampling.seed is not None:
             torch.manual_seed(sampling.seed)

@@ -43,7 +43,7 @@ from panscan.model.inputs import DecodedRequest, plan_request, read_images
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.prompt import Prompt, conversation
-from panscan.runners.base import check_change, check_interpreted, processor_rounding
+from panscan.runners.base import Runner, check_interpreted, processor_rounding
 from panscan.settings import Settings
 
 _RESET_TRIES = 10
@@ -57,7 +57,7 @@ LogprobRow = Mapping[int, Any]
 """vLLM's log-probabilities of one position: token id to an object with ``logprob`` and ``rank`` (1 is the highest)."""
 
 
-class VllmRunner:
+class VllmRunner(Runner):
     """Gemma 3 through ``vllm.LLM``. ``loaded`` has only the model's configuration, reader and output matrix.
 
     :meth:`configure` starts the LLM (up to a minute), and restarts it for other pan-and-scan settings, which affect
@@ -90,7 +90,7 @@ class VllmRunner:
 
     def configure(self, settings: Settings) -> None:
         """Switch to other settings of the same weights."""
-        check_change(self.settings, settings)
+        self._check_change(settings)
         self.settings = settings
         positions = self.loaded.model.config.get_text_config().max_position_embeddings
         arguments = llm_arguments(
@@ -103,8 +103,13 @@ class VllmRunner:
         )
         arguments |= self._options
         if self._llm is None or arguments != self.arguments:
-            self._shut()
-            self._llm, self.arguments = _start(arguments), arguments
+            self.drop()
+            for name in ("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"):  # no telemetry
+                os.environ.setdefault(name, "1")
+            from vllm import LLM
+
+            with _one_line_errors():
+                self._llm, self.arguments = LLM(**arguments), arguments
 
     def run(self, batch: Sequence[Request]) -> list[Result]:
         """Answer all requests at once, with empty caches.
@@ -125,7 +130,11 @@ class VllmRunner:
         read = [read_images(request, copy=False) for request in requests]
         prompts = [self._prompt(item) for item in read]
         loaded = now()
-        outputs = self._generate(prompts, [self._sampling(item.request) for item in read])
+        sampling = [sampling_arguments(item.request.sampling) for item in read]
+        if self.settings.random_weights:
+            # Most tokens are unknown to the bundled tokenizer, and vLLM decodes all since the last known one each step.
+            sampling = [arguments | {"detokenize": False} for arguments in sampling]
+        outputs = self._generate(prompts, sampling)
         end = now()
         return [
             result_of(
@@ -146,7 +155,9 @@ class VllmRunner:
             PanscanError: vLLM created a different prompt.
         """
         read = [read_images(request, copy=False) for request in batch]
-        answers = [_forced_answer(forced_tokens) for forced_tokens in forced]
+        if any(forced_tokens.tokens is None for forced_tokens in forced):
+            raise UnsupportedError("runner vllm: its own tokens cannot be observed")
+        answers = [(forced_tokens.tokens or [])[: forced_tokens.steps] for forced_tokens in forced]
         prompts = [self._prompt(item, answer) for item, answer in zip(read, answers, strict=True)]
         wanted = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": TOP_LOGPROBS}
         found = []
@@ -160,15 +171,16 @@ class VllmRunner:
 
     def drop(self) -> None:
         """Shut down the LLM; the meta model stays loaded."""
-        self._shut()
+        if self._llm is not None:
+            self._llm.llm_engine.engine_core.shutdown()
+            self._llm = None
+            release_memory()
 
     def close(self) -> None:
         """End vLLM's process and free all memory."""
-        self._shut()
+        super().close()
         if self._folder is not None:
             self._folder.cleanup()
-        del self.loaded
-        release_memory()
 
     def _empty_caches(self) -> None:
         """Empty vLLM's caches of prefixes, pixels and encoded views.
@@ -193,14 +205,6 @@ class VllmRunner:
         prompt: dict[str, Any] = {"prompt_token_ids": [*prompt_ids(read.request, self.loaded.reader), *answer]}
         return prompt | ({"multi_modal_data": {"image": list(read.images)}} if read.images else {})
 
-    def _sampling(self, request: Request) -> dict[str, Any]:
-        """Return the sampling arguments of a request.
-
-        The output of random weights is not detokenized: most of its tokens are unknown to the bundled tokenizer, and
-        vLLM decodes all tokens since the last known one at every step.
-        """
-        return sampling_arguments(request.sampling) | ({"detokenize": False} if self.settings.random_weights else {})
-
     def _generate(self, prompts: Sequence[dict[str, Any]], arguments: Sequence[dict[str, Any]]) -> list[Any]:
         from vllm import SamplingParams
 
@@ -208,27 +212,6 @@ class VllmRunner:
             params = [SamplingParams(**each) for each in arguments]
             outputs: list[Any] = self._llm.generate(list(prompts), params, use_tqdm=False)
         return outputs
-
-    def _shut(self) -> None:
-        if self._llm is not None:
-            self._llm.llm_engine.engine_core.shutdown()
-            self._llm = None
-            release_memory()
-
-
-def _forced_answer(forced_tokens: ForcedTokens) -> list[int]:
-    if forced_tokens.tokens is None:
-        raise UnsupportedError("runner vllm: its own tokens cannot be observed")
-    return forced_tokens.tokens[: forced_tokens.steps]
-
-
-def _start(arguments: dict[str, Any]) -> Any:
-    for name in ("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"):  # no telemetry
-        os.environ.setdefault(name, "1")
-    from vllm import LLM
-
-    with _one_line_errors():
-        return LLM(**arguments)
 
 
 @contextmanager

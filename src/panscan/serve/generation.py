@@ -15,7 +15,7 @@ from panscan.core import EngineError, PanscanError, Result, Stream, TokenEvent
 from panscan.serve import tracing
 from panscan.serve.admission import SHUTTING_DOWN, AdmissionControl, AdmissionSlot, disconnection, race
 from panscan.serve.replies import DONE, TIMED_OUT, Reply, error_body, error_of, json_response, server_sent
-from panscan.serve.requests import PreparedRequest
+from panscan.serve.request_builder import PreparedRequest
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
@@ -152,7 +152,9 @@ class _EventStream(Response):
             while event is not None:
                 if event[1].finish_reason == "cancelled":
                     raise EngineError(SHUTTING_DOWN)
-                if (chunk := await self._slot.within(self._reply.chunk(*event))) is not None:
+                if self._reply.logprobs:
+                    await self._slot.within(self._reply.fetch_event_bytes(event[1]))
+                if (chunk := self._reply.chunk(*event)) is not None:
                     yield server_sent(chunk)
                 event = await self._slot.within(anext(self._events, None))
             results = await self._slot.within(_collect(self._streams))

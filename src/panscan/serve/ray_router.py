@@ -16,7 +16,10 @@ _NO_WORK = RequestWork(views=0, prompt_tokens=0, max_new_tokens=0)
 
 
 class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are untyped here
-    """A router by predicted work, which calls pass as the keyword argument ``work`` (default: no work)."""
+    """A router by predicted work, which calls pass as the keyword argument ``work`` (default: no work).
+
+    A call with the keyword argument ``replica`` goes to the replica with this id.
+    """
 
     def initialize_state(self, policy: str = "affinity", **_options: Any) -> None:
         """Create the router's state. Ray calls this once, before the first replica is known."""
@@ -46,6 +49,9 @@ class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are unty
         free = {replica.replica_id.unique_id for replica in self.select_available_replicas(candidate_replicas)}
         if pending_request is None:
             return [[replica] for replica in candidate_replicas]
+        if (named := pending_request.kwargs.get("replica")) is not None:
+            pending_request.routing_context.should_backoff = True
+            return [[by_id[named]]] if named in by_id else []
         request_id, work = pending_request.metadata.internal_request_id, _work_of(pending_request)
         pending_request.routing_context.should_backoff = True  # else Ray asks again at once if none can take it
         ranked = self._router.rank(request_id, work, by_id)
@@ -58,7 +64,8 @@ class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are unty
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Assign a request to the replica that has accepted it."""
         request_id = pending_request.metadata.internal_request_id
-        self._router.assign(request_id, replica_id.unique_id, _work_of(pending_request))
+        if "replica" not in pending_request.kwargs:
+            self._router.assign(request_id, replica_id.unique_id, _work_of(pending_request))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Remove a request that has ended, with or without an error."""

@@ -25,6 +25,7 @@ log = logging.getLogger("panscan.serve")
 
 _STATS_SECONDS = 2.0  # longest wait for one replica when metrics are scraped
 _BEAT_SECONDS = 1.0
+_CANCEL_SECONDS = 0.5  # between two items of a stream: Ray cancels it only there
 _SILENT_SECONDS = 20.0  # longest time without a heartbeat; the event loop never blocks that long
 _HANG_SECONDS = {"cpu": 600.0, "cuda": 60.0}  # longest step; on a CPU, one may take minutes
 
@@ -53,6 +54,20 @@ class CommandContext(Struct, frozen=True):
     leased: bool
 
 
+class _Outbox:
+    """The events of one client's streams that were not sent yet, and the number of streams that run."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, TokenEvent]] = []
+        self.streams = 0
+        self.changed = asyncio.Event()
+
+    def put(self, event: tuple[str, TokenEvent]) -> None:
+        """Add an event, in the event loop."""
+        self.events.append(event)
+        self.changed.set()
+
+
 class EngineReplica:
     """A loaded model in an actor. All methods run in the actor's event loop.
 
@@ -72,6 +87,7 @@ class EngineReplica:
         properties = serve.get_replica_context()
         self._id = str(properties.replica_id.unique_id)
         self._tasks: list[asyncio.Task[None]] = []
+        self._outboxes: dict[str, _Outbox] = {}  # by client
         threads = None
         if context is not None:
             threads = context.threads
@@ -121,31 +137,56 @@ class EngineReplica:
             cancel()
             raise
 
-    async def stream(self, request: Request, *, work: RequestWork) -> AsyncGenerator[list[TokenEvent | Result], None]:
-        """Answer a request as a stream: yield pending events together, and the result last.
+    async def stream(self, request: Request, *, work: RequestWork, client: str) -> AsyncGenerator[str | Result, None]:
+        """Answer a request as a stream: yield this replica's id at once and twice a second, and the result last.
 
-        Cancelling the call, or closing the iterator, cancels the request.
+        :meth:`events` of the client yields the events. Cancelling the call, or closing the iterator, cancels the
+        request.
         """
         loop = asyncio.get_running_loop()
-        pending: asyncio.Queue[TokenEvent | Result] = asyncio.Queue()  # bounded by max_new_tokens
+        ended: asyncio.Future[Result] = loop.create_future()
+        outbox = self._outboxes.setdefault(client, _Outbox())
 
-        def put(item: TokenEvent | Result) -> None:
+        def put_event(event: TokenEvent) -> None:
             with suppress(RuntimeError):  # the event loop is closed: the replica has ended
-                loop.call_soon_threadsafe(pending.put_nowait, item)
+                loop.call_soon_threadsafe(outbox.put, (request.id, event))
 
-        cancel, ended = self._begin(request, put, put), False
+        def on_end(result: Result) -> None:
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(lambda: None if ended.done() else ended.set_result(result))
+
+        outbox.streams += 1
         try:
-            while not ended:
-                items = [await pending.get()]
-                while not pending.empty():
-                    items.append(pending.get_nowait())
-                if isinstance(items[-1], Result):
-                    self._checked(items[-1])
-                    ended = True
-                yield items
+            cancel = self._begin(request, put_event, on_end)
+            try:
+                while not ended.done():
+                    yield self._id
+                    await asyncio.wait({ended}, timeout=_CANCEL_SECONDS)
+                yield self._checked(ended.result())
+            finally:
+                if not ended.done():
+                    cancel()
         finally:
-            if not ended:
-                cancel()
+            outbox.streams -= 1
+            outbox.changed.set()
+
+    async def events(self, *, replica: str, client: str) -> AsyncGenerator[list[tuple[str, TokenEvent]], None]:
+        """Yield (request id, event) of all streams of a client, those of one step together, until none runs.
+
+        One call for all streams: Ray takes half a millisecond for each item of a call.
+
+        Args:
+            replica: id of this replica, which the router reads.
+            client: name of the client. It calls again once this call has ended and another stream has begun.
+        """
+        outbox = self._outboxes.setdefault(client, _Outbox())
+        while outbox.streams or outbox.events:
+            if outbox.events:
+                events, outbox.events = outbox.events, []
+                yield events
+            else:
+                outbox.changed.clear()
+                await outbox.changed.wait()
 
     async def count(self, request: Request) -> TokenCounts:
         """Count the tokens of a prompt; see :class:`panscan.serve.client.EngineClient`."""

@@ -6,6 +6,7 @@ import asyncio
 import contextvars
 import logging
 import os
+import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -45,6 +46,9 @@ class ReplicaClient(EngineClient):
     def __init__(self, replicas: Any, *, app: str, most: int) -> None:
         super().__init__()
         self._replicas, self._app, self._most = replicas, app, most
+        self._name = uuid.uuid4().hex
+        self._streams: dict[str, dict[str, tuple[PendingRequest, asyncio.Future[None]]]] = {}  # by replica and id
+        self._readers: dict[str, asyncio.Task[None]] = {}  # of events, by replica
 
     @property
     def replicas(self) -> int:
@@ -124,17 +128,52 @@ class ReplicaClient(EngineClient):
             return await _called(self._replicas.answer.remote(pending.request, work=work))
 
     async def _stream(self, pending: PendingRequest, work: Any) -> Result:
-        generator = self._replicas.options(stream=True).stream.remote(pending.request, work=work)
+        generator = self._replicas.options(stream=True).stream.remote(pending.request, work=work, client=self._name)
+        delivered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         async def read() -> Result:
-            async for items in generator:
-                for item in items:
+            replica = ""
+            try:
+                async for item in generator:
                     if isinstance(item, Result):
+                        await delivered  # the last event may arrive after the result
                         return item
-                    pending.on_event(item)
+                    replica = item
+                    self._streams.setdefault(replica, {})[pending.request.id] = pending, delivered
+                    self._listen(replica)
+            finally:
+                self._streams.get(replica, {}).pop(pending.request.id, None)
             raise EngineLostError("the stream of a replica ended early")
 
         return await _called(generator, read())
+
+    def _listen(self, replica: str) -> None:
+        """Read the events of a replica as long as it has streams, in an empty context (see :func:`_fresh`)."""
+        if replica not in self._readers:
+            reading = self._read_events(replica)
+            self._readers[replica] = asyncio.get_running_loop().create_task(reading, context=contextvars.Context())
+
+    async def _read_events(self, replica: str) -> None:
+        generator = self._replicas.options(stream=True).events.remote(replica=replica, client=self._name)
+        try:
+            async for events in generator:
+                for id, event in events:
+                    pending, delivered = self._streams[replica].get(id, (None, None))
+                    if pending is None or delivered is None:
+                        continue  # it was cancelled
+                    pending.on_event(event)
+                    if event.finish_reason is not None and not delivered.done():
+                        delivered.set_result(None)
+        except (RayError, RayServeException) as error:
+            for _, delivered in self._streams[replica].values():
+                if not delivered.done():
+                    delivered.set_exception(EngineLostError(f"the replica was lost: {type(error).__name__}"))
+        finally:
+            del self._readers[replica]
+        if self._streams[replica]:  # one that began while the call ended
+            self._listen(replica)
+        else:
+            del self._streams[replica]
 
     async def _first_info(self) -> ModelInfo:
         while True:

@@ -466,13 +466,13 @@ def settings_from(values: Mapping[str, Any]) -> Settings:
     Raises:
         SettingError: an unknown name (the nearest one is suggested), a name given twice, a value out of its choices.
     """
-    found: dict[str, Any] = {}
+    typed: dict[str, Any] = {}
     for spelling, value in values.items():
         name = axis_name(spelling)
-        if name in found:
+        if name in typed:
             raise SettingError(f"{spelling}: {name} is set twice")
-        found[name] = axes()[name].parse(value)
-    return Settings(**found)
+        typed[name] = axes()[name].parse(value)
+    return Settings(**typed)
 
 
 def recorded_settings(values: Mapping[str, Any]) -> Settings:

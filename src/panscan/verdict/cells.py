@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Protocol
 from msgspec import structs
 
 from panscan.core import Result, now
-from panscan.records.schema import AXES, AxisCheck, TokenCheck, VerdictRecord
+from panscan.records.fields import AXES
+from panscan.records.verdict_records import AxisCheck, TokenCheck, VerdictRecord
 from panscan.runners.base import calls
 from panscan.settings import Settings
 from panscan.verdict.invariance import RunAnswers, answer_again, compare, shared_axis, variants

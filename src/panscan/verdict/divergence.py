@@ -11,7 +11,7 @@ import torch
 
 from panscan.model.checkpoint import Loaded
 from panscan.model.observation import Observation
-from panscan.records.schema import Divergence, Top1, VerdictRecord
+from panscan.records.verdict_records import Divergence, Top1, VerdictRecord
 from panscan.verdict.float32 import head_logits
 from panscan.verdict.judgement import LEAST_REST, MARGIN_FLOOR, judge
 

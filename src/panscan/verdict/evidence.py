@@ -19,7 +19,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from panscan.records.schema import FLOOR, Divergence, Top1
+from panscan.records.fields import FLOOR
+from panscan.records.verdict_records import Divergence, Top1
 from panscan.verdict.judgement import CLOSE_TOP1, EXACT_RATIO, LEAST_REST, clear_margin, judge
 
 VerdictWord = Literal["exact", "close", "different", "unknown"]

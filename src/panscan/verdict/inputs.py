@@ -21,7 +21,7 @@ from panscan.images.views import ViewPlan
 from panscan.model.checkpoint import Reader
 from panscan.model.inputs import DecodedRequest, plan_request, read_images
 from panscan.model.prompt import conversation
-from panscan.records.schema import InputCheck
+from panscan.records.verdict_records import InputCheck
 
 CHECKED_REQUESTS = 4
 _MOST_PIXELS = 64_000_000  # per image whose boxes are checked: the check takes four bytes per pixel

@@ -13,7 +13,7 @@ from panscan.core import Request, Result
 from panscan.core.errors import error_line
 from panscan.engine.options import EngineOptions
 from panscan.model.machine import release_memory
-from panscan.records.schema import AxisCheck, Departure
+from panscan.records.verdict_records import AxisCheck, Departure
 from panscan.runners.base import Runner, calls
 from panscan.settings import Settings
 from panscan.verdict.tokens import Judge, ReferenceRows, Tokens, first_difference

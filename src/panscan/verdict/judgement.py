@@ -14,8 +14,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from panscan.records.schema import AXES, FLOOR, VERDICTS, AxisCheck, Divergence, TokenCheck, Top1
+from panscan.records.fields import AXES, FLOOR, VERDICTS
 from panscan.records.store import Run
+from panscan.records.verdict_records import AxisCheck, Divergence, TokenCheck, Top1
 
 MARGIN_FLOOR: float = (8 * FLOOR) ** 0.5
 """Nats; the same floor for margins. Between two tokens that share all probability evenly, a margin that moves by m

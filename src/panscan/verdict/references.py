@@ -30,7 +30,8 @@ from panscan.model.checkpoint import Loaded, stored_format
 from panscan.model.machine import is_out_of_memory, release_memory, resolve_device, resolve_dtype
 from panscan.model.quantization import unquantized_settings
 from panscan.model.runtime import reference_computation
-from panscan.records.schema import AnyRecord, InputCheck, TruthRecord
+from panscan.records.store import AnyRecord
+from panscan.records.verdict_records import InputCheck, TruthRecord
 from panscan.settings import Settings
 from panscan.verdict.float32 import weights_digest
 from panscan.verdict.inputs import check_inputs

@@ -16,7 +16,7 @@ from msgspec import structs
 from panscan.core import Result
 from panscan.engine.sampling import DRAWS, draw
 from panscan.model.checkpoint import Loaded
-from panscan.records.schema import Departure, TokenCheck
+from panscan.records.verdict_records import Departure, TokenCheck
 from panscan.settings import Settings
 from panscan.verdict.float32 import head_logits, warped_scores
 from panscan.verdict.judgement import clear_margin

@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Literal
 
 from panscan.core import Request, SettingError
-from panscan.records.schema import FLOOR
+from panscan.records.fields import FLOOR
 from panscan.verdict.evidence import (
     AnswerEvidence,
     Fit,

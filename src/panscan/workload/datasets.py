@@ -7,11 +7,13 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from panscan.core import DatasetError, SettingError
-from panscan.records.schema import EXACT_MATCH, DatasetFacts
+from panscan.records.fields import EXACT_MATCH
+from panscan.records.schema import DatasetFacts
 from panscan.settings import nearest
 from panscan.workload.rows import (
     MOST_ROWS,
@@ -28,50 +30,47 @@ from panscan.workload.rows import (
 )
 from panscan.workload.tables import read_tables
 
-_DOCVQA_FOLDERS = (
-    "documents",
-    "spdocvqa_images",
-    "images",
-    "train/documents",
-    "val/documents",
-    "test/documents",
-)
-_INFOGRAPHIC_FOLDERS = ("infographicsvqa_images", "images", "infographicVQA_images", "infographicvqa_images")
-
-
-def read_docvqa(files: Sequence[Path], called: str, loaded: LoadedDataset) -> None:
-    """Take the rows of DocVQA's files, as the Robust Reading Competition publishes them (rrc.cvc.uab.es, task 17).
-
-    One file per split, ``{"data": [{"questionId", "question", "answers", "image", "question_types", ...}]}``; test
-    splits have no answers. ``image`` is a path such as ``documents/x.png``.
-
-    Raises:
-        DatasetError: a file cannot be read or is not DocVQA's.
-    """
-    _read_rrc(files, called, loaded, folders=_DOCVQA_FOLDERS, image="image", kind="question_types")
-
-
-def read_infographicvqa(files: Sequence[Path], called: str, loaded: LoadedDataset) -> None:
-    """Take the rows of InfographicVQA's files, from the same challenge as DocVQA's.
-
-    Rows name ``image_local_name`` and, in files with question types, ``answer_type``, ``evidence`` and
-    ``operation/reasoning``.
-
-    Raises:
-        DatasetError: a file cannot be read or is not InfographicVQA's.
-    """
-    _read_rrc(files, called, loaded, folders=_INFOGRAPHIC_FOLDERS, image="image_local_name", kind="answer_type")
-
 
 def _read_rrc(
     files: Sequence[Path], called: str, loaded: LoadedDataset, *, folders: Sequence[str], image: str, kind: str
 ) -> None:
+    """Take the rows of files of DocVQA or InfographicVQA, as the Robust Reading Competition publishes them.
+
+    (rrc.cvc.uab.es, task 17.) One file per split, ``{"data": [{"questionId", "question", "answers", ...}]}``; test
+    splits have no answers.
+
+    Args:
+        files: the files.
+        called: name in messages.
+        loaded: takes the rows.
+        folders: folders of images.
+        image: key of a path such as ``documents/x.png``, or of a file name.
+        kind: key of the types of a question, in files that have them.
+
+    Raises:
+        DatasetError: a file cannot be read or is not such a file.
+    """
     for path in files:
         pictures = Pictures((path.parent, path.parent.parent), folders)
         for row in data_rows(path, called):
-            tags = [("type", row.get(kind))]
             found = pictures.find(row.get(image))
+            tags = [("type", row.get(kind))]
             loaded.add(row.get("questionId"), found, row.get("question") or None, row.get("answers"), tags)
+
+
+_SPLIT_FOLDERS = ("train/documents", "val/documents", "test/documents")
+_read_docvqa = partial(
+    _read_rrc,
+    folders=("documents", "spdocvqa_images", "images", *_SPLIT_FOLDERS),
+    image="image",
+    kind="question_types",
+)
+_read_infographicvqa = partial(
+    _read_rrc,
+    folders=("infographicsvqa_images", "images", "infographicVQA_images", "infographicvqa_images"),
+    image="image_local_name",
+    kind="answer_type",
+)
 
 
 def data_rows(path: Path, called: str) -> list[dict[str, Any]]:
@@ -106,15 +105,12 @@ def read_textvqa(files: Sequence[Path], called: str, loaded: LoadedDataset) -> N
         DatasetError: a file cannot be read or is not TextVQA's.
     """
     for path in files:
-        pictures = Pictures((path.parent, path.parent.parent, *_subfolders(path.parent)), _TEXTVQA_FOLDERS)
+        beside_it = sorted(path for path in path.parent.iterdir() if path.is_dir() and not path.name.startswith("."))
+        pictures = Pictures((path.parent, path.parent.parent, *beside_it), _TEXTVQA_FOLDERS)
         for row in data_rows(path, called):
             name = row.get("image_id")
             found = pictures.find(f"{name}.jpg") if name is not None else []
             loaded.add(row.get("question_id"), found, row.get("question"), row.get("answers"), people=True)
-
-
-def _subfolders(folder: Path) -> list[Path]:
-    return sorted(each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
 
 
 def read_chartqa(files: Sequence[Path], called: str, loaded: LoadedDataset) -> None:
@@ -231,9 +227,9 @@ class DatasetFormat:
 
 FORMATS: Mapping[str, DatasetFormat] = {
     "jsonl": DatasetFormat(EXACT_MATCH, r".*\.jsonl", read_json_lines, folder=False),
-    "docvqa": DatasetFormat("anls", r"(?P<split>train|val|test)_v\d.*\.json", read_docvqa, beside=True),
+    "docvqa": DatasetFormat("anls", r"(?P<split>train|val|test)_v\d.*\.json", _read_docvqa, beside=True),
     "infographicvqa": DatasetFormat(
-        "anls", r"infographics?VQA_(?P<split>train|val|test)_v\d.*\.json", read_infographicvqa, beside=True
+        "anls", r"infographics?VQA_(?P<split>train|val|test)_v\d.*\.json", _read_infographicvqa, beside=True
     ),
     "chartqa": DatasetFormat(
         "relaxed_accuracy",

@@ -8,9 +8,9 @@ from io import BytesIO
 
 from PIL import Image
 
-from panscan.core import PanAndScan, Request
+from panscan.core import ImageError, PanAndScan, Request
 from panscan.images.files import find_pages, open_image
-from panscan.workload.documents import Document, draw_document
+from panscan.workload.documents import draw_document
 
 _SEED = 977  # of documents
 _RECEIPT, _BOARD, _CHART, _TABLE, _SIGN, _FORM = 0, 1, 3, 5, 7, 8
@@ -47,9 +47,14 @@ def sample_probes(settings: PanAndScan, *, view_size: int | None) -> list[Reques
     side = max(_LEAST_SIDE, round(_SIDE * view_size))
 
     def ask(name: str, prompt: str | None, *pages: _Page, other: PanAndScan | None = None) -> Request:
-        drawn = [_draw_probe(page, view_size) for page in pages]
+        columns = min(_MOST_COLUMNS, round(_COLUMNS * view_size))
+        drawn = [draw_document(_SEED, page.index, columns=columns) for page in pages]
         question = drawn[-1].questions[0].question if prompt is None else prompt
-        images = [encoded_image(_resized(each, page, side)) for each, page in zip(drawn, pages, strict=True)]
+        sizes = [(round(page.width * side), round(page.height * side)) for page in pages]
+        images = [
+            encoded_image(document.image.resize(size, Image.Resampling.BICUBIC))
+            for document, size in zip(drawn, sizes, strict=True)
+        ]
         return Request(question, images, pan_and_scan=settings if other is None else other, id=name)
 
     wide, board = _Page(_TABLE, 2.0, 1.0), _Page(_BOARD, 3.0, 1.0)
@@ -82,16 +87,6 @@ class _Page:
     height: float = 1.0
 
 
-def _draw_probe(page: _Page, view_size: int) -> Document:
-    columns = min(_MOST_COLUMNS, round(_COLUMNS * view_size))
-    return draw_document(_SEED, page.index, columns=columns)
-
-
-def _resized(document: Document, page: _Page, side: int) -> Image.Image:
-    size = round(page.width * side), round(page.height * side)
-    return document.image.resize(size, Image.Resampling.BICUBIC)
-
-
 def own_probes(images: Sequence[str], prompts: Sequence[str], settings: PanAndScan, most: int) -> list[Request]:
     """Return each prompt over each page, and the first prompt without an image.
 
@@ -105,10 +100,10 @@ def own_probes(images: Sequence[str], prompts: Sequence[str], settings: PanAndSc
         ImageError: a document cannot be read, or no pattern matches.
     """
 
-    def refuse(error: Exception) -> None:
-        raise error
-
-    pages = find_pages(images, on_problem=refuse)
+    problems: list[ImageError] = []
+    pages = find_pages(images, on_problem=problems.append)
+    if problems:
+        raise problems[0]
     pairs = [(page, prompt) for prompt in prompts for page in pages][: most - 1]
     files = {page: encoded_image(open_image(page)) for page, _ in pairs}
     asked = [

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import Any
 
 from panscan.core import InputError, PanAndScan, SettingError
 from panscan.core.files import replace_file
@@ -77,20 +77,19 @@ def document_requests(count: int, seed: int, *, columns: int = COLUMNS) -> Itera
         )
 
 
-def _aiperf_row(request: DocumentRequest) -> dict[str, Any]:
-    # A line with "text" and "image" (single_turn) would send the text before the image.
-    return {"messages": [{"role": "user", **_vllm_row(request)}], "output_length": request.output_tokens}
+def _message(request: DocumentRequest) -> dict[str, Any]:
+    # "prompt" with "image_files" (vLLM), or with "image" (guidellm, aiperf), would send the text first; guidellm would
+    # also encode the image again as JPEG.
+    return {"content": chat_parts([request.image], request.prompt)}
 
 
 def guidellm_row(request: DocumentRequest) -> dict[str, Any]:
     """Return the line of a request in a request set for guidellm."""
-    # With "prompt" and "image" guidellm would send the text first and encode the image again as JPEG.
-    return {"messages": [{"role": "user", **_vllm_row(request)}], "output_tokens_count": request.output_tokens}
+    return {"messages": [{"role": "user", **_message(request)}], "output_tokens_count": request.output_tokens}
 
 
-def _vllm_row(request: DocumentRequest) -> dict[str, Any]:
-    # With "prompt" and "image_files" vLLM would send the text first.
-    return {"content": chat_parts([request.image], request.prompt)}
+def _aiperf_row(request: DocumentRequest) -> dict[str, Any]:
+    return {"messages": [{"role": "user", **_message(request)}], "output_length": request.output_tokens}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +119,7 @@ FORMATS: Mapping[str, RequestFormat] = MappingProxyType(
             " --data kind=json_file,path={path} --constraint kind=max_requests,count={count}",
         ),
         "vllm": RequestFormat(
-            _vllm_row,
+            _message,
             "vllm bench serve --backend openai-chat --endpoint /v1/chat/completions --base-url URL --model MODEL"
             " --dataset-name custom_image --dataset-path {path} --custom-output-len 128"
             " --num-prompts {count} --request-rate 2 --ignore-eos",
@@ -172,19 +171,15 @@ def write_request_set(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with replace_file(path, durable=False) as file:
-            views = _write_rows(file, FORMATS[format], document_requests(count, seed, columns=columns))
+            views: Counter[int] = Counter()
+            for request in document_requests(count, seed, columns=columns):
+                file.write(json.dumps(FORMATS[format].row(request)).encode() + b"\n")
+                views[request.views] += 1
+            file.flush()
             if path.exists() and not overwrite and not filecmp.cmp(file.name, path, shallow=False):
                 raise SettingError(f"{path} exists with other contents; --force (overwrite=True) replaces it")
     except OSError as error:
         raise InputError(f"the request set cannot be written to {directory}: {error.strerror}") from error
-    return RequestSet(path, views, FORMATS[format].command.format(path=shlex.quote(str(path)), count=count))
-
-
-def _write_rows(file: BinaryIO, format: RequestFormat, requests: Iterator[DocumentRequest]) -> dict[int, int]:
-    """Write one line per request, and return the number of requests by their number of views."""
-    views: Counter[int] = Counter()
-    for request in requests:
-        file.write(json.dumps(format.row(request)).encode() + b"\n")
-        views[request.views] += 1
-    file.flush()
-    return dict(sorted(views.items()))
+    return RequestSet(
+        path, dict(sorted(views.items())), FORMATS[format].command.format(path=shlex.quote(str(path)), count=count)
+    )

@@ -25,8 +25,9 @@ from panscan.core.request import MAX_PAGES
 from panscan.images.fetch import named_url
 from panscan.images.files import Page, expand_images, find_pages, load_page, page_digest
 from panscan.images.views import PUBLISHED_COST, PromptCost, ViewPlan, plan_views
+from panscan.records.fields import EXACT_MATCH, METRICS
 from panscan.records.quality import ANNOTATORS, metrics_for
-from panscan.records.schema import EXACT_MATCH, METRICS, DatasetFacts
+from panscan.records.schema import DatasetFacts
 from panscan.settings import Settings, nearest
 from panscan.workload.datasets import load_dataset
 from panscan.workload.rows import LoadedDataset, Row, counted, read_text, unique_id

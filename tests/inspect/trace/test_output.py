@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -28,24 +27,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_one_trace_in_the_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["trace", "before.json.gz"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("The GPU is idle for 12.0 ms of 20.0 ms per decode step; 8.00 ms of that while the CPU runs")
-    for heading in ("Time by phase", "Mean decode step of 3", "Kernels by total time"):
-        assert f"\n{heading}\n" in said
-    assert "prepare_inputs_for_generation (utils.py:20)" in said
-    assert "Limits: data sheet of NVIDIA H200" in said
-
-
 def test_two_traces_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["trace", "before.json.gz", "after.json", "--html", "both.html"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("20.0 ms per decode step became 12.4 ms (1.61x faster); GPU idle 12.0 ms became 4.39 ms.\n")
-    rows = {line[:20].strip(): line[20:].split() for line in said.splitlines()}
-    assert rows["kernel launches"] == ["4.00", "0", "-4.00", "-100.0%"]
-    assert rows["graph launches"] == ["0", "1.00", "+1.00"]
-    assert rows["prefill"] == ["30.0", "30.0", "0", "0%"]
     assert "GPU idle 12.0 ms became 4.39 ms" in (folder / "both.html").read_text()
 
 
@@ -99,12 +84,6 @@ def test_the_page_holds_every_name_and_no_markup_of_the_trace() -> None:
     assert all("\x00" not in line and "\u202e" not in line for line in lines([summarize(trace.events)], width=100))
 
 
-def test_a_summary_is_the_same_every_time() -> None:
-    first, second = (summarize(busy_trace().events) for _ in range(2))
-    assert page([first, first]) == page([second, second])
-    assert lines([first], width=100) == lines([second], width=100)
-
-
 def test_notes_say_what_a_trace_lacks() -> None:
     trace = KinetoTrace(gpu={"name": "Some GPU"})
     trace.launch(0, [("k", 10, 5)])
@@ -151,10 +130,19 @@ def test_limits_are_those_of_the_gpu_in_the_trace(name: str, gib: float, expecte
     assert (found.name if found else None) == expected
 
 
-def test_the_command_needs_no_torch(folder: Path) -> None:
-    code = (
-        "import sys; from panscan.cli.main import run; run(['trace', 'before.json.gz', '--html', 't.html']);"
-        " sys.exit('torch' in sys.modules)"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], cwd=folder, env=os.environ, capture_output=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
+def test_traces_and_plans_need_no_torch(folder: Path) -> None:
+    lines = [
+        "import sys",
+        "from panscan.cli.main import run",
+        "assert run(['trace', 'before.json.gz', '--html', 't.html']) == 0",
+        "plan = 'plan --model 27b --gpu h200'.split()",
+        "assert run([*plan, '--json']) == 0",
+        "limits = '--goodput ttft:1500 tpot:500 --output-tokens 8'.split()",
+        "assert run([*plan, '--quantization', 'fp8', '--count', '1', '--request-rate', '2', *limits]) == 0",
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules",
+    ]
+    code = [sys.executable, "-c", "\n".join(lines)]
+    done = subprocess.run(code, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Limits: data sheet of NVIDIA H200" in done.stdout
+    assert "1 replica on 1 x NVIDIA H200" in done.stdout

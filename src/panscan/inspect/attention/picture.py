@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, cycle
-from math import ceil
 from typing import NamedTuple
 
 import numpy as np
@@ -80,7 +79,7 @@ def draw_attention(shown: PromptAttention) -> Image.Image:
     scale = _Scale.of(len(shown.tokens))
     width = max(2 * _MARGIN + _LABELS + len(shown.layers) * (_BAND + scale.side + _GAP) - _GAP, 760)
     strips = [_header(shown, width), *(_panel_row(shown, group, scale, width) for group in shown.groups)]
-    strips.append(_legend(_legend_entries(shown, scale), width))
+    strips.append(_legend(shown, scale, width))
     picture = Image.new("RGB", (width, sum(strip.height for strip in strips)))
     top = 0
     for strip in strips:
@@ -198,44 +197,27 @@ def _panel_cells(reference: Mask, mask: Mask, segments: Sequence[Segment], scale
     return picture
 
 
-_Entry = tuple[Sequence[str], str]
-"""Colours of a legend's entry, and its text."""
-
-
-def _legend_entries(shown: PromptAttention, scale: _Scale) -> list[_Entry]:
-    """Return the entries of the legend that the picture needs."""
+def _legend(shown: PromptAttention, scale: _Scale, width: int) -> Image.Image:
+    """Return the entries of the legend that the picture needs, one below the other."""
     views = min(sum(segment.image is not None for segment in shown.segments), len(_VIEWS))
-    entries: list[_Entry] = [([_NONE], "no attention"), ([_TEXT], "attends to text")]
-    if views:
-        entries.append((_VIEWS[:views], "attends to a view" + (" (colours in turn)" if views > 1 else "")))
     reference = shown.reference.names[0]
     changes = [difference for group in shown.groups[1:] for difference in differences(shown, group)]
-    if any(difference.missing for difference in changes):
-        entries.append(([_MISSING], f"missing: only {reference} attends"))
-    if any(difference.extra for difference in changes):
-        entries.append(([_EXTRA], f"extra: {reference} does not attend"))
-    if scale.blends:
-        cells = scale.tokens / scale.side
-        entries.append(([], f"A pixel is {cells:.1f} x {cells:.1f} token pairs: paler where only some of them attend."))
-    return entries
-
-
-def _legend(entries: Sequence[_Entry], width: int) -> Image.Image:
-    """Return the entries, in as many lines as they need."""
-    left, top, places = _MARGIN, 0, []
-    for colours, text in entries:
-        label = printable(text)
-        size = 20 * len(colours) + 6 + ceil(text_width(label, _SMALL_SIZE)) + 26
-        if left > _MARGIN and left + size > width - _MARGIN:
-            left, top = _MARGIN, top + _PITCH + 4
-        places.append((left, top, colours, label))
-        left += size
-    strip, draw = _strip(width, top + _PITCH + 4 + _MARGIN)
-    for left, top, colours, label in places:
-        for start, colour in zip(count(left, 20), colours, strict=False):
-            draw.rectangle((start, top, start + 15, top + 15), fill=colour, outline=_LINE)
-        text_left = left + 20 * len(colours) + 6 * bool(colours)
-        write(draw, (text_left, top + 12), label, _SMALL_SIZE, fill=_GREY)
+    cells = f"{scale.tokens / scale.side:.1f}"
+    entries: tuple[tuple[Sequence[str], str, bool], ...] = (
+        ([_NONE], "no attention", True),
+        ([_TEXT], "attends to text", True),
+        (_VIEWS[:views], "attends to a view" + " (colours in turn)" * (views > 1), views > 0),
+        ([_MISSING], f"missing: only {reference} attends", any(difference.missing for difference in changes)),
+        ([_EXTRA], f"extra: {reference} does not attend", any(difference.extra for difference in changes)),
+        ([], f"A pixel is {cells} x {cells} token pairs: paler where only some of them attend.", scale.blends),
+    )
+    needed = [(colours, text) for colours, text, applies in entries if applies]
+    strip, draw = _strip(width, _PITCH * len(needed) + _MARGIN)
+    for row, (colours, text) in enumerate(needed):
+        for left, colour in zip(count(_MARGIN, 20), colours, strict=False):
+            draw.rectangle((left, _PITCH * row, left + 15, _PITCH * row + 15), fill=colour, outline=_LINE)
+        corner = _MARGIN + 20 * len(colours) + 6 * bool(colours), _PITCH * row + 12
+        write(draw, corner, printable(text), _SMALL_SIZE, fill=_GREY)
     return strip
 
 

@@ -71,19 +71,9 @@ def attention_packages() -> Findings:
     """Report attention kernel packages, and whether they work with the installed PyTorch."""
     from panscan.model.support import FLASH_PACKAGES
 
-    missing = []
     for module, name in FLASH_PACKAGES.values():
-        if (installed := _version(name)) is None:
-            missing.append(name)
-        elif (error := _import_error(module)) is None:
-            yield ok(f"{name} {installed} imports; see the attention checks before you use it")
-        else:
-            yield warning(
-                f"{name} {installed} does not import: {error}",
-                f"pip uninstall {name}, or install a build for this PyTorch and CUDA; panscan does not need it.",
-            )
-    if missing:
-        yield ok(f"{', '.join(missing)}: not installed, and not needed")
+        fix = f"pip uninstall {name}, or install a build for this PyTorch and CUDA; panscan does not need it."
+        yield _optional_package(name, module, "panscan does not need it", fix)
     if (installed := _version("kernels")) is not None:
         yield warning(
             f"kernels {installed}: Transformers downloads flash-attention kernels from the hub if a flash"
@@ -95,13 +85,18 @@ def attention_packages() -> Findings:
 def optional_packages() -> Findings:
     """Report packages that only some settings need."""
     for name, purpose in _OPTIONAL.items():
-        installed = _version(name)
-        if installed is None:
-            yield ok(f"{name} is not installed; only {purpose} needs it")
-        elif (error := _import_error(name.replace("-", "_"))) is None:
-            yield ok(f"{name} {installed} imports")
-        else:
-            yield warning(f"{name} {installed} does not import: {error}", f"Reinstall {name}; only {purpose} needs it.")
+        yield _optional_package(name, name, f"only {purpose} needs it", f"Reinstall {name}; only {purpose} needs it.")
+
+
+def _optional_package(name: str, module: str, need: str, fix: str) -> CheckFinding:
+    if (installed := _version(name)) is None:
+        return ok(f"{name} is not installed; {need}")
+    error = _import_error(module)
+    return (
+        ok(f"{name} {installed} imports")
+        if error is None
+        else warning(f"{name} {installed} does not import: {error}", fix)
+    )
 
 
 def _version(name: str) -> str | None:
@@ -230,8 +225,10 @@ def fit_finding(size: str, devices: Sequence[Gpu]) -> CheckFinding:
     for variant in _variants(shape, largest):
         plan, weights = memory_plan(variant, largest), variant.weight_bytes()
         if plan.fits:
-            how = _options(variant, default="bf16" if on_gpu else "fp32")
-            fact = f"{size} fits {where} with {how}: {weights / _GB:.1f} GB of weights"
+            default = "bf16" if on_gpu else "fp32"
+            options = [f"--dtype {variant.dtype}"] if variant.dtype != default else []
+            options += [f"--quantization {variant.weights}"] if variant.weights else []
+            fact = f"{size} fits {where} with {' '.join(options) or default}: {weights / _GB:.1f} GB of weights"
             several = "" if variant.weights is None else _unquantized(shape, devices)
             return ok(f"{fact}, KV cache of {plan.global_tokens:,} tokens{several}")
     fact = f"{size} does not fit {where}: it takes {weights / _GB:.1f} GB in its smallest precision, plus caches"
@@ -239,13 +236,6 @@ def fit_finding(size: str, devices: Sequence[Gpu]) -> CheckFinding:
         return ok(f"{fact}{several}")
     advice = f"Use a smaller size; `panscan plan --model {size} --gpu NAME` shows which GPUs hold it."
     return warning(fact, f"Stop other processes if they hold memory. {advice}")
-
-
-def _options(variant: Variant, default: str) -> str:
-    """Return the options that choose a variant, or the default precision."""
-    options = [] if variant.dtype == default else [f"--dtype {variant.dtype}"]
-    options += [] if variant.weights is None else [f"--quantization {variant.weights}"]
-    return " ".join(options) or default
 
 
 def _variants(shape: Shape, device: Gpu) -> Iterator[Variant]:

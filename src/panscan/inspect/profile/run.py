@@ -58,12 +58,13 @@ ENGINE = Mode("engine", "panscan's engine")
 RUNNERS = ("generate", "engine")
 
 
-def chosen_modes(runners: Sequence[str], modes: Sequence[str]) -> list[Mode]:
+def chosen_modes(runners: Sequence[str], modes: Sequence[str], *, on_gpu: bool = True) -> list[Mode]:
     """Return what to profile, each mode once: the modes of ``generate()``, then the engine.
 
     Args:
         runners: names of :data:`RUNNERS`; not empty.
         modes: names of :data:`GENERATE_MODES`, or ``all``; empty: ``dynamic`` if ``generate`` is among the runners.
+        on_gpu: whether ``all`` includes the modes that need an NVIDIA GPU.
 
     Raises:
         SettingError: an unknown name, or modes without ``generate``.
@@ -74,14 +75,10 @@ def chosen_modes(runners: Sequence[str], modes: Sequence[str]) -> list[Mode]:
                 raise SettingError(f"{flag} takes {', '.join(known)}; got {name!r}{nearest(name, known)}")
     if modes and "generate" not in runners:
         raise SettingError("--mode is for --runner generate: add generate to --runner, or leave --mode out")
-    wanted = GENERATE_MODES if "all" in modes else dict.fromkeys(modes or ("dynamic",))
+    usable = [name for name, mode in GENERATE_MODES.items() if on_gpu or mode.decode_compile != _GRAPHS]
+    wanted = usable if "all" in modes else dict.fromkeys(modes or ("dynamic",))
     selected = [GENERATE_MODES[name] for name in wanted] if "generate" in runners else []
     return [*selected, ENGINE] if "engine" in runners else selected
-
-
-def without_graphs(modes: Sequence[Mode]) -> list[Mode]:
-    """Return the modes that need no NVIDIA GPU."""
-    return [mode for mode in modes if mode.decode_compile != _GRAPHS]
 
 
 def mode_settings(base: Settings, mode: Mode, *, on_gpu: bool) -> Settings:
@@ -270,8 +267,7 @@ def _opened_runner(settings: Settings) -> ProfiledRunner:
         except BaseException:  # interruptions included: the model must not stay in memory
             _close(runner)
             raise
-    elif not isinstance(runner, GenerateRunner):
-        raise SettingError(f"--runner {settings.runner}: only generate and engine are profiled")
+    assert isinstance(runner, ProfiledRunner)  # of one of the modes
     return runner
 
 

@@ -20,6 +20,7 @@ from panscan.model.linear.quantized import LINEARS, QuantizedLinear, WeightForma
 
 _PLAIN = ("int-quantized", "float-quantized", "naive-quantized")
 _PACKED = "pack-quantized"
+_CLASS, _PATTERN = "Linear", "re:"  # of targets: all matrices; a regular expression
 _ACTIVATION_LEAVES = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "weight_shape")
 _INDICES = (torch.int32, torch.int64)
 _VERSION = "0.20.0"
@@ -57,7 +58,6 @@ class CompressedTensorsScheme(StoredScheme):
 
     method = "compressed-tensors"
     markers = ("weight_packed", "weight_scale")
-    covers_all = True
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         status = field_of(config, "quantization_status", str, "compressed")
@@ -75,17 +75,13 @@ class CompressedTensorsScheme(StoredScheme):
         overall = field_of(config, "format", str, "")
         self._groups = tuple(_group_of(name, group, overall) for name, group in groups.items())
         for target in (*self._ignored, *(target for group in self._groups for target in group.targets)):
-            if _is_pattern(target):
-                check_pattern(target.removeprefix("re:"))
+            if target.startswith(_PATTERN):
+                check_pattern(target.removeprefix(_PATTERN))
         self.notes = tuple(dict.fromkeys(note for group in groups.values() for note in _notes(group)))
         if config.get("kv_cache_scheme") is not None:
             self.notes += ("the scales of the checkpoint's quantised KV cache are ignored",)
         formats = dict.fromkeys(group.get("format") or overall for group in groups.values())
         self.name = f"compressed-tensors {', '.join(formats)}"
-
-    def quantizes(self, names: Sequence[str]) -> bool:
-        """See :class:`StoredScheme`."""
-        return self._find(names) is not None
 
     def describe(self, names: Sequence[str], tensors: MatrixTensors) -> str:
         """See :class:`StoredScheme`."""
@@ -99,13 +95,23 @@ class CompressedTensorsScheme(StoredScheme):
     def linear_of(self, names: Sequence[str], tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
         """See :class:`StoredScheme`."""
         group = self._find(names)
-        assert group is not None  # callers ask quantizes() first
-        tensors.ignore(*_ACTIVATION_LEAVES)
-        if group.packed:
-            _check_stored_shape(tensors, outputs, inputs)
+        if group is None:
+            raise ValueError(f"{tensors.weight_name} is quantised, but config.json excludes it from quantisation")
+        tensors.taken.update(_ACTIVATION_LEAVES)
+        if group.packed and "weight_shape" in tensors:  # old versions write it only where the packing is ambiguous
+            stored_shape = tensors.take("weight_shape", (2,), types=_INDICES).tolist()
+            if stored_shape != [outputs, inputs]:
+                raise ValueError(
+                    f"weight_shape of {tensors.weight_name} is {stored_shape}; expected {[outputs, inputs]}"
+                )
         if group.bits == 4:
             return _int4_of(group, tensors, outputs, inputs)
-        weight = _plain_weight(group, tensors, outputs, inputs)
+        if group.packed:
+            words = tensors.take("weight_packed", (outputs, -(-inputs // 4)), types=(torch.int32,))
+            weight = (unpack_words(words, 8)[:, :inputs] ^ 0x80).view(torch.int8)  # from offset-128 to two's complement
+        else:
+            kind = torch.float8_e4m3fn if group.floating else torch.int8
+            weight = tensors.take_values("weight", (outputs, inputs), kind)
         scales = [(1,), (), (1, 1)] if group.strategy == "tensor" else [(outputs, 1), (outputs,)]
         scale = tensors.take_scale("weight_scale", *scales)
         if "weight_zero_point" in tensors:
@@ -116,27 +122,22 @@ class CompressedTensorsScheme(StoredScheme):
 
     def _find(self, names: Sequence[str]) -> _Group | None:
         """Return the group of a matrix. Exact names take precedence over patterns, and patterns over classes."""
-        if any(_matches(target, names) or target == "Linear" for target in self._ignored):
+        if any(_matches(target, names) for target in self._ignored):
             return None
-        for kind in (_is_exact, _is_pattern):
-            for group in self._groups:
-                if any(kind(target) and _matches(target, names) for target in group.targets):
-                    return group
-        return next((group for group in self._groups if "Linear" in group.targets), None)
-
-
-def _is_exact(target: str) -> bool:
-    return not target.startswith("re:")
-
-
-def _is_pattern(target: str) -> bool:
-    return target.startswith("re:")
+        ranked = [
+            (2 if target == _CLASS else int(target.startswith(_PATTERN)), number)
+            for number, group in enumerate(self._groups)
+            for target in group.targets
+            if _matches(target, names)
+        ]
+        return self._groups[min(ranked)[1]] if ranked else None
 
 
 def _matches(target: str, names: Sequence[str]) -> bool:
-    if _is_exact(target):
-        return target in names
-    return any(re.match(target.removeprefix("re:"), name) for name in names)
+    pattern = target.removeprefix(_PATTERN)
+    if pattern == target:
+        return target == _CLASS or target in names
+    return any(re.match(pattern, name) for name in names)
 
 
 def _group_of(name: str, group: Any, overall: str) -> _Group:
@@ -173,18 +174,16 @@ def _group_of(name: str, group: Any, overall: str) -> _Group:
 
 def _refuse_combinations(group: _Group, layout: str) -> None:
     kind = "float" if group.floating else "int"
-    what = f"compressed-tensors {layout} with {group.bits}-bit {kind} weights per {group.strategy}"
-    if (group.bits, kind) not in ((4, "int"), (8, "int"), (8, "float")) or (group.floating and group.packed):
-        raise unsupported_format(what)
     if group.bits == 4:
-        if not group.packed or group.quantizes_inputs:
-            raise unsupported_format(f"{what} and quantised inputs" if group.quantizes_inputs else what)
-        if group.strategy not in ("group", "channel", "tensor"):
-            raise unsupported_format(what)
-    elif group.strategy not in ("channel", "tensor"):
-        raise unsupported_format(what)
-    elif not group.symmetric:
-        raise unsupported_format(f"{what} and zero points")
+        fits = group.packed and not group.floating and group.strategy in ("group", "channel", "tensor")
+        rest = " and quantised inputs" if group.quantizes_inputs else ""
+    else:
+        fits = group.bits == 8 and not (group.floating and group.packed) and group.strategy in ("channel", "tensor")
+        rest = "" if group.symmetric else " and zero points"
+    if rest or not fits:
+        raise unsupported_format(
+            f"compressed-tensors {layout} with {group.bits}-bit {kind} weights per {group.strategy}{rest}"
+        )
 
 
 def _quantizes_inputs(group: Mapping[str, Any], kind: str, layout: str) -> bool:
@@ -212,22 +211,6 @@ def _notes(group: Any) -> list[str]:
     return notes
 
 
-def _check_stored_shape(tensors: MatrixTensors, outputs: int, inputs: int) -> None:
-    if "weight_shape" not in tensors:
-        return  # old versions write it only where the packing is ambiguous
-    found = tensors.take("weight_shape", (2,), types=_INDICES).tolist()
-    if found != [outputs, inputs]:
-        raise ValueError(f"weight_shape of {tensors.weight_name} is {found}; expected {[outputs, inputs]}")
-
-
-def _plain_weight(group: _Group, tensors: MatrixTensors, outputs: int, inputs: int) -> torch.Tensor:
-    if group.packed:
-        words = tensors.take("weight_packed", (outputs, -(-inputs // 4)), types=(torch.int32,))
-        return (unpack_words(words, 8)[:, :inputs] ^ 0x80).view(torch.int8)  # from offset-128 to two's complement
-    kind = torch.float8_e4m3fn if group.floating else torch.int8
-    return tensors.take_values("weight", (outputs, inputs), kind)
-
-
 def _int4_of(group: _Group, tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
     size = group.group_size if group.strategy == "group" and group.group_size else inputs
     if inputs % size:
@@ -252,7 +235,7 @@ def _zero_points(group: _Group, tensors: MatrixTensors, outputs: int, groups: in
     """
     if group.symmetric:
         if "weight_zero_point" in tensors:
-            tensors.ignore("weight_zero_point")
+            tensors.taken.add("weight_zero_point")
         return None
     packed = (-(-outputs // 8), groups)
     if tensors.shape("weight_zero_point") == packed and packed != (outputs, groups):

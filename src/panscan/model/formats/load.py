@@ -11,7 +11,8 @@ Quantised matrices outside the decoder layers (vision tower, projector) become d
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -63,7 +64,12 @@ def stored_scheme(config: Mapping[str, Any] | Any, name: str) -> StoredScheme | 
         UnsupportedError: the format is not supported; the message names those that are.
         ModelError: the quantisation configuration is damaged.
     """
-    described = _quantization_of(config if isinstance(config, Mapping) else config.to_dict())
+    config = config if isinstance(config, Mapping) else config.to_dict()
+    text = config.get("text_config")
+    # Old versions of compressed-tensors store it under another name.
+    places = [config, text] if isinstance(text, Mapping) else [config]
+    fields = [part.get(name) for part in places for name in ("quantization_config", "compression_config")]
+    described = next((value for value in fields if value is not None), None)
     if described is None:
         return None
     if not isinstance(described, Mapping):
@@ -72,7 +78,12 @@ def stored_scheme(config: Mapping[str, Any] | Any, name: str) -> StoredScheme | 
     try:
         scheme = next((known for known in SCHEMES if known.recognises(method, described)), None)
         if scheme is None:
-            raise unsupported_format(_described(method, described))
+            kind = repr(method)[1:40].rstrip("'")
+            if not method:
+                kind = "an unknown format (quantization_config in config.json has no quant_method)"
+            elif sizes := described.get("weight_block_size"):
+                kind = f"block {kind} (blocks of {sizes})"
+            raise unsupported_format(kind)
         return None if scheme.by_transformers(described) else scheme(described)
     except UnsupportedError as error:
         raise UnsupportedError(f"--model {name}: {error}") from error
@@ -80,21 +91,11 @@ def stored_scheme(config: Mapping[str, Any] | Any, name: str) -> StoredScheme | 
         raise ModelError(f"--model {name}: {error}") from error
 
 
-@torch.no_grad()
-def load_stored(
-    name: str,
-    config: Any,
-    scheme: StoredScheme,
-    tensors: StoredTensors,
-    dtype: torch.dtype,
-    device: torch.device,
-    rank: int = 0,
-    size: int = 1,
-) -> Any:
-    """Load a model, or one rank's part of it, from the tensors of a checkpoint.
+@dataclass(slots=True)
+class StoredLoader:
+    """Loads a model, or one rank's part of it, from the tensors of a checkpoint.
 
     Args:
-        name: name of the checkpoint, for messages.
         config: configuration of the whole model.
         scheme: quantisation format of the checkpoint.
         tensors: tensors of the checkpoint.
@@ -102,110 +103,89 @@ def load_stored(
         device: device of the model.
         rank: which part, from 0.
         size: number of ranks.
-
-    Raises:
-        ModelError: configuration and tensors disagree, or tensors are damaged or missing.
-        UnsupportedError: a matrix has an unsupported format, or cannot be split.
     """
-    loading = _Loading(config, scheme, tensors, dtype, device, rank, size)
-    try:
-        model = loading.model()
-        model.dequantized_from = " and ".join(loading.dequantized_formats)
-    except ValueError as error:
-        raise ModelError(f"--model {name}: {error}") from error
-    except UnsupportedError as error:
-        raise UnsupportedError(f"--model {name}: {error}") from error
-    for note in (*scheme.notes, *loading.notes()):
-        log.info("%s: %s", scheme.name, note)
-    return model
 
+    config: Any
+    scheme: StoredScheme
+    tensors: StoredTensors
+    dtype: torch.dtype
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+    _left: dict[str, str] = field(default_factory=dict)  # unused tensors, by key
+    _outside: list[str] = field(default_factory=list)  # dequantised matrices outside the decoder layers
+    _dequantized: dict[str, None] = field(default_factory=dict)  # formats of those inside
 
-class _Loading:
-    """State of one call of :func:`load_stored`: which tensors are still unused, and what was dequantised."""
+    @torch.no_grad()
+    def load(self, name: str) -> Any:
+        """Return the model.
 
-    def __init__(
-        self,
-        config: Any,
-        scheme: StoredScheme,
-        tensors: StoredTensors,
-        dtype: torch.dtype,
-        device: torch.device,
-        rank: int,
-        size: int,
-    ) -> None:
-        self._config, self._scheme, self._tensors = config, scheme, tensors
-        self._dtype, self._device, self._rank, self._size = dtype, device, rank, size
-        self._whole = build_model(config, dtype, torch.device("meta"))
-        self._left = {key_of(name): name for name in tensors.names}
-        self._dequantized: list[str] = []
-        self.dequantized_formats: dict[str, None] = {}
-
-    def model(self) -> Any:
-        """Return the filled model.
+        Args:
+            name: name of the checkpoint, for messages.
 
         Raises:
-            ValueError: configuration and tensors disagree, or tensors are damaged or missing.
-            UnsupportedError: see :func:`load_stored`.
+            ModelError: configuration and tensors disagree, or tensors are damaged or missing.
+            UnsupportedError: a matrix has an unsupported format, or cannot be split.
         """
-        config = shard_config(self._config, self._size) if self._size > 1 else self._config
-        model = build_model(config, self._dtype, torch.device("meta"))
-        inside = {name for name, _ in decoder_linears(self._whole)}
-        tied = self._tied_names()
-        for name, linear in self._whole.named_modules():
-            if isinstance(linear, nn.Linear) and f"{name}.weight" not in tied:
-                self._fill_linear(model, name, linear, inside=name in inside)
-        for name, parameter in self._whole.named_parameters():
-            if name in tied or not self._is_meta(model, name):
-                continue
-            values = self._dense(name, tuple(parameter.shape))
-            _set_parameter(model, name, shard_of(name, values, self._rank, self._size))
-        allowed = {key_of(name) for name in tied}
-        for key, name in self._left.items():
-            if key in allowed or key.rpartition(".")[2] in _UNUSED:
-                continue
-            raise ValueError(f"unexpected tensor {name}: the model and config.json do not use it")
-        set_computed_buffers(model, config, self._dtype, self._device)
-        model.tie_weights()
+        self._left = dict(self.tensors.names)
+        try:
+            model = self._filled_model()
+        except ValueError as error:
+            raise ModelError(f"--model {name}: {error}") from error
+        except UnsupportedError as error:
+            raise UnsupportedError(f"--model {name}: {error}") from error
+        model.dequantized_from = " and ".join(self._dequantized)
+        notes = [*self.scheme.notes]
+        if self._outside:
+            notes.append(
+                f"{len(self._outside)} quantised matrices outside the decoder were converted to"
+                f" {str(self.dtype).removeprefix('torch.')}, e.g. {self._outside[0]}"
+            )
+        for note in notes:
+            log.info("%s: %s", self.scheme.name, note)
         return model.eval()
 
-    def notes(self) -> list[str]:
-        """Return what was done to matrices outside the decoder layers."""
-        if not self._dequantized:
-            return []
-        count, dtype = len(self._dequantized), str(self._dtype).removeprefix("torch.")
-        return [
-            f"{count} quantised matrices outside the decoder were converted to {dtype}, e.g. {self._dequantized[0]}"
-        ]
-
-    def _tied_names(self) -> set[str]:
-        """Return the names of tied parameters."""
-        if not getattr(self._config, "tie_word_embeddings", True):
-            return set()
-        head = self._whole.get_output_embeddings()
-        return {f"{name}.weight" for name, module in self._whole.named_modules() if module is head}
-
-    def _is_meta(self, model: Any, name: str) -> bool:
-        """Return whether a parameter is not set yet; False for quantised matrices, which have no such parameter."""
-        owner, _, leaf = name.rpartition(".")
-        parameter = model.get_submodule(owner)._parameters.get(leaf)
-        return parameter is not None and parameter.is_meta
+    def _filled_model(self) -> Any:
+        config = shard_config(self.config, self.size) if self.size > 1 else self.config
+        whole, model = (build_model(each, self.dtype, torch.device("meta")) for each in (self.config, config))
+        inside = {name for name, _ in decoder_linears(whole)}
+        tied = set()
+        if getattr(config, "tie_word_embeddings", True):
+            head = whole.get_output_embeddings()
+            tied = {f"{name}.weight" for name, module in whole.named_modules() if module is head}
+        for name, linear in whole.named_modules():
+            if isinstance(linear, nn.Linear) and f"{name}.weight" not in tied:
+                self._fill_linear(model, name, linear, inside=name in inside)
+        for name, parameter in whole.named_parameters():
+            owner, _, leaf = name.rpartition(".")
+            empty = model.get_submodule(owner)._parameters.get(leaf)  # quantised matrices have no such parameter
+            if name not in tied and empty is not None and empty.is_meta:
+                values = self._dense(name, tuple(parameter.shape))
+                _set_parameter(model, name, shard_of(name, values, self.rank, self.size))
+        allowed = {key_of(name) for name in tied}
+        for key, name in self._left.items():
+            if key not in allowed and key.rpartition(".")[2] not in _UNUSED:
+                raise ValueError(f"unexpected tensor {name}: the model and config.json do not use it")
+        set_computed_buffers(model, config, self.dtype, self.device)
+        model.tie_weights()
+        return model
 
     def _fill_linear(self, model: Any, name: str, linear: nn.Linear, *, inside: bool) -> None:
-        """Set a matrix that the checkpoint quantises; skip others, which are set later as parameters."""
+        """Set a matrix whose tensors are quantised; skip others, which are set later as parameters."""
         key = key_of(name)
-        stored = self._tensors.of_module(key, self._device)
+        stored = MatrixTensors(self.tensors, key, self.device)
         names = names_of(key, stored)
-        if not self._is_quantized(stored, names, inside=inside):
+        if not any(leaf in stored for leaf in self.scheme.markers):
             return
-        quantized = self._scheme.linear_of(names, stored, linear.out_features, linear.in_features)
+        quantized = self.scheme.linear_of(names, stored, linear.out_features, linear.in_features)
         if isinstance(quantized, torch.Tensor):
             if inside:
-                self.dequantized_formats[self._scheme.describe(names, stored)] = None
-            part = shard_of(f"{name}.weight", quantized.to(self._dtype), self._rank, self._size)
+                self._dequantized[self.scheme.describe(names, stored)] = None
+            part = shard_of(f"{name}.weight", quantized.to(self.dtype), self.rank, self.size)
             _set_parameter(model, f"{name}.weight", part)
         elif inside:
             # At the first matrix, rather than after loading all of them.
-            if (reason := device_reason(quantized.weight_format.kind, self._device)) is not None:
+            if (reason := device_reason(quantized.weight_format.kind, self.device)) is not None:
                 raise UnsupportedError(f"the checkpoint's {reason}")
             if linear.bias is None:
                 stored.skip_zero_bias(linear.out_features)
@@ -213,32 +193,19 @@ class _Loading:
                 bias = self._dense(f"{name}.bias", (linear.out_features,))
                 quantized.bias = nn.Parameter(bias, requires_grad=False)
             by: Literal["rows", "columns"] = "columns" if name.rpartition(".")[2] in _BY_COLUMNS else "rows"
-            set_module(model, name, quantized.shard(self._rank, self._size, by))
+            set_module(model, name, quantized.shard(self.rank, self.size, by))
         else:
-            self._dequantized.append(stored.weight_name)
-            _set_parameter(model, f"{name}.weight", quantized.dequantized(self._dtype))
+            self._outside.append(stored.weight_name)
+            _set_parameter(model, f"{name}.weight", quantized.dequantized(self.dtype))
         for leaf in stored.taken:
             self._left.pop(f"{key}.{leaf}", None)
 
-    def _is_quantized(self, stored: MatrixTensors, names: Sequence[str], *, inside: bool) -> bool:
-        """Return whether a matrix is quantised; raise if configuration and tensors disagree."""
-        marked = any(leaf in stored for leaf in self._scheme.markers)
-        configured = marked
-        if not self._scheme.dequantizes and (marked or inside or self._scheme.covers_all):
-            configured = self._scheme.quantizes(names)
-        if configured and not marked:
-            missing = f"{stored.weight_name.removesuffix('weight')}{self._scheme.markers[-1]}"
-            raise ValueError(f"config.json: {stored.weight_name} is quantised, but the tensor {missing} is missing")
-        if marked and not configured:
-            raise ValueError(f"{stored.weight_name} is quantised, but config.json excludes it from quantisation")
-        return marked
-
     def _dense(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         key = key_of(name)
-        if key not in self._tensors:
+        if key not in self.tensors:
             raise ValueError(f"the tensor {name} is missing: download the checkpoint again")
         self._left.pop(key, None)
-        return self._tensors.read_dense(key, shape, self._device).to(self._dtype)
+        return self.tensors.read(key, self.device, shape).to(self.dtype)
 
 
 def _set_parameter(model: Any, name: str, values: torch.Tensor) -> None:
@@ -246,22 +213,3 @@ def _set_parameter(model: Any, name: str, values: torch.Tensor) -> None:
     # A view would keep the whole tensor in memory.
     values = values.clone() if values.untyped_storage().nbytes() > values.numel() * values.element_size() else values
     setattr(model.get_submodule(owner), leaf, nn.Parameter(values.contiguous(), requires_grad=False))
-
-
-def _quantization_of(config: Mapping[str, Any]) -> Any:
-    """Return the quantisation configuration, which old versions of compressed-tensors store under another name."""
-    text = config.get("text_config")
-    for place in (config, text if isinstance(text, Mapping) else {}):
-        for field in ("quantization_config", "compression_config"):
-            if place.get(field) is not None:
-                return place[field]
-    return None
-
-
-def _described(method: str, config: Mapping[str, Any]) -> str:
-    """Return the name of an unknown format, for messages."""
-    if not method:
-        return "an unknown format (quantization_config in config.json has no quant_method)"
-    if method == "fp8" and config.get("weight_block_size"):
-        return f"block fp8 (blocks of {config['weight_block_size']})"
-    return repr(method)[1:40].rstrip("'")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm, apply_rota
 from panscan.core import UnsupportedError
 from panscan.model.layers import AttentionPlan, LayerFacts, OutputRows
 from panscan.model.linear.multiply import apply_scales
-from panscan.model.linear.products import Linear, Product, RowParallelLinear, Rows, is_plain, linear_of
+from panscan.model.linear.products import AnyLinear, Product, RowParallelLinear, Rows, is_plain, linear_of
 from panscan.model.linear.rows import UnscaledProduct
 from panscan.model.shapes import decoder_working_bytes
 from panscan.model.sharding import SINGLE_RANK, Ranks
@@ -34,10 +34,10 @@ class _Layer:
     kv_heads: int
     head_size: int
     scaling: float
-    qkv: Linear
-    out: Linear
-    gate_up: Linear
-    down: Linear
+    qkv: AnyLinear
+    out: AnyLinear
+    gate_up: AnyLinear
+    down: AnyLinear
     q_norm: nn.Module
     k_norm: nn.Module
     norms: tuple[nn.Module, nn.Module, nn.Module, nn.Module]
@@ -92,15 +92,22 @@ class TextLayers:
         self.window: int = config.sliding_window
         self.hidden_size: int = config.hidden_size
         self.vocab_size: int = vocab_size or config.vocab_size
-        self.max_positions = _max_positions(config)
-        probe = self.embed(torch.zeros(1, dtype=torch.long, device=_device(loaded_model)))
+        # The longest sequence whose rotary frequencies depend on positions alone: ``dynamic`` ones change behind the
+        # model's context, ``longrope`` ones behind its original context.
+        ropes = [rope for kind, rope in config.rope_parameters.items() if kind in config.layer_types]
+        originals = [rope["original_max_position_embeddings"] for rope in ropes if rope["rope_type"] == "longrope"]
+        self.max_positions: int = min([config.max_position_embeddings, *originals])
+        # Hooks of offloaded modules move input ids to the module's device.
+        weight = loaded_model.get_input_embeddings().weight
+        device = torch.device("cpu") if weight.is_meta else weight.device
+        probe = self.embed(torch.zeros(1, dtype=torch.long, device=device))
         self.device, self.dtype = probe.device, probe.dtype
         self._kv_dtype = kv_dtype or self.dtype
         self._layers = [
             _layer_of(module, kind, config, ranks) for module, kind in zip(self._text.layers, self._kinds, strict=True)
         ]
         self._rotary = _Rotary(self._text.rotary_emb, self._kinds, self.device, self.dtype)
-        self._ops: _Ops = _TorchOps(self.dtype)
+        self._ops = _TorchOps(self.dtype)
         self.kernels = False
 
     def use_kernels(self) -> None:
@@ -264,41 +271,11 @@ def _layer_of(module: Any, kind: str, config: Any, ranks: Ranks) -> _Layer:
     )
 
 
-class _Ops(Protocol):
-    """Operators between the products. All tensors have rows ``[T, ...]``.
-
-    If ``input_dtype`` is not None, the result is the input of the next product and may be quantised to that type.
-    """
-
-    def norm(self, hidden: torch.Tensor, norm: Any, input_dtype: torch.dtype | None) -> Rows: ...
-
-    def add_norms(
-        self, hidden: torch.Tensor, part: Product, part_norm: Any, next_norm: Any, input_dtype: torch.dtype | None
-    ) -> tuple[torch.Tensor, Rows]:
-        """Return ``hidden`` + the norm of ``part``, and the next norm of that sum."""
-        ...
-
-    def activate(self, layer: _Layer, gate_up: Product) -> Rows:
-        """Return ``activation(gate) * up`` ``[T, M]`` of ``[T, 2 M]``, the gate first."""
-        ...
-
-    def rotate_and_store(
-        self,
-        layer: _Layer,
-        qkv: Product,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        slots: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-    ) -> torch.Tensor:
-        """Norm and rotate queries and keys, write keys and values to their slots; return queries ``[T, heads, D]``."""
-        ...
-
-
 class _TorchOps:
-    """PyTorch operators, through the model's own norms: any device, any precision, any module.
+    """Operators between the products, by PyTorch through the model's own norms: any device, precision and module.
 
-    Products quantise their inputs themselves.
+    All tensors have rows ``[T, ...]``. With ``input_dtype``, a result is the input of the next product and may be
+    quantised to that type; here, products quantise their inputs themselves.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -311,10 +288,12 @@ class _TorchOps:
     def add_norms(
         self, hidden: torch.Tensor, part: Product, part_norm: Any, next_norm: Any, input_dtype: torch.dtype | None
     ) -> tuple[torch.Tensor, Rows]:
+        """Return ``hidden`` + the norm of ``part``, and the next norm of that sum."""
         total = hidden + part_norm(self._dense(part))
         return total, next_norm(total)
 
     def activate(self, layer: _Layer, gate_up: Product) -> Rows:
+        """Return ``activation(gate) * up`` ``[T, M]`` of ``[T, 2 M]``, the gate first."""
         gate, up = self._dense(gate_up).chunk(2, -1)
         return layer.activation(gate) * up
 
@@ -327,6 +306,7 @@ class _TorchOps:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
     ) -> torch.Tensor:
+        """Norm and rotate queries and keys, write keys and values to their slots; return queries ``[T, heads, D]``."""
         heads = self._dense(qkv).view(len(slots), -1, layer.head_size)
         query, key, value = torch.split(heads, [layer.heads, layer.kv_heads, layer.kv_heads], 1)
         query, key = apply_rotary_pos_emb(layer.q_norm(query), layer.k_norm(key), *rotary)
@@ -349,13 +329,14 @@ def _store(cache: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> No
         cache.index_copy_(0, slots, values)
 
 
-class _KernelOps:
+class _KernelOps(_TorchOps):
     """Triton kernels, on the weights of plain norms."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         from panscan.model import layer_kernels  # needs Triton
 
-        self._kernels, self._dtype = layer_kernels, dtype
+        super().__init__(dtype)
+        self._kernels = layer_kernels
 
     def norm(self, hidden: torch.Tensor, norm: Any, input_dtype: torch.dtype | None) -> Rows:
         return self._kernels.rms_norm(hidden, norm.weight, norm.eps, input_dtype)
@@ -382,21 +363,3 @@ class _KernelOps:
         return self._kernels.rotate_and_store(
             qkv, q_norm.weight, k_norm.weight, q_norm.eps, *rotary, slots, k_cache, v_cache, layer.heads
         )
-
-
-def _max_positions(config: Any) -> int:
-    """The longest sequence whose rotary frequencies depend on positions alone.
-
-    ``dynamic`` frequencies change behind the model's context, ``longrope`` ones behind its original context.
-    """
-    longest: int = config.max_position_embeddings
-    for kind, rope in config.rope_parameters.items():
-        if kind in config.layer_types and rope["rope_type"] == "longrope":
-            longest = min(longest, rope["original_max_position_embeddings"])
-    return longest
-
-
-def _device(model: Any) -> torch.device:
-    """Return the device for input ids; hooks of offloaded modules move them to the module's device."""
-    weight = model.get_input_embeddings().weight
-    return torch.device("cpu") if weight.is_meta else weight.device

@@ -11,7 +11,6 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from statistics import median
@@ -32,7 +31,7 @@ from transformers.models.siglip.modeling_siglip import (
 )
 
 from panscan.core import UnsupportedError
-from panscan.model.linear.products import DenseLinear, Linear, PlainLinear, is_plain, linear_of, runs_own_forward
+from panscan.model.linear.products import AnyLinear, Linear, PlainLinear, is_plain, linear_of, runs_own_forward
 from panscan.model.linear.tuning import gpu_seconds
 from panscan.model.shapes import SIGLIP, vision_working_bytes
 from panscan.model.sharding import SINGLE_RANK, Ranks
@@ -99,7 +98,11 @@ class VisionLayers:
                 for layer in tower.encoder.layers
             )
         ):
-            self.attention, self.reason = _attention_for(tower) if attention is None else (attention, "as requested")
+            self.attention, self.reason = attention or "", "as requested"
+            if attention is None:
+                weight, config = tower.embeddings.patch_embedding.weight, tower.config
+                head_size = config.hidden_size // config.num_attention_heads
+                self.attention, self.reason = choose_vision_attention(weight.device, head_size, weight.dtype)
             [agreed] = ranks.all_reduce_min([ATTENTION_KERNELS.index(self.attention)])  # each rank measures separately
             self.attention = ATTENTION_KERNELS[agreed]
             self._encode = _Encoder(tower, _attention_kernel(self.attention))
@@ -161,11 +164,6 @@ def choose_vision_attention(device: torch.device, head_size: int, dtype: torch.d
         candidates["hopper"] = hopper
     with torch.cuda.device(device):
         return fastest({name: _milliseconds(attend, query, key, value) for name, attend in candidates.items()})
-
-
-def _attention_for(tower: Any) -> tuple[str, str]:
-    weight, config = tower.embeddings.patch_embedding.weight, tower.config
-    return choose_vision_attention(weight.device, config.hidden_size // config.num_attention_heads, weight.dtype)
 
 
 def _attention_kernel(name: str) -> Attend:
@@ -235,16 +233,24 @@ class _Encoder:
 
     def __init__(self, tower: Any, attend: Attend) -> None:
         self._embedding = _Embedding(tower.embeddings)
-        self._layers = [_Layer.of(layer, attend) for layer in tower.encoder.layers]
+        self._layers = [  # each part behind the norm of its input
+            (
+                _SumNorm(layer.layer_norm1),
+                _Attention(layer.self_attn, attend),
+                _SumNorm(layer.layer_norm2),
+                _Mlp(layer.mlp),
+            )
+            for layer in tower.encoder.layers
+        ]
         self._last_norm = _SumNorm(tower.post_layernorm)
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
         hidden, part = self._embedding(pixels), None
-        for layer in self._layers:
-            hidden, normed = layer.attention_norm(hidden, part)
-            part = layer.attention(normed)
-            hidden, normed = layer.mlp_norm(hidden, part)
-            part = layer.mlp(normed)
+        for attention_norm, attention, mlp_norm, mlp in self._layers:
+            hidden, normed = attention_norm(hidden, part)
+            part = attention(normed)
+            hidden, normed = mlp_norm(hidden, part)
+            part = mlp(normed)
         return self._last_norm(hidden, part)[1]
 
 
@@ -282,26 +288,6 @@ class _Embedding:
             patches = convolution(pixels).flatten(2).transpose(1, 2).contiguous()
         embedded: torch.Tensor = patches + embeddings.position_embedding(embeddings.position_ids)
         return embedded
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """One encoder layer: attention and MLP, each with the norm of its input."""
-
-    attention_norm: _SumNorm
-    attention: _Attention
-    mlp_norm: _SumNorm
-    mlp: _Mlp
-
-    @classmethod
-    def of(cls, layer: Any, attend: Attend) -> _Layer:
-        """Return a layer on the weights of a ``SiglipEncoderLayer``."""
-        return cls(
-            _SumNorm(layer.layer_norm1),
-            _Attention(layer.self_attn, attend),
-            _SumNorm(layer.layer_norm2),
-            _Mlp(layer.mlp),
-        )
 
 
 class _SumNorm:
@@ -354,7 +340,7 @@ class _Mlp:
         return self._fc2(hidden if self._activation is None else self._activation(hidden))
 
 
-class _GeluLinear(DenseLinear):
+class _GeluLinear(Linear):
     """A product with the tanh approximation of GELU at its end.
 
     On CUDA ``_addmm_activation`` means that approximation (``addmm_out_cuda_impl`` in PyTorch's ``Blas.cpp``, and the
@@ -370,7 +356,7 @@ class _GeluLinear(DenseLinear):
         return rows.view(*input.shape[:-1], -1)
 
 
-def _fused_gelu(linear: Linear, activation: nn.Module) -> Linear | None:
+def _fused_gelu(linear: AnyLinear, activation: nn.Module) -> Linear | None:
     """Return the product and this activation as one, or None if :class:`_GeluLinear` does not compute that.
 
     Never in float32, where results would depend on how cuBLAS approximates tanh, which is not documented.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,39 +24,30 @@ Product = torch.Tensor | UnscaledProduct
 """A product ``[T, outputs]``: scaled, or with scales that the next kernel applies."""
 
 
-class Linear(Protocol):
+class Linear(ABC):
     """One matrix multiplication, or several of the same input side by side.
+
+    :class:`QuantizedLinear` is one too, by its methods; this class's own ``product`` takes and returns dense values.
 
     ``input_dtype``: type of quantised inputs that are accepted in addition to dense ones; None: only dense inputs.
     """
-
-    input_dtype: torch.dtype | None
-
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """Return ``[..., outputs]`` for an input ``[..., inputs]``."""
-        ...
-
-    def product(self, rows: Rows, dtype: torch.dtype) -> Product:
-        """Return the product of rows in the model's ``dtype``, or quantised to the type :attr:`input_dtype`."""
-        ...
-
-
-class DenseLinear(ABC):
-    """Base of multiplications that take and return dense values."""
 
     input_dtype: torch.dtype | None = None
 
     @abstractmethod
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """See :class:`Linear`."""
+        """Return ``[..., outputs]`` for an input ``[..., inputs]``."""
 
     def product(self, rows: Rows, dtype: torch.dtype) -> Product:
-        """See :class:`Linear`."""
+        """Return the product of rows in the model's ``dtype``, or quantised to the type :attr:`input_dtype`."""
         assert isinstance(rows, torch.Tensor)
         return self(rows)
 
 
-class PlainLinear(DenseLinear):
+AnyLinear = Linear | QuantizedLinear
+
+
+class PlainLinear(Linear):
     """Multiplication by a dense weight.
 
     Args:
@@ -72,7 +63,7 @@ class PlainLinear(DenseLinear):
         return functional.linear(input, self.weight, self.bias)
 
 
-class ModuleLinear(DenseLinear):
+class ModuleLinear(Linear):
     """Modules that are not ours (quantised, offloaded, hooked), called one by one.
 
     Args:
@@ -90,31 +81,10 @@ class ModuleLinear(DenseLinear):
         return torch.cat([module(input) for module in self._modules], -1)
 
 
-class QuantizedProduct:
-    """Multiplication by quantised weights.
-
-    Args:
-        modules: modules of one format that share an input.
-    """
-
-    def __init__(self, modules: Sequence[QuantizedLinear]) -> None:
-        self._weights = fused(modules)
-        self.input_dtype = self._weights.weight_format.input_dtype
-
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        """See :class:`Linear`."""
-        output: torch.Tensor = self._weights(input)
-        return output
-
-    def product(self, rows: Rows, dtype: torch.dtype) -> Product:
-        """See :class:`Linear`."""
-        return self._weights.product(rows, dtype)
-
-
-class RowParallelLinear:
+class RowParallelLinear(Linear):
     """Multiplication whose inputs are split over ranks: each computes its part, ``reduce`` sums the parts in place."""
 
-    def __init__(self, part: Linear, reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, part: AnyLinear, reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._part, self._reduce = part, reduce
         self.input_dtype = part.input_dtype
 
@@ -128,7 +98,7 @@ class RowParallelLinear:
         return self._reduce(apply_scales(part, dtype) if isinstance(part, UnscaledProduct) else part)
 
 
-def linear_of(*modules: Any) -> Linear:
+def linear_of(*modules: Any) -> AnyLinear:
     """Fuse modules that take the same input; the result concatenates their outputs in this order.
 
     The weights of plain ``nn.Linear`` modules (:func:`is_plain`) of one type on one device move into one fused tensor.
@@ -136,9 +106,19 @@ def linear_of(*modules: Any) -> Linear:
     reuse the fused tensor. In-place changes of a parameter take effect; replacing its ``data`` does not.
     Quantised weights of one format are fused in the same way, but on every call.
     """
-    if all(runs_own_forward(module, *LINEARS.values()) for module in modules) and _one_format(modules):
-        return QuantizedProduct(modules)
-    if not _fit_together(modules):
+    first = modules[0]
+    quantized = all(runs_own_forward(module, *LINEARS.values()) for module in modules)
+    if not quantized and not all(is_plain(module, nn.Linear) for module in modules):
+        return ModuleLinear(modules)
+    kinds = {
+        (part.in_features, part.bias is None, part.weight.dtype, part.weight.device)
+        + ((part.weight_format, part.scale.dtype) if quantized else ())
+        for part in modules
+    }
+    alike = len(kinds) == 1
+    if quantized and (len(modules) == 1 or (alike and not first.weight_format.ordered)):
+        return fused(modules)  # reordered channels need separate inputs
+    if quantized or not alike or not first.weight.dtype.is_floating_point:
         return ModuleLinear(modules)
     weight = _fused([module.weight for module in modules])
     biases = [module.bias for module in modules if module.bias is not None]
@@ -164,44 +144,19 @@ def runs_own_forward(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     return type(module) in kinds and "forward" not in vars(module) and not hooks
 
 
-def _one_format(modules: Sequence[QuantizedLinear]) -> bool:
-    """Return whether quantised modules can be fused; reordered channels need separate inputs."""
-    if len(modules) == 1:
-        return True
-    kinds = {
-        (part.weight_format, part.in_features, part.bias is None, part.scale.dtype, part.weight.device)
-        for part in modules
-    }
-    return len(kinds) == 1 and not modules[0].weight_format.ordered
-
-
-def _fit_together(modules: Sequence[Any]) -> bool:
-    if not all(is_plain(module, nn.Linear) for module in modules):
-        return False
-    kinds = {(part.in_features, part.bias is None, part.weight.dtype, part.weight.device) for part in modules}
-    return len(kinds) == 1 and modules[0].weight.dtype.is_floating_point
-
-
 def _fused(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
     """Concatenate parameters along their first dimension; each becomes a view into the result."""
     first = parameters[0]
     if len(parameters) == 1:
         return first.data
-    if _adjacent(parameters):
+    # They may be contiguous blocks of one tensor already, in this order.
+    addresses = [part.data_ptr() for part in parameters]
+    ends = [part.data_ptr() + part.nbytes for part in parameters]
+    storages = {part.untyped_storage().data_ptr() for part in parameters}
+    if len(storages) == 1 and all(part.is_contiguous() for part in parameters) and ends[:-1] == addresses[1:]:
         shape = (sum(len(part) for part in parameters), *first.shape[1:])
         return first.data.as_strided(shape, first.stride(), first.storage_offset())
     fused = torch.cat([part.detach() for part in parameters])
-    at = 0
-    for part in parameters:
-        part.data = fused[at : at + len(part)]
-        at += len(part)
+    for part, view in zip(parameters, torch.split(fused, [len(part) for part in parameters]), strict=True):
+        part.data = view
     return fused
-
-
-def _adjacent(parameters: Sequence[nn.Parameter]) -> bool:
-    """Return whether the parameters are already contiguous blocks of one tensor, in this order."""
-    addresses = [part.data_ptr() for part in parameters]
-    sizes = [part.numel() * part.element_size() for part in parameters]
-    storage = {part.untyped_storage().data_ptr() for part in parameters}
-    ends = [address + size for address, size in zip(addresses, sizes, strict=True)]
-    return len(storage) == 1 and all(part.is_contiguous() for part in parameters) and ends[:-1] == addresses[1:]

@@ -77,15 +77,25 @@ def choose_methods(
         least: :meth:`panscan.model.sharding.Ranks.all_reduce_min`.
     """
     formats: dict[tuple[str, bool], list[QuantizedLinear]] = {}
-    for each in modules:
-        formats.setdefault((each.weight_format.kind, each.weight_format.input_dtype is not None), []).append(each)
+    for module in modules:
+        formats.setdefault((module.weight_format.kind, module.input_dtype is not None), []).append(module)
     methods = []
     for (kind, quantizes_inputs), found in formats.items():
         device = found[0].weight.device
         if found[0].value_type is not None and not quantizes_inputs:
             methods.append(f"{kind} weights dequantised for each product")
         elif kind in _RUNGS and has_kernels(device):
-            measured = _measure_kind(kind, _largest(found)[:_MATRICES], dtype)
+            totals: Counter[int] = Counter()
+            for module in found:
+                totals[module.weight.numel()] += module.weight.numel()
+            [(size, _)] = totals.most_common(1)  # the MLP's matrices in every Gemma 3
+            if (kind, device) not in _found:
+                ratio = partial(
+                    _ratio, kind, [part for part in found if part.weight.numel() == size][:_MATRICES], dtype
+                )
+                with torch.cuda.device(device), torch.no_grad():
+                    _found[kind, device] = choose_rows(_RUNGS[kind], kernel_rows(kind, device), ratio)
+            measured = _found[kind, device]  # the first choice that this process measured on the device
             [rows] = least([measured.rows])
             use_kernels_up_to(rows, kind, device)
             methods.append(f"{describe(kind, device)}; speed of Triton relative to cuBLAS: {measured}")
@@ -134,31 +144,23 @@ def median_ratio(kernel: Callable[[], float], library: Callable[[], float]) -> f
     return median(ratios[1:])
 
 
-def _measure_kind(kind: str, modules: Sequence[QuantizedLinear], dtype: torch.dtype) -> KernelRows:
-    """Return the choice for these matrices: the first one that this process measured on the device."""
-    device = modules[0].weight.device
-    if (kind, device) not in _found:
-        ratio = partial(_ratio, kind, modules, dtype)
-        with torch.cuda.device(device), torch.no_grad():
-            _found[kind, device] = choose_rows(_RUNGS[kind], kernel_rows(kind, device), ratio)
-    return _found[kind, device]
-
-
-def _largest(modules: Sequence[QuantizedLinear]) -> list[QuantizedLinear]:
-    """Return the modules of the size that holds most of the weights: the MLP's matrices in every Gemma 3."""
-    totals: Counter[int] = Counter()
-    for each in modules:
-        totals[each.in_features * each.out_features] += each.in_features * each.out_features
-    [(size, _)] = totals.most_common(1)
-    return [each for each in modules if each.in_features * each.out_features == size]
-
-
 def _ratio(kind: str, modules: Sequence[QuantizedLinear], dtype: torch.dtype, rows: int) -> float:
     """Return seconds of the library by seconds of our kernel; 0 if our kernel fails, infinity if the library does."""
-    inputs = {width: _random_inputs(rows, width, modules[0], dtype) for width in {each.in_features for each in modules}}
+    device, narrow = modules[0].weight.device, modules[0].input_dtype
+    inputs: dict[int, Any] = {}
+    for width in {module.in_features for module in modules}:
+        generator = torch.Generator(device).manual_seed(0)
+        values = torch.randn(rows, width, device=device, dtype=dtype, generator=generator)
+        inputs[width] = values if narrow is None else quantize_rows(values, narrow)
+
+    def product(module: QuantizedLinear, most: int) -> torch.Tensor:
+        given = inputs[module.in_features]
+        if narrow is not None:
+            return multiply_int8(given, module.weight, module.scale, dtype, most)
+        return multiply_int4(given, module.weight, module.scale, module.zero, module.weight_format.group_size, most)
 
     def timed(most: int) -> Callable[[], float]:
-        return lambda: gpu_seconds([partial(_product, each, inputs[each.in_features], dtype, most) for each in modules])
+        return lambda: gpu_seconds([partial(product, module, most) for module in modules])
 
     kernel, library = timed(rows), timed(0)
     for method, otherwise in ((kernel, 0.0), (library, inf)):
@@ -170,19 +172,6 @@ def _ratio(kind: str, modules: Sequence[QuantizedLinear], dtype: torch.dtype, ro
             log.debug("a product of %d rows with %s weights: %s: %s", rows, kind, type(error).__name__, error)
             return otherwise
     return median_ratio(kernel, library)
-
-
-def _random_inputs(rows: int, width: int, like: QuantizedLinear, dtype: torch.dtype) -> Any:
-    """Return random rows ``[rows, width]``, quantised if these weights take quantised rows."""
-    generator = torch.Generator(like.weight.device).manual_seed(0)
-    values = torch.randn(rows, width, device=like.weight.device, dtype=dtype, generator=generator)
-    return values if like.weight_format.input_dtype is None else quantize_rows(values, like.weight_format.input_dtype)
-
-
-def _product(module: QuantizedLinear, rows: Any, dtype: torch.dtype, most: int) -> torch.Tensor:
-    if module.value_type is not None:
-        return multiply_int8(rows, module.weight, module.scale, dtype, most)
-    return multiply_int4(rows, module.weight, module.scale, module.zero, module.weight_format.group_size, most)
 
 
 def gpu_seconds(calls: Sequence[Callable[[], torch.Tensor]], ahead_cycles: int = _AHEAD_CYCLES) -> float:

@@ -125,7 +125,15 @@ def read_header(path: Path) -> dict[str, StoredShape]:
     for name, facts in header.items():
         tensors[name], span = _stored_shape(path.name, name, facts)
         spans.append((*span, name))
-    _check_spans(path.name, spans, size - 8 - length)
+    position = 0
+    for start, end, name in sorted(spans):  # without gaps and overlaps
+        if start != position:
+            raise DamagedFileError(f"{path.name}: {shorten(name)} begins at byte {start:,}; expected {position:,}")
+        position = end
+    if position != size - 8 - length:
+        raise DamagedFileError(
+            f"{path.name}: its tensors have {position:,} bytes, the file {size - 8 - length:,}: download it again"
+        )
     return tensors
 
 
@@ -150,14 +158,3 @@ def _integers(value: Any) -> tuple[int, ...] | None:
     """Return a list of sizes; None for anything else."""
     fits = isinstance(value, list) and all(type(size) is int and 0 <= size <= _MAX_SIZE for size in value)
     return tuple(value) if fits else None
-
-
-def _check_spans(file: str, spans: list[tuple[int, int, str]], size: int) -> None:
-    """Check that tensors fill the file without gaps and overlaps."""
-    position = 0
-    for start, end, name in sorted(spans):
-        if start != position:
-            raise DamagedFileError(f"{file}: {shorten(name)} begins at byte {start:,}; expected {position:,}")
-        position = end
-    if position != size:
-        raise DamagedFileError(f"{file}: its tensors have {position:,} bytes, the file {size:,}: download it again")

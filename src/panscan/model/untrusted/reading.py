@@ -64,7 +64,8 @@ def checkpoint_entries(directory: Path) -> dict[str, os.stat_result]:
             status, target = path.stat(), path.resolve() if path.is_symlink() else root
         except (OSError, RuntimeError) as error:
             raise DamagedFileError(f"{name}: cannot be opened ({_open_failure(error)})") from error
-        if not target.is_relative_to(root) and not _is_blob(target):
+        is_blob = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")  # of a hub's cache
+        if not target.is_relative_to(root) and not is_blob:
             raise DamagedFileError(f"{name}: links to a file outside the checkpoint: copy the file instead")
         if not stat.S_ISREG(status.st_mode):
             kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
@@ -156,11 +157,6 @@ def _check_values(value: Mapping[str, Any], name: str) -> None:
             rest += [(f"{field}.{key}" if field else key, inner, depth + 1) for key, inner in item.items()]
         elif isinstance(item, list):
             rest += [(f"{field}[{index}]", inner, depth + 1) for index, inner in enumerate(item)]
-
-
-def _is_blob(path: Path) -> bool:
-    """Return whether a file is a blob of a hub's cache, to which its snapshots link."""
-    return path.parent.name == "blobs" and path.parent.parent.name.startswith("models--")
 
 
 def _limit(path: Path) -> int | None:

@@ -1,0 +1,12 @@
+"""The process of a replica that hangs: it never sends a message."""
+
+from __future__ import annotations
+
+from panscan.core.child import Parent
+
+
+def main() -> None:
+    """Receive messages, until the parent ends this process."""
+    parent = Parent()
+    while True:
+        parent.receive()
