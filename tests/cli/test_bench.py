@@ -229,7 +229,7 @@ def test_a_dataset_brings_its_questions(folder: Path) -> None:
     assert two.content.prompt == "And these?"
 
 
-@pytest.mark.parametrize("count", [1, 3, 7])
+@pytest.mark.parametrize("count", [1, 7])
 def test_num_samples_is_the_number_of_requests_in_every_cell(folder: Path, count: int) -> None:
     line = ["bench", "docs", "--prompt", "x", "--num-prompts", str(count), "--batch-size", "3,4", *QUICK]
     assert run([*line, "--no-pan-and-scan"]) == 0
@@ -381,19 +381,13 @@ def test_a_reference_must_fit(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert [truth.source for truth in found.truths.values()] == ["reference"]
     assert [record.verdict for record in found.verdicts.values()] == ["exact"]
     capsys.readouterr()
-    assert run(["bench", "docs/a.png", "-p", "another", *elsewhere, *QUICK]) == 3
-    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("panscan:")]
-    assert "--reference" in line
-    assert "other views" in line
-
-
-def test_a_reference_that_does_not_fit_leaves_no_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "docs/a.png", "-p", "x", *QUICK]) == 0
-    first = only_run(folder).path.parent
-    for reference in (str(first), "nowhere"):
+    for reference, why in ((str(first), "other views"), ("nowhere", "no such file")):
         rest = ["-p", "another", "--output-dir", "none", "--reference", reference, *QUICK]
-        assert run(["bench", "docs/a.png", *rest]) == 3
-        assert "--resume" not in capsys.readouterr().err
+        assert run(["bench", "docs/a.png", "--dtype", "fp32", *rest]) == 3
+        said = capsys.readouterr().err
+        [line] = [line for line in said.splitlines() if line.startswith("panscan:")]
+        assert "--reference" in line and why in line
+        assert "--resume" not in said
     assert not (folder / "none").exists()
 
 
