@@ -193,7 +193,7 @@ def _request_mix(options: Options, scenario: Scenario | None) -> tuple[RequestMi
         InputError: no document or prompt is usable.
         SettingError: options exclude each other.
     """
-    from panscan.load.content import mix_of_items, mix_of_scenario
+    from panscan.load.content import RequestMix, mix_of_scenario
     from panscan.workload.requests import Source, load_workload, source_or_samples
 
     prompt = utf8("--prompt", options.prompt)
@@ -219,7 +219,7 @@ def _request_mix(options: Options, scenario: Scenario | None) -> tuple[RequestMi
     )
     with activity("reading documents") as step:
         workload = load_workload(source, on_problem=print_skipped, on_document=step.update)
-    return mix_of_items(workload.items), asdict(source)
+    return RequestMix(workload.items), asdict(source)
 
 
 def _command_line(url: str, limits: Mapping[str, float]) -> list[str]:
