@@ -161,6 +161,8 @@ class Report:
             lines.append(VERIFY_HINT)
         if "too few batches" in words:
             lines.append(f"Too few batches to tell: measure both with {_remedy(self.runs[0], self.repeats)}.")
+        if "too few questions" in words:
+            lines.append("Too few questions to tell: repeats of a question are no more evidence; ask others.")
         return lines
 
     def outcomes(self) -> list[tuple[str, str]]:
