@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.conftest import noise
 from torch import nn
-from torch.nn.functional import linear
 from transformers import TorchAoConfig
 
 from panscan.engine.engine import Engine
@@ -98,17 +97,6 @@ def test_a_second_engine_finds_the_same_storage(shape: Shape) -> None:
     assert [parameter.data_ptr() for parameter in model.parameters()] == places
 
 
-def test_a_second_product_allocates_nothing() -> None:
-    parts = [nn.Linear(12, size) for size in (7, 3, 5)]
-    first, second = linear_of(*parts), linear_of(*parts)
-    assert isinstance(first, PlainLinear) and isinstance(second, PlainLinear)
-    assert first.bias is not None and second.bias is not None
-    for one, two in ((first.weight, second.weight), (first.bias, second.bias)):
-        assert (one.data_ptr(), one.shape, one.stride()) == (two.data_ptr(), two.shape, two.stride())
-    single = linear_of(parts[1])
-    assert isinstance(single, PlainLinear) and single.weight.data_ptr() == parts[1].weight.data_ptr()
-
-
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     bias=st.booleans(),
@@ -129,16 +117,6 @@ def test_one_product_is_the_modules_products_in_their_order(
     short = {torch.float32: 1e-6, torch.bfloat16: 2**-7}[dtype]  # some ulp of a sum in another order
     torch.testing.assert_close(found(x), expected, rtol=short, atol=short / 8)
     torch.testing.assert_close(torch.cat([part(x) for part in parts], -1), expected, rtol=short, atol=short / 8)
-
-
-@torch.no_grad()
-def test_changes_in_place_are_seen_by_both() -> None:
-    parts = [nn.Linear(12, size) for size in (7, 3, 5)]
-    product, x = linear_of(*parts), torch.randn(2, 12)
-    for parameter in (parts[1].weight, parts[2].bias):
-        parameter.mul_(2)
-        expected = torch.cat([linear(x, part.weight, part.bias) for part in parts], -1)
-        torch.testing.assert_close(product(x), expected)
 
 
 @both_shapes

@@ -95,12 +95,6 @@ def stored(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("kind", ["int8", "bnb-4bit"])
-def test_a_quantised_checkpoint_is_not_quantised_again(stored: Path, kind: str) -> None:
-    with pytest.raises(ModelError, match=rf"^--quantization {kind}: .* is quantised already: GPTQ .*; leave out"):
-        load_for(Settings(model=str(stored), quantization=kind, device="cpu"))
-
-
 @pytest.mark.parametrize(
     ("card", "expected"),
     [

@@ -13,7 +13,7 @@ def server() -> Iterator[Server]:
     """A server with the mini model and default limits. Tests leave it idle."""
     started = launch()
     yield started
-    started.stop()
+    assert started.stop() == 0
 
 
 @pytest.fixture(scope="module")

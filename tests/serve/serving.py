@@ -6,6 +6,7 @@ import base64
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -169,6 +170,21 @@ def post(server: Server, path: str, body: Any, **options: Any) -> httpx.Response
 def chat(server: Server, messages: Any, **fields: Any) -> httpx.Response:
     """Ask for a chat completion."""
     return post(server, "/v1/chat/completions", {"messages": messages, **fields})
+
+
+def open_request(server: Server, path: str, content: bytes, *headers: str, length: int | None = None) -> socket.socket:
+    """Return a connection on which a request with a JSON body was sent; ``length``: of a body of which more follows."""
+    size = len(content) if length is None else length
+    fixed = ("Host: 127.0.0.1", "Content-Type: application/json", f"Content-Length: {size}")
+    head = "\r\n".join((f"POST {path} HTTP/1.1", *fixed, *headers, "", ""))
+    connection = socket.create_connection(("127.0.0.1", server.port), DEADLINE)
+    connection.sendall(head.encode() + content)
+    return connection
+
+
+def received(connection: socket.socket) -> bytes:
+    """Return all that arrives until the other side closes the connection."""
+    return b"".join(iter(lambda: connection.recv(65_536), b""))
 
 
 def refused(response: httpx.Response, status: int, param: str | None = None) -> str:

@@ -13,20 +13,8 @@ from click.testing import CliRunner
 from panscan.cli.serve import command
 
 ROOT = Path(__file__).parent.parent.parent
-KNOWN = {
-    "ARG",
-    "CMD",
-    "COPY",
-    "ENTRYPOINT",
-    "ENV",
-    "EXPOSE",
-    "FROM",
-    "HEALTHCHECK",
-    "RUN",
-    "USER",
-    "VOLUME",
-    "WORKDIR",
-}
+KNOWN = {"ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "EXPOSE", "FROM", "HEALTHCHECK"}
+KNOWN |= {"RUN", "USER", "VOLUME", "WORKDIR"}
 
 
 def instructions() -> list[tuple[str, str]]:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import shutil
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,13 +14,9 @@ from typing import Any
 import httpx
 import pytest
 from tests.footprint import run_measured
-from tests.serve.serving import DEADLINE, Server, chat, engines_of, post, refused, user, wait_for
+from tests.serve.serving import DEADLINE, Server, chat, open_request, post, received, refused, user, wait_for
 
-from panscan.core import Request, Sampling
-from panscan.model.bundled import mini_directory
-from panscan.serve.client import RequestWork
-from panscan.serve.engine_process import EngineProcess
-from panscan.settings import Settings
+from panscan.model.bundled.tiny import tiny_directory
 
 PATH = "/v1/chat/completions"
 
@@ -78,9 +71,16 @@ class Reader:
 
 
 @pytest.fixture(scope="module")
-def small(start: Callable[..., Server]) -> Server:
-    """A server for one running and one waiting request."""
-    return start("--max-num-seqs", "1", "--max-queued-requests", "1", "--kv-cache-gb", "0.05", "--drain-timeout", "50")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the tiny model, which a test can hide."""
+    return Path(shutil.copytree(tiny_directory(), tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.fixture(scope="module")
+def small(start: Callable[..., Server], model: Path) -> Server:
+    """A server for one running and two waiting requests, whose engine has two ranks."""
+    limits = ["--max-num-seqs", "1", "--max-queued-requests", "2", "--kv-cache-gb", "0.05", "--drain-timeout", "50"]
+    return start("--model", str(model), "--tensor-parallel-size", "2", *limits)
 
 
 @pytest.fixture
@@ -95,29 +95,16 @@ def sent(pool: ThreadPoolExecutor, server: Server, body: dict[str, Any], **optio
 
 
 def test_a_full_queue_returns_429(small: Server) -> None:
-    computing = socket_with(small, long(16_000))
-    waiting = socket_with(small, long(16_000))
-    wait_for(lambda: small.metric("panscan:http_requests_active") == 2)
-    wait_for(lambda: small.metric("vllm:num_requests_waiting") == small.metric("vllm:num_requests_running") == 1)
+    accepted = [open_request(small, PATH, json.dumps(long(16_000)).encode()) for _ in range(3)]
+    wait_for(lambda: small.metric("vllm:num_requests_waiting") == 2 and small.metric("vllm:num_requests_running") == 1)
     response = post(small, PATH, long(1))
     assert "at capacity" in refused(response, 429)
     assert response.json()["error"]["code"] == "queue_full" and int(response.headers["retry-after"]) >= 1
     for path in ("/health", "/ready", "/v1/models"):
         assert httpx.get(f"{small}{path}").status_code == 200
-    computing.close()
-    waiting.close()
+    for connection in accepted:
+        connection.close()
     wait_for(small.idle)
-
-
-def socket_with(server: Server, body: dict[str, Any]) -> socket.socket:
-    """Return a connection on which a request was sent."""
-    connection = socket.create_connection(("127.0.0.1", server.port))
-    content = json.dumps(body).encode()
-    head = (
-        f"POST {PATH} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
-    )
-    connection.sendall(head.encode() + b"\r\n\r\n" + content)
-    return connection
 
 
 def test_a_deadline_returns_504_or_ends_the_stream(small: Server) -> None:
@@ -130,114 +117,63 @@ def test_a_deadline_returns_504_or_ends_the_stream(small: Server) -> None:
 
 
 def test_slow_bodies_hold_no_slot_and_end_with_their_deadline(small: Server) -> None:
-    head = f"POST {PATH} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n"
-    slow = [socket.create_connection(("127.0.0.1", small.port), DEADLINE) for _ in range(8)]
-    for connection in slow:
-        connection.sendall(head.encode() + b"{")
+    slow = [open_request(small, PATH, b"{", length=500) for _ in range(8)]
     assert post(small, PATH, long(1)).status_code == 200
     for connection in slow:
         connection.close()
-    with socket.create_connection(("127.0.0.1", small.port), DEADLINE) as connection:
-        head = f"POST {PATH} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nX-Request-Timeout: 0.3"
-        connection.sendall(head.encode() + b"\r\nContent-Length: 500\r\n\r\n{")
-        received = b""
-        while piece := connection.recv(65_536):  # the server closes the connection
-            received += piece
-    assert received.startswith(b"HTTP/1.1 504 ")
+    with open_request(small, PATH, b"{", "X-Request-Timeout: 0.3", length=500) as connection:
+        assert received(connection).startswith(b"HTTP/1.1 504 ")
     wait_for(small.idle)
 
 
-def test_a_killed_engine_is_replaced(small: Server, pool: ThreadPoolExecutor) -> None:
-    """The stream ends with an error; the non-streaming request is retried."""
+def test_an_engine_that_dies_is_replaced_once_it_can_load(small: Server, pool: ThreadPoolExecutor, model: Path) -> None:
+    """A stream ends with an error; other requests are retried, unless their clients leave.
+
+    The memory of a GPU may be free only some time after its process has died.
+    """
     expected = chat(small, user("Hi"), max_tokens=100, ignore_eos=True).json()["choices"]
     reader = Reader(small, long(16_000))
     assert reader.begun.wait(DEADLINE)
     whole = sent(pool, small, long(100))
     wait_for(lambda: small.metric("panscan:http_requests_active") == 2)
-    before = small.engine
-    before.send_signal(signal.SIGKILL)
+    before, hidden = small.engine, model.with_name("hidden")
+    model.rename(hidden)
+    rank = next(child for child in before.children() if "rank" in " ".join(child.cmdline()))
+    rank.kill()
     *_, last = reader.events()
-    assert "SIGKILL" in json.loads(last)["error"]["message"]
-    wait_for(lambda: [child for child in engines_of(small.pid) if child != before])
+    assert "exited with code 1" in json.loads(last)["error"]["message"]
     assert httpx.get(f"{small}/ready").status_code == 503
-    for child in engines_of(small.pid):  # while it loads
-        child.kill()
+    abandoned = open_request(small, PATH, json.dumps(long(100)).encode())
+    wait_for(lambda: small.metric("panscan:http_requests_active") == 2)
+    abandoned.close()
+    wait_for(lambda: small.metric("panscan:http_requests_active") == 1)
+    wait_for(lambda: any("could not be restarted" in line for line in small.log))
+    hidden.rename(model)
     assert whole.result().json()["choices"] == expected
     assert small.metric("panscan:requests_retried") >= 1
     assert small.engine != before
     wait_for(small.idle)
 
 
-def test_sigterm_finishes_what_runs_and_refuses_the_rest(small: Server, pool: ThreadPoolExecutor) -> None:
+def test_signals_finish_what_runs_refuse_the_rest_and_then_end_it(small: Server, pool: ThreadPoolExecutor) -> None:
     """Runs last, because it stops the server."""
-    reader = Reader(small, long(300))
+    reader = Reader(small, long(100))
     assert reader.begun.wait(DEADLINE)
     idle = httpx.Client(base_url=str(small), timeout=DEADLINE)
     assert idle.get("/ready").status_code == 200
-    small.process.send_signal(signal.SIGTERM)
+    late = Reader(small, long(16_000))
+    wait_for(lambda: small.metric("panscan:http_requests_active") == 2)
+    cut = sent(pool, small, long(16_000))
+    wait_for(lambda: small.metric("panscan:http_requests_active") == 3)
+    small.process.send_signal(signal.SIGHUP)
     wait_for(lambda: idle.get("/ready").status_code == 503)
     response = idle.post(PATH, json=long(1))
     assert "shutting down" in refused(response, 503) and response.headers["retry-after"]
     assert reader.events()[-1] == "[DONE]"
-    assert small.process.wait(DEADLINE) == 0
-    idle.close()
-
-
-def test_a_killed_rank_restarts_the_engine_and_a_second_signal_ends_requests(
-    start: Callable[..., Server], pool: ThreadPoolExecutor
-) -> None:
-    server = start("--model", "tiny", "--tensor-parallel-size", "2", "--kv-cache-gb", "0.05")
-    before = server.engine.pid
-    whole = sent(pool, server, long(400))
-    wait_for(lambda: server.metric("vllm:num_requests_running") == 1)
-    ranks = [child for child in server.engine.children() if "rank" in " ".join(child.cmdline())]
-    ranks[0].kill()
-    assert whole.result().json()["usage"]["completion_tokens"] == 400  # by the engine that was started in its place
-    assert server.engine.pid != before
-    assert server.metric("panscan:requests_retried") == 1
-    reader = Reader(server, long(16_000))
-    assert reader.begun.wait(DEADLINE)
-    cut = sent(pool, server, long(16_000))
-    wait_for(lambda: server.metric("panscan:http_requests_active") == 2)
-    server.process.send_signal(signal.SIGHUP)
-    wait_for(lambda: httpx.get(f"{server}/ready").status_code == 503)
-    server.process.send_signal(signal.SIGTERM)
-    assert "shutting down" in json.loads(reader.events()[-1])["error"]["message"]
+    assert late.begun.wait(DEADLINE)
+    small.process.send_signal(signal.SIGTERM)
+    assert "shutting down" in json.loads(late.events()[-1])["error"]["message"]
     assert "shutting down" in refused(cut.result(), 503)
-    assert server.process.wait(DEADLINE) == 0
-    assert not any("Traceback" in line for line in server.log)
-
-
-def test_requests_survive_an_engine_that_cannot_load_for_a_while(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The memory of a GPU may be free only some time after its process has died."""
-    model = tmp_path / "model"
-    shutil.copytree(mini_directory(), model)
-
-    async def scenario() -> tuple[str, str, int]:
-        settings = Settings(runner="engine", model=str(model), device="cpu", kv_cache_gb=0.02)
-        backend = EngineProcess(settings)
-        await backend.start()
-        try:
-            sampling = Sampling(max_new_tokens=200, ignore_eos=True)
-            abandoned, waiting = (
-                backend.submit(Request(prompt="Hi", sampling=sampling, id=id), RequestWork(0, 10, 200), stream=False)
-                for id in ("abandoned", "waiting")
-            )
-            assert backend.pid is not None  # it is ready
-            os.kill(backend.pid, signal.SIGSTOP)  # so that the engine cannot end the request itself
-            abandoned.cancel()
-            model.rename(tmp_path / "gone")
-            os.kill(backend.pid, signal.SIGKILL)
-            async with asyncio.timeout(DEADLINE):
-                cancelled = await abandoned.result()
-                while not any("could not be restarted" in line for line in caplog.messages):
-                    await asyncio.sleep(0.05)
-                (tmp_path / "gone").rename(model)
-                answered = await waiting.result()
-            return cancelled.finish_reason, answered.finish_reason, backend.retried
-        finally:
-            await backend.close()
-
-    assert asyncio.run(scenario()) == ("cancelled", "length", 1)
+    assert small.process.wait(DEADLINE) == 0
+    assert not any("Traceback" in line for line in small.log)
+    idle.close()

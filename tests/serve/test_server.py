@@ -5,13 +5,12 @@ from __future__ import annotations
 import base64
 import json
 import re
-import socket
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from io import BytesIO
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from tests.serve.serving import (
     command,
     data_url,
     image_part,
+    open_request,
     post,
     refused,
     saved,
@@ -96,11 +96,8 @@ class Case:
         for turn in self.messages:
             content: Any = turn["content"]
             if not isinstance(content, str):
-                content = [
-                    each
-                    for part in content
-                    for each in ([part] if part["type"] == "text" else [{"type": "image"}] * next(counts))
-                ]
+                parts = ([part] if part["type"] == "text" else [{"type": "image"}] * next(counts) for part in content)
+                content = [*chain.from_iterable(parts)]
             turns.append({**turn, "content": content})
         return Request(messages=turns, images=pages, sampling=self.sampling, pan_and_scan=self.pan_and_scan)
 
@@ -116,39 +113,33 @@ TURNS = [
     {"role": "assistant", "content": "A receipt."},
     *user(image_part(data_url(JPEG)), "And this?"),
 ]
-SAMPLED = {"temperature": 1.0, "seed": 7, "top_p": 0.9, "top_k": 50}
+ABOUT_RECEIPT, RECEIPT_FILE = user(image_part(data_url(PNG)), QUESTION), ((PNG, 1),)
+FILE_PART = {"type": "file", "file": {"file_data": data_url(TIFF)}}
+
+
+def sampled(messages: list[dict[str, Any]], images: tuple[tuple[bytes, int], ...] = (), **fields: Any) -> Case:
+    """Return a case whose fields are those of the engine's sampling."""
+    chosen = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    return Case(messages, images, fields, Sampling(TOKENS, **chosen))
+
+
+def cropped(**settings: Any) -> Case:
+    """Return a case with pan-and-scan settings."""
+    kwargs = {name if name == "do_pan_and_scan" else f"pan_and_scan_{name}": settings[name] for name in settings}
+    chosen = PanAndScan(enabled=False) if "do_pan_and_scan" in settings else PanAndScan(**settings)
+    return Case(ABOUT_RECEIPT, RECEIPT_FILE, {"mm_processor_kwargs": kwargs}, pan_and_scan=chosen)
+
+
 CASES = {
-    "text": Case(user("Hi"), fields={"ignore_eos": True}, sampling=Sampling(TOKENS, ignore_eos=True)),
-    "image": Case(user(image_part(data_url(PNG)), QUESTION), ((PNG, 1),)),
+    "text": sampled(user("Hi"), ignore_eos=True),
+    "image": Case(ABOUT_RECEIPT, RECEIPT_FILE),
     "conversation": Case(TURNS, ((PNG, 1), (JPEG, 1))),
-    "pdf and tiff": Case(
-        user("Compare", image_part(data_url(PDF)), {"type": "file", "file": {"file_data": data_url(TIFF)}}),
-        ((PDF, 3), (TIFF, 2)),
-    ),
-    "no crops": Case(
-        user(image_part(data_url(PNG)), QUESTION),
-        ((PNG, 1),),
-        {"mm_processor_kwargs": {"do_pan_and_scan": False}},
-        pan_and_scan=PanAndScan(enabled=False),
-    ),
-    "more crops": Case(
-        user(image_part(data_url(PNG)), QUESTION),
-        ((PNG, 1),),
-        {"mm_processor_kwargs": {"pan_and_scan_min_crop_size": 50, "pan_and_scan_max_num_crops": 6}},
-        pan_and_scan=PanAndScan(min_crop_size=50, max_num_crops=6),
-    ),
-    "sampled": Case(user("Say it"), fields=SAMPLED, sampling=Sampling(TOKENS, **SAMPLED)),
-    "stop": Case(
-        user(image_part(data_url(PNG)), QUESTION),
-        ((PNG, 1),),
-        {"stop": ["0", "5"]},
-        Sampling(TOKENS, stop=("0", "5")),
-    ),
-    "penalty": Case(
-        user("Hi"),
-        fields={"repetition_penalty": 1.5, "min_p": 0.1, "temperature": 0.5, "seed": -3},
-        sampling=Sampling(TOKENS, repetition_penalty=1.5, min_p=0.1, temperature=0.5, seed=-3),
-    ),
+    "pdf and tiff": Case(user("Compare", image_part(data_url(PDF)), FILE_PART), ((PDF, 3), (TIFF, 2))),
+    "no crops": cropped(do_pan_and_scan=False),
+    "more crops": cropped(min_crop_size=50, max_num_crops=6),
+    "sampled": sampled(user("Say it"), temperature=1.0, seed=7, top_p=0.9, top_k=50),
+    "stop": sampled(ABOUT_RECEIPT, RECEIPT_FILE, stop=["0", "5"]),
+    "penalty": sampled(user("Hi"), repetition_penalty=1.5, min_p=0.1, temperature=0.5, seed=-3),
 }
 
 
@@ -210,13 +201,7 @@ def test_concurrent_whole_and_streamed_answers_match_the_engine(server: Server, 
 
 def test_continuous_usage_counts_the_tokens_so_far(server: Server) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    body = {
-        "messages": [{"role": "user", "content": "Hi"}],
-        "max_tokens": TOKENS,
-        "ignore_eos": True,
-        "stream": True,
-        "n": 2,
-    }
+    body = {"messages": user("Hi"), "max_tokens": TOKENS, "ignore_eos": True, "stream": True, "n": 2}
     response = post(server, "/v1/chat/completions", {**body, "stream_options": options})
     *events, last, _, _ = response.text.split("\n\n")
     chunks = [json.loads(event.removeprefix("data: ")) for event in events]
@@ -267,12 +252,8 @@ def test_choices_use_consecutive_seeds_and_completions_are_raw(client: openai.Op
 
 
 def test_completions_have_log_probabilities_at_their_place_in_the_text(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {
-        "model": "mini",
-        "prompt": "The total",
-        "max_tokens": 6,
-        "extra_body": {"ignore_eos": True},
-    }
+    body: dict[str, Any] = {"model": "mini", "prompt": "The total", "max_tokens": 6}
+    asked = {**body, "extra_body": {"ignore_eos": True}}
     whole = client.completions.create(**asked, logprobs=0).choices[0].logprobs
     assert whole is not None and whole.top_logprobs == [{}] * 6  # 0: those of the chosen tokens alone
     places = list(accumulate(map(len, whole.tokens or []), initial=0))[:-1]
@@ -283,12 +264,9 @@ def test_completions_have_log_probabilities_at_their_place_in_the_text(client: o
 
 
 def test_answers_satisfy_a_json_schema(client: openai.OpenAI) -> None:
-    schema = {
-        "type": "object",
-        "required": ["total", "paid"],
-        "additionalProperties": False,
-        "properties": {"total": {"type": "string", "maxLength": 8}, "paid": {"type": "boolean"}},
-    }
+    properties = {"total": {"type": "string", "maxLength": 8}, "paid": {"type": "boolean"}}
+    closed = {"type": "object", "required": [*properties], "additionalProperties": False}
+    schema = {**closed, "properties": properties}
     messages: Any = user(image_part(data_url(PNG)), QUESTION)
     formats: Any = {"type": "json_schema", "json_schema": {"name": "receipt", "schema": schema, "strict": True}}
     answer = client.chat.completions.create(model="mini", messages=messages, max_tokens=60, response_format=formats)
@@ -321,24 +299,22 @@ def test_tokenize_matches_the_engine(server: Server, engine: Engine, tmp_path: P
     assert post(server, "/tokenize", {"prompt": "Hi"}).json()["tokens"] == raw
 
 
-@pytest.mark.parametrize("preview", [False, True])
-def test_views_are_those_of_the_upright_image(server: Server, engine: Engine, preview: bool) -> None:
+def test_views_are_those_of_the_upright_image(server: Server, engine: Engine) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # a quarter turn
     content = saved(noise(300, 900), "JPEG", exif=exif.tobytes())
     kwargs = {"pan_and_scan_min_crop_size": 100, "pan_and_scan_max_num_crops": 3}
-    body = {"image": data_url(content), "mm_processor_kwargs": kwargs, "preview": preview}
-    [page] = post(server, "/v1/views", body).json()["pages"]
+    body = {"image": data_url(content), "mm_processor_kwargs": kwargs}
+    [page] = post(server, "/v1/views", {**body, "preview": True}).json()["pages"]
+    with Image.open(BytesIO(base64.b64decode(page.pop("preview").partition(",")[2]))) as image:
+        assert image.size == (900, 300)
+    assert post(server, "/v1/views", body).json()["pages"] == [page]
     plan = plan_views(900, 300, PanAndScan(min_crop_size=100, max_num_crops=3), engine.loaded.reader.prompts.cost())
     assert (page["width"], page["height"]) == (900, 300)
     assert [(view["kind"], tuple(view["box"])) for view in page["views"]] == [
-        (each.kind, each.box) for each in plan.views
+        (view.kind, view.box) for view in plan.views
     ]
     assert (page["image_tokens"], page["prompt_tokens"]) == (plan.image_tokens, plan.prompt_tokens)
-    if preview:
-        content = base64.b64decode(page["preview"].partition(",")[2])
-        with Image.open(BytesIO(content)) as image:
-            assert image.size == (900, 300)
     sized = post(server, "/v1/views", {"width": 900, "height": 300, "mm_processor_kwargs": kwargs}).json()
     assert sized["pages"][0]["views"] == page["views"]
 
@@ -349,6 +325,9 @@ def test_the_model_and_its_limits_are_listed(server: Server, client: openai.Open
     assert client.models.retrieve("mini").id == "mini"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model="mini", prompt="Hi", frequency_penalty=1.0)
+    assert caught.value.param == "frequency_penalty"
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="other", messages=[{"role": "user", "content": "Hi"}])
     own = httpx.get(f"{server}/v1/models").json()["data"][0]["panscan"]
@@ -391,6 +370,9 @@ def test_unknown_fields_are_refused_by_name(kind: type[Body], name: str, value: 
         assert str(refusal.value).startswith(name if name.isprintable() and name else repr(name))
 
 
+SCHEMA = {"type": "json_schema"}
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -408,10 +390,8 @@ def test_unknown_fields_are_refused_by_name(kind: type[Body], name: str, value: 
         ({"temprature": 1}, "temprature"),
         ({"mm_processor_kwargs": {"pan_and_scan_max_num_crops": 0}}, "mm_processor_kwargs"),
         ({"messages": [{"role": "system", "content": "a"}]}, "messages"),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}},
-            "response_format",
-        ),
+        ({"response_format": SCHEMA | {"json_schema": {"name": "a", "schema": {"not": {}}}}}, "response_format"),
+        ({"frequency_penalty": 1.0}, "frequency_penalty"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -419,14 +399,6 @@ def test_errors_name_the_field_before_a_stream_begins(
     server: Server, fields: dict[str, Any], param: str, stream: bool
 ) -> None:
     refused(post(server, "/v1/chat/completions", {"messages": user("Hi"), **fields, "stream": stream}), 400, param)
-
-
-def test_the_openai_client_raises_its_own_errors(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(
-            model="mini", messages=[{"role": "user", "content": "Hi"}], frequency_penalty=1.0
-        )
-    assert caught.value.param == "frequency_penalty"
 
 
 def test_metrics_add_up(server: Server) -> None:
@@ -453,10 +425,7 @@ def test_metrics_add_up(server: Server) -> None:
 def test_a_disconnect_frees_the_engine(server: Server, stream: bool) -> None:
     wait_for(server.idle)
     body = {"messages": user("Hi"), "max_tokens": 16_000, "ignore_eos": True, "stream": stream}
-    with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        content = json.dumps(body).encode()
-        head = f"Host: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-        connection.sendall(b"POST /v1/chat/completions HTTP/1.1\r\n" + head.encode() + content)
+    with open_request(server, "/v1/chat/completions", json.dumps(body).encode()):
         wait_for(lambda: server.metric("vllm:num_requests_running") == 1)
     wait_for(server.idle)
     assert chat(server, user("Hi"), max_tokens=2).status_code == 200

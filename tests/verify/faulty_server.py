@@ -27,7 +27,7 @@ from panscan.engine.views import ViewFeatures
 from panscan.images import pixels
 from panscan.model.prompt import Prompt, PromptWriter
 from panscan.serve import engine_worker
-from panscan.serve.requests import RequestBuilder
+from panscan.serve.request_builder import RequestBuilder
 
 ROOT = Path(__file__).parents[2]
 _WORKER = "--engine-worker"

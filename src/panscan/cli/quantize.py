@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import click
 
@@ -18,7 +19,7 @@ from panscan.core.weight_formats import FORMATS, WEIGHT_KINDS, alternatives
 from panscan.settings import Options, Settings, options_of
 
 if TYPE_CHECKING:
-    from panscan.quantize.audit import Audit, PartSummary
+    from panscan.quantize.audit import Audit
     from panscan.quantize.measure import Measurement
 
 
@@ -176,17 +177,23 @@ def _print_measurement(measurement: Measurement) -> None:
 
 def _print_audit(audit: Audit) -> None:
     """Print what a checkpoint holds, how its answers compare, and what is wrong with it."""
+    from panscan.model.inventory import Part
     from panscan.report.table import Column, Medium, Table, print_table
 
-    columns: list[Column[PartSummary]] = [
-        Column("Part", lambda part: part.name, text=Medium.ALL),
-        Column("Tensors", lambda part: part.tensors),
-        Column("Quantised", lambda part: part.quantized),
-        Column("Stored as", lambda part: part.stored_as, text=Medium.ALL),
-        Column("Size", lambda part: f"{part.bytes / 1e6:,.1f} MB"),
+    stored = audit.stored
+
+    def types(part: Part) -> str:
+        return ", ".join(name for name, _ in Counter(facts.stored_as for facts in stored.of_part(part)).most_common(3))
+
+    columns: list[Column[Part]] = [
+        Column("Part", lambda part: part, text=Medium.ALL),
+        Column("Tensors", lambda part: len(stored.of_part(part))),
+        Column("Quantised", lambda part: len(stored.quantized(part))),
+        Column("Stored as", types, text=Medium.ALL),
+        Column("Size", lambda part: f"{stored.bytes_of(part) / 1e6:,.1f} MB"),
     ]
-    echo(f"{audit.name}: {audit.format}")
-    print_table(Table(columns, audit.parts), out(), frame="none", gap=2)
+    echo(f"{audit.name}: {stored.format or 'not quantised, or in a format that Transformers loads'}")
+    print_table(Table(columns, [part for part in get_args(Part) if stored.of_part(part)]), out(), frame="none", gap=2)
     for line in audit.remarks:
         out().print(line, soft_wrap=True)
     if audit.measurement is not None:

@@ -58,13 +58,17 @@ class Inventory:
     folds_scales: bool
     tensors: tuple[TensorFacts, ...]
 
+    def of_part(self, part: Part) -> tuple[TensorFacts, ...]:
+        """Return the tensors of a part of the model."""
+        return tuple(facts for facts in self.tensors if facts.part == part)
+
     def quantized(self, part: Part) -> tuple[TensorFacts, ...]:
         """Return the quantised matrices of a part of the model."""
-        return tuple(facts for facts in self.tensors if facts.part == part and facts.quantized)
+        return tuple(facts for facts in self.of_part(part) if facts.quantized)
 
     def bytes_of(self, part: Part) -> int:
         """Return the bytes of a part of the model."""
-        return sum(facts.bytes for facts in self.tensors if facts.part == part)
+        return sum(facts.bytes for facts in self.of_part(part))
 
 
 def inventory(name: str, revision: str | None = None) -> Inventory:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import get_args
 
 import torch
 from huggingface_hub import snapshot_download
@@ -18,7 +17,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from panscan.core import BUNDLED, ModelError
 from panscan.model.checkpoint import Loaded, Placement, checkpoint_files, load_model
-from panscan.model.inventory import Inventory, Part, inventory
+from panscan.model.inventory import Inventory, inventory
 from panscan.model.linear.quantized import QuantizedLinear, WeightFormat
 from panscan.model.machine import resolve_device, resolve_dtype
 from panscan.model.quantization import base_model_of
@@ -27,7 +26,6 @@ from panscan.quantize.source import DenseCheckpoint
 from panscan.settings import Settings
 from panscan.workload.calibration import OnProblem, Steps, load_documents
 
-_PARTS: tuple[Part, ...] = get_args(Part)
 _NORMED = (("input_layernorm", "self_attn.q_proj"), ("pre_feedforward_layernorm", "mlp.gate_proj"))
 _MOVED = 0.1  # relative change of a column's effect that rounding does not explain
 _GARBAGE_TOP1 = 0.5
@@ -37,25 +35,13 @@ _FEW = 3  # minimum number of answers to judge repetition
 _ENOUGH = 10  # minimum number of answers to judge without a reference
 
 
-@dataclass(frozen=True, slots=True)
-class PartSummary:
-    """Tensors of a part of the model: how many, how many of them quantised, their types and bytes."""
-
-    name: str
-    tensors: int
-    quantized: int
-    stored_as: str
-    bytes: int
-
-
 @dataclass(slots=True)
 class Audit:
     """Result of an audit.
 
     Args:
         name: name of the checkpoint.
-        format: description of the quantisation format.
-        parts: summary of each part of the model.
+        stored: its tensors.
         remarks: findings, one sentence each.
         measurement: None if the checkpoint was not run.
         garbage: why its answers are garbage, with the likely cause; None if they are not.
@@ -63,8 +49,7 @@ class Audit:
     """
 
     name: str
-    format: str
-    parts: list[PartSummary]
+    stored: Inventory
     remarks: list[str] = field(default_factory=list)
     measurement: Measurement | None = None
     garbage: str | None = None
@@ -100,9 +85,7 @@ def audit(
     """
     name = settings.model
     stored = inventory(name, settings.revision)
-    result = Audit(
-        name, stored.format or "not quantised, or in a format that Transformers loads", _part_summaries(stored)
-    )
+    result = Audit(name, stored)
     result.remarks += [f"{note}." for note in stored.notes]
     if not verify:
         return result
@@ -172,17 +155,6 @@ def _base_checkpoint(base: str | None, settings: Settings, result: Audit) -> Den
         reason = str(error).removeprefix(f"--model {settings.model}: ").partition(";")[0].partition("\n")[0]
         result.remarks.append(f"No reference: {reason}. Pass --model BASE to compare with the dense model.")
         return None
-
-
-def _part_summaries(stored: Inventory) -> list[PartSummary]:
-    summaries = []
-    for part in _PARTS:
-        if tensors := [tensor for tensor in stored.tensors if tensor.part == part]:
-            types = Counter(tensor.stored_as for tensor in tensors)
-            shown = ", ".join(name for name, _ in types.most_common(3))
-            quantized = len(stored.quantized(part))
-            summaries.append(PartSummary(part, len(tensors), quantized, shown, stored.bytes_of(part)))
-    return summaries
 
 
 def _format_text(weight_format: WeightFormat) -> str:

@@ -39,7 +39,7 @@ from panscan.serve.protocol import (
     parse,
 )
 from panscan.serve.replies import TIMED_OUT, Reply, TokenNames, error_body, error_of, error_status, json_response
-from panscan.serve.requests import RequestBuilder, check_used, media_pool, message_urls
+from panscan.serve.request_builder import RequestBuilder, check_used, media_pool, message_urls
 from panscan.serve.tracing import open_tracer
 from panscan.serve.views import page_views, size_views
 

@@ -15,7 +15,7 @@ from panscan.core import EngineError, PanscanError, Result, Stream, TokenEvent
 from panscan.serve import tracing
 from panscan.serve.admission import SHUTTING_DOWN, AdmissionControl, AdmissionSlot, disconnection, race
 from panscan.serve.replies import DONE, TIMED_OUT, Reply, error_body, error_of, json_response, server_sent
-from panscan.serve.requests import PreparedRequest
+from panscan.serve.request_builder import PreparedRequest
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer

@@ -71,20 +71,26 @@ def test_kernels_and_products_against_the_limits_of_the_gpu(decode: Summary) -> 
     assert sum(kernel.share for kernel in decode.kernels) == pytest.approx(1.0)
 
 
-def test_the_work_of_an_operator_with_two_kernels_belongs_to_the_operator() -> None:
+@pytest.mark.parametrize(
+    ("operator", "shapes", "kind", "label", "flops", "moved"),
+    [
+        ("addmm", [[8], [4, 16], [16, 8]], "float", "4x16 @ 16x8 fp32", 1024, 4 * (64 + 128 + 32)),
+        ("bmm", [[3, 4, 16], [3, 16, 8]], "c10::BFloat16", "3x 4x16 @ 16x8 bf16", 3072, 6 * (64 + 128 + 32)),
+        ("mv", [[4, 16], [16]], "double", "4x16 @ 16x1 fp64", 128, 8 * (64 + 16 + 4)),
+        ("_int_mm", [[4, 16], [16, 8]], "signed char", "4x16 @ 16x8 int8", 1024, 64 + 128 + 4 * 32),
+    ],
+)
+def test_the_work_of_an_operator_with_two_kernels(
+    operator: str, shapes: list[list[int]], kind: str, label: str, flops: int, moved: int
+) -> None:
     trace = KinetoTrace()
-    product = trace.cpu(
-        "cpu_op",
-        "aten::addmm",
-        0,
-        50,
-        **{"Input Dims": [[8], [4, 16], [16, 8]], "Input type": ["float", "float", "float"]},
-    )
+    recorded = {"Input Dims": shapes, "Input type": [kind] * len(shapes)}
+    product = trace.cpu("cpu_op", f"aten::{operator}", 0, 50, **recorded)
     trace.launch(5, [("split_k", 10, 30)], external=product)
     trace.launch(6, [("reduce", 40, 10)], external=product)
-    summary = summarize(trace.events, gpu=gpu_named("h100"))
-    assert summary.products[0].total_ms == pytest.approx(0.04)
-    assert summary.products[0].flops_per_s == pytest.approx(2 * 4 * 16 * 8 / 40e-6)
+    [found] = summarize(trace.events, gpu=gpu_named("h100")).products
+    assert (found.label, found.count, found.total_ms) == (f"{operator} {label}", 1, pytest.approx(0.04))
+    assert (found.flops_per_s, found.bytes_per_s) == pytest.approx((flops / 40e-6, moved / 40e-6))
 
 
 def test_a_foreign_trace_has_steps_by_name(tmp_path: Path) -> None:

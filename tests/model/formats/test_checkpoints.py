@@ -207,8 +207,9 @@ def test_dequantised_matrices_and_ignored_scales_are_logged(tmp_path: Path, capl
 def test_other_quantisation_and_placement_are_refused(tmp_path: Path) -> None:
     directory = str(Checkpoint.read("awq").write(tmp_path))
     assert load_for(Settings(model=directory, device="cpu", dtype="bf16")).model
-    with pytest.raises(ModelError, match=r"is quantised already: AWQ \(gemm, 4 bits\)"):
-        load_for(Settings(model=directory, device="cpu", dtype="bf16", quantization="int8"))
+    for kind in ("int8", "bnb-4bit"):
+        with pytest.raises(ModelError, match=rf"^--quantization {kind}: .* is quantised already: AWQ \(gemm, 4 bits\)"):
+            load_for(Settings(model=directory, device="cpu", dtype="bf16", quantization=kind))
     with pytest.raises(ModelError, match=r"is quantised already: AWQ \(gemm, 4 bits\)"):
         load_shard_of(directory, 0, 1, torch.bfloat16, CPU, weight_format=WeightFormat("int8"))
     with pytest.raises(UnsupportedError, match="--device-map: not supported"):
@@ -234,13 +235,6 @@ def _weights(**fields: Any) -> Callable[[Checkpoint], Any]:
     return lambda checkpoint: checkpoint.config["config_groups"]["group_0"]["weights"].update(fields)
 
 
-def _dense(checkpoint: Checkpoint) -> None:
-    """Leave one matrix unquantised."""
-    for leaf in [key for key in checkpoint.tensors if key.startswith(Q)]:
-        del checkpoint.tensors[leaf]
-    checkpoint.tensors[f"{Q}weight"] = checkpoint.expected[f"{LAYER}self_attn.q_proj.weight"].clone()
-
-
 def _infinite(scale: torch.Tensor) -> torch.Tensor:
     return scale.index_fill(0, torch.tensor([1]), float("inf"))
 
@@ -258,7 +252,6 @@ DAMAGES: dict[str, tuple[str, Callable[[Checkpoint], Any], str]] = {
     "other group size": ("w4a16", _weights(group_size=16), "q_proj.weight_scale has the shape"),
     "group of no channel": ("gptq-v2-act-order", _replace("g_idx", lambda g_idx: g_idx + 1), "g_idx names groups"),
     "no group indices": ("gptq-v2-act-order", _drop("g_idx"), "q_proj.g_idx is missing"),
-    "not quantised": ("gptq", _dense, "config.json: .*q_proj.weight is quantised, but the tensor"),
     "quantised though ignored": (
         "w4a16",
         lambda checkpoint: checkpoint.config["ignore"].append("re:.*q_proj"),

@@ -11,13 +11,9 @@ from hypothesis import strategies as st
 
 from panscan.core import UnsupportedError
 from panscan.model.formats.layouts import (
-    AWQ_ORDER,
-    awq_levels,
-    byte_levels,
     gptq_zeros,
     int4_linear,
     order_of,
-    unpack_words,
 )
 from panscan.model.linear.quantized import WeightFormat, quantized_linear
 
@@ -28,10 +24,10 @@ def draw(seed: int, *shape: int, bits: int = 4) -> torch.Tensor:
     return torch.randint(0, 2**bits, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def packed(values: torch.Tensor, bits: int, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Pack the last dimension into int32 words; value ``order[i]`` of each word's goes to its i-th lowest bits."""
+def packed(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack the last dimension into int32 words, the first value in the lowest bits."""
     count = 32 // bits
-    words = values.long().unflatten(-1, (-1, count))[..., list(order or range(count))]
+    words = values.long().unflatten(-1, (-1, count))
     return (words << bits * torch.arange(count)).sum(-1).to(torch.uint32).view(torch.int32)
 
 
@@ -48,12 +44,6 @@ def dense(values: dict[str, Any], group_of: torch.Tensor) -> torch.Tensor:
     return (values["levels"].float() - zero.float()[group_of].T) * values["scale"].float()[group_of].T
 
 
-@given(SEEDS, st.integers(1, 3), st.integers(1, 4), st.sampled_from([4, 8]))
-def test_words_unpack_to_what_was_packed(seed: int, outputs: int, words: int, bits: int) -> None:
-    levels = draw(seed, outputs, words * 32 // bits, bits=bits)
-    assert torch.equal(unpack_words(packed(levels, bits), bits), levels)
-
-
 @given(SEEDS, st.integers(1, 3), st.sampled_from([4, 8]))
 def test_gptq_zero_points_of_both_versions_are_the_same(seed: int, groups: int, bits: int) -> None:
     """Version 1 subtracts 1 from whole words, so zero points of 0 borrow from their neighbours."""
@@ -63,19 +53,6 @@ def test_gptq_zero_points_of_both_versions_are_the_same(seed: int, groups: int, 
     first = second - sum(1 << shift for shift in range(0, 32, bits))
     assert torch.equal(gptq_zeros(second, bits, minus_one=False), zeros)
     assert torch.equal(gptq_zeros(first, bits, minus_one=True), zeros)
-
-
-@given(SEEDS, st.integers(1, 5), st.integers(1, 3))
-def test_awq_words_unpack_to_what_was_packed(seed: int, inputs: int, words: int) -> None:
-    levels = draw(seed, inputs, words * 8)
-    assert torch.equal(awq_levels(packed(levels, 4, AWQ_ORDER)), levels)
-
-
-@given(SEEDS, st.integers(1, 3), st.integers(1, 9))
-def test_signed_pairs_in_bytes_unpack_to_what_was_packed(seed: int, outputs: int, pairs: int) -> None:
-    signed = draw(seed, outputs, 2 * pairs).to(torch.int8) - 8
-    octets = (signed[:, ::2] & 0xF) | (signed[:, 1::2] << 4)
-    assert torch.equal(byte_levels(octets), (signed + 8).to(torch.uint8))
 
 
 @settings(max_examples=30)

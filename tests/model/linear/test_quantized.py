@@ -10,12 +10,9 @@ from torch import nn
 
 from panscan.model.linear.products import linear_of
 from panscan.model.linear.quantized import (
-    BLOCK,
     QuantizedLinear,
     WeightFormat,
-    pack_int4,
     quantized_linear,
-    unpack_int4,
 )
 
 SEEDS = st.integers(0, 99)
@@ -44,14 +41,6 @@ def quantized(
     )
     made.quantize(drawn(seed, outputs, inputs))
     return made
-
-
-@given(SEEDS, st.integers(1, 9), st.integers(1, 3 * BLOCK))
-def test_packed_values_unpack(seed: int, outputs: int, inputs: int) -> None:
-    levels = torch.randint(0, 16, (outputs, inputs), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-    packed = pack_int4(levels)
-    assert packed.numel() == outputs * -(-inputs // BLOCK) * BLOCK // 2
-    assert torch.equal(unpack_int4(packed, inputs), levels)
 
 
 @given(SEEDS, st.sampled_from(FORMATS))

@@ -225,8 +225,10 @@ def fit_finding(size: str, devices: Sequence[Gpu]) -> CheckFinding:
     for variant in _variants(shape, largest):
         plan, weights = memory_plan(variant, largest), variant.weight_bytes()
         if plan.fits:
-            how = _options(variant, default="bf16" if on_gpu else "fp32")
-            fact = f"{size} fits {where} with {how}: {weights / _GB:.1f} GB of weights"
+            default = "bf16" if on_gpu else "fp32"
+            options = [f"--dtype {variant.dtype}"] if variant.dtype != default else []
+            options += [f"--quantization {variant.weights}"] if variant.weights else []
+            fact = f"{size} fits {where} with {' '.join(options) or default}: {weights / _GB:.1f} GB of weights"
             several = "" if variant.weights is None else _unquantized(shape, devices)
             return ok(f"{fact}, KV cache of {plan.global_tokens:,} tokens{several}")
     fact = f"{size} does not fit {where}: it takes {weights / _GB:.1f} GB in its smallest precision, plus caches"
@@ -234,13 +236,6 @@ def fit_finding(size: str, devices: Sequence[Gpu]) -> CheckFinding:
         return ok(f"{fact}{several}")
     advice = f"Use a smaller size; `panscan plan --model {size} --gpu NAME` shows which GPUs hold it."
     return warning(fact, f"Stop other processes if they hold memory. {advice}")
-
-
-def _options(variant: Variant, default: str) -> str:
-    """Return the options that choose a variant, or the default precision."""
-    options = [] if variant.dtype == default else [f"--dtype {variant.dtype}"]
-    options += [] if variant.weights is None else [f"--quantization {variant.weights}"]
-    return " ".join(options) or default
 
 
 def _variants(shape: Shape, device: Gpu) -> Iterator[Variant]:

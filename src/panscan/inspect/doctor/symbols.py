@@ -60,7 +60,9 @@ def findings(uses: list[SymbolUse]) -> Findings:
     listed = [SymbolUse(name, set(arguments)) for name, arguments in METHODS.items()]
     for use in [*uses, *listed]:
         resolved = resolve(use.symbol, use.arguments)
-        locations = _shortened(use.locations)
+        more = len(use.locations) - _SHOWN_LOCATIONS
+        locations = ", ".join(use.locations[:_SHOWN_LOCATIONS]) or "called on objects"
+        locations += f" and {more} more" if more > 0 else ""
         if resolved.location is None:
             yield _missing(f"{use.symbol} does not exist (used: {locations})")
         elif resolved.missing:
@@ -76,11 +78,6 @@ def findings(uses: list[SymbolUse]) -> Findings:
     for part in PARTS:
         kind = resolve_part(part).location
         yield ok(f"a model's {part}: {kind}") if kind is not None else _missing(f"a model has no {part}")
-
-
-def _shortened(locations: list[str]) -> str:
-    more = f" and {len(locations) - _SHOWN_LOCATIONS} more" if len(locations) > _SHOWN_LOCATIONS else ""
-    return ", ".join(locations[:_SHOWN_LOCATIONS]) + more if locations else "called on objects"
 
 
 def _missing(fact: str) -> CheckFinding:

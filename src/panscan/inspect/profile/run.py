@@ -267,8 +267,7 @@ def _opened_runner(settings: Settings) -> ProfiledRunner:
         except BaseException:  # interruptions included: the model must not stay in memory
             _close(runner)
             raise
-    elif not isinstance(runner, GenerateRunner):
-        raise SettingError(f"--runner {settings.runner}: only generate and engine are profiled")
+    assert isinstance(runner, ProfiledRunner)  # of one of the modes
     return runner
 
 

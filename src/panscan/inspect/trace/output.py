@@ -219,10 +219,12 @@ def _compared_figures(summaries: Sequence[Summary]) -> Iterator[ComparedFigure]:
         reads = (STEP_TIMES | STEP_COUNTS).items()
         tables = [{label: read(step) for label, read in reads} if step else {} for step in steps]
         yield from _figure_rows(f"{group}: ms, and counts", tables)
-    yield from _figure_rows(
-        "Time by phase, ms",
-        [{name: ms for phase in summary.phases for name, ms in _phase_times(phase)} for summary in summaries],
-    )
+    tables = []
+    for summary in summaries:
+        tables.append(dict[str, float]())
+        for phase in summary.phases:
+            tables[-1] |= {phase.name: phase.total_ms, f"{phase.name}, idle": phase.idle_ms}
+    yield from _figure_rows("Time by phase, ms", tables)
     totals = [{name: sum(map(read, summary.gpus)) for name, read in _GPU_TIMES.items()} for summary in summaries]
     has_gpu = [bool(summary.gpus) for summary in summaries]
     tables = [table if on_gpu else {} for table, on_gpu in zip(totals, has_gpu, strict=True)]
@@ -238,10 +240,6 @@ def _compared_figures(summaries: Sequence[Summary]) -> Iterator[ComparedFigure]:
         complete = all(summary.other_kernels_ms < 1e-6 for summary in summaries)
         group = "Kernels, ms in the whole trace" if has_gpu[0] else "CPU operators, self ms in the whole trace"
         yield from _largest_rows(group, tables, titles, 0.0 if complete else None)
-
-
-def _phase_times(phase: PhaseTime) -> tuple[tuple[str, float], tuple[str, float]]:
-    return (phase.name, phase.total_ms), (f"{phase.name}, idle", phase.idle_ms)
 
 
 def _figure_rows(group: str, tables: Sequence[Mapping[str, float]]) -> Iterator[ComparedFigure]:

@@ -51,7 +51,6 @@ class BitsAndBytesScheme(StoredScheme):
 
     method = "bitsandbytes"
     markers = _STATES
-    dequantizes = True
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.name = f"bitsandbytes ({field_of(config, 'bnb_4bit_quant_type', str, 'fp4')}, 4 bits)"

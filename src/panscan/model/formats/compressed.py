@@ -58,7 +58,6 @@ class CompressedTensorsScheme(StoredScheme):
 
     method = "compressed-tensors"
     markers = ("weight_packed", "weight_scale")
-    covers_all = True
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         status = field_of(config, "quantization_status", str, "compressed")
@@ -84,10 +83,6 @@ class CompressedTensorsScheme(StoredScheme):
         formats = dict.fromkeys(group.get("format") or overall for group in groups.values())
         self.name = f"compressed-tensors {', '.join(formats)}"
 
-    def quantizes(self, names: Sequence[str]) -> bool:
-        """See :class:`StoredScheme`."""
-        return self._find(names) is not None
-
     def describe(self, names: Sequence[str], tensors: MatrixTensors) -> str:
         """See :class:`StoredScheme`."""
         group = self._find(names)
@@ -100,7 +95,8 @@ class CompressedTensorsScheme(StoredScheme):
     def linear_of(self, names: Sequence[str], tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
         """See :class:`StoredScheme`."""
         group = self._find(names)
-        assert group is not None  # callers ask quantizes() first
+        if group is None:
+            raise ValueError(f"{tensors.weight_name} is quantised, but config.json excludes it from quantisation")
         tensors.taken.update(_ACTIVATION_LEAVES)
         if group.packed and "weight_shape" in tensors:  # old versions write it only where the packing is ambiguous
             stored_shape = tensors.take("weight_shape", (2,), types=_INDICES).tolist()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from panscan.model.formats.layouts import (
     order_of,
     unpack_words,
 )
-from panscan.model.formats.schemes import StoredScheme, check_pattern, field_of, names_match, unsupported_format
+from panscan.model.formats.schemes import StoredScheme, check_pattern, field_of, unsupported_format
 from panscan.model.formats.tensors import MatrixTensors
 from panscan.model.linear.quantized import QuantizedLinear
 
@@ -60,7 +60,7 @@ class GptqScheme(StoredScheme):
     """
 
     method = "gptq"
-    markers = ("qweight",)
+    markers = ("qweight", "qzeros", "scales")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         layout = field_of(config, "checkpoint_format", str) or field_of(config, "format", str, "gptq")
@@ -80,22 +80,15 @@ class GptqScheme(StoredScheme):
         self._dynamic = field_of(config, "dynamic", dict, {})
         for rule in self._dynamic:
             check_pattern(_pattern_of(rule))
-        listed = field_of(config, "modules_in_block_to_quantize", list)
-        self._listed = None if listed is None else tuple(_flattened(listed))
-        self.excluded = tuple(map(str, field_of(config, "modules_to_not_convert", list, [])))
         self.name = f"GPTQ ({layout}, {self._packing.bits} bits)"
-
-    def quantizes(self, names: Sequence[str]) -> bool:
-        """See :class:`StoredScheme`."""
-        return self._find(names) is not None
 
     def describe(self, names: Sequence[str], tensors: MatrixTensors) -> str:
         """See :class:`StoredScheme`."""
-        return str(self._find(names) or self._packing)
+        return str(self._packing_of(names))
 
     def linear_of(self, names: Sequence[str], tensors: MatrixTensors, outputs: int, inputs: int) -> QuantizedLinear:
         """See :class:`StoredScheme`."""
-        packing = self._find(names) or self._packing
+        packing = self._packing_of(names)
         groups, per_word = packing.groups(inputs), 32 // packing.bits
         words = tensors.take("qweight", (-(-inputs // per_word), outputs), types=_INT32)
         levels = unpack_words(words.T, packing.bits)[:, :inputs]
@@ -113,15 +106,20 @@ class GptqScheme(StoredScheme):
             raise unsupported_format("GPTQ with 8 bits and zero points")
         return channel_linear((levels ^ 0x80).view(torch.int8), scale, quantizes_inputs=False)
 
-    def _find(self, names: Sequence[str]) -> _Packing | None:
-        if names_match(self.excluded, names):
-            return None
-        if self._listed is not None and not any(name.endswith(end) for name in names for end in self._listed):
-            return None
-        for rule, changes in self._dynamic.items():
-            if any(re.match(_pattern_of(rule), name) for name in names):
-                return None if rule.startswith("-:") else _overridden(self._packing, rule, changes)
-        return self._packing
+    def _packing_of(self, names: Sequence[str]) -> _Packing:
+        """Return the packing of a matrix, after the first rule of GPTQModel's ``dynamic`` that applies to it."""
+        rules = self._dynamic.items()
+        found = (
+            (rule, changes)
+            for rule, changes in rules
+            if not rule.startswith("-:") and any(re.match(_pattern_of(rule), name) for name in names)
+        )
+        rule, changes = next(found, ("", {}))
+        if not isinstance(changes, Mapping):
+            raise ValueError(f"config.json: quantization_config.dynamic: expected a mapping for {rule!r:.60}")
+        if unknown := sorted(set(changes) - set(_OVERRIDES)):
+            raise unsupported_format(f"GPTQ with dynamic rules for {', '.join(unknown)}")
+        return _packing({"bits": self._packing.bits, "group_size": self._packing.group_size, **changes})
 
 
 class AwqScheme(StoredScheme):
@@ -136,7 +134,7 @@ class AwqScheme(StoredScheme):
     """
 
     method = "awq"
-    markers = ("qweight",)
+    markers = ("qweight", "qzeros", "scales")
     folds_scales = True
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -153,7 +151,6 @@ class AwqScheme(StoredScheme):
         self._packing = _packing(named)
         if self._packing.bits != 4:
             raise unsupported_format(f"AWQ with {self._packing.bits} bits")
-        self.excluded = tuple(map(str, field_of(config, "modules_to_not_convert", list, [])))
         self.name = "AWQ (gemm, 4 bits)"
 
     def describe(self, names: Sequence[str], tensors: MatrixTensors) -> str:
@@ -181,23 +178,3 @@ def _packing(config: Mapping[str, Any]) -> _Packing:
 def _pattern_of(rule: str) -> str:
     """Return the regular expression of a rule of GPTQModel's ``dynamic``."""
     return rule.removeprefix("+:").removeprefix("-:")
-
-
-def _overridden(packing: _Packing, rule: str, changes: Any) -> _Packing:
-    """Return the packing of matrices to which a rule of GPTQModel's ``dynamic`` applies."""
-    if not isinstance(changes, Mapping):
-        raise ValueError(f"config.json: quantization_config.dynamic: expected a mapping for {rule!r:.60}")
-    if unknown := sorted(set(changes) - set(_OVERRIDES)):
-        raise unsupported_format(f"GPTQ with dynamic rules for {', '.join(unknown)}")
-    changed = replace(
-        packing,
-        bits=field_of(changes, "bits", int, packing.bits),
-        group_size=field_of(changes, "group_size", int, packing.group_size),
-    )
-    if changed.bits not in (4, 8):
-        raise unsupported_format(f"GPTQ with {changed.bits} bits")
-    return changed
-
-
-def _flattened(names: Sequence[Any]) -> list[str]:
-    return [end for entry in names for end in (_flattened(entry) if isinstance(entry, list) else [str(entry)])]

@@ -11,7 +11,7 @@ Quantised matrices outside the decoder layers (vision tower, projector) become d
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -171,11 +171,11 @@ class StoredLoader:
         return model
 
     def _fill_linear(self, model: Any, name: str, linear: nn.Linear, *, inside: bool) -> None:
-        """Set a matrix that the checkpoint quantises; skip others, which are set later as parameters."""
+        """Set a matrix whose tensors are quantised; skip others, which are set later as parameters."""
         key = key_of(name)
         stored = MatrixTensors(self.tensors, key, self.device)
         names = names_of(key, stored)
-        if not self._is_quantized(stored, names, inside=inside):
+        if not any(leaf in stored for leaf in self.scheme.markers):
             return
         quantized = self.scheme.linear_of(names, stored, linear.out_features, linear.in_features)
         if isinstance(quantized, torch.Tensor):
@@ -199,19 +199,6 @@ class StoredLoader:
             _set_parameter(model, f"{name}.weight", quantized.dequantized(self.dtype))
         for leaf in stored.taken:
             self._left.pop(f"{key}.{leaf}", None)
-
-    def _is_quantized(self, stored: MatrixTensors, names: Sequence[str], *, inside: bool) -> bool:
-        """Return whether a matrix is quantised; raise if configuration and tensors disagree."""
-        marked = any(leaf in stored for leaf in self.scheme.markers)
-        configured = marked
-        if not self.scheme.dequantizes and (marked or inside or self.scheme.covers_all):
-            configured = self.scheme.quantizes(names)
-        if configured and not marked:
-            missing = f"{stored.weight_name.removesuffix('weight')}{self.scheme.markers[-1]}"
-            raise ValueError(f"config.json: {stored.weight_name} is quantised, but the tensor {missing} is missing")
-        if marked and not configured:
-            raise ValueError(f"{stored.weight_name} is quantised, but config.json excludes it from quantisation")
-        return marked
 
     def _dense(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         key = key_of(name)

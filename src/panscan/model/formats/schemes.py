@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any, ClassVar
 
 import torch
@@ -29,11 +28,8 @@ class StoredScheme(ABC):
     ``method``: name of the format in :data:`panscan.core.weight_formats.FORMATS`.
     ``name``: format with its variant, for messages and reports.
     ``notes``: differences between the checkpoint's computation and ours, one line each.
-    ``markers``: leaf names that identify quantised modules: each module has at least one of these tensors.
-    ``covers_all``: whether the configuration also covers matrices outside the decoder layers; False: their tensors
-    decide.
-    ``excluded``: parts of the paths of matrices that are not quantised.
-    ``dequantizes``: whether matrices become dense as they are loaded. Their tensors decide whether they are quantised.
+    ``markers``: leaf names that identify quantised modules: each module has at least one of these tensors. They decide
+    which modules are quantised; the configuration only says how.
     ``folds_scales``: whether tools that write the format fold scales into norms.
     """
 
@@ -41,10 +37,7 @@ class StoredScheme(ABC):
     name: str
     notes: tuple[str, ...] = ()
     markers: tuple[str, ...]
-    covers_all = False
-    excluded: tuple[str, ...] = ()
     folds_scales = False
-    dequantizes = False
 
     @abstractmethod
     def __init__(self, config: Mapping[str, Any]) -> None: ...
@@ -58,14 +51,6 @@ class StoredScheme(ABC):
     def by_transformers(cls, config: Mapping[str, Any]) -> bool:
         """Return whether Transformers loads the checkpoint."""
         return False
-
-    def quantizes(self, names: Sequence[str]) -> bool:
-        """Return whether a matrix, given by all its aliases, is quantised according to the configuration.
-
-        Raises:
-            UnsupportedError: the matrix has an unsupported format.
-        """
-        return not names_match(self.excluded, names)
 
     @abstractmethod
     def describe(self, names: Sequence[str], tensors: MatrixTensors) -> str:
@@ -115,14 +100,3 @@ def check_pattern(pattern: str) -> None:
         re.compile(pattern)
     except re.error as error:
         raise ValueError(f"config.json: {pattern!r:.80} is not a regular expression: {error}") from error
-
-
-def names_match(excluded: Sequence[str], names: Sequence[str]) -> bool:
-    """Return whether a matrix is excluded, by part of its path or by a pattern that matches from its start."""
-    for part in excluded:
-        if any(part in name for name in names):
-            return True
-        with suppress(re.error):  # a plain name
-            if any(re.match(part, name) for name in names):
-                return True
-    return False

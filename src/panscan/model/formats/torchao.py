@@ -43,7 +43,7 @@ class TorchAoScheme(StoredScheme):
     """
 
     method = "torchao"
-    markers = ("_weight_qdata",)
+    markers = ("_weight_qdata", "_weight_scale")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         kind = field_of(config, "quant_type", dict, {}).get("default")
@@ -52,7 +52,6 @@ class TorchAoScheme(StoredScheme):
         if not self._by_name and name not in _CLASSES:
             raise unsupported_format(f"torchao {name or config.get('quant_type')!r:.60}")
         self._class = None if self._by_name else _CLASSES[str(name)]
-        self.excluded = tuple(map(str, field_of(config, "modules_to_not_convert", list, [])))
         self.name = f"torchao {name}"
         static = "StaticActivation" in str(name)
         if static:

@@ -118,7 +118,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             "range": self.globals["range"],
             "cycler": Cycler,
             "joiner": Joiner,
-            "dict": _Dict(),
+            "dict": _new_dict,
             "namespace": _Namespace,
             "raise_exception": _raise_exception,
             "strftime_now": _strftime_now,
@@ -171,7 +171,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         if any(function is known for known in self._functions) or isinstance(function, _Format | Joiner):
             return False
         owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
-        if isinstance(owner, Cycler | LoopContext | _Dict):
+        if isinstance(owner, Cycler | LoopContext):
             return False
         if any(isinstance(owner, kind) and name in names for kind, names in _METHODS.items()):
             return True
@@ -346,15 +346,9 @@ class _Formatter(SandboxedFormatter):
         return text
 
 
-class _Dict:
+def _new_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
     """The function ``dict``, without the attributes of Python's type."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        """Return a dictionary with the same value for all keys."""
-        return dict.fromkeys(*args)
+    return dict(*args, **kwargs)
 
 
 class _Namespace(Namespace):
