@@ -224,12 +224,12 @@ def as_json(report: Report) -> dict[str, Any]:
             for name, run in zip(ascii_uppercase, report.runs, strict=False)
         ],
         "false_alarm_rate": ALPHA,
-        "comparisons": [_block(report, index) for index in range(len(report.comparisons))],
+        "comparisons": [_comparison_json(report, index) for index in range(len(report.comparisons))],
         "fail_on": [asdict(finding) | {"run": report.name(finding.comparison)} for finding in report.findings],
     }
 
 
-def _block(report: Report, index: int) -> dict[str, Any]:
+def _comparison_json(report: Report, index: int) -> dict[str, Any]:
     comparison = report.comparisons[index]
     return {
         "a": "A",

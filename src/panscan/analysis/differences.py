@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 import numpy as np
@@ -283,9 +283,11 @@ def evaluate(conditions: Sequence[Condition], comparisons: Sequence[Comparison])
             reason = f"{paired.clusters} {clusters} are too few to tell (tests: {len(tests)})"
             needed = repeats_needed(comparisons[index].pairs[pair_index], len(tests), sides=1)
             findings.append(Finding(condition.text, index, pair_index, False, reason, needed if more else None))
-        elif alarm and _beyond(condition, paired):
-            (a, b), interval = paired.levels(), paired.interval()
-            low, high = interval or (float("nan"), float("nan"))
+            continue
+        low, high = paired.interval() or (-inf, inf)  # unknown: not beyond
+        threshold = condition.factor - 1
+        if alarm and (low > threshold if condition.larger else high < threshold):
+            a, b = paired.levels()
             change = f"{b / a - 1:+.1%} (95% interval {low:+.1%} to {high:+.1%})"
             findings.append(Finding(condition.text, index, pair_index, True, change))
     return findings
@@ -322,10 +324,3 @@ def _untested(
             reason = f"{noun_of(comparison.a)}s of A that were not compared: {comparison.unpaired}"
             findings.append(Finding(condition.text, index, None, False, reason))
     return findings
-
-
-def _beyond(condition: Condition, paired: Paired) -> bool:
-    interval = paired.interval()
-    if interval is None:
-        return False
-    return interval[0] > condition.factor - 1 if condition.larger else interval[1] < condition.factor - 1
