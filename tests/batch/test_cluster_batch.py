@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,9 +15,13 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.batch.fragile_replicas import ELSEWHERE, INNOCENT
+from PIL import Image
+from tests.batch.fragile_replicas import ELSEWHERE, FragileReplica
 
 from panscan.cli.main import run
+from panscan.core import InputError, Request
+from panscan.serve.batch_engine import BatchEngine
+from panscan.settings import Settings
 from panscan.workload.samples import write_samples
 
 pytest.importorskip("ray", reason="needs the extra cluster")
@@ -27,65 +31,43 @@ PAGES = 40
 SECONDS = 240.0
 
 
-class Program:
-    """A program in a session of its own, and all processes that it has started."""
-
-    def __init__(self, folder: Path, *command: str) -> None:
-        path = os.pathsep.join(path for path in sys.path if path)
-        self._log = (folder / "log").open("w+b")
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", *command],
-            cwd=folder,
-            env={**os.environ, "PYTHONPATH": path},
-            stdout=subprocess.DEVNULL,
-            stderr=self._log,
-            start_new_session=True,
-        )
-        self.family: set[psutil.Process] = set()
-
-    def wait_for(self, condition: Callable[[], Any]) -> Any:
-        """Return the condition's first true value while the program runs."""
-        deadline = time.monotonic() + SECONDS
-        while time.monotonic() < deadline:
-            self.family |= set(psutil.Process(self.process.pid).children(recursive=True))
-            if value := condition():
-                return value
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                raise AssertionError(f"ended early with {self.process.wait(timeout=0.05)}: {self.log()}")
-        raise AssertionError(f"not within {SECONDS:g} s: {self.log()}")
-
-    def replicas(self) -> list[psutil.Process]:
-        """Return the processes of the replicas that are answering."""
-        found = []
-        for each in self.family:
-            with contextlib.suppress(psutil.Error):  # it has ended
-                found += (
-                    [each] if each.is_running() and "EngineReplica.handle_request" in " ".join(each.cmdline()) else []
-                )
-        return found
-
-    def log(self) -> str:
-        """Return what the program has written to standard error."""
-        self._log.seek(0)
-        return self._log.read().decode(errors="replace")
-
-    def end(self) -> None:
-        """Wait for the program and everything that it has started."""
-        self.process.wait(SECONDS)
-        assert not psutil.wait_procs(self.family, timeout=30)[1]
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """The address of a Ray cluster that outlives the jobs."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--head", "--block"]
+    options = ["--port", str(port), "--node-ip-address", "127.0.0.1", "--num-cpus", "4", "--include-dashboard", "false"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "RAY_USAGE_STATS_ENABLED": "0"}
+    with subprocess.Popen([*ray, *options], env=environment, stdout=subprocess.DEVNULL) as head:
+        try:
+            while not listens(port):
+                assert head.poll() is None
+                time.sleep(0.1)
+            yield f"127.0.0.1:{port}"
+        finally:
+            family = psutil.Process(head.pid).children(recursive=True)
+            head.kill()
+            for process in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
 
 
-@contextlib.contextmanager
-def program(folder: Path, *command: str) -> Iterator[Program]:
-    """Run a program, and leave no process behind even if the test fails."""
-    started = Program(folder, *command)
-    try:
-        yield started
-    finally:
-        started.process.kill()
-        started.process.wait()
-        for each in psutil.wait_procs(started.family, timeout=30)[1]:
-            each.kill()
+def listens(port: int) -> bool:
+    with contextlib.suppress(OSError):
+        socket.create_connection(("127.0.0.1", port)).close()
+        return True
+    return False
+
+
+def replicas(command: str = "EngineReplica") -> list[psutil.Process]:
+    """Return the processes of this test's replicas, whose command line has these words."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            if command in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 def count_lines(path: Path) -> int:
@@ -93,26 +75,35 @@ def count_lines(path: Path) -> int:
 
 
 @pytest.mark.timeout(600)
-def test_a_job_survives_a_killed_replica_and_resumes_with_and_without_replicas(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_job_survives_a_killed_replica_and_its_own_death(
+    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_samples(tmp_path / "samples", count=PAGES)
     job = ["batch", "samples", "-p", "What is the total?", *COMMON]
     assert run([*job, "-o", "whole.jsonl"]) == 0
     assert run([*job, "-o", "job.jsonl", "--num-prompts", "5"]) == 0
-    output = tmp_path / "job.jsonl"
-    with program(tmp_path, "panscan", *job, "-o", "job.jsonl", "--resume", "--replicas", "2") as driver:
-        driver.wait_for(lambda: driver.replicas() and count_lines(output) > 6)
-        driver.replicas()[0].kill()
-        driver.wait_for(lambda: b'"retries": 1' in output.read_bytes())
-        assert "was lost: Ray starts another one" in driver.log()
-        driver.process.send_signal(signal.SIGINT)
-        driver.end()
-        assert driver.process.returncode == 130
-        assert "--replicas 2 --resume" in driver.log()
-        assert "Traceback" not in driver.log()
+    output, log = tmp_path / "job.jsonl", tmp_path / "log"
+    command = [*job, "-o", "job.jsonl", "--resume", "--dtype", "fp32", "--replicas", "2", "--ray-address", cluster]
+    with log.open("wb") as file, subprocess.Popen([sys.executable, "-m", "panscan", *command], stderr=file) as driver:
+
+        def wait_for(condition: Callable[[], Any]) -> Any:
+            deadline = time.monotonic() + SECONDS
+            while not (value := condition()):
+                assert driver.poll() is None and time.monotonic() < deadline, log.read_text()
+                time.sleep(0.05)
+            return value
+
+        try:
+            wait_for(lambda: count_lines(output) > 6)
+            wait_for(lambda: replicas("EngineReplica.handle_request"))[0].kill()
+            wait_for(lambda: b'"retries": 1' in output.read_bytes())
+            assert "was lost: Ray starts another one" in log.read_text()
+            assert "Traceback" not in log.read_text()
+        finally:
+            driver.kill()
     assert count_lines(output) < PAGES
+    assert not psutil.wait_procs(replicas(), timeout=60)[1], "they would keep their GPUs"
     capsys.readouterr()
     assert run([*job, "-o", "job.jsonl", "--resume"]) == 0
     assert capsys.readouterr().out == f"{PAGES} answered: job.jsonl\n"
@@ -127,22 +118,25 @@ def unchanging(path: Path) -> list[bytes]:
 
 
 @pytest.mark.timeout(600)
-def test_only_the_request_that_kills_its_replicas_fails(tmp_path: Path) -> None:
-    with program(tmp_path, "tests.batch.fragile_replicas") as driver:
-        driver.end()
-        assert driver.process.returncode == 0, driver.log()
-    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_bytes().splitlines()]
-    found = {line.pop("id"): line for line in lines}
-    assert len(lines) == len(found) == INNOCENT + 3
-    crashed = {
-        "text": "",
-        "error": "3 engines died while computing this request: the replica was lost: ActorDiedError",
-        "retries": 2,
-    }
-    assert found.pop("crash") == crashed
-    assert found.pop("missing.png")["error"] == "missing.png: no such file or directory"
-    assert found.pop(ELSEWHERE)["text"] == f"PageBytes {ELSEWHERE}"
-    assert {(line["text"], line["error"]) for line in found.values()} == {("here", None)}
+def test_only_the_request_that_kills_its_replicas_fails(
+    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (8, 8)).save(ELSEWHERE)
+    asked = [Request(prompt="fine", id=str(number)) for number in range(40)]
+    asked.insert(5, Request(prompt="crash", id="crash"))
+    asked += [Request(prompt="fine", images=[name], id=name) for name in (ELSEWHERE, "missing.png")]
+    settings = Settings(runner="engine", device="cpu", max_num_seqs=4)
+    with BatchEngine(settings, 2, cluster, actor=FragileReplica) as engine:
+        results = dict(engine.stream_results(asked))
+    found = {asked[index].id: result for index, result in results.items()}
+    assert [found[request.id].id for request in asked] == [request.id for request in asked]
+    crashed = found.pop("crash")
+    assert str(crashed.error) == "3 engines died while computing this request: the replica was lost: ActorDiedError"
+    assert (type(crashed.error), crashed.retries) == (InputError, 2)
+    assert str(found.pop("missing.png").error) == "missing.png: no such file or directory"
+    assert found.pop(ELSEWHERE).text == f"PageBytes {ELSEWHERE}"
+    assert {(result.text, result.error) for result in found.values()} == {("here", None)}
 
 
 @pytest.mark.parametrize(

@@ -255,7 +255,6 @@ def engine_request(prompt: str, runner: EngineRunner) -> Request:
 
 
 FAULTS: dict[str, tuple[Callable[[RankGroup], None], str]] = {
-    "killed": (lambda group: os.kill(group.processes[1], signal.SIGKILL), "rank 1 was killed by SIGKILL"),
     "stopped": (lambda group: os.kill(group.processes[1], signal.SIGSTOP), "rank 1 has not answered for . s"),
     "raised": (
         lambda group: group._ranks[1].child.send(RankSignal.STOP_RUNNER),

@@ -128,7 +128,9 @@ def fetch_previous(target: Destination, mode: Mode) -> None:
         StorageError: the store refused a request, or did not answer before the deadline.
     """
     if target.url is None or not object_exists(target.url):
-        if mode != "force" and not target.path.exists() and _has_table(target):
+        table, stored = target.table, target.table_url
+        has_table = table is not None and table.exists() if target.url is None else stored and object_exists(stored)
+        if mode != "force" and not target.path.exists() and has_table:  # it cannot be resumed without its lines
             lines = target.path if target.url is None else target.url
             fix = "choose another -o, or replace it with --force"
             raise RecordsError(f"{target.name} exists but {lines} does not: {fix}")
@@ -146,13 +148,6 @@ def fetch_previous(target: Destination, mode: Mode) -> None:
         for suffix in (".run.json", ".ledger.json", ""):  # the answers last: with them, the spool is complete
             if not suffix or object_exists(target.url + suffix):
                 download(target.url + suffix, target.path.with_name(target.path.name + suffix))
-
-
-def _has_table(target: Destination) -> bool:
-    """Return whether the Parquet file of an earlier job exists, which cannot be resumed without its lines."""
-    if target.url is None:
-        return target.table is not None and target.table.exists()
-    return target.table_url is not None and object_exists(target.table_url)
 
 
 def _refuse_older_spool(url: str, path: Path) -> None:

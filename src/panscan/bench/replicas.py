@@ -191,8 +191,13 @@ def run_replicas(
     inbox: Inbox = queue.SimpleQueue()
     threads = _threads_per_process(len(chosen), _tensor_parallel_size(plan), on_cpu=not any(devices))
     with contextlib.ExitStack() as stack:
-        replicas = [stack.enter_context(_started_replica(slot, threads)) for slot in chosen]
-        for number, replica in enumerate(replicas):
+        replicas = []
+        for number, slot in enumerate(chosen):
+            environment = {**os.environ, **remote_access().environment(), "OMP_NUM_THREADS": str(threads)}
+            if slot.visible is not None:
+                environment["CUDA_VISIBLE_DEVICES"] = slot.visible
+            replica = stack.enter_context(Child(_WORKER, environment=environment, keep_output=True))
+            replicas.append(replica)
             replica.listen_into(inbox)
             replica.send_if_alive(Start(number, plan, done, directory))
         sync = ReplicaSync(
@@ -203,6 +208,7 @@ def run_replicas(
             observer=observer,
             answer=lambda number, answer: replicas[number].send_if_alive(answer),
         )
+        finished: set[int] = set()
         silent = dict.fromkeys(range(len(replicas)), 0.0)
         before = now()
         while silent:
@@ -213,9 +219,11 @@ def run_replicas(
             # A suspension of this process, which stops its threads too, counts as one tick.
             passed, before = min(now() - before, _TICK_SECONDS), now()
             silent = {other: 0.0 if other == number else seconds + passed for other, seconds in silent.items()}
-            if message is not None:
+            if message is ReplicaSignal.FINISHED:
+                finished.add(number)
+            elif message is not None:
                 sync.take(number, message)
-            elif sync.has_finished(number):
+            elif number in finished:
                 del silent[number]
             elif number >= 0:
                 raise PanscanError(f"replica {number} {replicas[number].ending()} (finished repeats are kept)")
@@ -223,13 +231,6 @@ def run_replicas(
                 if seconds > _SILENT_SECONDS:
                     problem = f"hangs: no message for {seconds:.0f} s"
                     raise PanscanError(f"replica {other} {problem} (finished repeats are kept)")
-
-
-def _started_replica(slot: Slot, threads: int) -> Child:
-    environment = {**os.environ, **remote_access().environment(), "OMP_NUM_THREADS": str(threads)}
-    if slot.visible is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = slot.visible
-    return Child(_WORKER, environment=environment, keep_output=True)
 
 
 def _threads_per_process(replicas: int, size: int, *, on_cpu: bool) -> int:
@@ -280,13 +281,8 @@ class ReplicaSync:
         self._replies: dict[str, list[deque[Sequence[AnyRecord]]]] = defaultdict(lambda: [deque() for _ in devices])
         self._broken: set[str] = set()
         self._gave_up: set[tuple[int, str]] = set()
-        self._finished: set[int] = set()
         measured = [cell for cell in self._cells if all((cell, repeat) in done for repeat in range(plan.repeats))]
         self._through = {(replica, cell) for cell in measured for replica in range(len(devices))}
-
-    def has_finished(self, replica: int) -> bool:
-        """Whether a replica finished its sweep, so that the end of its process is no failure."""
-        return replica in self._finished
 
     def take(self, replica: int, message: Message) -> None:
         """Handle a message of a replica.
@@ -305,8 +301,6 @@ class ReplicaSync:
                 warnings.warn(message, PanscanWarning, stacklevel=2)
             case PanscanError():
                 raise type(message)(f"replica {replica}: {message}")
-            case ReplicaSignal.FINISHED:
-                self._finished.add(replica)
 
     def _ready(self, replica: int, visit: Ready) -> None:
         self._waiting[replica] = visit
@@ -370,35 +364,22 @@ def merged_repeat(parts: Sequence[Sequence[AnyRecord]], devices: Sequence[str]) 
         structs.replace(request, replica=number, batch=request.batch + number * batches) for number, request in requests
     ]
     lines = [next(record for record in part if isinstance(record, RepeatRecord)) for part in parts]
+    sums: dict[str, Any] = {}
+    for name in ("peak_allocated_bytes", "peak_reserved_bytes", "peak_rss_bytes"):
+        values = [getattr(part, name) for part in lines]
+        sums[name] = None if None in values else sum(values)
+    replicas = []
+    for number, (part, device) in enumerate(zip(lines, devices, strict=True)):
+        fields = {name: getattr(part, name) for name in ReplicaRecord.__struct_fields__ if name != "replica"}
+        known = part.device or ""
+        fields["device"] = device if device and known.startswith("cuda") else known  # each calls its own GPU cuda:0
+        replicas.append(ReplicaRecord(replica=number, **fields))
     line = structs.replace(
         lines[0],
         started=max(part.started for part in lines),
         ended=min(part.ended for part in lines),
         warmup_s=max(part.warmup_s for part in lines),
-        peak_allocated_bytes=_total_or_none([part.peak_allocated_bytes for part in lines]),
-        peak_reserved_bytes=_total_or_none([part.peak_reserved_bytes for part in lines]),
-        peak_rss_bytes=_total_or_none([part.peak_rss_bytes for part in lines]),
-        replicas=[_replica_record(replica, part, devices[replica]) for replica, part in enumerate(lines)],
+        replicas=replicas,
+        **sums,
     )
     return [*shifted, line, *(record for record in parts[0] if not isinstance(record, RequestRecord | RepeatRecord))]
-
-
-def _total_or_none(values: Sequence[int | None]) -> int | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None
-
-
-def _replica_record(replica: int, line: RepeatRecord, device: str) -> ReplicaRecord:
-    """Return a replica's part of the line. Each process calls its own GPU cuda:0, so the run's name replaces it."""
-    known = line.device or ""
-    return ReplicaRecord(
-        replica=replica,
-        started=line.started,
-        ended=line.ended,
-        warmup_s=line.warmup_s,
-        peak_allocated_bytes=line.peak_allocated_bytes,
-        peak_rss_bytes=line.peak_rss_bytes,
-        torch_threads=line.torch_threads,
-        tokens=line.tokens,
-        device=device if known.startswith("cuda") and device else known,
-    )

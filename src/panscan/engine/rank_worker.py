@@ -85,7 +85,10 @@ class _Worker:
                 case RankSignal.STOP_RUNNER:
                     self._drop_runner()
                 case RankSignal.REPORT_PEAKS | RankSignal.RESET_PEAKS:
-                    return self._peaks(reset=command is RankSignal.RESET_PEAKS)
+                    peaks = peak_memory()
+                    if command is RankSignal.RESET_PEAKS:
+                        reset_peak_memory()
+                    return peaks
                 case _:
                     raise TypeError(f"unknown command {type(command).__name__}")
         except PanscanError as error:
@@ -122,13 +125,6 @@ class _Worker:
         gc.freeze()  # else each full collection would visit the modules of PyTorch and Transformers
         return self._runner.facts
 
-    @staticmethod
-    def _peaks(*, reset: bool) -> dict[str, int | None]:
-        peaks = peak_memory()
-        if reset:
-            reset_peak_memory()
-        return peaks
-
     def _execute(self, batch: FlatBatch) -> None:
         number = next(self._passes)
         if self._failed.is_set():
@@ -138,16 +134,14 @@ class _Worker:
             if runner is None or ranks is None:
                 raise RuntimeError("a batch came before its model runner was built")
             handles = {view.pixels for view in batch.encode if view.rank == ranks.rank}
-            self._await_pixels(handles, _PIXEL_SHARE * pass_seconds(runner.facts.device))
+            seconds = _PIXEL_SHARE * pass_seconds(runner.facts.device)
+            with self._arrived:
+                if not self._arrived.wait_for(lambda: handles <= self._held, seconds):
+                    raise TimeoutError(f"the pixels of a view did not arrive in {seconds:.0f} s")
+                self._held -= handles
             self._launched.put((number, runner.execute(batch)))
         except Exception as error:  # the other ranks may be waiting for this one in a collective
             self._report_failure(error, number)
-
-    def _await_pixels(self, handles: set[int], seconds: float) -> None:
-        with self._arrived:
-            if not self._arrived.wait_for(lambda: handles <= self._held, seconds):
-                raise TimeoutError(f"the pixels of a view did not arrive in {seconds:.0f} s")
-            self._held -= handles
 
     def _report(self) -> None:
         """Wait for each pass in turn; rank 0 sends its result."""

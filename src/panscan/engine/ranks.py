@@ -161,7 +161,9 @@ class RankGroup:
             for rank in range(self._size):
                 self._ranks.append(_Rank(rank, self._receive))
             self._watchdog.start()
-            store, threads = str(self._folder / "store"), _threads_per_rank(self._size)
+            store, threads = str(self._folder / "store"), torch.get_num_threads()
+            if "OMP_NUM_THREADS" not in os.environ:
+                threads = max(1, threads // self._size)
             self._command([LoadShard(settings, rank, self._size, store, threads) for rank in range(self._size)])
         except BaseException:
             self.close()
@@ -345,20 +347,17 @@ class RankGroup:
     def _watch(self) -> None:
         """End the group when a rank dies, fails, falls silent or does not finish a pass."""
         while not self._closed.wait(_WATCH_SECONDS):
-            self._count_silence()
+            # A clock would include suspension of the program.
+            for rank in self._ranks:
+                rank.silent += _WATCH_SECONDS
+            stalls = self._launched > self._finished == self._finished_before
+            self._stalled = self._stalled + _WATCH_SECONDS if stalls else 0.0
+            self._finished_before = self._finished
             if self._failure_reason() is None or self._closed.wait(_WATCH_SECONDS):
                 continue
             # Check twice: when a rank dies, the others' passes fail some time before its exit is visible.
             if (reason := self._failure_reason()) is not None:
                 self._end(reason)
-
-    def _count_silence(self) -> None:
-        """Count the time without messages and finished passes. A clock would include suspension of the program."""
-        for rank in self._ranks:
-            rank.silent += _WATCH_SECONDS
-        stalls = self._launched > self._finished == self._finished_before
-        self._stalled = self._stalled + _WATCH_SECONDS if stalls else 0.0
-        self._finished_before = self._finished
 
     def _failure_reason(self) -> str | None:
         """Return why the group has failed, preferring causes over their effects; None if it has not."""
@@ -448,10 +447,3 @@ class _Rank:
         self._lost = message is None
         self._heard, self.silent = True, 0.0
         self._on_message(self.number, message)
-
-
-def _threads_per_rank(size: int) -> int:
-    """Return the threads of each rank: OMP_NUM_THREADS if it is set, else an equal part of the available cores."""
-    if "OMP_NUM_THREADS" in os.environ:
-        return torch.get_num_threads()
-    return max(1, torch.get_num_threads() // size)

@@ -81,8 +81,19 @@ def build(args: Mapping[str, Any]) -> Any:
     """
     from ray import serve
 
-    options, scale = _options_of(args)
-    settings = options.settings
+    known = {item.name for item in fields(ServeOptions)} | {"replicas", "max_replicas"}
+    for name in args:
+        if name not in known:
+            raise SettingError(f"args: unknown option {name!r}{nearest(name, known)}")
+    values = dict(args)
+    scale = Scale(values.pop("replicas", 1), values.pop("max_replicas", None))
+    settings = values["settings"] = settings_from(values.get("settings", {}))
+    values["api_keys"] = _keys_of(values.get("api_keys"))
+    for name in ("allowed_hosts", "allowed_media_domains"):
+        values[name] = tuple(values.get(name, ()))
+    if values.get("allowed_local_media_path") is not None:
+        values["allowed_local_media_path"] = Path(values["allowed_local_media_path"])
+    options = ServeOptions(**values)
     replicas = replica_deployment(
         settings,
         scale,
@@ -119,7 +130,7 @@ def print_config(
     for item in fields(options):
         value = getattr(options, item.name)
         if item.name not in ("settings", "api_keys") and value != item.default:
-            args[item.name] = _yaml_value(value)
+            args[item.name] = str(value) if isinstance(value, Path) else list(value) if type(value) is tuple else value
     config = {
         "proxy_location": "EveryNode",
         "http_options": {"host": options.host, "port": options.port},
@@ -129,32 +140,6 @@ def print_config(
     }
     text: str = yaml.safe_dump(config, sort_keys=False)
     return text
-
-
-def _yaml_value(value: Any) -> Any:
-    """Return an option's value as a type that YAML supports."""
-    return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
-
-
-def _options_of(args: Mapping[str, Any]) -> tuple[ServeOptions, Scale]:
-    """Return the options of a configuration file.
-
-    Raises:
-        SettingError: an unknown name or value.
-    """
-    known = {item.name for item in fields(ServeOptions)} | {"replicas", "max_replicas"}
-    for name in args:
-        if name not in known:
-            raise SettingError(f"args: unknown option {name!r}{nearest(name, known)}")
-    values = dict(args)
-    scale = Scale(values.pop("replicas", 1), values.pop("max_replicas", None))
-    values["settings"] = settings_from(values.get("settings", {}))
-    values["api_keys"] = _keys_of(values.get("api_keys"))
-    for name in ("allowed_hosts", "allowed_media_domains"):
-        values[name] = tuple(values.get(name, ()))
-    if values.get("allowed_local_media_path") is not None:
-        values["allowed_local_media_path"] = Path(values["allowed_local_media_path"])
-    return ServeOptions(**values), scale
 
 
 def _keys_of(source: str | None) -> ApiKeys:

@@ -129,9 +129,11 @@ def deployed_replicas(
         check_gpus(scale.bound, gpus, local=not shared)
         app = f"panscan-{secrets.token_hex(4)}"
         if shared:
-            lease = ray.remote(num_cpus=0)(Lease).options(name=app, namespace=LEASES).remote()
-            ray.get(lease.held.remote())
-        context = CommandContext(_chosen_threads(), str(Path.cwd()), remote_access(), leased=shared)
+            lease = ray.remote(num_cpus=0)(Lease).options(name=app, namespace=LEASES).remote()  # noqa: F841 - ends with it
+        # Inside a replica, Ray overrides the variable.
+        chosen = os.environ.get("OMP_NUM_THREADS", "")
+        threads = int(chosen) or None if chosen.isdecimal() else None
+        context = CommandContext(threads, str(Path.cwd()), remote_access(), leased=shared)
         serve.start(proxy_location="Disabled")
         deployment = replica_deployment(settings, scale, gpus, **options)
         target = serve.RunTarget(deployment.bind(settings, scale.replicas, context), name=app, route_prefix=None)
@@ -148,15 +150,6 @@ def deployed_replicas(
 class Lease:
     """An actor that ends with the command that started it, however it ends."""
 
-    async def held(self) -> None:
-        """Return at once: the actor has started."""
-
     async def wait(self) -> None:
         """Never return."""
         await asyncio.Event().wait()
-
-
-def _chosen_threads() -> int | None:
-    """Return OMP_NUM_THREADS of the command, or None. Inside a replica, Ray overrides the variable."""
-    chosen = os.environ.get("OMP_NUM_THREADS", "")
-    return int(chosen) if chosen.isdecimal() and int(chosen) else None

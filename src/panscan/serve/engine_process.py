@@ -7,10 +7,9 @@ import contextlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from functools import partial
 from itertools import count
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from msgspec import Struct
 
@@ -41,20 +40,18 @@ class Cancel(Struct, frozen=True):
     id: str
 
 
-class QueryKind(Enum):
-    """What the engine is asked, with the type of the argument and the reply."""
-
-    COUNT_TOKENS = "the tokens of a prompt: Request -> TokenCounts"
-    TOKEN_TEXTS = "the bytes of each token: tuple[int, ...] -> list[bytes]"
-    READ_STATS = "statistics between two steps: None -> Stats"
-
-
 class Query(Struct, frozen=True):
-    """To the engine: reply to a query. ``number``: identifies the reply."""
+    """To the engine: call a method of :class:`panscan.serve.loaded_model.LoadedModel`.
+
+    Args:
+        number: identifies the reply.
+        method: name of the method.
+        arguments: its arguments.
+    """
 
     number: int
-    kind: QueryKind
-    argument: Any = None
+    method: Literal["count", "token_texts", "stats"]
+    arguments: tuple[Any, ...] = ()
 
 
 class QueryReply(Struct, frozen=True):
@@ -127,18 +124,18 @@ class EngineProcess(EngineClient):
 
     async def count(self, request: Request) -> TokenCounts:
         """See :class:`EngineClient`."""
-        counts: TokenCounts = await self._ask(QueryKind.COUNT_TOKENS, request)
+        counts: TokenCounts = await self._ask("count", request)
         return counts
 
     async def token_texts(self, ids: Sequence[int]) -> list[bytes]:
         """See :class:`EngineClient`."""
-        texts: list[bytes] = await self._ask(QueryKind.TOKEN_TEXTS, tuple(ids))
+        texts: list[bytes] = await self._ask("token_texts", ids)
         return texts
 
     async def stats(self) -> Mapping[str, Stats]:
         """See :class:`EngineClient`."""
         try:
-            return {"0": await self._ask(QueryKind.READ_STATS)}
+            return {"0": await self._ask("stats")}
         except EngineError:
             return {}
 
@@ -182,21 +179,18 @@ class EngineProcess(EngineClient):
                 self._on_exit(messages)
             return
         for message in messages:
-            self._take_one(message, opened)
-
-    def _take_one(self, message: Any, opened: asyncio.Future[ModelInfo]) -> None:
-        match message:
-            case (id, TokenEvent() as event):
-                if id in self._sent:
-                    self._sent[id][0].on_event(event)
-            case Ended():
-                self._deaths = 0
-                if message.id in self._sent:
-                    _resolve(self._sent[message.id][1], message.result)
-            case QueryReply():
-                _resolve(self._replies.pop(message.number, None), message.value)
-            case ModelInfo() | PanscanError():
-                _resolve(opened, message)  # a signal may have cancelled it
+            match message:
+                case (id, TokenEvent() as event):
+                    if id in self._sent:
+                        self._sent[id][0].on_event(event)
+                case Ended():
+                    self._deaths = 0
+                    if message.id in self._sent:
+                        _resolve(self._sent[message.id][1], message.result)
+                case QueryReply():
+                    _resolve(self._replies.pop(message.number, None), message.value)
+                case ModelInfo() | PanscanError():
+                    _resolve(opened, message)  # a signal may have cancelled it
 
     async def _attempt(self, pending: PendingRequest) -> Result:
         """See :class:`EngineClient`."""
@@ -258,12 +252,14 @@ class EngineProcess(EngineClient):
             else:
                 return
 
-    async def _ask(self, kind: QueryKind, argument: Any = None, seconds: float = _QUERY_SECONDS) -> Any:
+    async def _ask(
+        self, method: Literal["count", "token_texts", "stats"], *arguments: Any, seconds: float = _QUERY_SECONDS
+    ) -> Any:
         if not self.ready:
             raise EngineError("the engine is not ready")
         number = next(self._numbers)
         reply = self._replies[number] = asyncio.get_running_loop().create_future()
-        self._transmit(Query(number, kind, argument))
+        self._transmit(Query(number, method, arguments))
         try:
             async with asyncio.timeout(seconds):
                 return await reply
@@ -280,7 +276,7 @@ class EngineProcess(EngineClient):
             if not self.ready or child is None:
                 continue
             try:
-                await self._ask(QueryKind.READ_STATS, seconds=_HANG_SECONDS)
+                await self._ask("stats", seconds=_HANG_SECONDS)
             except EngineError:
                 if self.ready and child is self._child:
                     log.error("the engine has not answered for %g s: killing its process", _HANG_SECONDS)

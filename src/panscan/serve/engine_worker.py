@@ -16,7 +16,7 @@ from typing import Any
 from panscan.core import EngineError, PanscanError, Result, TokenEvent, now
 from panscan.core.child import Parent
 from panscan.images.pool import decode_in_children
-from panscan.serve.engine_process import Cancel, Ended, Query, QueryKind, QueryReply, Submit
+from panscan.serve.engine_process import Cancel, Ended, Query, QueryReply, Submit
 from panscan.serve.loaded_model import LoadedModel, open_model
 
 _HELPERS = 2  # threads for queries: token counts and token texts
@@ -58,22 +58,24 @@ class _Worker:
                         cancel()
                 case Query():
                     # Statistics wait for the engine's current step, and must not delay other queries.
-                    pool = self._stats if message.kind is QueryKind.READ_STATS else self._pool
+                    pool = self._stats if message.method == "stats" else self._pool
                     pool.submit(partial(self._reply, model, message))
                 case _:
                     raise TypeError(f"unknown message {type(message).__name__}")
 
     def _submit(self, model: LoadedModel, submit: Submit) -> None:
         id = submit.request.id
-        on_event = partial(self._on_event, id) if submit.stream else None
+
+        def on_event(event: TokenEvent) -> None:
+            self._outgoing.put((id, event))
+
         with self._registering:  # a request may end before start() returns
             try:
-                self._cancels[id] = model.engine.start(submit.request, on_event, partial(self._on_end, id))
+                self._cancels[id] = model.engine.start(
+                    submit.request, on_event if submit.stream else None, partial(self._on_end, id)
+                )
             except EngineError as error:
                 self._outgoing.put(Ended(id, Result.unanswered(id, now(), error)))
-
-    def _on_event(self, id: str, event: TokenEvent) -> None:
-        self._outgoing.put((id, event))
 
     def _on_end(self, id: str, result: Result) -> None:
         if isinstance(result.error, EngineError):  # later requests would fail too: the server restarts the process
@@ -86,7 +88,7 @@ class _Worker:
 
     def _reply(self, model: LoadedModel, query: Query) -> None:
         try:
-            value = _query_result(model, query)
+            value: Any = getattr(model, query.method)(*query.arguments)
         except PanscanError as error:
             value = error
         except Exception as error:  # an image decoder may raise anything; only this query fails
@@ -101,16 +103,6 @@ class _Worker:
                 while True:
                     batch.append(self._outgoing.get_nowait())
             self._parent.send(batch)
-
-
-def _query_result(model: LoadedModel, query: Query) -> Any:
-    match query.kind:
-        case QueryKind.COUNT_TOKENS:
-            return model.count(query.argument)
-        case QueryKind.TOKEN_TEXTS:
-            return model.token_texts(query.argument)
-        case QueryKind.READ_STATS:
-            return model.engine.stats()
 
 
 def main() -> None:

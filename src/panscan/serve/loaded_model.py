@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 
-from panscan.core import Request
+from panscan.core import Request, Stats
 from panscan.engine.detokenizer import token_bytes
 from panscan.engine.engine import Engine
 from panscan.model.inputs import count_prompt
@@ -53,6 +53,10 @@ class LoadedModel:
         """Count the tokens of a prompt."""
         ids, image_tokens, views = count_prompt(request, self.engine.loaded.reader)
         return TokenCounts(tuple(ids), image_tokens, views)
+
+    def stats(self) -> Stats:
+        """Return statistics after the engine's current step, for which the call waits."""
+        return self.engine.stats()
 
     def token_texts(self, ids: Sequence[int]) -> list[bytes]:
         """Return the bytes of each token; empty for special tokens."""

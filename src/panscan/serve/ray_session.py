@@ -149,20 +149,12 @@ def _join(address: str, *, show_logs: bool) -> None:
     """
     import ray
 
-    _check_listening(address)
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    # Ray itself would try for minutes.
+    if host and port.isdecimal() and (problem := _connection_problem(f"{host}:{port}")) is not None:
+        raise SettingError(f"--ray-address {address}: no Ray cluster answers there: {problem}")
     try:
         ray.init(address=address, logging_level=logging.WARNING, log_to_driver=show_logs)
     except (ConnectionError, RuntimeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0].partition(". ")[0] or type(error).__name__
         raise SettingError(f"--ray-address {address}: cannot join a Ray cluster: {reason}") from error
-
-
-def _check_listening(address: str) -> None:
-    """Check that something listens at an address with a port. Ray would try for minutes.
-
-    Raises:
-        SettingError: nothing does.
-    """
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if host and port.isdecimal() and (problem := _connection_problem(f"{host}:{port}")) is not None:
-        raise SettingError(f"--ray-address {address}: no Ray cluster answers there: {problem}")
