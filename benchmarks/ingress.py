@@ -121,6 +121,10 @@ class StubModel:
         self.engine = StubEngine()
         self.info = ModelInfo(131_072, PUBLISHED_COST, "bfloat16", max_concurrency=256)
 
+    def stats(self) -> Stats:
+        """Return the engine's statistics."""
+        return self.engine.stats()
+
     def count(self, _request: Request) -> TokenCounts:
         """Return no tokens."""
         return TokenCounts((), 0, 0)

@@ -130,7 +130,7 @@ def test_answers_are_not_overwritten_unless_asked(tmp_path: Path) -> None:
     with opened(path, "force") as file:
         file.write(answer(2))
     with opened(path, "resume") as file:
-        assert (list(file.records()), list(file.held())) == ([answer(2)], [])
+        assert (list(file.records()), list(file.held)) == ([answer(2)], [])
 
 
 def test_a_forced_job_discards_the_ledger_of_the_one_before(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_an_output_without_answers_is_begun_anew_with_its_own_header(tmp_path: P
 def test_a_job_that_never_begins_leaves_all_as_it_was(tmp_path: Path, mode: Mode) -> None:
     with opened(tmp_path / "deep" / "er" / "a.jsonl", mode) as file:
         assert not file.begun
-        assert list(file.records()) == list(file.held()) == []
+        assert list(file.records()) == list(file.held) == []
         file.finish()
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "kept").mkdir()
@@ -234,7 +234,7 @@ def test_what_was_asked_again_takes_the_places_of_failures_at_the_end(tmp_path: 
         assert list(file.records()) == [answer(0, "a"), answer(1, "b"), answer(2, "c"), answer(3, error="still gone")]
         assert path.read_bytes().splitlines(keepends=True)[::2] == lines[::2]
         file.write(answer(4))
-        assert list(file.held()) == [answer(9, "held")]
+        assert list(file.held) == [answer(9, "held")]
         file.write_held("9")
         assert [record.id for record in file.records()] == ["0", "1", "2", "3", "4", "9"]
     assert sorted(place.name for place in tmp_path.iterdir()) == ["a.jsonl", "a.jsonl.lock", "a.jsonl.run.json"]
@@ -269,7 +269,7 @@ def test_files_of_the_first_version_resume(tmp_path: Path) -> None:
     )
     with opened(path, "resume", JobHeader(schema=1, settings={"model": "mini"})) as file:
         assert [record.error for record in file.records()] == [None, "gone"]
-        assert [(record.id, record.replaces) for record in file.held()] == [("1", "1"), ("3", None)]
+        assert [(record.id, record.replaces) for record in file.held] == [("1", "1"), ("3", None)]
         file.write(answer(2, "c"))
         file.write_held("3")
         file.finish()
@@ -286,8 +286,8 @@ def test_held_answers_do_not_pile_up_in_their_file(tmp_path: Path) -> None:
             file.hold(answer(number))
             file.write_held(str(number))
         assert path.with_name("a.jsonl.held").read_bytes().count(b"\n") < 1100
-        assert list(file.held()) == [answer(0, "slow", error="x", replaces="failed")]
-        file.drop_held("0")
+        assert list(file.held) == [answer(0, "slow", error="x", replaces="failed")]
+        file.held.drop("0")
         assert path.with_name("a.jsonl.held").read_bytes() == b""
     assert not path.with_name("a.jsonl.held").exists()
     assert path.read_bytes().count(b"\n") == 3499

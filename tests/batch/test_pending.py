@@ -16,7 +16,7 @@ from tests.batch.shuffling import ShufflingEngine, items, opened, run_job
 
 from panscan.batch.answers import AnswerFile
 from panscan.batch.jsonl import AnswerRecord
-from panscan.batch.pending import AnsweredItems, Task, tally
+from panscan.batch.pending import AnsweredItems, Task
 from panscan.core import ImageError, RecordsError
 from panscan.workload.rows import Row
 
@@ -220,10 +220,3 @@ def test_a_file_that_has_none_of_the_documents_is_another_job_s(path: Path) -> N
             next(answered.pending(renamed()), None)
         later = [*renamed(), items(4)[3], *items(5)[4:]]
         assert [task.item for task in answered.pending(later)] == [*renamed(), items(5)[4]]
-
-
-def test_failures_are_counted_and_the_first_ones_named(path: Path) -> None:
-    with begun_file(path, items(6, bad=[1, 4, 5])) as file:
-        found = tally(file.records(), reasons=2)
-    assert (found.answered, found.failed) == (3, 3)
-    assert found.reasons == [("1.png", "1.png: broken"), ("4.png", "4.png: broken")]

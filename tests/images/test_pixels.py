@@ -66,24 +66,3 @@ def test_torch_backend_equals_transformers_torchvision_backend(device: str) -> N
         level = 2 / 255
         # torchvision resizes uint8 on a CPU with integer weights of its own: a level of difference there.
         assert (ours - theirs).abs().max() <= (level + 1e-6 if device == "cpu" else 1e-6)
-
-
-def test_a_view_of_the_right_size_is_not_resampled() -> None:
-    image = noise(112, 112, 3)
-    views = plan_views(112, 112, CHOSEN).views
-    expected = torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 127.5 - 1
-    for pixels in (
-        pixels_pil(image, views, SPEC),
-        pixels_torch(levels_to_device(levels_of(image), "cpu"), views, SPEC),
-    ):
-        assert torch.allclose(pixels[0], expected, atol=1e-6)
-
-
-def test_crops_come_in_plan_order() -> None:
-    levels = np.zeros((400, 100, 3), dtype=np.uint8)
-    for index in range(4):
-        levels[index * 100 : (index + 1) * 100] = 60 * index
-    image = Image.fromarray(levels)
-    views = plan_views(100, 400, PanAndScan(min_crop_size=50)).views
-    means = [(pixels.mean().item() + 1) * 127.5 for pixels in pixels_pil(image, views, SPEC)[1:]]
-    assert means == pytest.approx([0, 60, 120, 180], abs=0.01)

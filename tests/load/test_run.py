@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import subprocess
-import sys
+import shutil
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +24,7 @@ from panscan.load.probe import probe_endpoint
 from panscan.load.run import LoadPlan, run_load
 from panscan.load.variants import VariantImage
 from panscan.records.load_records import ProbeRecord
-from panscan.records.store import FILE_NAME, Run, read_run
+from panscan.records.store import Run, read_run
 from panscan.workload.requests import DocumentFile, Item
 
 PROBE = ProbeRecord(
@@ -200,28 +197,15 @@ def test_a_search_for_an_impossible_goodput_ends_soon(url: str, tmp_path: Path, 
     assert len(run.search.levels) <= 2
 
 
-def test_a_killed_run_loses_only_the_level_in_progress(tmp_path: Path) -> None:
-    noise(90, 90).save(tmp_path / "page.png")
-    with fake_server(ttft_ms=5) as url:
-        words = ["load", url, "--images", "page.png", "-p", "What?", "--arrival", "constant", "--max-new-tokens", "2"]
-        words += ["--request-rate", "40,0.05", "--num-prompts", "4"]
-        command = [sys.executable, "-m", "panscan", *words]
-        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-            try:
-                wait_for_level(tmp_path / "runs", "rate-40")
-            finally:
-                process.kill()
-    run = read_run(next((tmp_path / "runs").iterdir()))
-    assert list(run.outcomes) == ["rate-40"] and len(run.requests["rate-40", 0]) == 4
-    assert list(run.cells) == ["rate-40", "rate-0.05"]
+def test_a_killed_run_loses_only_the_level_in_progress(url: str, tmp_path: Path) -> None:
+    class Copying(Observer):
+        """Copies what a killed process leaves once the second level begins."""
 
+        def measuring(self, level: LoadLevel, count: int) -> None:
+            if level.cell == "concurrency-2":
+                shutil.copytree(tmp_path / "run", tmp_path / "killed")
 
-def wait_for_level(folder: Path, cell: str) -> None:
-    """Wait until a level of the run in a folder is on disk."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        lines = [line for file in folder.glob(f"*/{FILE_NAME}") for line in file.read_bytes().splitlines()]
-        if any(record["type"] == "cell" and record["cell"] == cell for record in map(json.loads, lines)):
-            return
-        time.sleep(0.05)
-    pytest.fail(f"{cell} was not recorded")
+    load(url, tmp_path / "run", Copying(), max_concurrencies=(1, 2))
+    run = read_run(tmp_path / "killed")
+    assert list(run.outcomes) == ["concurrency-1"] and len(run.requests["concurrency-1", 0]) == 4
+    assert list(run.cells) == ["concurrency-1", "concurrency-2"]

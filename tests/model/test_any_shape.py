@@ -23,6 +23,7 @@ from transformers import (
     Gemma3TextConfig,
     PreTrainedModel,
 )
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from panscan.core import RecordsError, UnsupportedError
 from panscan.model.bundled.tokenizer import build_tokenizer
@@ -220,3 +221,43 @@ def test_positions_seen_are_one_row_of_the_attention_pairs() -> None:
         for tokens in (1, shape.text.window, shape.text.window + 1, 3000):
             pairs = shape.text.attention_pairs
             assert shape.text.positions_seen(tokens) == pairs(tokens) - pairs(tokens - 1)
+
+
+def test_the_published_sizes_and_the_costs_counted_elsewhere() -> None:
+    large = SHAPES["27b"]
+    assert SHAPES["1b"].vision_flops(4) == 0
+    assert large.parameters() == pytest.approx(27.43e9, rel=1e-3)
+    assert SHAPES["4b"].parameters() == pytest.approx(4.30e9, rel=1e-3)
+    assert large.vision_flops(1) == pytest.approx(5.45e12, rel=5e-3)
+    assert pass_work(Variant(large), prefill=[(0, 1102)]).flops() == pytest.approx(56e12, rel=0.02)
+    assert Variant(large).text_bytes() == pytest.approx(54e9, rel=2e-3)
+    assert large.kv_bytes(1150, 2) == pytest.approx(0.53e9, rel=2e-3)
+
+
+@pytest.mark.parametrize("tokens", [1, 127, 128, 129, 300])
+def test_attention_pairs_are_the_open_entries_of_transformers_masks(tokens: int) -> None:
+    text = SHAPES["tiny"].text
+    config = gemma3_config(SHAPES["tiny"], tokenizer()).text_config
+    config._attn_implementation = "eager"
+    kinds = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+    given_to_each: dict[str, Any] = {
+        "config": config,
+        "inputs_embeds": torch.zeros(1, tokens, config.hidden_size),
+        "attention_mask": None,
+        "past_key_values": None,
+    }
+    masks = {kind: make(**given_to_each) for kind, make in kinds.items()}
+    open_entries = {kind: int((mask == 0).sum()) for kind, mask in masks.items()}
+    assert text.attention_pairs(tokens) == sum(open_entries[kind] for kind in config.layer_types)
+
+
+@given(
+    tokens=st.integers(0, 400),
+    window=st.integers(1, 300),
+    layers=st.integers(1, 20),
+    pattern=st.integers(2, 7),
+)
+def test_attention_pairs_add_up_row_by_row(tokens: int, window: int, layers: int, pattern: int) -> None:
+    text = TextShape(16, 8, 8, layers, 1, 1, 8, window, 8, 512, pattern=pattern)
+    windows = [window if layer % pattern else tokens + 1 for layer in range(1, layers + 1)]
+    assert text.attention_pairs(tokens) == sum(min(row + 1, seen) for seen in windows for row in range(tokens))

@@ -10,10 +10,10 @@ from panscan.workload.probes import sample_probes
 
 
 def test_every_hypothesis_concerns_a_question(mini: GenerateRunner) -> None:
-    with LocalModel(mini.loaded, mini.settings) as local:
-        probes = sample_probes(PanAndScan(), view_size=local.view_size)
-        listed = {each.name for probe in probes for each in local.hypotheses(probe)}
-        longest = max(local.prompt_tokens(probe, REFERENCE) for probe in probes)
+    local = LocalModel(mini.loaded, mini.settings)
+    probes = sample_probes(PanAndScan(), view_size=local.view_size)
+    listed = {each.name for probe in probes for each in local.hypotheses(probe)}
+    longest = max(local.prompt_tokens(probe, REFERENCE) for probe in probes)
     of_other_checkpoints = {"no-rope-factor", "exact-embedding-scale"}  # the mini model has neither
     assert {each.name for each in HYPOTHESES} - listed == of_other_checkpoints
     assert len(probes) <= 12 and longest < 2000

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -50,6 +50,7 @@ class AnswerFile:
     Attributes:
         path: the file, with symbolic links resolved.
         original_header: header that the file was started with.
+        held: answers that are not in the file yet.
 
     Raises:
         RecordsError: another process is writing the file, it already has answers, it belongs to a different job, or it
@@ -61,13 +62,19 @@ class AnswerFile:
         self.header_path, self._held_path, self._lock_path, *_ = _sidecars(self.path)
         self.original_header = header
         self._log: AnswerLog | None = None
-        self._held = HeldAnswers(self._held_path, resumed=False)
+        self.held = HeldAnswers(self._held_path, resumed=False)
         self._created: list[Path] = []
-        self._lock = WriteLock(self._lock_path, self._refusal)
+        self._lock = WriteLock(
+            self._lock_path,
+            lambda holder: RecordsError(f"{self.path} is being written by {holder}; choose another -o for this job"),
+        )
         try:
             with write_errors(self.path, RecordsError):
                 _refuse_irregular(path)
-                self._acquire()
+                created = [path for path in (self._lock_path, *self.path.parents) if not path.exists()]
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._lock.acquire()
+                self._created = created
                 if mode != "force" and _has_answers(self.path):
                     self._resume(header, mode, check)
         except BaseException:
@@ -87,10 +94,6 @@ class AnswerFile:
         """
         return (line.answer for line in self._log or ())
 
-    def held(self) -> Iterator[AnswerRecord]:
-        """Yield the held answers."""
-        return iter(self._held)
-
     def write(self, answer: AnswerRecord) -> None:
         """Append one answer.
 
@@ -99,8 +102,8 @@ class AnswerFile:
         """
         answer.replaces = None
         self._begin().append(answer.line)
-        if answer.id in self._held:
-            self._held.drop(answer.id)
+        if answer.id in self.held:
+            self.held.drop(answer.id)
 
     def hold(self, answer: AnswerRecord) -> None:
         """Store an answer until :meth:`write_held`, or until :meth:`finish` if it replaces a failed one.
@@ -109,7 +112,7 @@ class AnswerFile:
             RecordsError: the answer cannot be written.
         """
         self._begin()
-        self._held.add(answer)
+        self.held.add(answer)
 
     def write_held(self, id: str) -> None:
         """Append a held answer to the file.
@@ -117,11 +120,7 @@ class AnswerFile:
         Raises:
             RecordsError: the answer cannot be written.
         """
-        self.write(self._held.get(id))
-
-    def drop_held(self, id: str) -> None:
-        """Delete a held answer."""
-        self._held.drop(id)
+        self.write(self.held.get(id))
 
     def finish(self) -> None:
         """Finish the job: replace failed answers by held ones, atomically.
@@ -132,18 +131,33 @@ class AnswerFile:
         if self._log is None:
             return
         self._log.cut()
-        if replacing := self._held.replacing():
-            self._log.rewrite(_replaced(self._log, self._held, replacing))
-            for id in [answer.id for answer in self._held if answer.replaces is not None]:
-                self._held.drop(id)
+        if replacing := self.held.replacing():
+            self._log.rewrite(self._replaced(self._log, replacing))
+            for id in [answer.id for answer in self.held if answer.replaces is not None]:
+                self.held.drop(id)
+
+    def _replaced(self, log: AnswerLog, replacing: dict[str, list[str]]) -> Iterator[bytes]:
+        """Yield the lines of the file, with failed answers replaced by the held ones."""
+        present = set()
+        for line in log:
+            present.add(line.answer.id)
+            ids = replacing.pop(line.answer.id, None)
+            yield line.raw if ids is None else b"".join(map(self._held_line, ids))
+        # If a failed answer is missing, an earlier finish() replaced it but stopped before it dropped the held answers.
+        yield from (self._held_line(id) for ids in replacing.values() for id in ids if id not in present)
+
+    def _held_line(self, id: str) -> bytes:
+        return msgspec.structs.replace(self.held.get(id), replaces=None).line
 
     def close(self) -> None:
         """Flush everything to disk and release the file."""
         if self._log is not None:
             self._log.close()
         else:
-            self._remove_created()
-        self._held.close()
+            for path in self._created:  # because it never started
+                with contextlib.suppress(OSError):  # a directory that is no longer empty stays
+                    path.unlink() if path == self._lock_path else path.rmdir()
+        self.held.close()
         self._log = None
         self._lock.release()
 
@@ -155,15 +169,6 @@ class AnswerFile:
     ) -> None:
         self.close()
 
-    def _acquire(self) -> None:
-        created = [path for path in (self._lock_path, *self.path.parents) if not path.exists()]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock.acquire()
-        self._created = created
-
-    def _refusal(self, holder: str) -> RecordsError:
-        return RecordsError(f"{self.path} is being written by {holder}; choose another -o for this job")
-
     def _resume(self, header: JobHeader, mode: Mode, check: Check) -> None:
         if mode == "new":
             refuse_answers(self.path)
@@ -171,7 +176,7 @@ class AnswerFile:
         if (reason := check(self.original_header, header)) is not None:
             raise RecordsError(f"{self.path} {reason}: resume with the same options, or replace it with --force")
         self._log = AnswerLog(self.path)
-        self._held = HeldAnswers(self._held_path, resumed=True)
+        self.held = HeldAnswers(self._held_path, resumed=True)
 
     def _begin(self) -> AnswerLog:
         if self._log is None:
@@ -199,12 +204,6 @@ class AnswerFile:
             return msgspec.convert(header, JobHeader)
         except msgspec.ValidationError as error:
             raise RecordsError(f"{self.header_path} is not the header of a job ({error}): {fix}") from error
-
-    def _remove_created(self) -> None:
-        """Remove the lock file and the directories that this job created, because it never started."""
-        for path in self._created:
-            with contextlib.suppress(OSError):  # a directory that is no longer empty stays
-                path.unlink() if path == self._lock_path else path.rmdir()
 
 
 def refuse_answers(path: Path) -> None:
@@ -271,19 +270,3 @@ def _refuse_irregular(path: Path) -> None:
 def _has_answers(path: Path) -> bool:
     """Return whether a file has answers, or answers are held for it."""
     return any(file.exists() and file.stat().st_size for file in (path, _sidecars(path)[1]))
-
-
-def _replaced(log: AnswerLog, held: HeldAnswers, replacing: Mapping[str, list[str]]) -> Iterator[bytes]:
-    """Yield the lines of the file, with failed answers replaced by the held ones."""
-
-    def written(id: str) -> bytes:
-        return msgspec.structs.replace(held.get(id), replaces=None).line
-
-    remaining = dict(replacing)
-    present = set()
-    for line in log:
-        present.add(line.answer.id)
-        ids = remaining.pop(line.answer.id, None)
-        yield line.raw if ids is None else b"".join(map(written, ids))
-    # If a failed answer is missing, an earlier finish() replaced it but stopped before it dropped the held answers.
-    yield from (written(id) for ids in remaining.values() for id in ids if id not in present)

@@ -64,17 +64,13 @@ class AnsweredItems:
                 repeated.append(answer.id)
             self._note(answer)
         if repeated:
-            _LOG.warning(
-                "%s: several answers to one document, using the last: %s%s",
-                file.path,
-                ", ".join(map(repr, repeated[:5])),
-                f" and {len(repeated) - 5} more" if len(repeated) > 5 else "",
-            )
-        for answer in list(file.held()):
+            listed = ", ".join(map(repr, repeated[:5])) + (f" and {len(repeated) - 5} more" if repeated[5:] else "")
+            _LOG.warning("%s: several answers to one document, using the last: %s", file.path, listed)
+        for answer in file.held:
             if answer.replaces is not None:
                 self._replaces[answer.id] = answer.replaces
             elif answer.id in self._asked:  # written, but the process ended before it could drop it
-                file.drop_held(answer.id)
+                file.held.drop(answer.id)
                 continue
             else:
                 self._held.add(answer.id)
@@ -107,7 +103,13 @@ class AnsweredItems:
 
     def _task(self, item: Row) -> Task | None:
         if item.id not in self._asked:
-            return Task(item, replaces=self._whole_file(item))
+            replaces = item.document if item.document in self._failed else None  # a file that could not be read
+            if replaces is not None and replaces in self._held:
+                self._held.discard(replaces)
+                self._failed.discard(replaces)
+                self._file.held.drop(replaces)
+                replaces = None
+            return Task(item, replaces=replaces)
         failed = item.id in self._failed
         if failed and self._retry:
             return Task(item, replaces=None if item.id in self._held else self._replaces.get(item.id, item.id))
@@ -120,17 +122,6 @@ class AnsweredItems:
         self.skipped += 1
         return Task(item, held=True) if item.id in self._held else None
 
-    def _whole_file(self, item: Row) -> str | None:
-        """Return the id of the failed answer to replace if ``item`` is a page of a file that could not be read."""
-        if item.document not in self._failed:
-            return None
-        if item.document not in self._held:
-            return item.document
-        self._held.discard(item.document)
-        self._failed.discard(item.document)
-        self._file.drop_held(item.document)
-        return None
-
     def _note(self, answer: AnswerRecord) -> None:
         self._asked[answer.id] = _asked(answer.image, answer.question)
         (self._failed.discard if answer.error is None else self._failed.add)(answer.id)
@@ -138,25 +129,3 @@ class AnsweredItems:
 
 def _asked(named: Iterable[str], question: str | None) -> int:
     return hash((tuple(named), question))
-
-
-@dataclass(slots=True)
-class AnswerCounts:
-    """Counts of the answers in a file; ``reasons`` are (id, error) of the first failed documents."""
-
-    answered: int
-    failed: int
-    reasons: list[tuple[str, str]]
-
-
-def tally(answers: Iterable[AnswerRecord], reasons: int) -> AnswerCounts:
-    """Count answers, and keep the first ``reasons`` failures."""
-    counts = AnswerCounts(0, 0, [])
-    for answer in answers:
-        if answer.error is None:
-            counts.answered += 1
-            continue
-        counts.failed += 1
-        if len(counts.reasons) < reasons:
-            counts.reasons.append((answer.id, answer.error))
-    return counts

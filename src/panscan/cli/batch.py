@@ -304,15 +304,18 @@ def _resumable(file: Any, piped: str | None) -> Iterator[None]:
 
 
 def _print_summary(file: Any, path: str, *, idle: bool) -> int:
-    from panscan.batch.pending import tally
-
-    counts = tally(file.records(), _REASONS)
-    for name, reason in counts.reasons:
-        text = reason if reason.startswith(name) else f"{name}: {reason}"
-        errors().print(f"failed: {text}", style="yellow", soft_wrap=True)
-    if counts.failed > len(counts.reasons):
-        errors().print(f"failed: {counts.failed - len(counts.reasons)} more; see 'error' in {path}", soft_wrap=True)
-    answered = f"nothing left to ask: {counts.answered} answered already" if idle else f"{counts.answered} answered"
-    failed = f", {counts.failed} failed (ask them again with --resume --retry-failed)" if counts.failed else ""
+    succeeded = failures = 0
+    for answer in file.records():
+        if answer.error is None:
+            succeeded += 1
+            continue
+        failures += 1
+        if failures <= _REASONS:
+            text = answer.error if answer.error.startswith(answer.id) else f"{answer.id}: {answer.error}"
+            errors().print(f"failed: {text}", style="yellow", soft_wrap=True)
+    if failures > _REASONS:
+        errors().print(f"failed: {failures - _REASONS} more; see 'error' in {path}", soft_wrap=True)
+    answered = f"nothing left to ask: {succeeded} answered already" if idle else f"{succeeded} answered"
+    failed = f", {failures} failed (ask them again with --resume --retry-failed)" if failures else ""
     out().print(f"{answered}{failed}: {path}", soft_wrap=True)
-    return 3 if counts.failed else 0
+    return 3 if failures else 0

@@ -79,15 +79,12 @@ class Detokenizer:
         self._tail = ""
         found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
         self.stopped = bool(found)
-        end = min(found) if found else len(text) - self._beginning(text)
+        lengths = range(min(self._longest - 1, len(text)), 0, -1)
+        beginning = (length for length in lengths if any(stop.startswith(text[-length:]) for stop in self._stop))
+        end = min(found) if found else len(text) - next(beginning, 0)
         self._held = "" if found else text[end:]
         self._shown.append(text[:end])
         return text[:end]
-
-    def _beginning(self, text: str) -> int:
-        """Return the number of characters at the end of ``text`` that may be the beginning of a stop text."""
-        lengths = range(min(self._longest - 1, len(text)), 0, -1)
-        return next((n for n in lengths if any(stop.startswith(text[-n:]) for stop in self._stop)), 0)
 
 
 class _ByteRun:

@@ -107,18 +107,14 @@ class Grammars:
         """
         with self._lock:
             if (matcher := self._compiled.get(schema)) is None:
-                matcher = self._compile(schema)
+                grammar = _grammar_of(schema)
+                if self._tokenizer is None:
+                    self._tokenizer = self._converted()
+                matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+                if matcher.is_error():
+                    raise SettingError(f"json_schema: {_rejection(matcher)}")
             self._compiled.put(schema, matcher)
             return Constraint(matcher.deep_copy())
-
-    def _compile(self, schema: str) -> LLMatcher:
-        grammar = _grammar_of(schema)
-        if self._tokenizer is None:
-            self._tokenizer = self._converted()
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
-        if matcher.is_error():
-            raise SettingError(f"json_schema: {_rejection(matcher)}")
-        return matcher
 
     def _converted(self) -> LLTokenizer:
         backend = getattr(self._source, "backend_tokenizer", None)

@@ -153,7 +153,12 @@ class ModelRunner:
         Passes run in the order of their launches. Pending tokens are those of the previously launched pass.
         """
         vision = self._encode(batch)
-        hidden = self._text.embed(self._ids(batch))
+        # Pending ids come from the previous pass, on the device.
+        ids = upload(batch.ids, self._device)
+        if len(batch.pending_rows):
+            assert self._previous is not None  # its pass was launched
+            ids[upload(batch.pending_rows, self._device)] = self._rows(self._previous, batch.pending_sources)
+        hidden = self._text.embed(ids)
         self._features.fill(hidden, batch.images)
         sampled, observed_rows = self._layers(batch, hidden)
         logits = self._text.logits(sampled)
@@ -354,14 +359,6 @@ class ModelRunner:
         if self._device.type != "cuda":
             synchronize(self._device)
         return start, _Timestamp.record(self._device)
-
-    def _ids(self, batch: FlatBatch) -> torch.Tensor:
-        """Return token ids, int64 ``[T]``; pending ones come from the previous pass, on the device."""
-        ids = upload(batch.ids, self._device)
-        if len(batch.pending_rows):
-            assert self._previous is not None  # its pass was launched
-            ids[upload(batch.pending_rows, self._device)] = self._rows(self._previous, batch.pending_sources)
-        return ids
 
     def _layers(self, batch: FlatBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return final hidden states of the sampled and of the observed rows, from a graph if one is large enough.

@@ -153,7 +153,21 @@ class Preparer:
             ImageError: the image must be read again, but cannot be read or has changed.
         """
         if view.pixels is None:
-            self._read_again(view)
+            # Rare: its features were evicted before its request could use them. Keeping the images of all running
+            # requests would take most of the host's memory.
+            found = images_of(view.request)
+            # Not native_work(): the engine's thread would wait forever at exit, and the exit waits for that thread.
+            try:  # in the engine's thread, which others wait for
+                deadline = Deadline.after(_AGAIN_SECONDS)
+                pixels = open_pixels(found[view.index], deadline=deadline) if view.index < len(found) else None
+            except TimeoutError:
+                raise ImageError(
+                    f"request {view.request.id!r}: image {view.index + 1} took too long to read again"
+                ) from None
+            read = None if pixels is None else _copied(pixels, alone=False)
+            if read is None or read.levels is None or read.digest != view.digest:
+                raise ImageError(f"request {view.request.id!r}: image {view.index + 1} changed while it was read")
+            self._put(read.levels, [view])
         assert view.pixels is not None  # they were just computed
         return view.pixels
 
@@ -263,25 +277,6 @@ class Preparer:
             self._intake.forget(view.pixels for view in request_views.values() if view.pixels is not None)
             raise
         return keys, request_views
-
-    def _read_again(self, view: RequestView) -> None:
-        """Compute the pixels of a view whose features were evicted before its request could use them.
-
-        This is rare, and keeping the images of all running requests would take most of the host's memory.
-        """
-        found = images_of(view.request)
-        # Not native_work(): the engine's thread would wait forever at exit, and the exit waits for that thread.
-        try:  # in the engine's thread, which others wait for
-            deadline = Deadline.after(_AGAIN_SECONDS)
-            pixels = open_pixels(found[view.index], deadline=deadline) if view.index < len(found) else None
-        except TimeoutError:
-            raise ImageError(
-                f"request {view.request.id!r}: image {view.index + 1} took too long to read again"
-            ) from None
-        read = None if pixels is None else _copied(pixels, alone=False)
-        if read is None or read.levels is None or read.digest != view.digest:
-            raise ImageError(f"request {view.request.id!r}: image {view.index + 1} changed while it was read")
-        self._put(read.levels, [view])
 
     def _put(self, levels: NDArray[np.uint8], request_views: list[RequestView]) -> None:
         """Send views of one image to the runner; the image is sent once."""

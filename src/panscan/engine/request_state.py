@@ -287,7 +287,23 @@ class RequestState:
             reason, error = "error", error or self.error_of(fault)
         self.request_views = {}
         try:
-            self.on_end(self._result(reason, error))
+            sequence = self.sequence
+            self.on_end(
+                Result(
+                    id=self.request.id,
+                    text="" if self.text is None else self.text.text,
+                    token_ids=[] if sequence is None else sequence.outputs,
+                    finish_reason=reason,
+                    views=self.views,
+                    crops=self.crops,
+                    image_tokens=self.image_tokens,
+                    prompt_tokens=0 if sequence is None else sequence.prompt_tokens,
+                    stamps=self.stamps,
+                    cached_tokens=0 if sequence is None else sequence.cached or 0,
+                    logprobs=None if self.request.sampling.logprobs is None else self.logprobs,
+                    error=error,
+                )
+            )
         except BaseException:
             log.exception("request %r: its on_end callback failed", self.request.id)
 
@@ -317,20 +333,3 @@ class RequestState:
         if token in end_ids or self.text.stopped or (not forced and token in sampling.stop_token_ids):
             return "stop"
         return "length" if full else None
-
-    def _result(self, reason: FinishReason, error: PanscanError | None) -> Result:
-        sequence = self.sequence
-        return Result(
-            id=self.request.id,
-            text="" if self.text is None else self.text.text,
-            token_ids=[] if sequence is None else sequence.outputs,
-            finish_reason=reason,
-            views=self.views,
-            crops=self.crops,
-            image_tokens=self.image_tokens,
-            prompt_tokens=0 if sequence is None else sequence.prompt_tokens,
-            stamps=self.stamps,
-            cached_tokens=0 if sequence is None else sequence.cached or 0,
-            logprobs=None if self.request.sampling.logprobs is None else self.logprobs,
-            error=error,
-        )

@@ -308,20 +308,16 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         scaled = np.nan_to_num(scaled, nan=0.0, posinf=255.0, neginf=0.0)
         return Image.fromarray(np.rint(scaled).astype(np.uint8)).convert("RGB")
     if image.has_transparency_data:
-        return _over_white(image)
+        # Over white, strip by strip: a copy of all pixels takes four bytes of memory each.
+        white = Image.new("RGB", image.size, "white")
+        rows = max(1, _STRIP_PIXELS // image.width)
+        for top in range(0, image.height, rows):
+            part = image.crop((0, top, image.width, min(top + rows, image.height)))
+            # Pillow converts La, grey with premultiplied alpha, to nothing but LA.
+            rgba = (part.convert("LA") if part.mode == "La" else part).convert("RGBA")
+            white.paste(rgba, (0, top), mask=rgba.getchannel("A"))
+        return white
     return image.convert("RGB")
-
-
-def _over_white(image: Image.Image) -> Image.Image:
-    """Composite an image over white, strip by strip: a copy of all pixels takes four bytes of memory each."""
-    white = Image.new("RGB", image.size, "white")
-    rows = max(1, _STRIP_PIXELS // image.width)
-    for top in range(0, image.height, rows):
-        part = image.crop((0, top, image.width, min(top + rows, image.height)))
-        # Pillow converts La, grey with premultiplied alpha, to nothing but LA.
-        rgba = (part.convert("LA") if part.mode == "La" else part).convert("RGBA")
-        white.paste(rgba, (0, top), mask=rgba.getchannel("A"))
-    return white
 
 
 def _is_pdf(stream: BinaryIO, name: str) -> bool:

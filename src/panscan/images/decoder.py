@@ -96,32 +96,27 @@ def _reply_to(fields: dict[str, Any], stream: BinaryIO, pixels: _PixelFiles) -> 
             case "sizes":
                 return {"answer": page_sizes(stream, name, fields["max_pages"])}
             case _:
-                return _levels(stream, fields, name, pixels)
+                expected = fields["expected"] and tuple(fields["expected"])
+                image = read_page(stream, fields["page"], name, copy=False, expected=expected)
+                width, height = image.size
+                file, kept = pixels.take(4 * width * height)
+                try:
+                    words = np.frombuffer(file.memory, np.uint32, width * height).reshape(height, width)
+                    digest = copy_levels(image, alone=fields["alone"], out=words)[1]
+                except BaseException:
+                    pixels.give_up(file)
+                    raise
+                return {
+                    "size": [width, height],
+                    "digest": digest.hex(),
+                    "file": file.number,
+                    "kept": kept,
+                    "dropped": pixels.dropped(),
+                }
     except ImageError as error:
         return {"error": str(error), "memory": isinstance(error.__cause__, MemoryError)}
     except MemoryError:
         return {"error": f"{name}: not enough memory to decode it", "memory": True}
-
-
-def _levels(stream: BinaryIO, fields: dict[str, Any], name: str, pixels: _PixelFiles) -> dict[str, Any]:
-    """Decode a page into a file of pixels: uint8 ``[height, width, 4]``."""
-    expected = fields["expected"] and tuple(fields["expected"])
-    image = read_page(stream, fields["page"], name, copy=False, expected=expected)
-    width, height = image.size
-    file, kept = pixels.take(4 * width * height)
-    try:
-        words = np.frombuffer(file.memory, np.uint32, width * height).reshape(height, width)
-        digest = copy_levels(image, alone=fields["alone"], out=words)[1]
-    except BaseException:
-        pixels.give_up(file)
-        raise
-    return {
-        "size": [width, height],
-        "digest": digest.hex(),
-        "file": file.number,
-        "kept": kept,
-        "dropped": pixels.dropped(),
-    }
 
 
 @dataclass(slots=True, eq=False)

@@ -77,13 +77,6 @@ def view_label(plan: ViewPlan, index: int) -> tuple[str, str]:
     return f"crop {index}" if index else "whole", f"{width}x{height} px · {tokens} tokens"
 
 
-def _summary_line(plan: ViewPlan, *, estimated: bool) -> str:
-    views = f"{plan.crops + 1} views (whole and {plan.crops} crops)" if plan.crops else "1 view (whole)"
-    about = "about " if estimated else ""
-    tokens = f"{plan.image_tokens:,} image tokens", f"{about}{plan.prompt_tokens:,} prompt tokens"
-    return " · ".join((f"{plan.width}x{plan.height} px", views, *tokens))
-
-
 def _grid(count: int, room: int, label: int, *, beside: bool) -> tuple[int, int]:
     """Columns and side of ``count`` thumbnails that fill ``room`` pixels of height (``beside``) or width.
 
@@ -149,7 +142,12 @@ def lay_out(plan: ViewPlan, *, caption: bool, estimated: bool, max_side: int) ->
     block = (inset[0] + width + RIM, inset[1] + height + RIM)
     content = max(block[0] + _GAP + strip.width if beside else max(block[0], strip.width), _LEAST_WIDTH)
 
-    facts = tuple(wrap(_summary_line(plan, estimated=estimated), FACTS_SIZE, content, separator=" · "))
+    views = f"{plan.crops + 1} views (whole and {plan.crops} crops)" if plan.crops else "1 view (whole)"
+    about = "about " if estimated else ""
+    tokens = f"{plan.image_tokens:,} image tokens", f"{about}{plan.prompt_tokens:,} prompt tokens"
+    facts = tuple(
+        wrap(" · ".join((f"{plan.width}x{plan.height} px", views, *tokens)), FACTS_SIZE, content, separator=" · ")
+    )
     facts_y = MARGIN + (2 * CAPTION_SIZE if caption else FACTS_SIZE)
     top = facts_y + _FACTS_PITCH * (len(facts) - 1) + _GAP
     left = MARGIN + inset[0]

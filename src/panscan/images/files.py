@@ -288,7 +288,15 @@ def _matches(
     for pattern in patterns:
         given, wanted = split_page(os.fspath(pattern))
         for source in _sources(given, report):
-            file = _file_key(source)
+            file = (
+                source.full
+                if isinstance(source, ConcealedUrl)
+                else source
+                if _URL.match(source)
+                else source
+                if "\0" in source or is_stored(source)
+                else os.path.realpath(source)
+            )
             if names.setdefault(source, file) == file:
                 yield source, file, wanted
             else:
@@ -301,7 +309,8 @@ def _sources(given: str, report: Callable[[ImageError], None]) -> list[str]:
         return [given]
     if is_stored(given):
         return _stored(given, report)
-    if _is_directory(given):
+    # Path.is_dir raises where a parent may not be entered; here that is found, and reported, on opening.
+    if os.path.isdir(given):  # noqa: PTH112
         return _in_directory(given, report)
     if os.path.lexists(given) or not glob.has_magic(given):
         return [given]
@@ -309,7 +318,7 @@ def _sources(given: str, report: Callable[[ImageError], None]) -> list[str]:
     found = [
         path
         for path in glob.iglob(given, recursive=True)  # noqa: PTH207 - Path.glob takes no absolute pattern
-        if not _is_directory(path) and (_has_known_suffix(path) or not any_name)
+        if not os.path.isdir(path) and (_has_known_suffix(path) or not any_name)  # noqa: PTH112
     ]
     if not found:
         report(image_error(given, "no image or PDF file matches"))
@@ -323,7 +332,10 @@ def _stored(url: str, report: Callable[[ImageError], None]) -> list[str]:
     if _has_known_suffix(name) and not magic:
         return [url]
     prefix = re.split(r"[*?]", url, maxsplit=1)[0].rpartition("/")[0] if magic else url
-    wanted = None if prefix == url else re.compile(_glob_pattern(url), re.DOTALL)
+    # As regular expressions: ``**/`` crosses prefixes, ``*`` and ``?`` do not.
+    parts = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    pattern = "".join(parts.get(part, re.escape(part)) for part in re.split(r"(\*\*/|\*\*|\*|\?)", url))
+    wanted = None if prefix == url else re.compile(pattern, re.DOTALL)
     any_name = wanted is None or not name.strip("*.")
     found = [
         each
@@ -339,12 +351,6 @@ def _stored(url: str, report: Callable[[ImageError], None]) -> list[str]:
     return sorted(found, key=_natural)
 
 
-def _glob_pattern(url: str) -> str:
-    """Convert a glob to a regular expression: ``**/`` crosses prefixes, ``*`` and ``?`` do not."""
-    parts = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    return "".join(parts.get(part, re.escape(part)) for part in re.split(r"(\*\*/|\*\*|\*|\?)", url))
-
-
 def _in_directory(directory: str, report: Callable[[ImageError], None]) -> list[str]:
     problems: list[OSError] = []
     found: list[str] = []
@@ -358,11 +364,6 @@ def _in_directory(directory: str, report: Callable[[ImageError], None]) -> list[
     return sorted(found, key=_natural)
 
 
-def _is_directory(path: str) -> bool:
-    # Path.is_dir raises where a parent may not be entered; here that is found, and reported, on opening.
-    return os.path.isdir(path)  # noqa: PTH112
-
-
 def _has_known_suffix(name: str) -> bool:
     return Path(name).suffix.lower() in SUFFIXES
 
@@ -370,14 +371,6 @@ def _has_known_suffix(name: str) -> bool:
 def _natural(path: str) -> tuple[list[list[tuple[str, int]]], str]:
     parts = [re.findall(r"([^0-9]*)([0-9]*)", part) for part in Path(path).parts]
     return [[(text.casefold(), int(digits or 0)) for text, digits in part] for part in parts], path
-
-
-def _file_key(source: str) -> str:
-    """Return a key that is equal for all spellings of a path. A path with a null byte, which cannot be opened, is its
-    own key."""
-    if _URL.match(source):
-        return source.full if isinstance(source, ConcealedUrl) else source
-    return source if "\0" in source or is_stored(source) else os.path.realpath(source)
 
 
 def _pages_in(source: str, max_pages: int) -> int:

@@ -433,7 +433,12 @@ class _Decoder:
         width, height = message.fields["size"]
         number, size = message.fields["file"], 4 * int(width) * int(height)
         if message.files:
-            memory = _mapping(message.files[0], size)
+            file = message.files[0]
+            length = os.fstat(file).st_size
+            sealed = not SEALS or fcntl.fcntl(file, fcntl.F_GET_SEALS) & SEALS == SEALS
+            if not sealed or not 0 < size <= length:
+                raise ValueError("a file of another size")
+            memory = mmap.mmap(file, length, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
             if message.fields["kept"]:
                 self._mapped[number] = memory
         else:
@@ -442,20 +447,6 @@ class _Decoder:
         if message.fields["kept"]:
             weakref.finalize(pixels, self._released.append, number).atexit = False
         return pixels
-
-
-def _mapping(file: int, size: int) -> mmap.mmap:
-    """Map a child's file of at least ``size`` bytes.
-
-    Raises:
-        ValueError: it is smaller, or its size may change.
-        OSError: it cannot be mapped.
-    """
-    length = os.fstat(file).st_size
-    sealed = not SEALS or fcntl.fcntl(file, fcntl.F_GET_SEALS) & SEALS == SEALS
-    if not sealed or not 0 < size <= length:
-        raise ValueError("a file of another size")
-    return mmap.mmap(file, length, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
 
 
 _inline = True

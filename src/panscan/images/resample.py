@@ -64,22 +64,12 @@ def order_known() -> bool:
     return _order() is not None
 
 
-def _rows_first(width: int, height: int, size: int) -> bool:  # noqa: ARG001 - one signature for all orders
-    """Pillow up to 12.2."""
-    return False
-
-
-def _narrow_columns_first(width: int, height: int, size: int) -> bool:
-    """Pillow 12.3."""
-    return height > 100 * width and height > size
-
-
-def _tall_columns_first(width: int, height: int, size: int) -> bool:
-    """Pillow 13: columns first if the height shrinks more than twice as much as the width."""
-    return height - size > max(0, 2 * (width - size))
-
-
-_ORDERS: tuple[Callable[[int, int, int], bool], ...] = (_rows_first, _narrow_columns_first, _tall_columns_first)
+_ORDERS: tuple[Callable[[int, int, int], bool], ...] = (
+    lambda _width, _height, _size: False,  # Pillow up to 12.2: rows first
+    lambda width, height, size: height > 100 * width and height > size,  # Pillow 12.3
+    lambda width, height, size: height - size > max(0, 2 * (width - size)),  # Pillow 13
+)
+"""Whether columns come before rows, by width, height and the side of the result."""
 _PROBES = (
     (30, 40, 48),
     (30, 60, 48),

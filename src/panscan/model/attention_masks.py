@@ -173,14 +173,6 @@ def _text_decoder(model: Any) -> Any:
     return getattr(model.model, "language_model", model.model)
 
 
-def _kinds(model: Any) -> dict[LayerKind, Any]:
-    """Return the attention module of each layer kind."""
-    types = list(_text_decoder(model).config.layer_types)
-    return {
-        kind: _text_decoder(model).layers[types.index(name)].self_attn for kind, name in _KINDS.items() if name in types
-    }
-
-
 def _means(model: Any, types: torch.Tensor, values: torch.Tensor) -> dict[LayerKind, torch.Tensor]:
     """Return each query's mean of values: see :data:`Attend`.
 
@@ -192,7 +184,12 @@ def _means(model: Any, types: torch.Tensor, values: torch.Tensor) -> dict[LayerK
     shown = values[None].to(types.device, model.dtype)
     found: dict[LayerKind, torch.Tensor] = {}
     hooks = []
-    for kind, module in _kinds(model).items():
+    decoder = _text_decoder(model)
+    kinds = list(decoder.config.layer_types)
+    for kind, name in _KINDS.items():
+        if name not in kinds:
+            continue
+        module = decoder.layers[kinds.index(name)].self_attn
 
         def keep(_module: Any, inputs: tuple[torch.Tensor], kind: LayerKind = kind) -> None:
             found[kind] = inputs[0][0].float().cpu()

@@ -35,7 +35,16 @@ def empty_quantized_model(config: Any, weight_format: WeightFormat, dtype: torch
         bias, inputs, outputs = linear.bias, linear.in_features, linear.out_features
         quantized = quantized_linear(inputs, outputs, weight_format, bias=bias, device=device, scale_type=dtype)
         set_module(model, name, quantized)
-    _allocate(model, dtype, device)
+    # Shared parameters stay shared.
+    allocated: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or not parameter.is_meta:
+                continue
+            if parameter not in allocated:
+                values = torch.empty(parameter.shape, dtype=dtype, device=device)
+                allocated[parameter] = nn.Parameter(values, requires_grad=False)
+            setattr(module, name, allocated[parameter])
     set_computed_buffers(model, config, dtype, device)
     model.tie_weights()
     return model.eval()
@@ -59,19 +68,6 @@ def build_model(config: Any, dtype: torch.dtype, device: torch.device) -> Any:
     kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         return kind.from_config(config, dtype=dtype, trust_remote_code=False)  # None would ask on the terminal
-
-
-def _allocate(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Allocate parameters that are on the meta device; shared parameters stay shared."""
-    allocated: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is None or not parameter.is_meta:
-                continue
-            if parameter not in allocated:
-                values = torch.empty(parameter.shape, dtype=dtype, device=device)
-                allocated[parameter] = nn.Parameter(values, requires_grad=False)
-            setattr(module, name, allocated[parameter])
 
 
 def set_computed_buffers(model: nn.Module, config: Any, dtype: torch.dtype, device: torch.device) -> None:

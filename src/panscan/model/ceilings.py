@@ -36,7 +36,11 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype) -> Ceilings:
         device: where; it needs 1.5 GiB for a moment, a CPU 0.3 GiB.
         dtype: of the product; float32 is measured without TF32, whatever is set.
     """
-    return Ceilings(_product_rate(device, dtype), _copy_rate(device))
+    source = torch.empty((128 if device.type == "cpu" else 512) << 20, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return Ceilings(
+        _product_rate(device, dtype), (2 * source.numel() / _best_seconds(lambda: target.copy_(source), device))
+    )
 
 
 def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -59,12 +63,6 @@ def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
     finally:
         torch.set_float32_matmul_precision(precision)
     return rate
-
-
-def _copy_rate(device: torch.device) -> float:
-    source = torch.empty((128 if device.type == "cpu" else 512) << 20, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * source.numel() / _best_seconds(lambda: target.copy_(source), device)
 
 
 def _best_seconds(work: Callable[[], object], device: torch.device) -> float:

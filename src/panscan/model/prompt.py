@@ -151,7 +151,12 @@ class PromptWriter:
             raise SettingError("this checkpoint reads text only: leave the images out, or take Gemma 3 4B or larger")
         texts: list[str] = []
         if request.raw:
-            text = self._raw(request)
+            assert request.prompt is not None  # Request holds this for raw prompts
+            text, bos = request.prompt, self.tokenizer.bos_token
+            if self.image_tokens and self.tokenizer.image_token in text:
+                raise SettingError(f"a raw prompt marks an image with {self.boi}, not {self.tokenizer.image_token}")
+            _check_unicode(text)
+            text = text if text.startswith(bos) else bos + text
         else:
             turns = conversation(request)
             _check_unicode("".join(part.get("text", "") for turn in turns for part in turn["content"]))
@@ -204,14 +209,6 @@ class PromptWriter:
         template = Counter(self._specials.findall(self.render([_held_out(turn, []) for turn in turns])))
         found = Counter(self._specials.findall(self.render(turns)))
         return next(iter(found - template), None)
-
-    def _raw(self, request: Request) -> str:
-        assert request.prompt is not None  # Request holds this for raw prompts
-        text, bos = request.prompt, self.tokenizer.bos_token
-        if self.image_tokens and self.tokenizer.image_token in text:
-            raise SettingError(f"a raw prompt marks an image with {self.boi}, not {self.tokenizer.image_token}")
-        _check_unicode(text)
-        return text if text.startswith(bos) else bos + text
 
     def _render_without_texts(self, turns: list[dict[str, Any]]) -> str:
         """Render turns whose texts are marks: most requests have one of a few layouts, and short ones are remembered.

@@ -280,24 +280,16 @@ class AdmissionControl:
             slot.stop()
         try:
             async with asyncio.timeout(self.options.drain_timeout):
-                await self.wait_until_idle()
+                await self._idle.wait()
         except TimeoutError:
             return False
         return True
 
-    def stop(self) -> None:
-        """Refuse new requests, and end all others with an error."""
+    def close(self) -> None:
+        """End all requests, and the threads after their current document. Nothing waits for the threads."""
         self.draining = True
         for slot in list(self._slots):
             slot.stop()
-
-    async def wait_until_idle(self) -> None:
-        """Wait until no request is active."""
-        await self._idle.wait()
-
-    def close(self) -> None:
-        """End all requests, and the threads after their current document. Nothing waits for the threads."""
-        self.stop()
         for pool in self.pools.values():
             pool.shutdown()
 
@@ -443,31 +435,22 @@ def _form_parts(content: bytes, boundary: bytes, most: int) -> list[tuple[str, b
         start = content.find(b"\r\n\r\n", position, position + _PART_HEAD)
         if start < 0 or content[position : position + 2] != b"\r\n":
             raise _malformed_form(f"a part has no headers, or more than {_PART_HEAD} bytes of them")
-        name, is_file = _part_name(content[position + 2 : start])
+        heads = (line.partition(b":") for line in content[position + 2 : start].split(b"\r\n"))
+        dispositions = (value.strip() for key, _, value in heads if key.strip().lower() == b"content-disposition")
+        fields = (parse_options_header(disposition)[1] for disposition in dispositions)
+        options = next((field for field in fields if b"name" in field), None)
+        if options is None:
+            raise _malformed_form("a part has no field name")
+        try:
+            name = options[b"name"].decode()
+        except UnicodeDecodeError as error:
+            raise _malformed_form("a field name is not UTF-8") from error
         position = content.find(delimiter, start + 2)
         if position < 0:
             raise _malformed_form("it ends before the final boundary")
-        parts.append((name, is_file, content[start + 4 : position]))
+        parts.append((name, b"filename" in options, content[start + 4 : position]))
         position += len(delimiter)
     return parts
-
-
-def _part_name(head: bytes) -> tuple[str, bool]:
-    """Return the field name of a part, and whether the part has a file name.
-
-    Raises:
-        FieldError: the part has no name, or one that is not UTF-8.
-    """
-    for line in head.split(b"\r\n"):
-        key, _, value = line.partition(b":")
-        if key.strip().lower() == b"content-disposition":
-            options = parse_options_header(value.strip())[1]
-            if b"name" in options:
-                try:
-                    return options[b"name"].decode(), b"filename" in options
-                except UnicodeDecodeError as error:
-                    raise _malformed_form("a field name is not UTF-8") from error
-    raise _malformed_form("a part has no field name")
 
 
 def _malformed_form(problem: str) -> FieldError:

@@ -416,8 +416,15 @@ def _parse_json(kind: type[Parsed], body: bytes) -> Parsed:
         raise FieldError(f"the body is not valid JSON: {error}") from None
     try:
         parsed = msgspec.convert(_supported_fields(content, kind), kind)
-    except msgspec.ValidationError as error:
-        raise _conversion_error(str(error), kind) from None
+    except msgspec.ValidationError as error:  # with the path as OpenAI writes it, such as messages.0.role
+        problem, _, location = str(error).partition(" - at `$")
+        path = re.sub(r"\[(\d+)\]", r".\1", location.rstrip("`")).replace("[...]", "").removeprefix(".")
+        if missing := re.fullmatch(r"Object missing required field `(\w+)`", problem):
+            path, problem = f"{path}.{missing[1]}".removeprefix("."), "this field is required"
+        elif not path and (name := re.split("[ :]", problem)[0]) in kind.__struct_fields__:
+            raise FieldError(problem, name) from None
+        problem = problem[:1].lower() + problem[1:]
+        raise FieldError(f"{path}: {problem}" if path else problem, path or None) from None
     try:
         json.loads(body, object_pairs_hook=_unique)  # last, because it takes longest
     except RecursionError:
@@ -480,7 +487,7 @@ def _supported_fields(value: Any, kind: type[Body] | Mapping[str, type[Body]], p
         if nested is None:
             supported[name] = inner
         elif isinstance(inner, list):
-            items = enumerate(inner)
+            items = enumerate(inner[: MOST_PARTS + 1])  # a longer list is refused
             supported[name] = [_supported_fields(item, nested, f"{path}{name}.{index}.") for index, item in items]
         else:
             supported[name] = _supported_fields(inner, nested, f"{path}{name}.")
@@ -508,15 +515,3 @@ def _check_choice(path: str, value: Any, choices: tuple[str, ...]) -> None:
     if value not in choices:
         expected = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
         raise FieldError(f"{path}: expected {expected}, got {shorten(value)}", path)
-
-
-def _conversion_error(message: str, kind: type[Body]) -> FieldError:
-    """Return msgspec's error with the path of the field as OpenAI writes it, such as ``messages.0.role``."""
-    problem, _, location = message.partition(" - at `$")
-    path = re.sub(r"\[(\d+)\]", r".\1", location.rstrip("`")).replace("[...]", "").removeprefix(".")
-    if missing := re.fullmatch(r"Object missing required field `(\w+)`", problem):
-        path, problem = f"{path}.{missing[1]}".removeprefix("."), "this field is required"
-    elif not path and (name := re.split("[ :]", problem)[0]) in kind.__struct_fields__:
-        return FieldError(problem, name)
-    problem = problem[:1].lower() + problem[1:]
-    return FieldError(f"{path}: {problem}" if path else problem, path or None)

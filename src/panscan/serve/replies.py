@@ -188,8 +188,27 @@ class Reply:
         return {**self._chunk([]), **self._totals(results)}
 
     def _totals(self, results: Sequence[Result]) -> dict[str, Any]:
-        """Return the token counts, where each prompt counts once, and the figures of the first choice."""
-        return {"usage": _usage(results, results[:: self._per_prompt]), "panscan": _figures(results[0])}
+        """Return the token counts, where each prompt counts once, and the figures of the first choice, milliseconds."""
+        prompts, first = results[:: self._per_prompt], results[0]
+        prompt_tokens = sum(result.prompt_tokens for result in prompts)
+        completion_tokens = sum(result.output_tokens for result in results)
+        details = {name: sum(getattr(result, name) for result in prompts) for name in ("cached_tokens", "image_tokens")}
+        usage = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": details,
+            "views": sum(result.views for result in prompts),
+        }
+        times = {f"{name}_ms": getattr(first.stamps, name) for name in ("ttft", "tpot", "e2e")}
+        figures = {
+            "views": first.views,
+            "crops": first.crops,
+            "image_tokens": first.image_tokens,
+            **{name: None if value is None else round(1e3 * value, 3) for name, value in times.items()},
+            "stages_ms": {name: round(value, 3) for name, value in first.stages_ms.items()},
+        }
+        return {"usage": usage, "panscan": figures}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         object_name = "chat.completion.chunk" if self._chat else "text_completion"
@@ -211,33 +230,3 @@ class Reply:
         top = [{self._names.text(id): max(value, _LOWEST) for id, value in values.top} for _, values in pairs]
         chosen = [max(values.logprob, _LOWEST) for _, values in pairs]
         return {"tokens": texts, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}
-
-
-def _usage(results: Sequence[Result], prompts: Sequence[Result]) -> dict[str, Any]:
-    """Return the token counts of all choices, and of one choice per prompt."""
-    prompt_tokens = sum(result.prompt_tokens for result in prompts)
-    completion_tokens = sum(result.output_tokens for result in results)
-    details = {
-        "cached_tokens": sum(result.cached_tokens for result in prompts),
-        "image_tokens": sum(result.image_tokens for result in prompts),
-    }
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": details,
-        "views": sum(result.views for result in prompts),
-    }
-
-
-def _figures(result: Result) -> dict[str, Any]:
-    """Return the measurements of a choice: views, TTFT, TPOT, end-to-end latency and stages, milliseconds."""
-    stamps = result.stamps
-    times = {"ttft_ms": stamps.ttft, "tpot_ms": stamps.tpot, "e2e_ms": stamps.e2e}
-    return {
-        "views": result.views,
-        "crops": result.crops,
-        "image_tokens": result.image_tokens,
-        **{name: None if value is None else round(1e3 * value, 3) for name, value in times.items()},
-        "stages_ms": {name: round(value, 3) for name, value in result.stages_ms.items()},
-    }

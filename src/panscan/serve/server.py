@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -155,11 +156,12 @@ class _HttpServer(uvicorn.Server):
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
+        open_connection = partial(_Connection, self.config, self._connections)
         while True:
             await self._wait_for_room()
             try:
                 connection, _ = await loop.sock_accept(self._listener)
-                await loop.connect_accepted_socket(self._protocol, connection)
+                await loop.connect_accepted_socket(open_connection, connection)
             except OSError as error:  # the client has left, or descriptors or memory are used up
                 if error.errno in _EXHAUSTED:
                     self._connections.warn(f"connections cannot be accepted ({error.strerror})")
@@ -169,23 +171,16 @@ class _HttpServer(uvicorn.Server):
     async def _wait_for_room(self) -> None:
         """Wait until another connection may be accepted; close idle ones once a client waits for it."""
         if self._connections.full:
-            await self._until_readable()
+            loop = asyncio.get_running_loop()
+            readable = asyncio.Event()
+            loop.add_reader(self._listener, readable.set)
+            try:
+                await readable.wait()
+            finally:
+                loop.remove_reader(self._listener)
         while self._connections.full:
             self._connections.warn("the limit of open files is reached (ulimit -n)")
             await asyncio.sleep(0 if self._connections.close_idle() else _POLL_SECONDS)
-
-    async def _until_readable(self) -> None:
-        """Return once a client has connected."""
-        loop = asyncio.get_running_loop()
-        readable = asyncio.Event()
-        loop.add_reader(self._listener, readable.set)
-        try:
-            await readable.wait()
-        finally:
-            loop.remove_reader(self._listener)
-
-    def _protocol(self) -> _Connection:
-        return _Connection(self.config, self._connections)
 
 
 class _Connection(H11Protocol):
@@ -296,7 +291,10 @@ class _Server:
         self._handle_signals()
         serving = asyncio.ensure_future(server.serve())
         try:
-            if await self._load():
+            with activity(f"loading {self._options.settings.model_name}"):
+                loaded, _ = await race(self._client.start(), self._first_signal.wait())
+            if loaded is not None:  # otherwise, a signal arrived first
+                loaded.result()
                 self._on_ready(self._options.url(self._listener.getsockname()[1]))
                 await self._until_signal(app.state.admission)
         finally:
@@ -305,14 +303,6 @@ class _Server:
             await self._client.close()
             await serving
         return 0
-
-    async def _load(self) -> bool:
-        """Load the model; return False if a signal arrives first."""
-        with activity(f"loading {self._options.settings.model_name}"):
-            loaded, _ = await race(self._client.start(), self._first_signal.wait())
-        if loaded is not None:
-            loaded.result()
-        return loaded is not None
 
     async def _until_signal(self, admission: AdmissionControl) -> None:
         """Wait for a signal, then for running requests.

@@ -57,13 +57,13 @@ def record(tracer: Tracer, result: Result, headers: dict[str, str]) -> None:
         TraceContextTextMapPropagator().extract(headers),
         SpanKind.SERVER,
         attributes=attributes,
-        start_time=_nanoseconds(stamps.accepted),
+        start_time=int(stamps.accepted * 1e9),
     )
     context = set_span_in_context(span)
     for name, start, until in _stages(result):
-        stage = tracer.start_span(name, context, start_time=_nanoseconds(start))
-        stage.end(_nanoseconds(until))
-    span.end(_nanoseconds(end))
+        stage = tracer.start_span(name, context, start_time=int(start * 1e9))
+        stage.end(int(until * 1e9))
+    span.end(int(end * 1e9))
 
 
 def _stages(result: Result) -> list[tuple[str, float, float]]:
@@ -85,7 +85,3 @@ def _stages(result: Result) -> list[tuple[str, float, float]]:
             stages.append((name, start, max(start, until)))
             start = max(start, until)
     return stages
-
-
-def _nanoseconds(seconds: float) -> int:
-    return int(seconds * 1e9)

@@ -58,46 +58,28 @@ def test_a_gpu_is_compared_with_the_others_and_with_its_data_sheet() -> None:
 @pytest.mark.parametrize(
     ("files", "cores", "free"),
     [
-        ({"cpu.max": "150000 100000", "memory.max": 2 * 10**9}, 1.5, 2 * 10**9),
+        ("cpu.max=150000 100000|memory.max=2000000000", 1.5, 2 * 10**9),
+        ("cpu.max=max 100000|memory.max=max", None, None),
         (
-            {
-                "cpu.max": "max 100000",
-                "memory.max": 2 * 10**9,
-                "memory.current": 10**9,
-                "memory.stat": "anon 7\nactive_file 5\ninactive_file 400000000",
-            },
+            "memory.max=2000000000|memory.current=1000000000|memory.stat=anon 7,active_file 5,inactive_file 400000000",
             None,
             14 * 10**8,
         ),
-        ({"cpu.max": "max 100000", "memory.max": "max"}, None, None),
+        (f"cpu/cpu.cfs_quota_us=-1|cpu/cpu.cfs_period_us=1000|memory/memory.limit_in_bytes={2**63 - 4096}", None, None),
         (
-            {
-                "cpu/cpu.cfs_quota_us": -1,
-                "cpu/cpu.cfs_period_us": 100000,
-                "memory/memory.limit_in_bytes": 2**63 - 4096,
-            },
-            None,
-            None,
-        ),
-        (
-            {
-                "cpu/cpu.cfs_quota_us": 50000,
-                "cpu/cpu.cfs_period_us": 100000,
-                "memory/memory.limit_in_bytes": 2 * 10**9,
-                "memory/memory.usage_in_bytes": 10**9,
-                "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 400000000",
-            },
+            "cpu/cpu.cfs_quota_us=500|cpu/cpu.cfs_period_us=1000|memory/memory.limit_in_bytes=2000000000"
+            "|memory/memory.usage_in_bytes=1000000000"
+            "|memory/memory.stat=inactive_file 1,total_inactive_file 400000000",
             0.5,
             14 * 10**8,
         ),
     ],
 )
-def test_container_limits_of_both_versions(
-    tmp_path: Path, files: dict[str, object], cores: float | None, free: int | None
-) -> None:
-    for name, content in files.items():
+def test_container_limits_of_both_versions(tmp_path: Path, files: str, cores: float | None, free: int | None) -> None:
+    for file in files.split("|"):
+        name, content = file.split("=")
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(f"{content}\n")
+        (tmp_path / name).write_text(content.replace(",", "\n") + "\n")
     assert read_limits(tmp_path) == Limits(cores, free)
 
 

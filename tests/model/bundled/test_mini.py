@@ -158,16 +158,6 @@ def test_any_text_reads_back_and_a_character_is_a_token(text: str) -> None:
     assert len(TOKENIZER(plain, add_special_tokens=False)["input_ids"]) == len(plain)
 
 
-def test_its_turns_are_gemmas() -> None:
-    said = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": " What? "}]},
-    ]
-    assert TOKENIZER.apply_chat_template(said, tokenize=False, add_generation_prompt=True) == (
-        "<bos><start_of_turn>user\nBe brief.\n\n<start_of_image>What?<end_of_turn>\n<start_of_turn>model\n"
-    )
-
-
 @pytest.mark.parametrize(("kind", "size", "views"), [("sign", (300, 300), 1), ("receipt", (220, 660), 4)])
 def test_the_prompt_is_the_processors(kind: str, size: tuple[int, int], views: int) -> None:
     """Ids and views of what panscan feeds it, beside what its own processor makes of the same page."""

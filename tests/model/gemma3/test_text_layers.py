@@ -69,6 +69,7 @@ def test_layers_are_the_models_forward(name: str, kernels: bool) -> None:
         layers.use_kernels()
     assert layers.kernels == kernels
     torch.testing.assert_close(text_logits(layers), expected_logits(model_of(name)), rtol=1e-5, atol=1e-5)
+    check_output_rows(layers)
 
 
 def check_output_rows(layers: TextLayers) -> None:
@@ -77,15 +78,6 @@ def check_output_rows(layers: TextLayers) -> None:
     for rows in ([4], [0, 3], []):
         found = text_logits(layers, rows=torch.tensor(rows, dtype=torch.long))
         torch.testing.assert_close(found, whole[rows], rtol=1e-5, atol=1e-5)
-
-
-@KERNELS
-@BOTH
-def test_output_rows_are_those_of_a_whole_pass(name: str, kernels: bool) -> None:
-    layers = TextLayers(model_of(name))
-    if kernels:
-        layers.use_kernels()
-    check_output_rows(layers)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

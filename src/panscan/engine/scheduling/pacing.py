@@ -119,7 +119,10 @@ class Pacer:
         """
         if not (self._decode.known and self._row.known):
             return None
-        start = now if inflight is None else max(now, self._started(inflight) + self._predicted(inflight))
+        start = now
+        if inflight is not None:
+            prefill = inflight.prefill_rows * self._row.seconds + inflight.views * self._view.seconds
+            start = max(now, self._started(inflight) + self._decode.seconds + prefill)
         earliest, oldest = inf, now
         for sequence, accepted, tokens in requests:
             if sequence.full:
@@ -160,10 +163,6 @@ class Pacer:
     def _started(self, size: PassSize) -> float:
         """Return when the device began a pass: passes run one after the other."""
         return max(size.launched, self._finished_at)
-
-    def _predicted(self, size: PassSize) -> float:
-        prefill = size.prefill_rows * self._row.seconds + size.views * self._view.seconds
-        return self._decode.seconds + prefill
 
 
 class _Cost:

@@ -73,7 +73,11 @@ def tiny_directory() -> Path:
         ModelError: if there is nowhere to write it.
     """
     root = cache_directory()
-    target = root / f"tiny-{_tiny_digest()}"
+    # The name changes with the recipe and with the libraries that serialise it.
+    digest = sha256(f"{transformers.__version__} {tokenizers.__version__}".encode())
+    for name in _RECIPE:
+        digest.update(files("panscan.model").joinpath(name).read_bytes())
+    target = root / f"tiny-{digest.hexdigest()[:12]}"
     if _complete(target):
         return target
     try:
@@ -133,18 +137,11 @@ def _draw(name: str, shape: tuple[int, ...], row_scales: NDArray[np.float64]) ->
     drawn = np.random.RandomState(seed).standard_normal(shape)
     if name.endswith("embed_tokens.weight"):
         return drawn * (_EMBEDDING * row_scales)[:, None]
-    mean, deviation = _distribution(name, inputs=math.prod(shape[1:]))
-    return mean + deviation * drawn
-
-
-def _distribution(name: str, inputs: int) -> tuple[float, float]:
-    """Mean and standard deviation of a parameter. Gemma's norms multiply by 1 + weight, SigLIP's by the weight."""
-    gain = _POST_NORMS.get(name.rpartition("layers.")[2].partition(".")[2])
-    if gain is not None:
-        layer = int(name.rpartition("layers.")[2].partition(".")[0])
-        return gain * _GROWTH**layer - 1, 0.1
+    layer, _, part = name.rpartition("layers.")[2].partition(".")
+    if part in _POST_NORMS:  # Gemma's norms multiply by 1 + weight, SigLIP's by the weight
+        return _POST_NORMS[part] * _GROWTH ** int(layer) - 1 + 0.1 * drawn
     _, mean, deviation, per_input = next(rule for rule in _RULES if fnmatchcase(name, rule[0]))
-    return mean, deviation / math.sqrt(inputs) if per_input else deviation
+    return mean + (deviation / math.sqrt(math.prod(shape[1:])) if per_input else deviation) * drawn
 
 
 @contextmanager
@@ -156,14 +153,6 @@ def _no_progress_bar() -> Iterator[None]:
     finally:
         if shown:
             logging.enable_progress_bar()
-
-
-def _tiny_digest() -> str:
-    """Changes with the source that makes the checkpoint and with the libraries that serialise it."""
-    digest = sha256(f"{transformers.__version__} {tokenizers.__version__}".encode())
-    for name in _RECIPE:
-        digest.update(files("panscan.model").joinpath(name).read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def _complete(directory: Path) -> bool:

@@ -29,7 +29,23 @@ def gemma3_config(shape: Shape, tokenizer: PreTrainedTokenizerBase) -> Gemma3Con
 
     The embedding keeps the rows of the shape's vocabulary, whatever the tokenizer's size.
     """
-    text = _text_config(shape.text, tokenizer)
+    scaling = (
+        {"rope_type": "default"}
+        if shape.text.rope_factor is None
+        else {"rope_type": "linear", "factor": shape.text.rope_factor}
+    )
+    text = Gemma3TextConfig(
+        **_renamed_fields(shape.text, TEXT_FIELDS),
+        layer_types=_layer_types(shape.text.layers, shape.text.pattern),
+        rope_parameters={
+            "full_attention": {**scaling, "rope_theta": shape.text.rope_theta_global},
+            "sliding_attention": {"rope_type": "default", "rope_theta": shape.text.rope_theta_local},
+        },
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
     if shape.vision is None:
         return text
     return Gemma3Config(
@@ -40,24 +56,6 @@ def gemma3_config(shape: Shape, tokenizer: PreTrainedTokenizerBase) -> Gemma3Con
         eoi_token_index=tokenizer.eoi_token_id,
         image_token_index=tokenizer.image_token_id,
         tie_word_embeddings=True,
-    )
-
-
-def _text_config(text: TextShape, tokenizer: PreTrainedTokenizerBase) -> Gemma3TextConfig:
-    scaling = (
-        {"rope_type": "default"} if text.rope_factor is None else {"rope_type": "linear", "factor": text.rope_factor}
-    )
-    return Gemma3TextConfig(
-        **_renamed_fields(text, TEXT_FIELDS),
-        layer_types=_layer_types(text.layers, text.pattern),
-        rope_parameters={
-            "full_attention": {**scaling, "rope_theta": text.rope_theta_global},
-            "sliding_attention": {"rope_type": "default", "rope_theta": text.rope_theta_local},
-        },
-        tie_word_embeddings=True,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
     )
 
 
@@ -88,23 +86,20 @@ def shape_of_config(config: Gemma3Config | Gemma3TextConfig) -> Shape:
     for what, there in others.items():
         if there:
             raise UnsupportedError(f"the checkpoint has {what}: its costs are not known")
-    shape = Shape("gemma3", _text_shape(text))
-    if vision is not None:
-        tower = VisionShape(**{ours: getattr(vision, name) for name, ours in VISION_FIELDS.items()})
-        shape = replace(shape, vision=tower, image_tokens=config.mm_tokens_per_image)
-    published = (name for name, known in SHAPES.items() if replace(known, name=shape.name) == shape)
-    return replace(shape, name=next(published, shape.name))
-
-
-def _text_shape(text: Gemma3TextConfig) -> TextShape:
     rope = text.rope_parameters
-    return TextShape(
+    decoder = TextShape(
         **{ours: getattr(text, name) for name, ours in TEXT_FIELDS.items()},
         rope_factor=rope["full_attention"].get("factor"),
         rope_theta_global=rope["full_attention"]["rope_theta"],
         rope_theta_local=rope["sliding_attention"]["rope_theta"],
         pattern=first_global_layer(text.layer_types),
     )
+    shape = Shape("gemma3", decoder)
+    if vision is not None:
+        tower = VisionShape(**{ours: getattr(vision, name) for name, ours in VISION_FIELDS.items()})
+        shape = replace(shape, vision=tower, image_tokens=config.mm_tokens_per_image)
+    published = (name for name, known in SHAPES.items() if replace(known, name=shape.name) == shape)
+    return replace(shape, name=next(published, shape.name))
 
 
 def _layer_types(layers: int, pattern: int) -> list[str]:

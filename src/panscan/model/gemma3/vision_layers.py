@@ -98,7 +98,11 @@ class VisionLayers:
                 for layer in tower.encoder.layers
             )
         ):
-            self.attention, self.reason = _attention_for(tower) if attention is None else (attention, "as requested")
+            self.attention, self.reason = attention or "", "as requested"
+            if attention is None:
+                weight, config = tower.embeddings.patch_embedding.weight, tower.config
+                head_size = config.hidden_size // config.num_attention_heads
+                self.attention, self.reason = choose_vision_attention(weight.device, head_size, weight.dtype)
             [agreed] = ranks.all_reduce_min([ATTENTION_KERNELS.index(self.attention)])  # each rank measures separately
             self.attention = ATTENTION_KERNELS[agreed]
             self._encode = _Encoder(tower, _attention_kernel(self.attention))
@@ -160,11 +164,6 @@ def choose_vision_attention(device: torch.device, head_size: int, dtype: torch.d
         candidates["hopper"] = hopper
     with torch.cuda.device(device):
         return fastest({name: _milliseconds(attend, query, key, value) for name, attend in candidates.items()})
-
-
-def _attention_for(tower: Any) -> tuple[str, str]:
-    weight, config = tower.embeddings.patch_embedding.weight, tower.config
-    return choose_vision_attention(weight.device, config.hidden_size // config.num_attention_heads, weight.dtype)
 
 
 def _attention_kernel(name: str) -> Attend:

@@ -106,9 +106,19 @@ def linear_of(*modules: Any) -> AnyLinear:
     reuse the fused tensor. In-place changes of a parameter take effect; replacing its ``data`` does not.
     Quantised weights of one format are fused in the same way, but on every call.
     """
-    if all(runs_own_forward(module, *LINEARS.values()) for module in modules) and _one_format(modules):
-        return fused(modules)
-    if not _fit_together(modules):
+    first = modules[0]
+    quantized = all(runs_own_forward(module, *LINEARS.values()) for module in modules)
+    if not quantized and not all(is_plain(module, nn.Linear) for module in modules):
+        return ModuleLinear(modules)
+    kinds = {
+        (part.in_features, part.bias is None, part.weight.dtype, part.weight.device)
+        + ((part.weight_format, part.scale.dtype) if quantized else ())
+        for part in modules
+    }
+    alike = len(kinds) == 1
+    if quantized and (len(modules) == 1 or (alike and not first.weight_format.ordered)):
+        return fused(modules)  # reordered channels need separate inputs
+    if quantized or not alike or not first.weight.dtype.is_floating_point:
         return ModuleLinear(modules)
     weight = _fused([module.weight for module in modules])
     biases = [module.bias for module in modules if module.bias is not None]
@@ -132,24 +142,6 @@ def runs_own_forward(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     """
     hooks = module._forward_hooks or module._forward_pre_hooks
     return type(module) in kinds and "forward" not in vars(module) and not hooks
-
-
-def _one_format(modules: Sequence[QuantizedLinear]) -> bool:
-    """Return whether quantised modules can be fused; reordered channels need separate inputs."""
-    if len(modules) == 1:
-        return True
-    kinds = {
-        (part.weight_format, part.in_features, part.bias is None, part.scale.dtype, part.weight.device)
-        for part in modules
-    }
-    return len(kinds) == 1 and not modules[0].weight_format.ordered
-
-
-def _fit_together(modules: Sequence[Any]) -> bool:
-    if not all(is_plain(module, nn.Linear) for module in modules):
-        return False
-    kinds = {(part.in_features, part.bias is None, part.weight.dtype, part.weight.device) for part in modules}
-    return len(kinds) == 1 and modules[0].weight.dtype.is_floating_point
 
 
 def _fused(parameters: Sequence[nn.Parameter]) -> torch.Tensor:

@@ -254,16 +254,14 @@ class ChannelLinear(QuantizedLinear):
 
     def product(self, input: torch.Tensor | QuantizedRows, dtype: torch.dtype) -> torch.Tensor | UnscaledProduct:
         """See :class:`QuantizedLinear`."""
-        if self.weight_format.quantizes_inputs:
-            return self._narrow_product(
-                quantize_rows(input, self.weight.dtype) if isinstance(input, torch.Tensor) else input, dtype
-            )
-        assert isinstance(input, torch.Tensor)  # weight-only formats have no row type
-        return self._with_bias(multiply_weight_only(input, self.weight, self.scale))
-
-    @abstractmethod
-    def _narrow_product(self, rows: QuantizedRows, dtype: torch.dtype) -> torch.Tensor | UnscaledProduct:
-        """Return the product of quantised rows."""
+        if not self.weight_format.quantizes_inputs:
+            assert isinstance(input, torch.Tensor)  # weight-only formats have no row type
+            return self._with_bias(multiply_weight_only(input, self.weight, self.scale))
+        rows = quantize_rows(input, self.weight.dtype) if isinstance(input, torch.Tensor) else input
+        if self.value_type is torch.int8:
+            return self._with_bias(multiply_int8(rows, self.weight, self.scale, dtype))
+        sums = multiply_fp8(rows, self.weight, self.scale, dtype)
+        return sums if self.bias is None else self._with_bias(apply_scales(sums, dtype))
 
     def _columns(self, share: slice, size: int) -> Self:
         weight = self.weight[:, share].contiguous()
@@ -275,18 +273,11 @@ class Int8Linear(ChannelLinear):
 
     value_type = torch.int8
 
-    def _narrow_product(self, rows: QuantizedRows, dtype: torch.dtype) -> torch.Tensor:
-        return self._with_bias(multiply_int8(rows, self.weight, self.scale, dtype))
-
 
 class Fp8Linear(ChannelLinear):
     """float8_e4m3fn weights and inputs."""
 
     value_type = torch.float8_e4m3fn
-
-    def _narrow_product(self, rows: QuantizedRows, dtype: torch.dtype) -> torch.Tensor | UnscaledProduct:
-        sums = multiply_fp8(rows, self.weight, self.scale, dtype)
-        return sums if self.bias is None else self._with_bias(apply_scales(sums, dtype))
 
 
 class Int4Linear(QuantizedLinear):

@@ -89,7 +89,13 @@ def choose_methods(
             for module in found:
                 totals[module.weight.numel()] += module.weight.numel()
             [(size, _)] = totals.most_common(1)  # the MLP's matrices in every Gemma 3
-            measured = _measure_kind(kind, [part for part in found if part.weight.numel() == size][:_MATRICES], dtype)
+            if (kind, device) not in _found:
+                ratio = partial(
+                    _ratio, kind, [part for part in found if part.weight.numel() == size][:_MATRICES], dtype
+                )
+                with torch.cuda.device(device), torch.no_grad():
+                    _found[kind, device] = choose_rows(_RUNGS[kind], kernel_rows(kind, device), ratio)
+            measured = _found[kind, device]  # the first choice that this process measured on the device
             [rows] = least([measured.rows])
             use_kernels_up_to(rows, kind, device)
             methods.append(f"{describe(kind, device)}; speed of Triton relative to cuBLAS: {measured}")
@@ -136,16 +142,6 @@ def median_ratio(kernel: Callable[[], float], library: Callable[[], float]) -> f
         seconds = kernel()
         ratios.append(library() / seconds)
     return median(ratios[1:])
-
-
-def _measure_kind(kind: str, modules: Sequence[QuantizedLinear], dtype: torch.dtype) -> KernelRows:
-    """Return the choice for these matrices: the first one that this process measured on the device."""
-    device = modules[0].weight.device
-    if (kind, device) not in _found:
-        ratio = partial(_ratio, kind, modules, dtype)
-        with torch.cuda.device(device), torch.no_grad():
-            _found[kind, device] = choose_rows(_RUNGS[kind], kernel_rows(kind, device), ratio)
-    return _found[kind, device]
 
 
 def _ratio(kind: str, modules: Sequence[QuantizedLinear], dtype: torch.dtype, rows: int) -> float:
