@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,7 +40,11 @@ def cluster() -> Iterator[str]:
     ray = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--head", "--block"]
     options = ["--port", str(port), "--node-ip-address", "127.0.0.1", "--num-cpus", "4", "--include-dashboard", "false"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "RAY_USAGE_STATS_ENABLED": "0"}
-    with subprocess.Popen([*ray, *options], env=environment, stdout=subprocess.DEVNULL) as head:
+    # A short path, because it is part of the names of sockets; Ray's default folder belongs to other clusters too.
+    with (
+        tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder,
+        subprocess.Popen([*ray, *options, "--temp-dir", folder], env=environment, stdout=subprocess.DEVNULL) as head,
+    ):
         try:
             while not listens(port):
                 assert head.poll() is None

@@ -78,7 +78,10 @@ def _cold(patch: pytest.MonkeyPatch) -> None:
 
 
 def _one_image_for_prefixes(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kv_blocks, "_image_key", lambda span: (span.end - span.start).to_bytes(4, "little"))
+    whole = kv_blocks.block_hash
+    patch.setattr(
+        kv_blocks, "block_hash", lambda parent, ids, images: whole(parent, ids, [(at, key[:4]) for at, key in images])
+    )
 
 
 def _one_image_for_views(patch: pytest.MonkeyPatch) -> None:

@@ -46,8 +46,10 @@ def command(options: Options, images: tuple[str, ...]) -> None:
     names = [name.strip() for name in options.implementations.split(",")]
     settings = Settings(**{**one_preset(options, "attention"), **given_values(options)})
     import_libraries()
+    from panscan.core.files import write_file
     from panscan.images.files import expand_images
     from panscan.inspect.attention.measure import check_names, measure
+    from panscan.inspect.attention.picture import attention_lines, draw_attention
 
     check_names(names)
     pages = expand_images(images, max_pages=options.max_pages)
@@ -65,8 +67,19 @@ def command(options: Options, images: tuple[str, ...]) -> None:
     with activity("measuring attention"):
         shown = measure(request, settings, names)
     if path is not None:
-        _save_picture(shown, path)
-    _print_attention(shown, path, as_json=options.json)
+        data = io.BytesIO()
+        draw_attention(shown).save(data, "PNG", optimize=True)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise SettingError(f"--output {path}: {error.strerror or error}") from error
+        write_file(path, data.getvalue())
+    if options.json:
+        echo(json.dumps(_attention_json(shown, path), indent=2, ensure_ascii=False))
+        return
+    for line in attention_lines(shown, width=out().width):
+        echo(line)
+    errors().print(f"picture: {path}", soft_wrap=True)
 
 
 def _picture_path(output: str | None, images: Sequence[str], *, as_json: bool) -> Path | None:
@@ -85,30 +98,6 @@ def _picture_path(output: str | None, images: Sequence[str], *, as_json: bool) -
     if path.resolve() in {Path(image.partition("#")[0]).resolve() for image in images}:
         raise SettingError(f"--output {path} is one of the images: give another name")
     return path
-
-
-def _save_picture(shown: PromptAttention, path: Path) -> None:
-    from panscan.core.files import write_file
-    from panscan.inspect.attention.picture import draw_attention
-
-    data = io.BytesIO()
-    draw_attention(shown).save(data, "PNG", optimize=True)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingError(f"--output {path}: {error.strerror or error}") from error
-    write_file(path, data.getvalue())
-
-
-def _print_attention(shown: PromptAttention, path: Path | None, *, as_json: bool) -> None:
-    if as_json:
-        echo(json.dumps(_attention_json(shown, path), indent=2, ensure_ascii=False))
-        return
-    from panscan.inspect.attention.picture import attention_lines
-
-    for line in attention_lines(shown, width=out().width):
-        echo(line)
-    errors().print(f"picture: {path}", soft_wrap=True)
 
 
 def _attention_json(shown: PromptAttention, path: Path | None) -> dict[str, Any]:

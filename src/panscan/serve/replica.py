@@ -25,7 +25,8 @@ log = logging.getLogger("panscan.serve")
 
 _STATS_SECONDS = 2.0  # longest wait for one replica when metrics are scraped
 _BEAT_SECONDS = 1.0
-_CANCEL_SECONDS = 0.5  # between two items of a stream: Ray cancels it only there
+_CANCEL_SECONDS = 5.0  # between two items of a stream whose client does not call cancel(), because it has died
+_STEP_SECONDS = 0.001  # for the events of all streams of one step
 _SILENT_SECONDS = 20.0  # longest time without a heartbeat; the event loop never blocks that long
 _HANG_SECONDS = {"cpu": 600.0, "cuda": 60.0}  # longest step; on a CPU, one may take minutes
 
@@ -88,6 +89,7 @@ class EngineReplica:
         self._id = str(properties.replica_id.unique_id)
         self._tasks: list[asyncio.Task[None]] = []
         self._outboxes: dict[str, _Outbox] = {}  # by client
+        self._cancels: dict[str, Callable[[], None]] = {}  # of streams, by request
         threads = None
         if context is not None:
             threads = context.threads
@@ -138,10 +140,9 @@ class EngineReplica:
             raise
 
     async def stream(self, request: Request, *, work: RequestWork, client: str) -> AsyncGenerator[str | Result, None]:
-        """Answer a request as a stream: yield this replica's id at once and twice a second, and the result last.
+        """Answer a request as a stream: yield this replica's id at once and every few seconds, and the result last.
 
-        :meth:`events` of the client yields the events. Cancelling the call, or closing the iterator, cancels the
-        request.
+        :meth:`events` yields the events. :meth:`cancel` cancels the request; Ray does so at the next item.
         """
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[Result] = loop.create_future()
@@ -157,7 +158,7 @@ class EngineReplica:
 
         outbox.streams += 1
         try:
-            cancel = self._begin(request, put_event, on_end)
+            self._cancels[request.id] = cancel = self._begin(request, put_event, on_end)
             try:
                 while not ended.done():
                     yield self._id
@@ -167,8 +168,14 @@ class EngineReplica:
                 if not ended.done():
                     cancel()
         finally:
+            self._cancels.pop(request.id, None)
             outbox.streams -= 1
             outbox.changed.set()
+
+    async def cancel(self, id: str, *, replica: str) -> None:
+        """Cancel a stream by the id of its request, if it runs on this replica."""
+        if (cancel := self._cancels.get(id)) is not None:
+            cancel()
 
     async def events(self, *, replica: str, client: str) -> AsyncGenerator[list[tuple[str, TokenEvent]], None]:
         """Yield (request id, event) of all streams of a client, those of one step together, until none runs.
@@ -187,6 +194,7 @@ class EngineReplica:
             else:
                 outbox.changed.clear()
                 await outbox.changed.wait()
+                await asyncio.sleep(_STEP_SECONDS)
 
     async def count(self, request: Request) -> TokenCounts:
         """Count the tokens of a prompt; see :class:`panscan.serve.client.EngineClient`."""

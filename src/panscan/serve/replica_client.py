@@ -7,7 +7,7 @@ import contextvars
 import logging
 import os
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +47,8 @@ class ReplicaClient(EngineClient):
         super().__init__()
         self._replicas, self._app, self._most = replicas, app, most
         self._name = uuid.uuid4().hex
-        self._streams: dict[str, dict[str, tuple[PendingRequest, asyncio.Future[None]]]] = {}  # by replica and id
+        self._streams: dict[str, dict[str, tuple[PendingRequest, asyncio.Future[bool]]]] = {}  # by replica and id
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._readers: dict[str, asyncio.Task[None]] = {}  # of events, by replica
 
     @property
@@ -95,6 +96,8 @@ class ReplicaClient(EngineClient):
         await super().close()
         if self._inflight:
             await asyncio.wait(self._inflight.values(), timeout=_QUERY_SECONDS)
+        if self._tasks:  # cancellations
+            await asyncio.wait(self._tasks, timeout=_STATS_SECONDS)
 
     async def count(self, request: Request) -> TokenCounts:
         """See :class:`EngineClient`."""
@@ -129,51 +132,73 @@ class ReplicaClient(EngineClient):
 
     async def _stream(self, pending: PendingRequest, work: Any) -> Result:
         generator = self._replicas.options(stream=True).stream.remote(pending.request, work=work, client=self._name)
-        delivered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        delivered: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        id, replica = pending.request.id, ""
 
         async def read() -> Result:
-            replica = ""
-            try:
-                async for item in generator:
-                    if isinstance(item, Result):
-                        await delivered  # the last event may arrive after the result
-                        return item
-                    replica = item
-                    self._streams.setdefault(replica, {})[pending.request.id] = pending, delivered
-                    self._listen(replica)
-            finally:
-                self._streams.get(replica, {}).pop(pending.request.id, None)
+            nonlocal replica
+            async for item in generator:
+                if isinstance(item, Result):
+                    if not await delivered:  # the last event may arrive after the result
+                        break
+                    return item
+                replica = item
+                self._streams.setdefault(replica, {})[id] = pending, delivered
+                self._listen(replica)
             raise EngineLostError("the stream of a replica ended early")
 
-        return await _called(generator, read())
+        try:
+            return await _called(generator, read())
+        except asyncio.CancelledError:
+            if replica:  # Ray cancels a call only at its next item
+                self._in_background(_fresh(lambda: self._replicas.cancel.remote(id, replica=replica)))
+            raise
+        except EngineLostError:
+            streams, reader = self._streams.get(replica, {}), self._readers.get(replica)
+            if streams.keys() <= {id} and reader is not None:
+                reader.cancel()  # it may wait for a replica that no longer exists
+            raise
+        finally:
+            self._streams.get(replica, {}).pop(id, None)
 
     def _listen(self, replica: str) -> None:
         """Read the events of a replica as long as it has streams, in an empty context (see :func:`_fresh`)."""
         if replica not in self._readers:
-            reading = self._read_events(replica)
-            self._readers[replica] = asyncio.get_running_loop().create_task(reading, context=contextvars.Context())
+            self._readers[replica] = self._in_background(self._read_events(replica))
 
     async def _read_events(self, replica: str) -> None:
+        streams = self._streams[replica]
         generator = self._replicas.options(stream=True).events.remote(replica=replica, client=self._name)
         try:
             async for events in generator:
                 for id, event in events:
-                    pending, delivered = self._streams[replica].get(id, (None, None))
-                    if pending is None or delivered is None:
+                    if id not in streams:
                         continue  # it was cancelled
+                    pending, delivered = streams[id]
                     pending.on_event(event)
                     if event.finish_reason is not None and not delivered.done():
-                        delivered.set_result(None)
-        except (RayError, RayServeException) as error:
-            for _, delivered in self._streams[replica].values():
+                        delivered.set_result(True)
+        except (RayError, RayServeException, asyncio.CancelledError):
+            generator.cancel()
+            for _, delivered in streams.values():
                 if not delivered.done():
-                    delivered.set_exception(EngineLostError(f"the replica was lost: {type(error).__name__}"))
+                    delivered.set_result(False)
+            streams.clear()
         finally:
             del self._readers[replica]
-        if self._streams[replica]:  # one that began while the call ended
+        if streams:  # one that began while the call ended
             self._listen(replica)
-        else:
-            del self._streams[replica]
+
+    def _in_background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.get_running_loop().create_task(work, context=contextvars.Context())
+        self._tasks.add(task)
+        task.add_done_callback(self._forget_task)
+        return task
+
+    def _forget_task(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, EngineError):
+            log.error("a call to a replica", exc_info=error)
 
     async def _first_info(self) -> ModelInfo:
         while True:
