@@ -156,6 +156,8 @@ class StoredLoader:
         for name, linear in full.named_modules():
             if isinstance(linear, nn.Linear) and f"{name}.weight" not in tied:
                 self._fill_linear(model, name, linear, inside=name in inside)
+        if len(self._left) == len(self.tensors.names):
+            raise ValueError(f"config.json: quantization_config names {self.scheme.method}, but no matrix is quantised")
         for name, parameter in full.named_parameters():
             owner, _, leaf = name.rpartition(".")
             empty = model.get_submodule(owner)._parameters.get(leaf)  # quantised matrices have no such parameter
