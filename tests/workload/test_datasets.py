@@ -306,7 +306,7 @@ def test_tables_are_read_forward_and_one_at_a_time(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(TableFile, "records", lambda *given: readings.append(given) or records(*given))
 
     def count_open(_done: int, _total: int) -> None:
-        opened.append(sum(path.endswith(".parquet") for path, *_ in psutil.Process().open_files()))
+        opened.append(sum(Path(path).parent == tmp_path for path, *_ in psutil.Process().open_files()))
 
     found = load_workload(
         Source(dataset=str(tmp_path), num_samples=40), on_problem=lambda _: None, on_document=count_open
