@@ -34,8 +34,7 @@ class Host:
         self.known: set[bytes] = set()
         spec = runner.loaded.reader.pixels or PixelSpec()
         self.pixels = PixelStore(torch.device("cpu"), torch.float32, spec)
-        intake: Any = _Intake(self.pixels)
-        self.preparer = Preparer(runner.loaded, EngineOptions(), lambda key: key in self.known, intake)
+        self.preparer = Preparer(runner.loaded, EngineOptions(), lambda key: key in self.known, self.pixels)
 
     def prepare(self, image: object) -> RequestState:
         """Prepare a question about one image."""
@@ -43,15 +42,6 @@ class Host:
         state = RequestState(0, request, Stamps(accepted=0.0), lambda _: None, lambda _: None, 0)
         self.preparer.prepare(state)
         return state
-
-
-class _Intake:
-    def __init__(self, pixels: PixelStore) -> None:
-        self.put = pixels.put
-        self._pixels = pixels
-
-    def forget(self, refs: Any) -> None:
-        self._pixels.forget(ref.handle for ref in refs)
 
 
 @pytest.fixture

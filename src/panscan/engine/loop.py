@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from panscan.core import EngineError, FinishReason, ImageError, PanscanError, SettingError, Stats, now
 from panscan.engine.options import EngineOptions
-from panscan.engine.passes import Launched, PassExecutor, PassResult, pass_error, raise_if_device_failed
+from panscan.engine.passes import PassExecutor, PassResult, WaitForPass, pass_error, raise_if_device_failed
 from panscan.engine.prepare import Preparer
 from panscan.engine.request_state import RequestState
-from panscan.engine.scheduling.batch import NO_ROWS, FlatBatch, PixelRef, SampledToken, Step, ViewToEncode, flatten
+from panscan.engine.scheduling.batch import NO_ROWS, FlatBatch, SampledToken, Step, ViewToEncode, flatten
 from panscan.engine.scheduling.batch import Sequence as Tokens
 from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.pacing import Pacer, PassSize, PrefillLimit
@@ -37,7 +37,7 @@ class _PassInFlight:
         observed: sequences among ``sampled`` whose logits are observed, in order.
         image_requests: requests with image spans in this pass; empty if the pass encodes no view.
         size: numbers of rows and views.
-        launched: the runner's handle.
+        wait: waits for its result.
     """
 
     step: Step
@@ -46,7 +46,7 @@ class _PassInFlight:
     observed: list[Tokens]
     image_requests: list[RequestState]
     size: PassSize
-    launched: Launched
+    wait: WaitForPass
 
 
 class Loop:
@@ -60,7 +60,7 @@ class Loop:
 
     def __init__(self, loaded: Loaded, options: EngineOptions, runner: PassExecutor) -> None:
         self.loaded, self.options, self.runner = loaded, options, runner
-        self.facts = facts = self.runner.facts
+        self.facts = facts = runner.facts
         self.blocks = KVBlocks(
             block_size=options.block_size,
             global_blocks=facts.blocks[0],
@@ -78,7 +78,7 @@ class Loop:
         )
         target = options.tpot_target_ms
         self._pacer = None if target is None else Pacer(target / 1e3)
-        self.preparer = Preparer(loaded, options, self.vision.holds, self.runner, facts.pixel_bytes)
+        self.preparer = Preparer(loaded, options, self.vision.holds, runner.pixels, facts.pixel_bytes)
         self._overlap = facts.overlaps if options.overlap is None else options.overlap
         self._inflight: _PassInFlight | None = None
         self._states: dict[Tokens, RequestState] = {}
@@ -132,7 +132,7 @@ class Loop:
             return False
         try:
             with host_work("engine: wait for the device"):
-                result = inflight.launched.wait()
+                result = inflight.wait()
         except EngineError:
             raise  # the ranks were closed: no pass can run any more
         except Exception as error:  # devices report failures of a pass at the next synchronisation
@@ -262,17 +262,17 @@ class Loop:
                 observed_samples=np.array(observed, np.int64),
             )
             with phase("decode" if all(chunk.sequence.decodes for chunk in step.chunks) else "prefill"):
-                launched = self.runner.execute(batch)
+                wait = self.runner.execute(batch)
         except BaseException:
             self.vision.forget(encode)
-            self.runner.forget(PixelRef(view.pixels, view.rank) for view in encode.values())
+            self.runner.pixels.forget(view.pixels for view in encode.values())
             raise
         finally:
             self.vision.release()
         observers = [sampled[at] for at in observed]
         size = PassSize.of(step, len(encode), launched_at)
         return _PassInFlight(
-            step, sampled, list(observed_rows.values()), observers, requests if encode else [], size, launched
+            step, sampled, list(observed_rows.values()), observers, requests if encode else [], size, wait
         )
 
     def _place_views(self, step: Step) -> tuple[dict[bytes, int], dict[bytes, ViewToEncode], list[RequestState]]:
@@ -291,21 +291,21 @@ class Loop:
             slots = {key: slot for key, _ in wanted if (slot := self.vision.pin(key)) is not None}
             # The last request of a key stays: sorted, so that it is one whose pixels are available, if there is one.
             missing = dict(sorted(wanted, key=lambda each: each[1].request_views[each[0]].pixels is not None))
-            refs = {key: self._pixels(state, key) for key, state in missing.items() if key not in slots}
-            for key, ref in refs.items():
+            handles = {key: self._pixels(state, key) for key, state in missing.items() if key not in slots}
+            for key, handle in handles.items():
                 slots[key] = self.vision.place(key)
-                encode[key] = ViewToEncode(slots[key], ref.handle, ref.rank)
+                encode[key] = ViewToEncode(slots[key], handle)
         except BaseException:
             self.vision.forget(encode)
             self.vision.release()
             raise
         for key, state in wanted:
-            state.drop_view(key, taken=key in refs and state is missing[key])
+            state.drop_view(key, taken=key in encode and state is missing[key])
         self.vision.encoded += len(encode)
         self.vision.reused += len(wanted) - len(encode)
         return slots, encode, list(dict.fromkeys(state for _, state in wanted))
 
-    def _pixels(self, state: RequestState, key: bytes) -> PixelRef:
+    def _pixels(self, state: RequestState, key: bytes) -> int:
         try:
             return self.preparer.place(state.request_views[key])
         except ImageError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from panscan.core import Sampling, SettingError, UnsupportedError, View, now
+from panscan.core import Sampling, SettingError, UnsupportedError, now
 from panscan.engine import triton_attention
 from panscan.engine.attention import Backend, KVCache, SegmentsBackend
 from panscan.engine.graphs import Graphs, padded
 from panscan.engine.options import EngineOptions
-from panscan.engine.passes import Launched, PassResult, RunnerFacts
-from panscan.engine.sampling import PendingTokens, Sampler
-from panscan.engine.scheduling.batch import FlatBatch, PixelRef, SamplingRow
+from panscan.engine.passes import PassResult, RunnerFacts, WaitForPass
+from panscan.engine.sampling import Sampler
+from panscan.engine.scheduling.batch import FlatBatch, SamplingRow
 from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS
 from panscan.engine.scheduling.kv_sizes import (
     DeviceMemory,
@@ -77,26 +77,6 @@ class _Timestamp:
         return finished_at - float(self.event.elapsed_time(done)) / 1e3
 
 
-@dataclass(frozen=True, slots=True)
-class _LaunchedLocally:
-    """A pass on this process's device. ``observed``: hidden states, logits and answers that a verdict requested."""
-
-    tokens: PendingTokens
-    vision: tuple[_Timestamp, _Timestamp] | None
-    observed: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-
-    def wait(self) -> PassResult:
-        """See :class:`Launched`."""
-        chosen = self.tokens.wait()
-        finished_at, done = now(), self.tokens.readback.done
-        vision = None
-        if self.vision is not None:
-            start, end = self.vision
-            vision = start.host_seconds(done, finished_at), end.host_seconds(done, finished_at)
-        hosts = (None if tensor is None else tensor.float().cpu() for tensor in self.observed)
-        return PassResult(chosen, finished_at, vision, *hosts)
-
-
 class ModelRunner:
     """The model, caches and kernels of one device, or of one rank, which compute passes.
 
@@ -138,16 +118,8 @@ class ModelRunner:
         while self._undo:
             self._undo.pop()()
 
-    def put(self, levels: NDArray[np.uint8], views: Sequence[View]) -> list[PixelRef]:
-        """Compute and keep the pixels of views (see :meth:`panscan.engine.views.PixelStore.put`)."""
-        return self.pixels.put(levels, views)
-
-    def forget(self, refs: Iterable[PixelRef]) -> None:
-        """Drop pixels that are no longer needed."""
-        self.pixels.forget(ref.handle for ref in refs)
-
     @torch.no_grad()
-    def execute(self, batch: FlatBatch) -> Launched:
+    def execute(self, batch: FlatBatch) -> WaitForPass:
         """Launch a pass without waiting for the GPU; on other devices, compute it.
 
         Passes run in the order of their launches. Pending tokens are those of the previously launched pass.
@@ -169,7 +141,19 @@ class ModelRunner:
             answers = self._rows(logits, batch.observed_samples)
         tokens = self._sampler.launch(logits, batch.sampling)
         self._previous = tokens.tokens
-        return _LaunchedLocally(tokens, vision, (hidden_seen, logits_seen, answers))
+        observed = hidden_seen, logits_seen, answers
+
+        def wait() -> PassResult:
+            chosen = tokens.wait()
+            finished_at, done = now(), tokens.readback.done
+            encoded = None
+            if vision is not None:
+                start, end = vision
+                encoded = start.host_seconds(done, finished_at), end.host_seconds(done, finished_at)
+            hosts = (None if tensor is None else tensor.float().cpu() for tensor in observed)
+            return PassResult(chosen, finished_at, encoded, *hosts)
+
+        return wait
 
     def _start(self, vocab_size: int | None) -> None:
         options, model = self._options, self._loaded.model

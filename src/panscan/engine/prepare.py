@@ -22,7 +22,7 @@ from panscan.engine.image_memory import DECODED_BYTES, ImageMemory, Share
 from panscan.engine.options import EngineOptions
 from panscan.engine.passes import PixelIntake
 from panscan.engine.request_state import RequestState, RequestView
-from panscan.engine.scheduling.batch import PixelRef, PromptLayout
+from panscan.engine.scheduling.batch import PromptLayout
 from panscan.engine.scheduling.batch import Sequence as Tokens
 from panscan.engine.scheduling.kv_blocks import extend_hashes
 from panscan.engine.vision import view_key
@@ -146,8 +146,8 @@ class Preparer:
             pixels.shrink(view_bytes * sum(view.pixels is not None for view in state.request_views.values()))
             state.memory = pixels
 
-    def place(self, view: RequestView) -> PixelRef:
-        """Return a reference to a view's pixels; compute them again if they were consumed or dropped.
+    def place(self, view: RequestView) -> int:
+        """Return the handle of a view's pixels; compute them again if they were consumed or dropped.
 
         Raises:
             ImageError: the image must be read again, but cannot be read or has changed.
@@ -282,9 +282,9 @@ class Preparer:
         """Send views of one image to the runner; the image is sent once."""
         if not request_views:
             return
-        refs = self._intake.put(levels, [view.view for view in request_views])
-        for view, ref in zip(request_views, refs, strict=True):
-            view.pixels = ref
+        handles = self._intake.put(levels, [view.view for view in request_views])
+        for view, handle in zip(request_views, handles, strict=True):
+            view.pixels = handle
 
 
 def _copied(page: PageLevels | Image.Image, *, alone: bool) -> _ReadImage:

@@ -35,21 +35,12 @@ class ViewToEncode:
 
     Args:
         slot: vision cache slot for its features.
-        pixels: handle under which its pixels were given to the runner.
-        rank: the rank that has the pixels and encodes the view; 0 without tensor parallelism.
+        pixels: handle under which its pixels were given to the runner. With tensor parallelism, rank
+            ``pixels % number of ranks`` has them and encodes the view.
     """
 
     slot: int
     pixels: int
-    rank: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PixelRef:
-    """A reference to the pixels of one view: a handle, and the rank that encodes the view."""
-
-    handle: int
-    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
