@@ -239,7 +239,7 @@ def test_padding_changes_nothing(seed: int, window: int, local: bool) -> None:
         decode_tables=np.pad(arrays.decode_tables, ((0, 0), (0, 3)), constant_values=-1),
     )
     inputs = KernelInputs(*unpack(torch.from_numpy(pack(arrays)).to(DEVICE), arrays))
-    plan = of.backend.bind(inputs, of.block_size, window if local else 0)
+    plan = TritonPlan(inputs, of.backend.tile_rows, of.block_size, window if local else 0)
     rows = [torch.randn(singles + others, *tensor.shape[1:]) for tensor in (of.query, of.key, of.value)]
     for to, tensor in zip(rows, (of.query, of.key, of.value), strict=True):
         to[places] = tensor

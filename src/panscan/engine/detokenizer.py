@@ -53,7 +53,11 @@ class Detokenizer:
             return ""
         if (byte := _BYTE.fullmatch(name)) is not None:
             character = self._bytes.add(int(byte[1], 16))
-            return self._show("") if character and self._completes(character) else ""
+            if character and self._stop:  # may complete a stop text, even if the run turns out invalid later
+                self._tail = ((self._tail or self._held) + character)[-self._longest :]
+                if self._tail.endswith(self._stop):
+                    return self._show("")
+            return ""
         text = self._tokenizer.decode([token], skip_special_tokens=True)
         return self._show(text) if text else ""
 
@@ -65,13 +69,6 @@ class Detokenizer:
         self._held = ""
         self._shown.append(rest)
         return shown + rest
-
-    def _completes(self, character: str) -> bool:
-        """Return whether a character of the byte run completes a stop text, even if the run turns out invalid later."""
-        if not self._stop:
-            return False
-        self._tail = ((self._tail or self._held) + character)[-self._longest :]
-        return self._tail.endswith(self._stop)
 
     def _show(self, text: str) -> str:
         """Show the held text, the byte run and ``text``, up to where a stop text may begin."""

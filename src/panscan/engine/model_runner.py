@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from panscan.core import Sampling, SettingError, UnsupportedError, now
 from panscan.engine import triton_attention
-from panscan.engine.attention import Backend, KVCache, SegmentsBackend
+from panscan.engine.attention import KVCache, SegmentsBackend
 from panscan.engine.graphs import Graphs, padded
 from panscan.engine.options import EngineOptions
 from panscan.engine.passes import PassResult, RunnerFacts, WaitForPass
@@ -207,6 +207,8 @@ class ModelRunner:
     def _start_vision(self) -> None:
         loaded, options = self._loaded, self._options
         self._vision = vision_layers(self._loaded.model, self._ranks) if loaded.reader.reads_images else None
+        self._image_tokens = 0 if self._vision is None else self._vision.image_tokens
+        self._view_bytes = self._image_tokens * self._text.hidden_size * self._text.dtype.itemsize
         spec = loaded.reader.pixels or PixelSpec()
         resize: Resize = by_pillow
         if self._vision is not None:
@@ -222,8 +224,7 @@ class ModelRunner:
             most = options.vision_batch_size
             counts = (*range(1, min(most, _USUAL_VIEWS) + 1), *(1 << power for power in range(most.bit_length())))
             for size in sorted({size for count in counts for size in self._vision.batch_sizes(count)}):
-                blank = torch.zeros(size, 3, spec.size, spec.size, device=self._device, dtype=loaded.dtype)
-                self._vision(blank)
+                self._try_vision(size)
 
     def _start_cache(self) -> None:
         options, text = self._options, self._text
@@ -259,7 +260,8 @@ class ModelRunner:
             needed = text.working_bytes(tokens=tokens, rows=options.max_num_seqs)
             return needed + (0 if self._vision is None else self._vision.working_bytes(options.vision_batch_size))
         with self._stage("working memory of the largest pass"):
-            largest = max(self._peak_of(partial(self._try_text, tokens)), self._peak_of(self._try_vision))
+            views = partial(self._try_vision, options.vision_batch_size)
+            largest = max(self._peak_of(partial(self._try_text, tokens)), self._peak_of(views))
         graphs = text.working_bytes(tokens=options.max_num_seqs + MOST_CHUNK_ROWS, rows=0)
         return gpu_working_bytes(largest_pass=largest, graphs=graphs, pixels=self._pixel_bytes or 0)
 
@@ -283,10 +285,10 @@ class ModelRunner:
         row = SamplingRow(Sampling(temperature=1.0, top_p=0.9), 0, 0, allowed=mask)
         self._sampler.launch(logits, [row] * options.max_num_seqs).wait()
 
-    def _try_vision(self) -> None:
-        """Encode the largest batch of views."""
+    def _try_vision(self, count: int) -> None:
+        """Encode a batch of blank views."""
         if self._vision is not None:
-            size, count = (self._loaded.reader.pixels or PixelSpec()).size, self._options.vision_batch_size
+            size = (self._loaded.reader.pixels or PixelSpec()).size
             self._vision(torch.zeros(count, 3, size, size, device=self._device, dtype=self._loaded.dtype))
 
     def _record_graphs(self) -> None:
@@ -312,14 +314,6 @@ class ModelRunner:
         with self._stage(f"{len(self.graphs.sizes)} CUDA graphs: up to {decode} decode + {short} prefill rows"):
             for size in self.graphs.prepare():
                 log.debug("CUDA graph: %d decode + %d prefill rows", *size)
-
-    @property
-    def _image_tokens(self) -> int:
-        return 0 if self._vision is None else self._vision.image_tokens
-
-    @property
-    def _view_bytes(self) -> int:
-        return self._image_tokens * self._text.hidden_size * self._text.dtype.itemsize
 
     def _slow_reason(self) -> str | None:
         """Return why passes are neither recorded nor overlapped; None if they are."""
@@ -389,7 +383,7 @@ class BackendChoice:
 
     name: str
     reason: str
-    backend: Backend
+    backend: SegmentsBackend | TritonBackend
 
 
 def choose_backend(name: str, layer: LayerFacts) -> BackendChoice:

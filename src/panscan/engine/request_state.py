@@ -97,10 +97,6 @@ class ObservationState:
     answer: list[torch.Tensor] = field(default_factory=list)
     positions: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    def next(self, count: int) -> int | None:
-        """Return the token to force after ``count`` tokens; None for the model's own choice."""
-        return None if self.forced_tokens.tokens is None else self.forced_tokens.tokens[count]
-
     def observation(self, tokens: list[int]) -> Observation:
         """Return the observations, given the output tokens."""
         found = Observation(tokens, self.forced_tokens.positions, torch.stack(self.answer))

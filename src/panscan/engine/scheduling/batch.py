@@ -313,11 +313,8 @@ class Chunk:
         return self.end == len(self.sequence.ids)
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one pass computes: chunks in the order of their rows. Blocks for all their positions are allocated."""
-
-    chunks: abc.Sequence[Chunk]
+Step = tuple[Chunk, ...]
+"""What one pass computes: chunks in the order of their rows. Blocks for all their positions are allocated."""
 
 
 def flatten(

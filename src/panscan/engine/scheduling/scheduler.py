@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import abc
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from panscan.engine.scheduling.batch import Chunk, Sequence, Step
 from panscan.engine.scheduling.kv_blocks import KVBlocks
@@ -17,13 +17,28 @@ _MOST_CONSIDERED = 64  # waiting sequences that may overtake, per step
 
 
 @dataclass(slots=True)
-class _Budget:
-    """Prompt tokens, image spans and device time (None: no limit) that remain for the prefill of one step."""
+class _StepPlan:
+    """A step while it is being scheduled.
+
+    Args:
+        tokens: prompt tokens that remain for its prefill.
+        views: image spans that remain; None: no limit.
+        limit: device time that remains; None: no limit.
+        decodes: chunks of decoding sequences.
+        prefills: other chunks.
+        preempted: sequences that were preempted for it.
+        admitted: sequences that were admitted, with ``cached`` before.
+        cut_short: whether a prompt continues in a later step.
+    """
 
     tokens: int
     views: int | None
     limit: PrefillLimit | None
-    untouched: bool = True
+    decodes: list[Chunk] = field(default_factory=list)
+    prefills: list[Chunk] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    admitted: dict[Sequence, int | None] = field(default_factory=dict)
+    cut_short: bool = False
 
     @property
     def spent(self) -> bool:
@@ -34,15 +49,19 @@ class _Budget:
         """Return the end of a sequence's prefill chunk from ``start``; ``start`` if it must wait for a later step."""
         wanted = min(start + self.tokens, len(sequence.ids))
         end = sequence.layout.cut(start, wanted)
-        if end > wanted and not self.untouched:
+        if end > wanted and self.prefills:
             return start
         images = sequence.layout.within(start, end)
         if self.views is not None and len(images) > self.views:
             end = images[self.views].start
         return end if self.limit is None else self.limit.reach(sequence.layout, start, end)
 
-    def spend(self, chunk: Chunk) -> None:
-        self.untouched = False
+    def add(self, chunk: Chunk) -> None:
+        """Add a chunk, and take a prefill off what remains."""
+        if chunk.sequence.decodes:
+            self.decodes.append(chunk)
+            return
+        self.prefills.append(chunk)
         self.tokens = max(0, self.tokens - (chunk.end - chunk.start))
         layout = chunk.sequence.layout
         if self.views is not None:
@@ -50,28 +69,6 @@ class _Budget:
         if self.limit is not None:
             cost = self.limit.cost(layout, chunk.start, chunk.end)
             self.limit = replace(self.limit, seconds=self.limit.seconds - cost)
-
-
-class _StepPlan:
-    """A step while it is being scheduled."""
-
-    def __init__(self, budget: _Budget) -> None:
-        self.budget = budget
-        self.decodes: list[Chunk] = []
-        self.prefills: list[Chunk] = []
-        self.preempted: list[Sequence] = []
-        self.admitted: dict[Sequence, int | None] = {}  # with `cached` before
-        self.cut_short = False  # whether a prompt continues in a later step
-
-    def end(self, sequence: Sequence) -> int:
-        return len(sequence.ids) if sequence.decodes else self.budget.end(sequence, sequence.computed)
-
-    def add(self, chunk: Chunk) -> None:
-        if chunk.sequence.decodes:
-            self.decodes.append(chunk)
-        else:
-            self.prefills.append(chunk)
-            self.budget.spend(chunk)
 
 
 class Scheduler:
@@ -143,7 +140,7 @@ class Scheduler:
         """
         if not any(each.decodes and not each.full for each in self._running):
             limit = None
-        plan = _StepPlan(_Budget(self._prefill_chunk_size, self._max_views, limit))
+        plan = _StepPlan(self._prefill_chunk_size, self._max_views, limit)
         for sequence in self.running:
             if sequence in plan.preempted:
                 break
@@ -157,7 +154,7 @@ class Scheduler:
             step = self.schedule()
             self.preempted = [*plan.preempted, *self.preempted]
             return step
-        return Step(chunks) if chunks else None
+        return chunks or None
 
     def withdraw(self) -> abc.Sequence[Sequence]:
         """Undo the admissions of the last step, which cannot be launched; return the sequences that wait again.
@@ -182,7 +179,7 @@ class Scheduler:
             step: last result of :meth:`schedule`.
         """
         running = set(self._running)
-        for chunk in step.chunks:
+        for chunk in step:
             sequence = chunk.sequence
             if sequence not in running:
                 continue
@@ -198,7 +195,7 @@ class Scheduler:
         A sequence may preempt itself. Sequences are scheduled from the oldest to the youngest, so a preempted one has
         no chunk in the step yet.
         """
-        end = plan.end(sequence)
+        end = len(sequence.ids) if sequence.decodes else plan.end(sequence, sequence.computed)
         plan.cut_short |= end < len(sequence.ids)
         if end == sequence.computed or sequence.full:
             return
@@ -229,10 +226,10 @@ class Scheduler:
         may overtake, later sequences wait behind it, so the step's prefill budget goes to running sequences.
         """
         claimed: tuple[int, int] | None = None
-        while self._waiting and len(self._running) < self._max_num_seqs and not plan.budget.spent:
+        while self._waiting and len(self._running) < self._max_num_seqs and not plan.spent:
             oldest = self._waiting[0]
             hit = self._blocks.hit(oldest)
-            if plan.cut_short and plan.budget.end(oldest, hit) < len(oldest.ids):
+            if plan.cut_short and plan.end(oldest, hit) < len(oldest.ids):
                 self._admit_behind(oldest, plan)
                 return
             claimed = self._begin(oldest, hit, plan, self._claims(self._running) if claimed is None else claimed)
@@ -246,16 +243,16 @@ class Scheduler:
         admitted only while a running prompt is unfinished, so ``oldest`` waits for finitely many of them. With a limit
         on device time there are none: they would use up what earlier steps saved for the next view.
         """
-        if plan.budget.limit is not None:
+        if plan.limit is not None:
             return
         claimed: tuple[int, int] | None = None
         for sequence in self._waiting[1 : _MOST_CONSIDERED + 1]:
-            if len(self._running) >= self._max_num_seqs - 1 or plan.budget.spent:
+            if len(self._running) >= self._max_num_seqs - 1 or plan.spent:
                 return
-            if not self._blocks.may_hit(sequence, len(sequence.ids) - plan.budget.tokens):
+            if not self._blocks.may_hit(sequence, len(sequence.ids) - plan.tokens):
                 continue
             hit = self._blocks.hit(sequence)
-            if plan.budget.end(sequence, hit) == len(sequence.ids):
+            if plan.end(sequence, hit) == len(sequence.ids):
                 claimed = claimed or self._claims([*self._running, oldest])
                 claimed = self._begin(sequence, hit, plan, claimed) or claimed
 
