@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import signal
 import socket
 import statistics
@@ -252,7 +253,7 @@ async def _under_load(server: Server, harm: Callable[[psutil.Process], Awaitable
         await asyncio.sleep(STEADY)
         tally = await load.stop()
         after = time.monotonic()
-        retried = max(0, await _retried(server, client) - retried)  # a new ingress counts from 0
+        retried = max(0, await _retried(server, client) - retried)
     return {
         **_ends(tally),
         "retried": retried,
@@ -428,7 +429,8 @@ async def deploy_config(server: Server) -> dict[str, Any]:
     tally = Tally()
     ray_serve = [sys.executable, "-c", "from ray.serve.scripts import cli; cli()", "run", str(config)]
     with server.log.with_name("deploy.log").open("w") as output:
-        deployed = subprocess.Popen(ray_serve, stdout=output, stderr=output, start_new_session=True)
+        variables = {**os.environ, "RAY_ADDRESS": "local"}  # not a cluster that somebody else has started here
+        deployed = subprocess.Popen(ray_serve, stdout=output, stderr=output, start_new_session=True, env=variables)
     try:
         deadline = time.monotonic() + START
         async with httpx.AsyncClient(base_url="http://127.0.0.1:8129", timeout=60) as client:

@@ -112,15 +112,16 @@ def test_what_slows_only_quick_requests_is_no_slower_tail() -> None:
 
 
 def test_too_few_batches_are_said_with_the_repeats_that_would_do() -> None:
-    a, b = ({"batches": 4, "repeats": 1, "cells": ({},)} for _ in range(2))
-    few = build_report([noisy_run(1, **a), noisy_run(2, factor=3.0, **b)], ["p95_e2el>5%"])
-    assert words(few) == {"too few batches"}
+    """Also beside a metric that shows no difference at all."""
+    shape: dict[str, Any] = {"batches": 4, "repeats": 1, "cells": ({},), "scores": {"exact_match": 1.0}}
+    few = build_report([noisy_run(1, **shape), noisy_run(2, factor=3.0, **shape)], ["p95_e2el>5%"])
+    assert words(few) == {"too few batches", "identical"}
     [finding] = few.findings
     assert (finding.holds, "--repeats 2" in finding.reason) == (False, True)
     assert "measure both with --repeats 2" in text(few)
-    enough = [noisy_run(1, **(a | {"repeats": 2})), noisy_run(2, factor=3.0, **(b | {"repeats": 2}))]
-    report = build_report(enough, ["p95_e2el>5%"])
-    assert (words(report), held(report)) == ({"slower"}, {"p95_e2el>5%"})
+    shape["repeats"] = 2
+    report = build_report([noisy_run(1, **shape), noisy_run(2, factor=3.0, **shape)], ["p95_e2el>5%"])
+    assert (words(report), held(report)) == ({"slower", "identical"}, {"p95_e2el>5%"})
 
 
 @pytest.mark.parametrize("batches", [1, 2])
@@ -142,6 +143,17 @@ def test_one_number_of_repeats_is_named_everywhere(conditions: int, batches: int
         report = build_report(sides, typed)
         assert (report.repeats is None) == enough
     assert (words(report), held(report)) == ({"slower"}, set(typed))
+
+
+def test_repeats_are_no_advice_where_questions_are_too_few() -> None:
+    """All requests ask one question: however often it is repeated, its answers tell nothing about others."""
+    runs = [noisy_run(side, cells=({},), scores={"exact_match": float(side)}) for side in (0, 1)]
+    report = build_report(runs, ["exact_match>5%"])
+    assert report.differences[0][0]["exact_match"].word == "too few questions"
+    [finding] = report.findings
+    assert (finding.reason, finding.repeats) == ("1 questions are too few to tell (tests: 1)", None)
+    assert report.repeats is None
+    assert "Too few questions to tell" in text(report) and "--repeats" not in text(report)
 
 
 def test_a_worse_verdict_holds_and_an_unknown_one_cannot_be_told() -> None:

@@ -1,12 +1,23 @@
-"""A replica without a model, of which some requests kill the process."""
+"""A program that runs a job on replicas of which some requests kill the process.
+
+    python -m tests.batch.fragile_replicas ADDRESS     # of a Ray cluster
+
+Writes one JSON line per request into ``results.jsonl``, as they finish: id, text, error and retries.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+import sys
+from pathlib import Path
 from types import SimpleNamespace
+
+from PIL import Image
 
 from panscan.core import Request, Result, Stamps, now
 from panscan.images.files import PageBytes, expand_images
+from panscan.serve.batch_engine import BatchEngine
 from panscan.serve.client import ModelInfo, RequestWork
 from panscan.serve.replica import EngineReplica, FilesMissingError
 from panscan.settings import Settings
@@ -19,7 +30,7 @@ class FragileReplica(EngineReplica):
     """A replica without a model, whose machine lacks one file. The prompt ``crash`` kills its process."""
 
     def _load(self, settings: Settings, replicas: int, threads: int | None) -> None:
-        info = ModelInfo(1024, None, 1, "float32", 4)
+        info = ModelInfo(1024, None, "float32", 4)
         self._model = SimpleNamespace(info=info, engine=SimpleNamespace(close=lambda: None))  # type: ignore[assignment]
 
     async def check_health(self) -> None:
@@ -33,3 +44,23 @@ class FragileReplica(EngineReplica):
         pages = expand_images(request.images)
         text = ", ".join(f"{type(page).__name__} {page.name}" for page in pages if isinstance(page, PageBytes))
         return Result(request.id, text or "here", [], "stop", 1, 0, 0, 0, Stamps(now()))
+
+
+def main() -> None:
+    Image.new("RGB", (8, 8)).save(ELSEWHERE)
+    requests = [Request(prompt="fine", id=str(number)) for number in range(INNOCENT)]
+    requests.insert(5, Request(prompt="crash", id="crash"))
+    requests += [Request(prompt="fine", images=[name], id=name) for name in (ELSEWHERE, "missing.png")]
+    settings = Settings(runner="engine", device="cpu", max_num_seqs=4)
+    with (
+        BatchEngine(settings, 2, sys.argv[1], actor=FragileReplica) as engine,
+        Path("results.jsonl").open("w") as file,
+    ):
+        for index, result in engine.stream_results(requests):
+            error = None if result.error is None else str(result.error)
+            line = {"id": requests[index].id, "text": result.text, "error": error, "retries": result.retries}
+            file.write(f"{json.dumps(line)}\n")
+
+
+if __name__ == "__main__":
+    main()

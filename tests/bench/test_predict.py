@@ -15,6 +15,7 @@ from panscan.bench.run import start
 from panscan.cli.console import errors
 from panscan.cli.progress import SweepProgress
 from panscan.core import InputError
+from panscan.core.activity import activity
 from panscan.model.shapes import BUNDLED, SHAPES
 from panscan.settings import Settings
 from panscan.workload.requests import DocumentFile, Item, Source, build_workload
@@ -47,7 +48,8 @@ def test_views_batches_and_tokens_are_those_measured(tmp_path: Path) -> None:
         "device": ["cpu"],
     }
     plan = SweepPlan(cells=build_cells(axes), items=build_workload(source, on_problem=refuse), source=source, warmup=0)
-    with SweepProgress(plan, set(), errors()) as progress:
+    with activity("measuring") as step:
+        progress = SweepProgress(plan, set(), errors(), step)
         measured = start(plan, tmp_path / "run", [], progress)
     predictions = predict(plan)
     assert [found.cell for found in predictions] == list(measured.cells)

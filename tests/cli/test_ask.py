@@ -240,11 +240,6 @@ def test_a_bad_schema_is_refused_before_a_model_loads(
     assert message in capsys.readouterr().err
 
 
-def test_the_help_says_which_runner_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["ask", "--help"]) == 0
-    assert "[default: engine; generate with options of generate()]" in " ".join(capsys.readouterr().out.split())
-
-
 def test_the_answer_goes_to_stdout_and_remarks_to_stderr(
     folder: Path, capsys: pytest.CaptureFixture[str], tiny: GenerateRunner
 ) -> None:

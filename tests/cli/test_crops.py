@@ -121,13 +121,6 @@ def test_the_heading_says_whose_tokens_are_counted(
     assert f"4 views; as {model} counts: " in capsys.readouterr().out.splitlines()[0]
 
 
-def test_the_help_says_whose_tokens_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["crops", "--help"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "[default: the released Gemma 3]" in said
-    assert "[default: mini]" not in said
-
-
 def test_a_text_only_model_has_no_views(
     folder: Path, capsys: pytest.CaptureFixture[str], text_checkpoint: Path
 ) -> None:

@@ -8,17 +8,32 @@ from pathlib import Path
 
 import pytest
 
+from panscan.bench import demo
+from panscan.bench.run import plan_of
+from panscan.cli import bench
 from panscan.cli.main import run
+from panscan.cli.verb import parsed_options
+from panscan.core import InputError
+from panscan.records.store import read_run
+from panscan.workload.samples import write_samples
+
+DEMO = ["demo", "tale", "--count", "2"]
 
 
 def test_the_story_from_documents_to_a_preset_that_can_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run(["demo", "tale", "--count", "2"]) == 0
+    earlier = tmp_path / "tale" / "runs" / "99991231-235959-mini"
+    earlier.mkdir(parents=True)
+    assert run(DEMO) == 2
+    assert "tale already holds a demo: choose another folder, or add --force (earlier runs are kept)" in (
+        " ".join(capsys.readouterr().err.split())
+    )
+    assert run([*DEMO, "--force"]) == 0
     said = capsys.readouterr().out
-    commands = re.findall(r"^\$ panscan (\w+)", said, flags=re.MULTILINE)
-    assert commands == ["samples", "bench", "report", "recommend"]
+    steps = [shlex.split(line) for line in re.findall(r"^\$ (panscan .*)$", said, flags=re.MULTILINE)]
+    assert [words[1] for words in steps] == ["samples", "bench", "report", "recommend"]
     [decision] = re.findall(r"^Use pan and scan with up to .*? requests/s\.$", said, flags=re.MULTILINE)
     right, without = map(int, re.findall(r"(\d+)%", decision))
     assert right > without + 20, "both documents are long and in small print"
@@ -26,10 +41,31 @@ def test_the_story_from_documents_to_a_preset_that_can_be_used(
         [path] = re.findall(rf"^.*: +(\S+{name})$", said, flags=re.MULTILINE)[-1:]
         assert Path(path).stat().st_size > 10_000
     assert decision in Path(path).read_text("utf-8"), "every step names the same setting"
+    preset = (tmp_path / "tale" / "preset.yaml").read_text("utf-8")
+    assert f"# decision: {decision}\n" in preset
+
+    [directory] = {*earlier.parent.iterdir()} - {earlier}
+    measured = read_run(directory)
+    assert any(cell in preset for cell in measured.cells)
+    assert {repeat for _, repeat in measured.repeats} == {0, 1, 2}, "three repeats give intervals"
+    assert measured.header.command == steps[1]
+    plan, resumed = demo._plan(Path("tale/documents/questions.jsonl")), plan_of(measured, on_problem=refuse)
+    assert (resumed.cells, resumed.items, resumed.source) == (plan.cells, plan.items, plan.source)
+
     line = re.split(r"Try: .*?panscan (?=ask)", said.replace("\n", " "))[1]
     assert run(shlex.split(line)) == 0
     asked = capsys.readouterr().out
     rows = (tmp_path / "tale" / "documents" / "questions.jsonl").read_text("utf-8")
     assert asked.splitlines()[0] in rows.split('"What is the total?", "answers": ')[1].split("]")[0]
-    assert run(["demo", "tale", "--count", "2"]) == 2
-    assert "--force" in capsys.readouterr().err
+
+
+def refuse(problem: InputError) -> None:
+    raise problem
+
+
+def test_the_command_of_the_sweep_makes_the_same_plan(tmp_path: Path) -> None:
+    questions = write_samples(tmp_path / "documents", count=2)
+    command = demo._bench_command(questions, tmp_path / "runs")
+    options, _ = parsed_options("bench", bench.command.make_context("bench", command[2:]))
+    assert bench._sweep_plan(options, ()) == demo._plan(questions)
+    assert options.output_dir == tmp_path / "runs"

@@ -54,10 +54,6 @@ def test_a_switch_leaves_the_next_word_alone() -> None:
     [
         (["-tp", "2"], "tensor_parallel_size", "2"),
         (["--tp=2"], "tensor_parallel_size", "2"),
-        (["--load-in-4bit"], "quantization", "bnb-4bit"),
-        (["--load_in_8bit", "true"], "quantization", "bnb-8bit"),
-        (["--load-in-8bit=False"], "quantization", None),
-        (["--bf16"], "dtype", "bf16"),
         (["--torch-dtype", "bfloat16"], "dtype", "bfloat16"),
         (["--attn-implementation", "eager"], "attention", "eager"),
         (["--max-tokens", "7"], "max_new_tokens", "7"),
@@ -93,7 +89,7 @@ def test_a_commands_own_option_comes_first() -> None:
         ("load", ["--limit", "9"], "num_prompts"),
         ("serve", ["--request-timeout", "9"], "request_timeout"),
         ("quantize", ["--overwrite"], "force"),
-        ("demo", ["--again"], "force"),
+        ("demo", ["--overwrite"], "force"),
     ],
 )
 def test_one_option_has_one_name_and_its_older_names_are_read(verb: str, words: list[str], name: str) -> None:

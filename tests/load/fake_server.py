@@ -1,6 +1,6 @@
 """A fake OpenAI-compatible endpoint with set TTFT and ITL, and with the faults that real ones have.
 
-    python -m tests.load.fake_server --port 0 --ttft-ms 50 --itl-ms 5
+    python -m tests.load.fake_server '{"ttft_ms": 50, "itl_ms": 5}'
 
 Prints its URL. The model name of a request may select another fault: ``fake:html``. The answer is made of time stamps:
 the receipt of the request, then the sending of each chunk, in seconds of ``time.perf_counter`` (one clock for all
@@ -9,7 +9,6 @@ processes of a host), so that tests can compare a client's stamps with what real
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -20,34 +19,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httptools
 
 IMAGE_TOKENS = 256  # of each view
 CROPS = 2  # of each image, with pan and scan
-
-FAULTS = (
-    "",
-    "html",
-    "early-close",
-    "malformed",
-    "no-usage",
-    "refuse-images",
-    "429",
-    "500",
-    "slow",
-    "silent",
-    "ignore-images",
-    "no-end",
-    "error-event",
-    "not-http",
-    "close",
-    "no-stream",
-    "redirect",
-    "endless-line",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +42,7 @@ class Behaviour:
         pan_and_scan: whether images are cropped without being asked to.
         dialect: whose usage fields the answers have: panscan, vllm, openai or llama.cpp.
         reasoning: number of first chunks that are reasoning.
-        fault: one of ``FAULTS``.
+        fault: see :class:`Completion`.
     """
 
     ttft_ms: float = 0.0
@@ -305,15 +284,16 @@ def count_tokens(body: dict[str, Any], behaviour: Behaviour, *, ignore: bool = F
 
 
 @contextmanager
-def fake_server(*arguments: str, **behaviour: Any) -> Iterator[str]:
+def fake_server(certificate: Path | None = None, key: Path | None = None, **behaviour: Any) -> Iterator[str]:
     """Run the server in a process of its own until the end of the block.
 
     Args:
-        arguments: command line arguments.
+        certificate: serve TLS with it.
+        key: of the certificate.
         behaviour: fields of :class:`Behaviour`.
     """
-    given = [f"--{name.replace('_', '-')}={value}" for name, value in behaviour.items()]
-    command = [sys.executable, "-m", "tests.load.fake_server", *arguments, *given]
+    files = [] if certificate is None else [str(certificate), str(key)]
+    command = [sys.executable, "-m", "tests.load.fake_server", json.dumps(behaviour), *files]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -324,35 +304,19 @@ def fake_server(*arguments: str, **behaviour: Any) -> Iterator[str]:
             process.kill()
 
 
-async def serve(behaviour: Behaviour, port: int, tls: ssl.SSLContext | None) -> None:
+async def serve(behaviour: str, *files: str) -> None:
     """Serve until the process is killed."""
-    endpoint = Endpoint(behaviour)
+    endpoint = Endpoint(Behaviour(**json.loads(behaviour)))
+    tls = None
+    if files:
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        tls.load_cert_chain(*files)
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Connection(endpoint), "127.0.0.1", port, ssl=tls, backlog=4096)
-    bound = server.sockets[0].getsockname()[1]
-    sys.stdout.write(f"{'https' if tls else 'http'}://127.0.0.1:{bound}\n")
+    server = await loop.create_server(lambda: Connection(endpoint), "127.0.0.1", 0, ssl=tls, backlog=4096)
+    sys.stdout.write(f"{'https' if tls else 'http'}://127.0.0.1:{server.sockets[0].getsockname()[1]}\n")
     sys.stdout.flush()
     await server.serve_forever()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--tls-cert")
-    parser.add_argument("--tls-key")
-    for field in fields(Behaviour):
-        kind = type(field.default)
-        convert = (lambda text: text == "True") if kind is bool else kind
-        choices = FAULTS if field.name == "fault" else None
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=convert, default=field.default, choices=choices)
-    given = parser.parse_args()
-    tls = None
-    if given.tls_cert:
-        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        tls.load_cert_chain(given.tls_cert, given.tls_key)
-    behaviour = Behaviour(**{field.name: getattr(given, field.name) for field in fields(Behaviour)})
-    asyncio.run(serve(behaviour, given.port, tls))
-
-
 if __name__ == "__main__":
-    main()
+    asyncio.run(serve(*sys.argv[1:]))

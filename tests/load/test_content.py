@@ -15,7 +15,7 @@ from PIL import Image
 from tests.conftest import noise
 
 from panscan.core import SettingError
-from panscan.load.content import Content, RequestMix, mix_of_items, mix_of_scenario
+from panscan.load.content import Content, RequestMix, mix_of_scenario
 from panscan.load.options import LoadOptions, Trace
 from panscan.load.scenario import load_scenario
 from panscan.load.variants import VariantImage
@@ -32,7 +32,7 @@ def mix(tmp_path: Path) -> RequestMix:
     noise(90, 90, 2).save(tmp_path / "c.pdf")
     (tmp_path / "prompts.txt").write_text("\n".join(QUESTIONS))
     source = Source(images=(str(tmp_path),), prompts=str(tmp_path / "prompts.txt"))
-    return mix_of_items(load_workload(source, on_problem=lambda problem: pytest.fail(str(problem))).items)
+    return RequestMix(load_workload(source, on_problem=lambda problem: pytest.fail(str(problem))).items)
 
 
 def sent(content: Content, count: int) -> list[tuple[str, str, int, bytes]]:

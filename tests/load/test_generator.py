@@ -258,32 +258,14 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         pytest.skip("needs openssl")
     folder = tmp_path_factory.mktemp("tls")
     certificate, key = folder / "cert.pem", folder / "key.pem"
-    command = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-        "-days",
-        "2",
-        "-subj",
-        "/CN=localhost",
-        "-addext",
-        "subjectAltName=IP:127.0.0.1",
-        "-keyout",
-        str(key),
-        "-out",
-        str(certificate),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    command += f" -addext subjectAltName=IP:127.0.0.1 -keyout {key} -out {certificate}"
+    subprocess.run(command.split(), check=True, capture_output=True)
     return certificate, key
 
 
 def test_tls_endpoints(certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    with fake_server("--tls-cert", str(certificate[0]), "--tls-key", str(certificate[1])) as url:
+    with fake_server(*certificate) as url:
         wrong = [Endpoint(url, "fake"), Endpoint(url.replace("https", "http"), "fake")]
         unverified, plain = (run_level(each, requests(1), [0.0]).exchanges[0] for each in wrong)
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.triton_here import DEVICE
 from torch import nn
@@ -67,17 +67,12 @@ def test_sum_and_layer_norm(rows: int, width: int, dtype: torch.dtype, seed: int
 @pytest.mark.parametrize("dtype", DTYPES)
 @many
 @given(rows=st.integers(1, 5), width=WIDTHS, seed=SEEDS, size=st.sampled_from([0.0, 1e-3, 1.0, 300.0]))
+@example(rows=3, width=1152, seed=0, size=1.0)
+@example(rows=3, width=5376, seed=0, size=1.0)
 def test_rms_norm(rows: int, width: int, dtype: torch.dtype, seed: int, size: float) -> None:
     """300: squares overflow float16, so a norm that does not compute in float32 fails."""
     hidden = (size * drawn(seed, rows, width)).to(dtype)
     weight = drawn(seed + 1, width, dtype=dtype)
-    assert_near(rms_norm(hidden, weight, EPS), rms_norm_of(weight)(hidden), units=2)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [640, 1152, 2560, 3840, 5376])
-def test_rms_norms_of_the_published_widths(width: int, dtype: torch.dtype) -> None:
-    hidden, weight = drawn(0, 3, width, dtype=dtype), drawn(1, width, dtype=dtype)
     assert_near(rms_norm(hidden, weight, EPS), rms_norm_of(weight)(hidden), units=2)
 
 

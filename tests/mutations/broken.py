@@ -78,11 +78,9 @@ def _cold(patch: pytest.MonkeyPatch) -> None:
 
 
 def _one_image_for_prefixes(patch: pytest.MonkeyPatch) -> None:
-    whole = kv_blocks.block_hash  # the first four bytes of a key are the length of its span
+    whole = kv_blocks.block_hash
     patch.setattr(
-        kv_blocks,
-        "block_hash",
-        lambda parent, ids, images: whole(parent, ids, [(offset, key[:4]) for offset, key in images]),
+        kv_blocks, "block_hash", lambda parent, ids, images: whole(parent, ids, [(at, key[:4]) for at, key in images])
     )
 
 

@@ -109,23 +109,6 @@ def test_curves_hold_every_level_and_their_limits(tmp_path: Path) -> None:
     assert attainment.limit == 95.0
 
 
-def test_warnings_errors_and_levels_without_a_result_are_shown(tmp_path: Path) -> None:
-    run = broken_run(tmp_path)
-    root, text = page(run, tmp_path), " ".join(terminal(run).split())
-    assert [item.text for item in root.of_class("warnings")[0].all("li")] == [
-        "HTTP 500.",
-        "2 req/s: the load generator, not the endpoint, was the limit (HTTP 500);"
-        " this level is excluded from the result.",
-        "1 of 13 requests failed: excluded from latencies, counted as missed limits.",
-    ]
-    [error] = rows_of(next(section(root, "errors").all("table")))
-    assert [cell.text for cell in error.values()] == ["HTTP 500", "1", "2 req/s", "HTTP 500"]
-    assert "4 req/s: unfinished" in section(root, "levels").text
-    assert "the same prompt with an image has 0 more prompt tokens, 256 expected" in root.text
-    assert "No result: the load generator limited every level" in text
-    assert "Errors (HTTP 500): 1 at 2 req/s: HTTP 500" in text
-
-
 def test_foreign_text_stays_text(tmp_path: Path) -> None:
     run = broken_run(tmp_path, HOSTILE)
     root = page(run, tmp_path)

@@ -57,11 +57,6 @@ def test_the_table_shows_what_varies_once_and_the_numbers(swept: Run) -> None:
     assert "~ has too few samples" in text
 
 
-def test_without_an_uncertain_number_there_is_no_mark_and_no_legend_for_it(tmp_path: Path) -> None:
-    run = write_run(tmp_path, [header({"c": BASE}), *batches_of("c", [1.0] * 130)])
-    assert "~" not in shown(print_summary, run)
-
-
 def test_cells_that_were_not_measured_are_grouped_by_reason(tmp_path: Path) -> None:
     sizes = (1, 2, 4, 8)
     names = ("sdpa", "flash_attention_2")

@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.conftest import noise
 
-from panscan import GenerateRunner, PanAndScan, Request, Sampling
+from panscan import GenerateRunner, Request, Sampling
 from panscan.analysis.cells import distinguishing_names, effective_settings
 from panscan.bench.grid import Cell, build_cells
 from panscan.core import PanscanError, SettingError, Stamps, UnsupportedError
@@ -29,7 +29,6 @@ from panscan.model.checkpoint import load_meta_model
 from panscan.model.inputs import plan_request, read_images
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.support import unsupported_reason
-from panscan.runners.base import calls
 from panscan.runners.factory import ready_runner
 from panscan.runners.vllm import (
     TOP_LOGPROBS,
@@ -143,10 +142,6 @@ def test_a_sweep_of_runners_leaves_each_what_it_has() -> None:
     assert "vllm_attention" not in distinguishing_names(shown)
 
 
-def test_all_requests_go_at_once() -> None:
-    assert calls([1, 4, 1], settings_from({"runner": "vllm"})) == [[0, 1, 2]]
-
-
 def test_what_the_llm_is_told() -> None:
     settings = settings_from(
         {
@@ -165,6 +160,8 @@ def test_what_the_llm_is_told() -> None:
     plain = llm_arguments(Settings(runner="vllm"), "folder", torch.float32, 4096, images=False, device="cuda")
     assert plain["load_format"] == "auto" and plain["max_model_len"] == 4096
     assert not plain.keys() & {"attention_backend", "mm_processor_kwargs", "limit_mm_per_prompt"}
+    shared = llm_arguments(Settings(runner="vllm"), "folder", torch.float32, 4096, images=False, device="cpu")
+    assert shared["gpu_memory_utilization"] < 0.5, "of a computer's memory, where others work too"
 
 
 def test_sampling_leaves_nothing_to_vllms_defaults() -> None:
@@ -282,7 +279,7 @@ def unrounded(logits: torch.Tensor, count: int) -> torch.Tensor:
     return torch.full_like(rows, math.nan).scatter(1, places, rows.gather(1, places))
 
 
-@given(st.integers(0, 10_000), st.integers(2, 40), st.sampled_from([0.01, 0.3, 3.0]))
+@given(st.integers(0, 10_000), st.integers(2, 40), st.sampled_from([0.0, 0.01, 0.3, 3.0]))
 def test_some_tokens_show_at_most_the_whole_divergence(seed: int, count: int, apart: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     truth = 2 * torch.randn(4, 40, generator=generator)
@@ -296,11 +293,6 @@ def test_some_tokens_show_at_most_the_whole_divergence(seed: int, count: int, ap
         assert compare_logits(truth, top_logprobs(seen, count), [], CPU, partial=True).kl == pytest.approx(
             whole.kl, abs=1e-5
         )
-
-
-def test_the_same_distribution_is_no_divergence_however_little_is_seen() -> None:
-    truth = 3 * torch.randn(8, 1000, generator=torch.Generator().manual_seed(0))
-    assert (compare_logits(truth, top_logprobs(truth, 20), [], CPU, partial=True).kl < 1e-5).all()
 
 
 def test_a_meta_model_has_the_embedding_and_nothing_else(tiny: GenerateRunner) -> None:
@@ -368,15 +360,6 @@ def test_tallies_take_whole_and_partial_rows(tiny: GenerateRunner) -> None:
     known = top_logprobs(logits, TOP_LOGPROBS)
     tally.add(tiny.loaded, hidden, hidden, Observation([1, 2, 3], [0, 1, 2], known, known, top_logprobs=TOP_LOGPROBS))
     assert all((part.kl < 1e-5).all() for part in (*tally.answer, *tally.image)) and len(tally.image) == 1
-
-
-def test_pan_and_scan_settings_are_vllms_own_words() -> None:
-    told = llm_arguments(
-        settings_from({"runner": "vllm", "do_pan_and_scan": False}), "x", torch.bfloat16, 9, images=True, device="cpu"
-    )
-    assert told["mm_processor_kwargs"]["do_pan_and_scan"] is False
-    assert told["gpu_memory_utilization"] < 0.5, "of a computer's memory, where others work too"
-    assert told["mm_processor_kwargs"].keys() == PanAndScan().processor_kwargs().keys()
 
 
 class Llm:

@@ -12,7 +12,7 @@ from tests.records.synthetic import batches_of, header, load, outcome, write_run
 from panscan.core import RecordsError
 from panscan.records.fields import FLOOR
 from panscan.records.verdict_records import Divergence, Top1
-from panscan.verdict.judgement import judge, verdict_lines, verdict_of
+from panscan.verdict.judgement import CLOSE_RATIO, CLOSE_TOP1, EXACT_RATIO, judge, verdict_lines, verdict_of
 
 KL = st.floats(0, 10)
 ALL = Top1(100, 100)
@@ -51,6 +51,26 @@ def test_nearer_is_never_judged_worse(one: float, other: float, noise: float) ->
     near, far = sorted((one, other))
     words = [judge(Divergence(1, kl, kl, noise), None, ALL, equal_tokens=True, float32=False) for kl in (near, far)]
     assert words == sorted(words, key=["exact", "close", "different"].index)
+
+
+@pytest.mark.parametrize(
+    ("page", "sentence"),
+    [
+        ("README.md", "distance at most {exact}x the noise"),
+        ("README.md", "at most {close}x, and the same top token at {top1}% or more of the positions"),
+        ("docs/verdict.md", "distributions within {exact}x the rounding noise"),
+        ("docs/verdict.md", "distributions within {close}x the noise, and"),
+        ("docs/verdict.md", "most probable token at {top1}% of the clear positions"),
+        ("docs/verdict.md", "count as at least {floor} nat"),
+        ("docs/verify.md", "*exact* within {exact}x the noise, *close* within {close}x"),
+        ("docs/verify.md", "token at {top1}% of the positions"),
+        ("docs/verify.md", "even if its divergence is within {close}x"),
+    ],
+)
+def test_the_pages_quote_the_limits(page: str, sentence: str) -> None:
+    numbers = {"exact": f"{EXACT_RATIO:g}", "close": f"{CLOSE_RATIO:g}", "top1": f"{100 * CLOSE_TOP1:g}"}
+    text = " ".join((Path(__file__).parents[2] / page).read_text("utf-8").split())
+    assert sentence.format(**numbers, floor=f"{FLOOR:.0e}".replace("e-06", "e-6")) in text
 
 
 def test_noise_has_a_floor() -> None:

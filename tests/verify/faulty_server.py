@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from panscan.core import PanAndScan, child
+from panscan.core import PanAndScan, Request, child
 from panscan.core.process import worker_command
 from panscan.engine import engine, loop
 from panscan.engine.scheduling.batch import FlatBatch, flatten
@@ -41,11 +41,15 @@ def command(fault: str, *options: str) -> list[str]:
 
 
 def _causal() -> None:
-    """Image tokens attend to earlier positions only, as with Transformers' flash-attention masks."""
+    """Image tokens attend to earlier positions only, as with Transformers' flash-attention masks.
+
+    Not while the file that ``FAULT_OFF`` names exists.
+    """
+    off = Path(os.environ.get("FAULT_OFF", "no such file"))
 
     def changed(*given: Any, **options: Any) -> FlatBatch:
         batch = flatten(*given, **options)
-        return replace(batch, ends=(batch.positions + 1).astype(batch.ends.dtype))
+        return batch if off.exists() else replace(batch, ends=(batch.positions + 1).astype(batch.ends.dtype))
 
     loop.flatten = changed
 
@@ -63,8 +67,14 @@ def _conversation(change: Callable[[Turns, list[Any]], tuple[Turns, list[Any]]])
     """Conversations with other parts or documents."""
 
     def apply() -> None:
-        whole = RequestBuilder.conversation
-        RequestBuilder.conversation = lambda self, *given: change(*whole(self, *given))  # type: ignore[method-assign]  # the fault
+        whole = RequestBuilder._conversation
+
+        def conversation(self: RequestBuilder, *given: Any) -> tuple[Request, list[Any]]:
+            request, documents = whole(self, *given)
+            turns, images = change(list(request.messages or ()), list(request.images))
+            return replace(request, messages=turns, images=images), documents
+
+        RequestBuilder._conversation = conversation  # type: ignore[method-assign]  # the fault
 
     return apply
 

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 from PIL import Image
+from tests.verify.replying import Body, Reply, replying
 
 from panscan.core import EndpointError, Request
 from panscan.load.chat import Endpoint
 from panscan.verify.endpoint import EndpointClient
 from panscan.workload.probes import encoded_image
 
-Body = dict[str, Any]
-Reply = Callable[[int, Body], tuple[int, object]]
 IMAGE = Request("What is this?", [encoded_image(Image.new("RGB", (8, 8)))])
 TEXT = Request("Count.")
 
@@ -36,29 +32,9 @@ def failure(status: int, message: str) -> tuple[int, Body]:
 @contextmanager
 def session(reply: Reply) -> Iterator[EndpointClient]:
     """A session with an endpoint that calls ``reply`` with the number of each request, from 0, and its body."""
-    count = iter(range(100))
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            status, value = reply(next(count), body)
-            data = json.dumps(value).encode()
-            self.send_response(status)
-            self.send_header("content-length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    try:
-        endpoint = Endpoint(f"http://127.0.0.1:{server.server_port}", "served", None, timeout=20.0)
+    with replying(reply) as url:
+        endpoint = Endpoint(url, "served", None, timeout=20.0)
         yield EndpointClient(endpoint, max_requests=32, max_tokens=4, top_logprobs=20)
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def test_a_passing_server_error_drops_no_field() -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.conftest import printed
 from tests.verify.faulty_server import ROOT, command
+from tests.verify.replying import Body, replying
 
 from panscan.core import EndpointError, PanAndScan, Request
 from panscan.runners.generate import GenerateRunner
@@ -24,7 +25,6 @@ from panscan.verify.local import open_local
 from panscan.verify.run import Verification, as_json, verify_endpoint
 from panscan.workload.probes import encoded_image
 
-LOAD_SECONDS = 120.0
 STEPS = 6
 Replies = dict[str, dict[str, Any]]
 EMPTY = {"answers nothing": "", "cuts a character": "\ud83d"}  # answers to questions with images
@@ -40,40 +40,28 @@ def verified(url: str, probes: Sequence[Request] = PROBES, **options: Any) -> Ve
 
 
 @contextmanager
-def serving(fault: str) -> Iterator[Callable[[], str]]:
-    """Start a faulty server; the value waits until it is ready and returns its URL."""
-    process = subprocess.Popen(command(fault), cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
-    found: list[str] = []
-    known = threading.Event()
-
-    def read() -> None:
-        assert process.stderr is not None  # a pipe
-        for line in process.stderr:
-            if match := re.match(r"Serving \S+ on (\S+)", line):
-                found.append(match[1])
-                known.set()
-        known.set()
-
-    threading.Thread(target=read, daemon=True).start()
-
-    def url() -> str:
-        assert known.wait(LOAD_SECONDS)
-        return found[0]
-
+def serving(off: Path) -> Iterator[str]:
+    """Start a server whose image tokens are causal while the file ``off`` does not exist; the value is its URL."""
+    line, environment = command("causal", "--no-prefix-caching"), {**os.environ, "FAULT_OFF": str(off)}
+    process = subprocess.Popen(line, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None  # a pipe
     try:
-        yield url
+        yield next(match[1] for line in process.stderr if (match := re.match(r"Serving \S+ on (\S+)", line)))
     finally:
         process.terminate()
-        process.wait(LOAD_SECONDS)
+        process.communicate(timeout=120)
 
 
-def test_a_right_server_is_exact_and_a_causal_one_is_diagnosed() -> None:
-    with serving("none") as right, serving("causal") as causal:
-        found = verified(right(), CHART)
+def test_a_right_server_is_exact_and_a_causal_one_is_diagnosed(tmp_path: Path) -> None:
+    off = tmp_path / "off"
+    off.touch()
+    with serving(off) as url:
+        found = verified(url, CHART)
         assert found.word == "exact", found.message
         assert found.requests <= 32
         assert any(line.startswith("these questions do not rule out") for line in found.not_visible)
-        found = verified(causal(), CHART)
+        off.unlink()
+        found = verified(url, CHART)
     assert found.word == "different"
     assert found.message.startswith("different: image tokens are causal. The attention backend")
     assert found.explanation.strength == "matches"
@@ -82,54 +70,27 @@ def test_a_right_server_is_exact_and_a_causal_one_is_diagnosed() -> None:
     assert [row["hypothesis"] for row in written["evidence"]][:2] == ["reference", "causal-image-tokens"]
 
 
-class Handler(BaseHTTPRequestHandler):
-    """An endpoint that has no log-probabilities, refuses unknown fields and gives fixed answers."""
+def answering(replies: Replies, broken: str = "") -> AbstractContextManager[str]:
+    """Serve fixed answers without log-probabilities; unknown fields are refused, and ``broken`` names a fault."""
 
-    replies: Replies
-    broken: str
-
-    def do_GET(self) -> None:
-        self._send(200, {"data": [{"id": "served", "owned_by": "test"}]})
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        for field in ("mm_processor_kwargs", "logprobs"):
-            if field in body and self.broken != "samples":
-                return self._send(400, {"error": {"message": f"{field}: extra fields not permitted"}})
+    def reply(_: int, body: Body) -> tuple[int, object]:
         content = body["messages"][-1]["content"]
-        if self.broken == "refuses images" and not isinstance(content, str):
-            return self._send(400, {"error": {"message": "this model does not accept images"}})
-        if self.broken == "not a completion":
-            return self._send(200, {"answer": "42"})
-        if self.broken == "limits images" and not isinstance(content, str):
-            return self._send(429, {"error": {"message": "too many requests"}})
-        if self.broken in EMPTY and not isinstance(content, str):
-            choice = {"message": {"content": EMPTY[self.broken]}, "finish_reason": "stop"}
-            return self._send(200, {"choices": [choice]})
-        prompt = content if isinstance(content, str) else content[-1]["text"]
-        return self._send(200, self.replies[prompt])
+        refused = [name for name in ("mm_processor_kwargs", "logprobs") if name in body and broken != "samples"]
+        if refused:
+            return 400, {"error": {"message": f"{refused[0]}: extra fields not permitted"}}
+        if broken == "not a completion":
+            return 200, {"answer": "42"}
+        if isinstance(content, str):
+            return 200, replies[content]
+        if broken == "refuses images":
+            return 400, {"error": {"message": "this model does not accept images"}}
+        if broken == "limits images":
+            return 429, {"error": {"message": "too many requests"}}
+        if broken in EMPTY:
+            return 200, {"choices": [{"message": {"content": EMPTY[broken]}, "finish_reason": "stop"}]}
+        return 200, replies[content[-1]["text"]]
 
-    def _send(self, status: int, body: object) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-@contextmanager
-def answering(replies: Replies, broken: str = "") -> Iterator[str]:
-    handler = type("_Handler", (Handler,), {"replies": replies, "broken": broken})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    return replying(reply)
 
 
 @pytest.fixture(scope="module")

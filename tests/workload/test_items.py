@@ -174,11 +174,3 @@ def test_every_file_that_is_read_is_known_before(folder: Path) -> None:
     assert list(find("docs/sub", "docs/p2.png").files) == ["docs/sub/a.jpg", "docs/p2.png"]
     rows = write_rows(folder / "docs" / "q.jsonl", {"image": ["sub/a.jpg", "p2.png"], "question": "What?"})
     assert list(find(rows).files) == [rows, str(folder / "docs/sub/a.jpg"), str(folder / "docs/p2.png")]
-
-
-def test_a_document_with_too_many_pages_is_an_item_that_failed(tmp_path: Path) -> None:
-    page = noise(8, 8)
-    page.save(tmp_path / "three.tif", save_all=True, append_images=[page, page])
-    [item] = find_work([str(tmp_path)], whole_files=False, limit=None, on_problem=refuse, max_pages=2)
-    assert "has more than 2 pages: raise --max-pages" in str(item.problem)
-    assert len(list(find_work([str(tmp_path)], whole_files=False, limit=None, on_problem=refuse, max_pages=3))) == 3

@@ -15,7 +15,7 @@ from tests.conftest import noise
 
 from panscan.core import ImageError, PanAndScan
 from panscan.images.files import Page, expand_images, load_page, page_named
-from panscan.load.content import mix_of_items
+from panscan.load.content import RequestMix
 from panscan.settings import Settings
 from panscan.workload.calibration import CalibrationSource, load_calibration
 from panscan.workload.items import find_work
@@ -66,7 +66,7 @@ def measured(path: str, most: int) -> Sequence[str]:
 
 
 def loaded(path: str, most: int) -> Sequence[str]:
-    mix = mix_of_items(load_workload(Source(images=(path,), max_pages=most), on_problem=refuse).items)
+    mix = RequestMix(load_workload(Source(images=(path,), max_pages=most), on_problem=refuse).items)
     documents = [document for item in mix.items for document in item.documents]
     assert all(mix.open_image(document).count for document in documents)
     return [document.name for document in documents]

@@ -161,6 +161,8 @@ class Report:
             lines.append(VERIFY_HINT)
         if "too few batches" in words:
             lines.append(f"Too few batches to tell: measure both with {_remedy(self.runs[0], self.repeats)}.")
+        if "too few questions" in words:
+            lines.append("Too few questions to tell: repeats of a question are no more evidence; ask others.")
         return lines
 
     def outcomes(self) -> list[tuple[str, str]]:
@@ -222,12 +224,12 @@ def as_json(report: Report) -> dict[str, Any]:
             for name, run in zip(ascii_uppercase, report.runs, strict=False)
         ],
         "false_alarm_rate": ALPHA,
-        "comparisons": [_block(report, index) for index in range(len(report.comparisons))],
+        "comparisons": [_comparison_json(report, index) for index in range(len(report.comparisons))],
         "fail_on": [asdict(finding) | {"run": report.name(finding.comparison)} for finding in report.findings],
     }
 
 
-def _block(report: Report, index: int) -> dict[str, Any]:
+def _comparison_json(report: Report, index: int) -> dict[str, Any]:
     comparison = report.comparisons[index]
     return {
         "a": "A",

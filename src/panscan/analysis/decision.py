@@ -145,7 +145,12 @@ def verdict_text(row: MeasuredCell) -> str:
 
 def costs_of(choice: Selection) -> tuple[str, ...]:
     """Return what the choice costs, and what is uncertain about it, as sentences without a period."""
-    return (*_costs_in_time(choice), *_costs_in_memory(choice), *_costs_in_answers(choice), *_passed_over(choice))
+    lines = [*_costs_in_time(choice), *_costs_in_memory(choice), *_costs_in_answers(choice)]
+    others = [row for row in choice.measured if row not in choice.qualified]
+    fastest = max(others, key=lambda row: row.speed, default=choice.chosen)
+    if fastest.speed > choice.chosen.speed:
+        lines.append(f"faster but rejected: {fastest.name}, {_speed(fastest)}")
+    return tuple(lines)
 
 
 def _costs_in_time(choice: Selection) -> list[str]:
@@ -208,15 +213,6 @@ def _costs_in_answers(choice: Selection) -> list[str]:
         else:
             lines.append(f"{text}: {_accuracy_comparison(choice.run, chosen, most)}")
     return lines
-
-
-def _passed_over(choice: Selection) -> list[str]:
-    """Name the fastest finished cell that does not qualify, if it is faster."""
-    others = [row for row in choice.measured if row not in choice.qualified]
-    fastest = max(others, key=lambda row: row.speed, default=choice.chosen)
-    if fastest.speed <= choice.chosen.speed:
-        return []
-    return [f"faster but rejected: {fastest.name}, {_speed(fastest)}"]
 
 
 def _accuracy_comparison(run: Run, chosen: MeasuredCell, other: MeasuredCell) -> str:

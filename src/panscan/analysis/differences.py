@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,8 @@ class Difference:
         clusters: batches (for a score: requests) that could be swapped.
         p_value: two-sided, before it is corrected for the number of metrics looked at.
         certified: False for a percentile of too few samples (:data:`panscan.records.metrics.LEAST_SAMPLES`).
-        word: faster, slower (for a score: better, worse), identical, within noise, or too few batches.
+        word: faster, slower (for a score: better, worse), identical, within noise, too few batches, or for a score too
+            few questions.
     """
 
     metric: str
@@ -122,6 +123,11 @@ def repeats_needed(pair: CellPair, tests: int, sides: int) -> int:
     return ceil(clusters_needed(tests, sides) * repeats / pair.requests.clusters)
 
 
+def _repeats_help(metric: str) -> bool:
+    """Whether repeats make more clusters; those of a score are different questions."""
+    return metric in METRICS or metric == ATTAINMENT
+
+
 def _difference(metric: str, paired: Paired, *, larger: bool, p_value: float, alarm: bool | None) -> Difference:
     a, b = paired.levels()
     interval = paired.interval()
@@ -129,7 +135,7 @@ def _difference(metric: str, paired: Paired, *, larger: bool, p_value: float, al
     if not paired.contributions().any():
         word = "identical"
     elif alarm is None:
-        word = "too few batches"
+        word = "too few batches" if _repeats_help(metric) else "too few questions"
     elif alarm and interval is not None and (interval[0] > 0 if larger else interval[1] < 0):
         if metric in METRICS:
             word = "faster" if larger == (metric in _RATES) else "slower"
@@ -272,12 +278,16 @@ def evaluate(conditions: Sequence[Condition], comparisons: Sequence[Comparison])
     alarms = decide(p_values, [least_p_value(paired.clusters, draws) for *_, paired in tests])
     for (condition, index, pair_index, paired), alarm in zip(tests, alarms, strict=True):
         if alarm is None:
-            reason = f"{paired.clusters} batches are too few to tell (tests: {len(tests)})"
+            more = _repeats_help(condition.metric)
+            clusters = "batches" if more else "questions"
+            reason = f"{paired.clusters} {clusters} are too few to tell (tests: {len(tests)})"
             needed = repeats_needed(comparisons[index].pairs[pair_index], len(tests), sides=1)
-            findings.append(Finding(condition.text, index, pair_index, False, reason, needed))
-        elif alarm and _beyond(condition, paired):
-            (a, b), interval = paired.levels(), paired.interval()
-            low, high = interval or (float("nan"), float("nan"))
+            findings.append(Finding(condition.text, index, pair_index, False, reason, needed if more else None))
+            continue
+        low, high = paired.interval() or (-inf, inf)  # unknown: not beyond
+        threshold = condition.factor - 1
+        if alarm and (low > threshold if condition.larger else high < threshold):
+            a, b = paired.levels()
             change = f"{b / a - 1:+.1%} (95% interval {low:+.1%} to {high:+.1%})"
             findings.append(Finding(condition.text, index, pair_index, True, change))
     return findings
@@ -314,10 +324,3 @@ def _untested(
             reason = f"{noun_of(comparison.a)}s of A that were not compared: {comparison.unpaired}"
             findings.append(Finding(condition.text, index, None, False, reason))
     return findings
-
-
-def _beyond(condition: Condition, paired: Paired) -> bool:
-    interval = paired.interval()
-    if interval is None:
-        return False
-    return interval[0] > condition.factor - 1 if condition.larger else interval[1] < condition.factor - 1

@@ -12,7 +12,7 @@ from panscan.analysis.summary import cell_metrics
 from panscan.core import RecordsError
 from panscan.core.text import number_text
 from panscan.records.goodput import Goodput, HighestRate, Limits, highest_rate
-from panscan.records.load_records import LevelSettings, LoadRunSettings
+from panscan.records.load_records import LoadRunSettings
 from panscan.records.load_runs import (
     client_figures,
     is_load_run,
@@ -129,30 +129,26 @@ def levels_of(run: Run) -> list[MeasuredLevel]:
     Raises:
         RecordsError: stamps contradict counts.
     """
-    names = level_names(run)
-    cells = sorted(names, key=lambda cell: _order(run.level(cell)))
-    return [_level(run, cell, names[cell]) for cell in cells if run.repeats_of(cell)]
-
-
-def _order(level: LevelSettings) -> tuple[float, float, float]:
-    rate, concurrency = level.request_rate, level.max_concurrency
-    return (inf if rate is None else rate, inf if concurrency is None else concurrency, level.burstiness or 0.0)
-
-
-def _level(run: Run, cell: str, name: str) -> MeasuredLevel:
-    settings = run.level(cell)
-    return MeasuredLevel(
-        cell=cell,
-        name=name,
-        rate=settings.request_rate,
-        concurrency=settings.max_concurrency,
-        offered=offered_rate(run, cell),
-        metrics=cell_metrics(run, cell),
-        goodput=level_goodput(run, cell),
-        keeps_up=keeps_up(run, cell),
-        queued_ms=queued_ms(run, cell),
-        client=client_figures(run, cell),
-    )
+    levels = []
+    for cell, name in level_names(run).items():
+        if run.repeats_of(cell):
+            settings = run.level(cell)
+            level = MeasuredLevel(
+                cell=cell,
+                name=name,
+                rate=settings.request_rate,
+                concurrency=settings.max_concurrency,
+                offered=offered_rate(run, cell),
+                metrics=cell_metrics(run, cell),
+                goodput=level_goodput(run, cell),
+                keeps_up=keeps_up(run, cell),
+                queued_ms=queued_ms(run, cell),
+                client=client_figures(run, cell),
+            )
+            rate = inf if level.rate is None else level.rate
+            concurrency = inf if level.concurrency is None else level.concurrency
+            levels.append(((rate, concurrency, settings.burstiness or 0.0), level))
+    return [level for _, level in sorted(levels, key=lambda pair: pair[0])]
 
 
 def level_names(run: Run) -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil, comb, log2
+from math import ceil, log2
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,7 +72,10 @@ def sign_flip_p_value(differences: Sequence[float]) -> float:
         return 1.0
     if np.ptp(np.abs(values)) < ROUNDING:
         fewer = min(int((values > 0).sum()), int((values < 0).sum()))
-        ways = sum(comb(len(values), count) for count in range(fewer + 1))  # of Python's integers: exact
+        term = ways = 1  # of Python's integers: exact
+        for count in range(fewer):
+            term = term * (len(values) - count) // (count + 1)
+            ways += term
         return float(min(1.0, 2 * ways / 2 ** len(values)))
     return min(1.0, 2 * min(tail_p_values(values[:, None])))
 

@@ -139,7 +139,17 @@ def fetch_previous(target: Destination, mode: Mode) -> None:
         return
     if target.path.exists() and target.path.stat().st_size:
         if mode == "resume":
-            _refuse_older_spool(target.url, target.path)
+            with target.path.open("rb") as file:
+                local = set(map(_answered_id, file))
+            with io.BufferedReader(open_object(target.url), _BLOCK_BYTES) as stored_lines:
+                missing = sum(
+                    answered is not None and answered not in local for answered in map(_answered_id, stored_lines)
+                )
+            if missing:
+                raise RecordsError(
+                    f"{target.url} has {missing} answers that {target.path} lacks: another machine continued this job."
+                    f" Delete {target.path.parent} to resume from the store"
+                )
         return
     if mode == "new":
         raise RecordsError(f"{target.url} already has answers: continue with --resume, or replace them with --force")
@@ -148,18 +158,6 @@ def fetch_previous(target: Destination, mode: Mode) -> None:
         for suffix in (".run.json", ".ledger.json", ""):  # the answers last: with them, the spool is complete
             if not suffix or object_exists(target.url + suffix):
                 download(target.url + suffix, target.path.with_name(target.path.name + suffix))
-
-
-def _refuse_older_spool(url: str, path: Path) -> None:
-    with path.open("rb") as file:
-        local = set(filter(None, map(_answered_id, file)))
-    with io.BufferedReader(open_object(url), _BLOCK_BYTES) as stored:
-        missing = sum(answered not in local for line in stored if (answered := _answered_id(line)) is not None)
-    if missing:
-        raise RecordsError(
-            f"{url} has {missing} answers that {path} lacks: another machine continued this job. Delete {path.parent}"
-            " to resume from the store"
-        )
 
 
 def _answered_id(line: bytes) -> str | None:

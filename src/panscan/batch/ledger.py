@@ -249,15 +249,10 @@ def _answer_counts(answers: Iterable[AnswerRecord]) -> dict[str, Any]:
         for name in _TOKENS:
             sums[name] += getattr(answer, name) or 0  # lines of older versions lack some
         if failed:
-            reason = _failure_reason(answer)
+            reason = answer.error or ""  # without document names, so that equal failures share one reason
+            for name in (answer.id, *answer.image):
+                for document in (name, re.sub("#page=[0-9]+$", "", name)):
+                    reason = reason.removeprefix(f"{document}: ")
+            reason = re.sub(r"^image \d+ of \d+: ", "", reason)
             reasons[reason if reason in reasons or len(reasons) < _REASONS else _OTHER] += 1
     return {**sums, "reasons": dict(reasons.most_common())}
-
-
-def _failure_reason(answer: AnswerRecord) -> str:
-    """Return the error of an answer without document names, so that equal failures share one reason."""
-    text = answer.error or ""
-    for name in (answer.id, *answer.image):
-        for document in (name, re.sub("#page=[0-9]+$", "", name)):
-            text = text.removeprefix(f"{document}: ")
-    return re.sub(r"^image \d+ of \d+: ", "", text)

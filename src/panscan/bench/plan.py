@@ -101,8 +101,11 @@ class SweepPlan:
         longest = sorted(order, key=lambda index: -len(self.items[index].prompt))
         several = [index for index in order if len(self.items[index].documents) > 1]
         chosen: dict[int, None] = {}
-        longest_sides = sorted(order, key=lambda index: -_stretch(self.items[index]))
-        for kind in (longest_sides, longest, several):
+        # Longer over shorter sides: more views in any cell, whichever cells a plan has.
+        stretches = [
+            sum(max(d.width, d.height) / min(d.width, d.height) for d in item.documents) for item in self.items
+        ]
+        for kind in (sorted(order, key=lambda index: -stretches[index]), longest, several):
             chosen |= dict.fromkeys([index for index in kind if index not in chosen][: count // 5])
         chosen |= dict.fromkeys([index for index in order if index not in chosen][: count - len(chosen)])
         return [self.items[index] for index in sorted(chosen)]
@@ -144,8 +147,3 @@ class SweepPlan:
                     if self.verify and repeat == self.repeats - 1:
                         visits.append((cell, None))
             yield visits
-
-
-def _stretch(item: Item) -> float:
-    """Sum of the images' longer over shorter sides: more views in any cell, whichever cells a plan has."""
-    return sum(max(page.width, page.height) / min(page.width, page.height) for page in item.documents)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from panscan.bench.plan import SweepPlan
@@ -51,22 +52,31 @@ def _predict_cell(plan: SweepPlan, cell: str, settings: Settings, skipped: str |
     tokens = [sum(p.prompt_tokens for p in plans) + text for plans, text in zip(per_item, texts, strict=True)]
     todo = plan.batches(settings)
     seconds = None
-    variant = None if shape is None else _variant_of(settings, shape)
+    variant: Variant | None = None
+    with suppress(SettingError):  # the settings do not fit the shape, which loading will refuse
+        variant = (
+            None
+            if shape is None
+            else Variant(
+                shape,
+                settings.quantization,
+                settings.quantization_group_size,
+                settings.kv_cache_dtype,
+                settings.tensor_parallel_size,
+                dtype="fp32" if settings.dtype == "fp32" else "bf16",
+            )
+        )
     if variant is not None:
+        # Requests that decode together: a whole batch, or as many as an engine computes at once.
+        most = max(map(len, todo), default=1)
+        if settings.runner in ALL_AT_ONCE:
+            most = min(settings.max_num_seqs, settings.max_concurrency or most)
+        together = [call[first : first + most] for call in todo for first in range(0, len(call), most)]
         seconds = sum(
             _batch_seconds(variant, settings, [views[i] for i in batch], [tokens[i] for i in batch])
-            for call in todo
-            for batch in _together(call, settings)
+            for batch in together
         )
     return Prediction(cell, settings, len(todo), sum(views), sum(views) * cost.image_tokens, sum(tokens), seconds, None)
-
-
-def _together(call: Sequence[int], settings: Settings) -> list[Sequence[int]]:
-    """Requests that decode together: a whole batch, or as many as an engine computes at once."""
-    if settings.runner not in ALL_AT_ONCE:
-        return [call]
-    most = min(settings.max_num_seqs, settings.max_concurrency or len(call))
-    return [call[first : first + most] for first in range(0, len(call), most)]
 
 
 def shape_of(settings: Settings) -> Shape | None:
@@ -74,21 +84,6 @@ def shape_of(settings: Settings) -> Shape | None:
     if settings.random_weights:
         return SHAPES[settings.model_shape or "mini"]
     return shape_named(settings.model)
-
-
-def _variant_of(settings: Settings, shape: Shape) -> Variant | None:
-    """Return what runs; None if the settings do not fit the shape, which loading will refuse."""
-    try:
-        return Variant(
-            shape,
-            settings.quantization,
-            settings.quantization_group_size,
-            settings.kv_cache_dtype,
-            settings.tensor_parallel_size,
-            dtype="fp32" if settings.dtype == "fp32" else "bf16",
-        )
-    except SettingError:
-        return None
 
 
 def _batch_seconds(variant: Variant, settings: Settings, views: Sequence[int], tokens: Sequence[int]) -> float:

@@ -94,7 +94,7 @@ def main() -> None:
     try:
         plan = start.plan if start.replica == 0 else replace(start.plan, verify=False)
         previous = read_run(start.directory)
-        verifier = verifier_of(start.plan, run, run.stage, start.directory, previous, follows=start.replica > 0)
+        verifier = verifier_of(start.plan, run.write, run.stage, start.directory, previous, follows=start.replica > 0)
         run_sweep(plan, run, start.done, run, verifier)
     except PanscanError as error:
         run.send(error)

@@ -16,7 +16,7 @@ import msgspec
 from panscan.analysis.accuracy import cost_columns
 from panscan.analysis.summary import write_summary
 from panscan.bench.grid import Cell
-from panscan.bench.plan import Observer, SweepPlan, Writer
+from panscan.bench.plan import Observer, SweepPlan
 from panscan.bench.replicas import run_replicas, slots
 from panscan.bench.sweep import run_sweep
 from panscan.core import InputError, RecordsError
@@ -49,7 +49,7 @@ def start(plan: SweepPlan, directory: Path, command: Sequence[str], observer: Ob
     with RecordWriter(directory) as writer:
         if writer.previous is not None:
             raise RecordsError(f"{directory} already holds a run: choose another name, or --resume {directory}")
-        verifier = verifier_of(plan, writer, observer.stage, directory)
+        verifier = verifier_of(plan, writer.write, observer.stage, directory)
         writer.write([header(plan, command)])
         _sweep(plan, writer, set(), observer, verifier)
     return finish(directory)
@@ -64,7 +64,7 @@ def resume(plan: SweepPlan, directory: Path, observer: Observer) -> Run:
     with RecordWriter(directory) as writer:
         if writer.previous is None:
             raise RecordsError(f"--resume {directory}: there is no run")
-        verifier = verifier_of(plan, writer, observer.stage, directory, writer.previous)
+        verifier = verifier_of(plan, writer.write, observer.stage, directory, writer.previous)
         _sweep(plan, writer, writer.previous.finished(), observer, verifier)
     return finish(directory)
 
@@ -85,7 +85,7 @@ def _sweep(
 
 def verifier_of(
     plan: SweepPlan,
-    writer: Writer,
+    write: Callable[[Sequence[AnyRecord]], None],
     say: Callable[[str], None],
     directory: Path | None,
     previous: Run | None = None,
@@ -96,7 +96,7 @@ def verifier_of(
 
     Args:
         plan: plan of the run.
-        writer: writes the records.
+        write: writes records.
         say: receives progress messages.
         directory: run directory, which stores references; None to store none.
         previous: the run so far.
@@ -117,7 +117,7 @@ def verifier_of(
         steps=min(plan.verify_tokens, max(cell.settings.max_new_tokens for cell in plan.cells)),
         directory=None if directory is None else directory / "truth",
         files=[] if plan.reference is None else find_references(Path(plan.reference)),
-        write=writer.write,
+        write=write,
         say=say,
         recorded=set(previous.truths) if previous is not None else set(),
         follows=follows,
@@ -137,13 +137,7 @@ def check_plan(plan: SweepPlan) -> None:
     if plan.replicas * plan.gpus_per_replica > 1:
         slots(plan)
     if plan.reference is not None:
-        verifier_of(plan, _NullWriter(), lambda _: None, None)
-
-
-class _NullWriter:
-    """A writer that discards records: the first process writes them."""
-
-    def write(self, records: Sequence[AnyRecord]) -> None: ...
+        verifier_of(plan, lambda _: None, lambda _: None, None)
 
 
 def finish(directory: Path) -> Run:
@@ -183,10 +177,12 @@ def plan_of(run: Run, *, on_problem: Callable[[InputError], None], later: Mappin
     try:
         kept_source = kept.source or {}
         source = Source(**{**(later or {}), **kept_source, "images": tuple(kept_source["images"])})
+        aliases = {
+            cell: tuple(Cell(alias.cell, recorded_settings(alias.settings), alias.preset) for alias in recorded)
+            for cell, recorded in run.aliases.items()
+        }
         cells = [
-            Cell(
-                cell, recorded_settings(settings), run.presets.get(cell), tuple(map(_alias, run.aliases.get(cell, ())))
-            )
+            Cell(cell, recorded_settings(settings), run.presets.get(cell), aliases.get(cell, ()))
             for cell, settings in run.cells.items()
         ]
         if missing := [name for name in ("workload_sha256", *_PLAN) if getattr(kept, name) is None]:
@@ -262,8 +258,3 @@ def header(plan: SweepPlan, command: Sequence[str]) -> RunRecord:
 
 def _recorded_cell(cell: Cell) -> RecordedCell:
     return RecordedCell(cell.id, asdict(cell.settings), cell.preset, [*map(_recorded_cell, cell.aliases)])
-
-
-def _alias(recorded: RecordedCell) -> Cell:
-    """The cell of :func:`_recorded_cell`."""
-    return Cell(recorded.cell, recorded_settings(recorded.settings), recorded.preset)

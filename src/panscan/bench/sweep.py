@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -124,9 +124,11 @@ class _Sweep:
 
 def _load_record(cells: Sequence[Cell], runner: Runner, seconds: float) -> LoadRecord:
     """What was loaded, and what the machine could do with it at best."""
-    from panscan.model.quantization import weights_name
+    from panscan.model.quantization import unquantized_settings, weights_name
 
-    loaded = runner.loaded
+    loaded, settings, base = runner.loaded, cells[0].settings, None
+    with suppress(PanscanError):  # the base of a quantised checkpoint may not be on this machine
+        base = unquantized_settings(settings).model
     try:
         shape = asdict(loaded.shape())
     except UnsupportedError:  # a Gemma 3 of parts that the formulas leave out runs all the same
@@ -137,9 +139,9 @@ def _load_record(cells: Sequence[Cell], runner: Runner, seconds: float) -> LoadR
         shape=shape,
         device=str(loaded.device),
         dtype=str(loaded.dtype).removeprefix("torch."),
-        weight_bytes=_weight_bytes(loaded.model, cells[0].settings),
+        weight_bytes=_weight_bytes(loaded.model, settings),
         weights=weights_name(loaded.model),
-        base_model=_base_model(cells[0].settings),
+        base_model=base if base != settings.model else None,
         **_ceilings(runner),
     )
 
@@ -153,17 +155,6 @@ def _weight_bytes(model: Any, settings: Settings) -> int:
     if settings.runner == "vllm" and not settings.random_weights and stored_format(settings.model, settings.revision):
         return sum(tensor.bytes for tensor in inventory(settings.model, settings.revision).tensors)
     return weight_bytes(model)
-
-
-def _base_model(settings: Settings) -> str | None:
-    """Return the base model of a quantised checkpoint; None for other checkpoints, or if it is not on this machine."""
-    from panscan.model.quantization import unquantized_settings
-
-    try:
-        plain = unquantized_settings(settings)
-    except PanscanError:
-        return None
-    return plain.model if plain.model != settings.model else None
 
 
 def _ceilings(runner: Runner) -> dict[str, float | None]:

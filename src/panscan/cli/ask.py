@@ -16,7 +16,7 @@ from panscan.cli.values import chosen_settings, print_runner, read_json_schema, 
 from panscan.cli.verb import verb
 from panscan.core import Request, Result, Sampling, SettingError, now
 from panscan.core.activity import activity
-from panscan.settings import ENGINE_LIMITS, Options, RunnerChoice, Settings, axes
+from panscan.settings import ENGINE_LIMITS, Options, Settings, axes
 
 EPILOG = """\b
 Examples
@@ -34,7 +34,10 @@ def command(options: Options, images: tuple[str, ...]) -> None:
     """Answer one question about images. Each page of a PDF or TIFF is an image; all go into one prompt."""
     show_warnings(errors())
     prompt = read_prompt(options.prompt)
-    settings, choice = _engine_or_runner(options)
+    chosen, choice = chosen_settings(options, "ask")
+    if chosen["runner"] == "engine":
+        chosen["max_num_seqs"] = 1  # room for the one request
+    settings = Settings(**chosen)
     sampling = _sampling(options.json_schema, settings)
     from panscan.images.files import Page, expand_images
 
@@ -92,14 +95,6 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     started = now()
     yield
     seconds[name] = now() - started
-
-
-def _engine_or_runner(options: Options) -> tuple[Settings, RunnerChoice]:
-    """Return the settings, and why they have their runner; the engine gets room for the one request."""
-    chosen, choice = chosen_settings(options, "ask")
-    if chosen["runner"] == "engine":
-        chosen["max_num_seqs"] = 1
-    return Settings(**chosen), choice
 
 
 def _sampling(json_schema: str | None, settings: Settings) -> Sampling:

@@ -196,11 +196,11 @@ def sweep_progress(plan: SweepPlan, done: set[tuple[str, int | None]], directory
         directory: the run directory.
     """
     from panscan.bench.run import finish
-    from panscan.cli.progress import SweepProgress
+    from panscan.cli.progress import MEASURING, SweepProgress
 
     try:
-        with SweepProgress(plan, done, errors()) as progress:
-            yield progress
+        with activity(MEASURING) as step:
+            yield SweepProgress(plan, done, errors(), step)
     except (KeyboardInterrupt, PanscanError) as error:
         resumable = not isinstance(error, InputError | SettingError)  # these would stop it again
         with suppress(PanscanError):  # there is no summary of a run without records

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import click
@@ -21,7 +21,7 @@ from panscan.cli.console import errors, out, show_warnings
 from panscan.cli.values import command_words, given_values, print_skipped, utf8
 from panscan.cli.verb import verb
 from panscan.core import SettingError
-from panscan.core.activity import activity
+from panscan.core.activity import Activity, activity
 from panscan.load.options import (
     GOODPUT_METRICS,
     LoadOptions,
@@ -97,7 +97,8 @@ def command(options: Options, words: tuple[str, ...]) -> int:
         salt=new_salt(),
     )
     directory = new_directory(options.output_dir, f"load-{urlsplit(url).hostname or 'endpoint'}")
-    with _stopped_by_signals() as cancelled, LoadProgress(plan) as progress:
+    with _stopped_by_signals() as cancelled, activity("starting") as step:
+        progress = LoadProgress(plan, step)
         progress.begin(directory)
         run = run_load(plan, directory, _command_line(url, limits), progress, cancelled)
     return _print_results(run, directory, interrupted=cancelled.is_set())
@@ -193,7 +194,7 @@ def _request_mix(options: Options, scenario: Scenario | None) -> tuple[RequestMi
         InputError: no document or prompt is usable.
         SettingError: options exclude each other.
     """
-    from panscan.load.content import mix_of_items, mix_of_scenario
+    from panscan.load.content import RequestMix, mix_of_scenario
     from panscan.workload.requests import Source, load_workload, source_or_samples
 
     prompt = utf8("--prompt", options.prompt)
@@ -219,7 +220,7 @@ def _request_mix(options: Options, scenario: Scenario | None) -> tuple[RequestMi
     )
     with activity("reading documents") as step:
         workload = load_workload(source, on_problem=print_skipped, on_document=step.update)
-    return mix_of_items(workload.items), asdict(source)
+    return RequestMix(workload.items), asdict(source)
 
 
 def _command_line(url: str, limits: Mapping[str, float]) -> list[str]:
@@ -254,20 +255,10 @@ def _stopped_by_signals() -> Iterator[threading.Event]:
 class LoadProgress:
     """Shows the progress of a load run, level by level. A :class:`panscan.load.run.LoadObserver`."""
 
-    def __init__(self, plan: LoadPlan) -> None:
-        self._plan, self._console = plan, errors()
-        self._activity = activity("starting")
+    def __init__(self, plan: LoadPlan, step: Activity) -> None:
+        self._plan, self._console, self._step = plan, errors(), step
         self._title, self._count = "", 0
         self._failed = 0
-
-    def __enter__(self) -> Self:
-        self._step = self._activity.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._activity.__exit__(kind, error, trace)
 
     def begin(self, directory: Path) -> None:
         """Report what the endpoint answered, and where the records go."""

@@ -12,7 +12,6 @@ from panscan.plan.fleet import with_replicas
 from panscan.report.table import Column, Medium, Table, print_table
 
 if TYPE_CHECKING:
-    from panscan.plan.advice import Rejection
     from panscan.plan.efficiency import Interval
     from panscan.plan.fleet import Fleet, FleetLevel
     from panscan.plan.layouts import Layout
@@ -60,18 +59,14 @@ def print_answer(answer: PlanAnswer) -> None:
     if answer.fitting and not answer.fleets:
         _print_rows(Table(_LAYOUTS, answer.fitting), answer.fitting)
     for rejection in rejections(answer.layouts):
-        out().print(f"not possible: {_rejected_layouts(rejection)}: {rejection.reason}", soft_wrap=True)
+        *sizes, last = map(str, rejection.tensor_parallel_sizes)
+        listed = f"{', '.join(sizes)} or {last}" if sizes else last
+        which = f"{rejection.weights} on {listed} GPU{'s' if listed != '1' else ''} per replica"
+        out().print(f"not possible: {which}: {rejection.reason}", soft_wrap=True)
     for caution in warnings_for(answer.inputs, answer.layouts):
         out().print(f"note: {caution.text}", style="yellow", soft_wrap=True)
     if answer.fitting:
         out().print(f"basis: {_basis(answer)}", style="dim", soft_wrap=True)
-
-
-def _rejected_layouts(rejection: Rejection) -> str:
-    """Return which layouts are meant, in words."""
-    *sizes, last = map(str, rejection.tensor_parallel_sizes)
-    listed = f"{', '.join(sizes)} or {last}" if sizes else last
-    return f"{rejection.weights} on {listed} GPU{'s' if listed != '1' else ''} per replica"
 
 
 def _headline(answer: PlanAnswer) -> list[str]:
@@ -164,6 +159,11 @@ def _latencies(level: FleetLevel) -> str:
 _TIMES = {"ttft": "TTFT", "tpot": "TPOT", "e2el": "E2E"}
 
 
+def _ttft_range(layout: Layout) -> str:
+    ttft = layout.speed.ttft
+    return f"{1e3 * ttft.value:,.0f} ({1e3 * ttft.low:,.0f}-{1e3 * ttft.high:,.0f})"
+
+
 def _marked_weights(layout: Layout) -> str:
     return layout.variant.weights_name if layout.exact else f"{layout.variant.weights_name} *"
 
@@ -176,7 +176,7 @@ _LAYOUTS: tuple[Column[Layout], ...] = (
     Column("weights\nGB/GPU", lambda layout: f"{layout.memory.weights / 1e9:.1f}"),
     Column("KV cache\nGB/GPU", lambda layout: f"{layout.memory.kv_bytes / 1e9:.1f}"),
     Column("requests\nat once", lambda layout: layout.replicas * layout.running),
-    Column("TTFT ms\nalone", lambda layout: _milliseconds(layout.speed.ttft)),
+    Column("TTFT ms\nalone", _ttft_range),
     Column("TPOT ms\nalone", lambda layout: f"{1e3 * layout.speed.tpot_alone.value:.1f}"),
     Column("TPOT ms\nfull", lambda layout: f"{1e3 * layout.speed.tpot_full.value:.0f}"),
     Column("requests/s\nfull", lambda layout: _with_range(layout.speed.requests_per_s)),
@@ -218,11 +218,6 @@ def _basis(answer: PlanAnswer) -> str:
     """Return what the predictions rest on, in one sentence; layouts of one GPU and of several differ in a figure."""
     sentences = {layout.speed.basis: layout.speed.basis.split(" ") for layout in answer.fitting}
     return " ".join(" or ".join(dict.fromkeys(words)) for words in zip(*sentences.values(), strict=True))
-
-
-def _milliseconds(interval: Interval) -> str:
-    low, value, high = (f"{1e3 * seconds:,.0f}" for seconds in (interval.low, interval.value, interval.high))
-    return f"{value} ({low}-{high})"
 
 
 def _with_range(interval: Interval, unit: str = "") -> str:

@@ -62,11 +62,11 @@ def command(options: Options, images: tuple[str, ...]) -> None:
     if settings.model == "mini" and not settings.random_weights and "model" not in given:
         warn_mini()
     from panscan.inspect.profile.run import checked_modes
-    from panscan.workload.profiled import profiled_requests, repeats_documents
+    from panscan.workload.profiled import profiled_requests
 
     with tempfile.TemporaryDirectory() as drawn:
         requests = profiled_requests(prompt, images, settings, Path(drawn), max_pages=options.max_pages)
-        if repeats_documents(len(images), settings):
+        if 0 < len(images) < settings.batch_size:
             errors().print("requests share images: the engine encodes each view once", style="dim", soft_wrap=True)
             if "prefix_caching" not in given:
                 settings = replace(settings, prefix_caching=False)

@@ -6,8 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 _DELAY_S = 2.0  # until a step is shown where lines cannot be updated
 _EVERY_S = 30.0  # between lines there
 _TICK_S = 0.25
-_MEASURING = "measured batches"
+MEASURING = "measured batches"
 
 
 @contextmanager
@@ -170,10 +169,11 @@ class SweepProgress:
         plan: the sweep.
         done: visits that an earlier start finished.
         console: console to print on.
+        step: the sweep as an activity.
     """
 
-    def __init__(self, plan: SweepPlan, done: set[tuple[str, int | None]], console: Console) -> None:
-        self.console = console
+    def __init__(self, plan: SweepPlan, done: set[tuple[str, int | None]], console: Console, step: Activity) -> None:
+        self.console, self._step = console, step
         self._reported: set[str] = set()
         runnable = [cell for cell in plan.cells if cell.id not in plan.skipped]
         pending = [cell for cell in runnable for repeat in range(plan.repeats) if (cell.id, repeat) not in done]
@@ -183,16 +183,7 @@ class SweepProgress:
         varying = distinguishing_names(list(settings.values()))
         self._names = {cell: label({name: values[name] for name in varying}) for cell, values in settings.items()}
         self._batches, self._done = sum(batches[cell.id] for cell in pending), 0
-        self._activity = activity(_MEASURING, total=self._batches)
-
-    def __enter__(self) -> Self:
-        self._step = self._activity.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._activity.__exit__(kind, error, trace)
+        step.update(0, self._batches)
 
     def loading(self, settings: Settings) -> None:
         """Show that a model is being loaded."""
@@ -217,7 +208,7 @@ class SweepProgress:
         self._step.total = None
 
     def _measuring(self) -> None:
-        self._step.rename(_MEASURING)
+        self._step.rename(MEASURING)
         self._step.update(self._done, self._batches)
 
     def problem(self, cell: Cell, outcome: str, reason: str) -> None:

@@ -52,7 +52,12 @@ def command(options: Options, run: Path) -> None:
         written = [output or home / report.GALLERY_NAME]
         report.write_gallery(records, written[0])
     elif form == "png":
-        written = report.write_pictures(records, _folder(output or home))
+        folder = output or home
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RecordsError(f"--output {folder}: {error.strerror or error}") from error
+        written = report.write_pictures(records, folder)
     else:
         text = report.to_markdown(records) if form == "md" else report.to_csv(records)
         if output is None:
@@ -64,11 +69,3 @@ def command(options: Options, run: Path) -> None:
         out().print(str(path), soft_wrap=True)
     if not any(cell.outcome == "done" for cell in records.outcomes.values()):
         errors().print(f"no {'level' if is_load_run(records) else 'cell'} is finished yet")
-
-
-def _folder(path: Path) -> Path:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RecordsError(f"--output {path}: {error.strerror or error}") from error
-    return path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import wraps
 from typing import Any
 
@@ -13,7 +13,6 @@ import cloup
 
 from panscan.core import SettingError
 from panscan.core.access import RemoteAccess, set_remote_access
-from panscan.core.option import shorten
 from panscan.settings import (
     BOOLEANS,
     ENGINE_COMMANDS,
@@ -26,7 +25,7 @@ from panscan.settings import (
     axis_names,
     options_of,
 )
-from panscan.settings.spellings import FOREIGN_OPTIONS, SWITCHES
+from panscan.settings.spellings import FOREIGN_OPTIONS
 
 _HELP_ALL = "panscan.help_all"
 _FORMATTER = cloup.HelpFormatter.settings(col1_max_width=30, col2_min_width=30)
@@ -136,7 +135,7 @@ class Verb(cloup.Command):
 
 
 def _respelled(command: Verb, ctx: click.Context, words: Sequence[str]) -> Iterator[str]:
-    """Yield the words of a command line with each switch as ``--x=value``, and other tools' switches replaced.
+    """Yield the words of a command line with each switch as ``--x=value``.
 
     The values of other options are yielded unchanged, whatever they look like. ``--help-all`` ends the command.
 
@@ -175,19 +174,18 @@ def _respelled(command: Verb, ctx: click.Context, words: Sequence[str]) -> Itera
             if not equals and not options[name].is_flag and left:  # only Click's own --help is a flag
                 yield left.popleft()
         else:
-            takes = name.lstrip("-").replace("-", "_") in SWITCHES
-            yield from _foreign(str(command.name), word, name, value if equals else _boolean(left, take=takes), options)
+            _refuse_foreign(str(command.name), name, options)
+            yield word
 
 
-def _boolean(left: deque[str], *, take: bool = True) -> str:
+def _boolean(left: deque[str]) -> str:
     """Return the value of a switch: the next word if it is a list of booleans, else ``true``."""
-    if not left or not all(part.strip().lower() in BOOLEANS for part in left[0].split(",")):
-        return "true"
-    return left.popleft() if take else left[0]
+    follows = left and all(part.strip().lower() in BOOLEANS for part in left[0].split(","))
+    return left.popleft() if follows else "true"
 
 
-def _foreign(verb: str, word: str, name: str, value: str, options: Mapping[str, object]) -> Iterator[str]:
-    """Yield the replacement of an option that the command lacks, or the word itself.
+def _refuse_foreign(verb: str, name: str, options: Collection[str]) -> None:
+    """Raise for an option that the command lacks, and of which it is known what to use instead.
 
     Raises:
         SettingError: see :func:`_respelled`.
@@ -195,16 +193,8 @@ def _foreign(verb: str, word: str, name: str, value: str, options: Mapping[str, 
     key = name.removeprefix("--").replace("-", "_")
     if verb in ENGINE_COMMANDS and axis_names().get(key) in GENERATE_AXES:
         raise SettingError(f"{name}: {NEEDS_GENERATE.format(verb=verb)}")
-    setting, implied = SWITCHES.get(key, ("", ""))
-    if setting and f"--{axes()[setting].flag}" in options:
-        if value.lower() not in BOOLEANS:
-            raise SettingError(f"{name} takes true or false; got {shorten(value)}")
-        if BOOLEANS[value.lower()]:
-            yield f"--{axes()[setting].flag}={implied}"
-        return
     reason = FOREIGN_OPTIONS.get(key) if name.startswith("--") else None
     named = re.findall(r"--[a-z-]+", reason or "")
     useful = not named or any(flag in options for flag in named)
     if reason is not None and (useful or reason.startswith("removed")):
         raise SettingError(f"{name}: {reason}")
-    yield word

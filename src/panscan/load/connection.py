@@ -82,6 +82,10 @@ class ConnectionPool:
 
     Args:
         server: address of the server.
+
+    Attributes:
+        idle: connections that can send another request.
+        connections: all connections.
     """
 
     def __init__(self, server: ServerAddress) -> None:
@@ -89,8 +93,8 @@ class ConnectionPool:
         self._tls = ssl.create_default_context() if server.tls else None
         self._addresses: list[str] = []
         self._resolving = asyncio.Lock()
-        self._idle: list[_Connection] = []
-        self._connections: set[_Connection] = set()
+        self.idle: list[_Connection] = []
+        self.connections: set[_Connection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def send(self, head: bytes, body: tuple[bytes, ...], handler: ResponseHandler, timeout: float) -> None:
@@ -105,8 +109,8 @@ class ConnectionPool:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout
         fresh = loop.time() - _IDLE_SECONDS
-        while self._idle:
-            connection = self._idle.pop()
+        while self.idle:
+            connection = self.idle.pop()
             if connection.usable and connection.idle_since >= fresh:
                 connection.send(head, body, handler, deadline)
                 return
@@ -121,7 +125,7 @@ class ConnectionPool:
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for connection in list(self._connections):
+        for connection in list(self.connections):
             connection.close()
         await asyncio.sleep(0)  # the transports close in the next iteration
 
@@ -178,19 +182,11 @@ class ConnectionPool:
                 self._addresses = list(dict.fromkeys(str(info[4][0]) for info in infos))
         return list(self._addresses)
 
-    def opened(self, connection: _Connection) -> None:
-        """Take a connection that was opened."""
-        self._connections.add(connection)
-
-    def released(self, connection: _Connection) -> None:
-        """Take a connection that can send another request."""
-        self._idle.append(connection)
-
     def closed(self, connection: _Connection) -> None:
         """Forget a connection."""
-        self._connections.discard(connection)
-        if connection in self._idle:
-            self._idle.remove(connection)
+        self.connections.discard(connection)
+        if connection in self.idle:
+            self.idle.remove(connection)
 
 
 class _Connection(asyncio.Protocol):
@@ -257,7 +253,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._pool.opened(self)
+        self._pool.connections.add(self)
 
     def pause_writing(self) -> None:
         self._paused = True
@@ -300,9 +296,6 @@ class _Connection(asyncio.Protocol):
             assert self._timer is not None  # set by send()
             self._timer.cancel()
             self._timer = self._loop.call_later(_GRACE_SECONDS, self._expire)
-
-    def eof_received(self) -> bool:
-        return False  # the transport closes
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.closed(self)
@@ -350,7 +343,7 @@ class _Connection(asyncio.Protocol):
         handler = self._release()
         if reusable:
             self.idle_since = self._loop.time()
-            self._pool.released(self)
+            self._pool.idle.append(self)
         else:
             self.close()
         handler.on_end(self._at)

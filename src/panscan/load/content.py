@@ -38,6 +38,15 @@ class LoadRequest:
     item: Item
 
 
+def _open_document(document: DocumentFile) -> VariantImage:
+    page = page_named(document.name)
+    header = None  # of a JPEG file on this machine
+    if page.page is None:
+        with suppress(OSError, UnidentifiedImageError), Image.open(page.source) as file:  # a URL is sent as PNG
+            header = file if file.format in ("JPEG", "MPO") else None
+    return VariantImage(load_page(page), header)
+
+
 @dataclass(frozen=True, slots=True)
 class RequestMix:
     """Documents with prompts, and how often each is sent.
@@ -49,13 +58,8 @@ class RequestMix:
     """
 
     items: Sequence[Item]
-    weights: Sequence[float] | None
-    open_image: Callable[[DocumentFile], VariantImage]
-
-
-def mix_of_items(items: Sequence[Item]) -> RequestMix:
-    """Return a mix of a workload's items, each once per round."""
-    return RequestMix(items, None, _open_document)
+    weights: Sequence[float] | None = None
+    open_image: Callable[[DocumentFile], VariantImage] = _open_document
 
 
 def mix_of_scenario(scenario: Scenario, seed: int, prompts: Sequence[str] = ()) -> RequestMix:
@@ -79,15 +83,6 @@ def mix_of_scenario(scenario: Scenario, seed: int, prompts: Sequence[str] = ()) 
             items += [Item(f"{file.name}-{number}", (file,), question) for number, question in enumerate(questions)]
             weights += [entry.share / scenario.variety / len(questions)] * len(questions)
     return RequestMix(items, weights, lambda document: images[document.name])
-
-
-def _open_document(document: DocumentFile) -> VariantImage:
-    page = page_named(document.name)
-    header = None  # of a JPEG file on this machine
-    if page.page is None:
-        with suppress(OSError, UnidentifiedImageError), Image.open(page.source) as file:  # a URL is sent as PNG
-            header = file if file.format in ("JPEG", "MPO") else None
-    return VariantImage(load_page(page), header)
 
 
 class Content:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -115,37 +115,35 @@ class LoadOptions(TrafficTable):
         for limit in self.max_concurrencies:
             if limit is not None:
                 _CONCURRENCY.check("--max-concurrency", limit)
-        if self.min_tokens is not None and self.min_tokens > self.max_tokens:
-            shortest, longest = self.min_tokens, self.max_tokens
-            raise SettingError(f"--min-tokens {shortest}: more than --max-new-tokens {longest}; lower it")
-        if len(self.rates) * len(self.max_concurrencies) > MAX_LEVELS:
-            raise SettingError(f"--request-rate and --max-concurrency give more than {MAX_LEVELS} levels: give fewer")
         _check_goodput(self.goodput)
-        self._check_arrivals()
-        if self.find_max_rate:
-            self._check_search()
+        for problem in self._contradictions():
+            raise SettingError(problem)
 
-    def _check_arrivals(self) -> None:
+    def _contradictions(self) -> Iterator[str]:
+        """Yield what is wrong with options that do not fit together."""
         limited = any(rate is not None for rate in self.rates)
+        several = len(self.rates) > 1 or len(self.max_concurrencies) > 1
+        recorded = 0 if self.trace is None else len(self.trace.times)
+        if self.min_tokens is not None and self.min_tokens > self.max_tokens:
+            yield f"--min-tokens {self.min_tokens}: more than --max-new-tokens {self.max_tokens}; lower it"
+        if len(self.rates) * len(self.max_concurrencies) > MAX_LEVELS:
+            yield f"--request-rate and --max-concurrency give more than {MAX_LEVELS} levels: give fewer"
         if limited and self.trace is not None:
-            raise SettingError("--request-rate and --trace exclude each other: choose one")
+            yield "--request-rate and --trace exclude each other: choose one"
         if self.burstiness != 1.0 and self.arrival == "constant":
-            raise SettingError("--burstiness has no effect with --arrival constant: remove one of them")
+            yield "--burstiness has no effect with --arrival constant: remove one of them"
         if self.burstiness != 1.0 and not (limited or self.find_max_rate):
-            raise SettingError("--burstiness needs a finite --request-rate: give one, such as --request-rate 4")
+            yield "--burstiness needs a finite --request-rate: give one, such as --request-rate 4"
         if self.trace_speedup != 1.0 and self.trace is None:
-            raise SettingError("--trace-speedup needs --trace FILE")
-        if self.trace is not None and len(self.trace.times) < self.num_prompts:
-            count = len(self.trace.times)
-            raise SettingError(f"--num-prompts {self.num_prompts}: the trace has {count:,} requests; give at most that")
-
-    def _check_search(self) -> None:
-        if not self.goodput:
-            raise SettingError("--find-max-rate needs limits: add --goodput, such as --goodput ttft:500 tpot:50")
-        if self.trace is not None:
-            raise SettingError("--find-max-rate chooses the rates: remove --trace")
-        if len(self.rates) > 1 or len(self.max_concurrencies) > 1:
-            raise SettingError("--find-max-rate takes one --request-rate to start from, and one --max-concurrency")
+            yield "--trace-speedup needs --trace FILE"
+        if self.trace is not None and recorded < self.num_prompts:
+            yield f"--num-prompts {self.num_prompts}: the trace has {recorded:,} requests; give at most that"
+        if self.find_max_rate and not self.goodput:
+            yield "--find-max-rate needs limits: add --goodput, such as --goodput ttft:500 tpot:50"
+        if self.find_max_rate and self.trace is not None:
+            yield "--find-max-rate chooses the rates: remove --trace"
+        if self.find_max_rate and several:
+            yield "--find-max-rate takes one --request-rate to start from, and one --max-concurrency"
 
     @property
     def levels(self) -> list[LoadLevel]:

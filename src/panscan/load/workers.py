@@ -208,7 +208,12 @@ def main() -> None:
         parent.send(WorkerSignal.READY)
         start: float = parent.receive()
         cancelled = threading.Event()
-        threading.Thread(target=_await_cancellation, args=(parent, cancelled), daemon=True).start()
+
+        def await_cancellation() -> None:
+            parent.receive()  # the parent's only further message
+            cancelled.set()
+
+        threading.Thread(target=await_cancellation, daemon=True).start()
         reports = DaemonThreads(1, "panscan-report")  # a slow parent must not hold up the event loop
         last_report = time.monotonic()
 
@@ -221,8 +226,3 @@ def main() -> None:
         load = asyncio.run(Sender(share, report, cancelled.is_set).run(start))
     reports.submit(partial(parent.send, load))
     threading.Event().wait()  # until the parent closes the connection, which ends this process
-
-
-def _await_cancellation(parent: Parent, cancelled: threading.Event) -> None:
-    parent.receive()
-    cancelled.set()

@@ -7,6 +7,7 @@ import platform
 import subprocess
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -40,7 +41,10 @@ def environment() -> dict[str, Any]:
     """Return hardware, driver, library versions, and panscan's version and commit."""
     from panscan.model.machine import cuda_version, gpu_facts, thread_count
 
-    memory = psutil.virtual_memory().total
+    packages = {}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            packages[name] = version(name)
     return {
         "panscan": panscan.__version__,
         "commit": _commit(),
@@ -49,8 +53,8 @@ def environment() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cpu_count": os.cpu_count(),
         "torch_threads": thread_count(),
-        "memory_bytes": memory,
-        "packages": {name: installed for name in _PACKAGES if (installed := _version(name))},
+        "memory_bytes": psutil.virtual_memory().total,
+        "packages": packages,
         "cuda": cuda_version(),
         "gpus": gpu_facts(),
     }
@@ -76,13 +80,6 @@ def new_run_record(
         environment={**environment(), **({"bundled": dict(bundled)} if bundled else {})},
         cells=cells,
     )
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:

@@ -303,12 +303,9 @@ def parse_record(line: bytes) -> AnyRecord:
         problem, _, place = str(error).partition(" - at ")
         problem = _ONE_OF.sub(lambda match: f"one of {match[1].replace('|', ', ')}", problem)
         where = f"field {place.replace('`', '').replace('$.', '')!r} of " if place else ""
-        raise ValueError(f"{where}a {name} record: {_printable(problem[:1].lower() + problem[1:])}") from error
-
-
-def _printable(text: str) -> str:
-    """Return a message that quotes a record as one short line."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text[:_LONGEST_MESSAGE])
+        text = f"{problem[:1].lower()}{problem[1:]}"[:_LONGEST_MESSAGE]  # it may quote the record
+        printable = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+        raise ValueError(f"{where}a {name} record: {printable}") from error
 
 
 def _bytes_of(path: Path) -> bytes:

@@ -160,14 +160,13 @@ class Answers:
     def grouped(self) -> list[tuple[str, Breakdown, Table[CellAnswers]]]:
         """Return each breakdown with its title and its table."""
         metric = f"{self.metrics[0][:1].upper()}{self.metrics[0][1:]}"
-        return [
-            (f"{metric} by {grouping.name}", grouping, self._group_table(grouping)) for grouping in self.breakdowns()
-        ]
-
-    def _group_table(self, grouping: Breakdown) -> Table[CellAnswers]:
-        headings = (f"{clean(name)} ({questions:,})" for name, questions in grouping.groups)
-        columns = [_NAME, *(_quality_column(heading, "", index) for index, heading in enumerate(headings))]
-        return Table(columns, [replace(cell, scores=grouping.cells[cell.cell]) for cell in self.cells])
+        tables = []
+        for grouping in self.breakdowns():
+            headings = (f"{clean(name)} ({questions:,})" for name, questions in grouping.groups)
+            columns = [_NAME, *(_quality_column(heading, "", index) for index, heading in enumerate(headings))]
+            rows = [replace(cell, scores=grouping.cells[cell.cell]) for cell in self.cells]
+            tables.append((f"{metric} by {grouping.name}", grouping, Table(columns, rows)))
+        return tables
 
 
 _NAME: Column[CellAnswers] = Column("setting", lambda cell: cell.name, text=Medium.ALL)

@@ -9,7 +9,6 @@ from typing import TypeAlias
 
 from panscan.analysis.levels import (
     TIME_NAMES,
-    ErrorGroup,
     MeasuredLevel,
     error_groups,
     levels_of,
@@ -61,21 +60,15 @@ class LoadReport(definitions.RunFacts):
         self.warnings = [f"{clean(warning).rstrip('.')}." for warning in load_warnings(run, self.rows)]
         self.times = [(time, TIME_NAMES[time]) for time in self.settings.percentile_metrics]
         self.percentiles = [percentile_name(percent) for percent in sorted(self.settings.metric_percentiles)]
-
-    @property
-    def headline(self) -> str:
-        """The main message, as a sentence without its full stop."""
-        return clean(self.found.headline)
-
-    @property
-    def notes(self) -> list[str]:
-        """Sentences that qualify it."""
-        return [clean(note) for note in self.found.notes]
-
-    @property
-    def best(self) -> MeasuredLevel | None:
-        """The level that the headline is about, unless it misses the limits."""
-        return None if self.found.meets is False else self.found.level
+        # The main message, as a sentence without its full stop; sentences that qualify it; the level that it is about.
+        self.headline, self.notes = clean(self.found.headline), list(map(clean, self.found.notes))
+        self.best = None if self.found.meets is False else self.found.level
+        groups = error_groups(run, self.rows)
+        self.errors = [replace(group, kind=clean(group.kind), example=clean(group.example)) for group in groups]
+        self.unfinished = [
+            clean(f"{name}: {outcome}" + (f", {reason}" if reason else ""))
+            for name, outcome, reason in unfinished_levels(run)
+        ]
 
     def figure(self, level: MeasuredLevel, metric: str) -> Measured:
         """Return a metric of a level."""
@@ -162,20 +155,6 @@ class LoadReport(definitions.RunFacts):
     def legend(self) -> tuple[str, ...]:
         """The names of the series of the latency curves."""
         return tuple(series.label for series in self.latency[0].series) if self.latency else ()
-
-    @cached_property
-    def errors(self) -> list[ErrorGroup]:
-        """Failed requests by kind of error."""
-        groups = error_groups(self.run, self.rows)
-        return [replace(group, kind=clean(group.kind), example=clean(group.example)) for group in groups]
-
-    @property
-    def unfinished(self) -> list[str]:
-        """Levels without a result."""
-        return [
-            clean(f"{name}: {outcome}" + (f", {reason}" if reason else ""))
-            for name, outcome, reason in unfinished_levels(self.run)
-        ]
 
     @cached_property
     def shared(self) -> list[tuple[str, str]]:

@@ -171,12 +171,12 @@ class SweepReport(definitions.RunFacts):
         self.aliases = [clean(line) for line in alias_lines(run, self.names)]
         self.tokens = [clean(line) for line in token_lines([row.verdict for row in self.rows])]
         self.memory_metric, self.memory = memory_metric(self.rows)
+        unverified = [row.verdict for row in self.rows if row.verdict.word == "unverified"]
+        self.footnotes = tuple(dict.fromkeys(clean(verdict.reason) for verdict in unverified))
+        self.unmeasured = [
+            replace(group, reason=clean(group.reason), shared=clean(group.shared)) for group in unmeasured(run)
+        ]
         self.uncertified = any(_SHOWN_LATENCIES & set(row.metrics.uncertified) for row in self.rows)
-
-    @cached_property
-    def footnotes(self) -> tuple[str, ...]:
-        """Why cells are unverified."""
-        return tuple(dict.fromkeys(clean(row.verdict.reason) for row in self.rows if row.verdict.word == "unverified"))
 
     @cached_property
     def cells(self) -> tuple[ReportCell, ...]:
@@ -361,13 +361,6 @@ class SweepReport(definitions.RunFacts):
     def answers(self) -> Answers | None:
         """Answers against the baseline; None for a run without scores."""
         return answers_of(self.run, self.rows)
-
-    @cached_property
-    def unmeasured(self) -> list[Unmeasured]:
-        """Cells without a result, by their fate."""
-        return [
-            replace(group, reason=clean(group.reason), shared=clean(group.shared)) for group in unmeasured(self.run)
-        ]
 
     @cached_property
     def references(self) -> list[definitions.ReferenceSummary]:

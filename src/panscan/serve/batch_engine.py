@@ -10,7 +10,6 @@ from collections.abc import Coroutine, Generator, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from functools import partial
 from itertools import count, islice
 from queue import Empty, SimpleQueue
 from time import monotonic, sleep
@@ -133,27 +132,27 @@ class BatchEngine:
         self.close()
 
     def _results(self, requests: Iterable[Request], most: int | None) -> Generator[tuple[int, Result], None, None]:
-        finished: SimpleQueue[tuple[int, Future[Result]]] = SimpleQueue()
-        inflight: dict[int, Future[Result]] = {}
+        finished: SimpleQueue[Future[tuple[int, Result]]] = SimpleQueue()
+        inflight: dict[int, Future[tuple[int, Result]]] = {}
         source = enumerate(requests)
         try:
             while True:
                 room = (most or max(1, self._client.replicas) * self._most) - len(inflight)
                 for index, request in islice(source, max(0, room)):
-                    inflight[index] = self._submit(self._answer(request))
-                    inflight[index].add_done_callback(partial(_put, finished, index))
+                    inflight[index] = self._submit(self._answer(index, request))
+                    inflight[index].add_done_callback(finished.put)
                 if not inflight:
                     return
                 with suppress(Empty):
-                    index, answered = finished.get(timeout=_POLL_SECONDS)
+                    index, result = finished.get(timeout=_POLL_SECONDS).result()
                     del inflight[index]
-                    yield index, self._checked(answered.result())
+                    yield index, self._checked(result)
                 self._check_replicas()
         finally:
             for answering in inflight.values():
                 answering.cancel()
 
-    async def _answer(self, request: Request) -> Result:
+    async def _answer(self, index: int, request: Request) -> tuple[int, Result]:
         numbered = replace(request, id=str(next(self._numbers)))
         stream = self._client.submit(numbered, _estimated_work(request), stream=False)
         try:
@@ -162,7 +161,7 @@ class BatchEngine:
             stream.cancel()
             raise
         result.id = request.id
-        return result
+        return index, result
 
     def _checked(self, result: Result) -> Result:
         """Return a result. A request that has killed its replicas has failed, but the job continues.
@@ -203,10 +202,6 @@ class BatchEngine:
         with suppress(TimeoutError):
             self._submit(self._client.close()).result(_CLOSE_SECONDS)
         self._loop.call_soon_threadsafe(self._loop.stop)
-
-
-def _put(finished: SimpleQueue[tuple[int, Future[Result]]], index: int, answered: Future[Result]) -> None:
-    finished.put((index, answered))
 
 
 def _estimated_work(request: Request) -> RequestWork:

@@ -32,18 +32,14 @@ class ModelInfo:
     Args:
         max_model_len: context length, tokens.
         cost: prompt tokens of an image; None for a text-only model.
-        vocab_size: number of token ids.
         dtype: PyTorch dtype of the weights, such as ``bfloat16``.
         max_concurrency: maximum number of requests computed at the same time.
-        decisions: choices made at startup and their reasons, one line each.
     """
 
     max_model_len: int
     cost: PromptCost | None
-    vocab_size: int
     dtype: str
     max_concurrency: int
-    decisions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

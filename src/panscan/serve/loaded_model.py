@@ -43,10 +43,8 @@ class LoadedModel:
         self.info = ModelInfo(
             max_model_len=reader.prompts.context or 0,
             cost=reader.prompts.cost() if reader.reads_images else None,
-            vocab_size=len(reader.tokenizer),
             dtype=str(engine.loaded.dtype).removeprefix("torch."),
             max_concurrency=engine.options.max_num_seqs,
-            decisions=engine.decisions,
         )
 
     def count(self, request: Request) -> TokenCounts:

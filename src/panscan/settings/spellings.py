@@ -5,19 +5,10 @@ from __future__ import annotations
 SAME_OPTION: dict[str, tuple[str, ...]] = {
     "max-new-tokens": ("max_tokens", "output_tokens"),
     "num-prompts": ("num_samples", "limit"),
-    "force": ("overwrite", "again"),
+    "force": ("overwrite",),
     "timeout": ("request_timeout",),
 }
 """Flag -> other names that every command with this option accepts."""
-
-SWITCHES: dict[str, tuple[str, str]] = {
-    "load_in_4bit": ("quantization", "bnb-4bit"),
-    "load_in_8bit": ("quantization", "bnb-8bit"),
-    "bf16": ("dtype", "bf16"),
-    "fp16": ("dtype", "fp16"),
-    "greedy": ("temperature", "0"),
-}
-"""Switches that stand for one value of a setting."""
 
 FOREIGN_VALUES: dict[str, dict[str, str]] = {
     "dtype": {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32"},
@@ -85,6 +76,11 @@ FOREIGN_OPTIONS: dict[str, str] = {
     "use_cache": "the KV cache cannot be disabled; leave it out",
     "low_cpu_mem_usage": "checkpoints are always loaded without a second copy; leave it out",
     "max_image_size": _CROPS,
+    "load_in_4bit": "use --quantization bnb-4bit",
+    "load_in_8bit": "use --quantization bnb-8bit",
+    "bf16": "use --dtype bf16",
+    "fp16": "use --dtype fp16",
+    "greedy": "use --temperature 0",
     # other spellings
     "image": "give images as plain arguments, such as page.png",
     "gpus": "use --tensor-parallel-size, or --replicas of bench, batch and serve",

@@ -21,7 +21,7 @@ from panscan.core.weight_formats import (
     group_size_refusal,
 )
 from panscan.settings.declaration import Option, declared_options, nearest
-from panscan.settings.spellings import FOREIGN_OPTIONS, SWITCHES
+from panscan.settings.spellings import FOREIGN_OPTIONS
 
 ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 ATTENTION_BACKENDS = ("auto", "triton", "sdpa")
@@ -498,9 +498,6 @@ def axis_name(spelling: str) -> str:
     key = spelling.lstrip("-").replace("-", "_")
     if key in axis_names():
         return axis_names()[key]
-    if key in SWITCHES:
-        name, value = SWITCHES[key]
-        raise SettingError(f"{spelling}: unknown setting; use {name}: {value}")
     if (reason := FOREIGN_OPTIONS.get(key)) is not None:
         raise SettingError(f"{spelling}: {reason}")
     raise SettingError(f"unknown setting {spelling!r}{nearest(key, axis_names())}")

@@ -13,7 +13,7 @@ from panscan.model.checkpoint import Loaded
 from panscan.model.observation import Observation
 from panscan.records.verdict_records import Divergence, Top1, VerdictRecord
 from panscan.verdict.float32 import head_logits
-from panscan.verdict.judgement import MARGIN_FLOOR, judge
+from panscan.verdict.judgement import LEAST_REST, MARGIN_FLOOR, judge
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,6 @@ class Noise:
         return fmean(value for request in self.answer for value in request[:steps])
 
 
-_LEAST_REST = 1e-6
-"""Least probability of all unknown tokens together: smaller values are lost in the rounding of the known ones."""
 _BLOCK = 16  # positions per step: two float64 rows of 262,208 logits take 4 MB
 
 
@@ -83,8 +81,10 @@ def _compare(
 ) -> tuple[torch.Tensor, ...]:
     p = reference.log_softmax(-1)
     known = ~seen.isnan() if partial else torch.ones_like(seen, dtype=torch.bool)
-    if partial:
-        seen = _completed(p, seen, known)
+    if partial:  # unknown tokens share the rest in the reference's proportions; a row without a known one stays NaN
+        rest = (1 - seen.nan_to_num(nan=-inf).exp().sum(-1, keepdim=True)).clamp_min(LEAST_REST).log()
+        theirs = p.masked_fill(known, -inf).logsumexp(-1, keepdim=True)
+        seen = torch.where(known | ~known.any(-1, keepdim=True), seen, p - theirs + rest)
     q = seen.log_softmax(-1)
     kl = (p.exp() * (p - q)).sum(-1).clamp_min(0.0)
     kl = torch.where(seen.isfinite().all(-1), kl, inf)
@@ -95,16 +95,6 @@ def _compare(
     moved = (pair[:, 0] - pair[:, 1] - margin).abs().nan_to_num(nan=inf)
     chosen = q.masked_fill(~known, -inf).argmax(-1)  # known tokens are the most probable ones
     return kl, margin, moved, chosen == best.indices[:, 0]
-
-
-def _completed(p: torch.Tensor, seen: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    """Return log-probabilities of all tokens, with the remaining probability spread over unknown ones.
-
-    It is spread in the proportions of the reference. A row without a known token stays NaN.
-    """
-    rest = (1 - seen.nan_to_num(nan=-inf).exp().sum(-1, keepdim=True)).clamp_min(_LEAST_REST).log()
-    theirs = p.masked_fill(known, -inf).logsumexp(-1, keepdim=True)
-    return torch.where(known | ~known.any(-1, keepdim=True), seen, p - theirs + rest)
 
 
 @dataclass(slots=True)

@@ -21,15 +21,13 @@ from numpy.typing import NDArray
 
 from panscan.records.fields import FLOOR
 from panscan.records.verdict_records import Divergence, Top1
-from panscan.verdict.judgement import CLOSE_TOP1, EXACT_RATIO, clear_margin, judge
+from panscan.verdict.judgement import CLOSE_TOP1, EXACT_RATIO, LEAST_REST, clear_margin, judge
 
 VerdictWord = Literal["exact", "close", "different", "unknown"]
 
 Distributions = NDArray[np.float32]
 """Natural log-probabilities ``[positions, vocabulary]``."""
 
-_LEAST_REST = 1e-6
-"""Of a position's probability: less than this cannot be told from the rounding of the reported tokens."""
 _LEAST_PROBABILITY = 1e-12
 """Servers clamp the log-probability of impossible tokens (to -9999, for instance): less than this counts as this."""
 _DOMINANT = 0.99
@@ -218,7 +216,7 @@ def coarse_kl(local: NDArray[np.float32], reported: dict[int, float]) -> float:
     outside = np.ones(len(p), dtype=bool)
     outside[ids] = False
     ours = np.append(p[ids], p[outside].sum())
-    theirs = np.append(np.maximum(q, _LEAST_PROBABILITY), max(1 - q.sum(), _LEAST_REST))
+    theirs = np.append(np.maximum(q, _LEAST_PROBABILITY), max(1 - q.sum(), LEAST_REST))
     theirs /= theirs.sum()
     some = ours > 0
     with np.errstate(divide="ignore"):

@@ -72,7 +72,7 @@ def variants(runner: Runner, requests: Sequence[Request], views: Sequence[int], 
     else:
         yield RunAnswers("cache", "the runner keeps no cache between calls", {})
     if len(requests) > 1 or settings.batch_size > 1:
-        alone = [requests[index] for index in _spread(len(requests))]
+        alone = requests[:: max(1, len(requests) // _ALONE)][:_ALONE]
         yield _variant("batch", "each alone", lambda: _tokens_by_id([runner.run([request])[0] for request in alone]))
     if settings.runner == "engine":
         size = max(16, min(longest, EngineOptions.of(settings).prefill_chunk_size) // 3 - 5)
@@ -102,11 +102,6 @@ def _variant(axis: str, note: str, run: Callable[[], Answers]) -> RunAnswers:
         reason = error_line(error)
     release_memory()
     return RunAnswers(axis, f"failed: {reason}", {})
-
-
-def _spread(count: int) -> list[int]:
-    """Up to :data:`_ALONE` indices, spread evenly."""
-    return list(range(0, count, max(1, count // _ALONE)))[:_ALONE]
 
 
 def _tokens_by_id(results: Sequence[Result]) -> Answers:

@@ -23,6 +23,9 @@ MARGIN_FLOOR: float = (8 * FLOOR) ** 0.5
 diverges by ln cosh(m / 2), about m^2 / 8: less than this is less than :data:`FLOOR`."""
 _NOT_CONCLUDED = TokenCheck.of(note="tokens beyond the reference: the run stopped before this check; --resume runs it")
 EXACT_RATIO, CLOSE_RATIO, CLOSE_TOP1 = 2.0, 10.0, 0.99
+"""The limits of the verdicts (see :func:`judge`). The documentation quotes them from here; a test compares."""
+LEAST_REST = 1e-6
+"""Least probability of all unreported tokens together: less cannot be told from the rounding of the reported ones."""
 Word = Literal["exact", "close", "different"]
 
 
@@ -94,7 +97,9 @@ def verdict_of(run: Run, cell: str) -> Verdict:
     worse.
     """
     record = run.verdicts.get(cell)
-    measured = _measured_tokens(run, cell)
+    processes = [process for repeat, _ in run.repeats_of(cell) for process in (*repeat.replicas,) or (repeat,)]
+    checks = [process.tokens for process in processes if process.tokens is not None]
+    measured = sum(checks[1:], checks[0]) if checks else None
     if record is None:
         return _with_tokens(Verdict("unverified", _why_none(run, cell), measured=measured), float32=False, inputs=None)
     verdict = Verdict(
@@ -113,13 +118,6 @@ def verdict_of(run: Run, cell: str) -> Verdict:
     truth = run.truths.get(record.truth or "")
     inputs = None if truth is None or truth.inputs is None else truth.inputs.difference
     return _with_tokens(verdict, float32=float32, inputs=inputs)
-
-
-def _measured_tokens(run: Run, cell: str) -> TokenCheck | None:
-    """Return the summed checks of all repeats and replicas of a cell; None if no repeat has one."""
-    processes = [process for repeat, _ in run.repeats_of(cell) for process in (*repeat.replicas,) or (repeat,)]
-    checks = [process.tokens for process in processes if process.tokens is not None]
-    return sum(checks[1:], checks[0]) if checks else None
 
 
 def _with_tokens(verdict: Verdict, *, float32: bool, inputs: str | None) -> Verdict:

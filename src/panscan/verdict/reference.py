@@ -141,8 +141,13 @@ def compute_reference(
             lambda group: observe(loaded, settings, requests[group], steps=steps, dtype=torch.float32),
             lambda done: on_step(f"computing the reference: {done} of {len(requests)} requests"),
         )
-        pairs = zip(requests, seen, strict=True)
-        return Reference(*names, [_reference_request(request.id, observation) for request, observation in pairs])
+        references = []
+        for request, observation in zip(requests, seen, strict=True):
+            answer, image = observation.answer_hidden, observation.image_hidden
+            assert answer is not None  # the tokens were not forced
+            image = torch.empty(0, answer.shape[-1]) if image is None else image
+            references.append(ReferenceRequest(request.id, observation.tokens, observation.positions, answer, image))
+        return Reference(*names, references)
 
 
 def compute_noise(
@@ -249,13 +254,6 @@ def _in_groups(
                 size = 1
             yield from observations
             done += len(observations)
-
-
-def _reference_request(request: str, seen: Observation) -> ReferenceRequest:
-    assert seen.answer_hidden is not None  # the tokens were not forced
-    hidden = seen.answer_hidden.shape[-1]
-    image = torch.empty(0, hidden) if seen.image_hidden is None else seen.image_hidden
-    return ReferenceRequest(request, seen.tokens, seen.positions, seen.answer_hidden, image)
 
 
 def save_reference(reference: Reference, path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from panscan.core import EndpointError, Request
@@ -51,32 +51,32 @@ class Verification:
         model: checkpoint of the reference.
         served_model: the endpoint's name of the model.
         server: server software that the endpoint reports.
+        noise: divergence that rounding explains.
+        answers: the answer to each question.
+        requests: HTTP requests sent.
         word: exact, close, different or unknown.
         message: the verdict in a sentence, with cause and fix.
         explanation: hypothesis that explains the answers.
-        noise: divergence that rounding explains.
         reference: fit of the reference to the answers; None without answers.
         candidates: hypotheses that were compared over all answers, best first.
         tested: number of hypotheses that were compared at least in part.
-        answers: the answer to each question.
         not_visible: faults that this verification could not detect.
-        requests: HTTP requests sent.
     """
 
     url: str
     model: str
     served_model: str
     server: str | None
-    word: VerdictWord
-    message: str
-    explanation: Explanation
     noise: NoiseLevel
-    reference: HypothesisFit | None
-    candidates: list[HypothesisFit]
-    tested: int
     answers: list[dict[str, Any]]
-    not_visible: list[str]
     requests: int
+    word: VerdictWord = "unknown"
+    message: str = ""
+    explanation: Explanation = field(default_factory=lambda: Explanation(None, "none"))
+    reference: HypothesisFit | None = None
+    candidates: list[HypothesisFit] = field(default_factory=list)
+    tested: int = 0
+    not_visible: list[str] = field(default_factory=list)
 
 
 def verify_endpoint(
@@ -141,7 +141,10 @@ def _ask_all(
         attempts.append(_ask(session, request))
         failures = failures + 1 if attempts[-1].error is not None else 0
         if attempts[-1].error is not None:
-            _record_refusal(session, attempts[-1])
+            if attempts[-1].status in _IMAGES_REFUSED:  # no further request has images
+                can = session.capabilities
+                can.images &= len(request.images) != 1
+                can.several_images &= len(request.images) < 2
         elif len(attempts) == 1 and session.left > len(questions):
             notes += _check_determinism(session, attempts[0])
     return attempts, notes
@@ -152,16 +155,6 @@ def _ask(session: EndpointClient, request: Request) -> _ProbeAttempt:
         return _ProbeAttempt(request, session.answer(request))
     except EndpointError as error:
         return _ProbeAttempt(request, None, str(error), error.status)
-
-
-def _record_refusal(session: EndpointClient, attempt: _ProbeAttempt) -> None:
-    """Record that the endpoint refuses images, so that no further request has any."""
-    can, count = session.capabilities, len(attempt.request.images)
-    refused = attempt.status in _IMAGES_REFUSED
-    if refused and count == 1:
-        can.images = False
-    if refused and count > 1:
-        can.several_images = False
 
 
 def _check_determinism(session: EndpointClient, first: _ProbeAttempt) -> list[str]:
@@ -251,24 +244,21 @@ def _conclude(
     on_progress: OnProgress,
 ) -> Verification:
     evaluator = Evaluator(local, [probe for probe in probes if len(probe.mapped)], on_progress)
-    rows = [_answer_row(probe, local) for probe in probes]
-    rows += [{"id": each.request.id, "error": each.error} for each in failed]
-    result = Verification(
-        options.url,
-        options.settings.model_name,
-        session.endpoint.model,
-        session.server,
-        "unknown",
-        "",
-        Explanation(None, "none"),
-        evaluator.noise,
-        None,
-        [],
-        0,
-        rows,
-        [],
-        session.requests,
-    )
+    rows: list[dict[str, Any]] = [
+        {
+            "id": probe.request.id,
+            "tokens": list(probe.tokens),
+            "text": b"".join(map(local.tokens.text, probe.tokens)).decode(errors="replace"),
+            "images": len(probe.request.images),
+            "prompt_tokens": probe.prompt_tokens,
+            "expected_prompt_tokens": local.prompt_tokens(probe.request, REFERENCE),
+        }
+        for probe in probes
+    ]
+    rows += [{"id": attempt.request.id, "error": attempt.error} for attempt in failed]
+    served, server = session.endpoint.model, session.server
+    name, requests = options.settings.model_name, session.requests
+    result = Verification(options.url, name, served, server, evaluator.noise, rows, requests)
     reason = next((str(each.error) for each in failed), "the endpoint's answers are empty")
     if evaluator.probes:
         result.reference = evaluator.candidate(REFERENCE)
@@ -346,18 +336,6 @@ def _no_verdict(evaluator: Evaluator, failed: Sequence[_ProbeAttempt]) -> str:
         return f"the answers{which} have no token that the reference clearly prefers"
     error = next((each.error for each in failed if each.request.images), None)
     return "no question about an image was answered" + (f": {error}" if error else "")
-
-
-def _answer_row(probe: ProbeAnswer, local: LocalModel) -> dict[str, Any]:
-    text = b"".join(local.tokens.text(token) for token in probe.tokens).decode(errors="replace")
-    return {
-        "id": probe.request.id,
-        "tokens": list(probe.tokens),
-        "text": text,
-        "images": len(probe.request.images),
-        "prompt_tokens": probe.prompt_tokens,
-        "expected_prompt_tokens": local.prompt_tokens(probe.request, REFERENCE),
-    }
 
 
 def _not_visible(session: EndpointClient, probes: Sequence[ProbeAnswer], failed: Sequence[_ProbeAttempt]) -> list[str]:

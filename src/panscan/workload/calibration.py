@@ -117,7 +117,12 @@ def load_calibration(
         raise type(error)(text if "--calibration" in text else f"--calibration {wanted.sources[0]}: {text}") from error
     items += [replace(item, id=f"{item.id}.{n}", prompt=prompt) for n, prompt in enumerate(others) for item in [*items]]
     items.sort(key=lambda item: hashlib.sha256(f"{wanted.seed} {digest_of([item])}".encode()).digest())
-    kept, held_out = _without_held_out(items)
+    # No document is on both sides.
+    groups = list(dict.fromkeys(map(_contents, items)))
+    count = min(len(groups) // _HELD_OUT, _MOST_HELD_OUT)
+    others_shown = {content for group in groups[len(groups) - count :] for content in group}
+    held_out = [item for item in items if _contents(item) in groups[len(groups) - count :]]
+    kept = [item for item in items if others_shown.isdisjoint(_contents(item))]
     return kept[: wanted.num_samples], held_out[: wanted.num_samples], source
 
 
@@ -137,13 +142,3 @@ def _open_workload(source: Source, on_problem: OnProblem, on_step: Steps) -> Wor
         source, on_problem=on_problem, on_document=lambda done, total: on_step("opening documents", done, total)
     )
     return workload if workload.dataset is None else replace(workload, items=workload.items[: workload.dataset.used])
-
-
-def _without_held_out(items: list[Item]) -> tuple[list[Item], list[Item]]:
-    """Return prompts about most documents, and those about the others; none that have a document on both sides."""
-    groups = list(dict.fromkeys(map(_contents, items)))
-    count = min(len(groups) // _HELD_OUT, _MOST_HELD_OUT)
-    held_out = set(groups[len(groups) - count :])
-    shown = {content for group in held_out for content in group}
-    kept = [item for item in items if shown.isdisjoint(_contents(item)) and _contents(item) not in held_out]
-    return kept, [item for item in items if _contents(item) in held_out]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from panscan.core import Request, SettingError
-from panscan.images.files import expand_images
+from panscan.images.files import Page, expand_images
 from panscan.model.bundled import BUNDLED
 from panscan.model.checkpoint import checkpoint_family, load_config
 from panscan.model.shapes import SHAPES
@@ -46,7 +46,12 @@ def profiled_requests(
     if count > 1 and len(pages) > count:
         raise SettingError(f"--batch-size {count}: each request takes one of the {len(pages)} images; raise it")
     if not pages and reads:
-        pages = expand_images(list(_draw_documents(count, settings, folder)))
+        small = settings.model in BUNDLED and settings.model_shape in (None, *BUNDLED)
+        for index in range(count):
+            document = draw_document(0, index, columns=COLUMNS if small else _SMALL_PRINT)
+            path = folder / document_name(document.kind, index)
+            path.write_bytes(encode_document(document.image, path.name))
+            pages.append(Page(str(path)))
     groups = [pages] if count == 1 else [[pages[index % len(pages)]] if pages else [] for index in range(count)]
     question = prompt or (_DOCUMENT_PROMPT if pages else _TEXT_PROMPT)
     return [
@@ -61,24 +66,9 @@ def profiled_requests(
     ]
 
 
-def repeats_documents(images: int, settings: Settings) -> bool:
-    """Return whether requests of the batch share documents, so that the engine's caches would compute them once."""
-    return settings.batch_size > 1 and 0 < images < settings.batch_size
-
-
 def _reads_images(settings: Settings) -> bool:
     if settings.model_shape is not None:
         return SHAPES[settings.model_shape].vision is not None
     if (family := checkpoint_family(settings.model, settings.revision)) is not None:
         return family.reads_images
     return hasattr(load_config(settings.model, settings.revision), "vision_config")  # refuses other families
-
-
-def _draw_documents(count: int, settings: Settings, folder: Path) -> Iterator[str]:
-    """Draw documents whose print the model can read; yield their paths."""
-    small = settings.model in BUNDLED and settings.model_shape in (None, *BUNDLED)
-    for index in range(count):
-        document = draw_document(0, index, columns=COLUMNS if small else _SMALL_PRINT)
-        path = folder / document_name(document.kind, index)
-        path.write_bytes(encode_document(document.image, path.name))
-        yield str(path)

@@ -109,9 +109,13 @@ def test_bfloat16_is_as_accurate_as_the_model() -> None:
     pixels = pixels_for(model, 4)
     with converted_model(model):
         truth = features(model, pixels)
-    found = VisionLayers(model)(pixels)
+    layers = VisionLayers(model)
+    found = layers(pixels)
     assert found.dtype == torch.bfloat16
     assert far(found, truth) <= 1.5 * far(features(model, pixels), truth) < 0.1
+    with converted_model(model):
+        assert torch.equal(features(model, pixels), truth), "the float32 truth stays the same"
+    assert torch.equal(layers(pixels), found)
 
 
 def test_the_model_keeps_its_parameters_and_outputs(tiny: GenerateRunner, two_asked: dict[str, torch.Tensor]) -> None:
@@ -145,18 +149,6 @@ def test_weights_are_shared_with_the_model_and_between_instances() -> None:
     assert far(first(pixels), before) > 0.01
     assert torch.equal(first(pixels), second(pixels))
     torch.testing.assert_close(first(pixels), features(model, pixels), rtol=1e-4, atol=1e-6)
-
-
-def test_the_float32_truth_stays_the_same() -> None:
-    model = model_of(SMALL, torch.bfloat16)
-    pixels = pixels_for(model, 2)
-    with converted_model(model):
-        expected = features(model, pixels)
-    layers = VisionLayers(model)
-    before = layers(pixels)
-    with converted_model(model):
-        assert torch.equal(features(model, pixels), expected)
-    assert torch.equal(layers(pixels), before)
 
 
 @pytest.mark.parametrize("convolves", [False, True])

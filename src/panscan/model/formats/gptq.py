@@ -108,13 +108,12 @@ class GptqScheme(StoredScheme):
 
     def _packing_of(self, names: Sequence[str]) -> _Packing:
         """Return the packing of a matrix, after the first rule of GPTQModel's ``dynamic`` that applies to it."""
-        rules = self._dynamic.items()
-        found = (
+        matching = (
             (rule, changes)
-            for rule, changes in rules
+            for rule, changes in self._dynamic.items()
             if not rule.startswith("-:") and any(re.match(_pattern_of(rule), name) for name in names)
         )
-        rule, changes = next(found, ("", {}))
+        rule, changes = next(matching, ("", {}))
         if not isinstance(changes, Mapping):
             raise ValueError(f"config.json: quantization_config.dynamic: expected a mapping for {rule!r:.60}")
         if unknown := sorted(set(changes) - set(_OVERRIDES)):

@@ -147,16 +147,18 @@ class StoredLoader:
 
     def _filled_model(self) -> Any:
         config = shard_config(self.config, self.size) if self.size > 1 else self.config
-        whole, model = (build_model(each, self.dtype, torch.device("meta")) for each in (self.config, config))
-        inside = {name for name, _ in decoder_linears(whole)}
+        full, model = (build_model(shape, self.dtype, torch.device("meta")) for shape in (self.config, config))
+        inside = {name for name, _ in decoder_linears(full)}
         tied = set()
         if getattr(config, "tie_word_embeddings", True):
-            head = whole.get_output_embeddings()
-            tied = {f"{name}.weight" for name, module in whole.named_modules() if module is head}
-        for name, linear in whole.named_modules():
+            head = full.get_output_embeddings()
+            tied = {f"{name}.weight" for name, module in full.named_modules() if module is head}
+        for name, linear in full.named_modules():
             if isinstance(linear, nn.Linear) and f"{name}.weight" not in tied:
                 self._fill_linear(model, name, linear, inside=name in inside)
-        for name, parameter in whole.named_parameters():
+        if len(self._left) == len(self.tensors.names):
+            raise ValueError(f"config.json: quantization_config names {self.scheme.method}, but no matrix is quantised")
+        for name, parameter in full.named_parameters():
             owner, _, leaf = name.rpartition(".")
             empty = model.get_submodule(owner)._parameters.get(leaf)  # quantised matrices have no such parameter
             if name not in tied and empty is not None and empty.is_meta:

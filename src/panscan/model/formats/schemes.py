@@ -75,7 +75,7 @@ def unsupported_format(what: str) -> UnsupportedError:
     )
 
 
-def field_of(config: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
+def field_of(config: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:
     """Return a field of ``quantization_config``, or ``default`` if it is missing or null.
 
     Raises:
@@ -85,8 +85,7 @@ def field_of(config: Mapping[str, Any], name: str, kind: type | tuple[type, ...]
     if value is None:
         return default
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
-        expected = kind.__name__ if isinstance(kind, type) else " or ".join(each.__name__ for each in kind)
-        raise ValueError(f"config.json: quantization_config.{name}: expected {expected}, got {value!r:.60}")
+        raise ValueError(f"config.json: quantization_config.{name}: expected {kind.__name__}, got {value!r:.60}")
     return value
 
 

@@ -129,8 +129,8 @@ def _intx(fields: Mapping[str, Any], tensors: MatrixTensors, outputs: int, input
         return channel_linear(values, scale, quantizes_inputs=False)
     if values.min() < -8 or values.max() > 7:
         raise ValueError(f"{tensors.weight_name} has values that exceed 4 bits: the file is damaged")
-    whole = (zero + 8).to(torch.uint8) if not zero.is_floating_point() else 8 + zero.float()
-    return int4_linear((values + 8).to(torch.uint8), scale.T, whole.T)
+    lowest = (zero + 8).to(torch.uint8) if not zero.is_floating_point() else 8 + zero.float()
+    return int4_linear((values + 8).to(torch.uint8), scale.T, lowest.T)
 
 
 def _groups(tensors: MatrixTensors, inputs: int, *, by_output: bool) -> int:

@@ -391,20 +391,20 @@ def fused(parts: Sequence[QuantizedLinear]) -> QuantizedLinear:
     first, dimension = parts[0], parts[0].outputs_dimension
     if len(parts) == 1:
         return first
-    whole = copy(first)
-    whole._buffers, whole._parameters = dict(first._buffers), dict(first._parameters)
-    whole.out_features = sum(part.out_features for part in parts)
+    result = copy(first)
+    result._buffers, result._parameters = dict(first._buffers), dict(first._parameters)
+    result.out_features = sum(part.out_features for part in parts)
     for name in ("weight", "scale", "zero"):
         if getattr(first, name) is not None:
             joined = torch.cat([getattr(part, name) for part in parts], dimension)
-            setattr(whole, name, joined)
+            setattr(result, name, joined)
             start = 0
             for part in parts:
                 setattr(part, name, joined.narrow(dimension, start, part.out_features))
                 start += part.out_features
     if first.bias is not None:
-        whole.bias = nn.Parameter(torch.cat([part.bias for part in parts if part.bias is not None]), False)
-    return whole
+        result.bias = nn.Parameter(torch.cat([part.bias for part in parts if part.bias is not None]), False)
+    return result
 
 
 def is_quantized(model: nn.Module) -> bool:
