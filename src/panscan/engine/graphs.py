@@ -20,6 +20,7 @@ from panscan.model.machine import side_stream
 
 _WARM_UPS = 1  # passes before a capture: one-time compilation and allocation must not happen while recording
 _one_at_a_time = Lock()
+_capture_stream = cache(side_stream)  # one for all engines: PyTorch keeps 32 MiB for each stream that ran a product
 
 RunLayers = Callable[[torch.Tensor, torch.Tensor, Mapping[bool, TritonPlan]], torch.Tensor]
 """Computes final hidden states ``[T, hidden]`` from embeddings ``[T, hidden]``, positions (int64 ``[T]``) and the plans
@@ -257,9 +258,3 @@ class _Recorded:
     embedded: torch.Tensor
     inputs: torch.Tensor
     replay: Callable[[], torch.Tensor]
-
-
-@cache
-def _capture_stream(device: torch.device) -> Any:
-    """Return one stream for all engines of a process: PyTorch keeps 32 MiB for each stream that ran a product."""
-    return side_stream(device)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from panscan.core import EngineError, FinishReason, ImageError, PanscanError, SettingError, Stats, now
 from panscan.engine.options import EngineOptions
-from panscan.engine.passes import PassExecutor, PassResult, WaitForPass, pass_error, raise_if_device_failed
+from panscan.engine.passes import PassExecutor, PassResult, WaitForPass, pass_error
 from panscan.engine.prepare import Preparer
 from panscan.engine.request_state import RequestState
 from panscan.engine.scheduling.batch import NO_ROWS, FlatBatch, SampledToken, Step, ViewToEncode, flatten
@@ -108,7 +108,6 @@ class Loop:
         except EngineError:
             raise  # the ranks were closed: no pass can run any more
         except Exception as error:  # a failed pass fails its requests, not the engine
-            raise_if_device_failed(error)
             self._fail(step, error)
             # Before the next schedule: a preempted request may wait for a token of the pass in flight.
             self.finish_pass()
@@ -135,10 +134,10 @@ class Loop:
         except EngineError:
             raise  # the ranks were closed: no pass can run any more
         except Exception as error:  # devices report failures of a pass at the next synchronisation
-            raise_if_device_failed(error)
+            failure = pass_error(error)
             for chunk in inflight.step:
                 if chunk.sequence in self._states:
-                    self.end(self._states[chunk.sequence], "error", pass_error(error))
+                    self.end(self._states[chunk.sequence], "error", failure)
             return True
         if self._pacer is not None:
             start, end = result.vision or (0.0, 0.0)
@@ -354,9 +353,10 @@ class Loop:
         """
         if is_out_of_memory(error):
             release_memory()
+        failure = pass_error(error)
         prefilling = [chunk.sequence for chunk in step if not chunk.sequence.decodes]
         for tokens in prefilling or [chunk.sequence for chunk in step]:
-            self.end(self._states[tokens], "error", pass_error(error))
+            self.end(self._states[tokens], "error", failure)
 
 
 class _LostImageError(Exception):

@@ -106,22 +106,18 @@ class PassExecutor(Protocol):
         ...
 
 
-def raise_if_device_failed(error: Exception) -> None:
-    """Raise if no later pass can run: CUDA reports an illegal access or a lost device to every later call too.
+def pass_error(error: Exception) -> PanscanError:
+    """Return the error of a request in a failed pass.
 
     Raises:
-        EngineError: the device has failed.
+        EngineError: no later pass can run: CUDA reports an illegal access or a lost device to every later call too.
     """
-    if isinstance(error, RuntimeError) and "CUDA error" in str(error) and not is_out_of_memory(error):
-        raise EngineError(f"the device has failed: {brief(error, 300)}") from error
-
-
-def pass_error(error: Exception) -> PanscanError:
-    """Return the error of the requests in a failed pass."""
     if isinstance(error, PanscanError):
         return error
     text = brief(error, 300)
     if is_out_of_memory(error):
         fix = "lower --prefill-chunk-size, --vision-batch-size, --max-num-seqs or --kv-cache-gb"
         return UnsupportedError(f"out of memory in an engine pass: {fix} ({text})")
+    if isinstance(error, RuntimeError) and "CUDA error" in str(error):
+        raise EngineError(f"the device has failed: {text}") from error
     return PanscanError(f"an engine pass failed: {type(error).__name__}: {text}")
