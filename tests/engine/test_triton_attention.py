@@ -24,7 +24,7 @@ from tests.engine.test_attention import BLOCKS, interval, sequences
 from tests.triton_here import DEVICE
 
 from panscan.engine import kernels
-from panscan.engine.attention import AttentionPlan, SegmentsBackend
+from panscan.engine.attention import SegmentsBackend
 from panscan.engine.graphs import padded
 from panscan.engine.scheduling.batch import Chunk, FlatBatch, PromptLayout, Sequence, Span, flatten
 from panscan.engine.triton_attention import (
@@ -36,6 +36,7 @@ from panscan.engine.triton_attention import (
     unpack,
     unsupported_reason,
 )
+from panscan.model.layers import AttentionPlan
 
 SCALING = 0.3
 CLOSE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}

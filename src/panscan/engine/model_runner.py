@@ -59,24 +59,6 @@ log = logging.getLogger("panscan.engine")
 _USUAL_VIEWS = 8  # views in a pass of 2,048 prompt tokens, at most
 
 
-@dataclass(frozen=True, slots=True)
-class _Timestamp:
-    """A point in a device's work: the host time at which it was enqueued, and on CUDA an event."""
-
-    at: float
-    event: Any
-
-    @classmethod
-    def record(cls, device: torch.device) -> _Timestamp:
-        return cls(now(), record_event(device) if device.type == "cuda" else None)
-
-    def host_seconds(self, done: Any, finished_at: float) -> float:
-        """Return host seconds, given that the later CUDA event ``done`` was reached at ``finished_at``."""
-        if self.event is None or done is None:
-            return self.at
-        return finished_at - float(self.event.elapsed_time(done)) / 1e3
-
-
 class ModelRunner:
     """The model, caches and kernels of one device, or of one rank, which compute passes.
 
@@ -148,8 +130,11 @@ class ModelRunner:
             finished_at, done = now(), tokens.readback.done
             encoded = None
             if vision is not None:
-                start, end = vision
-                encoded = start.host_seconds(done, finished_at), end.host_seconds(done, finished_at)
+                # Events have no time of their own, only that between two of them.
+                start, end = (
+                    at if done is None else finished_at - float(event.elapsed_time(done)) / 1e3 for at, event in vision
+                )
+                encoded = start, end
             hosts = (None if tensor is None else tensor.float().cpu() for tensor in observed)
             return PassResult(chosen, finished_at, encoded, *hosts)
 
@@ -215,7 +200,7 @@ class ModelRunner:
             resize, name = choose_resize(options.preprocess, spec, self._device)
             self._log_decision(f"view resizing: {name}")
         self.pixels = PixelStore(self._device, loaded.dtype, spec, self._pixel_bytes, resize)
-        encode = self._vision or _no_vision
+        encode = self._vision or torch.nn.Identity()  # without vision layers, no pass has views
         self._features = ViewFeatures(encode, self.pixels, options.vision_batch_size, self._ranks)
         if self._vision is None or self._device.type != "cuda":
             return
@@ -327,16 +312,18 @@ class ModelRunner:
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
-    def _encode(self, batch: FlatBatch) -> tuple[_Timestamp, _Timestamp] | None:
+    def _encode(self, batch: FlatBatch) -> list[tuple[float, Any]] | None:
+        """Encode the views of a pass; return the host time of the start and the end, and on CUDA an event of each."""
         if not batch.encode:
             return None
-        start = _Timestamp.record(self._device)
+        on_gpu = self._device.type == "cuda"
+        start = now(), record_event(self._device) if on_gpu else None
         like = torch.empty(0, self._image_tokens, self._text.hidden_size, dtype=self._text.dtype, device=self._device)
         with phase("vision"):
             self._features.encode(batch.encode, like)
-        if self._device.type != "cuda":
+        if not on_gpu:
             synchronize(self._device)
-        return start, _Timestamp.record(self._device)
+        return [start, (now(), record_event(self._device) if on_gpu else None)]
 
     def _layers(self, batch: FlatBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return final hidden states of the sampled and of the observed rows, from a graph if one is large enough.
@@ -417,7 +404,3 @@ def choose_backend(name: str, layer: LayerFacts) -> BackendChoice:
     units = decode_units(layer.kv_heads, layer.device)
     backend = TritonBackend(layer.head_size, layer.dtype, units, shared_bytes(layer.device))
     return BackendChoice("triton", why, backend)
-
-
-def _no_vision(_pixels: torch.Tensor) -> torch.Tensor:
-    raise RuntimeError("a text-only model got views to encode")

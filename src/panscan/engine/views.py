@@ -144,22 +144,19 @@ class ViewFeatures:
             for at in range(0, len(own), self._batch_size)
         ]
         features = torch.cat([part.to(like) for part in parts]) if parts else like
-        if size == 1:
-            self._keep(own, features)
-            return
-        padded = like.new_zeros(max(map(len, by_rank)), *like.shape[1:])
-        padded[: len(features)] = features
-        for held, shared in zip(by_rank, self._ranks.all_gather(padded), strict=True):
-            self._keep(held, shared[: len(held)])
+        shares: Sequence[torch.Tensor] = [features]
+        if size > 1:
+            padded = like.new_zeros(max(map(len, by_rank)), *like.shape[1:])
+            padded[: len(features)] = features
+            shares = self._ranks.all_gather(padded)
+        for held, share in zip(by_rank, shares, strict=True):
+            for view, encoded in zip(held, share[: len(held)], strict=True):
+                if view.slot in self._slots:
+                    self._slots[view.slot].copy_(encoded)
+                else:
+                    self._slots[view.slot] = encoded.clone()  # a slice would keep the whole batch
 
     def fill(self, hidden: torch.Tensor, images: Iterable[ImageRows]) -> None:
         """Write features over the embeddings of their rows in ``hidden [T, hidden]``."""
         for image in images:
             hidden[image.row : image.row + image.tokens] = self._slots[image.slot]
-
-    def _keep(self, views: Sequence[ViewToEncode], features: torch.Tensor) -> None:
-        for view, each in zip(views, features, strict=True):
-            if view.slot in self._slots:
-                self._slots[view.slot].copy_(each)
-            else:
-                self._slots[view.slot] = each.clone()  # a slice would keep the whole batch
