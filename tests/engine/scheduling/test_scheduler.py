@@ -113,7 +113,7 @@ class History(RuleBasedStateMachine):
 
     def step(self, seed: int, cancel: bool = False, lose: bool = False) -> None:
         random = Random(seed)
-        before = self.scheduler.running
+        before = tuple(self.scheduler.running)
         limit = None if self.ending else random.choice(LIMITS)
         decoding = {each for each in before if each.decodes and not each.full}
         step = self.scheduler.schedule(limit)
@@ -326,7 +326,7 @@ def test_nobody_is_admitted_to_be_preempted_by_what_others_were_about_to_take(
         scheduler.add(each)
     while step := scheduler.schedule():
         scheduler.advance(step)
-        for each in scheduler.running:
+        for each in tuple(scheduler.running):
             if each.pending:
                 each.settle(1)
             if len(each.ids) == each.limit:

@@ -193,17 +193,11 @@ class PromptLayout:
         Raises:
             ValueError: the numbers of runs and keys differ.
         """
-        spans: list[Span] = []
-        start = None
-        for at, token in enumerate([*ids, None]):
-            if token == soft_id and soft_id is not None:
-                start = at if start is None else start
-            elif start is not None:
-                spans.append(Span(start, at, keys[len(spans)] if len(spans) < len(keys) else b""))
-                start = None
-        if len(spans) != len(keys):
-            raise ValueError(f"{len(spans)} image spans and {len(keys)} views")
-        return cls(spans)
+        soft = np.array(ids) == (-1 if soft_id is None else soft_id)  # -1: no id
+        edges = np.flatnonzero(np.diff(soft, prepend=False, append=False)).reshape(-1, 2).tolist()
+        if len(edges) != len(keys):
+            raise ValueError(f"{len(edges)} image spans and {len(keys)} views")
+        return cls([Span(start, end, key) for (start, end), key in zip(edges, keys, strict=True)])
 
     @property
     def longest(self) -> int:
