@@ -175,10 +175,11 @@ def test_an_endpoint_that_is_down_is_an_outcome(processes: int) -> None:
 
 
 def test_a_host_without_an_address_is_an_outcome() -> None:
-    result = run_level(Endpoint("http://no-such-host.invalid", "m"), requests(1), [0.0])
-    assert result.exchanges[0].error == "the host name no-such-host.invalid cannot be resolved"
-    result = run_level(Endpoint("http://a..b", "m"), requests(1), [0.0])
-    assert result.exchanges[0].error == "a..b is not a host name"
+    for host, error in (
+        ("no-such-host.invalid", "the host name no-such-host.invalid cannot be resolved"),
+        ("a..b", "a..b is not a host name"),
+    ):
+        assert run_level(Endpoint(f"http://{host}", "m"), requests(1), [0.0]).exchanges[0].error == error
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -217,15 +218,8 @@ def test_a_cancelled_level_keeps_what_has_ended(url: str, processes: int) -> Non
         if len(done) == 3:
             cancelled.set()
 
-    result = run_level(
-        Endpoint(url, "fake"),
-        requests(10_000),
-        None,
-        max_concurrency=2,
-        processes=processes,
-        on_done=count,
-        cancelled=cancelled,
-    )
+    limits = {"max_concurrency": 2, "processes": processes}
+    result = run_level(Endpoint(url, "fake"), requests(10_000), None, on_done=count, cancelled=cancelled, **limits)
     assert sorted(each.id for each in done) == sorted(each.id for each in result.exchanges)
     assert 3 <= len(done) < 10_000 and all(each.error is None for each in done)
 

@@ -181,7 +181,7 @@ def trial(rate: float, attainment: float, *, limited: bool = False) -> Trial:
 def test_the_search_encloses_a_known_capacity(capacity: float) -> None:
     search = RateSearch(start=2.0, most=20)
     while (rate := search.next_rate()) is not None:
-        search.add(trial(rate, 1.0 if rate <= capacity else 0.5))
+        search.trials.append(trial(rate, 1.0 if rate <= capacity else 0.5))
     best = search.best()
     assert best is not None and best.rate <= capacity <= best.rate * 1.11
     above = min(each.rate for each in search.trials if each.rate > capacity)
@@ -191,20 +191,20 @@ def test_the_search_encloses_a_known_capacity(capacity: float) -> None:
 def test_the_search_ends_without_a_capacity() -> None:
     hopeless = RateSearch()
     while (rate := hopeless.next_rate()) is not None:
-        hopeless.add(trial(rate, 0.0))
+        hopeless.trials.append(trial(rate, 0.0))
     assert hopeless.best() is None and "at no measured rate" in hopeless.note
     limited = RateSearch()
-    limited.add(trial(1.0, 1.0))
-    limited.add(trial(2.0, 0.4, limited=True))
+    limited.trials.append(trial(1.0, 1.0))
+    limited.trials.append(trial(2.0, 0.4, limited=True))
     assert limited.next_rate() is None and limited.best() == trial(1.0, 1.0)
     assert "client became the limit" in limited.note
 
 
 def test_the_search_stops_if_undisturbed_requests_miss_the_limits() -> None:
     search = RateSearch(start=4.0)
-    search.add(Trial(4.0, Goodput(64, 0, 16.0, {}), undisturbed=Goodput(4, 0, 0.0, {})))
+    search.trials.append(Trial(4.0, Goodput(64, 0, 16.0, {}), undisturbed=Goodput(4, 0, 0.0, {})))
     assert search.next_rate() == 2.0  # too few to tell
-    search.add(Trial(2.0, Goodput(64, 0, 32.0, {}), undisturbed=Goodput(30, 0, 0.0, {})))
+    search.trials.append(Trial(2.0, Goodput(64, 0, 32.0, {}), undisturbed=Goodput(30, 0, 0.0, {})))
     assert search.next_rate() is None and search.best() is None
     assert "out of reach" in search.note
 
@@ -223,11 +223,11 @@ def test_undisturbed_requests_overlap_no_other_even_in_the_queue_of_the_client()
 
 def test_the_search_passes_a_rate_that_misses_by_chance() -> None:
     search = RateSearch(start=2.0)
-    search.add(Trial(2.0, Goodput(64, 60, 32.0, {})))  # 93.75%: the interval holds 95%
+    search.trials.append(Trial(2.0, Goodput(64, 60, 32.0, {})))  # 93.75%: the interval holds 95%
     assert search.next_rate() == 4.0
-    search.add(trial(4.0, 1.0))
+    search.trials.append(trial(4.0, 1.0))
     assert search.next_rate() == 8.0
-    search.add(trial(8.0, 0.5))
+    search.trials.append(trial(8.0, 0.5))
     best = search.best()
     assert best is not None and best.rate == 4.0
 

@@ -279,11 +279,8 @@ class _Connection(asyncio.Protocol):
             is_tls = data[:2] in (b"\x15\x03", b"\x16\x03")
             no_http = "the endpoint speaks TLS: use https:// in its URL" if is_tls else "the response is not HTTP"
             self._fail("protocol", "the response is not valid HTTP" if self._status else no_http)
-        else:
-            self._check()
-
-    def _check(self) -> None:
-        """Continue, or end the exchange, after data was received."""
+            return
+        # Continue, or end the exchange, unless the parser's callbacks have ended it.
         handler = self._handler
         if handler is None:
             return

@@ -7,7 +7,7 @@ import filecmp
 import json
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -77,19 +77,13 @@ def document_requests(count: int, seed: int, *, columns: int = COLUMNS) -> Itera
         )
 
 
-def _message(request: DocumentRequest) -> dict[str, Any]:
+def request_row(request: DocumentRequest, format: str) -> dict[str, Any]:
+    """Return the line of a request in a request set of one of :data:`FORMATS`."""
     # "prompt" with "image_files" (vLLM), or with "image" (guidellm, aiperf), would send the text first; guidellm would
     # also encode the image again as JPEG.
-    return {"content": chat_parts([request.image], request.prompt)}
-
-
-def guidellm_row(request: DocumentRequest) -> dict[str, Any]:
-    """Return the line of a request in a request set for guidellm."""
-    return {"messages": [{"role": "user", **_message(request)}], "output_tokens_count": request.output_tokens}
-
-
-def _aiperf_row(request: DocumentRequest) -> dict[str, Any]:
-    return {"messages": [{"role": "user", **_message(request)}], "output_length": request.output_tokens}
+    message = {"content": chat_parts([request.image], request.prompt)}
+    field = FORMATS[format].tokens_field
+    return message if field is None else {"messages": [{"role": "user", **message}], field: request.output_tokens}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,29 +91,29 @@ class RequestFormat:
     """The input format of a load generator: JSON lines, one request per line.
 
     Args:
-        row: the line of a request, as an object.
+        tokens_field: the field of the output tokens, beside ``messages``; None: a line is a message.
         command: a command of the tool that sends the requests, with placeholders ``{path}`` and ``{count}``.
     """
 
-    row: Callable[[DocumentRequest], dict[str, Any]]
+    tokens_field: str | None
     command: str
 
 
 FORMATS: Mapping[str, RequestFormat] = MappingProxyType(
     {
         "aiperf": RequestFormat(
-            _aiperf_row,
+            "output_length",
             "aiperf profile --model MODEL --url URL --endpoint-type chat --streaming"
             " --input-file {path} --custom-dataset-type mooncake_trace --request-count {count} --request-rate 2"
             " --extra-inputs ignore_eos:true",
         ),
         "guidellm": RequestFormat(
-            guidellm_row,
+            "output_tokens_count",
             "guidellm run --backend kind=openai_http,target=URL --profile kind=poisson,rate=2"
             " --data kind=json_file,path={path} --constraint kind=max_requests,count={count}",
         ),
         "vllm": RequestFormat(
-            _message,
+            None,
             "vllm bench serve --backend openai-chat --endpoint /v1/chat/completions --base-url URL --model MODEL"
             " --dataset-name custom_image --dataset-path {path} --custom-output-len 128"
             " --num-prompts {count} --request-rate 2 --ignore-eos",
@@ -173,7 +167,7 @@ def write_request_set(
         with replace_file(path, durable=False) as file:
             views: Counter[int] = Counter()
             for request in document_requests(count, seed, columns=columns):
-                file.write(json.dumps(FORMATS[format].row(request)).encode() + b"\n")
+                file.write(json.dumps(request_row(request, format)).encode() + b"\n")
                 views[request.views] += 1
             file.flush()
             if path.exists() and not overwrite and not filecmp.cmp(file.name, path, shallow=False):

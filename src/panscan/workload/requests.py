@@ -12,6 +12,8 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from panscan.core import (
     DatasetError,
     ImageError,
@@ -30,7 +32,7 @@ from panscan.records.quality import ANNOTATORS, metrics_for
 from panscan.records.schema import DatasetFacts
 from panscan.settings import Settings, nearest
 from panscan.workload.datasets import load_dataset
-from panscan.workload.rows import LoadedDataset, Row, counted, read_text, unique_id
+from panscan.workload.rows import LoadedDataset, Row, read_text, unique_id
 from panscan.workload.samples import sample_dataset
 from panscan.workload.tables import picture_files
 
@@ -276,7 +278,12 @@ def _dataset_workload(
             unreadable += 1
     opening.finish()
     used = [rows[number] for number in sorted(opened)]
-    facts = counted(loaded, used, unreadable)
+    facts = msgspec.structs.replace(
+        loaded.facts,
+        used=len(used),
+        without_image=loaded.facts.without_image + unreadable,
+        unscored=sum(not row.answers for row in used),
+    )
     if not used:
         raise DatasetError(f"--dataset {path}: no usable question is left ({facts.text})")
     documents_of = [opened[number] for number in sorted(opened)]

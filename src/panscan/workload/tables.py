@@ -186,7 +186,17 @@ class TableFile:
             DatasetError: the file cannot be read, or the row references an image outside the boundary.
             StorageError: the object store failed.
         """
-        value = self._image_value(row)
+        group = bisect_right(self._group_starts, row) - 1
+        if self._images is None or not self._group_starts[group] <= self._next <= row:
+            self._next = self._group_starts[group]
+            self._images = (record[self._image] for record in self.records([self._image], group))
+        skipped = row - self._next
+        self._next = row + 1
+        try:
+            value = next(islice(self._images, skipped, None), None)  # None: the file was truncated meanwhile
+        except BaseException:
+            self.close()  # a generator that raised is exhausted: the next row opens the file again
+            raise
         images: list[bytes | str] = []
         for image in value if isinstance(value, list) else [value]:
             content = image.get("bytes") if isinstance(image, Mapping) else image
@@ -206,19 +216,6 @@ class TableFile:
     def close(self) -> None:
         """Release images that were read in advance. A closed table reopens on the next read."""
         self._images = None
-
-    def _image_value(self, row: int) -> Any:
-        group = bisect_right(self._group_starts, row) - 1
-        if self._images is None or not self._group_starts[group] <= self._next <= row:
-            self._next = self._group_starts[group]
-            self._images = (record[self._image] for record in self.records([self._image], group))
-        skipped = row - self._next
-        self._next = row + 1
-        try:
-            return next(islice(self._images, skipped, None), None)  # None: the file was truncated meanwhile
-        except BaseException:
-            self.close()  # a generator that raised is exhausted: the next row opens the file again
-            raise
 
     def _parquet(self) -> Any:
         from pyarrow import parquet
@@ -285,22 +282,23 @@ def picture_files(images: Sequence[bytes | str], folder: Path, called: str) -> l
     Raises:
         DatasetError: the folder cannot be written.
     """
-    names = [image if isinstance(image, str) else _picture_file(image, folder, called) for image in images]
+    names = []
+    for image in images:
+        if isinstance(image, str):
+            names.append(image)
+            continue
+        suffix = next((suffix for magic, suffix in _SUFFIXES if image.startswith(magic)), "")
+        path = folder / (hashlib.sha256(image).hexdigest()[:32] + suffix)
+        names.append(str(path))
+        try:
+            if not path.exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                with replace_file(path, durable=False) as file:
+                    file.write(image)
+        except OSError as error:
+            reason = f"{error.strerror} (PANSCAN_CACHE names another)"
+            raise DatasetError(f"{called}: its pictures cannot be written to {folder}: {reason}") from error
     return names if all("://" in name or is_file(Path(name)) for name in names) else []
-
-
-def _picture_file(data: bytes, folder: Path, called: str) -> str:
-    suffix = next((suffix for magic, suffix in _SUFFIXES if data.startswith(magic)), "")
-    path = folder / (hashlib.sha256(data).hexdigest()[:32] + suffix)
-    try:
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            with replace_file(path, durable=False) as file:
-                file.write(data)
-    except OSError as error:
-        fix = "PANSCAN_CACHE names another"
-        raise DatasetError(f"{called}: its pictures cannot be written to {folder}: {error.strerror} ({fix})") from error
-    return str(path)
 
 
 def _no_answer(kind: Any) -> Any:

@@ -63,14 +63,14 @@ FEATURES = """\
 {%- set block -%}{{ listed | length }} {{ rest[1:] | count }} {{ rest[-1].role | upper }}{%- endset -%}
 {{ block }} {{ ns.count }} {{ ns.seen[:20] }} {{ messages | map(attribute='role') | unique | join(', ') }}
 {{ {'a': [1, 2.5, none, true], 'é': '<'} | tojson }} {{ [{'b': 1}] | tojson(indent=2) }} {{ range(3) | list }}
-{{ '%s-%03d' % ('x', 7) }} {{ '{}: {:>5}|{a!r}'.format(1, 'r', a='q') }}
-{{ 'abc' | replace('b', 'xx') | title }}|{{ 'a\\nb' | indent(2, first=true) }}
-{{ 2 ** 10 }} {{ 7 // 2 }} {{ 7 % 3 }} {{ 1 / 4 }} {{ 'ab' * 3 }} {{ [1] * 2 }} {{ -3 | abs }}
-{{ 'x'.join(['a', 'b']) }} {{ 'a,b'.split(',') }} {{ 'Abc'.startswith('A') }} {{ 'abc'[::-1] }}
+{{ '%s-%03d' % ('x', 7) }} {{ '{}: {:>5}|{a!r}'.format(1, 'r', a='q') }} {{ '%.2f' | format(1.005) }}
+{{ 'abc' | replace('b', 'xx') | center(12) | title }}|{{ 'a\\nb' | indent(2, first=true) }}|{{ 'tab\\t'.expandtabs(4) }}
+{{ 2 ** 10 }} {{ 7 // 2 }} {{ 7 % 3 }} {{ 1 / 4 }} {{ 'ab' * 3 }} {{ [1] * 2 }} {{ -3 | abs }} {{ 2.567 | round(1) }}
+{{ 'x'.join(['a', 'b']) }} {{ 'a,b'.split(',') }} {{ 'Abc'.startswith('A') }} {{ 'abc'[::-1] }} {{ 'zfill'.zfill(8) }}
 {%- for key, value in {'k': 1, 'l': 2}.items() %} {{ key }}={{ value }}{% endfor %} {{ {'b': 1, 'a': 2} | dictsort }}
 {{ tools is none }} {{ nothing is defined }} {{ nothing | default('d') }} {{ 1 in [1, 2] }} {{ 'a' not in 'abc' }}
 {{ [3, 1, 2] | sort | join('<') }} {{ [1, 2] | sum }} {{ [[1, 2], [3]] | map('first') | list }} {{ '<b>' | e }}
-{{ 'a b c' | truncate(3, true, '') }} {{ dict(a=1) }} {{ (1, 2) | last }}
+{{ [1, 2, 3] | batch(2, '-') | list }} {{ 'a b c' | truncate(3, true, '') }} {{ dict(a=1) }} {{ (1, 2) | last }}
 {% filter upper %}filtered{% endfilter %} {{ cycler('x', 'y').next() }} {{ 1 < 2 <= 2 }} {{ 'a' if none else 'b' }}
 {%- if add_generation_prompt %}<start_of_turn>model
 {% endif -%}
@@ -117,10 +117,17 @@ EXPENSIVE = {
     "percent": growing("'a'", "'%s%s' % (ns.x, ns.x)"),
     "percent, width": "{{ '%20000000000d' % 1 }}",
     "percent, width of a value": "{{ '%*d' % (10 ** 10, 1) }}",
+    "percent, filter": "{{ '%.20000000000f' | format(1) }}",
     "power": "{{ 9 ** (9 ** 9) }}",
     "products": growing("3", "ns.x * ns.x"),
+    "round": "{{ 1 | round(-1000000000) }}",
     "hexadecimal": "{{ ('f' * 100000) | int(base=16) }}",
+    "center": "{{ 'a' | center(10 ** 10) }}",
+    "ljust": "{{ 'a'.ljust(10000000000) }}",
+    "zfill": "{{ 'a'.zfill(10000000000) }}",
+    "tabs": "{{ ('\\t' * 100000).expandtabs(100000) }}",
     "indent": "{{ ('\\n' * 100000) | indent(100000) }}",
+    "batch": "{{ [1] | batch(10 ** 10, 'x') | list }}",
     "JSON": "{{ [1, 2] | tojson(indent=10 ** 10) }}",
     "sum of lists": "{{ ([[1]] * 100000) | sum(start=[]) }}",
     "nested loops": "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}",
@@ -131,7 +138,7 @@ EXPENSIVE = {
     "branching macro": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "recursive loop": "{% for a in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}",
     "long output": "{% for a in range(100000) %}" + "x" * 100_000 + "{% endfor %}",
-    "compile time": "{% autoescape 'a' * 10000000000 %}{% endautoescape %}",
+    "compile time": "{% autoescape 'a' | center(10000000000) %}{% endautoescape %}",
     "date": "{{ strftime_now('%c' * 100000) }}",
 }
 

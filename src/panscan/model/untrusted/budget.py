@@ -17,7 +17,7 @@ OPERATION, ITEM = 64, 32
 _PER_ENTRY = 2048 * OPERATION  # work that each turn or part of a turn adds
 _PER_CHARACTER = 32
 _MAX_BITS = 16_384  # of an integer: no more digits than Python converts
-_MAX_DIGITS = 6  # of the width of a formatted field
+_MAX_WIDTH = 1_000_000  # of a formatted field
 _MAX_DEPTH = 64  # macros and recursive loops inside each other
 
 _PERCENT = re.compile(r"%(?:\([^)]*\))?[#0 +-]*(\*|\d*)(?:\.(\*|\d*))?")
@@ -53,6 +53,10 @@ class TemplateBudget:
         if self.left < 0:
             raise TemplateLimitError("it takes too many steps, or builds too much text")
 
+    def operation(self) -> None:
+        """Count one operation."""
+        self.spend(OPERATION)
+
     def weigh(self, *values: Any, factor: int = 1) -> None:
         """Count the work of reading values, with everything inside them.
 
@@ -67,16 +71,22 @@ class TemplateBudget:
         if isinstance(count, int) and count > 0:
             self.spend(self._size_of(value) * count)
 
-    def format_spec(self, spec: str) -> None:
-        """Count the width and precision of a format specification of ``str.format``.
+    def fields(self, *widths: Any) -> None:
+        """Count the characters that a text is padded to.
 
         Raises:
-            TemplateLimitError: one is too large.
+            TemplateLimitError: a width is too large.
         """
+        for width in widths:
+            if isinstance(width, int):
+                if width > _MAX_WIDTH:
+                    raise TemplateLimitError(f"it pads a text to more than {_MAX_WIDTH:,} characters")
+                self.spend(max(0, width))
+
+    def format_spec(self, spec: str) -> None:
+        """Count the width and precision of a format specification of ``str.format``."""
         for digits in _NUMBER.findall(spec):
-            if len(digits) > _MAX_DIGITS:
-                raise TemplateLimitError(f"it pads a text to more than {10**_MAX_DIGITS:,} characters")
-            self.spend(int(digits))
+            self.fields(_MAX_WIDTH + 1 if len(digits) > 9 else int(digits))
 
     def percent_format(self, text: str, values: Any) -> None:
         """Count what ``text % values`` writes."""
@@ -86,6 +96,11 @@ class TemplateBudget:
                 raise TemplateLimitError("it takes the width of a field from a value")
             self.format_spec(f"{width} {precision}")
             self.spend(size)
+
+    def power(self, base: Any, exponent: Any) -> None:
+        """Count an integer power."""
+        if isinstance(base, int) and isinstance(exponent, int) and abs(base) > 1 and exponent > 0:
+            self.integer(base.bit_length() * exponent)
 
     def integer(self, bits: int) -> None:
         """Check the size of an integer before it is computed."""

@@ -19,17 +19,18 @@ from jinja2 import nodes, pass_context
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.runtime import LoopContext, Macro, Undefined
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEscapeFormatter, SandboxedFormatter
 from jinja2.utils import Cycler, Joiner, Namespace
 from jinja2.visitor import NodeTransformer
 
 from panscan.core import ModelError, SettingError
-from panscan.model.untrusted.budget import OPERATION, TemplateBudget, TemplateLimitError
+from panscan.model.untrusted.budget import TemplateBudget, TemplateLimitError
 
 MAX_TEMPLATE = 256 << 10
 """Characters of a chat template."""
 _MAX_TIME_FORMAT = 256  # characters of a date format, each of which may write a hundred
 _MAX_SEPARATOR = 16  # characters of an indent or separator of JSON
+_MAX_DIGITS = 300  # that numbers are rounded to
 
 _budget: ContextVar[TemplateBudget] = ContextVar("budget")
 
@@ -51,13 +52,7 @@ def render_template(template: str, source: str, messages: Sequence[Mapping[str, 
     try:
         program = _compiled(template)
         variables = {"tools": None, "documents": None, "add_generation_prompt": True, **values}
-        text, size, most = [], 0, _budget.get().max_text
-        for piece in program.generate(messages=messages, **variables):
-            size += len(piece)
-            if size > most:
-                raise TemplateLimitError(f"it writes more than {most:,} characters")
-            text.append(piece)
-        return "".join(text)
+        return _joined(program.generate(messages=messages, **variables))
     except _RejectedError as error:
         raise SettingError(f"messages: the chat template ({source}) rejects them: {error}") from error
     except TemplateSyntaxError as error:
@@ -71,6 +66,16 @@ def render_template(template: str, source: str, messages: Sequence[Mapping[str, 
         raise ModelError(f"chat template ({source}): {reason[:300]}") from error
     finally:
         _budget.reset(previous)
+
+
+def _joined(pieces: Iterator[str]) -> str:
+    text, size, most = [], 0, _budget.get().max_text
+    for piece in pieces:
+        size += len(piece)
+        if size > most:
+            raise TemplateLimitError(f"it writes more than {most:,} characters")
+        text.append(piece)
+    return "".join(text)
 
 
 @lru_cache(maxsize=8)
@@ -118,7 +123,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             "range": self.globals["range"],
             "cycler": Cycler,
             "joiner": Joiner,
-            "dict": _new_dict,
+            "dict": _Dict(),
             "namespace": _Namespace,
             "raise_exception": _raise_exception,
             "strftime_now": _strftime_now,
@@ -131,13 +136,13 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         budget = _budget.get()
-        budget.spend(OPERATION)
+        budget.operation()
         budget.weigh(left, right)
         if operator == "*":
             budget.repeat(left, right)
             budget.repeat(right, left)
-        elif operator == "**" and isinstance(left, int) and isinstance(right, int) and abs(left) > 1 and right > 0:
-            budget.integer(left.bit_length() * right)
+        elif operator == "**":
+            budget.power(left, right)
         elif operator == "%" and isinstance(left, str):
             budget.percent_format(left, right)
         result = super().call_binop(context, operator, left, right)
@@ -146,7 +151,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805 - kwargs may hold self
         budget = _budget.get()
-        budget.spend(OPERATION)
+        budget.operation()
         if isinstance(__obj, Macro | LoopContext):
             budget.enter()
             result = super().call(__context, __obj, *args, **kwargs)
@@ -171,7 +176,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         if any(function is known for known in self._functions) or isinstance(function, _Format | Joiner):
             return False
         owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
-        if isinstance(owner, Cycler | LoopContext):
+        if isinstance(owner, Cycler | LoopContext | _Dict):
             return False
         if any(isinstance(owner, kind) and name in names for kind, names in _METHODS.items()):
             return True
@@ -239,7 +244,7 @@ def _counting(name: str, node: nodes.Expr, place: nodes.Node) -> nodes.Filter:
 @pass_context
 def _step(_: Any, value: Any) -> Any:
     """Count one round of a loop."""
-    _budget.get().spend(OPERATION)
+    _budget.get().operation()
     return value
 
 
@@ -247,7 +252,7 @@ def _step(_: Any, value: Any) -> Any:
 def _weighed(_: Any, value: Any) -> Any:
     """Count a value with everything inside it."""
     budget = _budget.get()
-    budget.spend(OPERATION)
+    budget.operation()
     budget.weigh(value)
     return value
 
@@ -256,7 +261,7 @@ def _weighed(_: Any, value: Any) -> Any:
 def _counted(_: Any, value: Any) -> Any:
     """Count the items of a value."""
     budget = _budget.get()
-    budget.spend(OPERATION)
+    budget.operation()
     budget.spend(len(value) if isinstance(value, Sized) else 0)
     return value
 
@@ -268,7 +273,7 @@ def _metered_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     @pass_context
     def metered(context: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
         budget = _budget.get()
-        budget.spend(OPERATION)
+        budget.operation()
         if name in _LIGHT_FILTERS:
             return function(*_passed(function, context), value, *args, **kwargs)
         value = _as_list(value)
@@ -293,7 +298,7 @@ def _metered_test(name: str, function: Any) -> Callable[..., Any]:
     @pass_context
     def metered(context: Any, *args: Any, **kwargs: Any) -> Any:
         budget = _budget.get()
-        budget.spend(OPERATION)
+        budget.operation()
         if name in _COMPARING_TESTS:
             budget.weigh(args)
         return function(*_passed(function, context), *args, **kwargs)
@@ -326,7 +331,11 @@ class _Format:
         if self.__name__ == "format_map":
             (kwargs,), args = args, ()
         _budget.get().weigh(self._text)
-        return _Formatter(self._environment).vformat(self._text, args, kwargs)
+        if hasattr(self._text, "escape"):
+            formatter: SandboxedFormatter = _EscapeFormatter(self._environment, escape=self._text.escape)
+        else:
+            formatter = _Formatter(self._environment)
+        return type(self._text)(formatter.vformat(self._text, args, kwargs))
 
 
 class _Formatter(SandboxedFormatter):
@@ -338,7 +347,7 @@ class _Formatter(SandboxedFormatter):
 
     def format_field(self, value: Any, format_spec: str) -> Any:
         budget = _budget.get()
-        budget.spend(OPERATION)
+        budget.operation()
         budget.weigh(value)
         budget.format_spec(format_spec)
         text = super().format_field(value, format_spec)
@@ -346,9 +355,19 @@ class _Formatter(SandboxedFormatter):
         return text
 
 
-def _new_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+class _EscapeFormatter(_Formatter, SandboxedEscapeFormatter):
+    """The same for texts that Jinja marked as HTML."""
+
+
+class _Dict:
     """The function ``dict``, without the attributes of Python's type."""
-    return dict(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        """Return a dictionary with the same value for all keys."""
+        return dict.fromkeys(*args)
 
 
 class _Namespace(Namespace):
@@ -395,6 +414,11 @@ def _tojson_growth(budget: TemplateBudget, value: Any, *_: Any, **options: Any) 
     budget.weigh(value, factor=max(1, 64 * sizes[0]))
 
 
+def _round_growth(_: TemplateBudget, __: Any, precision: Any = 0, *___: Any, **____: Any) -> None:
+    if abs(precision) > _MAX_DIGITS:
+        raise TemplateLimitError(f"round takes at most {_MAX_DIGITS} digits")
+
+
 def _join_growth(budget: TemplateBudget, values: Any, d: Any = "", *_: Any, **__: Any) -> None:
     budget.repeat(d, len(values) if isinstance(values, Sized) else 0)
 
@@ -404,6 +428,7 @@ def _replace_growth(budget: TemplateBudget, text: Any, old: Any, new: Any, *_: A
 
 
 def _indent_growth(budget: TemplateBudget, text: Any, width: Any = 4, *_: Any, **__: Any) -> None:
+    budget.fields(width)
     budget.repeat(width if isinstance(width, str) else range(width), 1 + len(str(text).splitlines()))
 
 
@@ -412,46 +437,55 @@ def _sum_growth(budget: TemplateBudget, values: Any, *args: Any, **options: Any)
         budget.repeat(values, len(values))
 
 
+def _tabs_growth(budget: TemplateBudget, text: str, tabsize: Any = 8) -> None:
+    budget.fields(tabsize)
+    budget.repeat(range(tabsize), text.count("\t"))
+
+
+def _width_growth(budget: TemplateBudget, _: Any, *widths: Any, **options: Any) -> None:
+    budget.fields(*widths, *options.values())
+
+
+def _format_growth(budget: TemplateBudget, text: Any, *args: Any, **kwargs: Any) -> None:
+    budget.percent_format(str(text), kwargs or args)
+
+
 _METHODS: dict[type, frozenset[str]] = {
-    str: frozenset(dir(str)).difference(
-        ["center", "encode", "expandtabs", "format", "format_map", "ljust", "maketrans", "rjust", "translate", "zfill"]
-    ),
-    dict: frozenset(["copy", "get", "items", "keys", "values"]),
-    list: frozenset(["copy", "count", "index"]),
-    tuple: frozenset(["count", "index"]),
-    float: frozenset(["is_integer"]),
+    str: frozenset(dir(str)) - {"encode", "format", "format_map", "maketrans", "translate"},
+    dict: frozenset(("copy", "get", "items", "keys", "values")),
+    list: frozenset(("copy", "count", "index")),
+    tuple: frozenset(("count", "index")),
+    float: frozenset(("is_integer",)),
 }
-_VIEWS = frozenset(["get", "items", "keys", "values"])  # methods that copy nothing
+_VIEWS = frozenset(("get", "items", "keys", "values"))  # methods that copy nothing
 _GROWTH: dict[str, Callable[..., None]] = {
+    "center": _width_growth,
+    "ljust": _width_growth,
+    "rjust": _width_growth,
+    "zfill": _width_growth,
+    "expandtabs": _tabs_growth,
     "replace": _replace_growth,
     "join": lambda budget, separator, values: _join_growth(budget, values, separator),
 }
 _FILTER_GROWTH: dict[str, Callable[..., None]] = {
+    "batch": _width_growth,
+    "center": _width_growth,
+    "slice": _width_growth,
+    "format": _format_growth,
     "indent": _indent_growth,
     "join": _join_growth,
     "replace": _replace_growth,
+    "round": _round_growth,
     "sum": _sum_growth,
     "tojson": _tojson_growth,
 }
-_FILTER_FACTORS = dict.fromkeys(["dictsort", "groupby", "max", "min", "sort", "unique"], 20)
-_LIGHT_FILTERS = frozenset(["attr", "count", "d", "default", "first", "last", "length"])
-_LAZY_FILTERS = frozenset(["items", "map", "reject", "rejectattr", "reverse", "select", "selectattr"])
-_EXPENSIVE_FILTERS = [
-    "batch",
-    "center",
-    "format",
-    "pprint",
-    "random",
-    "round",
-    "slice",
-    "striptags",
-    "urlize",
-    "wordwrap",
-    "xmlattr",
-]
+_FILTER_FACTORS = dict.fromkeys(("dictsort", "groupby", "max", "min", "sort", "unique"), 20)
+_LIGHT_FILTERS = frozenset(("attr", "count", "d", "default", "first", "last", "length"))
+_LAZY_FILTERS = frozenset(("items", "map", "reject", "rejectattr", "reverse", "select", "selectattr"))
+_EXPENSIVE_FILTERS = ("pprint", "random", "striptags", "urlize", "wordwrap", "xmlattr")
 """Filters whose work is not linear in their input, or whose result changes. No known chat template uses them."""
 _COMPARING_TESTS = frozenset(
-    [
+    (
         "!=",
         "<",
         "<=",
@@ -471,5 +505,5 @@ _COMPARING_TESTS = frozenset(
         "lt",
         "ne",
         "upper",
-    ]
+    )
 )
