@@ -156,7 +156,12 @@ class ConnectionPool:
         """
         loop = asyncio.get_running_loop()
         failure: OSError | None = None
-        for address in await self._resolve():
+        async with self._resolving:
+            if not self._addresses:
+                server = self._server
+                infos = await loop.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)
+                self._addresses = list(dict.fromkeys(str(info[4][0]) for info in infos))
+        for address in list(self._addresses):
             try:
                 _, connection = await loop.create_connection(
                     lambda: _Connection(self),
@@ -173,14 +178,6 @@ class ConnectionPool:
                     self._addresses.insert(0, address)
                 return connection
         raise failure or OSError(errno.EHOSTUNREACH, "the host has no address")
-
-    async def _resolve(self) -> list[str]:
-        async with self._resolving:
-            if not self._addresses:
-                server = self._server
-                infos = await asyncio.get_running_loop().getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)
-                self._addresses = list(dict.fromkeys(str(info[4][0]) for info in infos))
-        return list(self._addresses)
 
     def closed(self, connection: _Connection) -> None:
         """Forget a connection."""

@@ -145,28 +145,23 @@ class _LoadRun:
         self._sized = False
 
     def measure(self) -> None:
-        options = self._plan.options
-        self._warm_up()
+        options, count = self._plan.options, self._plan.options.num_warmups
+        if count:
+            self._observer.preparing(None)
+            requests = [request.chat for request in self._content.requests(count)]
+            self._observer.warming_up(count)
+            limit = min(_WARM_AT_ONCE, *(limit or _WARM_AT_ONCE for limit in options.max_concurrencies))
+            result = run_level(self._plan.endpoint, requests, None, max_concurrency=limit, cancelled=self._cancelled)
+            errors = [outcome.error for outcome in result.exchanges if outcome.error is not None]
+            if errors:
+                text = f"{len(errors)} of {count} warm-up requests failed: {errors[0]}"
+                self._observer.remark(text, warning=True)
         for level in options.levels:
             if self._cancelled.is_set():
                 return
             self._record(self._send(level, options.num_prompts), added=False)
         if options.find_max_rate:
             self._search()
-
-    def _warm_up(self) -> None:
-        count = self._plan.options.num_warmups
-        if count == 0:
-            return
-        self._observer.preparing(None)
-        requests = [each.chat for each in self._content.requests(count)]
-        self._observer.warming_up(count)
-        limit = min(_WARM_AT_ONCE, *(each or _WARM_AT_ONCE for each in self._plan.options.max_concurrencies))
-        result = run_level(self._plan.endpoint, requests, None, max_concurrency=limit, cancelled=self._cancelled)
-        failed = [each for each in result.exchanges if each.error is not None]
-        if failed:
-            text = f"{len(failed)} of {count} warm-up requests failed: {failed[0].error}"
-            self._observer.remark(text, warning=True)
 
     def _search(self) -> None:
         options = self._plan.options
