@@ -241,6 +241,15 @@ def read_tables(files: Sequence[Path], called: str, loaded: LoadedDataset) -> No
         UnsupportedError: pyarrow is missing.
     """
     types: set[str] = set()
+    recent: list[TableFile] = []
+
+    def images_of(table: TableFile, number: int) -> tuple[bytes | str, ...]:
+        """Read a row's images. Of all files, only the one that was read last stays open."""
+        if recent and recent[0] is not table:
+            recent[0].close()
+        recent[:] = [table]
+        return table.images(number)
+
     for path in files:
         table = TableFile(str(path), loaded.boundary, f"{called}: {path.name}")
         image = table.image_column()
@@ -262,7 +271,7 @@ def read_tables(files: Sequence[Path], called: str, loaded: LoadedDataset) -> No
             given = record.get(answers or "")
             loaded.add(
                 record.get(row_id or ""),
-                partial(table.images, number),
+                partial(images_of, table, number),
                 record[question] or None,
                 given,
                 [("type", tag)],
