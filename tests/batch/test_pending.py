@@ -56,17 +56,13 @@ def test_what_is_answered_is_not_asked_again(path: Path) -> None:
         assert not AnsweredItems(file, retry_failed=False).any_succeeded
 
 
-def test_several_answers_to_one_document_are_reported(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    every = items(3)
-    with begun_file(path, every) as file:
-        assert list(AnsweredItems(file, retry_failed=False).pending(every)) == []
-    assert "several answers" not in caplog.text
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines, lines[1]]))
-    before = path.read_bytes()
-    with opened(path, "resume") as file:
-        assert list(AnsweredItems(file, retry_failed=False).pending(every)) == []
-    assert f"{path}: several answers to one document, using the last: '1.png'" in caplog.text
+def test_the_last_of_several_answers_to_one_document_counts(path: Path) -> None:
+    every = items(3, bad=[1])
+    begun_file(path, every).close()
+    before = path.read_bytes() + AnswerRecord(id="1.png", image=["1.png"]).line
+    path.write_bytes(before)
+    with opened(path) as file:
+        assert list(AnsweredItems(file, retry_failed=True).pending(every)) == []
     assert path.read_bytes() == before
 
 

@@ -193,7 +193,7 @@ def test_an_image_must_be_named(folder: Path, image: Any) -> None:
         ({"no_images": True}, "needs --prompts"),
         ({"no_images": True, "prompt": "x", "images": ("a.png",)}, "contradicts"),
         ({"prompt": " "}, "prompt is empty"),
-        ({"num_samples": 0}, "--num-prompts must be at least 1"),
+        ({"num_samples": 0}, "--num-prompts is out of range: it must be a whole number from 1 to 1000000, got 0"),
     ],
 )
 def test_sources_that_contradict_themselves_are_refused(source: dict[str, Any], message: str) -> None:

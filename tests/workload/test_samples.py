@@ -20,15 +20,6 @@ def snapshot(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def test_same_seed_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        write_samples(tmp_path / name, count=3, seed=seed)
-    a, b, c = (snapshot(tmp_path / name) for name in "abc")
-    assert a == b
-    assert not set(a.values()) & set(c.values())
-    assert {Path(name).suffix for name in a} == {".png", ".jpg", ".jsonl"}
-
-
 def test_rows_are_questions_about_pictures_beside_them(tmp_path: Path) -> None:
     path = write_samples(tmp_path / "new" / "samples", count=5, seed=3)
     assert path == tmp_path / "new" / "samples" / "questions.jsonl"

@@ -145,28 +145,23 @@ class _LoadRun:
         self._sized = False
 
     def measure(self) -> None:
-        options = self._plan.options
-        self._warm_up()
+        options, count = self._plan.options, self._plan.options.num_warmups
+        if count:
+            self._observer.preparing(None)
+            requests = [request.chat for request in self._content.requests(count)]
+            self._observer.warming_up(count)
+            limit = min(_WARM_AT_ONCE, *(limit or _WARM_AT_ONCE for limit in options.max_concurrencies))
+            result = run_level(self._plan.endpoint, requests, None, max_concurrency=limit, cancelled=self._cancelled)
+            errors = [outcome.error for outcome in result.exchanges if outcome.error is not None]
+            if errors:
+                text = f"{len(errors)} of {count} warm-up requests failed: {errors[0]}"
+                self._observer.remark(text, warning=True)
         for level in options.levels:
             if self._cancelled.is_set():
                 return
             self._record(self._send(level, options.num_prompts), added=False)
         if options.find_max_rate:
             self._search()
-
-    def _warm_up(self) -> None:
-        count = self._plan.options.num_warmups
-        if count == 0:
-            return
-        self._observer.preparing(None)
-        requests = [each.chat for each in self._content.requests(count)]
-        self._observer.warming_up(count)
-        limit = min(_WARM_AT_ONCE, *(each or _WARM_AT_ONCE for each in self._plan.options.max_concurrencies))
-        result = run_level(self._plan.endpoint, requests, None, max_concurrency=limit, cancelled=self._cancelled)
-        failed = [each for each in result.exchanges if each.error is not None]
-        if failed:
-            text = f"{len(failed)} of {count} warm-up requests failed: {failed[0].error}"
-            self._observer.remark(text, warning=True)
 
     def _search(self) -> None:
         options = self._plan.options
@@ -238,10 +233,17 @@ class _LoadRun:
         return _SentLevel(level, count, result, records, goodput)
 
     def _record(self, sent: _SentLevel, *, added: bool) -> None:
-        """Write a level, and its cell if the run line does not list it."""
+        """Write a level, and its cell if the run line does not list it. A level fails if no request succeeded."""
         plan, level, result = self._plan, sent.level, sent.result
         cells = [CellsRecord([RecordedCell(level.cell, level.settings)])] if added else []
-        outcome = _level_outcome(level, sent.count, result)
+        errors = Counter(outcome.error for outcome in result.exchanges if outcome.error is not None)
+        succeeded = len(result.exchanges) - errors.total()
+        reason = None
+        if len(result.exchanges) < sent.count:
+            reason = f"interrupted after {len(result.exchanges)} of {sent.count} requests"
+        if errors and not succeeded:
+            reason = f"no request succeeded: {errors.most_common(1)[0][0]}"[:_LONGEST_REASON]
+        outcome = CellRecord(cell=level.cell, outcome="done" if succeeded else "failed", reason=reason, repeat=None)
         repeat = RepeatRecord(
             cell=level.cell,
             repeat=0,
@@ -321,19 +323,6 @@ def _request_record(level: LoadLevel, number: int, request: LoadRequest, exchang
         queued=exchange.queued,
         chunks=len(exchange.tokens),
     )
-
-
-def _level_outcome(level: LoadLevel, count: int, result: LevelResult) -> CellRecord:
-    """Return the level's ``cell`` record: failed if no request succeeded, with the most frequent error."""
-    errors = Counter(each.error for each in result.exchanges if each.error is not None)
-    succeeded = len(result.exchanges) - errors.total()
-    reason = None
-    if len(result.exchanges) < count:
-        reason = f"interrupted after {len(result.exchanges)} of {count} requests"
-    if errors and not succeeded:
-        reason = f"no request succeeded: {errors.most_common(1)[0][0]}"[:_LONGEST_REASON]
-    outcome = "done" if succeeded else "failed"
-    return CellRecord(cell=level.cell, outcome=outcome, reason=reason, repeat=None)
 
 
 def _vllm_result(plan: LoadPlan, sent: _SentLevel) -> dict[str, Any]:
