@@ -197,13 +197,13 @@ def stages(path: Path) -> list[list[str]]:
     return [[str(test.relative_to(ROOT)) for test in tests] for tests in (near, others) if tests]
 
 
-def pytest(source: Path, tests: Sequence[str], skipped: Sequence[str], seconds: float, *, first: bool) -> list[str]:
-    """Run tests against the source and return the ids of those that failed; at most one with ``first``.
+def pytest(source: Path, tests: Sequence[str], skipped: Sequence[str], seconds: float) -> list[str]:
+    """Run tests against the source up to the first failure, and return the id of the test that failed.
 
     Raises:
         TimeoutError: when they take longer than ``seconds``.
     """
-    options = ["-q", "-m", "not gpu", "-p", "no:cacheprovider", "-rfE", "--tb=no", *(["-x"] if first else [])]
+    options = ["-q", "-m", "not gpu", "-p", "no:cacheprovider", "-rfE", "--tb=no", "-x"]
     options += [part for test in skipped if test.split("::")[0] in tests for part in ("--deselect", test)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(source), os.environ.get("PYTHONPATH", "")))}
     command = [sys.executable, "-m", "pytest", *options, *tests]
@@ -222,24 +222,30 @@ def pytest(source: Path, tests: Sequence[str], skipped: Sequence[str], seconds: 
     return failed or ([] if process.returncode in (0, 5) else ["(pytest did not run)"])
 
 
-def judge(mutant: Mutant, skipped: Sequence[str], seconds: float) -> Outcome:
-    """Run the tests of a mutant in a copy of the source."""
+def judge(mutant: Mutant, broken: set[str], seconds: float) -> Outcome:
+    """Run the tests of a mutant in a copy of the source.
+
+    Args:
+        mutant: the change.
+        broken: tests that fail without a mutation, which grows by those that turn out to.
+        seconds: limit of each stage.
+    """
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(ROOT / "src", folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
         path = Path(folder) / Path(mutant.path).relative_to("src")
         path.write_text(mutant.apply(path.read_text("utf-8")), "utf-8")
         status, test = "survived", ""
-        for tests in stages(Path(mutant.path)):
-            try:
-                failed = pytest(Path(folder), tests, skipped, seconds, first=True)
-            except TimeoutError:
-                status = "timeout"
-                break
-            if failed:
-                status, test = "killed", failed[0]
-                break
-    return Outcome(mutant, status, test, round(time.monotonic() - start, 1))
+        try:
+            for tests in stages(Path(mutant.path)):
+                while failed := pytest(Path(folder), tests, sorted(broken), seconds):
+                    test = failed[0]
+                    if not pytest(ROOT / "src", [test], [], seconds):
+                        return Outcome(mutant, "killed", test, round(time.monotonic() - start, 1))
+                    broken.add(test)
+        except TimeoutError:
+            status = "timeout"
+    return Outcome(mutant, status, "", round(time.monotonic() - start, 1))
 
 
 def main() -> int:
@@ -253,16 +259,14 @@ def main() -> int:
     parser.add_argument("--output", type=Path, required=True, help="JSONL; written as mutants finish")
     options = parser.parse_args()
     drawn = draw(options.count, options.seed, options.folders)
-    tests = sorted({test for mutant in drawn for stage in stages(Path(mutant.path)) for test in stage})
+    broken: set[str] = set()
     with ThreadPoolExecutor(options.jobs) as pool, options.output.open("w", encoding="utf-8") as lines:
-        baseline = pool.map(lambda test: pytest(ROOT / "src", [test], [], 2 * options.timeout, first=False), tests)
-        skipped = [test for failed in baseline for test in failed]
-        print(f"{len(drawn)} mutants; without a mutation {len(skipped)} tests fail and are left out", flush=True)
-        for outcome in pool.map(lambda mutant: judge(mutant, skipped, options.timeout), drawn):
+        for outcome in pool.map(lambda mutant: judge(mutant, broken, options.timeout), drawn):
             lines.write(json.dumps(asdict(outcome)) + "\n")
             lines.flush()
             mutant = outcome.mutant
             print(f"{outcome.status:9} {mutant.path}:{mutant.line} {mutant.before!r} -> {mutant.after!r}", flush=True)
+    print(f"{len(broken)} tests fail without a mutation and were left out: {' '.join(sorted(broken))}")
     return 0
 
 

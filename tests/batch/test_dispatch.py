@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -208,26 +208,25 @@ def test_a_setting_that_fails_every_document_ends_the_job_and_leaves_nothing(
 
 
 def test_documents_that_fail_by_themselves_are_lines(file: AnswerFile) -> None:
-    # One that is answered, another error, or an answer of before: the setting is not at fault.
-    first = ShufflingEngine([], 1, failing(SETTING, "2.png"))
-    run_job(file, items(6), first, window=9)
+    # One that is answered, or an answer of before: the setting is not at fault.
+    run_job(file, items(6), ShufflingEngine([], 1, failing(SETTING, "2.png")), window=9)
     assert [line.error is None for line in file.records()] == [False, False, True, False, False, False]
-    more = items(8)
-    run_job(file, more, ShufflingEngine([], 1, failing(SETTING)), window=9)
-    assert ids(file.path) == [item.id for item in more]
+    run_job(file, items(8), ShufflingEngine([], 1, failing(SETTING)), window=9)
+    assert ids(file.path) == [item.id for item in items(8)]
 
 
-def test_different_settings_errors_are_the_documents_own(file: AnswerFile) -> None:
-    def result_of(request: Request) -> Result:
-        return failing(SettingError(f"{request.id}: too long"))(request)
-
-    run_job(file, items(5), ShufflingEngine([], 1, result_of), window=9)
-    assert ids(file.path) == [item.id for item in items(5)]
-
-
-def test_a_document_beside_unreadable_ones_may_fail_with_a_setting(file: AnswerFile) -> None:
-    run_job(file, items(3, bad=[0, 1]), ShufflingEngine([], 1, failing(SETTING)), window=9)
-    assert [line.error for line in file.records()] == ["0.png: broken", "1.png: broken", str(SETTING)]
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [((), lambda name: SettingError(f"{name}: too long")), ((0, 1), lambda _: SETTING)],
+    ids=["other settings errors", "unreadable documents"],
+)
+def test_settings_errors_beside_other_errors_are_the_documents_own(
+    file: AnswerFile, bad: tuple[int, ...], error: Callable[[str], SettingError]
+) -> None:
+    engine = ShufflingEngine([], 1, lambda request: failing(error(request.id))(request))
+    run_job(file, items(3, bad), engine, window=9)
+    errors = [str(item.problem or error(item.id)) for item in items(3, bad)]
+    assert [(line.id, line.error) for line in file.records()] == [(f"{n}.png", errors[n]) for n in range(3)]
 
 
 def test_what_needs_no_engine_is_written_without_one(file: AnswerFile) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from tests.batch.shuffling import ShufflingEngine, items, opened, run_job
 
 from panscan.batch.answers import AnswerFile
@@ -55,17 +56,13 @@ def test_what_is_answered_is_not_asked_again(path: Path) -> None:
         assert not AnsweredItems(file, retry_failed=False).any_succeeded
 
 
-def test_several_answers_to_one_document_are_reported(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    every = items(3)
-    with begun_file(path, every) as file:
-        assert list(AnsweredItems(file, retry_failed=False).pending(every)) == []
-    assert "several answers" not in caplog.text
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines, lines[1]]))
-    before = path.read_bytes()
-    with opened(path, "resume") as file:
-        assert list(AnsweredItems(file, retry_failed=False).pending(every)) == []
-    assert f"{path}: several answers to one document, using the last: '1.png'" in caplog.text
+def test_the_last_of_several_answers_to_one_document_counts(path: Path) -> None:
+    every = items(3, bad=[1])
+    begun_file(path, every).close()
+    before = path.read_bytes() + AnswerRecord(id="1.png", image=["1.png"]).line
+    path.write_bytes(before)
+    with opened(path) as file:
+        assert list(AnsweredItems(file, retry_failed=True).pending(every)) == []
     assert path.read_bytes() == before
 
 
@@ -128,51 +125,37 @@ def pages(count: int) -> list[Row]:
 BROKEN = Row("b.pdf", ("b.pdf",), named=("b.pdf",), problem=ImageError("b.pdf: damaged"), document="b.pdf")
 
 
-@pytest.mark.parametrize("retry", [False, True])
-def test_the_pages_of_a_mended_file_take_its_place_in_their_order(path: Path, retry: bool) -> None:
-    first, last = items(2)
-    begun_file(path, [first, BROKEN, last]).close()
-    with opened(path) as file:
-        run_job(file, [first, *pages(11), last], ShufflingEngine([5, 4, 3, 9, 1], 8), window=4, retry_failed=retry)
-    assert [line["id"] for line in lines_of(path)] == ["0.png", *(page.id for page in pages(11)), "1.png"]
+FIRST, SECOND, LAST = items(3)
+AGAIN = AnswerRecord(id="b.pdf", image=["b.pdf"], error="damaged still", replaces="b.pdf")
+PAGE = AnswerRecord(id="b.pdf#page=2", image=["b.pdf#page=2"], error="damaged", replaces="b.pdf")
 
 
-def test_a_mended_file_whose_failure_was_held_is_asked_by_its_pages(path: Path) -> None:
-    first, second, last = items(3)
+@pytest.mark.parametrize(
+    ("before", "held", "now", "retry"),
+    [
+        ([FIRST, BROKEN, LAST], None, [FIRST, *pages(11), LAST], False),
+        ([FIRST, BROKEN, LAST], None, [FIRST, *pages(11), LAST], True),
+        (
+            [FIRST],
+            structs.replace(AGAIN, replaces=None),
+            [FIRST, SECOND, *pages(2), LAST],
+            False,
+        ),  # held, not yet written
+        ([BROKEN, FIRST], AGAIN, [*pages(2), FIRST], True),  # failed again before it was mended
+        ([BROKEN, FIRST], PAGE, [*pages(2), FIRST], True),  # a page failed in the place of its file
+        ([BROKEN], None, pages(2), False),
+    ],
+)
+def test_the_pages_of_a_mended_file_take_its_place_in_their_order(
+    path: Path, before: list[Row], held: AnswerRecord | None, now: list[Row], retry: bool
+) -> None:
+    begun_file(path, before).close()
     with opened(path) as file:
-        run_job(file, [first])
-        file.hold(AnswerRecord(id="b.pdf", image=["b.pdf"], error="damaged"))
-        run_job(file, [first, second, *pages(2), last], window=4)
-    assert [line["id"] for line in lines_of(path)] == ["0.png", "1.png", "b.pdf#page=1", "b.pdf#page=2", "2.png"]
+        if held is not None:  # as a killed job leaves it
+            file.hold(held)
+        run_job(file, now, ShufflingEngine([5, 4, 3, 9, 1], 8), window=4, retry_failed=retry)
+    assert [(line["id"], line["error"]) for line in lines_of(path)] == [(item.id, None) for item in now]
     assert not path.with_name("a.jsonl.held").exists()
-
-
-def test_a_file_that_failed_again_before_it_was_mended_is_replaced_once(path: Path) -> None:
-    begun_file(path, [BROKEN, *items(1)]).close()
-    with opened(path) as file:  # as a killed retry leaves it
-        file.hold(AnswerRecord(id="b.pdf", image=["b.pdf"], error="damaged still", replaces="b.pdf"))
-        run_job(file, [*pages(2), *items(1)], retry_failed=True)
-    assert [line["id"] for line in lines_of(path)] == ["b.pdf#page=1", "b.pdf#page=2", "0.png"]
-
-
-def test_a_page_that_failed_in_the_place_of_its_file_keeps_that_place(path: Path) -> None:
-    begun_file(path, [BROKEN, *items(1)]).close()
-    with opened(path) as file:  # as a killed retry leaves it
-        page = "b.pdf#page=2"
-        file.hold(AnswerRecord(id=page, image=[page], error="damaged", replaces="b.pdf"))
-        run_job(file, [*pages(2), *items(1)], retry_failed=True)
-    assert [(line["id"], line["error"]) for line in lines_of(path)] == [
-        ("b.pdf#page=1", None),
-        ("b.pdf#page=2", None),
-        ("0.png", None),
-    ]
-
-
-def test_a_job_of_one_damaged_file_goes_on_with_its_pages(path: Path) -> None:
-    begun_file(path, [BROKEN]).close()
-    with opened(path) as file:
-        run_job(file, pages(2))
-    assert [line["id"] for line in lines_of(path)] == ["b.pdf#page=1", "b.pdf#page=2"]
 
 
 def test_a_whole_file_that_failed_may_have_its_pages_now(path: Path) -> None:

@@ -43,6 +43,7 @@ MISTAKES = {
     "vLLM: remote code": ([*ASK, "--trust-remote-code"], 2, "--trust-remote-code", "leave it out"),
     "Transformers: do_sample": ([*ASK, "--do_sample", "true"], 2, "--do-sample", "--temperature above 0"),
     "Transformers: load_in_4bit": ([*ASK, "--load-in-4bit"], 2, "--load-in-4bit", "use --quantization bnb-4bit"),
+    "removed: again": (["samples", "s", "--again"], 2, "--again", "use --force"),
     "contradiction: ranks": (
         [*ASK, "--quantization", "bnb-4bit", "-tp", "2"],
         2,

@@ -127,16 +127,20 @@ def test_closing_kills_a_child_that_hangs_and_what_it_started(start: Callable[[]
     child.close()  # again
 
 
-def test_a_child_ends_with_its_killed_parent_even_if_a_forked_copy_keeps_the_connection() -> None:
-    code = """
-import os, queue, time
+@pytest.mark.parametrize("starting", [False, True], ids=["running", "starting"])
+def test_a_child_ends_with_its_killed_parent_even_if_a_forked_copy_keeps_the_connection(starting: bool) -> None:
+    code = f"""
+import os, queue, signal, time
 from panscan.core.child import Child
 child, inbox = Child("tests.core.echo_child"), queue.SimpleQueue()
 copy = os.fork()
 if copy:
-    child.listen_into(inbox)
-    child.send("hang")
-    inbox.get()
+    if {starting}:
+        os.kill(child.pid, signal.SIGSTOP)  # it goes on when its parent has ended
+    else:
+        child.listen_into(inbox)
+        child.send("hang")
+        inbox.get()
     print(child.pid, copy, flush=True)
 time.sleep(600)
 """
@@ -145,5 +149,6 @@ time.sleep(600)
         assert parent.stdout is not None
         child, copy = map(int, parent.stdout.readline().split())
         parent.kill()
+    os.kill(child, signal.SIGCONT)
     assert gone(child)
     os.kill(copy, signal.SIGKILL)

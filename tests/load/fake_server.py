@@ -2,7 +2,7 @@
 
     python -m tests.load.fake_server '{"ttft_ms": 50, "itl_ms": 5}'
 
-Prints its URL. The model name of a request may select another fault: ``fake:html``. The answer is made of time stamps:
+Prints its URL. The model name of a request may select another fault: ``fake:500``. The answer is made of time stamps:
 the receipt of the request, then the sending of each chunk, in seconds of ``time.perf_counter`` (one clock for all
 processes of a host), so that tests can compare a client's stamps with what really happened.
 """
@@ -37,22 +37,16 @@ class Behaviour:
         ttft_ms: from the receipt of a request to its first chunk.
         itl_ms: between chunks.
         tokens: output tokens; 0: ``max_tokens`` of the request.
-        tokens_per_chunk: output tokens per chunk.
         slots: requests answered at once, the others wait; 0: no limit.
-        pan_and_scan: whether images are cropped without being asked to.
-        dialect: whose usage fields the answers have: panscan, vllm, openai or llama.cpp.
-        reasoning: number of first chunks that are reasoning.
+        dialect: whose usage fields the answers have: panscan or vllm.
         fault: see :class:`Completion`.
     """
 
     ttft_ms: float = 0.0
     itl_ms: float = 0.0
     tokens: int = 0
-    tokens_per_chunk: int = 1
     slots: int = 0
-    pan_and_scan: bool = False
     dialect: str = "panscan"
-    reasoning: int = 0
     fault: str = ""
 
 
@@ -118,7 +112,7 @@ class Connection(asyncio.Protocol):
         elif path == "/v1/models":
             self.reply_json(200, {"object": "list", "data": [{"id": "fake", "object": "model"}]})
         elif path == "/tokenize":
-            prompt, _ = count_tokens(json.loads(body), self.endpoint.behaviour)
+            prompt, _ = count_tokens(json.loads(body))
             self.reply_json(200, {"count": prompt, "tokens": list(range(prompt))})
         elif path == "/v1/chat/completions":
             self.endpoint.counts["requests"] += 1
@@ -126,9 +120,9 @@ class Connection(asyncio.Protocol):
         else:
             self.reply_json(404, {"detail": "Not Found"})
 
-    def reply(self, status: int, body: bytes, kind: str = "text/plain", more: str = "") -> None:
+    def reply(self, status: int, body: bytes, kind: str = "text/plain") -> None:
         """Send a whole response."""
-        head = f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n{more}\r\n"
+        head = f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n"
         self.transport.write(head.encode() + body)
 
     def reply_json(self, status: int, body: Any) -> None:
@@ -146,7 +140,7 @@ class Completion:
         self.fault = body["model"].partition(":")[2] or behaviour.fault
         self.streams = body.get("stream", False)
         self.count = behaviour.tokens or body.get("max_tokens") or 1
-        self.prompt, self.image_tokens = count_tokens(body, behaviour, ignore=self.fault == "ignore-images")
+        self.prompt, self.image_tokens = count_tokens(body, ignore=self.fault == "ignore-images")
         self.views = self.image_tokens // IMAGE_TOKENS
         self.sent = 0  # tokens
         self.text = f"{self.received:.6f}"
@@ -165,18 +159,10 @@ class Completion:
             connection.transport.write(b"220 mail.example.com ESMTP\r\n")
         elif fault == "close":
             connection.transport.close()
-        elif fault in ("429", "500"):
-            message = {"429": "too many requests", "500": "CUDA out of memory"}[fault]
-            connection.reply_json(int(fault), {"error": {"message": message, "type": "x", "code": None}})
+        elif fault == "500":
+            connection.reply_json(500, {"error": {"message": "CUDA out of memory", "type": "x", "code": None}})
         elif fault == "refuse-images" and self.views:
             connection.reply_json(400, {"object": "error", "message": "this model does not support image inputs"})
-        elif fault == "redirect":
-            connection.reply(307, b"", more="location: https://example.com/v1\r\n")
-        elif fault == "endless-line":
-            connection.transport.write(STREAM_HEAD)
-            self.write_chunk(b"data: ")
-            for _ in range(6):
-                self.write_chunk(b"x" * 2**20)
         elif fault != "silent":
             return False
         return True
@@ -199,12 +185,11 @@ class Completion:
             if self.sent == 0:
                 self.connection.transport.write(STREAM_HEAD)
             self.send_token(now)
-        self.sent += self.behaviour.tokens_per_chunk
+        self.sent += 1
         if self.sent >= self.count:
             self.finish()
         else:
-            chunk = self.sent // self.behaviour.tokens_per_chunk
-            self.loop.call_at(self.first + chunk * self.behaviour.itl_ms / 1e3, self.step)
+            self.loop.call_at(self.first + self.sent * self.behaviour.itl_ms / 1e3, self.step)
 
     def send_token(self, now: float) -> None:
         """Send the event of a chunk."""
@@ -215,10 +200,7 @@ class Completion:
             self.connection.transport.close()
             return
         text = f"{self.received:.6f} {now:.6f}" if self.sent == 0 else f" {now:.6f}"
-        field = "reasoning_content" if self.sent < self.behaviour.reasoning else "content"
-        self.write_event(
-            b'{"choices":[{"index":0,"delta":{"%s":"%s"},"finish_reason":null}]}' % (field.encode(), text.encode())
-        )
+        self.write_event(b'{"choices":[{"index":0,"delta":{"content":"%s"},"finish_reason":null}]}' % text.encode())
 
     def finish(self) -> None:
         """Send the end of the answer."""
@@ -231,12 +213,9 @@ class Completion:
             choice = {"index": 0, "message": message, "finish_reason": "length"}
             connection.reply_json(200, {"choices": [choice], **self.usage()})
             return
-        if self.fault == "error-event":
-            self.write_event(b'{"error":{"message":"the engine died","code":500}}')
-        else:
-            self.write_event(b'{"choices":[{"index":0,"delta":{},"finish_reason":"length"}]}')
-            if self.fault != "no-usage":
-                self.write_event(json.dumps({"choices": [], **self.usage()}).encode())
+        self.write_event(b'{"choices":[{"index":0,"delta":{},"finish_reason":"length"}]}')
+        if self.fault != "no-usage":
+            self.write_event(json.dumps({"choices": [], **self.usage()}).encode())
         self.write_event(b"[DONE]")
         if self.fault != "no-end":
             connection.transport.write(b"0\r\n\r\n")
@@ -244,29 +223,22 @@ class Completion:
     def usage(self) -> dict[str, Any]:
         """Return the fields with token counts."""
         usage: dict[str, Any] = {"prompt_tokens": self.prompt, "completion_tokens": self.count}
-        match self.behaviour.dialect:
-            case "llama.cpp":
-                return {"timings": {"cache_n": 3, "prompt_n": self.prompt - 3, "predicted_n": self.count}}
-            case "vllm":
-                usage["prompt_tokens_details"] = {"cached_tokens": 0}
-            case "panscan":
-                usage["prompt_tokens_details"] = {"cached_tokens": 0, "image_tokens": self.image_tokens}
-                return {"usage": usage, "panscan": {"views": self.views, "image_tokens": self.image_tokens}}
-        return {"usage": usage}
+        usage["prompt_tokens_details"] = {"cached_tokens": 0}
+        if self.behaviour.dialect == "vllm":
+            return {"usage": usage}
+        usage["prompt_tokens_details"]["image_tokens"] = self.image_tokens
+        return {"usage": usage, "panscan": {"views": self.views, "image_tokens": self.image_tokens}}
 
     def write_event(self, data: bytes) -> None:
         """Write a server-sent event as one HTTP chunk."""
-        self.write_chunk(b"data: %s\n\n" % data)
-
-    def write_chunk(self, data: bytes) -> None:
-        """Write a HTTP chunk."""
-        self.connection.transport.write(b"%x\r\n%s\r\n" % (len(data), data))
+        event = b"data: %s\n\n" % data
+        self.connection.transport.write(b"%x\r\n%s\r\n" % (len(event), event))
 
 
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
-def count_tokens(body: dict[str, Any], behaviour: Behaviour, *, ignore: bool = False) -> tuple[int, int]:
+def count_tokens(body: dict[str, Any], *, ignore: bool = False) -> tuple[int, int]:
     """Return the prompt tokens (one per word, and those of images) and the image tokens."""
     words = images = 0
     for message in body.get("messages", []):
@@ -277,8 +249,7 @@ def count_tokens(body: dict[str, Any], behaviour: Behaviour, *, ignore: bool = F
                 words += len(part["text"].split())
             else:
                 images += 1
-    asked = (body.get("mm_processor_kwargs") or {}).get("do_pan_and_scan")
-    crops = CROPS if (behaviour.pan_and_scan if asked is None else asked) else 0
+    crops = CROPS if (body.get("mm_processor_kwargs") or {}).get("do_pan_and_scan") else 0
     image_tokens = 0 if ignore else images * (1 + crops) * IMAGE_TOKENS
     return 4 + words + image_tokens, image_tokens
 

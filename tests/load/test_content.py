@@ -99,16 +99,10 @@ def test_the_wanted_share_of_images_is_reused(mix: RequestMix, share: float, dis
     assert share in (0.0, 1.0) or len({each[1] for each in found}) == len(QUESTIONS)
 
 
-def test_a_trace_sets_the_lengths(mix: RequestMix) -> None:
-    trace = Trace((0.0, 0.5, 0.5), (3, 1, 2))
-    found = sent(Content(mix, LoadOptions(trace=trace, num_prompts=3), "m"), 3)
-    assert [each[2] for each in found] == [3, 1, 2]
-
-
-def test_more_warm_up_requests_than_lines_repeat_the_lengths(mix: RequestMix) -> None:
+def test_a_trace_sets_the_lengths_again_and_again(mix: RequestMix) -> None:
     trace = Trace((0.0, 0.5, 0.5), (3, 1, 2))
     content = Content(mix, LoadOptions(trace=trace, num_prompts=3, num_warmups=5), "m")
-    assert [each[2] for each in sent(content, 5)] == [3, 1, 2, 3, 1]
+    assert [tokens for _, _, tokens, _ in sent(content, 5)] == [3, 1, 2, 3, 1]
 
 
 def test_too_large_a_load_is_refused_with_the_need(mix: RequestMix) -> None:

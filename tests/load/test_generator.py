@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import socket
 import subprocess
@@ -19,7 +18,7 @@ from tests.load.fake_server import fake_server
 
 from panscan.core import from_perf_counter
 from panscan.load import connection
-from panscan.load.chat import ChatRequest, ChatStream, Endpoint, RequestOutcome, chat_body, data_url, fetch_json
+from panscan.load.chat import ChatRequest, Endpoint, RequestOutcome, chat_body, data_url, fetch_json
 from panscan.load.generator import run_level
 
 TTFT, ITL, TOKENS = 0.030, 0.004, 6
@@ -101,15 +100,11 @@ FAULTS = {
     "malformed": ("stream", "malformed event: not JSON"),
     "no-usage": ("usage", None),
     "refuse-images": ("http", "HTTP 400: this model does not support image inputs"),
-    "429": ("http", "HTTP 429: too many requests"),
     "500": ("http", "HTTP 500: CUDA out of memory"),
     "no-end": (None, None),
-    "error-event": ("stream", "the engine died"),
     "not-http": ("protocol", "the response is not HTTP"),
     "close": ("protocol", "the endpoint closed the connection without a response"),
     "no-stream": ("protocol", "the response is not a stream (application/json)"),
-    "redirect": ("http", "HTTP 307 to https://example.com/v1"),
-    "endless-line": ("stream", "malformed event: too long"),
 }
 
 
@@ -133,36 +128,9 @@ def test_an_endpoint_that_does_not_answer_costs_the_timeout(url: str, fault: str
 def test_an_endpoint_that_pauses_between_events_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The grace period limits only what follows a complete answer."""
     monkeypatch.setattr(connection, "_GRACE_SECONDS", 0.05)
-
-    async def exchange() -> RequestOutcome:
-        loop = asyncio.get_running_loop()
-        resumed, ended = asyncio.Event(), loop.create_future()
-
-        async def pause(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            event = b'data: {"choices":[{"delta":{"content":"a"}}]}\n\n'
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + event)
-            await resumed.wait()
-            writer.write(event + b'data: {"choices":[{"delta":{},"finish_reason":"stop"}]}\n\ndata: [DONE]\n\n')
-            writer.close()
-
-        class Stream(ChatStream):
-            def on_data(self, data: bytes, at: float) -> None:
-                super().on_data(data, at)
-                # A timer for the grace period, if one was started, fires before this one.
-                loop.call_later(0.1, resumed.set)
-
-        server = await asyncio.start_server(pause, "127.0.0.1", 0)
-        endpoint = Endpoint(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", "m")
-        pool = connection.ConnectionPool(endpoint.address)
-        stream = Stream(RequestOutcome("r", 0.0, 0.0, 0.0), 8, lambda outcome, _: ended.set_result(outcome))
-        pool.send(endpoint.head("GET", "/") + b"0\r\n\r\n", (), stream, 60.0)
-        outcome: RequestOutcome = await ended
-        await pool.close()
-        server.close()
-        return outcome
-
-    outcome = asyncio.run(exchange())
-    assert (outcome.error, outcome.text, outcome.finish_reason) == (None, "aa", "stop")
+    with fake_server(itl_ms=150) as url:
+        [outcome] = run_level(Endpoint(url, "fake"), requests(1), [0.0]).exchanges
+    assert (outcome.error, len(outcome.tokens), outcome.finish_reason) == (None, TOKENS, "length")
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -175,10 +143,11 @@ def test_an_endpoint_that_is_down_is_an_outcome(processes: int) -> None:
 
 
 def test_a_host_without_an_address_is_an_outcome() -> None:
-    result = run_level(Endpoint("http://no-such-host.invalid", "m"), requests(1), [0.0])
-    assert result.exchanges[0].error == "the host name no-such-host.invalid cannot be resolved"
-    result = run_level(Endpoint("http://a..b", "m"), requests(1), [0.0])
-    assert result.exchanges[0].error == "a..b is not a host name"
+    for host, error in (
+        ("no-such-host.invalid", "the host name no-such-host.invalid cannot be resolved"),
+        ("a..b", "a..b is not a host name"),
+    ):
+        assert run_level(Endpoint(f"http://{host}", "m"), requests(1), [0.0]).exchanges[0].error == error
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -217,15 +186,8 @@ def test_a_cancelled_level_keeps_what_has_ended(url: str, processes: int) -> Non
         if len(done) == 3:
             cancelled.set()
 
-    result = run_level(
-        Endpoint(url, "fake"),
-        requests(10_000),
-        None,
-        max_concurrency=2,
-        processes=processes,
-        on_done=count,
-        cancelled=cancelled,
-    )
+    limits = {"max_concurrency": 2, "processes": processes}
+    result = run_level(Endpoint(url, "fake"), requests(10_000), None, on_done=count, cancelled=cancelled, **limits)
     assert sorted(each.id for each in done) == sorted(each.id for each in result.exchanges)
     assert 3 <= len(done) < 10_000 and all(each.error is None for each in done)
 

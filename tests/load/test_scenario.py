@@ -62,10 +62,7 @@ def test_a_scenario_is_read_from_a_file(tmp_path: Path) -> None:
         ("prompts: [' ']", r"matching regex .* at `\$.prompts\[0\]`"),
         ("documents: [{kind: poem, width: 100, height: 100}]", "documents 1: unknown kind 'poem'"),
         ("documents: [{kind: form, width: 100}]", r"missing required field `height` - at `\$.documents\[0\]`"),
-        (
-            "documents: [{kind: form, width: 100, height: 10.5}]",
-            r"got `float` - at `\$.documents\[0\].height`",
-        ),
+        ("documents: [{kind: form, width: 100, height: 10.5}]", r"got `float` - at `\$.documents\[0\].height`"),
         ("documents: [{kind: form, width: 100, height: 100, x: 1}]", r"unknown field `x` - at `\$.documents\[0\]`"),
         ("prompts: What?", "prompts need documents"),
         ("num_prompts: 1\nnum_prompts: 2", "'num_prompts' is set twice"),
@@ -181,32 +178,36 @@ def trial(rate: float, attainment: float, *, limited: bool = False) -> Trial:
 def test_the_search_encloses_a_known_capacity(capacity: float) -> None:
     search = RateSearch(start=2.0, most=20)
     while (rate := search.next_rate()) is not None:
-        search.add(trial(rate, 1.0 if rate <= capacity else 0.5))
+        search.trials.append(trial(rate, 1.0 if rate <= capacity else 0.5))
     best = search.best()
     assert best is not None and best.rate <= capacity <= best.rate * 1.11
     above = min(each.rate for each in search.trials if each.rate > capacity)
     assert len(search.trials) <= 17 and search.note.endswith(f"at {best.rate:g} req/s, not at {above:g} req/s")
 
 
-def test_the_search_ends_without_a_capacity() -> None:
-    hopeless = RateSearch()
-    while (rate := hopeless.next_rate()) is not None:
-        hopeless.add(trial(rate, 0.0))
-    assert hopeless.best() is None and "at no measured rate" in hopeless.note
-    limited = RateSearch()
-    limited.add(trial(1.0, 1.0))
-    limited.add(trial(2.0, 0.4, limited=True))
-    assert limited.next_rate() is None and limited.best() == trial(1.0, 1.0)
-    assert "client became the limit" in limited.note
-
-
-def test_the_search_stops_if_undisturbed_requests_miss_the_limits() -> None:
-    search = RateSearch(start=4.0)
-    search.add(Trial(4.0, Goodput(64, 0, 16.0, {}), undisturbed=Goodput(4, 0, 0.0, {})))
-    assert search.next_rate() == 2.0  # too few to tell
-    search.add(Trial(2.0, Goodput(64, 0, 32.0, {}), undisturbed=Goodput(30, 0, 0.0, {})))
-    assert search.next_rate() is None and search.best() is None
-    assert "out of reach" in search.note
+@pytest.mark.parametrize(
+    ("trials", "best", "note"),
+    [
+        ([trial(1.0, 1.0), trial(2.0, 0.4, limited=True)], 0, "client became the limit"),
+        (
+            [
+                Trial(4.0, Goodput(64, 0, 16.0, {}), undisturbed=Goodput(4, 0, 0.0, {})),  # too few to tell
+                Trial(2.0, Goodput(64, 0, 32.0, {}), undisturbed=Goodput(30, 0, 0.0, {})),
+            ],
+            None,
+            "out of reach",
+        ),
+        ([trial(2.0**-n, 0.0) for n in range(9)], None, "at no measured rate"),
+    ],
+    ids=["the client is the limit", "undisturbed requests miss the limits", "no rate is low enough"],
+)
+def test_the_search_ends_without_a_capacity(trials: list[Trial], best: int | None, note: str) -> None:
+    search = RateSearch(start=trials[0].rate)
+    for measured in trials:
+        assert search.next_rate() == measured.rate
+        search.trials.append(measured)
+    assert search.next_rate() is None and note in search.note
+    assert search.best() == (None if best is None else trials[best])
 
 
 def test_undisturbed_requests_overlap_no_other_even_in_the_queue_of_the_client() -> None:
@@ -223,13 +224,10 @@ def test_undisturbed_requests_overlap_no_other_even_in_the_queue_of_the_client()
 
 def test_the_search_passes_a_rate_that_misses_by_chance() -> None:
     search = RateSearch(start=2.0)
-    search.add(Trial(2.0, Goodput(64, 60, 32.0, {})))  # 93.75%: the interval holds 95%
-    assert search.next_rate() == 4.0
-    search.add(trial(4.0, 1.0))
-    assert search.next_rate() == 8.0
-    search.add(trial(8.0, 0.5))
-    best = search.best()
-    assert best is not None and best.rate == 4.0
+    for measured in (Trial(2.0, Goodput(64, 60, 32.0, {})), trial(4.0, 1.0), trial(8.0, 0.5)):
+        assert search.next_rate() == measured.rate  # after 93.75%: the interval holds 95%
+        search.trials.append(measured)
+    assert search.best() == search.trials[1]
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])

@@ -223,7 +223,7 @@ def _wrong_behind_a_second_chunk(patch: pytest.MonkeyPatch) -> None:
     launch, whole = Loop._launch, RequestState.sampling_row
 
     def launched(self: Loop, step: Any) -> Any:
-        for chunk in step.chunks:
+        for chunk in step:
             if not chunk.sequence.decodes and chunk.start > (chunk.sequence.cached or 0):
                 several.add(chunk.sequence.number)
         return launch(self, step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,8 @@ def in_docvqa(folder: Path, image: str) -> Path:
     return folder
 
 
-def in_table(folder: Path, image: str) -> Path:
-    pictures: dict[str, Any] = {"image": ["images/a.png", image], "question": ["?", "!"]}
-    parquet.write_table(pa.table(pictures), folder / "rows.parquet")
-    return folder / "rows.parquet"
-
-
-def in_struct(folder: Path, image: str) -> Path:
-    pictures = [{"bytes": None, "path": each} for each in ("images/a.png", image)]
+def in_table(folder: Path, image: str, *, structs: bool = False) -> Path:
+    pictures = [{"bytes": None, "path": path} if structs else path for path in ("images/a.png", image)]
     parquet.write_table(pa.table({"image": pictures, "question": ["?", "!"]}), folder / "rows.parquet")
     return folder / "rows.parquet"
 
@@ -62,7 +57,7 @@ def workload(dataset: Path, problems: list[str] | None = None, **options: Any) -
     return load_workload(Source(dataset=str(dataset), **options), on_problem=lambda error: told.append(str(error)))
 
 
-@pytest.mark.parametrize("made", [in_jsonl, in_docvqa, in_table, in_struct])
+@pytest.mark.parametrize("made", [in_jsonl, in_docvqa, in_table, partial(in_table, structs=True)])
 @pytest.mark.parametrize("image", ["../../secret.png", "{secret}", "images/link.png", "linked/secret.png"])
 def test_files_outside_the_folder_are_refused(data: Path, made: Callable[[Path, str], Path], image: str) -> None:
     image = image.format(secret=data.parents[1] / "secret.png")

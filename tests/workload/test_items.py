@@ -119,19 +119,22 @@ def test_urls_of_a_dataset_are_not_relative_and_its_files_need_not_be_there_yet(
 
 def test_what_cannot_be_asked_is_refused(folder: Path) -> None:
     row = {"image": "docs/p2.png", "question": "What?"}
-    good = write_rows(folder / "good.jsonl", row)
-    with pytest.raises(SettingError, match="a dataset needs a separate job"):
-        find(good, "docs")
-    with pytest.raises(SettingError, match="--whole-files: not supported for datasets"):
-        find(good, whole_files=True)
-    with pytest.raises(DatasetError, match=r"two questions have the id '00001'"):
-        find(write_rows(folder / "twice.jsonl", {**row, "id": "00001"}, row))
-    with pytest.raises(DatasetError, match=r"^bad\.jsonl, line 2: 'question' is missing"):
-        find(Path(write_rows(folder / "bad.jsonl", row, {"image": "a.png"})).name)
-    with pytest.raises(DatasetError, match=r"the question with the id '00001' is empty"):
-        find(write_rows(folder / "blank.jsonl", row, {**row, "question": "  "}))
-    with pytest.raises(DatasetError, match="has no question"):
-        find(write_rows(folder / "empty.jsonl"))
+    write_rows(folder / "q.jsonl", row)
+    for others, whole, message in (
+        (["docs"], False, "a dataset needs a separate job"),
+        ([], True, "--whole-files: not supported for datasets"),
+    ):
+        with pytest.raises(SettingError, match=message):
+            find("q.jsonl", *others, whole_files=whole)
+    for rows, reason in (
+        ([{**row, "id": "00001"}, row], "two questions have the id '00001'"),
+        ([row, {"image": "a.png"}], r"^q\.jsonl, line 2: 'question' is missing"),
+        ([row, {**row, "question": "  "}], "the question with the id '00001' is empty"),
+        ([], "has no question"),
+    ):
+        write_rows(folder / "q.jsonl", *rows)
+        with pytest.raises(DatasetError, match=reason):
+            find("q.jsonl")
     with pytest.raises(DatasetError, match=r"^gone\.jsonl: No such file"):
         find("gone.jsonl")
 

@@ -11,7 +11,8 @@ import hashlib
 import io
 import logging
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -84,12 +85,28 @@ class Destination:
         Raises:
             RecordsError: the file cannot be written.
         """
-        if self.table is not None and self.path.exists():
-            lines = AnswerLog(self.path)
-            try:
-                write_answers(self.table, (line.answer for line in lines))
-            finally:
-                lines.close()
+        if self.table is None or not self.path.exists():
+            return
+        pa = require_pyarrow(str(self.table))
+        from pyarrow import parquet
+
+        kinds = {
+            "list[str]": pa.list_(pa.string()),
+            "str": pa.string(),
+            "Count": pa.int32(),
+            "Milliseconds": pa.float64(),
+        }
+        annotations = {name: kind.removesuffix(" | None") for name, kind in AnswerRecord.__annotations__.items()}
+        schema = pa.schema([(name, kinds[kind]) for name, kind in annotations.items() if name != "replaces"])
+        with (
+            closing(AnswerLog(self.path)) as lines,
+            write_errors(self.table, RecordsError),
+            replace_file(self.table) as file,
+            parquet.ParquetWriter(file, schema) as writer,
+        ):
+            rows = iter(lines)
+            while batch := [_unicode(msgspec.structs.asdict(line.answer)) for line in islice(rows, _PARQUET_ROWS)]:
+                writer.write_batch(pa.RecordBatch.from_pylist(batch, schema))
 
 
 def destination(output: str) -> Destination:
@@ -238,25 +255,6 @@ class Uploader:
         upload(self._url, path)
         if (ledger := ledger_path(path)).exists():
             upload(f"{self._url}.ledger.json", ledger)
-
-
-def write_answers(path: Path, answers: Iterable[AnswerRecord]) -> None:
-    """Write answers as a Parquet file with one row per answer, atomically.
-
-    Raises:
-        RecordsError: the file cannot be written.
-        UnsupportedError: pyarrow is not installed.
-    """
-    pa = require_pyarrow(str(path))
-    from pyarrow import parquet
-
-    kinds = {"list[str]": pa.list_(pa.string()), "str": pa.string(), "Count": pa.int32(), "Milliseconds": pa.float64()}
-    annotations = {name: kind.removesuffix(" | None") for name, kind in AnswerRecord.__annotations__.items()}
-    schema = pa.schema([(name, kinds[kind]) for name, kind in annotations.items() if name != "replaces"])
-    with write_errors(path, RecordsError), replace_file(path) as file, parquet.ParquetWriter(file, schema) as writer:
-        rows = iter(answers)
-        while batch := [_unicode(msgspec.structs.asdict(answer)) for answer in islice(rows, _PARQUET_ROWS)]:
-            writer.write_batch(pa.RecordBatch.from_pylist(batch, schema))
 
 
 def _unicode(value: Any) -> Any:

@@ -13,7 +13,6 @@ from panscan.batch.jsonl import AnswerRecord
 from panscan.batch.pending import Task
 from panscan.core import EngineError, InputError, PanscanError, Request, Result, SettingError, StorageError, now
 from panscan.settings import Settings
-from panscan.workload.rows import Row
 
 _SAME_ERRORS = 3  # first requests with the same setting error, after which the setting is at fault
 _STORAGE_ERRORS = 8  # consecutive storage errors, after which the object store is at fault
@@ -193,7 +192,29 @@ class _StreamedTasks:
 
     def _write_all(self, finished: list[_Finished]) -> None:
         for number, task, result in finished:
-            answer = _answer_of(task.item, self._job.settings.model_name, result)
+            failed = result.error is not None
+            ttft, e2el = (
+                None if seconds is None else round(1e3 * seconds, 3)
+                for seconds in (result.stamps.ttft, result.stamps.e2e)
+            )
+            answer = AnswerRecord(
+                id=task.item.id,
+                image=list(task.item.named),
+                question=task.item.question,
+                model=self._job.settings.model_name,
+                answer=None if failed else result.text,
+                finish_reason=result.finish_reason,
+                views=result.views,
+                crops=result.crops,
+                image_tokens=result.image_tokens,
+                prompt_tokens=result.prompt_tokens,
+                output_tokens=result.output_tokens,
+                error=str(result.error) if failed else None,
+                cached_tokens=result.cached_tokens,
+                ttft_ms=ttft,
+                e2el_ms=e2el,
+                retries=result.retries,
+            )
             self._on_answer(answer)
             self._lines.add(number, task, answer)
         finished.clear()
@@ -240,28 +261,3 @@ class _OrderedWriter:
             while (id := self._waiting.pop(self._turn, None)) is not None:
                 self._output.write_held(id)
                 self._turn += 1
-
-
-def _answer_of(item: Row, model: str, result: Result) -> AnswerRecord:
-    failed = result.error is not None
-    ttft, e2el = (
-        None if seconds is None else round(1e3 * seconds, 3) for seconds in (result.stamps.ttft, result.stamps.e2e)
-    )
-    return AnswerRecord(
-        id=item.id,
-        image=list(item.named),
-        question=item.question,
-        model=model,
-        answer=None if failed else result.text,
-        finish_reason=result.finish_reason,
-        views=result.views,
-        crops=result.crops,
-        image_tokens=result.image_tokens,
-        prompt_tokens=result.prompt_tokens,
-        output_tokens=result.output_tokens,
-        error=str(result.error) if failed else None,
-        cached_tokens=result.cached_tokens,
-        ttft_ms=ttft,
-        e2el_ms=e2el,
-        retries=result.retries,
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -10,8 +9,6 @@ from panscan.batch.answers import AnswerFile
 from panscan.batch.jsonl import AnswerRecord
 from panscan.core import RecordsError
 from panscan.workload.rows import Row
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +34,7 @@ class Task:
 class AnsweredItems:
     """The items that a file has answers of.
 
-    If an item has several answers, the last one wins, and a warning is logged.
+    If an item has several answers, the last one wins.
 
     Args:
         file: output file of the job; its lines are not changed.
@@ -58,14 +55,8 @@ class AnsweredItems:
         self._failed: set[str] = set()
         self._held: set[str] = set()  # to append to the file
         self._replaces: dict[str, str] = {}
-        repeated: list[str] = []
         for answer in file.records():
-            if answer.id in self._asked:
-                repeated.append(answer.id)
             self._note(answer)
-        if repeated:
-            listed = ", ".join(map(repr, repeated[:5])) + (f" and {len(repeated) - 5} more" if repeated[5:] else "")
-            _LOG.warning("%s: several answers to one document, using the last: %s", file.path, listed)
         for answer in file.held:
             if answer.replaces is not None:
                 self._replaces[answer.id] = answer.replaces

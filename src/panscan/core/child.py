@@ -78,7 +78,7 @@ class _ChildProcess:
         descriptors = [child_end.fileno() for _, child_end in pairs]
         try:
             self._process = subprocess.Popen(
-                worker_command(module, repr(time_line()), *map(str, descriptors)),
+                worker_command(module, str(os.getpid()), repr(time_line()), *map(str, descriptors)),
                 stdin=subprocess.DEVNULL,
                 stdout=self._output or sys.stderr,
                 stderr=self._output,
@@ -308,7 +308,8 @@ class _ParentConnection:
     """
 
     def __init__(self) -> None:
-        origin, *descriptors = sys.argv[1:]
+        parent, origin, *descriptors = sys.argv[1:]
+        self._parent = int(parent)  # not getppid(): it may have ended already
         join_time_line(float(origin))
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._sockets = [socket.socket(fileno=int(descriptor)) for descriptor in descriptors]
@@ -317,11 +318,10 @@ class _ParentConnection:
         threading.Thread(target=self._end_with_parent, name="panscan-parent", daemon=True).start()
 
     def _end_with_parent(self) -> None:
-        parent = os.getppid()
         poll = select.poll()
         poll.register(self._sockets[0], getattr(select, "POLLRDHUP", 0) | select.POLLHUP)
         # A forked copy of the parent may keep the connection open.
-        while not poll.poll(_PARENT_MILLISECONDS) and os.getppid() == parent:
+        while not poll.poll(_PARENT_MILLISECONDS) and os.getppid() == self._parent:
             pass
         _exit_child()
 

@@ -21,8 +21,6 @@ from panscan.core.foreign import MOST_COUNT, is_count, parse_json
 from panscan.core.option import shorten
 from panscan.load.connection import ConnectionPool, ErrorKind, ServerAddress
 
-__all__ = ["ErrorKind"]
-
 MOST_TEXT = 1_048_576, 256
 """Characters of an answer: a number, and so many more per token that was asked for."""
 
@@ -286,27 +284,13 @@ class ChatStream:
         on_end: called once, with the receipt time of the end of the response.
     """
 
-    __slots__ = (
-        "_body",
-        "_characters",
-        "_counts",
-        "_empty",
-        "_event",
-        "_event_bytes",
-        "_line",
-        "_max_tokens",
-        "_on_end",
-        "_streams",
-        "_texts",
-        "complete",
-        "exchange",
-    )
-
     def __init__(
         self, exchange: RequestOutcome, max_tokens: int, on_end: Callable[[RequestOutcome, float], None]
     ) -> None:
         self.exchange = exchange
         self._max_tokens = max_tokens
+        self._most_chunks = _MOST_CHUNKS[0] + _MOST_CHUNKS[1] * max_tokens
+        self._most_characters = MOST_TEXT[0] + MOST_TEXT[1] * max_tokens
         self.complete = False
         self._on_end = on_end
         self._streams: bool | None = None  # None: decided by the first bytes of the body
@@ -418,11 +402,10 @@ class ChatStream:
         if choice.get("finish_reason"):
             exchange.finish_reason = _short(str(choice["finish_reason"]))
             exchange.end = at
-        chunks, characters = _most_chunks(self._max_tokens), MOST_TEXT[0] + MOST_TEXT[1] * self._max_tokens
-        if len(exchange.tokens) + len(self._empty) > chunks:  # far beyond the tokens that were asked for
-            self._refuse(f"more than {chunks:,} chunks for max_tokens {self._max_tokens:,}")
-        elif self._characters > characters:
-            self._refuse(f"more than {characters:,} characters for max_tokens {self._max_tokens:,}")
+        if len(exchange.tokens) + len(self._empty) > self._most_chunks:  # far beyond the tokens that were asked for
+            self._refuse(f"more than {self._most_chunks:,} chunks for max_tokens {self._max_tokens:,}")
+        elif self._characters > self._most_characters:
+            self._refuse(f"more than {self._most_characters:,} characters for max_tokens {self._max_tokens:,}")
 
     def on_end(self, at: float) -> None:
         """See :class:`panscan.load.connection.ResponseHandler`."""
@@ -466,47 +449,30 @@ class ChatStream:
         exchange = self.exchange
         exchange.text = "".join(self._texts)
         exchange.tokens = exchange.tokens or self._empty
-        if exchange.error is None and (problem := _output_problem(self._counts, self._max_tokens)) is not None:
-            self._fail("protocol", problem)
-        _fill_counts(exchange, self._counts)
+        for part, name in (("usage", "completion_tokens"), ("timings", "predicted_n")):
+            # Every throughput is computed from these counts. Some endpoints ignore max_tokens.
+            value = self._counts[part].get(name)
+            if isinstance(value, int) and value > MOST_COUNT:
+                self._fail("protocol", f"{name}: expected a number from 0 to {MOST_COUNT:,}, got {shorten(value)}")
+            elif isinstance(value, int) and value > self._most_chunks:
+                self._fail("protocol", f"{name}: {value:,} is far more than max_tokens {self._max_tokens:,}")
+        # Token counts in the dialects of OpenAI, vLLM, SGLang, TGI, Ollama, llama.cpp and panscan.
+        usage, timings, extension = self._counts["usage"], self._counts["timings"], self._counts["panscan"]
+        details = usage.get("prompt_tokens_details")
+        details = details if isinstance(details, dict) else {}
+        exchange.cached_tokens = _reported_count(details, "cached_tokens", _reported_count(timings, "cache_n"))
+        computed = _reported_count(timings, "prompt_n")
+        prompt = None if computed is None else computed + (exchange.cached_tokens or 0)
+        exchange.prompt_tokens = _reported_count(usage, "prompt_tokens", prompt)
+        output = _reported_count(usage, "completion_tokens", _reported_count(timings, "predicted_n"))
+        exchange.output_tokens = len(exchange.tokens) if output is None else output
+        if output is None and exchange.error is None:
+            exchange.error_kind = "usage"
+        exchange.image_tokens = _reported_count(details, "image_tokens", _reported_count(extension, "image_tokens"))
+        exchange.views = _reported_count(extension, "views", _reported_count(usage, "views"))
         if exchange.error is not None:
             exchange.end = at
         self._on_end(exchange, at)
-
-
-def _most_chunks(max_tokens: int) -> int:
-    """Return the most tokens, and content chunks, of an answer that is still measured."""
-    few, factor = _MOST_CHUNKS
-    return few + factor * max_tokens
-
-
-def _output_problem(counts: Mapping[str, Mapping[str, Any]], max_tokens: int) -> str | None:
-    """Return what is wrong with the number of output tokens, from which every throughput is computed."""
-    for part, name in (("usage", "completion_tokens"), ("timings", "predicted_n")):
-        value = counts[part].get(name)
-        if isinstance(value, int) and value > MOST_COUNT:
-            return f"{name}: expected a number from 0 to {MOST_COUNT:,}, got {shorten(value)}"
-        if isinstance(value, int) and value > _most_chunks(max_tokens):  # some endpoints ignore max_tokens
-            return f"{name}: {value:,} is far more than max_tokens {max_tokens:,}"
-    return None
-
-
-def _fill_counts(exchange: RequestOutcome, counts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Set the token counts of an exchange: dialects of OpenAI, vLLM, SGLang, TGI, Ollama, llama.cpp and panscan."""
-    usage, timings, panscan_counts = counts["usage"], counts["timings"], counts["panscan"]
-    details = usage.get("prompt_tokens_details")
-    details = details if isinstance(details, dict) else {}
-    cached = _reported_count(details, "cached_tokens", _reported_count(timings, "cache_n"))
-    computed = _reported_count(timings, "prompt_n")
-    prompt = None if computed is None else computed + (cached or 0)
-    output = _reported_count(usage, "completion_tokens", _reported_count(timings, "predicted_n"))
-    exchange.output_tokens = len(exchange.tokens) if output is None else output
-    if output is None and exchange.error is None:
-        exchange.error_kind = "usage"
-    exchange.prompt_tokens = _reported_count(usage, "prompt_tokens", prompt)
-    exchange.cached_tokens = cached
-    exchange.image_tokens = _reported_count(details, "image_tokens", _reported_count(panscan_counts, "image_tokens"))
-    exchange.views = _reported_count(panscan_counts, "views", _reported_count(usage, "views"))
 
 
 def _reported_count(counts: Mapping[str, Any], name: str, default: int | None = None) -> int | None:

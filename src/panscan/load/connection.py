@@ -156,7 +156,12 @@ class ConnectionPool:
         """
         loop = asyncio.get_running_loop()
         failure: OSError | None = None
-        for address in await self._resolve():
+        async with self._resolving:
+            if not self._addresses:
+                server = self._server
+                infos = await loop.getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)
+                self._addresses = list(dict.fromkeys(str(info[4][0]) for info in infos))
+        for address in list(self._addresses):
             try:
                 _, connection = await loop.create_connection(
                     lambda: _Connection(self),
@@ -173,20 +178,6 @@ class ConnectionPool:
                     self._addresses.insert(0, address)
                 return connection
         raise failure or OSError(errno.EHOSTUNREACH, "the host has no address")
-
-    async def _resolve(self) -> list[str]:
-        async with self._resolving:
-            if not self._addresses:
-                server = self._server
-                infos = await asyncio.get_running_loop().getaddrinfo(server.host, server.port, type=socket.SOCK_STREAM)
-                self._addresses = list(dict.fromkeys(str(info[4][0]) for info in infos))
-        return list(self._addresses)
-
-    def closed(self, connection: _Connection) -> None:
-        """Forget a connection."""
-        self.connections.discard(connection)
-        if connection in self.idle:
-            self.idle.remove(connection)
 
 
 class _Connection(asyncio.Protocol):
@@ -279,11 +270,8 @@ class _Connection(asyncio.Protocol):
             is_tls = data[:2] in (b"\x15\x03", b"\x16\x03")
             no_http = "the endpoint speaks TLS: use https:// in its URL" if is_tls else "the response is not HTTP"
             self._fail("protocol", "the response is not valid HTTP" if self._status else no_http)
-        else:
-            self._check()
-
-    def _check(self) -> None:
-        """Continue, or end the exchange, after data was received."""
+            return
+        # Continue, or end the exchange, unless the parser's callbacks have ended it.
         handler = self._handler
         if handler is None:
             return
@@ -298,7 +286,9 @@ class _Connection(asyncio.Protocol):
             self._timer = self._loop.call_later(_GRACE_SECONDS, self._expire)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._pool.closed(self)
+        self._pool.connections.discard(self)
+        if self in self._pool.idle:
+            self._pool.idle.remove(self)
         handler = self._handler
         if handler is None:
             return

@@ -17,7 +17,7 @@ from PIL import Image, UnidentifiedImageError
 
 from panscan.core import SettingError
 from panscan.images.files import load_page, page_named
-from panscan.load.chat import ChatRequest, chat_body
+from panscan.load.chat import ChatRequest, chat_body, data_url
 from panscan.load.options import LoadOptions
 from panscan.load.scenario import Scenario
 from panscan.load.variants import VariantImage
@@ -26,8 +26,6 @@ from panscan.workload.requests import DocumentFile, Item
 
 MAX_BYTES = 2**31
 """Encoded documents and request bodies of one level, bytes."""
-
-_MARK = "panscan-image-data-of-document"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,30 +151,31 @@ class Content:
             else:
                 yield from draw.choices(items, weights, k=256)
 
-    def _length(self, number: int) -> int:
-        """Return the output tokens that a request asks for."""
-        options = self._options
-        if options.trace is not None and options.trace.output_lengths is not None:
-            lengths = options.trace.output_lengths
-            return lengths[number % len(lengths)]  # there may be more warm-up requests than lines
-        least = options.max_tokens if options.min_tokens is None else options.min_tokens
-        return Random(f"{options.seed}-length-{number}").randint(least, options.max_tokens)
-
     def _chat(self, number: int, item: Item, variant: int) -> ChatRequest:
-        tokens = self._length(number)
-        urls = [f"data:{self._image(file).media_type};base64,{_MARK}" for file in item.documents]
-        body = chat_body(
+        options, trace = self._options, self._options.trace
+        if trace is not None and trace.output_lengths is not None:
+            tokens = trace.output_lengths[number % len(trace.output_lengths)]  # there may be more warm-up requests
+        else:
+            least = options.max_tokens if options.min_tokens is None else options.min_tokens
+            tokens = Random(f"{options.seed}-length-{number}").randint(least, options.max_tokens)
+        images = [self._image(file) for file in item.documents]
+        # Each image's URL without its data is a segment of the body, between two others.
+        first, *segments = chat_body(
             self._model,
-            [{"role": "user", "content": chat_parts(urls, item.prompt)}],
+            [
+                {
+                    "role": "user",
+                    "content": chat_parts([data_url(image.media_type, b"") for image in images], item.prompt),
+                }
+            ],
             tokens,
-            ignore_eos=self._options.ignore_eos,
-            mm_processor_kwargs=self._options.mm_processor_kwargs,
+            ignore_eos=options.ignore_eos,
+            mm_processor_kwargs=options.mm_processor_kwargs,
         )
-        pieces = b"".join(body).split(_MARK.encode(), len(urls))
-        segments = [pieces[0]]
-        for file, piece in zip(item.documents, pieces[1:], strict=True):
-            segments += [*self._image(file).base64(variant), piece]
-        return ChatRequest(f"{number:05d}", tuple(segments), tokens)
+        body = [first]
+        for image, start, rest in zip(images, segments[::2], segments[1::2], strict=True):
+            body += [start, *image.base64(variant), rest]
+        return ChatRequest(f"{number:05d}", tuple(body), tokens)
 
     def _image(self, document: DocumentFile) -> VariantImage:
         if document.name not in self._images:

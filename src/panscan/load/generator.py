@@ -18,8 +18,6 @@ from panscan.load.chat import ChatRequest, Endpoint, RequestOutcome
 from panscan.load.workers import HEARTBEAT, LevelShare, Outcomes, Sender, SenderLoad, WorkerSignal, prepared_process
 from panscan.records.request_records import ClientFigures
 
-__all__ = ["ClientFigures"]
-
 _LEAD = 0.02  # seconds from the decision to start to the start
 _LEAD_PROCESSES = 0.25  # with the message to the subprocesses
 _START_SECONDS = 120.0  # longest start of a subprocess, with the transfer of its requests
@@ -167,9 +165,6 @@ class _Level:
         """Return the result of the level that has run."""
         exchanges = [exchange for exchange in self._outcomes if exchange is not None]
         ended = max((exchange.end for exchange in exchanges), default=self._ended)
-        return LevelResult(exchanges, self._started, ended, self._client(exchanges, shares))
-
-    def _client(self, exchanges: Sequence[RequestOutcome], shares: Sequence[LevelShare]) -> ClientFigures:
         lags = [exchange.lag for exchange in exchanges if exchange.error_kind != "client"] or [0.0]
         median, p99 = (float(np.percentile(lags, rank)) for rank in (50, 99))
         cpu = max((load.cpu_share for load in self._loads), default=0.0)
@@ -188,7 +183,8 @@ class _Level:
             reason = f"a load process had to wait for a core: {1e3 * delay:.1f} ms at p99"
         else:
             reason = ""
-        return ClientFigures(len(shares), 1e3 * median, 1e3 * p99, cpu, bool(reason), reason)
+        client = ClientFigures(len(shares), 1e3 * median, 1e3 * p99, cpu, bool(reason), reason)
+        return LevelResult(exchanges, self._started, ended, client)
 
 
 @dataclass(eq=False, slots=True)

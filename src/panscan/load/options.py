@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -116,34 +116,38 @@ class LoadOptions(TrafficTable):
             if limit is not None:
                 _CONCURRENCY.check("--max-concurrency", limit)
         _check_goodput(self.goodput)
-        for problem in self._contradictions():
-            raise SettingError(problem)
+        for problem, applies in self._contradictions().items():
+            if applies:
+                raise SettingError(problem)
 
-    def _contradictions(self) -> Iterator[str]:
-        """Yield what is wrong with options that do not fit together."""
+    def _contradictions(self) -> dict[str, bool]:
+        """Return what is wrong with options that do not fit together, and whether it is so."""
         limited = any(rate is not None for rate in self.rates)
         several = len(self.rates) > 1 or len(self.max_concurrencies) > 1
-        recorded = 0 if self.trace is None else len(self.trace.times)
-        if self.min_tokens is not None and self.min_tokens > self.max_tokens:
-            yield f"--min-tokens {self.min_tokens}: more than --max-new-tokens {self.max_tokens}; lower it"
-        if len(self.rates) * len(self.max_concurrencies) > MAX_LEVELS:
-            yield f"--request-rate and --max-concurrency give more than {MAX_LEVELS} levels: give fewer"
-        if limited and self.trace is not None:
-            yield "--request-rate and --trace exclude each other: choose one"
-        if self.burstiness != 1.0 and self.arrival == "constant":
-            yield "--burstiness has no effect with --arrival constant: remove one of them"
-        if self.burstiness != 1.0 and not (limited or self.find_max_rate):
-            yield "--burstiness needs a finite --request-rate: give one, such as --request-rate 4"
-        if self.trace_speedup != 1.0 and self.trace is None:
-            yield "--trace-speedup needs --trace FILE"
-        if self.trace is not None and recorded < self.num_prompts:
-            yield f"--num-prompts {self.num_prompts}: the trace has {recorded:,} requests; give at most that"
-        if self.find_max_rate and not self.goodput:
-            yield "--find-max-rate needs limits: add --goodput, such as --goodput ttft:500 tpot:50"
-        if self.find_max_rate and self.trace is not None:
-            yield "--find-max-rate chooses the rates: remove --trace"
-        if self.find_max_rate and several:
-            yield "--find-max-rate takes one --request-rate to start from, and one --max-concurrency"
+        traced, recorded = self.trace is not None, 0 if self.trace is None else len(self.trace.times)
+        shortest, longest, search = self.min_tokens or 0, self.max_tokens, self.find_max_rate
+        levels = len(self.rates) * len(self.max_concurrencies)
+        varied = self.burstiness != 1.0
+        return {
+            f"--min-tokens {shortest}: more than --max-new-tokens {longest}; lower it": shortest > longest,
+            f"--request-rate and --max-concurrency give more than {MAX_LEVELS} levels: give fewer": levels > MAX_LEVELS,
+            "--request-rate and --trace exclude each other: choose one": limited and traced,
+            "--burstiness has no effect with --arrival constant: remove one of them": (
+                varied and self.arrival == "constant"
+            ),
+            "--burstiness needs a finite --request-rate: give one, such as --request-rate 4": (
+                varied and not (limited or search)
+            ),
+            "--trace-speedup needs --trace FILE": self.trace_speedup != 1.0 and not traced,
+            f"--num-prompts {self.num_prompts}: the trace has {recorded:,} requests; give at most that": (
+                traced and recorded < self.num_prompts
+            ),
+            "--find-max-rate needs limits: add --goodput, such as --goodput ttft:500 tpot:50": (
+                search and not self.goodput
+            ),
+            "--find-max-rate chooses the rates: remove --trace": search and traced,
+            "--find-max-rate takes one --request-rate to start from, and one --max-concurrency": search and several,
+        }
 
     @property
     def levels(self) -> list[LoadLevel]:
@@ -324,7 +328,15 @@ def read_trace(path: Path) -> Trace:
     used = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not used or len(used) > MAX_PROMPTS:
         raise SettingError(f"{option}: {len(used):,} requests: expected 1 to {MAX_PROMPTS:,}")
-    rows = [_trace_row(f"{option}, line {number}", line) for number, line in used]
+    rows = []
+    for number, line in used:
+        try:
+            row = msgspec.json.decode(line, type=_TraceRow)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise SettingError(f"{option}, line {number}: {error}") from None
+        if row.output_length is not None:
+            _LENGTHS.check(f"{option}, line {number}: output_length", row.output_length)
+        rows.append(row)
     if any(later.timestamp < earlier.timestamp for earlier, later in pairwise(rows)):
         raise SettingError(f"{option}: timestamps are not ascending: sort the lines")
     lengths = [row.output_length for row in rows if row.output_length is not None]
@@ -341,13 +353,3 @@ class _TraceRow(msgspec.Struct, forbid_unknown_fields=True):
     output_length: int | None = None
     input_length: Any = None
     hash_ids: Any = None
-
-
-def _trace_row(where: str, line: str) -> _TraceRow:
-    try:
-        row = msgspec.json.decode(line, type=_TraceRow)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise SettingError(f"{where}: {error}") from None
-    if row.output_length is not None:
-        _LENGTHS.check(f"{where}: output_length", row.output_length)
-    return row

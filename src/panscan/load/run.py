@@ -14,8 +14,12 @@ import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
+
+import numpy as np
 
 from panscan.bench.run import finish
 from panscan.core import RecordsError, Stamps
@@ -26,10 +30,9 @@ from panscan.load.generator import LevelResult, run_level
 from panscan.load.options import LoadLevel, LoadOptions
 from panscan.load.probe import address
 from panscan.load.search import RateSearch, Trial, undisturbed
-from panscan.load.vllm_result import vllm_result
 from panscan.records.environment import new_run_record
 from panscan.records.goodput import Goodput, goodput_of
-from panscan.records.load_records import LoadRunSettings, ProbeRecord, SearchRecord
+from panscan.records.load_records import LoadRunSettings, ProbeRecord, SearchLevel, SearchRecord
 from panscan.records.request_records import LevelLoad, RepeatRecord, RequestRecord
 from panscan.records.schema import CellRecord, CellsRecord, RecordedCell, RunRecord, RunSettings
 from panscan.records.store import RecordWriter, Run
@@ -142,28 +145,23 @@ class _LoadRun:
         self._sized = False
 
     def measure(self) -> None:
-        options = self._plan.options
-        self._warm_up()
+        options, count = self._plan.options, self._plan.options.num_warmups
+        if count:
+            self._observer.preparing(None)
+            requests = [request.chat for request in self._content.requests(count)]
+            self._observer.warming_up(count)
+            limit = min(_WARM_AT_ONCE, *(limit or _WARM_AT_ONCE for limit in options.max_concurrencies))
+            result = run_level(self._plan.endpoint, requests, None, max_concurrency=limit, cancelled=self._cancelled)
+            errors = [outcome.error for outcome in result.exchanges if outcome.error is not None]
+            if errors:
+                text = f"{len(errors)} of {count} warm-up requests failed: {errors[0]}"
+                self._observer.remark(text, warning=True)
         for level in options.levels:
             if self._cancelled.is_set():
                 return
             self._record(self._send(level, options.num_prompts), added=False)
         if options.find_max_rate:
             self._search()
-
-    def _warm_up(self) -> None:
-        count = self._plan.options.num_warmups
-        if count == 0:
-            return
-        self._observer.preparing(None)
-        requests = [each.chat for each in self._content.requests(count)]
-        self._observer.warming_up(count)
-        limit = min(_WARM_AT_ONCE, *(each or _WARM_AT_ONCE for each in self._plan.options.max_concurrencies))
-        result = run_level(self._plan.endpoint, requests, None, max_concurrency=limit, cancelled=self._cancelled)
-        failed = [each for each in result.exchanges if each.error is not None]
-        if failed:
-            text = f"{len(failed)} of {count} warm-up requests failed: {failed[0].error}"
-            self._observer.remark(text, warning=True)
 
     def _search(self) -> None:
         options = self._plan.options
@@ -179,14 +177,18 @@ class _LoadRun:
             if self._cancelled.is_set():
                 break
             alone = goodput_of(undisturbed(sent.records), options.goodput, 0.0)
-            trial = Trial(rate, sent.goodput, sent.result.client.limited, alone)
-            search.add(trial)
-            self._observer.remark(trial.summary)
+            search.trials.append(Trial(rate, sent.goodput, sent.result.client.limited, alone))
+            behind = ", but arrive faster than they are answered" if sent.goodput.overloaded else ""
+            share = f"{sent.goodput.attainment:.0%} of the requests meet the limits"
+            self._observer.remark(f"{rate:g} req/s: {share}{behind}")
         best = search.best()
         note = f"{search.note}; interrupted" if self._cancelled.is_set() else search.note
-        levels = [trial.record for trial in search.trials]
-        rate, share = (None, None) if best is None else (best.rate, best.goodput.attainment)
-        self._writer.write([SearchRecord(rate=rate, attainment=share, note=note, levels=levels)])
+        levels = [
+            SearchLevel(trial.rate, trial.goodput.attainment, trial.goodput.overloaded, trial.limited)
+            for trial in search.trials
+        ]
+        rate, attainment = (None, None) if best is None else (best.rate, best.goodput.attainment)
+        self._writer.write([SearchRecord(rate=rate, attainment=attainment, note=note, levels=levels)])
 
     def _send(self, level: LoadLevel, count: int, more: int = 1) -> _SentLevel:
         """Measure a level.
@@ -231,10 +233,17 @@ class _LoadRun:
         return _SentLevel(level, count, result, records, goodput)
 
     def _record(self, sent: _SentLevel, *, added: bool) -> None:
-        """Write a level, and its cell if the run line does not list it."""
+        """Write a level, and its cell if the run line does not list it. A level fails if no request succeeded."""
         plan, level, result = self._plan, sent.level, sent.result
-        cells = [CellsRecord([_recorded_level(level)])] if added else []
-        outcome = _level_outcome(level, sent.count, result)
+        cells = [CellsRecord([RecordedCell(level.cell, level.settings)])] if added else []
+        errors = Counter(outcome.error for outcome in result.exchanges if outcome.error is not None)
+        succeeded = len(result.exchanges) - errors.total()
+        reason = None
+        if len(result.exchanges) < sent.count:
+            reason = f"interrupted after {len(result.exchanges)} of {sent.count} requests"
+        if errors and not succeeded:
+            reason = f"no request succeeded: {errors.most_common(1)[0][0]}"[:_LONGEST_REASON]
+        outcome = CellRecord(cell=level.cell, outcome="done" if succeeded else "failed", reason=reason, repeat=None)
         repeat = RepeatRecord(
             cell=level.cell,
             repeat=0,
@@ -248,9 +257,8 @@ class _LoadRun:
         )
         self._writer.write([*cells, *sent.records, repeat, outcome])
         if plan.save_result:
-            found = vllm_result(level, result, plan.endpoint, plan.options, sent.goodput.throughput)
             path = self._writer.path.parent / f"vllm-{level.cell}.json"
-            write_file(path, json.dumps(found, indent=1) + "\n", RecordsError)
+            write_file(path, json.dumps(_vllm_result(plan, sent), indent=1) + "\n", RecordsError)
         self._observer.measured(level, result)
         if result.client.limited:
             text = f"{level.cell}: the client, not the server, was the limit: {result.client.reason}"
@@ -286,11 +294,7 @@ def _run_record(plan: LoadPlan, command: Sequence[str]) -> RunRecord:
         workload_sha256=content_digest(plan.mix.items),
         include_content=plan.include_content,
     )
-    return new_run_record(command, settings, [_recorded_level(level) for level in options.levels], {})
-
-
-def _recorded_level(level: LoadLevel) -> RecordedCell:
-    return RecordedCell(level.cell, level.settings)
+    return new_run_record(command, settings, [RecordedCell(level.cell, level.settings) for level in options.levels], {})
 
 
 def _request_record(level: LoadLevel, number: int, request: LoadRequest, exchange: RequestOutcome) -> RequestRecord:
@@ -321,14 +325,59 @@ def _request_record(level: LoadLevel, number: int, request: LoadRequest, exchang
     )
 
 
-def _level_outcome(level: LoadLevel, count: int, result: LevelResult) -> CellRecord:
-    """Return the level's ``cell`` record: failed if no request succeeded, with the most frequent error."""
-    errors = Counter(each.error for each in result.exchanges if each.error is not None)
-    succeeded = len(result.exchanges) - errors.total()
-    reason = None
-    if len(result.exchanges) < count:
-        reason = f"interrupted after {len(result.exchanges)} of {count} requests"
-    if errors and not succeeded:
-        reason = f"no request succeeded: {errors.most_common(1)[0][0]}"[:_LONGEST_REASON]
-    outcome = "done" if succeeded else "failed"
-    return CellRecord(cell=level.cell, outcome=outcome, reason=reason, repeat=None)
+def _vllm_result(plan: LoadPlan, sent: _SentLevel) -> dict[str, Any]:
+    """Return a level as the JSON of ``vllm bench serve --save-result``, for tools that read it.
+
+    As in vLLM, times are those of successful requests, and a sample without values has the mean and percentiles 0.
+    Unlike in vLLM, the wait for a slot of ``--max-concurrency`` counts in the goodput.
+    """
+    level, options, result = sent.level, plan.options, sent.result
+    done = [record for record in sent.records if record.error is None]
+    seconds = max(result.ended - result.started, 1e-9)
+    prompt_tokens = sum(record.prompt_tokens or 0 for record in done)
+    output_tokens = sum(record.output_tokens for record in done)
+    changes = sorted(change for outcome in result.exchanges for change in ((outcome.accepted, 1), (outcome.end, -1)))
+    fields: dict[str, Any] = {
+        "date": datetime.fromtimestamp(result.started).strftime("%Y%m%d-%H%M%S"),
+        "endpoint_type": "openai-chat",
+        "backend": "openai-chat",
+        "label": None,
+        "model_id": plan.endpoint.model,
+        "tokenizer_id": plan.endpoint.model,
+        "num_prompts": len(sent.records),
+        "request_rate": "inf" if level.rate is None else level.rate,
+        "burstiness": level.burstiness or 1.0,
+        "max_concurrency": level.max_concurrency,
+        "duration": seconds,
+        "completed": len(done),
+        "failed": len(sent.records) - len(done),
+        "total_input_tokens": prompt_tokens,
+        "total_output_tokens": output_tokens,
+        "request_throughput": len(done) / seconds,
+        "request_goodput": sent.goodput.throughput if options.goodput else None,
+        "output_throughput": output_tokens / seconds,
+        "total_token_throughput": (prompt_tokens + output_tokens) / seconds,
+        "max_concurrent_requests": max(accumulate(change for _, change in changes), default=0),
+    }
+    return fields | _vllm_statistics(done, options, queued=level.max_concurrency is not None)
+
+
+def _vllm_statistics(done: Sequence[RequestRecord], options: LoadOptions, *, queued: bool) -> dict[str, float]:
+    """Return the means, deviations and percentiles of the chosen times and, if there is a queue, of the wait in it."""
+    samples: dict[str, list[float | None]] = {
+        "ttft": [record.ttft for record in done],
+        "tpot": [record.tpot for record in done],
+        "itl": [gap for record in done for gap in record.itl],
+        "e2el": [record.e2e for record in done],
+        "client_queue_time": [record.queued for record in done],
+    }
+    statistics: dict[str, float] = {}
+    for name in (*options.percentile_metrics, *(["client_queue_time"] if queued else [])):
+        sample = 1e3 * np.array([value for value in samples[name] if value is not None] or [0.0])
+        statistics |= {
+            f"mean_{name}_ms": float(sample.mean()),
+            f"median_{name}_ms": float(np.median(sample)),
+            f"std_{name}_ms": float(sample.std()),
+            **{f"p{rank:g}_{name}_ms": float(np.percentile(sample, rank)) for rank in options.metric_percentiles},
+        }
+    return statistics

@@ -21,6 +21,7 @@ from panscan.settings import nearest
 from panscan.settings.preset_files import read_yaml_text
 from panscan.workload.documents import KINDS, Document, Print, Sheet
 
+_BUNDLED = files("panscan.load") / "scenarios"
 _DEEPEST = 20  # levels of a scenario, which has 4
 _LISTS = ("documents", "prompts", "request_rate", "max_concurrency")  # fields that may be one value
 
@@ -98,7 +99,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def scenario_names() -> list[str]:
     """Return the names of the bundled scenarios."""
-    return sorted(path.name.removesuffix(".yaml") for path in _bundled().iterdir() if path.name.endswith(".yaml"))
+    return sorted(path.name.removesuffix(".yaml") for path in _BUNDLED.iterdir() if path.name.endswith(".yaml"))
 
 
 def load_scenario(name: str) -> Scenario:
@@ -109,17 +110,13 @@ def load_scenario(name: str) -> Scenario:
     """
     where = f"--scenario {name}"
     if name in scenario_names():
-        return _scenario(name, (_bundled() / f"{name}.yaml").read_text("utf-8"), where)
+        return _scenario(name, (_BUNDLED / f"{name}.yaml").read_text("utf-8"), where)
     if Path(name).suffix not in (".yaml", ".yml"):
         known = ", ".join(scenario_names())
         raise SettingError(
             f"--scenario: expected {known} or a YAML file, got {shorten(name)}{nearest(name, scenario_names())}"
         )
     return _scenario(Path(name).stem, read_yaml_text(Path(name), where), where)
-
-
-def _bundled() -> Any:
-    return files("panscan.load") / "scenarios"
 
 
 def _scenario(name: str, text: str, where: str) -> Scenario:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from panscan.records.goodput import Goodput, HighestRate, highest_rate
-from panscan.records.load_records import SearchLevel
 from panscan.records.request_records import RequestRecord
 
 _STEP = 2.0  # factor between rates until the limit is enclosed
@@ -31,17 +30,6 @@ class Trial:
     goodput: Goodput
     limited: bool = False
     undisturbed: Goodput | None = None
-
-    @property
-    def record(self) -> SearchLevel:
-        """The trial in the ``search`` record."""
-        return SearchLevel(self.rate, self.goodput.attainment, self.goodput.overloaded, self.limited)
-
-    @property
-    def summary(self) -> str:
-        """The trial as a line of progress."""
-        behind = ", but arrive faster than they are answered" if self.goodput.overloaded else ""
-        return f"{self.rate:g} req/s: {self.goodput.attainment:.0%} of the requests meet the limits{behind}"
 
 
 def undisturbed(requests: Sequence[RequestRecord]) -> list[RequestRecord]:
@@ -72,7 +60,7 @@ class RateSearch:
         most: trials at most.
 
     Attributes:
-        trials: the levels measured so far, in order.
+        trials: the levels measured so far, in order: the caller adds that at each :meth:`next_rate`.
     """
 
     start: float = 1.0
@@ -80,10 +68,6 @@ class RateSearch:
     precision: float = 0.1
     most: int = 12
     trials: list[Trial] = field(default_factory=list)
-
-    def add(self, trial: Trial) -> None:
-        """Add the level measured at :meth:`next_rate`."""
-        self.trials.append(trial)
 
     def next_rate(self) -> float | None:
         """Return the next rate to measure, requests per second; None when the search is over."""

@@ -94,7 +94,13 @@ class _Png:
         height, width, _ = pixels.shape
         fields = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes((8, 2, 0, 0, 0))
         self._header = _SIGNATURE + _chunk(b"IHDR", fields)
-        rest = _filtered(pixels)
+        # All rows but the first, filtered: the difference to the row above. The second stays as it is, since the first
+        # one varies.
+        filtered = np.empty((height - 1, 1 + 3 * width), np.uint8)
+        rows = pixels.reshape(height, 3 * width)
+        filtered[:1, 0], filtered[:1, 1:] = 0, rows[1:2]
+        filtered[1:, 0], filtered[1:, 1:] = 2, rows[2:] - rows[1:-1]
+        rest = filtered.tobytes()
         self._rest_length, self._rest_sum = len(rest), zlib.adler32(rest)
         packer = zlib.compressobj(6, zlib.DEFLATED, -15)
         stream = packer.compress(rest) + packer.flush(zlib.Z_SYNC_FLUSH)
@@ -109,7 +115,11 @@ class _Png:
         data = _chunk(b"IDAT", stream)
         text = b"Comment\x00" + str(variant).encode()
         text += b" " * (-(len(self._header) + len(text) + 12 + len(data)) % 3)
-        total = _combined(zlib.adler32(first), self._rest_sum, self._rest_length)
+        # The Adler-32 of two joined byte strings from those of each.
+        sums = zlib.adler32(first), self._rest_sum
+        low = sum(value & 0xFFFF for value in sums) - 1
+        high = sum(value >> 16 for value in sums) + self._rest_length * ((sums[0] & 0xFFFF) - 1)
+        total = high % _ADLER << 16 | low % _ADLER
         tail = _chunk(b"IDAT", _LAST_BLOCK + total.to_bytes(4, "big")) + _chunk(b"IEND", b"")
         return self._header + _chunk(b"tEXt", text) + data, tail
 
@@ -118,30 +128,15 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
     return len(data).to_bytes(4, "big") + kind + data + zlib.crc32(kind + data).to_bytes(4, "big")
 
 
-def _combined(first: int, second: int, length: int) -> int:
-    """Return the Adler-32 of two joined byte strings from those of each; ``length`` is the second one's."""
-    low = ((first & 0xFFFF) + (second & 0xFFFF) - 1) % _ADLER
-    high = ((first >> 16) + (second >> 16) + length * ((first & 0xFFFF) - 1)) % _ADLER
-    return high << 16 | low
-
-
-def _filtered(pixels: NDArray[np.uint8]) -> bytes:
-    """Return all rows but the first as PNG's filtered bytes: the difference to the row above, except in the second."""
-    if len(pixels) == 1:
-        return b""
-    height, width, _ = pixels.shape
-    filtered = np.empty((height - 1, 1 + 3 * width), np.uint8)
-    rows = pixels.reshape(height, 3 * width)
-    filtered[0, 0], filtered[0, 1:] = 0, rows[1]  # unfiltered: the row above varies
-    filtered[1:, 0], filtered[1:, 1:] = 2, rows[2:] - rows[1:-1]
-    return filtered.tobytes()
-
-
 class _Jpeg:
     """A JPEG file in three parts: headers and the first row of blocks, the other rows (shared), and nothing."""
 
     def __init__(self, image: Image.Image, source: Image.Image) -> None:
-        self._options = _encoding(source)
+        tables = getattr(source, "quantization", None)
+        self._options: dict[str, Any] = {"quality": _QUALITY, "subsampling": 2}
+        if tables and len(source.getbands()) == 3:
+            sampling = JpegImagePlugin.get_sampling(source)
+            self._options = {"qtables": tables, "subsampling": 2 if sampling < 0 else sampling}
         whole = _jpeg(image, self._options)
         self.rows = min(image.height, 16)
         start, end = _scan(whole)
@@ -157,16 +152,6 @@ class _Jpeg:
         text += b" " * (-(6 + len(text) + len(data)) % 3)
         comment = b"\xff\xfe" + (len(text) + 2).to_bytes(2, "big") + text
         return b"\xff\xd8" + comment + data, b""
-
-
-def _encoding(source: Image.Image) -> dict[str, Any]:
-    """Return Pillow's options for a file like ``source``: its quantization tables and subsampling, if it has any."""
-    tables = getattr(source, "quantization", None)
-    colours = len(source.getbands()) == 3
-    if not tables or not colours:
-        return {"quality": _QUALITY, "subsampling": 2}
-    sampling = JpegImagePlugin.get_sampling(source)
-    return {"qtables": tables, "subsampling": 2 if sampling < 0 else sampling}
 
 
 def _jpeg(image: Image.Image, options: dict[str, Any]) -> bytes:

@@ -81,6 +81,7 @@ FOREIGN_OPTIONS: dict[str, str] = {
     "bf16": "use --dtype bf16",
     "fp16": "use --dtype fp16",
     "greedy": "use --temperature 0",
+    "again": "use --force",
     # other spellings
     "image": "give images as plain arguments, such as page.png",
     "gpus": "use --tensor-parallel-size, or --replicas of bench, batch and serve",

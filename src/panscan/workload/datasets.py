@@ -19,7 +19,6 @@ from panscan.workload.rows import (
     MOST_ROWS,
     Boundary,
     LoadedDataset,
-    Number,
     Pictures,
     answer_texts,
     beside,
@@ -31,86 +30,82 @@ from panscan.workload.rows import (
 from panscan.workload.tables import read_tables
 
 
-def _read_rrc(
-    files: Sequence[Path], called: str, loaded: LoadedDataset, *, folders: Sequence[str], image: str, kind: str
+def _read_questions(
+    files: Sequence[Path],
+    called: str,
+    loaded: LoadedDataset,
+    *,
+    folders: Sequence[str],
+    id: str = "questionId",
+    image: str = "image",
+    suffix: str = "",
+    kind: str = "",
+    people: bool = False,
 ) -> None:
-    """Take the rows of files of DocVQA or InfographicVQA, as the Robust Reading Competition publishes them.
+    """Take the rows of files of DocVQA and InfographicVQA (rrc.cvc.uab.es, task 17) or TextVQA (textvqa.org).
 
-    (rrc.cvc.uab.es, task 17.) One file per split, ``{"data": [{"questionId", "question", "answers", ...}]}``; test
-    splits have no answers.
+    One file per split, ``{"data": [{"questionId", "question", "answers", ...}]}``; test splits have no answers. The
+    pictures of TextVQA's validation split are among the training split's.
 
     Args:
         files: the files.
         called: name in messages.
         loaded: takes the rows.
         folders: folders of images.
+        id: key of a question's id.
         image: key of a path such as ``documents/x.png``, or of a file name.
+        suffix: end of the file name, if the rows leave it out.
         kind: key of the types of a question, in files that have them.
+        people: the answers are one per annotator.
 
     Raises:
         DatasetError: a file cannot be read or is not such a file.
     """
     for path in files:
-        pictures = Pictures((path.parent, path.parent.parent), folders)
-        for row in data_rows(path, called):
-            found = pictures.find(row.get(image))
+        content = read_json(path, f"{called}: {path.name}")
+        rows: Any = content.get("data") if isinstance(content, dict) else None
+        if not _are_objects(rows):
+            raise DatasetError(f"{called}: {path.name}: expected an object with a list 'data' of questions")
+        siblings = sorted(path for path in path.parent.iterdir() if path.is_dir() and not path.name.startswith("."))
+        pictures = Pictures((path.parent, path.parent.parent, *siblings), folders)
+        for row in rows:
+            name = row.get(image)
+            found = pictures.find(f"{name}{suffix}" if suffix and name is not None else name)
             tags = [("type", row.get(kind))]
-            loaded.add(row.get("questionId"), found, row.get("question") or None, row.get("answers"), tags)
+            loaded.add(row.get(id), found, row.get("question") or None, row.get("answers"), tags, people=people)
+
+
+def _are_objects(rows: Any) -> bool:
+    return isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
 
 
 _SPLIT_FOLDERS = ("train/documents", "val/documents", "test/documents")
 _read_docvqa = partial(
-    _read_rrc,
+    _read_questions,
     folders=("documents", "spdocvqa_images", "images", *_SPLIT_FOLDERS),
-    image="image",
     kind="question_types",
 )
 _read_infographicvqa = partial(
-    _read_rrc,
+    _read_questions,
     folders=("infographicsvqa_images", "images", "infographicVQA_images", "infographicvqa_images"),
     image="image_local_name",
     kind="answer_type",
 )
-
-
-def data_rows(path: Path, called: str) -> list[dict[str, Any]]:
-    """Return the objects under "data" in a JSON file of DocVQA, InfographicVQA or TextVQA.
-
-    Raises:
-        DatasetError: the file cannot be read or has none.
-    """
-    content = read_json(path, f"{called}: {path.name}")
-    rows = content.get("data") if isinstance(content, dict) else None
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise DatasetError(f"{called}: {path.name}: expected an object with a list 'data' of questions")
-    return rows
-
-
-_TEXTVQA_FOLDERS = (
-    "train_images",
-    "test_images",
-    "train_val_images/train_images",
-    "train_val_images",
-    "val_images",
-    "images",
+_read_textvqa = partial(
+    _read_questions,
+    folders=(
+        "train_images",
+        "test_images",
+        "train_val_images/train_images",
+        "train_val_images",
+        "val_images",
+        "images",
+    ),
+    id="question_id",
+    image="image_id",
+    suffix=".jpg",
+    people=True,
 )
-
-
-def read_textvqa(files: Sequence[Path], called: str, loaded: LoadedDataset) -> None:
-    """Take the rows of TextVQA's files (textvqa.org): ``TextVQA_0.5.1_val.json`` and ``train_images/<image_id>.jpg``.
-
-    Each question has ten people's answers. The validation split's pictures are among the training split's.
-
-    Raises:
-        DatasetError: a file cannot be read or is not TextVQA's.
-    """
-    for path in files:
-        beside_it = sorted(path for path in path.parent.iterdir() if path.is_dir() and not path.name.startswith("."))
-        pictures = Pictures((path.parent, path.parent.parent, *beside_it), _TEXTVQA_FOLDERS)
-        for row in data_rows(path, called):
-            name = row.get("image_id")
-            found = pictures.find(f"{name}.jpg") if name is not None else []
-            loaded.add(row.get("question_id"), found, row.get("question"), row.get("answers"), people=True)
 
 
 def read_chartqa(files: Sequence[Path], called: str, loaded: LoadedDataset) -> None:
@@ -124,13 +119,12 @@ def read_chartqa(files: Sequence[Path], called: str, loaded: LoadedDataset) -> N
     """
     for path in files:
         rows = read_json(path, f"{called}: {path.name}")
-        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        if not _are_objects(rows):
             raise DatasetError(f"{called}: {path.name}: expected a list of questions")
         kind = path.stem.rpartition("_")[2]
         pictures = Pictures((path.parent,), ("png", "images"))
         for number, row in enumerate(rows):
-            found = pictures.find(row.get("imgname"))
-            label = row.get("label")
+            found, label = pictures.find(row.get("imgname")), row.get("label")
             plain = not isinstance(label, list | dict)
             loaded.add(f"{kind}-{number:05d}", found, row.get("query") or None, label, [("type", kind)], plain=plain)
 
@@ -186,17 +180,13 @@ def _json_line(line: str, where: str) -> dict[str, Any]:
     for key in row.keys() - _JSONL_KEYS:
         raise DatasetError(f"{where}: unknown key {key!r}{nearest(key, _JSONL_KEYS)}")
     names = [row["image"]] if isinstance(row["image"], str) else row["image"]
-    if not names or not _texts(names) or not all(names):
+    if not isinstance(names, list) or not names or not all(type(name) is str and name for name in names):
         raise DatasetError(f"{where}: 'image' must be a file name or a list of them")
-    if not _texts([row["question"]]):
+    if type(row["question"]) is not str:
         raise DatasetError(f"{where}: 'question' must be text")
     if isinstance(row.get("answers"), dict) and not answer_texts(row["answers"])[0]:
         raise DatasetError(f"{where}: 'answers' must be texts or numbers, or a list of them")
     return {**row, "image": names}
-
-
-def _texts(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(text, str) and not isinstance(text, Number) for text in value)
 
 
 _ALIASES = {"val": "validation", "valid": "validation", "dev": "validation"}
@@ -238,7 +228,7 @@ FORMATS: Mapping[str, DatasetFormat] = {
         ("test", "validation", "train"),
     ),
     "textvqa": DatasetFormat(
-        "vqa_accuracy", r"TextVQA_\d.*_(?P<split>train|val|test)\.json", read_textvqa, beside=True
+        "vqa_accuracy", r"TextVQA_\d.*_(?P<split>train|val|test)\.json", _read_textvqa, beside=True
     ),
     "table": DatasetFormat(EXACT_MATCH, r"(?!cache-).*\.(parquet|arrow)", read_tables),
 }
@@ -269,7 +259,7 @@ def load_dataset(
     except OSError as error:  # a name that is too long, a folder that may not be entered
         raise DatasetError(f"{called}: {error.strerror}") from error
     if is_folder:
-        name, by_split = _in_folder(_snapshot(path), layout, called)
+        name, by_split = _in_folder(path, layout, called)
     else:
         if not exists:
             raise DatasetError(f"{called}: No such file or directory")
@@ -277,7 +267,10 @@ def load_dataset(
         by_split = {_split_of(name, path): [path]}
     chosen = _chosen(by_split, split, FORMATS[name].splits, called)
     files = by_split[chosen]
-    _refuse_several(name, files, called)
+    owners = list(dict.fromkeys(path.parent for path in files))
+    if len(owners) > 1:  # files of one split that lie in several folders are several datasets; ChartQA's are not
+        listed = ", ".join(map(str, owners[:4]))
+        raise DatasetError(f"{called}: several datasets of layout {name}: name one of the folders {listed}")
     others = ", ".join(each for each in by_split if each not in (chosen, ""))
     unsplit = len(by_split.get("", ())) if chosen else 0
     facts = DatasetFacts(name, chosen, other_splits=others, files_without_split=unsplit)
@@ -293,7 +286,11 @@ def load_dataset(
 
 
 def _in_folder(folder: Path, layout: str | None, called: str) -> tuple[str, dict[str, list[Path]]]:
-    names = [layout] if layout is not None else [name for name, each in FORMATS.items() if each.folder]
+    current = folder / "refs" / "main"  # of a repository in the hub's cache: its current snapshot counts
+    if (folder / "snapshots").is_dir() and current.is_file():
+        snapshot = folder / "snapshots" / current.read_text("utf-8").strip()
+        folder = snapshot if snapshot.is_dir() else folder
+    names = [layout] if layout is not None else [name for name, layout in FORMATS.items() if layout.folder]
     found = {name: by_split for name in names if (by_split := _files(folder, name))}
     if not found:
         wanted = f"files of layout {layout}" if layout else f"known layout ({', '.join(FORMATS)})"
@@ -338,23 +335,6 @@ def _chosen(by_split: Mapping[str, object], split: str | None, preferred: Sequen
         has = f"it has {', '.join(known)}" if known else "it has no splits"
         raise DatasetError(f"--dataset-split {split}: not in {called.removeprefix('--dataset ')}: {has}")
     return wanted
-
-
-def _refuse_several(name: str, files: Sequence[Path], called: str) -> None:
-    """Files of one split that lie in several folders are several datasets; ChartQA's are not."""
-    folders = list(dict.fromkeys(path.parent for path in files))
-    if len(folders) > 1:
-        listed = ", ".join(str(folder) for folder in folders[:4])
-        raise DatasetError(f"{called}: several datasets of layout {name}: name one of the folders {listed}")
-
-
-def _snapshot(folder: Path) -> Path:
-    """Return the current snapshot of a repository in the hub's cache; any other folder unchanged."""
-    current = folder / "refs" / "main"
-    if (folder / "snapshots").is_dir() and current.is_file():
-        found = folder / "snapshots" / current.read_text("utf-8").strip()
-        return found if found.is_dir() else folder
-    return folder
 
 
 def _of_file(path: Path, called: str) -> str:

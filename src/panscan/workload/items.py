@@ -107,7 +107,7 @@ def find_work(
         return _table_work(sources, columns or TableColumns(), limit, on_problem, has_prompt, external=external_images)
     if columns is not None:
         raise SettingError("--image-column, --id-column and --prompt-column are for Parquet files (.parquet)")
-    if any(_is_dataset(source) for source in sources):
+    if any("://" not in source and source.lower().endswith(".jsonl") for source in sources):
         if len(sources) > 1:
             raise SettingError(f"a dataset needs a separate job: do not combine {' '.join(sources)}")
         if whole_files:
@@ -120,10 +120,6 @@ def find_work(
         files = find_files(files, on_problem=on_problem)  # removes other names of a file
     groups = _opened_ahead(files, lambda file: _document_items(file, max_pages, whole=whole_files))
     return BatchWork(groups, len(files), limit, files, has_questions=False)
-
-
-def _is_dataset(source: str) -> bool:
-    return "://" not in source and source.lower().endswith(".jsonl")
 
 
 def _source_files(source: str, on_problem: Callable[[ImageError], None]) -> list[str]:

@@ -7,7 +7,7 @@ import filecmp
 import json
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -57,39 +57,13 @@ def chat_parts(images: Sequence[str | bytes], text: str) -> list[dict[str, Any]]
     return [*({"type": "image_url", "image_url": {"url": url}} for url in images), {"type": "text", "text": text}]
 
 
-def document_requests(count: int, seed: int, *, columns: int = COLUMNS) -> Iterator[DocumentRequest]:
-    """Yield ``count`` requests about ``count`` different documents, the same for the same arguments.
-
-    The documents are those of :func:`panscan.workload.samples.write_samples`: receipts, boards, invoices, charts,
-    notes, tables, forms and signs with the aspect ratios of the originals. 60% of the prompts are questions (32 output
-    tokens), 25% ask for the fields as JSON (128) and 15% for a transcription (256).
-    """
-    for index in range(count):
-        document = draw_document(seed, index, columns=columns)
-        rng = Random(f"{seed}-{index}-task")
-        _, prompt, output_tokens = rng.choices(_TASKS, weights=[share for share, *_ in _TASKS])[0]
-        name = document_name(document.kind, index)
-        yield DocumentRequest(
-            image=data_url(name, encode_document(document.image, name)),
-            prompt=prompt or rng.choice(document.questions).question,
-            output_tokens=output_tokens,
-            views=len(plan_views(*document.image.size, PanAndScan()).views),
-        )
-
-
-def _message(request: DocumentRequest) -> dict[str, Any]:
+def request_row(request: DocumentRequest, format: str) -> dict[str, Any]:
+    """Return the line of a request in a request set of one of :data:`FORMATS`."""
     # "prompt" with "image_files" (vLLM), or with "image" (guidellm, aiperf), would send the text first; guidellm would
     # also encode the image again as JPEG.
-    return {"content": chat_parts([request.image], request.prompt)}
-
-
-def guidellm_row(request: DocumentRequest) -> dict[str, Any]:
-    """Return the line of a request in a request set for guidellm."""
-    return {"messages": [{"role": "user", **_message(request)}], "output_tokens_count": request.output_tokens}
-
-
-def _aiperf_row(request: DocumentRequest) -> dict[str, Any]:
-    return {"messages": [{"role": "user", **_message(request)}], "output_length": request.output_tokens}
+    message = {"content": chat_parts([request.image], request.prompt)}
+    field = FORMATS[format].tokens_field
+    return message if field is None else {"messages": [{"role": "user", **message}], field: request.output_tokens}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,29 +71,29 @@ class RequestFormat:
     """The input format of a load generator: JSON lines, one request per line.
 
     Args:
-        row: the line of a request, as an object.
+        tokens_field: the field of the output tokens, beside ``messages``; None: a line is a message.
         command: a command of the tool that sends the requests, with placeholders ``{path}`` and ``{count}``.
     """
 
-    row: Callable[[DocumentRequest], dict[str, Any]]
+    tokens_field: str | None
     command: str
 
 
 FORMATS: Mapping[str, RequestFormat] = MappingProxyType(
     {
         "aiperf": RequestFormat(
-            _aiperf_row,
+            "output_length",
             "aiperf profile --model MODEL --url URL --endpoint-type chat --streaming"
             " --input-file {path} --custom-dataset-type mooncake_trace --request-count {count} --request-rate 2"
             " --extra-inputs ignore_eos:true",
         ),
         "guidellm": RequestFormat(
-            guidellm_row,
+            "output_tokens_count",
             "guidellm run --backend kind=openai_http,target=URL --profile kind=poisson,rate=2"
             " --data kind=json_file,path={path} --constraint kind=max_requests,count={count}",
         ),
         "vllm": RequestFormat(
-            _message,
+            None,
             "vllm bench serve --backend openai-chat --endpoint /v1/chat/completions --base-url URL --model MODEL"
             " --dataset-name custom_image --dataset-path {path} --custom-output-len 128"
             " --num-prompts {count} --request-rate 2 --ignore-eos",
@@ -149,7 +123,9 @@ def write_request_set(
 ) -> RequestSet:
     """Write ``FORMAT.jsonl`` in ``directory``: ``count`` requests about different documents, with their images.
 
-    The same arguments write the same bytes. The file appears only when it is complete.
+    The documents are those of :func:`panscan.workload.samples.write_samples`. 60% of the prompts are questions (32
+    output tokens), 25% ask for the fields as JSON (128) and 15% for a transcription (256). The same arguments write the
+    same bytes. The file appears only when it is complete.
 
     Args:
         directory: created if missing.
@@ -172,8 +148,18 @@ def write_request_set(
         directory.mkdir(parents=True, exist_ok=True)
         with replace_file(path, durable=False) as file:
             views: Counter[int] = Counter()
-            for request in document_requests(count, seed, columns=columns):
-                file.write(json.dumps(FORMATS[format].row(request)).encode() + b"\n")
+            for index in range(count):
+                document = draw_document(seed, index, columns=columns)
+                rng = Random(f"{seed}-{index}-task")
+                _, prompt, output_tokens = rng.choices(_TASKS, weights=[share for share, *_ in _TASKS])[0]
+                name = document_name(document.kind, index)
+                request = DocumentRequest(
+                    image=data_url(name, encode_document(document.image, name)),
+                    prompt=prompt or rng.choice(document.questions).question,
+                    output_tokens=output_tokens,
+                    views=len(plan_views(*document.image.size, PanAndScan()).views),
+                )
+                file.write(json.dumps(request_row(request, format)).encode() + b"\n")
                 views[request.views] += 1
             file.flush()
             if path.exists() and not overwrite and not filecmp.cmp(file.name, path, shallow=False):

@@ -12,6 +12,8 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from panscan.core import (
     DatasetError,
     ImageError,
@@ -21,6 +23,7 @@ from panscan.core import (
     SettingError,
 )
 from panscan.core.files import cache_directory
+from panscan.core.option import Range
 from panscan.core.request import MAX_PAGES
 from panscan.images.fetch import named_url
 from panscan.images.files import Page, expand_images, find_pages, load_page, page_digest
@@ -30,7 +33,7 @@ from panscan.records.quality import ANNOTATORS, metrics_for
 from panscan.records.schema import DatasetFacts
 from panscan.settings import Settings, nearest
 from panscan.workload.datasets import load_dataset
-from panscan.workload.rows import LoadedDataset, Row, counted, read_text, unique_id
+from panscan.workload.rows import LoadedDataset, Row, read_text, unique_id
 from panscan.workload.samples import sample_dataset
 from panscan.workload.tables import picture_files
 
@@ -107,22 +110,25 @@ class Source:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "images", tuple(map(named_url, self.images)))
-        if self.dataset and (self.images or self.prompts or self.prompt):
-            raise SettingError("--dataset has its own images and questions: remove --images, --prompts and --prompt")
-        if not self.dataset and (self.dataset_format or self.dataset_split):
-            raise SettingError("--dataset-format and --dataset-split say how to read --dataset, which is missing")
-        if self.prompt is not None and self.prompts is not None:
-            raise SettingError("--prompt and --prompts exclude each other")
-        if self.prompt is not None and not self.prompt.strip():
-            raise SettingError("the prompt is empty")
-        if self.no_images and (self.images or self.dataset):
-            raise SettingError("--no-images contradicts --images and --dataset")
-        if self.no_images and not (self.prompts or self.prompt):
-            raise SettingError("--no-images needs --prompts or --prompt")
-        if self.num_samples is not None and self.num_samples < 1:
-            raise SettingError(f"--num-prompts must be at least 1, got {self.num_samples}")
-        if self.num_samples is not None and self.num_samples > MAX_REQUESTS:
-            raise SettingError(f"--num-prompts must be at most {MAX_REQUESTS:,}, got {self.num_samples:,}")
+        asked = self.prompts or self.prompt
+        for contradicts, problem in (
+            (
+                self.dataset and (self.images or asked),
+                "--dataset has its own images and questions: remove --images, --prompts and --prompt",
+            ),
+            (
+                not self.dataset and (self.dataset_format or self.dataset_split),
+                "--dataset-format and --dataset-split say how to read --dataset, which is missing",
+            ),
+            (self.prompt is not None and self.prompts is not None, "--prompt and --prompts exclude each other"),
+            (self.prompt is not None and not self.prompt.strip(), "the prompt is empty"),
+            (self.no_images and (self.images or self.dataset), "--no-images contradicts --images and --dataset"),
+            (self.no_images and not asked, "--no-images needs --prompts or --prompt"),
+        ):
+            if contradicts:
+                raise SettingError(problem)
+        if self.num_samples is not None:
+            Range(ge=1, le=MAX_REQUESTS, integer=True).check("--num-prompts", self.num_samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +181,12 @@ def load_workload(
     """
     if source.dataset is not None:
         return _dataset_workload(Path(source.dataset), source, on_problem, on_document)
-    prompts = _prompts(source)
+    prompts = [DEFAULT_PROMPT if source.prompt is None else source.prompt]
+    if source.prompts is not None:
+        text = read_text(Path(source.prompts), f"--prompts {source.prompts}")
+        prompts = [line if source.raw_prompt else line.strip() for line in text.split("\n") if line.strip()]
+    if not prompts:
+        raise DatasetError(f"--prompts {source.prompts}: the file has no prompt")
     documents: list[DocumentFile] = []
     if not source.no_images:
         pages = find_pages(source.images, on_problem=on_problem, max_pages=source.max_pages)
@@ -266,17 +277,22 @@ def _dataset_workload(
         order = drawn + others
     opened: dict[int, tuple[DocumentFile, ...]] = {}
     unreadable = 0
-    for number in order:
-        if len(opened) == wanted:
-            break
-        if documents := opening.open(rows[number]):
-            opened[number] = documents
-            on_document(len(opened), wanted)
-        else:
-            unreadable += 1
+    while numbers := sorted(order[: wanted - len(opened)]):  # a table is read once per round
+        order = order[len(numbers) :]
+        for number in numbers:
+            if documents := opening.open(rows[number]):
+                opened[number] = documents
+                on_document(len(opened), wanted)
+            else:
+                unreadable += 1
     opening.finish()
     used = [rows[number] for number in sorted(opened)]
-    facts = counted(loaded, used, unreadable)
+    facts = msgspec.structs.replace(
+        loaded.facts,
+        used=len(used),
+        without_image=loaded.facts.without_image + unreadable,
+        unscored=sum(not row.answers for row in used),
+    )
     if not used:
         raise DatasetError(f"--dataset {path}: no usable question is left ({facts.text})")
     documents_of = [opened[number] for number in sorted(opened)]
@@ -341,16 +357,6 @@ def _documents_of(
             on_problem(error)
         on_document(number, len(pages))
     return documents
-
-
-def _prompts(source: Source) -> list[str]:
-    if source.prompts is None:
-        return [source.prompt if source.prompt is not None else DEFAULT_PROMPT]
-    text = read_text(Path(source.prompts), f"--prompts {source.prompts}")
-    lines = [line for line in text.split("\n") if line.strip()]
-    if not lines:
-        raise DatasetError(f"--prompts {source.prompts}: the file has no prompt")
-    return lines if source.raw_prompt else [line.strip() for line in lines]
 
 
 def _sampled(items: list[Item], count: int | None, seed: int) -> list[Item]:

@@ -12,8 +12,6 @@ from math import isnan
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import msgspec
-
 from panscan.core import DatasetError, InputError, foreign
 from panscan.images.fetch import conceal
 from panscan.images.files import split_page
@@ -184,7 +182,15 @@ class Boundary:
 
     def __init__(self, folders: Iterable[Path], *, external: bool) -> None:
         self.external = external
-        self._roots = list(dict.fromkeys(root for folder in folders for root in _real_roots(folder)))
+        self._roots: list[Path] = []
+        for folder in folders:
+            real = folder.resolve()
+            self._roots.append(real)
+            # The files of a snapshot in the Hugging Face hub's cache are links to ``blobs`` beside the snapshots.
+            for snapshot in (real, *real.parents):
+                blobs = snapshot.parent.parent / "blobs"
+                if snapshot.parent.name == "snapshots" and blobs.is_dir() and not blobs.is_symlink():
+                    self._roots.append(blobs)
 
     def check(self, image: str, where: str) -> None:
         """Refuse an image of a row, links resolved, that lies elsewhere.
@@ -211,23 +217,12 @@ def beside(file: Path, names: Iterable[str]) -> tuple[str, ...]:
     return tuple(name if "://" in name else str(file.parent / name) for name in names)
 
 
-def _real_roots(folder: Path) -> list[Path]:
-    """Return a folder, and for a snapshot in the Hugging Face hub's cache the ``blobs`` that its files link to."""
-    real = folder.resolve()
-    snapshots = next((each for each in (real, *real.parents) if each.parent.name == "snapshots"), None)
-    blobs = None if snapshots is None else snapshots.parent.parent / "blobs"
-    return [real] if blobs is None or not blobs.is_dir() or blobs.is_symlink() else [real, blobs]
-
-
 def is_file(path: Path) -> bool:
     """Return whether a file exists; False for a path that cannot be checked."""
     try:
         return path.is_file()
     except OSError:  # a name that is too long for any file, a folder that may not be entered
         return False
-
-
-Tags = tuple[tuple[str, str], ...]
 
 
 RowImages = Callable[[], tuple[bytes | str, ...]]
@@ -253,7 +248,7 @@ class Row:
     images: tuple[str, ...] | RowImages
     question: str | None = None
     answers: tuple[str, ...] = ()
-    tags: Tags = ()
+    tags: tuple[tuple[str, str], ...] = ()
     named: tuple[str, ...] = ()
     problem: InputError | None = None
     document: str | None = None
@@ -328,7 +323,10 @@ class LoadedDataset:
         texts, flat = answer_texts(answers, people=people)
         facts.converted_answers += not flat and not plain
         places = images if callable(images) else tuple(images)
-        self.rows.append(Row(row_id, places, question, tuple(filter(is_unicode, texts)), _tags(tags)))
+        named = [(name, value if isinstance(value, list | tuple) else [value]) for name, value in tags]
+        pairs = {(name, str(value)): None for name, values in named for value in values if value is not None}
+        kept = tuple((name, text) for name, text in pairs if text.strip() and is_unicode(text))
+        self.rows.append(Row(row_id, places, question, tuple(filter(is_unicode, texts)), kept))
 
 
 def unique_id(wanted: str, taken: Collection[str]) -> str:
@@ -337,22 +335,3 @@ def unique_id(wanted: str, taken: Collection[str]) -> str:
     while f"{wanted}#{number}" in taken:
         number += 1
     return f"{wanted}#{number}"
-
-
-def counted(loaded: LoadedDataset, used: Sequence[Row], unreadable: int) -> DatasetFacts:
-    """Return the facts of a workload that uses some rows; the pictures of ``unreadable`` others failed."""
-    return msgspec.structs.replace(
-        loaded.facts,
-        used=len(used),
-        without_image=loaded.facts.without_image + unreadable,
-        unscored=sum(not row.answers for row in used),
-    )
-
-
-def _tags(pairs: Iterable[tuple[str, Any]]) -> Tags:
-    found = []
-    for name, value in pairs:
-        values = value if isinstance(value, list | tuple) else [value]
-        found += [(name, str(each)) for each in values if each is not None and str(each).strip()]
-    found = [(name, text) for name, text in found if is_unicode(text)]
-    return tuple(dict.fromkeys(found))

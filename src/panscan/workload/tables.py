@@ -88,9 +88,8 @@ class TableFile:
                 groups = [self._metadata.row_group(group).num_rows for group in range(self._metadata.num_row_groups)]
             else:
                 with self._pa.memory_map(source) as stream:
-                    reader = _arrow_reader(stream)
-                    self._schema, self._metadata = reader.schema, None
-                    groups = [sum(batch.num_rows for batch in _arrow_batches(reader))]
+                    self._schema, batches = _arrow_batches(stream)
+                    self._metadata, groups = None, [sum(batch.num_rows for batch in batches)]
         self.rows = sum(groups)
         self.names: list[str] = self._schema.names
         self._group_starts = [0, *accumulate(groups)]
@@ -174,7 +173,7 @@ class TableFile:
                         yield from batch.to_pylist()
                 return
             with self._pa.memory_map(self.source) as stream:
-                for batch in _arrow_batches(_arrow_reader(stream)):
+                for batch in _arrow_batches(stream)[1]:
                     chosen = batch.select(list(names))
                     for start in range(0, chosen.num_rows, rows):
                         yield from chosen.slice(start, rows).to_pylist()
@@ -186,7 +185,17 @@ class TableFile:
             DatasetError: the file cannot be read, or the row references an image outside the boundary.
             StorageError: the object store failed.
         """
-        value = self._image_value(row)
+        group = bisect_right(self._group_starts, row) - 1
+        if self._images is None or not self._group_starts[group] <= self._next <= row:
+            self._next = self._group_starts[group]
+            self._images = (record[self._image] for record in self.records([self._image], group))
+        skipped = row - self._next
+        self._next = row + 1
+        try:
+            value = next(islice(self._images, skipped, None), None)  # None: the file was truncated meanwhile
+        except BaseException:
+            self.close()  # a generator that raised is exhausted: the next row opens the file again
+            raise
         images: list[bytes | str] = []
         for image in value if isinstance(value, list) else [value]:
             content = image.get("bytes") if isinstance(image, Mapping) else image
@@ -206,19 +215,6 @@ class TableFile:
     def close(self) -> None:
         """Release images that were read in advance. A closed table reopens on the next read."""
         self._images = None
-
-    def _image_value(self, row: int) -> Any:
-        group = bisect_right(self._group_starts, row) - 1
-        if self._images is None or not self._group_starts[group] <= self._next <= row:
-            self._next = self._group_starts[group]
-            self._images = (record[self._image] for record in self.records([self._image], group))
-        skipped = row - self._next
-        self._next = row + 1
-        try:
-            return next(islice(self._images, skipped, None), None)  # None: the file was truncated meanwhile
-        except BaseException:
-            self.close()  # a generator that raised is exhausted: the next row opens the file again
-            raise
 
     def _parquet(self) -> Any:
         from pyarrow import parquet
@@ -245,6 +241,15 @@ def read_tables(files: Sequence[Path], called: str, loaded: LoadedDataset) -> No
         UnsupportedError: pyarrow is missing.
     """
     types: set[str] = set()
+    recent: list[TableFile] = []
+
+    def images_of(table: TableFile, number: int) -> tuple[bytes | str, ...]:
+        """Read a row's images. Of all files, only the one that was read last stays open."""
+        if recent and recent[0] is not table:
+            recent[0].close()
+        recent[:] = [table]
+        return table.images(number)
+
     for path in files:
         table = TableFile(str(path), loaded.boundary, f"{called}: {path.name}")
         image = table.image_column()
@@ -266,7 +271,7 @@ def read_tables(files: Sequence[Path], called: str, loaded: LoadedDataset) -> No
             given = record.get(answers or "")
             loaded.add(
                 record.get(row_id or ""),
-                partial(table.images, number),
+                partial(images_of, table, number),
                 record[question] or None,
                 given,
                 [("type", tag)],
@@ -285,22 +290,23 @@ def picture_files(images: Sequence[bytes | str], folder: Path, called: str) -> l
     Raises:
         DatasetError: the folder cannot be written.
     """
-    names = [image if isinstance(image, str) else _picture_file(image, folder, called) for image in images]
+    names = []
+    for image in images:
+        if isinstance(image, str):
+            names.append(image)
+            continue
+        suffix = next((suffix for magic, suffix in _SUFFIXES if image.startswith(magic)), "")
+        path = folder / (hashlib.sha256(image).hexdigest()[:32] + suffix)
+        names.append(str(path))
+        try:
+            if not path.exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                with replace_file(path, durable=False) as file:
+                    file.write(image)
+        except OSError as error:
+            reason = f"{error.strerror} (PANSCAN_CACHE names another)"
+            raise DatasetError(f"{called}: its pictures cannot be written to {folder}: {reason}") from error
     return names if all("://" in name or is_file(Path(name)) for name in names) else []
-
-
-def _picture_file(data: bytes, folder: Path, called: str) -> str:
-    suffix = next((suffix for magic, suffix in _SUFFIXES if data.startswith(magic)), "")
-    path = folder / (hashlib.sha256(data).hexdigest()[:32] + suffix)
-    try:
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            with replace_file(path, durable=False) as file:
-                file.write(data)
-    except OSError as error:
-        fix = "PANSCAN_CACHE names another"
-        raise DatasetError(f"{called}: its pictures cannot be written to {folder}: {error.strerror} ({fix})") from error
-    return str(path)
 
 
 def _no_answer(kind: Any) -> Any:
@@ -320,19 +326,17 @@ def _is_leaf(kind: Any, names: tuple[str, ...]) -> bool:
     return str(kind.value_type if str(kind).startswith("dictionary<") else kind).startswith(names)
 
 
-def _arrow_reader(stream: Any) -> Any:
-    """``datasets`` writes streams; others write files of random access."""
+def _arrow_batches(stream: Any) -> tuple[Any, Iterator[Any]]:
+    """Return the schema and the batches. ``datasets`` writes streams; others write files of random access."""
     import pyarrow as pa
 
     try:
-        return pa.ipc.open_stream(stream)
+        reader = pa.ipc.open_stream(stream)
     except pa.ArrowInvalid:
         stream.seek(0)
-        return pa.ipc.open_file(stream)
-
-
-def _arrow_batches(reader: Any) -> Iterator[Any]:
-    return iter(reader) if hasattr(reader, "__iter__") else map(reader.get_batch, range(reader.num_record_batches))
+        reader = pa.ipc.open_file(stream)
+        return reader.schema, map(reader.get_batch, range(reader.num_record_batches))
+    return reader.schema, iter(reader)
 
 
 def require_pyarrow(called: str) -> Any:
