@@ -53,6 +53,8 @@ def test_a_scenario_is_read_from_a_file(tmp_path: Path) -> None:
     [
         ("documnets: []", "unknown field `documnets` .did you mean 'documents'"),
         ("- 1", "expected lines of 'field: value'"),
+        ("name: mine", "unknown field `name`; a scenario has the name of its file"),
+        ("documents: []", r"length >= 1 - at `\$.documents`"),
         ("num_prompts: 1.5", r"Expected `int | null`, got `float` - at `\$.num_prompts`"),
         ("num_prompts: true", r"Expected `int | null`, got `bool` - at `\$.num_prompts`"),
         ("variety: 0", r"Expected `int` >= 1 - at `\$.variety`"),

@@ -82,10 +82,10 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: str
     description: str = ""
-    documents: Annotated[tuple[DocumentShare, ...], Meta(max_length=100)] = ()
+    documents: Annotated[tuple[DocumentShare, ...], _Several] = ()
     variety: Annotated[int, Meta(ge=1, le=64)] = 4
     columns: Annotated[int, Meta(ge=12, le=200)] = 60
-    prompts: Annotated[tuple[Annotated[str, Meta(pattern=r"\S")], ...], Meta(max_length=1_000)] = ()
+    prompts: Annotated[tuple[Annotated[str, Meta(pattern=r"\S")], ...], Meta(min_length=1, max_length=1_000)] = ()
     max_tokens: int | None = None
     min_tokens_share: Annotated[float, Meta(gt=0, le=1)] | None = None
     ignore_eos: bool | None = None
@@ -123,6 +123,8 @@ def _scenario(name: str, text: str, where: str) -> Scenario:
     given = _parsed(text, where)
     if not isinstance(given, dict):
         raise SettingError(f"{where}: expected lines of 'field: value'")
+    if "name" in given:
+        raise SettingError(f"{where}: unknown field `name`; a scenario has the name of its file")
     for field in given.keys() & {*_LISTS}:
         given[field] = given[field] if isinstance(given[field], list) else [given[field]]
     if "request_rate" in given:
