@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -20,15 +20,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from panscan.core import Request, Result, Stamps, View, now
+from panscan.core import Request, Result, Stamps, now
 from panscan.engine.loop import Loop
 from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
-from panscan.engine.passes import Launched
+from panscan.engine.passes import WaitForPass
 from panscan.engine.request_state import RequestState
-from panscan.engine.scheduling.batch import FlatBatch, PixelRef, PromptLayout
+from panscan.engine.scheduling.batch import FlatBatch, PromptLayout
 from panscan.engine.worker import Worker, ahead_of_need
 from panscan.model.checkpoint import Loaded
 from panscan.model.load import load_for
@@ -49,22 +48,16 @@ class TimedRunner:
     """A model runner that keeps the size and the seconds of each pass."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self._runner, self.facts = runner, runner.facts
+        self._runner, self.facts, self.pixels = runner, runner.facts, runner.pixels
         self.passes: list[tuple[int, int, int, float]] = []
 
-    def execute(self, batch: FlatBatch) -> Launched:
+    def execute(self, batch: FlatBatch) -> WaitForPass:
         """Compute a pass; a CPU returns when it is done."""
         started = time.perf_counter()
         launched = self._runner.execute(batch)
         decode = sum(each.position > 0 for each in batch.sampling)
         self.passes.append((decode, batch.rows - decode, len(batch.encode), time.perf_counter() - started))
         return launched
-
-    def put(self, levels: NDArray[np.uint8], views: Sequence[View]) -> list[PixelRef]:
-        return self._runner.put(levels, views)
-
-    def forget(self, refs: Iterable[PixelRef]) -> None:
-        self._runner.forget(refs)
 
     def close(self) -> None:
         self._runner.close()

@@ -1,12 +1,10 @@
-"""A small S3 server over HTTP, and a TCP proxy in front of it whose faults a test controls."""
+"""A small S3 server over HTTP, whose faults a test controls."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import itertools
-import socket
-import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -20,7 +18,8 @@ class S3Server(ThreadingHTTPServer):
 
     Requests that are not signed with :data:`ACCESS_KEY` are refused. Attributes: ``buckets`` (objects by key of each
     bucket), ``page_size`` of listings, ``requests`` (method and target of each request), ``refuse_puts``,
-    ``refused`` (keys that may not be read), ``endless`` (listings never end: of no names, or of the same ones again).
+    ``refused`` (keys that may not be read), ``endless`` (listings never end: of no names, or of the same ones again),
+    ``broken`` (number of the next objects in whose middle the connection ends).
     """
 
     daemon_threads = True
@@ -34,6 +33,7 @@ class S3Server(ThreadingHTTPServer):
         self.requests: list[tuple[str, str]] = []
         self.refuse_puts = False
         self.endless = False
+        self.broken = 0.0
         self.refused: set[str] = set()
 
 
@@ -72,6 +72,8 @@ class _Handler(BaseHTTPRequestHandler):
                 end = int(last) + 1 if first and last else len(content)
                 headers["Content-Range"] = f"bytes {start}-{min(end, len(content)) - 1}/{len(content)}"
                 content, status = content[start:end], 206
+            self.close_connection = self.command == "GET" and self.server.broken > 0
+            self.server.broken -= self.close_connection
             self._send(content, status, ETag=_etag(self.objects[self.key]), **headers)
 
     _head = _get
@@ -128,7 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             with contextlib.suppress(OSError):  # the client has gone
-                self.wfile.write(content)
+                self.wfile.write(content[: len(content) // 2] if self.close_connection else content)
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -136,48 +138,3 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _etag(content: bytes) -> str:
     return f'"{hashlib.md5(content).hexdigest()}"'
-
-
-class FaultyProxy:
-    """A TCP proxy that breaks connections: ``break_after`` is the number of response bytes each one passes (None: all).
-
-    ``faults`` connections are broken in that way, then the others pass unharmed. ``connections`` counts all of them.
-    """
-
-    def __init__(self, upstream: int, *, break_after: int | None = None, faults: float = float("inf")) -> None:
-        self._upstream = upstream
-        self.break_after, self.faults, self.connections = break_after, faults, 0
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def close(self) -> None:
-        """Refuse further connections."""
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # the proxy was closed
-            while True:
-                client, _ = self._listener.accept()
-                self.connections += 1
-                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
-
-    def _serve(self, client: socket.socket) -> None:
-        left = self.break_after if self.break_after is not None and self.faults > 0 else None
-        self.faults -= left is not None
-        with client, socket.create_connection(("127.0.0.1", self._upstream)) as server:
-            threading.Thread(target=_copy, args=(client, server), daemon=True).start()
-            with contextlib.suppress(OSError):
-                while (left is None or left > 0) and (data := server.recv(65536 if left is None else left)):
-                    client.sendall(data)
-                    left = None if left is None else left - len(data)
-            for side in (client, server):
-                with contextlib.suppress(OSError):
-                    side.shutdown(socket.SHUT_RDWR)
-
-
-def _copy(source: socket.socket, target: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while data := source.recv(65536):
-            target.sendall(data)

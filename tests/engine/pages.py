@@ -136,7 +136,7 @@ class Pages:
             pending_sources=np.array(list((pending or {}).values()), np.int64),
         )
         rows = np.arange(batch.rows) if observed is None else np.array(observed)
-        result = self.runner.execute(replace(batch, observed_rows=rows.astype(np.int64))).wait()
+        result = self.runner.execute(replace(batch, observed_rows=rows.astype(np.int64)))()
         for chunk in chunks:
             chunk.sequence.computed = chunk.end
             self._drop_local_blocks(chunk.sequence)
@@ -146,12 +146,12 @@ class Pages:
         spans = [span for chunk in chunks for span in chunk.sequence.layout.within(chunk.start, chunk.end)]
         new = list(dict.fromkeys(span.key for span in spans if span.key not in self._slots))
         self._slots |= {key: self._free_slots.pop() for key in new}
-        pixels = [self.runner.put(views[key], [View("whole", (0, 0, SIDE, SIDE))])[0] for key in new]
+        pixels = [self.runner.pixels.put(views[key], [View("whole", (0, 0, SIDE, SIDE))])[0] for key in new]
         batch = flatten(chunks, block_size=self.block_size, window=self._window or 1, slots=self._slots)
         samples = [number for number, chunk in enumerate(chunks) if chunk.samples]
         return replace(
             batch,
-            encode=tuple(ViewToEncode(self._slots[key], ref.handle) for key, ref in zip(new, pixels, strict=True)),
+            encode=tuple(ViewToEncode(self._slots[key], handle) for key, handle in zip(new, pixels, strict=True)),
             sampled=batch.offsets[1:][samples].astype(np.int64) - 1,
             sampling=tuple(SamplingRow(Sampling(), 0, 0) for _ in samples),
             observed_samples=np.arange(len(samples)),

@@ -163,7 +163,12 @@ def test_streams_of_closed_event_loops_are_cancelled(engine: Engine) -> None:
             engine.submit(replace(requests()[1], id="", sampling=ENDLESS))
 
     asyncio.run(leave())
-    until(lambda: not engine.stats().running and not engine.waiting)  # each event finds the loop closed
+
+    def idle() -> bool:
+        stats = engine.stats()  # both numbers of one moment
+        return not stats.running and not stats.waiting
+
+    until(idle)  # each event finds the loop closed
     assert not engine._streams
 
 

@@ -135,7 +135,7 @@ def test_pixels_on_a_gpu_have_a_budget_of_their_own(tiny: GenerateRunner) -> Non
     assert tiny.loaded.reader.pixels is not None
     view = 3 * tiny.loaded.reader.pixels.size**2 * 4
     preparer = driver.loop.preparer = Preparer(
-        tiny.loaded, OPTIONS, driver.loop.vision.holds, driver.loop.runner, pixel_bytes=7 * view
+        tiny.loaded, OPTIONS, driver.loop.vision.holds, driver.loop.runner.pixels, pixel_bytes=7 * view
     )
     assert preparer.pixel_memory is not None
     first = driver.add(requests()[3])
@@ -234,8 +234,8 @@ def test_an_image_that_is_needed_again_is_read_again(tiny: GenerateRunner, tmp_p
     pixels = driver.loop.runner.pixels
     for view in again.job.request_views.values():
         assert view.pixels is not None
-        before, view.pixels = pixels.take(view.pixels.handle), None
-        assert torch.equal(pixels.take(driver.loop.preparer.place(view).handle), before)
+        before, view.pixels = pixels.take(view.pixels), None
+        assert torch.equal(pixels.take(driver.loop.preparer.place(view)), before)
         view.pixels = None
     driver.run()
     assert again.tokens == expected.tokens

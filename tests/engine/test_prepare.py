@@ -34,8 +34,7 @@ class Host:
         self.known: set[bytes] = set()
         spec = runner.loaded.reader.pixels or PixelSpec()
         self.pixels = PixelStore(torch.device("cpu"), torch.float32, spec)
-        intake: Any = _Intake(self.pixels)
-        self.preparer = Preparer(runner.loaded, EngineOptions(), lambda key: key in self.known, intake)
+        self.preparer = Preparer(runner.loaded, EngineOptions(), lambda key: key in self.known, self.pixels)
 
     def prepare(self, image: object) -> RequestState:
         """Prepare a question about one image."""
@@ -43,15 +42,6 @@ class Host:
         state = RequestState(0, request, Stamps(accepted=0.0), lambda _: None, lambda _: None, 0)
         self.preparer.prepare(state)
         return state
-
-
-class _Intake:
-    def __init__(self, pixels: PixelStore) -> None:
-        self.put = pixels.put
-        self._pixels = pixels
-
-    def forget(self, refs: Any) -> None:
-        self._pixels.forget(ref.handle for ref in refs)
 
 
 @pytest.fixture
@@ -103,7 +93,7 @@ def test_pixels_of_a_known_file_are_computed_when_its_views_are_dropped_later(ho
     host.known = {*first.request_views}
     again = host.prepare(content)
     for key, view in again.request_views.items():
-        expected, taken = (host.preparer.place(each).handle for each in (first.request_views[key], view))
+        expected, taken = (host.preparer.place(each) for each in (first.request_views[key], view))
         assert torch.equal(host.pixels.take(expected), host.pixels.take(taken))
 
 
@@ -149,7 +139,7 @@ def test_an_image_may_change_once_it_is_prepared(host: Host) -> None:
     image.paste(0, (0, 0, *SIZE))
     for key, view in state.request_views.items():
         assert view.pixels is not None and due.request_views[key].pixels is not None
-        assert torch.equal(host.pixels.take(view.pixels.handle), host.pixels.take(due.request_views[key].pixels.handle))
+        assert torch.equal(host.pixels.take(view.pixels), host.pixels.take(due.request_views[key].pixels))
 
 
 def test_a_page_is_copied_by_several_threads_unless_another_request_is_being_prepared(

@@ -24,7 +24,7 @@ from tests.engine.test_attention import BLOCKS, interval, sequences
 from tests.triton_here import DEVICE
 
 from panscan.engine import kernels
-from panscan.engine.attention import AttentionPlan, SegmentsBackend
+from panscan.engine.attention import SegmentsBackend
 from panscan.engine.graphs import padded
 from panscan.engine.scheduling.batch import Chunk, FlatBatch, PromptLayout, Sequence, Span, flatten
 from panscan.engine.triton_attention import (
@@ -36,6 +36,7 @@ from panscan.engine.triton_attention import (
     unpack,
     unsupported_reason,
 )
+from panscan.model.layers import AttentionPlan
 
 SCALING = 0.3
 CLOSE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
@@ -239,7 +240,7 @@ def test_padding_changes_nothing(seed: int, window: int, local: bool) -> None:
         decode_tables=np.pad(arrays.decode_tables, ((0, 0), (0, 3)), constant_values=-1),
     )
     inputs = KernelInputs(*unpack(torch.from_numpy(pack(arrays)).to(DEVICE), arrays))
-    plan = of.backend.bind(inputs, of.block_size, window if local else 0)
+    plan = TritonPlan(inputs, of.backend.tile_rows, of.block_size, window if local else 0)
     rows = [torch.randn(singles + others, *tensor.shape[1:]) for tensor in (of.query, of.key, of.value)]
     for to, tensor in zip(rows, (of.query, of.key, of.value), strict=True):
         to[places] = tensor

@@ -13,7 +13,7 @@ from tests.conftest import noise
 from tests.small_models import SIDE, model_of
 
 from panscan.core import View
-from panscan.engine.scheduling.batch import ImageRows, PixelRef, ViewToEncode
+from panscan.engine.scheduling.batch import ImageRows, ViewToEncode
 from panscan.engine.views import PixelStore, ViewFeatures
 from panscan.images.pixels import PixelSpec, levels_of, pixels_pil, pixels_torch
 from panscan.images.resize import choose_resize
@@ -35,7 +35,7 @@ def store() -> PixelStore:
     return PixelStore(CPU, torch.float32, SPEC)
 
 
-def put(pixels: PixelStore, count: int) -> list[PixelRef]:
+def put(pixels: PixelStore, count: int) -> list[int]:
     """Put the views of :func:`levels`, which come below each other on one page."""
     views = [View("crop", (0, at * SIDE, SIDE, (at + 1) * SIDE)) for at in range(count)]
     return pixels.put(levels(count).reshape(-1, SIDE, 3), views)
@@ -51,20 +51,20 @@ def test_pixels_are_those_of_transformers_processors(preprocess: str) -> None:
     else:
         expected = pixels_pil(image, VIEWS, SPEC)
     assert len(pixels) == len(refs) == len(VIEWS)
-    assert torch.equal(torch.stack([pixels.take(ref.handle) for ref in refs]), expected)
+    assert torch.equal(torch.stack([pixels.take(ref) for ref in refs]), expected)
     assert len(pixels) == 0
 
 
 def test_pixels_are_taken_once_and_own_their_memory() -> None:
     pixels = store()
     first, second, third = put(pixels, 3)
-    taken = pixels.take(second.handle)
+    taken = pixels.take(second)
     assert taken.untyped_storage().nbytes() == taken.nbytes
     with pytest.raises(KeyError):
-        pixels.take(second.handle)
-    pixels.forget([first.handle, second.handle, 99])
+        pixels.take(second)
+    pixels.forget([first, second, 99])
     assert len(pixels) == 1
-    pixels.take(third.handle)
+    pixels.take(third)
     assert len(pixels) == 0
 
 
@@ -72,7 +72,7 @@ def test_threads_that_put_pixels_get_handles_of_their_own() -> None:
     pixels = store()
     with ThreadPoolExecutor(8) as threads:
         refs = [ref for found in threads.map(lambda _: put(pixels, 3), range(40)) for ref in found]
-    assert len({ref.handle for ref in refs}) == len(pixels) == 120
+    assert len(set(refs)) == len(pixels) == 120
 
 
 def encoded(features: ViewFeatures, slots: list[int]) -> torch.Tensor:
@@ -94,7 +94,7 @@ def test_features_are_those_of_each_view_alone(batch_size: int) -> None:
 
     features = ViewFeatures(encode, pixels, batch_size, SINGLE_RANK)
     refs = put(pixels, 5)
-    views = [ViewToEncode(slot, ref.handle) for slot, ref in zip([3, 0, 7, 1, 4], refs, strict=True)]
+    views = [ViewToEncode(slot, ref) for slot, ref in zip([3, 0, 7, 1, 4], refs, strict=True)]
     features.encode(views, torch.empty(0, TOKENS, HIDDEN))
     assert len(pixels) == 0
     assert sum(batches) == 5 and max(batches) == min(batch_size, 5)
@@ -112,10 +112,10 @@ def test_a_slot_that_is_used_again_has_the_new_view_in_the_same_memory() -> None
     like = torch.empty(0, TOKENS, HIDDEN)
     refs = put(pixels, 4)
     expected = [float(torch.from_numpy(each).float().mean() / 127.5 - 1) for each in levels(4)]
-    features.encode([ViewToEncode(slot, ref.handle) for slot, ref in enumerate(refs[:3])], like)
+    features.encode([ViewToEncode(slot, ref) for slot, ref in enumerate(refs[:3])], like)
     held = [each.data_ptr() for each in features._slots.values()]
     assert all(each.untyped_storage().nbytes() == TOKENS * HIDDEN * 4 for each in features._slots.values())
-    features.encode([ViewToEncode(1, refs[3].handle)], like)
+    features.encode([ViewToEncode(1, refs[3])], like)
     assert [each.data_ptr() for each in features._slots.values()] == held
     means = encoded(features, [0, 1, 2]).mean((1, 2)).tolist()
     assert means == pytest.approx([expected[0], expected[3], expected[2]], abs=1e-5)
@@ -124,8 +124,8 @@ def test_a_slot_that_is_used_again_has_the_new_view_in_the_same_memory() -> None
 def test_pixels_beyond_the_limit_wait_elsewhere_and_are_the_same() -> None:
     free, bound = store(), PixelStore(CPU, torch.float32, SPEC, limit=2 * 3 * SIDE * SIDE * 4)
     refs = list(zip(put(free, 5), put(bound, 5), strict=True))
-    bound.forget([refs[0][1].handle, refs[4][1].handle])
+    bound.forget([refs[0][1], refs[4][1]])
     refs += zip(put(free, 1), put(bound, 1), strict=True)
     for one, other in [*refs[1:4], refs[5]]:
-        assert torch.equal(free.take(one.handle), bound.take(other.handle))
+        assert torch.equal(free.take(one), bound.take(other))
     assert len(bound) == 0

@@ -91,14 +91,14 @@ def _one_image_for_views(patch: pytest.MonkeyPatch) -> None:
 
 def _overlap_reads_wrong_tokens(patch: pytest.MonkeyPatch) -> None:
     _with_overlap(patch)
-    whole = ModelRunner._ids
+    whole = ModelRunner.execute
 
-    def ids(self: ModelRunner, batch: FlatBatch) -> torch.Tensor:
+    def execute(self: ModelRunner, batch: FlatBatch) -> Any:
         if self._previous is not None:
             self._previous = self._previous.roll(1)
         return whole(self, batch)
 
-    patch.setattr(ModelRunner, "_ids", ids)
+    patch.setattr(ModelRunner, "execute", execute)
 
 
 def _with_overlap(patch: pytest.MonkeyPatch) -> None:
@@ -221,7 +221,7 @@ def _wrong_behind_a_second_chunk(patch: pytest.MonkeyPatch) -> None:
     launch, whole = Loop._launch, RequestState.sampling_row
 
     def launched(self: Loop, step: Any) -> Any:
-        for chunk in step.chunks:
+        for chunk in step:
             if not chunk.sequence.decodes and chunk.start > (chunk.sequence.cached or 0):
                 several.add(chunk.sequence.number)
         return launch(self, step)

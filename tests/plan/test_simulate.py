@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -14,13 +14,13 @@ from benchmarks.plan_simulation import FIGURES, RECORD, TARGET, factors_digest
 from tests.engine.driving import TOKENS, requests
 
 from panscan import GenerateRunner
-from panscan.core import Stamps, View, now
+from panscan.core import Stamps, now
 from panscan.engine.loop import Loop
 from panscan.engine.model_runner import ModelRunner
 from panscan.engine.options import EngineOptions
-from panscan.engine.passes import Launched
+from panscan.engine.passes import WaitForPass
 from panscan.engine.request_state import RequestState
-from panscan.engine.scheduling.batch import FlatBatch, PixelRef
+from panscan.engine.scheduling.batch import FlatBatch
 from panscan.engine.worker import ahead_of_need
 from panscan.model.shapes import SHAPES
 from panscan.plan.gpus import gpu_named
@@ -36,20 +36,14 @@ class RecordingRunner:
     """A model runner that notes the size of each pass before it computes it."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self._runner, self.facts = runner, runner.facts
+        self._runner, self.facts, self.pixels = runner, runner.facts, runner.pixels
         self.rows: list[Row] = []
 
-    def execute(self, batch: FlatBatch) -> Launched:
+    def execute(self, batch: FlatBatch) -> WaitForPass:
         sampled_alone = {int(row) for row in batch.offsets[:-1][np.diff(batch.offsets) == 1]}
         decode = sum(row in sampled_alone and bool(batch.sampling[at].position) for at, row in enumerate(batch.sampled))
         self.rows.append((decode, batch.rows - decode, len(batch.encode)))
         return self._runner.execute(batch)
-
-    def put(self, levels: Any, views: Sequence[View]) -> list[PixelRef]:
-        return self._runner.put(levels, views)
-
-    def forget(self, refs: Iterable[PixelRef]) -> None:
-        self._runner.forget(refs)
 
     def close(self) -> None:
         self._runner.close()

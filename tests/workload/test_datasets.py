@@ -13,6 +13,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pytest
 from hypothesis import given
@@ -294,6 +295,28 @@ def test_only_what_is_drawn_is_written(tmp_path: Path, cache: Path) -> None:
     assert widths == [20 + int(item.prompt) for item in found.items]
     assert len(list((cache / "dataset-pictures").iterdir())) == 5
     assert facts(found).text == "table, 40 questions: 5 used, 35 not drawn"
+
+
+def test_tables_are_read_forward_and_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be more files than a process may open, and going back in one reads it again."""
+    for number in range(4):
+        pictures = [{"bytes": PNG if row % 2 else b"?", "path": None} for row in range(25)]
+        content = table({"image": pictures, "question": [f"{number}-{row}" for row in range(25)]})
+        parquet.write_table(content, tmp_path / f"test-{number}-of-4.parquet")
+    readings, opened = [], []
+    records = TableFile.records
+    monkeypatch.setattr(TableFile, "records", lambda *given: readings.append(given) or records(*given))
+
+    def count_open(_done: int, _total: int) -> None:
+        opened.append(sum(Path(path).parent == tmp_path for path, *_ in psutil.Process().open_files()))
+
+    found = load_workload(
+        Source(dataset=str(tmp_path), num_samples=40), on_problem=lambda _: None, on_document=count_open
+    )
+    assert len(found.items) == len(opened) == 40
+    assert max(opened) == 1
+    rounds = 6  # of 40 drawn rows about half are broken, of as many others half again
+    assert len(readings) <= 4 * (1 + rounds), "questions once, and images once per round"
 
 
 def test_a_bad_picture_that_was_drawn_is_replaced(tmp_path: Path) -> None:

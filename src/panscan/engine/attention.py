@@ -7,10 +7,9 @@ keys of a sequence once per layer, and uses a mask only where the rows of a segm
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from panscan.engine.scheduling.batch import FlatBatch
 from panscan.images.transfer import upload
-from panscan.model.layers import AttentionPlan, LayerFacts
+from panscan.model.layers import LayerFacts
 
 
 class KVCache:
@@ -49,16 +48,8 @@ class KVCache:
         self.v = [rows(layer) for layer in layers]
 
 
-class Backend(Protocol):
-    """An implementation of paged attention."""
-
-    def plan(self, batch: FlatBatch, *, local: bool, device: torch.device) -> AttentionPlan:
-        """Compute what all layers of one kind share in a pass."""
-        ...
-
-
 _TEXT_ROWS = 256  # per part: one mask for a long prompt would be large, and half of its scores wasted
-_SHORTEST = 0.75  # minimum relative length in a decode group: more padding costs more than another group
+_SHORTEST = 0.75  # minimum length in a decode group, relative to the longest: padding costs more than another group
 _SHORTEST_ON_GPU = 0.25  # lower, because the kernel launches of another group cost more than the padding
 
 
@@ -66,15 +57,25 @@ class SegmentsBackend:
     """The reference for other backends: exact, in any precision, on any device."""
 
     def plan(self, batch: FlatBatch, *, local: bool, device: torch.device) -> SegmentsPlan:
-        """See :class:`Backend`."""
+        """Compute what all layers of one kind share in a pass."""
         counts = np.diff(batch.offsets)
         single, several = np.flatnonzero(counts == 1), np.flatnonzero(counts > 1)
         rows = batch.offsets[single]
         lengths = batch.ends[rows] - batch.first_keys(local=local)[rows]
         shortest = _SHORTEST if device.type == "cpu" else _SHORTEST_ON_GPU
+        decode = []
+        order = np.argsort(-lengths, kind="stable")
+        while len(order):
+            similar = np.count_nonzero(lengths[order] >= shortest * lengths[order[0]])
+            chunks, order = single[np.sort(order[:similar])], order[similar:]
+            slots, keys = _key_slots(batch, chunks, local)
+            mask = None
+            if keys.min() < keys.max():
+                mask = upload((np.arange(slots.shape[1]) < keys[:, None])[:, None, None], device)
+            decode.append(_Decode(upload(batch.offsets[chunks].astype(np.int64), device), upload(slots, device), mask))
         return SegmentsPlan(
             upload(batch.slots(local=local), device),
-            [_decode(batch, single[group], local, device) for group in _groups(lengths, shortest)],
+            decode,
             _prefill(batch, several.tolist(), local, device) if len(several) else [],
         )
 
@@ -166,7 +167,10 @@ class SegmentsPlan:
 
     def attend(self, query: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, scaling: float) -> torch.Tensor:
         """See :class:`panscan.model.layers.AttentionPlan`."""
-        with _kernels(query.device):
+        # Without cuDNN, which builds a plan for every new number of keys, and the number changes in each decode step:
+        # on an H200, a decode step of the 4B model took 89 ms instead of 36.
+        kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        with sdpa_kernel(kernels) if query.device.type == "cuda" else nullcontext():
             if len(self.decode) == 1 and not self.prefill:
                 return self.decode[0].attend(query, k_cache, v_cache, scaling).contiguous()
             output = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -185,35 +189,6 @@ def _gathered(cache: torch.Tensor, slots: torch.Tensor, query: torch.Tensor) -> 
     return cache.index_select(0, slots)
 
 
-def _kernels(device: torch.device) -> AbstractContextManager[None]:
-    """Return a context that disables cuDNN attention on NVIDIA GPUs.
-
-    cuDNN builds a plan for every new number of keys, and the number changes in each decode step. On an H200 this made a
-    decode step of the 4B model take 89 ms instead of 36.
-    """
-    if device.type != "cuda":
-        return nullcontext()
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
-
-
-def _groups(lengths: NDArray[Any], shortest: float) -> Iterator[NDArray[np.int64]]:
-    """Yield groups of indices into ``lengths``, each ascending, in which no length is below ``shortest`` of the
-    longest."""
-    order = np.argsort(-lengths, kind="stable")
-    while len(order):
-        similar = np.count_nonzero(lengths[order] >= shortest * lengths[order[0]])
-        yield np.sort(order[:similar])
-        order = order[similar:]
-
-
-def _decode(batch: FlatBatch, chunks: NDArray[np.int64], local: bool, device: torch.device) -> _Decode:
-    slots, lengths = _key_slots(batch, chunks, local)
-    mask = None
-    if lengths.min() < lengths.max():
-        mask = upload((np.arange(slots.shape[1]) < lengths[:, None])[:, None, None], device)
-    return _Decode(upload(batch.offsets[chunks].astype(np.int64), device), upload(slots, device), mask)
-
-
 def _prefill(batch: FlatBatch, chunks: Sequence[int], local: bool, device: torch.device) -> list[_Prefill]:
     lows = batch.first_keys(local=local)
     bounds = upload(np.stack([lows, batch.ends]), device)
@@ -221,8 +196,19 @@ def _prefill(batch: FlatBatch, chunks: Sequence[int], local: bool, device: torch
     for chunk in chunks:
         start, end = batch.offsets[chunk : chunk + 2].tolist()
         slots, _ = _key_slots(batch, np.array([chunk]), local)
-        parts = _query_parts(batch.positions[start:end], batch.ends[start:end])
-        pieces = [_piece(lows, batch.ends, bounds, start, start + first, start + last) for first, last in parts]
+        pieces, ends = [], batch.ends[start:end]
+        for begin, stop in _query_parts(batch.positions[start:end], ends):
+            rows = slice(start + begin, start + stop)
+            first, last = int(lows[rows.start]), int(ends[stop - 1])
+            keys = torch.arange(first, last, device=device)
+            mask = None
+            if ends[begin] < last:
+                mask = keys < bounds[1, rows, None]
+            if first < lows[rows.stop - 1]:
+                inside = keys >= bounds[0, rows, None]
+                mask = inside if mask is None else mask & inside
+            gathered = int(lows[start])
+            pieces.append(_Piece(rows.start, rows.stop, first - gathered, last - gathered, mask))
         plans.append(_Prefill(upload(slots[0], device), pieces))
     return plans
 
@@ -236,23 +222,6 @@ def _query_parts(positions: NDArray[np.int64], ends: NDArray[np.int32]) -> Itera
         rows = end - start if image[start] else _TEXT_ROWS
         for first in range(start, end, rows):
             yield first, min(first + rows, end)
-
-
-def _piece(
-    lows: NDArray[np.int64], ends: NDArray[np.int32], bounds: torch.Tensor, chunk: int, start: int, end: int
-) -> _Piece:
-    """Return the piece of rows ``[start, end)`` of a chunk whose first row is ``chunk``. ``bounds``: ``lows`` and
-    ``ends`` on the device."""
-    first, last = int(lows[start]), int(ends[end - 1])
-    keys = torch.arange(first, last, device=bounds.device)
-    mask = None
-    if ends[start] < last:
-        mask = keys < bounds[1, start:end, None]
-    if first < lows[end - 1]:
-        inside = keys >= bounds[0, start:end, None]
-        mask = inside if mask is None else mask & inside
-    gathered = int(lows[chunk])
-    return _Piece(start, end, first - gathered, last - gathered, mask)
 
 
 def _key_slots(batch: FlatBatch, chunks: NDArray[np.int64], local: bool) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -35,8 +35,7 @@ class Detokenizer:
         self._longest = max(map(len, self._stop), default=0)
         self._shown: list[str] = []
         self._held = ""  # may be the beginning of a stop text
-        self._bytes = _ByteRun()
-        self._tail = ""  # end of the held text and of the complete characters in the byte run
+        self._bytes = bytearray()  # the current run of byte tokens
         self.stopped = False
 
     @property
@@ -52,8 +51,10 @@ class Detokenizer:
         if name is None:  # beyond the vocabulary
             return ""
         if (byte := _BYTE.fullmatch(name)) is not None:
-            character = self._bytes.add(int(byte[1], 16))
-            return self._show("") if character and self._completes(character) else ""
+            self._bytes.append(int(byte[1], 16))
+            # The byte may complete a stop text, even if the run turns out invalid later.
+            stops = self._stop and (self._held + self._characters()[0]).endswith(self._stop)
+            return self._show("") if stops else ""
         text = self._tokenizer.decode([token], skip_special_tokens=True)
         return self._show(text) if text else ""
 
@@ -66,17 +67,12 @@ class Detokenizer:
         self._shown.append(rest)
         return shown + rest
 
-    def _completes(self, character: str) -> bool:
-        """Return whether a character of the byte run completes a stop text, even if the run turns out invalid later."""
-        if not self._stop:
-            return False
-        self._tail = ((self._tail or self._held) + character)[-self._longest :]
-        return self._tail.endswith(self._stop)
-
     def _show(self, text: str) -> str:
         """Show the held text, the byte run and ``text``, up to where a stop text may begin."""
-        text = self._held + self._bytes.end() + text
-        self._tail = ""
+        run, decoded = self._characters()
+        run = run if decoded == len(self._bytes) else _REPLACEMENT * len(self._bytes)
+        self._bytes.clear()
+        text = self._held + run + text
         found = [at for stop in self._stop if (at := text.find(stop)) >= 0]
         self.stopped = bool(found)
         lengths = range(min(self._longest - 1, len(text)), 0, -1)
@@ -86,39 +82,12 @@ class Detokenizer:
         self._shown.append(text[:end])
         return text[:end]
 
-
-class _ByteRun:
-    """A run of byte tokens, decoded as UTF-8 incrementally."""
-
-    def __init__(self) -> None:
-        self._reset()
-
-    def _reset(self) -> None:
-        self._count = 0
-        self._characters: list[str] = []
-        self._decoder: codecs.IncrementalDecoder | None = codecs.getincrementaldecoder("utf-8")()
-
-    def add(self, byte: int) -> str:
-        """Add a byte; return the character that it completes, or "" if none or if the run is invalid."""
-        self._count += 1
-        if self._decoder is None:
-            return ""
+    def _characters(self) -> tuple[str, int]:
+        """Return the complete characters of the byte run and the number of their bytes; none if a byte is invalid."""
         try:
-            character = self._decoder.decode(bytes([byte]))
+            return codecs.utf_8_decode(self._bytes)
         except UnicodeDecodeError:
-            self._decoder = None
-            return ""
-        self._characters.append(character)
-        return character
-
-    def end(self) -> str:
-        """Return the run's text and start a new run."""
-        if not self._count:
-            return ""
-        valid = self._decoder is not None and not self._decoder.getstate()[0]
-        text = "".join(self._characters) if valid else _REPLACEMENT * self._count
-        self._reset()
-        return text
+            return "", 0
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:

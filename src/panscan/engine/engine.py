@@ -9,7 +9,6 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count, islice
@@ -136,16 +135,12 @@ class Engine:
         _QUEUED.check("max_queued_requests", max_queued_requests)  # before a model is loaded
         settings = replace(settings, runner="engine")
         require_supported(settings)
-        if settings.tensor_parallel_size > 1:
-            return cls._over_ranks(settings, max_queued_requests)
-        loaded = load_for(settings)
-        apply_attention(loaded.model, settings.attention)
-        forbid_tf32()
-        return cls(loaded, settings=settings, max_queued_requests=max_queued_requests)
-
-    @classmethod
-    def _over_ranks(cls, settings: Settings, max_queued_requests: int) -> Engine:
-        """Return an engine that owns its rank processes; closing it ends them."""
+        if settings.tensor_parallel_size == 1:
+            loaded = load_for(settings)
+            apply_attention(loaded.model, settings.attention)
+            forbid_tf32()
+            return cls(loaded, settings=settings, max_queued_requests=max_queued_requests)
+        # The engine owns its rank processes: closing it ends them.
         loaded = load_meta_model_for(settings)
         ranks = RankGroup(settings)
         try:
@@ -176,13 +171,20 @@ class Engine:
         Raises:
             SettingError: an item is not a request; none is answered.
         """
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
         todo = request_list(requests)
         results: dict[int, Result] = {}
         self._worker.check_process()
-        with _bar(len(todo), shown=progress) as advance:
+        console = Console(stderr=True)
+        columns = TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        hidden = not (console.is_terminal if progress is None else progress)
+        with Progress(*columns, console=console, disable=hidden) as bar:
+            task = bar.add_task("", total=len(todo))
             for index, result in self.stream_results(todo):
                 results[index] = result
-                advance()
+                bar.advance(task)
         return [results[index] for index in range(len(todo))]
 
     def stream_results(
@@ -227,9 +229,8 @@ class Engine:
                 del inflight[index]
                 yield index, result
         finally:
-            with suppress(EngineError):  # closed: the requests are already cancelled
-                for state in inflight.values():
-                    self._worker.cancel(state)
+            for state in inflight.values():
+                self._worker.cancel(state)
 
     def submit(self, request: Request) -> Stream:
         """Submit one request and return its stream of token events. Call it from a running event loop.
@@ -261,28 +262,25 @@ class Engine:
     def _submit(self, request: Request) -> Stream:
         """Start a request that holds a slot; release the slot when the request ends or cannot start."""
         try:
-            return self._begin(request)
+            names = (f"request-{next(self._numbers)}" for _ in count())
+            name = checked_request(request).id or next(name for name in names if name not in self._streams)
+            if name in self._streams:
+                raise SettingError(f"a request with id {name!r} is already in flight")
+            stream = Stream(name, lambda: self.cancel(name))
+
+            def on_end(result: Result) -> None:
+                self._streams.pop(name, None)
+                self._admission.release()
+                stream.on_end(result)
+
+            state = self._streams[name] = self._state(replace(request, id=name), stream.on_event, on_end)
+            try:
+                self._worker.accept(state)
+            except EngineError:
+                del self._streams[name]
+                raise
         except BaseException:
             self._admission.release()
-            raise
-
-    def _begin(self, request: Request) -> Stream:
-        names = (f"request-{next(self._numbers)}" for _ in count())
-        name = checked_request(request).id or next(name for name in names if name not in self._streams)
-        if name in self._streams:
-            raise SettingError(f"a request with id {name!r} is already in flight")
-        stream = Stream(name, lambda: self.cancel(name))
-
-        def on_end(result: Result) -> None:
-            self._streams.pop(name, None)
-            self._admission.release()
-            stream.on_end(result)
-
-        state = self._streams[name] = self._state(replace(request, id=name), stream.on_event, on_end)
-        try:
-            self._worker.accept(state)
-        except EngineError:
-            del self._streams[name]
             raise
         return stream
 
@@ -306,12 +304,7 @@ class Engine:
         """
         state = self._state(request, on_event or ignore_event, on_end)
         self._worker.accept(state)
-
-        def cancel() -> None:
-            with suppress(EngineError):  # closed: the request is already cancelled
-                self._worker.cancel(state)
-
-        return cancel
+        return partial(self._worker.cancel, state)
 
     def count(self, request: Request) -> tuple[list[int], int, int]:
         """Return a prompt's token ids, its number of image tokens and its number of views, without running the model.
@@ -326,8 +319,7 @@ class Engine:
         """End a submitted request with the tokens it has. Does nothing if no request in flight has this id."""
         self._worker.check_process()
         if (state := self._streams.get(id)) is not None:
-            with suppress(EngineError):  # closed: the request is already cancelled
-                self._worker.cancel(state)
+            self._worker.cancel(state)
 
     def observe(self, requests: Sequence[Request], forced: Sequence[ForcedTokens]) -> list[Observation]:
         """Return next-token distributions along forced tokens, for all requests in one batch. Used by the verdict.
@@ -438,19 +430,6 @@ class _ResultIterator(Iterator[tuple[int, Result]]):
 
 def _put(finished: SimpleQueue[tuple[int, Result]], index: int, result: Result) -> None:
     finished.put((index, result))
-
-
-@contextmanager
-def _bar(total: int, *, shown: bool | None) -> Iterator[Callable[[], None]]:
-    """Show a progress bar on standard error, if requested; yield a function that advances it."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = TextColumn("answering"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, disable=not (console.is_terminal if shown is None else shown)) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda: bar.advance(task)
 
 
 class Admission:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from decimal import Decimal
 from math import lcm
 from typing import Any
@@ -109,23 +109,21 @@ class Grammars:
             if (matcher := self._compiled.get(schema)) is None:
                 grammar = _grammar_of(schema)
                 if self._tokenizer is None:
-                    self._tokenizer = self._converted()
+                    backend = getattr(self._source, "backend_tokenizer", None)
+                    if backend is None:
+                        raise SettingError("json_schema: the checkpoint has no fast tokenizer: add its tokenizer.json")
+                    if not self._eos_ids:
+                        fix = "set eos_token_id in its configuration"
+                        raise SettingError(f"json_schema: the checkpoint has no end token: {fix}")
+                    try:
+                        self._tokenizer = LLTokenizer(backend.to_str(), eos_token=self._eos_ids)
+                    except ValueError as error:
+                        raise SettingError(f"json_schema: unsupported tokenizer: {_one_line(str(error))}") from error
                 matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
                 if matcher.is_error():
                     raise SettingError(f"json_schema: {_rejection(matcher)}")
             self._compiled.put(schema, matcher)
             return Constraint(matcher.deep_copy())
-
-    def _converted(self) -> LLTokenizer:
-        backend = getattr(self._source, "backend_tokenizer", None)
-        if backend is None:
-            raise SettingError("json_schema: the checkpoint has no fast tokenizer: add its tokenizer.json")
-        if not self._eos_ids:
-            raise SettingError("json_schema: the checkpoint has no end token: set eos_token_id in its configuration")
-        try:
-            return LLTokenizer(backend.to_str(), eos_token=self._eos_ids)
-        except ValueError as error:
-            raise SettingError(f"json_schema: unsupported tokenizer: {_one_line(str(error))}") from error
 
 
 def check_schema(schema: str) -> None:
@@ -167,7 +165,17 @@ def _check_remainders(schema: Any) -> None:
     Raises:
         SettingError: the values need too many states, or have too many digits.
     """
-    divisors = [Decimal(value) for value in _divisors(schema)]
+    divisors: list[Decimal] = []
+    waiting = [schema]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict):
+            value = part.get("multipleOf")
+            if isinstance(value, int | Decimal) and not isinstance(value, bool):
+                divisors.append(Decimal(value))
+            waiting += part.values()
+        elif isinstance(part, list):
+            waiting += part
     if not divisors:
         return
     fits = all(value.is_finite() and abs(value.adjusted()) <= _MOST_DIGITS for value in divisors)
@@ -180,20 +188,6 @@ def _check_remainders(schema: Any) -> None:
             f"json_schema: the values of multipleOf need {remainders:,} states, more than {_MOST_REMAINDERS:,};"
             " use fewer or smaller values"
         )
-
-
-def _divisors(schema: Any) -> Iterator[int | Decimal]:
-    """Yield each value of ``multipleOf``, at any depth."""
-    waiting = [schema]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, dict):
-            found = part.get("multipleOf")
-            if isinstance(found, int | Decimal) and not isinstance(found, bool):
-                yield found
-            waiting += part.values()
-        elif isinstance(part, list):
-            waiting += part
 
 
 def _rejection(matcher: LLMatcher) -> str:

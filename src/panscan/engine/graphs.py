@@ -20,6 +20,7 @@ from panscan.model.machine import side_stream
 
 _WARM_UPS = 1  # passes before a capture: one-time compilation and allocation must not happen while recording
 _one_at_a_time = Lock()
+_capture_stream = cache(side_stream)  # one for all engines: PyTorch keeps 32 MiB for each stream that ran a product
 
 RunLayers = Callable[[torch.Tensor, torch.Tensor, Mapping[bool, TritonPlan]], torch.Tensor]
 """Computes final hidden states ``[T, hidden]`` from embeddings ``[T, hidden]``, positions (int64 ``[T]``) and the plans
@@ -41,10 +42,15 @@ def padded(batch: FlatBatch, singles: int, others: int, spare: tuple[int, int]) 
     decode, size = batch.decode_rows, batch.block_size
     more, tail = np.zeros(singles - decode, np.int64), np.arange(others - (batch.rows - decode))
     counts = _inserted(np.diff(batch.offsets), decode, more + 1, np.full(int(len(tail) > 0), len(tail)))
-    tables = [
-        _padded_table(table, decode, len(more), len(counts), -(-len(tail) // size), block)
-        for table, block in zip(batch.tables, spare, strict=True)
-    ]
+    tables, end, tail_blocks = [], singles + len(batch.offsets) - 1 - decode, -(-len(tail) // size)
+    for table, block in zip(batch.tables, spare, strict=True):
+        width = table.shape[1]
+        wider = np.full((len(counts), max(width, tail_blocks, 1)), -1, np.int32)
+        wider[:decode, :width] = table[:decode]
+        wider[decode:singles, 0] = block
+        wider[singles:end, :width] = table[decode:]
+        wider[end:, :tail_blocks] = block
+        tables.append(wider)
     return FlatBatch(
         ids=_inserted(batch.ids, decode, more, np.zeros_like(tail)),
         positions=_inserted(batch.positions, decode, more, tail),
@@ -58,19 +64,6 @@ def padded(batch: FlatBatch, singles: int, others: int, spare: tuple[int, int]) 
 
 def _inserted(array: NDArray[Any], at: int, middle: NDArray[Any], tail: NDArray[Any]) -> NDArray[Any]:
     return np.concatenate([array[:at], middle, array[at:], tail]).astype(array.dtype)
-
-
-def _padded_table(
-    table: NDArray[np.int32], decode: int, more: int, chunks: int, tail_blocks: int, spare: int
-) -> NDArray[np.int32]:
-    """Return a table of so many chunks: ``more`` single rows behind ``decode``, and one of ``tail_blocks`` blocks."""
-    width = table.shape[1]
-    wider = np.full((chunks, max(width, tail_blocks, 1)), -1, np.int32)
-    wider[:decode, :width] = table[:decode]
-    wider[decode : decode + more, 0] = spare
-    wider[decode + more : len(table) + more, :width] = table[decode:]
-    wider[len(table) + more :, :tail_blocks] = spare
-    return wider
 
 
 class Graphs:
@@ -182,7 +175,7 @@ class Graphs:
                 slots, lengths, groups, members, ends, tiles, decode_tables[: size[0]], prefill_tables
             )
             window = self._window if local else 0
-            plans[local] = self._backend.bind(kernel_inputs, self._block_size, window, shared=shared)
+            plans[local] = TritonPlan(kernel_inputs, self._backend.tile_rows, self._block_size, window, shared)
         self._load(inputs, arrays)
         embedded = torch.zeros(sum(size), self._hidden_size, dtype=self._dtype, device=self._device)
 
@@ -265,9 +258,3 @@ class _Recorded:
     embedded: torch.Tensor
     inputs: torch.Tensor
     replay: Callable[[], torch.Tensor]
-
-
-@cache
-def _capture_stream(device: torch.device) -> Any:
-    """Return one stream for all engines of a process: PyTorch keeps 32 MiB for each stream that ran a product."""
-    return side_stream(device)

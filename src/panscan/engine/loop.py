@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import ceil
@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from panscan.core import EngineError, FinishReason, ImageError, PanscanError, SettingError, Stats, now
 from panscan.engine.options import EngineOptions
-from panscan.engine.passes import Launched, PassExecutor, PassResult, pass_error, raise_if_device_failed
+from panscan.engine.passes import PassExecutor, PassResult, WaitForPass, pass_error
 from panscan.engine.prepare import Preparer
 from panscan.engine.request_state import RequestState
-from panscan.engine.scheduling.batch import NO_ROWS, FlatBatch, PixelRef, SampledToken, Step, ViewToEncode, flatten
+from panscan.engine.scheduling.batch import NO_ROWS, FlatBatch, SampledToken, Step, ViewToEncode, flatten
 from panscan.engine.scheduling.batch import Sequence as Tokens
 from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.pacing import Pacer, PassSize, PrefillLimit
@@ -37,7 +37,7 @@ class _PassInFlight:
         observed: sequences among ``sampled`` whose logits are observed, in order.
         image_requests: requests with image spans in this pass; empty if the pass encodes no view.
         size: numbers of rows and views.
-        launched: the runner's handle.
+        wait: waits for its result.
     """
 
     step: Step
@@ -46,7 +46,7 @@ class _PassInFlight:
     observed: list[Tokens]
     image_requests: list[RequestState]
     size: PassSize
-    launched: Launched
+    wait: WaitForPass
 
 
 class Loop:
@@ -60,7 +60,7 @@ class Loop:
 
     def __init__(self, loaded: Loaded, options: EngineOptions, runner: PassExecutor) -> None:
         self.loaded, self.options, self.runner = loaded, options, runner
-        self.facts = facts = self.runner.facts
+        self.facts = facts = runner.facts
         self.blocks = KVBlocks(
             block_size=options.block_size,
             global_blocks=facts.blocks[0],
@@ -78,7 +78,7 @@ class Loop:
         )
         target = options.tpot_target_ms
         self._pacer = None if target is None else Pacer(target / 1e3)
-        self.preparer = Preparer(loaded, options, self.vision.holds, self.runner, facts.pixel_bytes)
+        self.preparer = Preparer(loaded, options, self.vision.holds, runner.pixels, facts.pixel_bytes)
         self._overlap = facts.overlaps if options.overlap is None else options.overlap
         self._inflight: _PassInFlight | None = None
         self._states: dict[Tokens, RequestState] = {}
@@ -108,20 +108,18 @@ class Loop:
         except EngineError:
             raise  # the ranks were closed: no pass can run any more
         except Exception as error:  # a failed pass fails its requests, not the engine
-            raise_if_device_failed(error)
             self._fail(step, error)
             # Before the next schedule: a preempted request may wait for a token of the pass in flight.
             self.finish_pass()
             return True
         self._steps += 1
-        self._prompt_tokens += sum(chunk.end - chunk.start for chunk in step.chunks if not chunk.sequence.decodes)
+        self._prompt_tokens += sum(chunk.end - chunk.start for chunk in step if not chunk.sequence.decodes)
         self.finish_pass()
         with host_work("engine: schedule"):
             self._scheduler.advance(step)
         self._inflight = inflight
-        if not self._overlap or any(
-            self._states[each].needs_last_token for each in inflight.sampled if each in self._states
-        ):
+        states = (self._states.get(tokens) for tokens in inflight.sampled)
+        if not self._overlap or any(state is not None and state.needs_last_token for state in states):
             self.finish_pass()
         return True
 
@@ -132,14 +130,14 @@ class Loop:
             return False
         try:
             with host_work("engine: wait for the device"):
-                result = inflight.launched.wait()
+                result = inflight.wait()
         except EngineError:
             raise  # the ranks were closed: no pass can run any more
         except Exception as error:  # devices report failures of a pass at the next synchronisation
-            raise_if_device_failed(error)
-            for chunk in inflight.step.chunks:
+            failure = pass_error(error)
+            for chunk in inflight.step:
                 if chunk.sequence in self._states:
-                    self.end(self._states[chunk.sequence], "error", pass_error(error))
+                    self.end(self._states[chunk.sequence], "error", failure)
             return True
         if self._pacer is not None:
             start, end = result.vision or (0.0, 0.0)
@@ -149,7 +147,7 @@ class Loop:
                 if not state.ended:
                     state.on_views_encoded(*result.vision)
         with host_work("engine: deliver tokens"):
-            self._deliver(self._settle(inflight, result), result.finished_at)
+            self._deliver(inflight, result)
         return True
 
     def add(self, state: RequestState) -> None:
@@ -157,11 +155,26 @@ class Loop:
         sequence = state.sequence
         assert sequence is not None  # it is prepared
         sequence.limit = min(sequence.limit, self.facts.max_positions)
-        if (refusal := self._refusal(state, sequence)) is not None:
-            state.end("error", refusal)
+        what = f"the prompt has {sequence.prompt_tokens} tokens ({state.views} views)"
+        chunk = self._scheduler.longest_chunk(sequence)
+        if sequence.prompt_tokens >= self.facts.max_positions:
+            refusal = f"{what}; the model's context length is {self.facts.max_positions}"
+        elif state.request_views and not self.vision.count:
+            least = ceil(self.facts.view_bytes / 1e4) / 1e5
+            refusal = (
+                f"--vision-cache-gb {self.options.vision_cache_gb:g} does not hold one encoded view:"
+                f" raise it to at least {least:g} GB, or leave it out"
+            )
+        elif not self.blocks.fits(sequence.limit, chunk):
+            refusal = (
+                f"{what} and asks for {sequence.limit - sequence.prompt_tokens} more; the KV cache holds"
+                f" {self.blocks.longest(chunk)} tokens of one request: raise --kv-cache-gb, or lower --max-new-tokens"
+            )
         else:
             self._states[sequence] = state
             self._scheduler.add(sequence)
+            return
+        state.end("error", SettingError(refusal))
 
     def end(self, state: RequestState, reason: FinishReason, error: PanscanError | None = None) -> None:
         """End a request now, queued or running, with the tokens it has."""
@@ -219,33 +232,14 @@ class Loop:
         requests = ((tokens, each.stamps.accepted, each.stamps.tokens) for tokens, each in self._states.items())
         return self._pacer.limit(now(), inflight, requests)
 
-    def _refusal(self, state: RequestState, sequence: Tokens) -> SettingError | None:
-        """Return why a request can never run here, or None."""
-        what = f"the prompt has {sequence.prompt_tokens} tokens ({state.views} views)"
-        if sequence.prompt_tokens >= self.facts.max_positions:
-            return SettingError(f"{what}; the model's context length is {self.facts.max_positions}")
-        if state.request_views and not self.vision.count:
-            least = ceil(self.facts.view_bytes / 1e4) / 1e5
-            return SettingError(
-                f"--vision-cache-gb {self.options.vision_cache_gb:g} does not hold one encoded view:"
-                f" raise it to at least {least:g} GB, or leave it out"
-            )
-        chunk = self._scheduler.longest_chunk(sequence)
-        if not self.blocks.fits(sequence.limit, chunk):
-            return SettingError(
-                f"{what} and asks for {sequence.limit - sequence.prompt_tokens} more; the KV cache holds"
-                f" {self.blocks.longest(chunk)} tokens of one request: raise --kv-cache-gb, or lower --max-new-tokens"
-            )
-        return None
-
     def _launch(self, step: Step) -> _PassInFlight:
         """Write the step into a flat batch and launch it."""
         launched_at = now()
         slots, encode, requests = self._place_views(step)
         try:
-            flat = flatten(step.chunks, block_size=self.options.block_size, window=self.facts.window or 1, slots=slots)
-            sampled = [chunk.sequence for chunk in step.chunks if chunk.samples]
-            rows = np.flatnonzero([chunk.samples for chunk in step.chunks])
+            flat = flatten(step, block_size=self.options.block_size, window=self.facts.window or 1, slots=slots)
+            sampled = [chunk.sequence for chunk in step if chunk.samples]
+            rows = np.flatnonzero([chunk.samples for chunk in step])
             rows = flat.offsets[rows + 1].astype(np.int64) - 1
             samplings = tuple(self._states[tokens].sampling_row() for tokens in sampled)
             observed = [at for at, tokens in enumerate(sampled) if self._states[tokens].observation is not None]
@@ -261,18 +255,18 @@ class Loop:
                 observed_rows=np.array(list(observed_rows), np.int64),
                 observed_samples=np.array(observed, np.int64),
             )
-            with phase("decode" if all(chunk.sequence.decodes for chunk in step.chunks) else "prefill"):
-                launched = self.runner.execute(batch)
+            with phase("decode" if all(chunk.sequence.decodes for chunk in step) else "prefill"):
+                wait = self.runner.execute(batch)
         except BaseException:
             self.vision.forget(encode)
-            self.runner.forget(PixelRef(view.pixels, view.rank) for view in encode.values())
+            self.runner.pixels.forget(view.pixels for view in encode.values())
             raise
         finally:
             self.vision.release()
         observers = [sampled[at] for at in observed]
         size = PassSize.of(step, len(encode), launched_at)
         return _PassInFlight(
-            step, sampled, list(observed_rows.values()), observers, requests if encode else [], size, launched
+            step, sampled, list(observed_rows.values()), observers, requests if encode else [], size, wait
         )
 
     def _place_views(self, step: Step) -> tuple[dict[bytes, int], dict[bytes, ViewToEncode], list[RequestState]]:
@@ -282,7 +276,7 @@ class Loop:
             Slots by view key, views to encode by key, and the requests that the views belong to.
         """
         wanted: list[tuple[bytes, RequestState]] = []
-        for chunk in step.chunks:
+        for chunk in step:
             state = self._states[chunk.sequence]
             state.on_scheduled()
             wanted += [(span.key, state) for span in chunk.sequence.layout.within(chunk.start, chunk.end)]
@@ -291,30 +285,28 @@ class Loop:
             slots = {key: slot for key, _ in wanted if (slot := self.vision.pin(key)) is not None}
             # The last request of a key stays: sorted, so that it is one whose pixels are available, if there is one.
             missing = dict(sorted(wanted, key=lambda each: each[1].request_views[each[0]].pixels is not None))
-            refs = {key: self._pixels(state, key) for key, state in missing.items() if key not in slots}
-            for key, ref in refs.items():
-                slots[key] = self.vision.place(key)
-                encode[key] = ViewToEncode(slots[key], ref.handle, ref.rank)
+            for key, state in missing.items():
+                if key not in slots:
+                    try:
+                        handle = self.preparer.place(state.request_views[key])
+                    except ImageError as error:
+                        raise _LostImageError(state, error) from error
+                    slots[key] = self.vision.place(key)
+                    encode[key] = ViewToEncode(slots[key], handle)
         except BaseException:
             self.vision.forget(encode)
             self.vision.release()
             raise
         for key, state in wanted:
-            state.drop_view(key, taken=key in refs and state is missing[key])
+            state.drop_view(key, taken=key in encode and state is missing[key])
         self.vision.encoded += len(encode)
         self.vision.reused += len(wanted) - len(encode)
         return slots, encode, list(dict.fromkeys(state for _, state in wanted))
 
-    def _pixels(self, state: RequestState, key: bytes) -> PixelRef:
-        try:
-            return self.preparer.place(state.request_views[key])
-        except ImageError as error:
-            raise _LostImageError(state, error) from error
-
     def _observed_rows(self, step: Step, flat: FlatBatch) -> dict[int, tuple[Tokens, int]]:
         """Return the sequence and position of each observed row, by row."""
         found = {}
-        for chunk, offset in zip(step.chunks, flat.offsets.tolist(), strict=False):
+        for chunk, offset in zip(step, flat.offsets.tolist(), strict=False):
             observation = self._states[chunk.sequence].observation
             for at in () if observation is None else observation.forced_tokens.positions:
                 if chunk.start <= at < chunk.end:
@@ -329,32 +321,25 @@ class Loop:
         indices = {tokens: at for at, tokens in enumerate(self._inflight.sampled)}
         return waiting, np.array([indices[sampled[at]] for at in waiting], np.int64)
 
-    def _settle(self, inflight: _PassInFlight, result: PassResult) -> dict[Tokens, SampledToken]:
-        """Record the result of a pass; return the new tokens of sequences that have not ended."""
+    def _deliver(self, inflight: _PassInFlight, result: PassResult) -> None:
+        """Deliver the new tokens of requests that have not ended, and end those that are complete."""
         if result.hidden is not None and result.logits is not None:
             for (tokens, position), *found in zip(inflight.observed_rows, result.hidden, result.logits, strict=True):
                 if tokens in self._states and (observation := self._states[tokens].observation) is not None:
                     observation.positions[position] = found[0], found[1]
         answers = {} if result.answers is None else dict(zip(inflight.observed, result.answers, strict=True))
-        settled = {}
-        for tokens, chosen in zip(inflight.sampled, result.chosen, strict=True):
-            if tokens not in self._states:
+        for tokens, sample in zip(inflight.sampled, result.chosen, strict=True):
+            if (state := self._states.get(tokens)) is None:
                 continue
-            settled[tokens] = chosen
-            if (observation := self._states[tokens].observation) is not None:
+            chosen = sample
+            if (observation := state.observation) is not None:
                 observation.answer.append(answers[tokens])
-                if (forced := observation.next(len(tokens.outputs))) is not None:
-                    settled[tokens] = SampledToken(forced, None)
-            tokens.settle(settled[tokens].token)
-        return settled
-
-    def _deliver(self, chosen: Mapping[Tokens, SampledToken], at: float) -> None:
-        """Deliver new tokens to their requests, and end the requests that are complete."""
-        self._output_tokens += len(chosen)
-        for tokens, each in chosen.items():
-            state = self._states[tokens]
+                if observation.forced_tokens.tokens is not None:
+                    chosen = SampledToken(observation.forced_tokens.tokens[len(tokens.outputs)], None)
+            tokens.settle(chosen.token)
+            self._output_tokens += 1
             try:
-                reason = state.append_token(each, at, self.loaded.eos_ids, full=tokens.full)
+                reason = state.append_token(chosen, result.finished_at, self.loaded.eos_ids, full=tokens.full)
             except BaseException as error:  # of its schema, its callback or a panic in a library: it fails alone
                 self.end(state, "error", state.error_of(error))
                 continue
@@ -368,9 +353,10 @@ class Loop:
         """
         if is_out_of_memory(error):
             release_memory()
-        prefilling = [chunk.sequence for chunk in step.chunks if not chunk.sequence.decodes]
-        for tokens in prefilling or [chunk.sequence for chunk in step.chunks]:
-            self.end(self._states[tokens], "error", pass_error(error))
+        failure = pass_error(error)
+        prefilling = [chunk.sequence for chunk in step if not chunk.sequence.decodes]
+        for tokens in prefilling or [chunk.sequence for chunk in step]:
+            self.end(self._states[tokens], "error", failure)
 
 
 class _LostImageError(Exception):

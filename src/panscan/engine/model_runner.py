@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from panscan.core import Sampling, SettingError, UnsupportedError, View, now
+from panscan.core import Sampling, SettingError, UnsupportedError, now
 from panscan.engine import triton_attention
-from panscan.engine.attention import Backend, KVCache, SegmentsBackend
+from panscan.engine.attention import KVCache, SegmentsBackend
 from panscan.engine.graphs import Graphs, padded
 from panscan.engine.options import EngineOptions
-from panscan.engine.passes import Launched, PassResult, RunnerFacts
-from panscan.engine.sampling import PendingTokens, Sampler
-from panscan.engine.scheduling.batch import FlatBatch, PixelRef, SamplingRow
+from panscan.engine.passes import PassResult, RunnerFacts, WaitForPass
+from panscan.engine.sampling import Sampler
+from panscan.engine.scheduling.batch import FlatBatch, SamplingRow
 from panscan.engine.scheduling.graph_sizes import MOST_CHUNK_ROWS
 from panscan.engine.scheduling.kv_sizes import (
     DeviceMemory,
@@ -57,44 +57,6 @@ from panscan.settings import ATTENTION_BACKENDS, nearest
 log = logging.getLogger("panscan.engine")
 
 _USUAL_VIEWS = 8  # views in a pass of 2,048 prompt tokens, at most
-
-
-@dataclass(frozen=True, slots=True)
-class _Timestamp:
-    """A point in a device's work: the host time at which it was enqueued, and on CUDA an event."""
-
-    at: float
-    event: Any
-
-    @classmethod
-    def record(cls, device: torch.device) -> _Timestamp:
-        return cls(now(), record_event(device) if device.type == "cuda" else None)
-
-    def host_seconds(self, done: Any, finished_at: float) -> float:
-        """Return host seconds, given that the later CUDA event ``done`` was reached at ``finished_at``."""
-        if self.event is None or done is None:
-            return self.at
-        return finished_at - float(self.event.elapsed_time(done)) / 1e3
-
-
-@dataclass(frozen=True, slots=True)
-class _LaunchedLocally:
-    """A pass on this process's device. ``observed``: hidden states, logits and answers that a verdict requested."""
-
-    tokens: PendingTokens
-    vision: tuple[_Timestamp, _Timestamp] | None
-    observed: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-
-    def wait(self) -> PassResult:
-        """See :class:`Launched`."""
-        chosen = self.tokens.wait()
-        finished_at, done = now(), self.tokens.readback.done
-        vision = None
-        if self.vision is not None:
-            start, end = self.vision
-            vision = start.host_seconds(done, finished_at), end.host_seconds(done, finished_at)
-        hosts = (None if tensor is None else tensor.float().cpu() for tensor in self.observed)
-        return PassResult(chosen, finished_at, vision, *hosts)
 
 
 class ModelRunner:
@@ -138,16 +100,8 @@ class ModelRunner:
         while self._undo:
             self._undo.pop()()
 
-    def put(self, levels: NDArray[np.uint8], views: Sequence[View]) -> list[PixelRef]:
-        """Compute and keep the pixels of views (see :meth:`panscan.engine.views.PixelStore.put`)."""
-        return self.pixels.put(levels, views)
-
-    def forget(self, refs: Iterable[PixelRef]) -> None:
-        """Drop pixels that are no longer needed."""
-        self.pixels.forget(ref.handle for ref in refs)
-
     @torch.no_grad()
-    def execute(self, batch: FlatBatch) -> Launched:
+    def execute(self, batch: FlatBatch) -> WaitForPass:
         """Launch a pass without waiting for the GPU; on other devices, compute it.
 
         Passes run in the order of their launches. Pending tokens are those of the previously launched pass.
@@ -169,7 +123,22 @@ class ModelRunner:
             answers = self._rows(logits, batch.observed_samples)
         tokens = self._sampler.launch(logits, batch.sampling)
         self._previous = tokens.tokens
-        return _LaunchedLocally(tokens, vision, (hidden_seen, logits_seen, answers))
+        observed = hidden_seen, logits_seen, answers
+
+        def wait() -> PassResult:
+            chosen = tokens.wait()
+            finished_at, done = now(), tokens.readback.done
+            encoded = None
+            if vision is not None:
+                # Events have no time of their own, only that between two of them.
+                start, end = (
+                    at if done is None else finished_at - float(event.elapsed_time(done)) / 1e3 for at, event in vision
+                )
+                encoded = start, end
+            hosts = (None if tensor is None else tensor.float().cpu() for tensor in observed)
+            return PassResult(chosen, finished_at, encoded, *hosts)
+
+        return wait
 
     def _start(self, vocab_size: int | None) -> None:
         options, model = self._options, self._loaded.model
@@ -223,13 +192,15 @@ class ModelRunner:
     def _start_vision(self) -> None:
         loaded, options = self._loaded, self._options
         self._vision = vision_layers(self._loaded.model, self._ranks) if loaded.reader.reads_images else None
+        self._image_tokens = 0 if self._vision is None else self._vision.image_tokens
+        self._view_bytes = self._image_tokens * self._text.hidden_size * self._text.dtype.itemsize
         spec = loaded.reader.pixels or PixelSpec()
         resize: Resize = by_pillow
         if self._vision is not None:
             resize, name = choose_resize(options.preprocess, spec, self._device)
             self._log_decision(f"view resizing: {name}")
         self.pixels = PixelStore(self._device, loaded.dtype, spec, self._pixel_bytes, resize)
-        encode = self._vision or _no_vision
+        encode = self._vision or torch.nn.Identity()  # without vision layers, no pass has views
         self._features = ViewFeatures(encode, self.pixels, options.vision_batch_size, self._ranks)
         if self._vision is None or self._device.type != "cuda":
             return
@@ -238,8 +209,7 @@ class ModelRunner:
             most = options.vision_batch_size
             counts = (*range(1, min(most, _USUAL_VIEWS) + 1), *(1 << power for power in range(most.bit_length())))
             for size in sorted({size for count in counts for size in self._vision.batch_sizes(count)}):
-                blank = torch.zeros(size, 3, spec.size, spec.size, device=self._device, dtype=loaded.dtype)
-                self._vision(blank)
+                self._try_vision(size)
 
     def _start_cache(self) -> None:
         options, text = self._options, self._text
@@ -275,7 +245,8 @@ class ModelRunner:
             needed = text.working_bytes(tokens=tokens, rows=options.max_num_seqs)
             return needed + (0 if self._vision is None else self._vision.working_bytes(options.vision_batch_size))
         with self._stage("working memory of the largest pass"):
-            largest = max(self._peak_of(partial(self._try_text, tokens)), self._peak_of(self._try_vision))
+            views = partial(self._try_vision, options.vision_batch_size)
+            largest = max(self._peak_of(partial(self._try_text, tokens)), self._peak_of(views))
         graphs = text.working_bytes(tokens=options.max_num_seqs + MOST_CHUNK_ROWS, rows=0)
         return gpu_working_bytes(largest_pass=largest, graphs=graphs, pixels=self._pixel_bytes or 0)
 
@@ -299,10 +270,10 @@ class ModelRunner:
         row = SamplingRow(Sampling(temperature=1.0, top_p=0.9), 0, 0, allowed=mask)
         self._sampler.launch(logits, [row] * options.max_num_seqs).wait()
 
-    def _try_vision(self) -> None:
-        """Encode the largest batch of views."""
+    def _try_vision(self, count: int) -> None:
+        """Encode a batch of blank views."""
         if self._vision is not None:
-            size, count = (self._loaded.reader.pixels or PixelSpec()).size, self._options.vision_batch_size
+            size = (self._loaded.reader.pixels or PixelSpec()).size
             self._vision(torch.zeros(count, 3, size, size, device=self._device, dtype=self._loaded.dtype))
 
     def _record_graphs(self) -> None:
@@ -329,14 +300,6 @@ class ModelRunner:
             for size in self.graphs.prepare():
                 log.debug("CUDA graph: %d decode + %d prefill rows", *size)
 
-    @property
-    def _image_tokens(self) -> int:
-        return 0 if self._vision is None else self._vision.image_tokens
-
-    @property
-    def _view_bytes(self) -> int:
-        return self._image_tokens * self._text.hidden_size * self._text.dtype.itemsize
-
     def _slow_reason(self) -> str | None:
         """Return why passes are neither recorded nor overlapped; None if they are."""
         model = self._loaded.model
@@ -349,16 +312,18 @@ class ModelRunner:
         }
         return next((reason for reason, holds in reasons.items() if holds), None)
 
-    def _encode(self, batch: FlatBatch) -> tuple[_Timestamp, _Timestamp] | None:
+    def _encode(self, batch: FlatBatch) -> list[tuple[float, Any]] | None:
+        """Encode the views of a pass; return the host time of the start and the end, and on CUDA an event of each."""
         if not batch.encode:
             return None
-        start = _Timestamp.record(self._device)
+        on_gpu = self._device.type == "cuda"
+        start = now(), record_event(self._device) if on_gpu else None
         like = torch.empty(0, self._image_tokens, self._text.hidden_size, dtype=self._text.dtype, device=self._device)
         with phase("vision"):
             self._features.encode(batch.encode, like)
-        if self._device.type != "cuda":
+        if not on_gpu:
             synchronize(self._device)
-        return start, _Timestamp.record(self._device)
+        return [start, (now(), record_event(self._device) if on_gpu else None)]
 
     def _layers(self, batch: FlatBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return final hidden states of the sampled and of the observed rows, from a graph if one is large enough.
@@ -405,7 +370,7 @@ class BackendChoice:
 
     name: str
     reason: str
-    backend: Backend
+    backend: SegmentsBackend | TritonBackend
 
 
 def choose_backend(name: str, layer: LayerFacts) -> BackendChoice:
@@ -439,7 +404,3 @@ def choose_backend(name: str, layer: LayerFacts) -> BackendChoice:
     units = decode_units(layer.kv_heads, layer.device)
     backend = TritonBackend(layer.head_size, layer.dtype, units, shared_bytes(layer.device))
     return BackendChoice("triton", why, backend)
-
-
-def _no_vision(_pixels: torch.Tensor) -> torch.Tensor:
-    raise RuntimeError("a text-only model got views to encode")

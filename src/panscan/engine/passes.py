@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from panscan.core import EngineError, PanscanError, UnsupportedError, View
 from panscan.core.errors import brief
-from panscan.engine.scheduling.batch import FlatBatch, PixelRef, SampledToken
+from panscan.engine.scheduling.batch import FlatBatch, SampledToken
 from panscan.model.machine import is_out_of_memory
 
 
@@ -64,62 +64,60 @@ class PassResult:
     answers: torch.Tensor | None = None
 
 
-class Launched(Protocol):
-    """A launched pass."""
-
-    def wait(self) -> PassResult:
-        """Return the result once the device has computed it.
-
-        Raises: whatever failed on the device.
-        """
-        ...
+WaitForPass = Callable[[], PassResult]
+"""Waits until the device has computed a launched pass, and returns its result. Raises whatever failed on the device."""
 
 
 class PixelIntake(Protocol):
-    """The receiver of pixels: a model runner. Thread-safe."""
+    """The receiver of pixels (see :class:`panscan.engine.views.PixelStore`). Thread-safe."""
 
-    def put(self, levels: NDArray[np.uint8], views: Sequence[View]) -> list[PixelRef]:
-        """Compute and keep the pixels of views (see :meth:`panscan.engine.views.PixelStore.put`)."""
+    @property
+    def put(self) -> Callable[[NDArray[np.uint8], Sequence[View]], list[int]]:
+        """Computes and keeps the pixels of views, and returns a handle for each."""
         ...
 
-    def forget(self, refs: Iterable[PixelRef]) -> None:
-        """Drop pixels that are no longer needed."""
-        ...
-
-
-class PassExecutor(PixelIntake, Protocol):
-    """An executor of passes: a :class:`panscan.engine.model_runner.ModelRunner`, or one in each rank process.
-
-    ``facts``: properties that the loop needs.
-    """
-
-    facts: RunnerFacts
-
-    def execute(self, batch: FlatBatch) -> Launched:
-        """Launch a pass, to run after all earlier ones."""
-        ...
-
-    def close(self) -> None:
-        """Release the device."""
+    @property
+    def forget(self) -> Callable[[Iterable[int]], None]:
+        """Drops the pixels of these handles, which are no longer needed."""
         ...
 
 
-def raise_if_device_failed(error: Exception) -> None:
-    """Raise if no later pass can run: CUDA reports an illegal access or a lost device to every later call too.
+class PassExecutor(Protocol):
+    """An executor of passes: a :class:`panscan.engine.model_runner.ModelRunner`, or one in each rank process."""
 
-    Raises:
-        EngineError: the device has failed.
-    """
-    if isinstance(error, RuntimeError) and "CUDA error" in str(error) and not is_out_of_memory(error):
-        raise EngineError(f"the device has failed: {brief(error, 300)}") from error
+    @property
+    def facts(self) -> RunnerFacts:
+        """Properties that the loop needs."""
+        ...
+
+    @property
+    def pixels(self) -> PixelIntake:
+        """Pixels that wait for the vision tower."""
+        ...
+
+    @property
+    def execute(self) -> Callable[[FlatBatch], WaitForPass]:
+        """Launches a pass, to run after all earlier ones."""
+        ...
+
+    @property
+    def close(self) -> Callable[[], None]:
+        """Releases the device."""
+        ...
 
 
 def pass_error(error: Exception) -> PanscanError:
-    """Return the error of the requests in a failed pass."""
+    """Return the error of a request in a failed pass.
+
+    Raises:
+        EngineError: no later pass can run: CUDA reports an illegal access or a lost device to every later call too.
+    """
     if isinstance(error, PanscanError):
         return error
     text = brief(error, 300)
     if is_out_of_memory(error):
         fix = "lower --prefill-chunk-size, --vision-batch-size, --max-num-seqs or --kv-cache-gb"
         return UnsupportedError(f"out of memory in an engine pass: {fix} ({text})")
+    if isinstance(error, RuntimeError) and "CUDA error" in str(error):
+        raise EngineError(f"the device has failed: {text}") from error
     return PanscanError(f"an engine pass failed: {type(error).__name__}: {text}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from blake3 import blake3
@@ -17,16 +17,16 @@ from panscan.core.daemons import native_work
 from panscan.core.deadline import Deadline
 from panscan.core.lru import LruCache
 from panscan.engine.detokenizer import Detokenizer
-from panscan.engine.grammar import Constraint, Grammars
-from panscan.engine.image_memory import DECODED_BYTES, ImageMemory, Share
+from panscan.engine.grammar import Grammars
+from panscan.engine.image_memory import DECODED_BYTES, ImageMemory
 from panscan.engine.options import EngineOptions
 from panscan.engine.passes import PixelIntake
 from panscan.engine.request_state import RequestState, RequestView
-from panscan.engine.scheduling.batch import PixelRef, PromptLayout
+from panscan.engine.scheduling.batch import PromptLayout
 from panscan.engine.scheduling.batch import Sequence as Tokens
 from panscan.engine.scheduling.kv_blocks import extend_hashes
 from panscan.engine.vision import view_key
-from panscan.images.files import Page, PageBytes, image_size, in_memory, open_pixels, opens_quickly
+from panscan.images.files import Page, PageBytes, image_size, in_memory, open_pixels
 from panscan.images.page_levels import copy_levels
 from panscan.images.pixels import PixelSpec
 from panscan.images.pool import PageLevels
@@ -36,23 +36,9 @@ from panscan.model.inputs import images_of, plan_sizes
 from panscan.model.phases import phase
 
 _KNOWN_FILES = 4096
+_NOT_DECODED: NDArray[np.uint8] = np.empty((0, 0, 4), np.uint8)  # because all views are known
 _AGAIN_SECONDS = 10.0  # to read an image whose features were evicted
 _MOST_HASHED = 1 << 24  # bytes of a file: hashing them takes a tenth of the time that decoding them would take
-
-
-@dataclass(frozen=True, slots=True)
-class _ReadImage:
-    """An image of a request.
-
-    Args:
-        size: (width, height), upright.
-        digest: see :func:`panscan.images.page_levels.copy_levels`.
-        levels: ``[height, width, 4]``: red, green, blue and 0; None: not decoded, because all views are known.
-    """
-
-    size: tuple[int, int]
-    digest: bytes
-    levels: NDArray[np.uint8] | None
 
 
 class Preparer:
@@ -93,11 +79,6 @@ class Preparer:
             if memory is not None:
                 memory.close()
 
-    @staticmethod
-    def is_quick(request: Request) -> bool:
-        """Return whether a request's images open quickly (see :func:`panscan.images.files.opens_quickly`)."""
-        return all(opens_quickly(image) for image in request.images)
-
     def prepare(self, state: RequestState, *, documents: bool = False) -> None:
         """Set all fields that the request's passes need. Waits until memory for its images is free.
 
@@ -120,34 +101,33 @@ class Preparer:
             request = replace(state.request, images=images)
             view_bytes = 3 * self._spec.size**2 * self._pixel_bytes
             decoded_bytes = DECODED_BYTES * sum(width * height for width, height in sizes)
-            memory = self.document_memory if documents else self.memory
-            shares: list[Share] = []
+            memory, on_gpu = self.document_memory if documents else self.memory, self.pixel_memory
+            pixels = decoding = None
             try:
-                if self.pixel_memory is None:
-                    shares.append(pixels := memory.acquire(views * view_bytes + decoded_bytes))
-                    self._prepare(state, request)
-                elif documents:  # decoding may take long, and must not hold the memory of pixels meanwhile
-                    shares.append(memory.acquire(decoded_bytes))
-                    read = self._load(state, request)
-                    shares.append(pixels := self.pixel_memory.acquire(views * view_bytes))
-                    self._preprocess_images(state, request, read)
-                else:  # in this order: a request that may decode must not wait for passes
-                    shares.append(pixels := self.pixel_memory.acquire(views * view_bytes))
-                    shares.append(memory.acquire(decoded_bytes))
-                    self._prepare(state, request)
+                if on_gpu is None:
+                    pixels = memory.acquire(views * view_bytes + decoded_bytes)
+                else:
+                    if not documents:  # first: a request that may decode must not wait for passes
+                        pixels = on_gpu.acquire(views * view_bytes)
+                    decoding = memory.acquire(decoded_bytes)
+                read = self._load(state, request)
+                if pixels is None:  # last: decoding a document may take long
+                    assert on_gpu is not None  # else they have one share
+                    pixels = on_gpu.acquire(views * view_bytes)
+                self._preprocess_images(state, request, read)
+                # None where features were known already.
+                pixels.shrink(view_bytes * sum(view.pixels is not None for view in state.request_views.values()))
             except BaseException:
-                for share in shares:
-                    share.free()
+                if pixels is not None:
+                    pixels.free()
                 raise
-            for share in shares:
-                if share is not pixels:
-                    share.free()
-            # None where features were known already.
-            pixels.shrink(view_bytes * sum(view.pixels is not None for view in state.request_views.values()))
+            finally:
+                if decoding is not None:
+                    decoding.free()
             state.memory = pixels
 
-    def place(self, view: RequestView) -> PixelRef:
-        """Return a reference to a view's pixels; compute them again if they were consumed or dropped.
+    def place(self, view: RequestView) -> int:
+        """Return the handle of a view's pixels; compute them again if they were consumed or dropped.
 
         Raises:
             ImageError: the image must be read again, but cannot be read or has changed.
@@ -165,7 +145,7 @@ class Preparer:
                     f"request {view.request.id!r}: image {view.index + 1} took too long to read again"
                 ) from None
             read = None if pixels is None else _copied(pixels, alone=False)
-            if read is None or read.levels is None or read.digest != view.digest:
+            if read is None or read.digest != view.digest:
                 raise ImageError(f"request {view.request.id!r}: image {view.index + 1} changed while it was read")
             self._put(read.levels, [view])
         assert view.pixels is not None  # they were just computed
@@ -182,12 +162,8 @@ class Preparer:
             with self._lock:
                 self._preparing -= 1
 
-    def _prepare(self, state: RequestState, request: Request) -> None:
-        """Prepare a request. ``request`` is a copy of it with one image per page."""
-        self._preprocess_images(state, request, self._load(state, request))
-
-    def _load(self, state: RequestState, request: Request) -> list[_ReadImage]:
-        """Decode the images of a request, unless it has ended."""
+    def _load(self, state: RequestState, request: Request) -> list[PageLevels]:
+        """Decode the images of a request, unless it has ended. ``request`` is a copy of it with one image per page."""
         if state.ended:
             return []
         with self._counted(), phase("load"):
@@ -195,11 +171,14 @@ class Preparer:
         state.stamps.loaded = now()
         return read
 
-    def _preprocess_images(self, state: RequestState, request: Request, read: list[_ReadImage]) -> None:
+    def _preprocess_images(self, state: RequestState, request: Request, read: list[PageLevels]) -> None:
         """Set the fields of a request whose images are read, unless it has ended."""
         if not state.ended:
             with self._counted(), phase("preprocess"), native_work():
-                state.constraint = self._constraint(state)
+                if (schema := state.request.sampling.json_schema) is not None:
+                    if state.observation is not None:
+                        raise SettingError("json_schema: not supported in observed requests; remove it")
+                    state.constraint = self._grammars.start(schema)
                 plans, prompt = plan_sizes(request, [image.size for image in read], self._reader)
                 keys, request_views = self._request_views(state.request, read, plans)
                 state.forget = self._intake.forget
@@ -224,7 +203,7 @@ class Preparer:
                 )
                 state.stamps.preprocessed = now()
 
-    def _read(self, image: Page | PageBytes | Image.Image, pan_and_scan: PanAndScan, deadline: Deadline) -> _ReadImage:
+    def _read(self, image: Page | PageBytes | Image.Image, pan_and_scan: PanAndScan, deadline: Deadline) -> PageLevels:
         """Decode an image, unless its file was decoded before and all its views are known."""
         key = None
         if not isinstance(image, Image.Image):
@@ -232,8 +211,11 @@ class Preparer:
             if isinstance(image, PageBytes):
                 with native_work():
                     key = blake3(image.content).digest(), image.page
-                if (found := self._files.get(key)) is not None and self._all_known(*found, pan_and_scan):
-                    return _ReadImage(*found, None)
+                if (known := self._files.get(key)) is not None:
+                    size, digest = known
+                    views = plan_views(*size, pan_and_scan).views
+                    if all(self._known(self._key(digest, view)) for view in views):
+                        return PageLevels(size, digest, _NOT_DECODED)
         alone = self._preparing == 1
         page = open_pixels(image, alone=alone, deadline=deadline)
         with native_work():
@@ -242,23 +224,11 @@ class Preparer:
             self._files.put(key, (read.size, read.digest))
         return read
 
-    def _all_known(self, size: tuple[int, int], digest: bytes, pan_and_scan: PanAndScan) -> bool:
-        return all(self._known(self._key(digest, view)) for view in plan_views(*size, pan_and_scan).views)
-
     def _key(self, digest: bytes, view: View) -> bytes:
         return view_key(digest, view.box, self._preprocess, self._spec)
 
-    def _constraint(self, state: RequestState) -> Constraint | None:
-        """Return what constrains the answer, None without a JSON schema."""
-        schema = state.request.sampling.json_schema
-        if schema is None:
-            return None
-        if state.observation is not None:
-            raise SettingError("json_schema: not supported in observed requests; remove it")
-        return self._grammars.start(schema)
-
     def _request_views(
-        self, request: Request, images: Sequence[_ReadImage], plans: Sequence[ViewPlan]
+        self, request: Request, images: Sequence[PageLevels], plans: Sequence[ViewPlan]
     ) -> tuple[list[bytes], dict[bytes, RequestView]]:
         """Return the key of each view, in order, and the views by key; send pixels of new ones to the runner."""
         keys: list[bytes] = []
@@ -271,7 +241,7 @@ class Preparer:
                     if keys[-1] not in request_views:
                         request_views[keys[-1]] = RequestView(request, index, image.digest, view)
                         new += [] if self._known(keys[-1]) else [request_views[keys[-1]]]
-                if image.levels is not None:  # else all views were known; one that was evicted since is read again
+                if len(image.levels):  # else all views were known; one that was evicted since is read again
                     self._put(image.levels, new)
         except BaseException:
             self._intake.forget(view.pixels for view in request_views.values() if view.pixels is not None)
@@ -282,14 +252,14 @@ class Preparer:
         """Send views of one image to the runner; the image is sent once."""
         if not request_views:
             return
-        refs = self._intake.put(levels, [view.view for view in request_views])
-        for view, ref in zip(request_views, refs, strict=True):
-            view.pixels = ref
+        handles = self._intake.put(levels, [view.view for view in request_views])
+        for view, handle in zip(request_views, handles, strict=True):
+            view.pixels = handle
 
 
-def _copied(page: PageLevels | Image.Image, *, alone: bool) -> _ReadImage:
+def _copied(page: PageLevels | Image.Image, *, alone: bool) -> PageLevels:
     """Return a copy of a decoded image, which its owner may modify; a child process has made a copy already."""
     if isinstance(page, PageLevels):
-        return _ReadImage(*page)
+        return page
     levels, digest = copy_levels(page, alone=alone)
-    return _ReadImage(page.size, digest, levels)
+    return PageLevels(page.size, digest, levels)

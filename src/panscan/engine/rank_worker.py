@@ -22,7 +22,7 @@ from panscan.core import PanscanError
 from panscan.core.child import Parent
 from panscan.core.errors import error_line
 from panscan.engine.model_runner import ModelRunner
-from panscan.engine.passes import Launched, RunnerFacts
+from panscan.engine.passes import RunnerFacts, WaitForPass
 from panscan.engine.ranks import (
     HEARTBEAT_SECONDS,
     PIXELS,
@@ -51,7 +51,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self._parent = Parent()
-        self._launched: queue.SimpleQueue[tuple[int, Launched] | None] = queue.SimpleQueue()
+        self._launched: queue.SimpleQueue[tuple[int, WaitForPass] | None] = queue.SimpleQueue()
         self._idle = threading.Event()
         self._failed = threading.Event()
         self._arrived = threading.Condition()
@@ -133,7 +133,7 @@ class _Worker:
             runner, ranks = self._runner, self._ranks
             if runner is None or ranks is None:
                 raise RuntimeError("a batch came before its model runner was built")
-            handles = {view.pixels for view in batch.encode if view.rank == ranks.rank}
+            handles = {view.pixels for view in batch.encode if view.pixels % ranks.size == ranks.rank}
             seconds = _PIXEL_SHARE * pass_seconds(runner.facts.device)
             with self._arrived:
                 if not self._arrived.wait_for(lambda: handles <= self._held, seconds):
@@ -151,15 +151,15 @@ class _Worker:
                 if launched is None:
                     self._idle.set()
                     continue
-                number, handle = launched
+                number, wait = launched
                 try:
-                    result = handle.wait()
+                    result = wait()
                 except Exception as error:  # devices report failures of a pass at the next synchronisation
                     self._report_failure(error, number)
                     continue
                 if self._ranks is not None and self._ranks.rank == 0:
                     self._parent.send(PassEnded(number, result))
-                del launched, handle, result  # otherwise their tensors live until the next pass
+                del launched, wait, result  # otherwise their tensors live until the next pass
 
     def _receive_pixels(self) -> None:
         try:
@@ -173,7 +173,7 @@ class _Worker:
         if runner is None or (isinstance(message, PutPixels) and message.session != self._session):
             return
         if isinstance(message, PutPixels):
-            runner.pixels.put_as(message.handles, message.levels, message.views)
+            runner.pixels.put(message.levels, message.views, message.handles)
         else:
             runner.pixels.forget(message.handles)
         with self._arrived:

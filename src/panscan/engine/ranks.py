@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,8 +31,8 @@ from numpy.typing import NDArray
 from panscan.core import EngineError, PanscanError, View
 from panscan.core.child import Child, ChildEndedError
 from panscan.engine.options import EngineOptions
-from panscan.engine.passes import PassResult, RunnerFacts
-from panscan.engine.scheduling.batch import FlatBatch, PixelRef
+from panscan.engine.passes import PassResult, RunnerFacts, WaitForPass
+from panscan.engine.scheduling.batch import FlatBatch
 from panscan.settings import Settings
 
 SILENCE_SECONDS = 30.0
@@ -86,7 +87,7 @@ class StartRunner(Struct, frozen=True):
 
 
 class PutPixels(Struct, frozen=True, eq=False):
-    """To a rank, over the channel for pixels: keep the pixels of these views (see ``PixelStore.put_as``).
+    """To a rank, over the channel for pixels: keep the pixels of these views (see ``PixelStore.put``).
 
     Pixels of an earlier session are ignored: a thread may still have been preparing them when it ended.
     """
@@ -151,7 +152,7 @@ class RankGroup:
         self._finished_before = 0  # of the watchdog's last look
         self._stalled = 0.0  # seconds without another finished pass
         self._pass_seconds = pass_seconds("cpu")
-        self._sessions, self._handles, self._turns = count(), count(), count()
+        self._sessions, self._handles = count(), count()
         self._numbering, self._commanding = threading.Lock(), threading.Lock()
         self._folder = Path(tempfile.mkdtemp(prefix="panscan-ranks-"))
         self._watchdog = threading.Thread(target=self._watch, name="panscan-ranks", daemon=True)
@@ -191,8 +192,8 @@ class RankGroup:
         signal = RankSignal.RESET_PEAKS if reset else RankSignal.REPORT_PEAKS
         return self._command([signal] * self._size, self._pass_seconds)
 
-    def start(self, options: EngineOptions) -> _Session:
-        """Build a model runner on every rank and return the session that drives them.
+    def start(self, options: EngineOptions) -> RankRunners:
+        """Build a model runner on every rank and return what drives them.
 
         Raises:
             PanscanError: a rank cannot build it.
@@ -200,7 +201,13 @@ class RankGroup:
         session = next(self._sessions)
         facts: RunnerFacts = self._command([StartRunner(options, session)] * self._size)[0]
         self._pass_seconds = pass_seconds(facts.device)
-        return _Session(self, session, facts)
+        return RankRunners(
+            facts,
+            lambda batch: partial(self.result, self.launch(batch)),
+            partial(self.put, session),
+            self.forget,
+            self.stop,
+        )
 
     def close(self) -> None:
         """Kill the ranks and wait until they have exited. Does nothing in a forked child, or a second time."""
@@ -244,37 +251,34 @@ class RankGroup:
                 return ended.result
 
     def stop(self) -> None:
-        """Drop the model runners; the ranks keep their weights.
+        """Drop the model runners; the ranks keep their weights."""
+        with suppress(EngineError):  # dropped with their processes
+            self._command([RankSignal.STOP_RUNNER] * self._size, self._pass_seconds)
 
-        Raises:
-            EngineError: a rank died or hung.
-        """
-        self._command([RankSignal.STOP_RUNNER] * self._size, self._pass_seconds)
-
-    def put(self, session: int, levels: NDArray[np.uint8], views: Sequence[View]) -> list[PixelRef]:
+    def put(self, session: int, levels: NDArray[np.uint8], views: Sequence[View]) -> list[int]:
         """Distribute an image's views over the ranks in turn, and send the image to each rank that has some.
 
         Raises:
             EngineError: a rank died or hung.
         """
         with self._numbering:
-            refs = [PixelRef(next(self._handles), next(self._turns) % self._size) for _ in views]
+            handles = [next(self._handles) for _ in views]
         for rank in self._ranks:
-            share = [(ref.handle, view) for ref, view in zip(refs, views, strict=True) if ref.rank == rank.number]
+            share = {
+                handle: view for handle, view in zip(handles, views, strict=True) if handle % self._size == rank.number
+            }
             if share:
-                handles, shown = zip(*share, strict=True)
                 with self._ending_with_ranks():
-                    rank.child.send(PutPixels(session, list(handles), levels, list(shown)), PIXELS)
-        return refs
+                    rank.child.send(PutPixels(session, list(share), levels, list(share.values())), PIXELS)
+        return handles
 
-    def forget(self, refs: Iterable[PixelRef]) -> None:
+    def forget(self, handles: Iterable[int]) -> None:
         """Have the ranks drop pixels."""
-        dropped = list(refs)
+        dropped = list(handles)
         for rank in self._ranks:
-            handles = [ref.handle for ref in dropped if ref.rank == rank.number]
-            if handles:
+            if share := [handle for handle in dropped if handle % self._size == rank.number]:
                 with suppress(ChildEndedError):  # its pixels ended with it
-                    rank.child.send(ForgetPixels(handles), PIXELS)
+                    rank.child.send(ForgetPixels(share), PIXELS)
 
     def _command(self, messages: Sequence[object], seconds: float = _COMMAND_SECONDS) -> list[Any]:
         """Send each rank its command, wait until all are done, and return the values of their replies by rank.
@@ -378,40 +382,22 @@ class RankGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class _LaunchedOnRanks:
-    """A pass on all ranks."""
+class RankRunners:
+    """The model runners of all ranks as one: a ``PassExecutor`` and its ``PixelIntake`` (:mod:`panscan.engine.passes`).
 
-    group: RankGroup
-    number: int
+    The pixels that it puts belong to these runners, not to those that the ranks may have later.
+    """
 
-    def wait(self) -> PassResult:
-        """See :class:`panscan.engine.model_runner.Launched`."""
-        return self.group.result(self.number)
+    facts: RunnerFacts
+    execute: Callable[[FlatBatch], WaitForPass]
+    put: Callable[[NDArray[np.uint8], Sequence[View]], list[int]]
+    forget: Callable[[Iterable[int]], None]
+    close: Callable[[], None]
 
-
-class _Session:
-    """The model runners of all ranks as one: a ``panscan.engine.passes.PassExecutor``."""
-
-    def __init__(self, group: RankGroup, number: int, facts: RunnerFacts) -> None:
-        self._group, self._number = group, number
-        self.facts = facts
-
-    def execute(self, batch: FlatBatch) -> _LaunchedOnRanks:
-        """Launch a pass on every rank."""
-        return _LaunchedOnRanks(self._group, self._group.launch(batch))
-
-    def put(self, levels: NDArray[np.uint8], views: Sequence[View]) -> list[PixelRef]:
-        """See :class:`panscan.engine.prepare.PixelIntake`."""
-        return self._group.put(self._number, levels, views)
-
-    def forget(self, refs: Iterable[PixelRef]) -> None:
-        """See :class:`panscan.engine.prepare.PixelIntake`."""
-        self._group.forget(refs)
-
-    def close(self) -> None:
-        """Drop the model runners; the ranks keep their weights."""
-        with suppress(EngineError):  # dropped with their processes
-            self._group.stop()
+    @property
+    def pixels(self) -> RankRunners:
+        """Itself."""
+        return self
 
 
 class _Rank:

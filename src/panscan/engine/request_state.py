@@ -27,7 +27,7 @@ from panscan.core.errors import brief
 from panscan.engine.detokenizer import Detokenizer
 from panscan.engine.grammar import Constraint
 from panscan.engine.image_memory import Share
-from panscan.engine.scheduling.batch import PixelRef, SampledToken, SamplingRow, Sequence
+from panscan.engine.scheduling.batch import SampledToken, SamplingRow, Sequence
 from panscan.model.observation import ForcedTokens, Observation
 
 log = logging.getLogger("panscan.engine")
@@ -64,7 +64,7 @@ def drop_frames(error: BaseException) -> None:
 
 @dataclass(slots=True)
 class RequestView:
-    """One view of a request and a reference to its pixels.
+    """One view of a request and the handle of its pixels.
 
     The image is not kept. If the pixels are needed again after the runner consumed them, the image is read again.
 
@@ -73,14 +73,14 @@ class RequestView:
         index: index of the image in the request.
         digest: digest of the image's levels.
         view: box in the image.
-        pixels: reference to its pixels in the model runner; None: not computed, or already encoded.
+        pixels: handle of its pixels in the model runner; None: not computed, or already encoded.
     """
 
     request: Request
     index: int
     digest: bytes
     view: View
-    pixels: PixelRef | None = None
+    pixels: int | None = None
 
 
 @dataclass(slots=True)
@@ -96,10 +96,6 @@ class ObservationState:
     forced_tokens: ForcedTokens
     answer: list[torch.Tensor] = field(default_factory=list)
     positions: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-
-    def next(self, count: int) -> int | None:
-        """Return the token to force after ``count`` tokens; None for the model's own choice."""
-        return None if self.forced_tokens.tokens is None else self.forced_tokens.tokens[count]
 
     def observation(self, tokens: list[int]) -> Observation:
         """Return the observations, given the output tokens."""
@@ -151,7 +147,7 @@ class RequestState:
     sequence: Sequence | None = None
     text: Detokenizer | None = None
     memory: Share | None = None
-    forget: Callable[[list[PixelRef]], None] | None = None
+    forget: Callable[[list[int]], None] | None = None
     constraint: Constraint | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     ended: bool = False
@@ -251,18 +247,18 @@ class RequestState:
             taken: whether the model runner consumes the pixels; otherwise they are dropped there.
         """
         request_view = self.request_views[key]
-        ref, request_view.pixels = request_view.pixels, None
-        if ref is not None and not taken and self.forget is not None:
-            self.forget([ref])
+        handle, request_view.pixels = request_view.pixels, None
+        if handle is not None and not taken and self.forget is not None:
+            self.forget([handle])
 
     def drop_pixels(self) -> None:
         """Drop all pixels and free their memory: the views are encoded or no longer needed."""
-        refs = [each.pixels for each in self.request_views.values() if each.pixels is not None]
-        for each in self.request_views.values():
-            each.pixels = None
+        handles = [view.pixels for view in self.request_views.values() if view.pixels is not None]
+        for view in self.request_views.values():
+            view.pixels = None
         try:
-            if refs and self.forget is not None:
-                self.forget(refs)
+            if handles and self.forget is not None:
+                self.forget(handles)
         finally:
             if self.memory is not None:
                 self.memory.free()

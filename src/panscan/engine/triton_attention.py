@@ -76,7 +76,7 @@ class TritonPlan:
     """The attention of one pass as kernel launches. See :class:`panscan.model.layers.AttentionPlan`.
 
     Args:
-        inputs: tensors on the device.
+        inputs: tensors on the device, read whenever the plan attends.
         tile_rows: maximum rows per tile; a power of two, at least 16.
         block_size: tokens per KV cache block.
         window: positions that a row attends to, its own included; 0 for all.
@@ -149,16 +149,11 @@ class TritonBackend:
         self.tile_rows = prefill_sizes(head_size, dtype.itemsize, shared_bytes).rows
 
     def plan(self, batch: FlatBatch, *, local: bool, device: torch.device) -> TritonPlan:
-        """See :class:`panscan.engine.attention.Backend`."""
+        """Compute what all layers of one kind share in a pass."""
         inputs = self.inputs(batch, local=local)
         tensors = KernelInputs(*unpack(upload(pack(inputs), device), inputs))
-        return self.bind(tensors, batch.block_size, batch.window if local else 0, shared=shares_prefix(inputs))
-
-    def bind(
-        self, inputs: KernelInputs[torch.Tensor], block_size: int, window: int, *, shared: bool = False
-    ) -> TritonPlan:
-        """Return a plan that reads these tensors whenever it attends. ``shared``: see :class:`TritonPlan`."""
-        return TritonPlan(inputs, self.tile_rows, block_size, window, shared)
+        window = batch.window if local else 0
+        return TritonPlan(tensors, self.tile_rows, batch.block_size, window, shares_prefix(inputs))
 
     def inputs(self, batch: FlatBatch, *, local: bool) -> KernelInputs[NDArray[Any]]:
         """Return the kernels' inputs for one pass. Its leading single rows decode."""

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from panscan.core import View
-from panscan.engine.scheduling.batch import ImageRows, PixelRef, ViewToEncode
+from panscan.engine.scheduling.batch import ImageRows, ViewToEncode
 from panscan.images.pixels import PixelSpec
 from panscan.images.resize import Resize, by_pillow
 from panscan.model.machine import record_event, side_stream
@@ -60,28 +60,29 @@ class PixelStore:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def put(self, levels: NDArray[np.uint8], views: Sequence[View]) -> list[PixelRef]:
-        """Compute the pixels of views and keep them; return a reference for each.
+    def put(self, levels: NDArray[np.uint8], views: Sequence[View], handles: Sequence[int] | None = None) -> list[int]:
+        """Compute the pixels of views and keep them; return a handle for each.
 
         Args:
             levels: an image, uint8 ``[height, width, 3]``, or 4 with padding.
             views: boxes in the image.
+            handles: handles to keep them under; None: new ones.
         """
-        with self._lock:
-            handles = [next(self._handles) for _ in views]
-        self.put_as(handles, levels, views)
-        return [PixelRef(handle) for handle in handles]
-
-    def put_as(self, handles: Sequence[int], levels: NDArray[np.uint8], views: Sequence[View]) -> None:
-        """Compute the pixels of views and keep them under given handles (see :meth:`put`)."""
+        if handles is None:
+            with self._lock:
+                handles = [next(self._handles) for _ in views]
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):  # concurrent with passes
             pixels = self._resize(levels, views, self._spec, self._device).to(self._dtype)
-            for handle, each in zip(handles, pixels, strict=True):
-                if not self._reserve(each.nbytes):
-                    self._waiting[handle] = _Waiting(each.cpu(), None, on_device=False)
+            for handle, view in zip(handles, pixels, strict=True):
+                with self._lock:
+                    fits = self._limit is None or self._bytes + view.nbytes <= self._limit
+                    self._bytes += view.nbytes if fits else 0
+                if not fits:
+                    self._waiting[handle] = _Waiting(view.cpu(), None, on_device=False)
                     continue
-                own = each.clone() if len(handles) > 1 else each  # a slice would keep them all
-                self._waiting[handle] = _Waiting(own, None if self._stream is None else record_event(self._device))
+                held = view.clone() if len(handles) > 1 else view  # a slice would keep them all
+                self._waiting[handle] = _Waiting(held, None if self._stream is None else record_event(self._device))
+        return list(handles)
 
     def take(self, handle: int) -> torch.Tensor:
         """Remove and return a view's pixels, ready for the current stream.
@@ -104,14 +105,6 @@ class PixelStore:
         for handle in handles:
             if (waiting := self._waiting.pop(handle, None)) is not None and waiting.on_device:
                 self._release(waiting)
-
-    def _reserve(self, size: int) -> bool:
-        """Count bytes on the device; return False, and count nothing, if they exceed the limit."""
-        with self._lock:
-            if self._limit is not None and self._bytes + size > self._limit:
-                return False
-            self._bytes += size
-            return True
 
     def _release(self, waiting: _Waiting) -> None:
         with self._lock:
@@ -143,29 +136,27 @@ class ViewFeatures:
             views: all that the pass needs, in the same order on every rank.
             like: an empty tensor ``[0, image tokens, hidden]`` of the features' type and device.
         """
-        own = [view for view in views if view.rank == self._ranks.rank]
+        size = self._ranks.size
+        by_rank = [[view for view in views if view.pixels % size == rank] for rank in range(size)]
+        own = by_rank[self._ranks.rank]
         parts = [
             self._encode(torch.stack([self._pixels.take(view.pixels) for view in own[at : at + self._batch_size]]))
             for at in range(0, len(own), self._batch_size)
         ]
         features = torch.cat([part.to(like) for part in parts]) if parts else like
-        if self._ranks.size == 1:
-            self._keep(own, features)
-            return
-        by_rank = [[view for view in views if view.rank == rank] for rank in range(self._ranks.size)]
-        padded = like.new_zeros(max(map(len, by_rank)), *like.shape[1:])
-        padded[: len(features)] = features
-        for held, shared in zip(by_rank, self._ranks.all_gather(padded), strict=True):
-            self._keep(held, shared[: len(held)])
+        shares: Sequence[torch.Tensor] = [features]
+        if size > 1:
+            padded = like.new_zeros(max(map(len, by_rank)), *like.shape[1:])
+            padded[: len(features)] = features
+            shares = self._ranks.all_gather(padded)
+        for held, share in zip(by_rank, shares, strict=True):
+            for view, encoded in zip(held, share[: len(held)], strict=True):
+                if view.slot in self._slots:
+                    self._slots[view.slot].copy_(encoded)
+                else:
+                    self._slots[view.slot] = encoded.clone()  # a slice would keep the whole batch
 
     def fill(self, hidden: torch.Tensor, images: Iterable[ImageRows]) -> None:
         """Write features over the embeddings of their rows in ``hidden [T, hidden]``."""
         for image in images:
             hidden[image.row : image.row + image.tokens] = self._slots[image.slot]
-
-    def _keep(self, views: Sequence[ViewToEncode], features: torch.Tensor) -> None:
-        for view, each in zip(views, features, strict=True):
-            if view.slot in self._slots:
-                self._slots[view.slot].copy_(each)
-            else:
-                self._slots[view.slot] = each.clone()  # a slice would keep the whole batch

@@ -58,7 +58,15 @@ class VisionCache:
         Raises:
             SettingError: pinned views hold all slots.
         """
-        slot = self._take()
+        if self._free:
+            slot = self._free.pop()
+        elif self._fresh < self.count:
+            slot, self._fresh = self._fresh, self._fresh + 1
+        else:
+            dropped = next((key for key in self._slots if key not in self._pinned), None)
+            if dropped is None:
+                raise SettingError(f"--vision-cache-gb holds {self.count} encoded views; a pass needs more: raise it")
+            slot = self._slots.pop(dropped)
         self._slots[key] = slot
         self._pinned.add(key)
         return slot
@@ -77,14 +85,3 @@ class VisionCache:
     def clear(self) -> None:
         """Evict all unpinned views."""
         self.forget(self._slots.keys() - self._pinned)
-
-    def _take(self) -> int:
-        if self._free:
-            return self._free.pop()
-        if self._fresh < self.count:
-            self._fresh += 1
-            return self._fresh - 1
-        dropped = next((key for key in self._slots if key not in self._pinned), None)
-        if dropped is None:
-            raise SettingError(f"--vision-cache-gb holds {self.count} encoded views; a pass needs more: raise it")
-        return self._slots.pop(dropped)

@@ -20,6 +20,7 @@ from panscan.core.daemons import DaemonThreads
 from panscan.core.streams import FORKED
 from panscan.engine.loop import Loop
 from panscan.engine.request_state import RequestState, described, drop_frames
+from panscan.images.files import opens_quickly
 from panscan.images.pool import worker_count
 
 _THREADS = 4  # to decode and resize images; Pillow releases the GIL while it does
@@ -91,8 +92,9 @@ class Worker:
                 self._messages.put(partial(state.end, "error", self._broken))
 
     def cancel(self, state: RequestState) -> None:
-        """End a request with the tokens it has. Does nothing if it has ended."""
-        self._send(lambda: self._end(state, "cancelled"))
+        """End a request with the tokens it has. Does nothing if it has ended, or if the engine is closed."""
+        with suppress(EngineError):
+            self._send(lambda: self._end(state, "cancelled"))
 
     def call(self, function: Callable[[], T]) -> T:
         """Call a function in the worker's thread, between two steps, and return its result.
@@ -229,7 +231,7 @@ class Worker:
         """
         error: PanscanError | None = None
         try:
-            if not documents and not state.ended and not self.loop.preparer.is_quick(state.request):
+            if not documents and not state.ended and not all(map(opens_quickly, state.request.images)):
                 with self._lock:
                     self._preparing.discard(state)
                     self._documents.submit(partial(self._prepare, state, documents=True))

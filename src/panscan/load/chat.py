@@ -456,28 +456,23 @@ class ChatStream:
                 self._fail("protocol", f"{name}: expected a number from 0 to {MOST_COUNT:,}, got {shorten(value)}")
             elif isinstance(value, int) and value > self._most_chunks:
                 self._fail("protocol", f"{name}: {value:,} is far more than max_tokens {self._max_tokens:,}")
-        _fill_counts(exchange, self._counts)
+        # Token counts in the dialects of OpenAI, vLLM, SGLang, TGI, Ollama, llama.cpp and panscan.
+        usage, timings, extension = self._counts["usage"], self._counts["timings"], self._counts["panscan"]
+        details = usage.get("prompt_tokens_details")
+        details = details if isinstance(details, dict) else {}
+        exchange.cached_tokens = _reported_count(details, "cached_tokens", _reported_count(timings, "cache_n"))
+        computed = _reported_count(timings, "prompt_n")
+        prompt = None if computed is None else computed + (exchange.cached_tokens or 0)
+        exchange.prompt_tokens = _reported_count(usage, "prompt_tokens", prompt)
+        output = _reported_count(usage, "completion_tokens", _reported_count(timings, "predicted_n"))
+        exchange.output_tokens = len(exchange.tokens) if output is None else output
+        if output is None and exchange.error is None:
+            exchange.error_kind = "usage"
+        exchange.image_tokens = _reported_count(details, "image_tokens", _reported_count(extension, "image_tokens"))
+        exchange.views = _reported_count(extension, "views", _reported_count(usage, "views"))
         if exchange.error is not None:
             exchange.end = at
         self._on_end(exchange, at)
-
-
-def _fill_counts(exchange: RequestOutcome, counts: Mapping[str, Mapping[str, Any]]) -> None:
-    """Set the token counts of an exchange: dialects of OpenAI, vLLM, SGLang, TGI, Ollama, llama.cpp and panscan."""
-    usage, timings, panscan_counts = counts["usage"], counts["timings"], counts["panscan"]
-    details = usage.get("prompt_tokens_details")
-    details = details if isinstance(details, dict) else {}
-    cached = _reported_count(details, "cached_tokens", _reported_count(timings, "cache_n"))
-    computed = _reported_count(timings, "prompt_n")
-    prompt = None if computed is None else computed + (cached or 0)
-    output = _reported_count(usage, "completion_tokens", _reported_count(timings, "predicted_n"))
-    exchange.output_tokens = len(exchange.tokens) if output is None else output
-    if output is None and exchange.error is None:
-        exchange.error_kind = "usage"
-    exchange.prompt_tokens = _reported_count(usage, "prompt_tokens", prompt)
-    exchange.cached_tokens = cached
-    exchange.image_tokens = _reported_count(details, "image_tokens", _reported_count(panscan_counts, "image_tokens"))
-    exchange.views = _reported_count(panscan_counts, "views", _reported_count(usage, "views"))
 
 
 def _reported_count(counts: Mapping[str, Any], name: str, default: int | None = None) -> int | None:

@@ -179,12 +179,6 @@ class ConnectionPool:
                 return connection
         raise failure or OSError(errno.EHOSTUNREACH, "the host has no address")
 
-    def closed(self, connection: _Connection) -> None:
-        """Forget a connection."""
-        self.connections.discard(connection)
-        if connection in self.idle:
-            self.idle.remove(connection)
-
 
 class _Connection(asyncio.Protocol):
     """One connection; sends one request at a time."""
@@ -292,7 +286,9 @@ class _Connection(asyncio.Protocol):
             self._timer = self._loop.call_later(_GRACE_SECONDS, self._expire)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._pool.closed(self)
+        self._pool.connections.discard(self)
+        if self in self._pool.idle:
+            self._pool.idle.remove(self)
         handler = self._handler
         if handler is None:
             return

@@ -233,10 +233,17 @@ class _LoadRun:
         return _SentLevel(level, count, result, records, goodput)
 
     def _record(self, sent: _SentLevel, *, added: bool) -> None:
-        """Write a level, and its cell if the run line does not list it."""
+        """Write a level, and its cell if the run line does not list it. A level fails if no request succeeded."""
         plan, level, result = self._plan, sent.level, sent.result
         cells = [CellsRecord([RecordedCell(level.cell, level.settings)])] if added else []
-        outcome = _level_outcome(level, sent.count, result)
+        errors = Counter(outcome.error for outcome in result.exchanges if outcome.error is not None)
+        succeeded = len(result.exchanges) - errors.total()
+        reason = None
+        if len(result.exchanges) < sent.count:
+            reason = f"interrupted after {len(result.exchanges)} of {sent.count} requests"
+        if errors and not succeeded:
+            reason = f"no request succeeded: {errors.most_common(1)[0][0]}"[:_LONGEST_REASON]
+        outcome = CellRecord(cell=level.cell, outcome="done" if succeeded else "failed", reason=reason, repeat=None)
         repeat = RepeatRecord(
             cell=level.cell,
             repeat=0,
@@ -316,19 +323,6 @@ def _request_record(level: LoadLevel, number: int, request: LoadRequest, exchang
         queued=exchange.queued,
         chunks=len(exchange.tokens),
     )
-
-
-def _level_outcome(level: LoadLevel, count: int, result: LevelResult) -> CellRecord:
-    """Return the level's ``cell`` record: failed if no request succeeded, with the most frequent error."""
-    errors = Counter(each.error for each in result.exchanges if each.error is not None)
-    succeeded = len(result.exchanges) - errors.total()
-    reason = None
-    if len(result.exchanges) < count:
-        reason = f"interrupted after {len(result.exchanges)} of {count} requests"
-    if errors and not succeeded:
-        reason = f"no request succeeded: {errors.most_common(1)[0][0]}"[:_LONGEST_REASON]
-    outcome = "done" if succeeded else "failed"
-    return CellRecord(cell=level.cell, outcome=outcome, reason=reason, repeat=None)
 
 
 def _vllm_result(plan: LoadPlan, sent: _SentLevel) -> dict[str, Any]:

@@ -112,26 +112,23 @@ class Sender:
         else:
             while self._next < min(self._most, self._count):
                 self._send_next(start)
+        delays = [0.0]  # of the event loop, in seconds
         try:
-            delays = await self._watch()
+            while True:
+                ended = self._ended == self._count
+                batch, self._batch = self._batch, []
+                self._on_batch(batch)
+                if ended or self._is_cancelled():
+                    break
+                expected = self._loop.time() + _TICK
+                await asyncio.sleep(_TICK)
+                delays.append(self._loop.time() - expected)
             seconds = time.perf_counter() - since
-            return SenderLoad(min(1.0, (time.thread_time() - cpu) / seconds), delays[int(0.99 * len(delays))])
+            delay = sorted(delays)[int(0.99 * len(delays))]
+            return SenderLoad(min(1.0, (time.thread_time() - cpu) / seconds), delay)
         finally:
             self._closed = True
             await self._pool.close()
-
-    async def _watch(self) -> list[float]:
-        """Deliver outcomes until the level ends; return the ascending delays of the event loop, in seconds."""
-        delays = [0.0]
-        while True:
-            done = self._ended == self._count
-            batch, self._batch = self._batch, []
-            self._on_batch(batch)
-            if done or self._is_cancelled():
-                return sorted(delays)
-            expected = self._loop.time() + _TICK
-            await asyncio.sleep(_TICK)
-            delays.append(self._loop.time() - expected)
 
     def _send_due(self) -> None:
         """Open loop: send or queue the requests that are due, and schedule the next one."""

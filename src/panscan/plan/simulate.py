@@ -273,8 +273,8 @@ class SimulatedEngine:
     def _launch(self, step: Step) -> _LaunchedPass:
         """Return the pass, with the time when the device finishes it."""
         prefill, keys = [], []
-        contexts = self._tokens_read([chunk for chunk in step.chunks if chunk.sequence.decodes])
-        for chunk in step.chunks:
+        contexts = self._tokens_read([chunk for chunk in step if chunk.sequence.decodes])
+        for chunk in step:
             if not chunk.sequence.decodes:
                 prefill.append((chunk.start, chunk.end))
                 keys += [span.key for span in chunk.sequence.layout.within(chunk.start, chunk.end)]
@@ -287,7 +287,7 @@ class SimulatedEngine:
         seconds = self._times.pass_seconds(contexts, prefill, views, graph=graph)
         self._device_free = max(self.now, self._device_free) + seconds
         self.passes.append(SimulatedPass(self._device_free, len(contexts), rows, views))
-        sampled = [chunk.sequence for chunk in step.chunks if chunk.samples]
+        sampled = [chunk.sequence for chunk in step if chunk.samples]
         vision = self._times.pass_seconds([], [], views, graph=False) if views and self._pacer is not None else 0.0
         return _LaunchedPass(sampled, PassSize.of(step, views, self.now), vision, self._device_free)
 

@@ -119,10 +119,9 @@ def load_calibration(
     items.sort(key=lambda item: hashlib.sha256(f"{wanted.seed} {digest_of([item])}".encode()).digest())
     # No document is on both sides.
     groups = list(dict.fromkeys(map(_contents, items)))
-    count = min(len(groups) // _HELD_OUT, _MOST_HELD_OUT)
-    others_shown = {content for group in groups[len(groups) - count :] for content in group}
-    held_out = [item for item in items if _contents(item) in groups[len(groups) - count :]]
-    kept = [item for item in items if others_shown.isdisjoint(_contents(item))]
+    held = groups[len(groups) - min(len(groups) // _HELD_OUT, _MOST_HELD_OUT) :]
+    held_out = [item for item in items if _contents(item) in held]
+    kept = [item for item in items if set().union(*held).isdisjoint(_contents(item))]
     return kept[: wanted.num_samples], held_out[: wanted.num_samples], source
 
 

@@ -7,7 +7,7 @@ import filecmp
 import json
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -55,26 +55,6 @@ def data_url(name: str, content: bytes) -> str:
 def chat_parts(images: Sequence[str | bytes], text: str) -> list[dict[str, Any]]:
     """Return the content of a user message: images by their URLs, then text."""
     return [*({"type": "image_url", "image_url": {"url": url}} for url in images), {"type": "text", "text": text}]
-
-
-def document_requests(count: int, seed: int, *, columns: int = COLUMNS) -> Iterator[DocumentRequest]:
-    """Yield ``count`` requests about ``count`` different documents, the same for the same arguments.
-
-    The documents are those of :func:`panscan.workload.samples.write_samples`: receipts, boards, invoices, charts,
-    notes, tables, forms and signs with the aspect ratios of the originals. 60% of the prompts are questions (32 output
-    tokens), 25% ask for the fields as JSON (128) and 15% for a transcription (256).
-    """
-    for index in range(count):
-        document = draw_document(seed, index, columns=columns)
-        rng = Random(f"{seed}-{index}-task")
-        _, prompt, output_tokens = rng.choices(_TASKS, weights=[share for share, *_ in _TASKS])[0]
-        name = document_name(document.kind, index)
-        yield DocumentRequest(
-            image=data_url(name, encode_document(document.image, name)),
-            prompt=prompt or rng.choice(document.questions).question,
-            output_tokens=output_tokens,
-            views=len(plan_views(*document.image.size, PanAndScan()).views),
-        )
 
 
 def request_row(request: DocumentRequest, format: str) -> dict[str, Any]:
@@ -143,7 +123,9 @@ def write_request_set(
 ) -> RequestSet:
     """Write ``FORMAT.jsonl`` in ``directory``: ``count`` requests about different documents, with their images.
 
-    The same arguments write the same bytes. The file appears only when it is complete.
+    The documents are those of :func:`panscan.workload.samples.write_samples`. 60% of the prompts are questions (32
+    output tokens), 25% ask for the fields as JSON (128) and 15% for a transcription (256). The same arguments write the
+    same bytes. The file appears only when it is complete.
 
     Args:
         directory: created if missing.
@@ -166,7 +148,17 @@ def write_request_set(
         directory.mkdir(parents=True, exist_ok=True)
         with replace_file(path, durable=False) as file:
             views: Counter[int] = Counter()
-            for request in document_requests(count, seed, columns=columns):
+            for index in range(count):
+                document = draw_document(seed, index, columns=columns)
+                rng = Random(f"{seed}-{index}-task")
+                _, prompt, output_tokens = rng.choices(_TASKS, weights=[share for share, *_ in _TASKS])[0]
+                name = document_name(document.kind, index)
+                request = DocumentRequest(
+                    image=data_url(name, encode_document(document.image, name)),
+                    prompt=prompt or rng.choice(document.questions).question,
+                    output_tokens=output_tokens,
+                    views=len(plan_views(*document.image.size, PanAndScan()).views),
+                )
                 file.write(json.dumps(request_row(request, format)).encode() + b"\n")
                 views[request.views] += 1
             file.flush()

@@ -277,14 +277,14 @@ def _dataset_workload(
         order = drawn + others
     opened: dict[int, tuple[DocumentFile, ...]] = {}
     unreadable = 0
-    for number in order:
-        if len(opened) == wanted:
-            break
-        if documents := opening.open(rows[number]):
-            opened[number] = documents
-            on_document(len(opened), wanted)
-        else:
-            unreadable += 1
+    while numbers := sorted(order[: wanted - len(opened)]):  # a table is read once per round
+        order = order[len(numbers) :]
+        for number in numbers:
+            if documents := opening.open(rows[number]):
+                opened[number] = documents
+                on_document(len(opened), wanted)
+            else:
+                unreadable += 1
     opening.finish()
     used = [rows[number] for number in sorted(opened)]
     facts = msgspec.structs.replace(

@@ -88,9 +88,8 @@ class TableFile:
                 groups = [self._metadata.row_group(group).num_rows for group in range(self._metadata.num_row_groups)]
             else:
                 with self._pa.memory_map(source) as stream:
-                    reader = _arrow_reader(stream)
-                    self._schema, self._metadata = reader.schema, None
-                    groups = [sum(batch.num_rows for batch in _arrow_batches(reader))]
+                    self._schema, batches = _arrow_batches(stream)
+                    self._metadata, groups = None, [sum(batch.num_rows for batch in batches)]
         self.rows = sum(groups)
         self.names: list[str] = self._schema.names
         self._group_starts = [0, *accumulate(groups)]
@@ -174,7 +173,7 @@ class TableFile:
                         yield from batch.to_pylist()
                 return
             with self._pa.memory_map(self.source) as stream:
-                for batch in _arrow_batches(_arrow_reader(stream)):
+                for batch in _arrow_batches(stream)[1]:
                     chosen = batch.select(list(names))
                     for start in range(0, chosen.num_rows, rows):
                         yield from chosen.slice(start, rows).to_pylist()
@@ -242,6 +241,15 @@ def read_tables(files: Sequence[Path], called: str, loaded: LoadedDataset) -> No
         UnsupportedError: pyarrow is missing.
     """
     types: set[str] = set()
+    recent: list[TableFile] = []
+
+    def images_of(table: TableFile, number: int) -> tuple[bytes | str, ...]:
+        """Read a row's images. Of all files, only the one that was read last stays open."""
+        if recent and recent[0] is not table:
+            recent[0].close()
+        recent[:] = [table]
+        return table.images(number)
+
     for path in files:
         table = TableFile(str(path), loaded.boundary, f"{called}: {path.name}")
         image = table.image_column()
@@ -263,7 +271,7 @@ def read_tables(files: Sequence[Path], called: str, loaded: LoadedDataset) -> No
             given = record.get(answers or "")
             loaded.add(
                 record.get(row_id or ""),
-                partial(table.images, number),
+                partial(images_of, table, number),
                 record[question] or None,
                 given,
                 [("type", tag)],
@@ -318,19 +326,17 @@ def _is_leaf(kind: Any, names: tuple[str, ...]) -> bool:
     return str(kind.value_type if str(kind).startswith("dictionary<") else kind).startswith(names)
 
 
-def _arrow_reader(stream: Any) -> Any:
-    """``datasets`` writes streams; others write files of random access."""
+def _arrow_batches(stream: Any) -> tuple[Any, Iterator[Any]]:
+    """Return the schema and the batches. ``datasets`` writes streams; others write files of random access."""
     import pyarrow as pa
 
     try:
-        return pa.ipc.open_stream(stream)
+        reader = pa.ipc.open_stream(stream)
     except pa.ArrowInvalid:
         stream.seek(0)
-        return pa.ipc.open_file(stream)
-
-
-def _arrow_batches(reader: Any) -> Iterator[Any]:
-    return iter(reader) if hasattr(reader, "__iter__") else map(reader.get_batch, range(reader.num_record_batches))
+        reader = pa.ipc.open_file(stream)
+        return reader.schema, map(reader.get_batch, range(reader.num_record_batches))
+    return reader.schema, iter(reader)
 
 
 def require_pyarrow(called: str) -> Any:

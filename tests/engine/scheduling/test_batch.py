@@ -150,7 +150,7 @@ def test_a_batch_survives_pickling(seed: int, block_size: int, window: int) -> N
     batch = replace(
         flat,
         images=(*flat.images, ImageRows(3, 4, 1)),
-        encode=(ViewToEncode(1, 12, rank=1),),
+        encode=(ViewToEncode(1, 12),),
         pending_rows=np.array([0]),
         pending_sources=np.array([2]),
         sampled=np.array([0]),

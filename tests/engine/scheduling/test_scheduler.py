@@ -113,7 +113,7 @@ class History(RuleBasedStateMachine):
 
     def step(self, seed: int, cancel: bool = False, lose: bool = False) -> None:
         random = Random(seed)
-        before = self.scheduler.running
+        before = tuple(self.scheduler.running)
         limit = None if self.ending else random.choice(LIMITS)
         decoding = {each for each in before if each.decodes and not each.full}
         step = self.scheduler.schedule(limit)
@@ -126,21 +126,21 @@ class History(RuleBasedStateMachine):
         if decoding <= {*self.scheduler.preempted}:  # if the limit held back all others, they run without it
             limits.append(None)
         self.check_rules(step, before, limits[0])
-        chunks = [(chunk.sequence, chunk.start, chunk.end) for chunk in step.chunks]
+        chunks = [(chunk.sequence, chunk.start, chunk.end) for chunk in step]
         assert chunks in [self.planned(each) for each in limits]
-        reading = [chunk.sequence for chunk in step.chunks if not chunk.sequence.decodes]
+        reading = [chunk.sequence for chunk in step if not chunk.sequence.decodes]
         if lose and reading:
             self.lose(random.choice(reading), before)
             return
         written = self.written(step)
         self.finish_step()
         self.write_and_read(step, written)
-        left = [chunk.sequence for chunk in step.chunks if chunk.sequence in self.ids]
+        left = [chunk.sequence for chunk in step if chunk.sequence in self.ids]
         if cancel and left:  # while the pass runs
             self.remove(random.choice(left))
-        tokens = {chunk.sequence: random.choice((1, 2)) for chunk in step.chunks if chunk.samples}
+        tokens = {chunk.sequence: random.choice((1, 2)) for chunk in step if chunk.samples}
         self.scheduler.advance(step)
-        for chunk in step.chunks:
+        for chunk in step:
             assert chunk.sequence not in self.ids or chunk.sequence.computed == chunk.end
         self.inflight = tokens
         if not self.overlap:
@@ -190,16 +190,16 @@ class History(RuleBasedStateMachine):
         assert {*before} - {*running} == {*self.scheduler.preempted} <= {*waiting}
         assert not (admitted and self.scheduler.preempted), "room freed by preemption is not given to new requests"
         oldest = next((each for each in running if len(each.ids) < each.limit), None)
-        assert step.chunks and (limit or oldest in [chunk.sequence for chunk in step.chunks])
+        assert step and (limit or oldest in [chunk.sequence for chunk in step])
         for each in self.scheduler.preempted:
             assert (each.computed, each.registered, any(each.tables)) == (0, 0, False)
             assert each.ids[: len(each.ids) - each.pending] == self.ids[each]
         for each in admitted:
             assert each.cached == self.cached.setdefault(each, each.computed)
             assert each.computed % self.size == 0 and (each.reuse or each.computed == 0)
-            older = [chunk for chunk in step.chunks if chunk.sequence.number < each.number]
+            older = [chunk for chunk in step if chunk.sequence.number < each.number]
             assert sum(chunk.end - chunk.start for chunk in older if not chunk.sequence.decodes) < self.chunk
-            ends = {chunk.sequence: chunk.end for chunk in step.chunks}
+            ends = {chunk.sequence: chunk.end for chunk in step}
             earlier = [one for one in running if one.number < each.number and not one.decodes]
             unfinished = any(ends.get(one) != len(one.ids) for one in earlier)
             assert not unfinished or ends.get(each) == len(each.ids), "admitted behind an unfinished prompt"
@@ -241,7 +241,7 @@ class History(RuleBasedStateMachine):
         found = []
         for group in self.groups:
             holders = Counter(block for each in self.scheduler.running for block in each.tables[group])
-            for chunk in step.chunks:
+            for chunk in step:
                 for position in range(chunk.start, chunk.end):
                     block = chunk.sequence.tables[group][position // self.size]
                     assert block >= 0 and holders[block] == 1, "written while shared"
@@ -254,7 +254,7 @@ class History(RuleBasedStateMachine):
         for chunk, position, slot in written:
             known = chunk.sequence in self.ids
             self.slots[slot] = content(chunk.sequence, position) if known else object()
-        for chunk in step.chunks:
+        for chunk in step:
             for group in self.groups if chunk.sequence in self.ids else ():
                 self.read(chunk, group)
 
@@ -326,7 +326,7 @@ def test_nobody_is_admitted_to_be_preempted_by_what_others_were_about_to_take(
         scheduler.add(each)
     while step := scheduler.schedule():
         scheduler.advance(step)
-        for each in scheduler.running:
+        for each in tuple(scheduler.running):
             if each.pending:
                 each.settle(1)
             if len(each.ids) == each.limit:
@@ -355,8 +355,8 @@ def test_the_rest_of_a_budget_goes_to_prompts_that_end_in_it(
     for number, pieces in enumerate([[(1,), b"a", (1,), b"b"], second, [(2,)]]):
         scheduler.add(sequence(number, pieces))
     step = scheduler.schedule()
-    assert step is not None and step.chunks[0].end == 5
-    assert [chunk.sequence.number for chunk in step.chunks] == admitted
+    assert step is not None and step[0].end == 5
+    assert [chunk.sequence.number for chunk in step] == admitted
     assert [each.number for each in scheduler.running] == admitted
 
 
@@ -386,7 +386,7 @@ def test_a_question_about_a_cached_page_overtakes_a_document(limit: PrefillLimit
     step = scheduler.schedule(limit)
     assert step is not None
     question = [(3, 4, 5)] if overtakes else []
-    assert [(chunk.sequence.number, chunk.start, chunk.end) for chunk in step.chunks] == [
+    assert [(chunk.sequence.number, chunk.start, chunk.end) for chunk in step] == [
         (0, 5, 6),
         (1, 0, 5),
         *question,
@@ -404,7 +404,7 @@ def test_a_document_waits_for_the_one_before_it_only() -> None:
         step = scheduler.schedule()
         assert step is not None
         scheduler.advance(step)
-        started.append([chunk.end for chunk in step.chunks if chunk.sequence in documents])
+        started.append([chunk.end for chunk in step if chunk.sequence in documents])
         overtook += documents[1] in scheduler.waiting and len(scheduler.running) > 2
         if documents[1] in scheduler.running:
             break
@@ -428,7 +428,7 @@ def test_who_begins_as_another_waits_for_it_and_takes_over_what_it_computed() ->
     for _ in range(2):
         step = scheduler.schedule()
         assert step is not None
-        steps.append([(chunk.sequence, chunk.start) for chunk in step.chunks])
+        steps.append([(chunk.sequence, chunk.start) for chunk in step])
         scheduler.advance(step)
         first.settle(1)
     assert steps == [[(first, 0)], [(first, 9), (same, 8), (other, 0)]]
@@ -449,7 +449,7 @@ def test_an_image_block_longer_than_a_chunk_needs_local_blocks_for_all_of_it(loc
     for _ in range(2):
         step = scheduler.schedule()
         assert step is not None
-        ends += [chunk.end for chunk in step.chunks]
+        ends += [chunk.end for chunk in step]
         scheduler.advance(step)
         if one.pending:
             one.settle(1)
@@ -477,11 +477,11 @@ def test_a_chunk_that_was_not_launched_may_be_shorter_in_the_next_step(prefix_ca
     scheduler.advance(scheduled())
     first.settle(1)
     scheduler.add(lost)
-    assert [chunk.end for chunk in scheduled().chunks] == [5, 14, 3]
+    assert [chunk.end for chunk in scheduled()] == [5, 14, 3]
     assert scheduler.withdraw() == (lost,)
     scheduler.remove(lost)
     step = scheduled(PrefillLimit(2.0, 1.0, 3.0))
-    assert [chunk.end for chunk in step.chunks] == [5, 11]
+    assert [chunk.end for chunk in step] == [5, 11]
     scheduler.advance(step)
     first.settle(1)
     scheduler.add(other)

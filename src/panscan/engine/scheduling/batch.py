@@ -35,21 +35,12 @@ class ViewToEncode:
 
     Args:
         slot: vision cache slot for its features.
-        pixels: handle under which its pixels were given to the runner.
-        rank: the rank that has the pixels and encodes the view; 0 without tensor parallelism.
+        pixels: handle under which its pixels were given to the runner. With tensor parallelism, rank
+            ``pixels % number of ranks`` has them and encodes the view.
     """
 
     slot: int
     pixels: int
-    rank: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PixelRef:
-    """A reference to the pixels of one view: a handle, and the rank that encodes the view."""
-
-    handle: int
-    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,17 +193,11 @@ class PromptLayout:
         Raises:
             ValueError: the numbers of runs and keys differ.
         """
-        spans: list[Span] = []
-        start = None
-        for at, token in enumerate([*ids, None]):
-            if token == soft_id and soft_id is not None:
-                start = at if start is None else start
-            elif start is not None:
-                spans.append(Span(start, at, keys[len(spans)] if len(spans) < len(keys) else b""))
-                start = None
-        if len(spans) != len(keys):
-            raise ValueError(f"{len(spans)} image spans and {len(keys)} views")
-        return cls(spans)
+        soft = np.array(ids) == (-1 if soft_id is None else soft_id)  # -1: no id
+        edges = np.flatnonzero(np.diff(soft, prepend=False, append=False)).reshape(-1, 2).tolist()
+        if len(edges) != len(keys):
+            raise ValueError(f"{len(edges)} image spans and {len(keys)} views")
+        return cls([Span(start, end, key) for (start, end), key in zip(edges, keys, strict=True)])
 
     @property
     def longest(self) -> int:
@@ -322,11 +307,8 @@ class Chunk:
         return self.end == len(self.sequence.ids)
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one pass computes: chunks in the order of their rows. Blocks for all their positions are allocated."""
-
-    chunks: abc.Sequence[Chunk]
+Step = tuple[Chunk, ...]
+"""What one pass computes: chunks in the order of their rows. Blocks for all their positions are allocated."""
 
 
 def flatten(

@@ -378,7 +378,11 @@ class KVBlocks:
     def commit(self, sequence: Sequence) -> None:
         """Register full blocks for reuse and release blocks that left the window, after ``computed`` advanced."""
         if self.prefix_caching:
-            self._register(sequence)
+            extend_hashes(sequence, self.block_size)
+            full = sequence.computed // self.block_size
+            new, sequence.registered = slice(sequence.registered, full), full
+            for group in self._groups:
+                group.pool.register(group.table(sequence)[new], sequence.hashes[new])
         for group in self._groups:
             table, left = group.table(sequence), []
             for index in reversed(range(group.first(sequence.computed))):
@@ -411,14 +415,6 @@ class KVBlocks:
 
     def _tokens_soon(self, sequence: Sequence) -> int:
         return min(sequence.limit, len(sequence.ids) + self.block_size)
-
-    def _register(self, sequence: Sequence) -> None:
-        extend_hashes(sequence, self.block_size)
-        full = sequence.computed // self.block_size
-        for group in self._groups:
-            new = slice(sequence.registered, full)
-            group.pool.register(group.table(sequence)[new], sequence.hashes[new])
-        sequence.registered = full
 
     def _missing(self, sequence: Sequence, hit: int) -> int | None:
         """Return the index of the last uncached block that a local layer reads after a hit of this length, or None."""

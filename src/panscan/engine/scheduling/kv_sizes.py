@@ -143,7 +143,12 @@ def choose_blocks(facts: MemoryFacts, options: EngineOptions, memory: DeviceMemo
     room, limit = _room(facts, options, memory)
     wanted = room if options.kv_cache_gb is None else round(options.kv_cache_gb * 1e9)
     if wanted > room:
-        raise UnsupportedError(_too_large(facts, options, room, limit))
+        size, left = f"--kv-cache-gb {options.kv_cache_gb:g}", f"{max(room, 0) / 1e9:.3g} GB"
+        if limit is None:
+            fix = "lower it, or leave it out to use most of the free memory"
+            raise UnsupportedError(f"{size}: {facts.device} has room for {left}; {fix}")
+        fix = f"raise {limit.split()[0]}, or lower --kv-cache-gb"
+        raise UnsupportedError(f"{limit}: {facts.device} has room for {left}, less than {size}; {fix}")
     try:
         return split_blocks(
             facts.shape,
@@ -170,15 +175,6 @@ def _room(facts: MemoryFacts, options: EngineOptions, memory: DeviceMemory) -> t
     if options.kv_cache_gb is None:  # an explicit size may leave less to passes: the CPU can swap
         room = min(min(room, free - facts.working_bytes) - vision_cache, _CPU_BYTES // facts.processes)
     return room, None
-
-
-def _too_large(facts: MemoryFacts, options: EngineOptions, room: int, limit: str | None) -> str:
-    """Return why ``kv_cache_gb`` does not fit."""
-    size, left = f"--kv-cache-gb {options.kv_cache_gb:g}", f"{max(room, 0) / 1e9:.3g} GB"
-    if limit is None:
-        return f"{size}: {facts.device} has room for {left}; lower it, or leave it out to use most of the free memory"
-    flag = limit.split()[0]
-    return f"{limit}: {facts.device} has room for {left}, less than {size}; raise {flag}, or lower --kv-cache-gb"
 
 
 def _memory_advice(facts: MemoryFacts, options: EngineOptions, limit: str | None) -> str:

@@ -85,8 +85,8 @@ class PassSize:
     @classmethod
     def of(cls, step: Step, views: int, launched: float) -> PassSize:
         """Return the size of a step."""
-        prefill = [chunk.end - chunk.start for chunk in step.chunks if not chunk.sequence.decodes]
-        return cls(launched, len(step.chunks) - len(prefill), sum(prefill), views)
+        prefill = [chunk.end - chunk.start for chunk in step if not chunk.sequence.decodes]
+        return cls(launched, len(step) - len(prefill), sum(prefill), views)
 
 
 class Pacer:

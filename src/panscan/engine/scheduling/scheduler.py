@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import abc
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from panscan.engine.scheduling.batch import Chunk, Sequence, Step
 from panscan.engine.scheduling.kv_blocks import KVBlocks
@@ -17,13 +17,28 @@ _MOST_CONSIDERED = 64  # waiting sequences that may overtake, per step
 
 
 @dataclass(slots=True)
-class _Budget:
-    """Prompt tokens, image spans and device time (None: no limit) that remain for the prefill of one step."""
+class _StepPlan:
+    """A step while it is being scheduled.
+
+    Args:
+        tokens: prompt tokens that remain for its prefill.
+        views: image spans that remain; None: no limit.
+        limit: device time that remains; None: no limit.
+        decodes: chunks of decoding sequences.
+        prefills: other chunks.
+        preempted: sequences that were preempted for it.
+        admitted: sequences that were admitted, with ``cached`` before.
+        cut_short: whether a prompt continues in a later step.
+    """
 
     tokens: int
     views: int | None
     limit: PrefillLimit | None
-    untouched: bool = True
+    decodes: list[Chunk] = field(default_factory=list)
+    prefills: list[Chunk] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    admitted: dict[Sequence, int | None] = field(default_factory=dict)
+    cut_short: bool = False
 
     @property
     def spent(self) -> bool:
@@ -34,15 +49,19 @@ class _Budget:
         """Return the end of a sequence's prefill chunk from ``start``; ``start`` if it must wait for a later step."""
         wanted = min(start + self.tokens, len(sequence.ids))
         end = sequence.layout.cut(start, wanted)
-        if end > wanted and not self.untouched:
+        if end > wanted and self.prefills:
             return start
         images = sequence.layout.within(start, end)
         if self.views is not None and len(images) > self.views:
             end = images[self.views].start
         return end if self.limit is None else self.limit.reach(sequence.layout, start, end)
 
-    def spend(self, chunk: Chunk) -> None:
-        self.untouched = False
+    def add(self, chunk: Chunk) -> None:
+        """Add a chunk, and take a prefill off what remains."""
+        if chunk.sequence.decodes:
+            self.decodes.append(chunk)
+            return
+        self.prefills.append(chunk)
         self.tokens = max(0, self.tokens - (chunk.end - chunk.start))
         layout = chunk.sequence.layout
         if self.views is not None:
@@ -52,30 +71,11 @@ class _Budget:
             self.limit = replace(self.limit, seconds=self.limit.seconds - cost)
 
 
-class _StepPlan:
-    """A step while it is being scheduled."""
-
-    def __init__(self, budget: _Budget) -> None:
-        self.budget = budget
-        self.decodes: list[Chunk] = []
-        self.prefills: list[Chunk] = []
-        self.preempted: list[Sequence] = []
-        self.admitted: dict[Sequence, int | None] = {}  # with `cached` before
-        self.cut_short = False  # whether a prompt continues in a later step
-
-    def end(self, sequence: Sequence) -> int:
-        return len(sequence.ids) if sequence.decodes else self.budget.end(sequence, sequence.computed)
-
-    def add(self, chunk: Chunk) -> None:
-        if chunk.sequence.decodes:
-            self.decodes.append(chunk)
-        else:
-            self.prefills.append(chunk)
-            self.budget.spend(chunk)
-
-
 class Scheduler:
     """Admits sequences, divides each step among them, and preempts the youngest when blocks run out.
+
+    ``running``: admitted sequences, oldest first. ``waiting``: sequences that hold no blocks, including preempted ones,
+    oldest first. Both are only to be read.
 
     Args:
         blocks: KV cache blocks.
@@ -92,21 +92,11 @@ class Scheduler:
         self._max_num_seqs = max_num_seqs
         self._prefill_chunk_size = prefill_chunk_size
         self._max_views = max_views
-        self._waiting: list[Sequence] = []  # both sorted by number
-        self._running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
         self.preempted: abc.Sequence[Sequence] = ()  # sequences preempted by the last schedule()
         self._admitted: abc.Mapping[Sequence, int | None] = {}  # sequences admitted by it, with `cached` before
         self.preemptions = 0
-
-    @property
-    def waiting(self) -> abc.Sequence[Sequence]:
-        """Sequences that hold no blocks, including preempted ones; oldest first."""
-        return tuple(self._waiting)
-
-    @property
-    def running(self) -> abc.Sequence[Sequence]:
-        """Admitted sequences, oldest first."""
-        return tuple(self._running)
 
     def longest_chunk(self, sequence: Sequence) -> int:
         """Return the most tokens of the sequence that one step computes."""
@@ -120,11 +110,11 @@ class Scheduler:
         """
         if not self._blocks.fits(sequence.limit, self.longest_chunk(sequence)):
             raise RuntimeError(f"a sequence of {sequence.limit} tokens does not fit in the KV cache blocks")
-        _insert(self._waiting, sequence)
+        _insert(self.waiting, sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a finished, failed or cancelled sequence from its queue, and release its blocks."""
-        for queue in (self._running, self._waiting):
+        for queue in (self.running, self.waiting):
             if sequence in queue:
                 queue.remove(sequence)
         self._blocks.release(sequence)
@@ -141,10 +131,10 @@ class Scheduler:
             limit: device time for the step's prefill. Ignored while no sequence decodes. Decoding sequences finish
                 after finitely many steps, so the oldest prompt is not blocked indefinitely.
         """
-        if not any(each.decodes and not each.full for each in self._running):
+        if not any(each.decodes and not each.full for each in self.running):
             limit = None
-        plan = _StepPlan(_Budget(self._prefill_chunk_size, self._max_views, limit))
-        for sequence in self.running:
+        plan = _StepPlan(self._prefill_chunk_size, self._max_views, limit)
+        for sequence in tuple(self.running):
             if sequence in plan.preempted:
                 break
             self._add_chunk(sequence, plan)
@@ -157,7 +147,7 @@ class Scheduler:
             step = self.schedule()
             self.preempted = [*plan.preempted, *self.preempted]
             return step
-        return Step(chunks) if chunks else None
+        return chunks or None
 
     def withdraw(self) -> abc.Sequence[Sequence]:
         """Undo the admissions of the last step, which cannot be launched; return the sequences that wait again.
@@ -165,7 +155,7 @@ class Scheduler:
         The next step may have other chunks. Without this, an older sequence could be admitted behind one that has
         overtaken it, but does not end in that step. Sequences that were preempted stay so.
         """
-        withdrawn = {one: cached for one, cached in self._admitted.items() if one in self._running}
+        withdrawn = {one: cached for one, cached in self._admitted.items() if one in self.running}
         self._admitted = {}
         for sequence, cached in withdrawn.items():
             self._wait(sequence)
@@ -181,8 +171,8 @@ class Scheduler:
         Args:
             step: last result of :meth:`schedule`.
         """
-        running = set(self._running)
-        for chunk in step.chunks:
+        running = set(self.running)
+        for chunk in step:
             sequence = chunk.sequence
             if sequence not in running:
                 continue
@@ -198,12 +188,12 @@ class Scheduler:
         A sequence may preempt itself. Sequences are scheduled from the oldest to the youngest, so a preempted one has
         no chunk in the step yet.
         """
-        end = plan.end(sequence)
+        end = len(sequence.ids) if sequence.decodes else plan.end(sequence, sequence.computed)
         plan.cut_short |= end < len(sequence.ids)
         if end == sequence.computed or sequence.full:
             return
         while not self._blocks.extend(sequence, end):
-            youngest = self._running[-1]
+            youngest = self.running[-1]
             self._wait(youngest)
             plan.preempted.append(youngest)
             self.preemptions += 1
@@ -213,9 +203,9 @@ class Scheduler:
 
     def _wait(self, sequence: Sequence) -> None:
         """Move a running sequence back to those that wait, and release its blocks."""
-        self._running.remove(sequence)
+        self.running.remove(sequence)
         self._blocks.release(sequence)
-        _insert(self._waiting, sequence)
+        _insert(self.waiting, sequence)
 
     def _admit(self, plan: _StepPlan) -> None:
         """Admit waiting sequences in order, while running sequences, prefill budget and blocks allow it.
@@ -229,13 +219,13 @@ class Scheduler:
         may overtake, later sequences wait behind it, so the step's prefill budget goes to running sequences.
         """
         claimed: tuple[int, int] | None = None
-        while self._waiting and len(self._running) < self._max_num_seqs and not plan.budget.spent:
-            oldest = self._waiting[0]
+        while self.waiting and len(self.running) < self._max_num_seqs and not plan.spent:
+            oldest = self.waiting[0]
             hit = self._blocks.hit(oldest)
-            if plan.cut_short and plan.budget.end(oldest, hit) < len(oldest.ids):
+            if plan.cut_short and plan.end(oldest, hit) < len(oldest.ids):
                 self._admit_behind(oldest, plan)
                 return
-            claimed = self._begin(oldest, hit, plan, self._claims(self._running) if claimed is None else claimed)
+            claimed = self._begin(oldest, hit, plan, self._claims(self.running) if claimed is None else claimed)
             if claimed is None:
                 return
 
@@ -246,17 +236,17 @@ class Scheduler:
         admitted only while a running prompt is unfinished, so ``oldest`` waits for finitely many of them. With a limit
         on device time there are none: they would use up what earlier steps saved for the next view.
         """
-        if plan.budget.limit is not None:
+        if plan.limit is not None:
             return
         claimed: tuple[int, int] | None = None
-        for sequence in self._waiting[1 : _MOST_CONSIDERED + 1]:
-            if len(self._running) >= self._max_num_seqs - 1 or plan.budget.spent:
+        for sequence in self.waiting[1 : _MOST_CONSIDERED + 1]:
+            if len(self.running) >= self._max_num_seqs - 1 or plan.spent:
                 return
-            if not self._blocks.may_hit(sequence, len(sequence.ids) - plan.budget.tokens):
+            if not self._blocks.may_hit(sequence, len(sequence.ids) - plan.tokens):
                 continue
             hit = self._blocks.hit(sequence)
-            if plan.budget.end(sequence, hit) == len(sequence.ids):
-                claimed = claimed or self._claims([*self._running, oldest])
+            if plan.end(sequence, hit) == len(sequence.ids):
+                claimed = claimed or self._claims([*self.running, oldest])
                 claimed = self._begin(sequence, hit, plan, claimed) or claimed
 
     def _begin(self, sequence: Sequence, hit: int, plan: _StepPlan, claimed: tuple[int, int]) -> tuple[int, int] | None:
@@ -273,12 +263,12 @@ class Scheduler:
             ``claimed`` with the blocks that this sequence will soon need. None if it was not admitted, because a
             running sequence is computing its prefix, or too few blocks remain.
         """
-        if self._blocks.prefix_in_progress(sequence, hit, self._running):
+        if self._blocks.prefix_in_progress(sequence, hit, self.running):
             return None
         if not self._blocks.can_begin(sequence, hit, self.longest_chunk(sequence), claimed):
             return None
-        self._waiting.remove(sequence)
-        _insert(self._running, sequence)
+        self.waiting.remove(sequence)
+        _insert(self.running, sequence)
         plan.admitted[sequence] = sequence.cached
         self._blocks.begin(sequence, hit)
         self._add_chunk(sequence, plan)

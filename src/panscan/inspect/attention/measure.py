@@ -261,7 +261,7 @@ def _passes(ids: Sequence[int], soft_id: int | None, window: int, options: Engin
     while sequence.computed < len(ids):
         step = scheduler.schedule()
         assert step is not None  # the blocks hold the whole prompt
-        yield flatten(step.chunks, block_size=options.block_size, window=window, slots=slots)
+        yield flatten(step, block_size=options.block_size, window=window, slots=slots)
         scheduler.advance(step)
 
 
