@@ -73,9 +73,15 @@ def _longrope(head_size: int) -> dict[str, Any]:
 
 
 @st.composite
-def odd_configs(draw: st.DrawFn, head_sizes: tuple[int, ...] = (16, 18, 32, 48, 64, 128, 256)) -> Any:
+def odd_configs(
+    draw: st.DrawFn,
+    head_sizes: tuple[int, ...] = (16, 18, 32, 48, 64, 128, 256),
+    *,
+    most_layers: int = 4,
+    most_kv_heads: int = 4,
+) -> Any:
     """Draw a configuration: any heads, layer order, RoPE types, biases and ties; half of them with vision."""
-    kv_heads = draw(st.integers(1, 4))
+    kv_heads = draw(st.integers(1, most_kv_heads))
     heads = kv_heads * draw(st.integers(1, 3))
     head_size = draw(st.sampled_from(head_sizes))
     ropes = st.sampled_from([*_ROPES, _longrope(head_size)])
@@ -84,7 +90,7 @@ def odd_configs(draw: st.DrawFn, head_sizes: tuple[int, ...] = (16, 18, 32, 48, 
         vocab_size=1024,
         hidden_size=heads * draw(st.integers(4, 12)),
         intermediate_size=draw(st.integers(5, 80)),
-        layer_types=(kinds := draw(st.lists(kinds, min_size=1, max_size=4))),
+        layer_types=(kinds := draw(st.lists(kinds, min_size=1, max_size=most_layers))),
         num_hidden_layers=len(kinds),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,

@@ -70,20 +70,6 @@ def test_a_file_cut_anywhere_resumes_to_the_same_bytes(
     assert (kept_in.read_bytes() if kept_in.exists() else b"") == (torn + b"\n" if torn else b"")
 
 
-def test_a_file_that_is_refused_keeps_its_torn_line(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    write(path, [answer(0), answer(1)])
-    for damage in (b"no answer\n{half", b'{"id": "my note"}\n', b'{"id": "2", "image": []}\n\n'):
-        damaged = path.read_bytes() + damage
-        other = tmp_path / f"{len(damage)}.jsonl"
-        other.write_bytes(damaged)
-        other.with_name(f"{other.name}.run.json").write_bytes(msgspec.json.encode(HEADER))
-        with pytest.raises(RecordsError, match=r"line [34]: not an answer"), opened(other, "resume") as file:
-            list(file.records())
-        assert other.read_bytes() == damaged
-        assert not list(tmp_path.glob("*.torn"))
-
-
 def test_torn_lines_are_kept_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "a.jsonl"
     write(path, [answer(0)])
@@ -319,8 +305,10 @@ def test_an_output_that_is_a_source_is_refused(tmp_path: Path) -> None:
     [
         "",
         "\xff",
+        "no answer",
         "[1]",
         "{}",
+        '{"id": "my note"}',
         '{"id": 1, "image": []}',
         '{"id": "0", "image": [{}], "error": null}',
         '{"id": "0", "image": [], "error": {}}',
@@ -331,11 +319,14 @@ def test_an_output_that_is_a_source_is_refused(tmp_path: Path) -> None:
         '{"id": "0", "image": [], "x": ' + "[" * 100_000 + "]" * 100_000 + "}",
     ],
 )
-def test_a_line_that_is_no_answer_is_named(tmp_path: Path, line: str) -> None:
+def test_a_line_that_is_no_answer_is_named_and_the_file_stays_as_it_was(tmp_path: Path, line: str) -> None:
     path = tmp_path / "a.jsonl"
     write(path, [answer(0), answer(1)])
     first, second = path.read_bytes().splitlines()
-    path.write_bytes(b"\n".join((first, line.encode("latin-1"), second, b"")))
+    damaged = b"\n".join((first, line.encode("latin-1"), second, b"{half"))
+    path.write_bytes(damaged)
     message = r"a\.jsonl, line 2: not an answer of panscan batch"
     with opened(path, "resume") as file, pytest.raises(RecordsError, match=message):
         list(file.records())
+    assert path.read_bytes() == damaged
+    assert not path.with_name("a.jsonl.torn").exists()

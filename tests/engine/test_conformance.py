@@ -110,7 +110,7 @@ def _play(driver: Driver, reference: Reference, history: list[Arrival]) -> None:
     assert driver.pixels == 0
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=16, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(OPTIONS, arrivals(8, len(requests())))
 def test_any_history_has_the_tokens_of_generate(
     tiny: GenerateRunner, reference: Reference, options: dict[str, Any], history: list[Arrival]
@@ -118,7 +118,7 @@ def test_any_history_has_the_tokens_of_generate(
     check(tiny, reference, options, history)
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=7, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(MINI_OPTIONS, arrivals(6, len(questions())))
 def test_any_history_has_the_answers_of_the_trained_model(
     mini: GenerateRunner, mini_reference: Reference, options: dict[str, Any], history: list[Arrival]
@@ -126,7 +126,7 @@ def test_any_history_has_the_answers_of_the_trained_model(
     check(mini, mini_reference, options, history)
 
 
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=7, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(OPTIONS, arrivals(6, len(requests())))
 def test_a_window_smaller_than_an_image_span(
     narrow: GenerateRunner, narrow_reference: Reference, options: dict[str, Any], history: list[Arrival]
@@ -134,7 +134,7 @@ def test_a_window_smaller_than_an_image_span(
     check(narrow, narrow_reference, options, history)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     OPTIONS.map(lambda options: options | {"kv_cache_gb": 0.0013}),
     st.lists(st.tuples(st.sampled_from([0, 1]), st.integers(0, 6)), min_size=1, max_size=6),

@@ -34,20 +34,9 @@ def child(function):
 MESSAGE = "refused: the engine was created in another process: create the Engine after the fork"
 
 
-def run(code: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", BEGIN + code], capture_output=True, text=True, timeout=200, check=False
-    )
-    assert "Traceback" not in done.stderr, done.stderr
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+CODE = """
+endless = Sampling(max_new_tokens=4000, ignore_eos=True)
 
-
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-
-
-def test_every_method_is_refused_in_a_child_and_works_in_the_parent() -> None:
-    code = """
 async def submit(): engine.submit(engine.request("Hi"))
 def all_of_them():
     refused(lambda: engine.generate([engine.request("Hi")]))
@@ -59,17 +48,9 @@ def all_of_them():
     refused(engine.reset_caches)
     refused(engine.close)
 child(all_of_them)
-print(engine.generate([engine.request("Hi")])[0].finish_reason)
-engine.close()
-"""
-    *refusals, exited, answered = run(code)
-    assert len(refusals) == 8
-    assert all(line.startswith(MESSAGE) for line in refusals)
-    assert (exited, answered) == ("exit 3", "length")
+print(engine.generate([engine.request("Hi")])[0].finish_reason, flush=True)
 
-
-def test_a_lock_that_a_thread_of_the_parent_holds_keeps_no_child() -> None:
-    code = """
+# A lock that a thread of the parent holds keeps no child.
 engine._worker._lock.acquire()
 def leave():
     refused(engine.stats)
@@ -78,24 +59,33 @@ def leave():
         pass
 child(leave)
 engine._worker._lock.release()
-"""
-    assert [line.split(":")[0] for line in run(code)] == ["refused", "refused", "exit 3"]
 
-
-def test_an_iterator_and_a_stream_that_a_child_takes_along_are_refused() -> None:
-    code = """
-endless = Sampling(max_new_tokens=4000, ignore_eos=True)
+# An iterator and a stream that a child takes along.
 results = engine.stream_results([engine.request("Hi"), engine.request("Hi", sampling=endless)])
 print(next(results)[0], flush=True)  # or the child would print it once more
 child(lambda: refused(lambda: next(results)))
 results.close()
 streams = []
-async def submit(): streams.append(engine.submit(engine.request("Hi", sampling=endless)))
-asyncio.run(submit())
+async def stream(): streams.append(engine.submit(engine.request("Hi", sampling=endless)))
+asyncio.run(stream())
 async def read(): return [event async for event in streams[0]]
 child(lambda: (refused(lambda: asyncio.run(read())), refused(lambda: asyncio.run(streams[0].result()))))
 engine.close()
 """
-    first, *rest = run(code)
-    assert first == "0"
-    assert [line.split(":")[0] for line in rest] == ["refused", "exit 3", "refused", "refused", "exit 3"]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_an_engine_is_refused_in_a_child_and_works_in_the_parent() -> None:
+    """Every method, under a lock that a thread of the parent holds, and what the child took along."""
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN + CODE], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert all(line.startswith(MESSAGE) for line in lines[:8])
+    said = [line.split(":")[0] for line in lines]
+    refused = ["refused"]
+    assert said[:10] == [*refused * 8, "exit 3", "length"]
+    assert said[10:13] == [*refused * 2, "exit 3"]
+    assert said[13:] == ["0", "refused", "exit 3", *refused * 2, "exit 3"]

@@ -2,7 +2,7 @@
 
     python -m tests.load.fake_server '{"ttft_ms": 50, "itl_ms": 5}'
 
-Prints its URL. The model name of a request may select another fault: ``fake:html``. The answer is made of time stamps:
+Prints its URL. The model name of a request may select another fault: ``fake:500``. The answer is made of time stamps:
 the receipt of the request, then the sending of each chunk, in seconds of ``time.perf_counter`` (one clock for all
 processes of a host), so that tests can compare a client's stamps with what really happened.
 """
@@ -120,9 +120,9 @@ class Connection(asyncio.Protocol):
         else:
             self.reply_json(404, {"detail": "Not Found"})
 
-    def reply(self, status: int, body: bytes, kind: str = "text/plain", more: str = "") -> None:
+    def reply(self, status: int, body: bytes, kind: str = "text/plain") -> None:
         """Send a whole response."""
-        head = f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n{more}\r\n"
+        head = f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n"
         self.transport.write(head.encode() + body)
 
     def reply_json(self, status: int, body: Any) -> None:
@@ -159,18 +159,10 @@ class Completion:
             connection.transport.write(b"220 mail.example.com ESMTP\r\n")
         elif fault == "close":
             connection.transport.close()
-        elif fault in ("429", "500"):
-            message = {"429": "too many requests", "500": "CUDA out of memory"}[fault]
-            connection.reply_json(int(fault), {"error": {"message": message, "type": "x", "code": None}})
+        elif fault == "500":
+            connection.reply_json(500, {"error": {"message": "CUDA out of memory", "type": "x", "code": None}})
         elif fault == "refuse-images" and self.views:
             connection.reply_json(400, {"object": "error", "message": "this model does not support image inputs"})
-        elif fault == "redirect":
-            connection.reply(307, b"", more="location: https://example.com/v1\r\n")
-        elif fault == "endless-line":
-            connection.transport.write(STREAM_HEAD)
-            self.write_chunk(b"data: ")
-            for _ in range(6):
-                self.write_chunk(b"x" * 2**20)
         elif fault != "silent":
             return False
         return True
@@ -221,12 +213,9 @@ class Completion:
             choice = {"index": 0, "message": message, "finish_reason": "length"}
             connection.reply_json(200, {"choices": [choice], **self.usage()})
             return
-        if self.fault == "error-event":
-            self.write_event(b'{"error":{"message":"the engine died","code":500}}')
-        else:
-            self.write_event(b'{"choices":[{"index":0,"delta":{},"finish_reason":"length"}]}')
-            if self.fault != "no-usage":
-                self.write_event(json.dumps({"choices": [], **self.usage()}).encode())
+        self.write_event(b'{"choices":[{"index":0,"delta":{},"finish_reason":"length"}]}')
+        if self.fault != "no-usage":
+            self.write_event(json.dumps({"choices": [], **self.usage()}).encode())
         self.write_event(b"[DONE]")
         if self.fault != "no-end":
             connection.transport.write(b"0\r\n\r\n")
@@ -242,11 +231,8 @@ class Completion:
 
     def write_event(self, data: bytes) -> None:
         """Write a server-sent event as one HTTP chunk."""
-        self.write_chunk(b"data: %s\n\n" % data)
-
-    def write_chunk(self, data: bytes) -> None:
-        """Write a HTTP chunk."""
-        self.connection.transport.write(b"%x\r\n%s\r\n" % (len(data), data))
+        event = b"data: %s\n\n" % data
+        self.connection.transport.write(b"%x\r\n%s\r\n" % (len(event), event))
 
 
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -100,15 +100,11 @@ FAULTS = {
     "malformed": ("stream", "malformed event: not JSON"),
     "no-usage": ("usage", None),
     "refuse-images": ("http", "HTTP 400: this model does not support image inputs"),
-    "429": ("http", "HTTP 429: too many requests"),
     "500": ("http", "HTTP 500: CUDA out of memory"),
     "no-end": (None, None),
-    "error-event": ("stream", "the engine died"),
     "not-http": ("protocol", "the response is not HTTP"),
     "close": ("protocol", "the endpoint closed the connection without a response"),
     "no-stream": ("protocol", "the response is not a stream (application/json)"),
-    "redirect": ("http", "HTTP 307 to https://example.com/v1"),
-    "endless-line": ("stream", "malformed event: too long"),
 }
 
 

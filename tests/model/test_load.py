@@ -9,8 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from copy import deepcopy
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -223,48 +222,48 @@ def test_device_map_places_the_model(tiny: GenerateRunner) -> None:
     )
 
 
-@contextmanager
-def hub(status: int, code: str) -> Iterator[str]:
-    """A hub that answers everything with one error, as the real one words it."""
+ANSWERS = {
+    "google/gemma-3-4b-it": (403, "GatedRepo", "accept its licence at https://huggingface.co/google/gemma-3-4b-it"),
+    "google/gemma-3-12b-it": (401, "RepoNotFound", "no such checkpoint on the hub"),
+    "google/gemma-3-27b-it": (404, "RevisionNotFound", "no such --revision"),
+}
+"""What a hub says about each model (status and code, as the real one words them), and our advice."""
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.send_header("X-Error-Code", code)
-            self.send_header("X-Error-Message", code)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
 
-        do_HEAD = do_GET  # noqa: N815 - http.server's name
+class Hub(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        status, code, _ = next(answer for model, answer in ANSWERS.items() if model in self.path)
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("X-Error-Message", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
 
-        def log_message(self, *_: object) -> None:
-            pass
+    do_HEAD = do_GET  # noqa: N815 - http.server's name
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+ASK = """
+import sys
+from panscan.cli.main import run
+print(*(run(["ask", "-p", "Hello?", "--model", model]) for model in sys.argv[1:]))
+"""
+
+
+def test_what_the_hub_says_becomes_advice(tmp_path: Path) -> None:
+    """In a process of its own: the hub's address is read once."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+    given = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)}
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+        done = subprocess.run([sys.executable, "-c", ASK, *ANSWERS], env=given, capture_output=True, text=True)
     finally:
         server.shutdown()
         server.server_close()
-
-
-@pytest.mark.parametrize(
-    ("status", "code", "message"),
-    [
-        (403, "GatedRepo", "accept its licence at https://huggingface.co/google/gemma-3-4b-it"),
-        (401, "RepoNotFound", "no such checkpoint on the hub"),
-        (404, "RevisionNotFound", "no such --revision"),
-    ],
-)
-def test_what_the_hub_says_becomes_advice(tmp_path: Path, status: int, code: str, message: str) -> None:
-    with hub(status, code) as endpoint:
-        done = ask({"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)})
-    assert done.returncode == 3, done.stderr
-    assert message in done.stderr
-    assert done.stderr.strip().splitlines()[-1].startswith("panscan: --model google/gemma-3-4b-it: ")
-
-
-def ask(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "panscan", "ask", "-p", "Hello?", "--model", "google/gemma-3-4b-it"]
-    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+    assert done.stdout == "3 3 3\n", done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("panscan: ")]
+    for line, (model, (_, _, message)) in zip(said, ANSWERS.items(), strict=True):
+        assert line.startswith(f"panscan: --model {model}: ") and message in line

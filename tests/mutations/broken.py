@@ -38,6 +38,7 @@ class Mutation:
         why_invisible: why no part can.
         settings: of the cell, beside the suite's own.
         plan: of the sweep, beside the suite's own.
+        pages: of the workload, each a request. Few are enough unless many must run at once.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Mutation:
     why_invisible: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict)
+    pages: int = 6
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -259,6 +261,8 @@ TOKENS, BEYOND, ANSWER, IMAGE, INPUTS = (
     "image distributions",
     "inputs",
 )
+SHORT = {"max_new_tokens": 8}
+"""Of what is wrong from the first token on, or before it."""
 SAMPLED = {"temperature": 1.0, "sampling_seed": 7}
 CHECKED = {"check_invariance": True}
 
@@ -270,21 +274,26 @@ def _mutation(name: str, apply: Break, *caught_by: str, **others: Any) -> Mutati
 MUTATIONS = [
     _mutation("(none: the engine as it is)", _nothing, why_invisible="nothing is wrong", plan=CHECKED),
     _mutation("the sampler takes the second-best token", _choosing(lambda at, rows: True), TOKENS, BEYOND),
-    _mutation("the sampler ignores the temperature", _cold, TOKENS, settings=SAMPLED),
+    _mutation("the sampler ignores the temperature", _cold, TOKENS, settings=SAMPLED | SHORT),
     _mutation("the prefix cache treats all images as identical", _one_image_for_prefixes, TOKENS, BEYOND),
     _mutation("the vision cache treats all images as identical", _one_image_for_views, TOKENS, BEYOND, ANSWER, IMAGE),
     _mutation("overlapped passes read other requests' tokens", _overlap_reads_wrong_tokens, TOKENS, BEYOND),
     _mutation("wrong from output token 33 on", _choosing(lambda at, rows: rows[at].position >= 32), BEYOND),
-    _mutation("wrong where more than 16 rows are sampled", _choosing(lambda at, rows: len(rows) > 16), TOKENS, BEYOND),
+    _mutation(
+        "wrong where more than 16 rows are sampled",
+        _choosing(lambda at, rows: len(rows) > 16),
+        *(TOKENS, BEYOND),
+        pages=18,
+    ),
     _mutation("end marks are ignored", _ends(_end_marks_ignored), TOKENS, settings={"ignore_eos": False}),
     _mutation("answers end after three tokens", _ends(_ends_early), TOKENS),
-    _mutation("crops in reverse order", _crops_swapped, INPUTS),
-    _mutation("crop boxes off by one pixel", _boxes_off_by_one, INPUTS),
-    _mutation("red and blue swapped", _channels_swapped, INPUTS),
-    _mutation("the prompt lacks a token", _words_missing, INPUTS),
-    _mutation("image tokens are causal", _flattening(_causal_image_tokens), ANSWER, IMAGE),
-    _mutation("the images' features are zero", _features_dropped, ANSWER, IMAGE),
-    _mutation("the window is one position short", _window(-1), ANSWER, IMAGE),
+    _mutation("crops in reverse order", _crops_swapped, INPUTS, settings=SHORT),
+    _mutation("crop boxes off by one pixel", _boxes_off_by_one, INPUTS, settings=SHORT),
+    _mutation("red and blue swapped", _channels_swapped, INPUTS, settings=SHORT),
+    _mutation("the prompt lacks a token", _words_missing, INPUTS, settings=SHORT),
+    _mutation("image tokens are causal", _flattening(_causal_image_tokens), ANSWER, IMAGE, settings=SHORT),
+    _mutation("the images' features are zero", _features_dropped, ANSWER, IMAGE, settings=SHORT),
+    _mutation("the window is one position short", _window(-1), ANSWER, IMAGE, settings=SHORT),
     _mutation("wrong behind a long cached prefix", _wrong_behind_a_long_prefix, "invariance: cache", plan=CHECKED),
     _mutation("wrong behind a second prefill chunk", _wrong_behind_a_second_chunk, "invariance: chunk", plan=CHECKED),
     _mutation("wrong for a request that is alone", _loses_a_request("alone"), "invariance: batch", plan=CHECKED),

@@ -60,10 +60,10 @@ def verdict_under(mutation: Mutation, pages: list[Path], directory: Path) -> Fou
 
     Args:
         mutation: what is broken.
-        pages: the workload's pictures.
+        pages: pictures, of which the workload has the first.
         directory: of the run.
     """
-    source = Source(images=tuple(map(str, pages)), prompt="What is it?")
+    source = Source(images=tuple(map(str, pages[: mutation.pages])), prompt="What is it?")
     items = build_workload(source, on_problem=_refuse)
     cell = Cell.of(settings_from({**BASE, **mutation.settings}))
     plan = SweepPlan(cells=[cell], items=items, source=source, verify_requests=6, **mutation.plan)
