@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from panscan.core import SettingError
-from panscan.core.sampling import SAMPLED_NAMES
+from panscan.core.sampling import FILTERS
 from panscan.core.weight_formats import FORMATS
 from panscan.settings import ALL_AT_ONCE, RunnerChoice, Settings, axes, choose_runner, foreign_settings
 from panscan.settings.preset_files import MAX_VALUES, Axes, load_preset, parse_axes
@@ -137,7 +137,7 @@ def _work_key(cell: Cell, views: Callable[[Settings], Hashable]) -> Hashable:
     return replace(cell.settings, **idle), seen
 
 
-_GOVERNED = {"temperature": (*SAMPLED_NAMES, "sampling_seed"), "device_map": ("max_memory",)}
+_GOVERNED = {"temperature": (*FILTERS, "sampling_seed"), "device_map": ("max_memory",)}
 """A setting, and those that mean nothing where it is off."""
 
 

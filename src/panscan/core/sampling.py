@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 from panscan.core.errors import SettingError
 from panscan.core.option import Range, option, shorten
@@ -47,7 +48,7 @@ class SamplingTable:
         "Sample from the k most probable tokens.",
         _ANSWER,
         range=Range(integer=True, ge=1, le=2**31 - 1),
-        sampled=True,
+        off=(0, -1),
     )
     top_p: float | None = option(
         None,
@@ -55,7 +56,7 @@ class SamplingTable:
         "Sample from top tokens with this total probability.",
         _ANSWER,
         range=Range(gt=0, le=1),
-        sampled=True,
+        off=(1.0,),
     )
     min_p: float | None = option(
         None,
@@ -63,7 +64,7 @@ class SamplingTable:
         "Drop tokens below this share of the most probable.",
         _ANSWER,
         range=Range(ge=0, le=1),
-        sampled=True,
+        off=(0.0,),
         rare=True,
     )
     repetition_penalty: float | None = option(
@@ -84,8 +85,11 @@ class SamplingTable:
 
 
 SAMPLING_NAMES = tuple(item.name for item in fields(SamplingTable))
-SAMPLED_NAMES = tuple(item.name for item in fields(SamplingTable) if item.metadata.get("sampled"))
-"""Sampling options that have no effect at temperature 0."""
+FILTERS = {item.name: item.metadata["off"] for item in fields(SamplingTable) if "off" in item.metadata}
+"""Options that select tokens to sample from, with the values that other APIs use for no selection, here None.
+
+They have no effect at temperature 0.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +121,19 @@ class Sampling(SamplingTable):
             raise SettingError(f"stop must be a tuple of texts, none of them empty, got {shorten(self.stop)}")
         if not isinstance(self.stop_token_ids, tuple) or not all(token in _TOKEN for token in self.stop_token_ids):
             raise SettingError(f"stop_token_ids must be a tuple of token ids, got {shorten(self.stop_token_ids)}")
-        if self.greedy and any(getattr(self, name) is not None for name in SAMPLED_NAMES):
-            names = f"{', '.join(SAMPLED_NAMES[:-1])} and {SAMPLED_NAMES[-1]}"
-            raise SettingError(f"{names} need a temperature above 0 (temperature 0 is greedy)")
+        if self.greedy and self.filters():
+            *names, last = FILTERS
+            raise SettingError(f"{', '.join(names)} and {last} need a temperature above 0 (temperature 0 is greedy)")
         if self.json_schema is not None:
             _check_schema(self.json_schema)
             if self.ignore_eos:
                 raise SettingError(
                     "ignore_eos and json_schema exclude each other: the schema decides where an answer ends"
                 )
+
+    def filters(self) -> dict[str, Any]:
+        """Return the options of :data:`FILTERS` that are set."""
+        return {name: value for name in FILTERS if (value := getattr(self, name)) is not None}
 
     @property
     def greedy(self) -> bool:

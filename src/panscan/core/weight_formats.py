@@ -1,6 +1,7 @@
-"""Weight formats without a tensor library: names, requirements, sizes, costs and words, as one table.
+"""Weight formats without a tensor library: names, packages, sizes, costs and words, as one table.
 
-Everybody asks these objects. What a format does with tensors is in :mod:`panscan.model.formats`.
+Everybody asks these objects. What a GPU must support stands in :mod:`panscan.core.gpu_features`, what a format does
+with tensors in :mod:`panscan.model.formats`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Model families by the ``model_type`` of a checkpoint: what runs them, or why nothing does. No tensor library.
 
-A new family is a line here, and the package that it names: ``config``, ``text_layers`` and ``vision_layers``.
+A new family is a line here, the package that it names (``config``, ``text_layers``, ``vision_layers``), and the checks
+of its fields in :mod:`panscan.model.untrusted.fields`.
 """
 
 from __future__ import annotations

@@ -52,9 +52,8 @@ def generation_config(
         "prefill_chunk_size": prefill_chunk_size,
     }
     if not sampling.greedy:
-        chosen["temperature"] = sampling.temperature
         # The default of generate() is top_k=50; 0 disables it.
-        chosen |= {"top_k": sampling.top_k or 0, "top_p": sampling.top_p or 1.0, "min_p": sampling.min_p}
+        chosen |= {"temperature": sampling.temperature, "top_k": 0, "top_p": 1.0, **sampling.filters()}
     if sampling.repetition_penalty is not None:
         chosen["repetition_penalty"] = sampling.repetition_penalty
     if cache != "dynamic":

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 
+from panscan.core.sampling import FILTERS
 from panscan.model.bundled.random_weights import random_model
 
 _LIBRARY = "transformers"
@@ -47,10 +48,8 @@ METHODS: dict[str, tuple[str, ...]] = {
         "suppress_tokens",
         "prefill_chunk_size",
         "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
         "repetition_penalty",
+        *FILTERS,
         "cache_implementation",
     ),
     f"{_LIBRARY}.PreTrainedTokenizerBase.get_chat_template": (),

@@ -35,6 +35,7 @@ from panscan.core import (
     now,
 )
 from panscan.core.errors import brief
+from panscan.core.sampling import FILTERS
 from panscan.images.views import ViewPlan
 from panscan.model.bundled import bundled_directory
 from panscan.model.bundled.random_weights import write_shape
@@ -260,20 +261,23 @@ def llm_arguments(
     return chosen
 
 
+_VLLM_FILTERS = {"top_k", "top_p", "min_p"}
+
+
 def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
     """Return the keyword arguments of ``vllm.SamplingParams``.
 
     Raises:
-        SettingError: the request has a JSON schema.
+        SettingError: vLLM does not support an option of the request.
     """
-    if sampling.json_schema is not None:
-        raise SettingError("runner vllm: json_schema is not supported; use the runner engine")
+    filters = {name: off[0] for name, off in FILTERS.items() if name in _VLLM_FILTERS} | sampling.filters()
+    for name in ("json_schema", *(filters.keys() - _VLLM_FILTERS)):
+        if getattr(sampling, name) is not None:
+            raise SettingError(f"runner vllm: {name} is not supported; use the runner engine")
     return {
         "max_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
-        "top_k": sampling.top_k or 0,
-        "top_p": sampling.top_p or 1.0,
-        "min_p": sampling.min_p or 0.0,
+        **filters,
         "repetition_penalty": sampling.repetition_penalty or 1.0,
         "seed": sampling.seed,
         "ignore_eos": sampling.ignore_eos,

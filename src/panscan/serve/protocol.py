@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from panscan.core import Sampling, SettingError
 from panscan.core.option import shorten
+from panscan.core.sampling import FILTERS
 from panscan.settings import nearest
 
 _MOST_VALUES = 50_000  # JSON values of a body
@@ -28,7 +29,6 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)  # ma
 
 MOST_PARTS = 4096
 """Maximum number of parts over all messages."""
-_OFF = {"top_p": (1,), "top_k": (-1, 0), "min_p": (0,)}  # values that switch a filter off
 
 
 class FieldError(SettingError):
@@ -226,7 +226,7 @@ class SamplingFields(Body):
             raise FieldError(f"max_tokens: at most {most_tokens}, got {shorten(tokens)}", "max_tokens")
         values = {item.name: getattr(self, item.name, None) for item in fields(Sampling)}
         chosen = {name: value for name, value in values.items() if value is not None}
-        chosen |= {name: None for name, off in _OFF.items() if chosen.get(name) in off}
+        chosen |= {name: None for name, off in FILTERS.items() if chosen.get(name) in off}
         chosen |= {
             "max_new_tokens": tokens,
             "logprobs": self.logprobs_per_token,
@@ -236,8 +236,8 @@ class SamplingFields(Body):
         }
         try:
             if chosen.get("temperature", defaults.temperature) == 0:
-                replace(defaults, temperature=1.0, **{name: chosen[name] for name in _OFF if name in chosen})
-                chosen |= dict.fromkeys(_OFF)
+                replace(defaults, temperature=1.0, **{name: chosen[name] for name in FILTERS if name in chosen})
+                chosen |= dict.fromkeys(FILTERS)
             return replace(defaults, **chosen)
         except SettingError as error:  # with the name of the request's field
             name = str(error).split(" ", 1)[0].rstrip(":")

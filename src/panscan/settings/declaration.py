@@ -48,7 +48,7 @@ class Option:
         required: whether the command needs it.
         rare: whether only ``--help-all`` lists it.
         hidden: whether no help lists it.
-        sampled: whether it has no effect at temperature 0.
+        off: values that other APIs use for no effect, of a filter of tokens; None: not a filter.
         level: whether it counts when a model is loaded, or for each call.
         only: the one runner that has this setting; empty if several do.
         by_verb: fields that differ in some commands, by the names of these commands.
@@ -73,7 +73,7 @@ class Option:
     required: bool = False
     rare: bool = False
     hidden: bool = False
-    sampled: bool = False
+    off: tuple[float, ...] | None = None
     level: Literal["load", "call"] = "call"
     only: str = ""
     by_verb: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

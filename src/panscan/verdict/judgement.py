@@ -81,8 +81,9 @@ class Verdict:
 def judge(answer: Divergence, image: Divergence | None, top1: Top1, *, equal_tokens: bool, float32: bool) -> Word:
     """Return exact, close or different.
 
-    exact: at most 2x the noise at both kinds of position; in float32 the greedy tokens must be equal, too. close: at
-    most 10x, and the same most probable token at 99% or more of the clear positions. different: the rest.
+    exact: at most ``EXACT_RATIO`` times the noise at both kinds of position; in float32 the greedy tokens must be
+    equal, too. close: at most ``CLOSE_RATIO`` times, and the same most probable token at ``CLOSE_TOP1`` or more of the
+    clear positions. different: the rest.
     """
     ratio = max(each.ratio for each in (answer, image) if each is not None)
     if ratio <= EXACT_RATIO and (equal_tokens or not float32):
