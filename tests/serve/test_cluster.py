@@ -77,6 +77,13 @@ def serving() -> Iterator[Cluster]:
             process.kill()
 
 
+@pytest.mark.timeout(120)
+def test_a_process_can_start_one_cluster_after_another():
+    session = "with ray_session(None, replicas=1, show_logs=False): pass"
+    lines = ["from panscan.serve.ray_session import ray_session", session, session]
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
+
+
 def body(tokens: int, **more: Any) -> dict[str, Any]:
     """Return a request whose answer has exactly this many tokens."""
     messages = [{"role": "user", "content": "What is the total?"}]
@@ -110,7 +117,7 @@ def in_client(server: Cluster, work: Callable[[httpx.AsyncClient], Any]) -> Any:
     return asyncio.run(run())
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_a_cluster_answers_survives_and_ends():
     """Run as one test, because a cluster starts slowly; each check leaves it idle for the next one."""
     with serving() as server:
@@ -119,6 +126,7 @@ def test_a_cluster_answers_survives_and_ends():
         check_ports(server)
         check_a_full_queue_is_refused(server)
         check_an_abandoned_stream_frees_its_replica(server)
+        check_streams_abandoned_on_a_lost_replica_delay_nobody(server)
         check_a_killed_replica_loses_no_request(server)
         check_sigterm_finishes_what_runs(server)
 
@@ -197,6 +205,26 @@ def check_an_abandoned_stream_frees_its_replica(server: Cluster) -> None:
 
     in_client(server, work)
     wait_for(lambda: not any(server.running()))
+
+
+def check_streams_abandoned_on_a_lost_replica_delay_nobody(server: Cluster) -> None:
+    """The calls that cancel them wait for the replica; Ray routes all calls with two tasks per replica."""
+
+    async def work(client: httpx.AsyncClient) -> list[httpx.Response]:
+        begun = [asyncio.Event() for _ in range(2 * SEQUENCES)]
+        streams = [asyncio.create_task(read_stream(client, 4000, event)) for event in begun]
+        await asyncio.gather(*[event.wait() for event in begun])
+        hung = server.replicas()[0]
+        hung.suspend()
+        for stream in streams:
+            stream.cancel()
+        await asyncio.wait(streams)
+        await asyncio.to_thread(wait_for, lambda: not server.metric("panscan:http_requests_active"))
+        hung.kill()
+        return await asyncio.gather(*[ask(client, 5) for _ in streams])
+
+    assert {answer.status_code for answer in in_client(server, work)} == {200}
+    wait_for(lambda: len(server.running()) == 2, 90.0)  # the replica is back
 
 
 def check_a_killed_replica_loses_no_request(server: Cluster) -> None:

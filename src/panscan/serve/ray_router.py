@@ -18,7 +18,8 @@ _NO_WORK = RequestWork(views=0, prompt_tokens=0, max_new_tokens=0)
 class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are untyped here
     """A router by predicted work, which calls pass as the keyword argument ``work`` (default: no work).
 
-    A call with the keyword argument ``replica`` goes to the replica with this id.
+    A call with the keyword argument ``replica`` goes to the replica with this id, or to any other if it is gone: a call
+    that waits for it would occupy one of the few tasks with which Ray routes all calls.
     """
 
     def initialize_state(self, policy: str = "affinity", **_options: Any) -> None:
@@ -51,7 +52,7 @@ class WorkRouter(RequestRouter):  # type: ignore[misc]  # Ray's classes are unty
             return [[replica] for replica in candidate_replicas]
         if (named := pending_request.kwargs.get("replica")) is not None:
             pending_request.routing_context.should_backoff = True
-            return [[by_id[named]]] if named in by_id else []
+            return [[by_id[named]]] if named in by_id else [[replica] for replica in candidate_replicas]
         request_id, work = pending_request.metadata.internal_request_id, _work_of(pending_request)
         pending_request.routing_context.should_backoff = True  # else Ray asks again at once if none can take it
         ranked = self._router.rank(request_id, work, by_id)

@@ -25,6 +25,7 @@ _GCS_GONE = (
 _LOCAL_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",  # no telemetry
     "RAY_AUTH_MODE": "token",  # other users of this machine cannot submit work to Ray's ports
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),  # one per process: Ray remembers the first
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # binds Ray's ports to the loopback interface, on every platform
     "RAY_SERVE_LOG_TO_STDERR": "0",  # Ray's own messages stay in its log directory
 }
@@ -44,7 +45,7 @@ def ray_session(ray_address: str | None, *, replicas: int, show_logs: bool) -> I
         UnsupportedError: Ray is not installed.
     """
     if ray_address is None:
-        os.environ.update(_LOCAL_ENVIRONMENT, RAY_AUTH_TOKEN=secrets.token_hex(32))
+        os.environ.update(_LOCAL_ENVIRONMENT)
     try:
         import ray
         from ray import serve  # noqa: F401 - ray can be installed without it

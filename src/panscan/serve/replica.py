@@ -18,7 +18,7 @@ from panscan.core import EngineError, Request, Result, Stats, TokenEvent
 from panscan.core.access import RemoteAccess, set_remote_access
 from panscan.images.files import split_page
 from panscan.images.pool import decode_in_children
-from panscan.serve.client import ModelInfo, RequestWork, TokenCounts
+from panscan.serve.client import EngineLostError, ModelInfo, RequestWork, TokenCounts
 from panscan.settings import Settings
 
 log = logging.getLogger("panscan.serve")
@@ -185,7 +185,12 @@ class EngineReplica:
         Args:
             replica: id of this replica, which the router reads.
             client: name of the client. It calls again once this call has ended and another stream has begun.
+
+        Raises:
+            EngineLostError: the replica is gone, and this is another one.
         """
+        if replica != self._id:
+            raise EngineLostError(f"replica {replica} is gone")
         outbox = self._outboxes.setdefault(client, _Outbox())
         while outbox.streams or outbox.events:
             if outbox.events:

@@ -142,6 +142,8 @@ class ReplicaClient(EngineClient):
                     if not await delivered:  # the last event may arrive after the result
                         break
                     return item
+                if delivered.done() and not delivered.result():  # its events were lost
+                    break
                 replica = item
                 self._streams.setdefault(replica, {})[id] = pending, delivered
                 self._listen(replica)
@@ -152,11 +154,6 @@ class ReplicaClient(EngineClient):
         except asyncio.CancelledError:
             if replica:  # Ray cancels a call only at its next item
                 self._in_background(_fresh(lambda: self._replicas.cancel.remote(id, replica=replica)))
-            raise
-        except EngineLostError:
-            streams, reader = self._streams.get(replica, {}), self._readers.get(replica)
-            if streams.keys() <= {id} and reader is not None:
-                reader.cancel()  # it may wait for a replica that no longer exists
             raise
         finally:
             self._streams.get(replica, {}).pop(id, None)
