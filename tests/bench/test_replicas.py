@@ -194,6 +194,7 @@ def test_a_replica_that_does_not_even_start_says_why(folder: Path, monkeypatch: 
 
 
 def test_a_replica_that_hangs_ends_the_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # the folder of ``tests`` is in it
     monkeypatch.setattr(replicas, "_WORKER", "tests.bench.silent_replica")
     monkeypatch.setattr(replicas, "_SILENT_SECONDS", 0.5)
     with pytest.raises(PanscanError, match=r"^replica [01] hangs: no message for"):
