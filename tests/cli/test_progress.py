@@ -7,6 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
+from panscan.batch.jsonl import AnswerRecord
 from panscan.cli.progress import ProgressLine, batch_progress, progress_line
 from panscan.core import now
 from panscan.core.activity import Activity, activity, displayed
@@ -84,7 +85,7 @@ def test_a_batch_counts_what_failed_and_what_turned_up_on_the_way() -> None:
     recorder = Recorder()
     with displayed(recorder), batch_progress(lambda: expected.pop(0)) as on_answer:
         for error in (None, "no such file"):
-            on_answer({"error": error})
+            on_answer(AnswerRecord(id="1", image=["1.png"], error=error))
             [step] = recorder.steps
             seen.append((step.text, step.done, step.total))
     assert seen == [("answering", 1, 3), ("answering (1 failed)", 2, 5)]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.spinner import Spinner
 
+    from panscan.batch.jsonl import AnswerRecord
     from panscan.bench.grid import Cell
     from panscan.bench.plan import SweepPlan
     from panscan.settings import Settings
@@ -141,7 +142,7 @@ class ProgressLine:
 
 
 @contextmanager
-def batch_progress(expected: Callable[[], int]) -> Iterator[Callable[[Any], None]]:
+def batch_progress(expected: Callable[[], int]) -> Iterator[Callable[[AnswerRecord], None]]:
     """Show the progress of a batch job; yield a callback that takes each answer's record.
 
     Args:
@@ -150,7 +151,7 @@ def batch_progress(expected: Callable[[], int]) -> Iterator[Callable[[Any], None
     failed = 0
     with activity("answering", total=expected()) as step:
 
-        def on_answer(answer: Any) -> None:
+        def on_answer(answer: AnswerRecord) -> None:
             nonlocal failed
             if answer.error is not None:
                 failed += 1
