@@ -83,30 +83,8 @@ def figures(kl: float) -> dict[str, float]:
 
 
 def test_a_recorded_verdict_is_read_back(tmp_path: Path) -> None:
-    record = {
-        "type": "verdict",
-        "cell": "c",
-        "verdict": "close",
-        "reason": None,
-        "truth": "t",
-        "answer": figures(3e-3),
-        "image": figures(4e-3),
-        "top1": {"clear": 8, "agree": 8},
-        "equal_tokens": True,
-        "seconds": 1.0,
-    }
-    truth = {
-        "type": "truth",
-        "truth": "t",
-        "source": "computed",
-        "file": "f",
-        "model": "tiny",
-        "requests": 1,
-        "tokens": 1,
-        "image_positions": 1,
-        "seconds": 2.5,
-    }
-    run = write_run(tmp_path, [header({"c": {}, "d": {}}), *batches_of("c", [1.0]), truth, record])
+    record = EXACT | {"verdict": "close", "answer": figures(3e-3), "image": figures(4e-3)}
+    run = write_run(tmp_path, [header({"c": {}, "d": {}}), *batches_of("c", [1.0]), TRUTH, record])
     found = verdict_of(run, "c")
     assert (found.word, found.ratio, found.truth) == ("close", pytest.approx(4.0), "t")
     assert found.top1 == Top1(8, 8)
