@@ -141,7 +141,7 @@ PAGE = AnswerRecord(id="b.pdf#page=2", image=["b.pdf#page=2"], error="damaged", 
             [FIRST, SECOND, *pages(2), LAST],
             False,
         ),  # held, not yet written
-        ([BROKEN, FIRST], AGAIN, [*pages(2), FIRST], True),  # failed again before it was mended
+        ([BROKEN, FIRST], AGAIN, [*pages(2), FIRST], True),  # failed again, then repaired
         ([BROKEN, FIRST], PAGE, [*pages(2), FIRST], True),  # a page failed in the place of its file
         ([BROKEN], None, pages(2), False),
     ],

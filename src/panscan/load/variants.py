@@ -94,7 +94,7 @@ class _Png:
         height, width, _ = pixels.shape
         fields = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes((8, 2, 0, 0, 0))
         self._header = _SIGNATURE + _chunk(b"IHDR", fields)
-        # All rows but the first, filtered: the difference to the row above. The second stays as it is, since the first
+        # All rows but the first, filtered: the difference to the row above. The second is unchanged, since the first
         # one varies.
         filtered = np.empty((height - 1, 1 + 3 * width), np.uint8)
         rows = pixels.reshape(height, 3 * width)

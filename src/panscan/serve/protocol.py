@@ -357,7 +357,7 @@ def parse(kind: type[Parsed], body: bytes) -> Parsed:
     """Return the parsed body. The work is linear in its size.
 
     Large base64 payloads are decoded straight from the body, and their URLs become :class:`DataUrl`: JSON parsers and
-    checks would pass over them five times. A body that cannot be parsed in this way is parsed as it is.
+    checks would pass over them five times. Other bodies are parsed without this step.
 
     Raises:
         FieldError: the body is not valid JSON, has too many values, or a field is unknown, invalid or repeated.

@@ -159,7 +159,7 @@ def _table_work(
     if has_prompt and columns.prompt is not None:
         raise SettingError("--prompt-column and --prompt exclude each other: give one of them")
     files: dict[str, None] = {}
-    for source in sources:  # an object's name is taken as it is: reading it shows whether it exists
+    for source in sources:  # an object's name is not checked: reading it shows whether it exists
         named = is_stored(source) and not ("*" in source or "?" in source)
         files |= dict.fromkeys([source] if named else _source_files(source, on_problem))
     tables = [_asked_table(file, columns, has_prompt=has_prompt, external=external) for file in files]
