@@ -103,7 +103,7 @@ class TokenNames:
         return self._known[token].decode(errors="replace")
 
     def key(self, token: int) -> str:
-        """Return a token as a key of ``top_logprobs``: its text, or OpenAI's ``bytes:\\xf0`` of a part of a character."""
+        """Return a token as a key of ``top_logprobs``: its text, or as ``bytes:\\xf0`` if that is not UTF-8."""
         content = self._known[token]
         try:
             return content.decode()
