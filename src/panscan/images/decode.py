@@ -308,7 +308,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         scaled = (values - low) / ((high - low) or 1.0) * 255
         scaled = np.nan_to_num(scaled, nan=0.0, posinf=255.0, neginf=0.0)
         return Image.fromarray(np.rint(scaled).astype(np.uint8)).convert("RGB")
-    if image.format == "BMP" and image.mode == "RGBA" and image.getextrema()[3] == (0, 0):
+    if image.format == "BMP" and image.mode == "RGBA" and not image.getchannel("A").getbbox():
         return image.convert("RGB")
     if image.has_transparency_data:
         # Over white, strip by strip: a copy of all pixels takes four bytes of memory each.
