@@ -11,7 +11,7 @@ import pytest
 
 from panscan import GenerateRunner
 from panscan.core import SettingError
-from panscan.engine.grammar import Grammars, check_schema
+from panscan.engine.structured.grammar import Grammars, check_schema
 
 NUMBER = {"const": 1}
 A, B = ({"properties": {name: NUMBER}} for name in "ab")

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from panscan.core import SettingError
 from panscan.core.lru import LruCache
-from panscan.engine.schemas import closed_schema
-from panscan.engine.unique_names import QuoteTokens, UniqueNames
+from panscan.engine.structured.schemas import closed_schema
+from panscan.engine.structured.unique_names import QuoteTokens, UniqueNames
 
 _CACHED = 64  # compiled schemas; a batch job uses one
 _OPTIONS: Any = {  # no optional whitespace: a model could write it without end
