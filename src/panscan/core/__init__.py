@@ -20,6 +20,7 @@ from __future__ import annotations
 from panscan.core.errors import (
     ContextLengthError,
     DatasetError,
+    DemonstrationModelWarning,
     EndpointError,
     EngineError,
     ImageError,
@@ -51,6 +52,7 @@ __all__ = [
     "BUNDLED",
     "ContextLengthError",
     "DatasetError",
+    "DemonstrationModelWarning",
     "EndpointError",
     "EngineError",
     "FinishReason",
