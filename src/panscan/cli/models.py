@@ -22,8 +22,11 @@ def check_checkpoint(settings: Settings) -> None:
         raise UnsupportedError(reason)
     if not settings.random_weights and settings.model not in BUNDLED:
         from panscan.model.hub import checkpoint_directory
+        from panscan.model.sources import model_source
 
-        checkpoint_directory(settings.model, settings.revision, weights=False)
+        source = model_source(settings.model, settings.revision)
+        if source.base not in BUNDLED:
+            checkpoint_directory(source.base, source.revision, weights=False)
 
 
 def check_model_names(names: Iterable[str]) -> None:

@@ -20,6 +20,7 @@ from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHT
 
 from panscan.core import ModelError, UnsupportedError
 from panscan.images.pixels import PixelSpec
+from panscan.model.adapters import MergedTensors, untie
 from panscan.model.build import build_model, empty_quantized_model
 from panscan.model.bundled import bundled_directory
 from panscan.model.families import FAMILIES, Family, family_module, refused_family
@@ -32,6 +33,7 @@ from panscan.model.linear.quantized import WeightFormat
 from panscan.model.prompt import PromptWriter
 from panscan.model.shapes import Shape
 from panscan.model.sharding import check_divides, fill_shard, shard_config
+from panscan.model.sources import model_source
 from panscan.model.untrusted.check import check_directory, template_file
 from panscan.model.untrusted.fields import check_tokenizer
 from panscan.model.untrusted.headers import index_files
@@ -126,9 +128,10 @@ def checkpoint_source(name: str, revision: str | None = None, *, weights: bool =
     Raises:
         ModelError: there is no such checkpoint, it cannot be downloaded, or a file is damaged.
     """
-    if (bundled := bundled_directory(name)) is not None:
+    origin = model_source(name, revision)
+    if (bundled := bundled_directory(origin.base)) is not None:
         return bundled
-    directory = checkpoint_directory(name, revision, weights=weights)
+    directory = checkpoint_directory(origin.base, origin.revision, weights=weights)
     with friendly_errors(name):
         check_directory(directory)
     return directory
@@ -303,7 +306,10 @@ def load_shard_of(
         if weight_format is not None:
             raise already_quantized(name, scheme.name, weight_format.kind)
         return _load_stored(name, scheme, dtype, device, revision, rank, size)
-    whole = load_model(name, Placement(torch.device("cpu"), "auto"), revision=revision)  # as stored: memory-mapped
+    merged = merged_tensors(name, revision)
+    whole = _load_dense(name, Placement(torch.device("cpu"), "auto"), revision)  # as stored: memory-mapped
+    if merged is not None and merged.unties:
+        untie(whole.model)
     config = whole.model.config
     check_divides(config, size)
     part = shard_config(config, size) if size > 1 else config
@@ -311,7 +317,8 @@ def load_shard_of(
         shard = build_model(part, dtype, device)
     else:
         shard = empty_quantized_model(part, weight_format, dtype, device)
-    fill_shard(shard, whole.model.named_parameters(), rank, size)
+    parameters = whole.model.named_parameters() if merged is None else merged.weights_of(whole.model)
+    fill_shard(shard, parameters, rank, size)
     shard.generation_config = whole.model.generation_config
     return ready_model(shard, whole.reader), int(config.get_text_config().vocab_size)
 
@@ -367,6 +374,35 @@ def load_model(name: str, placement: Placement, *, revision: str | None = None) 
                 )
         assert placement.dtype != "auto"  # only used for dense checkpoints
         return _load_stored(name, scheme, placement.dtype, placement.device, revision)[0]
+    merged = merged_tensors(name, revision)
+    if merged is not None and placement.quantization is not None:
+        raise UnsupportedError("--adapter: bitsandbytes quantises while it loads; use --quantization int8 or int4")
+    loaded = _load_dense(name, placement, revision)
+    if merged is not None:
+        merged.merge_into(loaded.model)
+    return loaded
+
+
+def merged_tensors(name: str, revision: str | None = None) -> MergedTensors | None:
+    """Return the tensors that the adapters of a name change, all of them checked; None without adapters.
+
+    Raises:
+        ModelError: an adapter is damaged or belongs to another base, or the base is quantised.
+    """
+    adapters = model_source(name, revision).adapters
+    if not adapters:
+        return None
+    if (stored := stored_format(name, revision)) is not None:
+        raise ModelError(
+            f"{adapters[0].option}: the base model is quantised ({stored}): merge into the unquantised one with"
+            " --model BASE --adapter ADAPTER, and quantise with --quantization or panscan quantize"
+        )
+    tied = bool(getattr(load_config(name, revision), "tie_word_embeddings", True))
+    return MergedTensors(adapters, open_stored(name, revision), tied=tied)
+
+
+def _load_dense(name: str, placement: Placement, revision: str | None) -> Loaded:
+    """Load the checkpoint of a name, without its adapters."""
     source = str(checkpoint_source(name, revision))
     reader = load_reader(name, revision)
     kind = AutoModelForImageTextToText if reader.reads_images else AutoModelForCausalLM

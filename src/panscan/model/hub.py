@@ -18,10 +18,12 @@ from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, XetDownloadError
 from tqdm import tqdm
 
-from panscan.core import ModelError, PanscanWarning
+from panscan.core import BUNDLED, ModelError, PanscanWarning, split_adapters
 from panscan.core.activity import activity
 from panscan.core.errors import brief
+from panscan.core.option import shorten
 from panscan.model.hub_errors import friendly_errors
+from panscan.model.untrusted.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter_directory
 from panscan.model.untrusted.headers import index_files
 from panscan.settings import MODEL_SHAPES
 
@@ -43,8 +45,12 @@ def check_model_name(name: str) -> None:
     Raises:
         ModelError: it is neither a path of this machine nor a hub id.
     """
-    if "/" in name or Path(name).expanduser().exists():
+    model, *adapters = split_adapters(name)
+    if not all(adapters):
+        raise ModelError(f"--adapter: an empty name in {shorten(name)}; give a directory or a hub id")
+    if "/" in model or Path(model).expanduser().exists() or (adapters and model in BUNDLED):
         return
+    name = model
     message = f"--model {name}: neither 'mini' nor 'tiny', nor a directory, nor a hub id (owner/name)"
     if name.lower() in MODEL_SHAPES:
         size = name.lower()
@@ -53,7 +59,7 @@ def check_model_name(name: str) -> None:
 
 
 def checkpoint_directory(name: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """Return the directory of a checkpoint that is not bundled, downloading it if necessary.
+    """Return the directory of a checkpoint or adapter that is not bundled, downloading it if necessary.
 
     Args:
         name: a directory or a hub id.
@@ -65,7 +71,7 @@ def checkpoint_directory(name: str, revision: str | None = None, *, weights: boo
     """
     path = Path(name).expanduser()
     if path.is_dir():
-        if not (path / _CONFIG).is_file():
+        if not (path / _CONFIG).is_file() and not is_adapter_directory(path):
             raise ModelError(f"--model {name}: the directory has no config.json (is it a Transformers checkpoint?)")
         return path
     check_model_name(name)
@@ -120,15 +126,19 @@ def _updated(name: str, revision: str | None, info: Any, *, weights: bool) -> Pa
         weights: False to leave out the weights.
     """
     files = {each.rfilename: each.size or 0 for each in info.siblings if "/" not in each.rfilename}
-    if _CONFIG not in files:
+    is_adapter = ADAPTER_CONFIG in files and not {_WEIGHTS, _INDEX} & files.keys()
+    if _CONFIG not in files and not is_adapter:
         raise ModelError(f"--model {name}: the repository has no config.json (is it a Transformers checkpoint?)")
     # The named revision is recorded with the first files, so that the cache is found without the hub.
-    _download(name, revision, info.sha, {file: files[file] for file in files if file.endswith(_SMALL)})
-    config = try_to_load_from_cache(name, _CONFIG, revision=info.sha)
+    first = {file: files[file] for file in files if file.endswith(_SMALL)}
+    if is_adapter and ADAPTER_WEIGHTS in files:
+        first[ADAPTER_WEIGHTS] = files[ADAPTER_WEIGHTS]
+    _download(name, revision, info.sha, first)
+    config = try_to_load_from_cache(name, ADAPTER_CONFIG if is_adapter else _CONFIG, revision=info.sha)
     if not isinstance(config, str):
         raise ModelError(f"--model {name}: it changed while it was downloaded: run the command again")
     directory = Path(config).parent
-    if weights:
+    if weights and not is_adapter:
         wanted = [file for file in _weight_files(directory) if file in files]
         _download(name, info.sha, info.sha, {file: files[file] for file in wanted})
     return directory
@@ -185,10 +195,12 @@ def _download(name: str, revision: str | None, commit: str, files: dict[str, int
 
 def _cached(name: str, revision: str | None, *, weights: bool) -> Path | None:
     """Return the snapshot of a checkpoint in the hub's cache; None if files are missing."""
-    config = try_to_load_from_cache(name, _CONFIG, revision=revision)
-    if not isinstance(config, str):
+    paths = [try_to_load_from_cache(name, file, revision=revision) for file in (_CONFIG, ADAPTER_CONFIG)]
+    if (config := next((path for path in paths if isinstance(path, str)), None)) is None:
         return None
     directory = Path(config).parent
+    if is_adapter_directory(directory):
+        return directory if (directory / ADAPTER_WEIGHTS).is_file() else None
     wanted = ["tokenizer_config.json", *(_weight_files(directory) if weights else [])]
     return directory if all((directory / file).is_file() for file in wanted) else None
 

@@ -230,6 +230,17 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
             }
         },
     )
+    adapter: tuple[str, ...] = option(
+        (),
+        "Model",
+        "LoRA adapter to merge (hub id, directory); repeatable.",
+        "ask batch bench profile quantize serve verify",
+        metavar="ADAPTER",
+        by_verb={
+            "bench": {"help": "LoRA adapters to compare, comma list; repeat to sum."},
+            "serve": {"metavar": "[NAME=]ADAPTER"},
+        },
+    )
     planned_model: str = option(
         "", "Model", "Size (27b), hub id, or directory.", "plan", flag="model", metavar="NAME", required=True
     )
