@@ -255,12 +255,27 @@ def test_completions_have_log_probabilities_at_their_place_in_the_text(client: o
     body: dict[str, Any] = {"model": "mini", "prompt": "The total", "max_tokens": 6}
     asked = {**body, "extra_body": {"ignore_eos": True}}
     whole = client.completions.create(**asked, logprobs=0).choices[0].logprobs
-    assert whole is not None and whole.top_logprobs == [{}] * 6  # 0: those of the chosen tokens alone
+    assert whole is not None and whole.token_logprobs is not None
+    alone = [{token: value} for token, value in zip(whole.tokens or [], whole.token_logprobs, strict=True)]
+    assert whole.top_logprobs == alone  # 0: the chosen tokens alone
     places = list(accumulate(map(len, whole.tokens or []), initial=0))[:-1]
     assert whole.text_offset == places
     chunks = client.completions.create(**asked, logprobs=1, stream=True)
     streamed = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs is not None]
     assert [place for each in streamed for place in each.text_offset or []] == places
+
+
+def test_tokens_of_equal_text_have_entries_of_their_own(client: openai.OpenAI) -> None:
+    """After an end token, the most probable tokens include control tokens without a text and bytes that are no text."""
+    prompt = "<start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n"
+    asked = client.completions.create(
+        model="mini", prompt=prompt, max_tokens=8, logprobs=20, extra_body={"ignore_eos": True}
+    )
+    logprobs = asked.choices[0].logprobs
+    assert logprobs is not None and logprobs.top_logprobs is not None and logprobs.token_logprobs is not None
+    assert any(name.startswith("token_id:") for top in logprobs.top_logprobs for name in top)
+    for token, value, top in zip(logprobs.tokens or [], logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert len(top) in (20, 21) and top[token] == value
 
 
 def test_answers_satisfy_a_json_schema(client: openai.OpenAI) -> None:

@@ -40,7 +40,7 @@ def read_json_schema(path: str | None, *, ignore_eos: bool = False) -> str | Non
     """
     if path is None:
         return None
-    from panscan.engine.grammar import check_schema
+    from panscan.engine.structured.grammar import check_schema
 
     option = f"--json-schema {path}"
     try:

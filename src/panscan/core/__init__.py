@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from panscan.core.errors import (
     DatasetError,
+    DemonstrationModelWarning,
     EndpointError,
     EngineError,
     ImageError,
@@ -48,6 +49,7 @@ from panscan.core.text import escape_controls
 __all__ = [
     "BUNDLED",
     "DatasetError",
+    "DemonstrationModelWarning",
     "EndpointError",
     "EngineError",
     "FinishReason",

@@ -90,3 +90,7 @@ class UnsupportedError(PanscanError):
 
 class PanscanWarning(UserWarning):
     """Something works, but not as the user may believe."""
+
+
+class DemonstrationModelWarning(PanscanWarning):
+    """A bundled model was loaded: it reads little but panscan's own samples."""

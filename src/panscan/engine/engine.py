@@ -38,6 +38,7 @@ from panscan.engine.passes import PassExecutor
 from panscan.engine.ranks import RankGroup
 from panscan.engine.request_state import ObservationState, RequestState, ignore_event
 from panscan.engine.worker import Worker
+from panscan.model.bundled import warn_of_demonstration
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import count_prompt
 from panscan.model.load import load_for, load_meta_model_for
@@ -123,8 +124,9 @@ class Engine:
         if ignored:
             text = f"preset {preset}: ignoring {', '.join(ignored)}: not supported by the engine"
             warnings.warn(text, PanscanWarning, stacklevel=2)
-        found = settings_from({**chosen, "model": model, "runner": "engine", **settings})
-        return cls.from_settings(found, max_queued_requests=max_queued_requests)
+        named = settings_from({**chosen, "model": model, "runner": "engine", **settings})
+        warn_of_demonstration(named)
+        return cls.from_settings(named, max_queued_requests=max_queued_requests)
 
     @classmethod
     def from_settings(cls, settings: Settings, *, max_queued_requests: int = MAX_QUEUED_REQUESTS) -> Engine:

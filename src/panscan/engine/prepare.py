@@ -17,7 +17,6 @@ from panscan.core.daemons import native_work
 from panscan.core.deadline import Deadline
 from panscan.core.lru import LruCache
 from panscan.engine.detokenizer import Detokenizer
-from panscan.engine.grammar import Grammars
 from panscan.engine.image_memory import DECODED_BYTES, ImageMemory
 from panscan.engine.options import EngineOptions
 from panscan.engine.passes import PixelIntake
@@ -25,6 +24,7 @@ from panscan.engine.request_state import RequestState, RequestView
 from panscan.engine.scheduling.batch import PromptLayout
 from panscan.engine.scheduling.batch import Sequence as Tokens
 from panscan.engine.scheduling.kv_blocks import extend_hashes
+from panscan.engine.structured.grammar import Grammars
 from panscan.engine.vision import view_key
 from panscan.images.files import Page, PageBytes, image_size, in_memory, open_pixels
 from panscan.images.page_levels import copy_levels

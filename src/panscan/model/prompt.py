@@ -62,7 +62,16 @@ def _turn(turn: Message, where: str) -> dict[str, Any]:
     if not _is_list(content):
         raise SettingError(f"messages: the content of {where} must be a text or a list of parts, got {short(content)}")
     parts = [_part(part, f"part {number} of {where}") for number, part in enumerate(content, start=1)]
+    if turn["role"] == "system":
+        parts = [_joined(parts, where)]
     return {"role": turn["role"], "content": parts}
+
+
+def _joined(parts: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
+    """Return the parts of a system message as one, joined by line breaks as in vLLM: Gemma 3's template reads one."""
+    if any(part["type"] != "text" for part in parts):
+        raise SettingError(f"messages: {where} is a system message with an image: move the image to a 'user' turn")
+    return {"type": "text", "text": "\n".join(part["text"] for part in parts)}
 
 
 def _part(part: Any, where: str) -> dict[str, Any]:
@@ -161,6 +170,7 @@ class PromptWriter:
             turns = conversation(request)
             _check_unicode("".join(part.get("text", "") for turn in turns for part in turn["content"]))
             text = self._render_without_texts([_held_out(turn, texts) for turn in turns])
+            self._check_rendered(text, texts)
         places = text.count(self.boi)
         if places != len(crops):
             raise SettingError(
@@ -222,6 +232,14 @@ class PromptWriter:
             return self.render(turns)
         text: str = self._remembered((template, layout), lambda: self.render(turns))
         return text
+
+    def _check_rendered(self, text: str, texts: Sequence[str]) -> None:
+        """Refuse a conversation if the rendered ``text`` lacks one of its texts."""
+        if dropped := {*range(len(texts))} - {int(mark) for mark in _MARK.findall(text)}:
+            raise SettingError(
+                f"messages: the chat template ({self.template_source}) drops the text"
+                f" {short(texts[min(dropped)])}: join the text parts of its turn"
+            )
 
     def _remembered(self, key: Any, compute: Callable[[], Any]) -> Any:
         """Return what ``compute`` returned for this key, or compute it. Threads may compute the same at once."""
