@@ -245,13 +245,13 @@ class _Change:
         if "magnitude" not in tensors:
             return weight + delta
         norms = torch.linalg.norm((base + delta).flatten(1), dim=0 if embedding else 1)
-        factors = tensors["magnitude"].flatten() / norms
+        factors: torch.Tensor = tensors["magnitude"].flatten() / norms
         return factors.view((1, -1) if embedding else (-1, *[1] * (weight.ndim - 1))) * (weight + delta)
 
     def _kind(self) -> str | None:
         """Return the beginning of the factors' names; None without factors."""
-        kinds = (kind for kind in ("lora_embedding_", "lora_") if any(f"{kind}{letter}" in self.parts for letter in "AB"))
-        return next(kinds, None)
+        kinds = ("lora_embedding_", "lora_")
+        return next((kind for kind in kinds if not {f"{kind}A", f"{kind}B"}.isdisjoint(self.parts)), None)
 
     def _rows(self) -> tuple[int, ...]:
         """Return the rows that the adapter replaces."""

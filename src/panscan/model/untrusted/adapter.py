@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +20,26 @@ _MAX_RANK, _MAX_ALPHA = 1 << 16, 1e6
 _MAX_PATTERNS, _MAX_PATTERN = 4096, 512
 _PATTERN_SECONDS = 0.2
 _Patterns = tuple[tuple[Any, Any], ...]
-_NO_EFFECT = frozenset(
-    "alpha auto_mapping corda_config ensure_weight_tying eva_config exclude_modules fan_in_fan_out inference_mode"
-    " init_lora_weights layers_pattern layers_to_transform loftq_config lora_dropout lora_ga_config megatron_core"
-    " peft_version qalora_group_size runtime_config target_modules task_type unsloth_fixed".split()
+_NO_EFFECT = (
+    "auto_mapping",
+    "corda_config",
+    "ensure_weight_tying",
+    "eva_config",
+    "exclude_modules",
+    "fan_in_fan_out",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "loftq_config",
+    "lora_dropout",
+    "lora_ga_config",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+    "unsloth_fixed",
 )
 """Fields that change nothing once the tensors are there. PEFT, too, sets ``fan_in_fan_out`` to false for Gemma 3."""
 _KEEPS_BASE = (None, True, False, "eva", "gaussian", "orthogonal")
@@ -67,13 +84,13 @@ class AdapterConfig:
         """
         expected = _of_pattern(self.rank_pattern, module, self.rank)
         if rank != expected:
-            raise DamagedFileError(f"{ADAPTER_CONFIG}: the rank of {module} is {expected}, but its matrices have {rank}")
-        alpha = _of_pattern(self.alpha_pattern, module, self.alpha)
-        return alpha / rank**0.5 if self.rank_stabilized else alpha / rank
+            raise DamagedFileError(f"{ADAPTER_CONFIG}: the rank of {module} is {expected}, but its tensors have {rank}")
+        alpha = float(_of_pattern(self.alpha_pattern, module, self.alpha))
+        return alpha / math.sqrt(rank) if self.rank_stabilized else alpha / rank
 
 
 def is_adapter_directory(directory: Path) -> bool:
-    """Return whether a directory holds an adapter. If it holds a model's weights, too, it is that model's checkpoint."""
+    """Return whether a directory holds an adapter; one that also holds a model's weights is a checkpoint."""
     if not (directory / ADAPTER_CONFIG).is_file() or any(
         next(directory.glob(pattern), None) is not None for pattern in _MODEL_WEIGHTS
     ):
@@ -92,7 +109,7 @@ def adapter_weights(directory: Path) -> Path:
         return path
     if (directory / _PICKLED).is_file():
         raise DamagedFileError(
-            f"{_PICKLED}: pickled weights can run code and are not loaded: save the adapter with safe_serialization=True"
+            f"{_PICKLED}: pickled weights can run code and are not loaded: save the adapter as {ADAPTER_WEIGHTS}"
         )
     raise DamagedFileError(f"{ADAPTER_WEIGHTS} is missing: download or copy the whole directory")
 
@@ -105,7 +122,7 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
     """
     stored = read_json(directory / ADAPTER_CONFIG)
     if "lora_parameters" in stored and "peft_type" not in stored:
-        raise DamagedFileError(f"{ADAPTER_CONFIG}: an adapter of MLX: merge it with mlx_lm.fuse, or convert it to PEFT's")
+        raise DamagedFileError(f"{ADAPTER_CONFIG}: MLX wrote this adapter: merge it with mlx_lm.fuse")
     if stored.get("peft_type") != "LORA":
         kind = shorten(stored.get("peft_type"))
         raise DamagedFileError(f"{ADAPTER_CONFIG}: peft_type is {kind}, but only LORA is supported: merge it with PEFT")
