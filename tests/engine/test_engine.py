@@ -15,7 +15,15 @@ from tests.conftest import noise
 from tests.engine.driving import BOI, SHORT, TOKENS, Driver, Reference, crops, requests
 
 from panscan import GenerateRunner, Request, Result, Sampling
-from panscan.core import ImageError, PanscanError, PanscanWarning, SettingError, TokenEvent, UnsupportedError
+from panscan.core import (
+    DemonstrationModelWarning,
+    ImageError,
+    PanscanError,
+    PanscanWarning,
+    SettingError,
+    TokenEvent,
+    UnsupportedError,
+)
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
 from panscan.model.inputs import plan_request, read_images
@@ -309,7 +317,10 @@ def test_opening_by_name(tmp_path: Path) -> None:
         [more] = engine.generate([engine.request("What?", [page], pan_and_scan=crops(4))])
         assert more.views == 5
     preset.write_text("max_new_tokens: 2\nbatch_size: [4, 8]\n")
-    with pytest.warns(PanscanWarning, match="ignoring batch_size: not supported by the engine"):
+    with (
+        pytest.warns(PanscanWarning, match="ignoring batch_size: not supported by the engine"),
+        pytest.warns(DemonstrationModelWarning, match="tiny is a demonstration model: its weights are random"),
+    ):
         Engine.from_pretrained("tiny", preset=str(preset), dtype="fp32", device="cpu", kv_cache_gb=0.01).close()
     with pytest.raises(SettingError, match="runner: expected 'engine', got 'generate'"):
         Engine.from_pretrained("tiny", runner="generate")

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from panscan.core import UnsupportedError
+from panscan.core import ModelError, UnsupportedError
+from panscan.model.files import checkpoint_files, open_stored
 from panscan.model.formats.tensors import FLOATING, StoredTensors
-from panscan.model.sources import AdapterSource
+from panscan.model.sources import AdapterSource, model_source
 from panscan.model.untrusted.adapter import ADAPTER_CONFIG, adapter_weights, read_adapter_config
 from panscan.model.untrusted.headers import key_of, read_header
 from panscan.model.untrusted.reading import DamagedFileError, checkpoint_entries
@@ -30,6 +31,24 @@ _PART = re.compile(
     r"|base_layer\.(?P<leaf>weight|bias))"
 )
 _HOST = torch.device("cpu")
+
+
+def merged_tensors(name: str, revision: str | None = None) -> MergedTensors | None:
+    """Return the tensors that the adapters of a name change, all of them checked; None without adapters.
+
+    Raises:
+        ModelError: an adapter is damaged or belongs to another base, or the base is quantised.
+    """
+    source = model_source(name, revision)
+    if not source.adapters:
+        return None
+    files = checkpoint_files(name, revision)
+    if files.quantization is not None:
+        raise ModelError(
+            f"{source.adapters[0].option}: its base {source.base} is quantised: merge it into the unquantised model with"
+            " --model BASE --adapter ADAPTER, and quantise with --quantization or panscan quantize"
+        )
+    return MergedTensors(source.adapters, open_stored(name, revision), tied=files.tied)
 
 
 class MergedTensors:

@@ -23,14 +23,14 @@ from panscan.core.activity import activity
 from panscan.core.errors import brief
 from panscan.core.option import shorten
 from panscan.model.hub_errors import friendly_errors
-from panscan.model.untrusted.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter_directory
-from panscan.model.untrusted.headers import index_files
+from panscan.model.untrusted.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter_directory, is_adapter_listing
+from panscan.model.untrusted.headers import weight_files
 from panscan.settings import MODEL_SHAPES
 
 _DEADLINE_S = 4.0  # for the hub's first answer, name resolution included
 _PARALLEL = 8  # downloads
 _SMALL = (".json", ".jinja", ".md", ".model", ".txt")
-_CONFIG, _INDEX, _WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+_CONFIG = "config.json"
 
 # A connection that fails: HTTPError of httpx or httpx2, whichever this version of huggingface_hub uses.
 _TransportError: type[Exception] = HfHubHTTPError.__bases__[0]
@@ -126,7 +126,7 @@ def _updated(name: str, revision: str | None, info: Any, *, weights: bool) -> Pa
         weights: False to leave out the weights.
     """
     files = {each.rfilename: each.size or 0 for each in info.siblings if "/" not in each.rfilename}
-    is_adapter = ADAPTER_CONFIG in files and not {_WEIGHTS, _INDEX} & files.keys()
+    is_adapter = is_adapter_listing(files)
     if _CONFIG not in files and not is_adapter:
         raise ModelError(f"--model {name}: the repository has no config.json (is it a Transformers checkpoint?)")
     # The named revision is recorded with the first files, so that the cache is found without the hub.
@@ -139,8 +139,7 @@ def _updated(name: str, revision: str | None, info: Any, *, weights: bool) -> Pa
         raise ModelError(f"--model {name}: it changed while it was downloaded: run the command again")
     directory = Path(config).parent
     if weights and not is_adapter:
-        wanted = [file for file in _weight_files(directory) if file in files]
-        _download(name, info.sha, info.sha, {file: files[file] for file in wanted})
+        _download(name, info.sha, info.sha, {file: files[file] for file in weight_files(directory, files)})
     return directory
 
 
@@ -199,17 +198,11 @@ def _cached(name: str, revision: str | None, *, weights: bool) -> Path | None:
     if (config := next((path for path in paths if isinstance(path, str)), None)) is None:
         return None
     directory = Path(config).parent
-    if is_adapter_directory(directory):
-        return directory if (directory / ADAPTER_WEIGHTS).is_file() else None
-    wanted = ["tokenizer_config.json", *(_weight_files(directory) if weights else [])]
-    return directory if all((directory / file).is_file() for file in wanted) else None
-
-
-def _weight_files(directory: Path) -> list[str]:
-    """Return the names of a checkpoint's safetensors files, from its index if it has one."""
-    if not (directory / _INDEX).is_file():
-        return [_WEIGHTS]
-    return sorted(set(index_files(directory / _INDEX).values()))
+    names = {path.name for path in directory.iterdir()}
+    if is_adapter_listing(names):
+        return directory if ADAPTER_WEIGHTS in names else None
+    complete = "tokenizer_config.json" in names and (not weights or weight_files(directory, names))
+    return directory if complete else None
 
 
 def _repo_info(name: str, revision: str | None) -> Any:

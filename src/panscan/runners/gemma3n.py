@@ -15,7 +15,8 @@ from transformers import (
 from panscan.core import ModelError, PanAndScan, SettingError
 from panscan.images.pixels import PixelSpec
 from panscan.images.views import plan_views
-from panscan.model.checkpoint import Loaded, Reader, checkpoint_family, checkpoint_source, ready_model
+from panscan.model.checkpoint import Loaded, Reader, checkpoint_family, ready_model
+from panscan.model.files import checkpoint_source
 from panscan.model.hub_errors import friendly_errors, quiet_transformers
 from panscan.model.inputs import DecodedRequest, Prepared, plan_request
 from panscan.model.machine import resolve_device, resolve_dtype

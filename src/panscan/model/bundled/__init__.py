@@ -34,10 +34,9 @@ def is_demonstration(settings: Settings) -> bool:
 def warn_of_demonstration(settings: Settings) -> None:
     """Warn a program, not a command, if settings select a bundled checkpoint."""
     if is_demonstration(settings):
-        text = (
-            f"{settings.model} is a demonstration model: it reads the documents of `panscan samples`, and its answers"
-            " about others are usually wrong; name another, such as google/gemma-3-4b-it"
-        )
+        reads = "it reads the documents of `panscan samples`, and its answers about others are usually wrong"
+        why = reads if settings.model == "mini" else "its weights are random, and its answers mean nothing"
+        text = f"{settings.model} is a demonstration model: {why}; name another, such as google/gemma-3-4b-it"
         warnings.warn(text, DemonstrationModelWarning, stacklevel=3)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from panscan.model.untrusted.reading import DamagedFileError, read_json
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PICKLED = "adapter_model.bin"
-_MODEL_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin*")
+_MODEL_WEIGHTS = re.compile(r"(model.*\.safetensors|pytorch_model.*\.bin)(\.index\.json)?")
 _MAX_RANK, _MAX_ALPHA = 1 << 16, 1e6
 _MAX_PATTERNS, _MAX_PATTERN = 4096, 512
 _PATTERN_SECONDS = 0.2
@@ -90,13 +91,16 @@ class AdapterConfig:
 
 
 def is_adapter_directory(directory: Path) -> bool:
-    """Return whether a directory holds an adapter; one that also holds a model's weights is a checkpoint."""
-    if not (directory / ADAPTER_CONFIG).is_file() or any(
-        next(directory.glob(pattern), None) is not None for pattern in _MODEL_WEIGHTS
-    ):
+    """Return whether a directory holds an adapter (:func:`is_adapter_listing`)."""
+    return (directory / ADAPTER_CONFIG).is_file() and is_adapter_listing(path.name for path in directory.iterdir())
+
+
+def is_adapter_listing(names: Iterable[str]) -> bool:
+    """Return whether files with these names are an adapter; with the weights of a model, they are its checkpoint."""
+    listed = frozenset(names)
+    if ADAPTER_CONFIG not in listed or any(map(_MODEL_WEIGHTS.fullmatch, listed)):
         return False
-    stored = any((directory / name).is_file() for name in (ADAPTER_WEIGHTS, _PICKLED))
-    return stored or not (directory / "config.json").is_file()
+    return "config.json" not in listed or not listed.isdisjoint((ADAPTER_WEIGHTS, _PICKLED))
 
 
 def adapter_weights(directory: Path) -> Path:

@@ -18,7 +18,7 @@ let running = null; // AbortController of the question that is being answered
 
 function showModel(model) {
   const { reads_images: readsImages, pan_and_scan: settings, limits, demonstration } = model.panscan;
-  say(byId("caution"), demonstration ? cautionOf(model.id) : "");
+  say(byId("caution"), demonstration ? cautionOf(model) : "");
   documents.maxMegabytes = limits.max_body_mb;
   byId("max_tokens").max = limits.max_output_tokens;
   if (defaults === null) setKnobs(settings);
@@ -29,11 +29,12 @@ function showModel(model) {
   say(byId("text-only"), readsImages ? "" : `${model.id} reads text only. Ask a question without a document.`);
 }
 
-function cautionOf(name) {
-  return (
-    `${name} is a demonstration model. It reads panscan's own sample documents (panscan samples); about other` +
-    " documents its answers are usually wrong. Serve another model with --model, such as google/gemma-3-4b-it."
-  );
+function cautionOf({ id, root }) {
+  const why =
+    root === "tiny"
+      ? "Its weights are random, and its answers mean nothing."
+      : "It reads panscan's own sample documents (panscan samples); about other documents its answers are usually wrong.";
+  return `${id} is a demonstration model. ${why} Serve another model with --model, such as google/gemma-3-4b-it.`;
 }
 
 function showDocument() {
