@@ -6,17 +6,21 @@ gets the same weights.
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from panscan.core import ModelError, UnsupportedError
-from panscan.model.files import checkpoint_files, open_stored
+from panscan.model.files import CheckpointFiles, checkpoint_files, open_stored
 from panscan.model.formats.tensors import FLOATING, StoredTensors
 from panscan.model.sources import AdapterSource, model_source
 from panscan.model.untrusted.adapter import ADAPTER_CONFIG, adapter_weights, read_adapter_config
@@ -45,10 +49,29 @@ def merged_tensors(name: str, revision: str | None = None) -> MergedTensors | No
     files = checkpoint_files(name, revision)
     if files.quantization is not None:
         raise ModelError(
-            f"{source.adapters[0].option}: its base {source.base} is quantised: merge it into the unquantised model with"
-            " --model BASE --adapter ADAPTER, and quantise with --quantization or panscan quantize"
+            f"{source.adapters[0].option}: the base {source.base} is quantised: use --model with the unquantised base"
+            " and --adapter, and quantise the merged weights with --quantization or panscan quantize"
         )
-    return MergedTensors(source.adapters, open_stored(name, revision), tied=files.tied)
+    return MergedTensors(source.adapters, files, open_stored(name, revision))
+
+
+def write_merged(name: str, directory: Path, revision: str | None = None) -> None:
+    """Write the checkpoint of a name with its adapters merged, for software that reads directories.
+
+    Raises:
+        ModelError: as :func:`merged_tensors`.
+    """
+    merged = merged_tensors(name, revision)
+    assert merged is not None  # callers have a name with adapters
+    files = merged.files
+    for file in sorted({stored.file for stored in files.tensors.values()}):
+        names = [tensor for tensor, stored in files.tensors.items() if stored.file == file]
+        save_file({tensor: merged.stored(tensor) for tensor in names}, directory / file, {"format": "pt"})
+    index = {"weight_map": {tensor: stored.file for tensor, stored in files.tensors.items()}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index), "utf-8")
+    (directory / "config.json").write_text(json.dumps(dict(files.config)), "utf-8")
+    for companion, path in files.companions.items():
+        shutil.copyfile(path, directory / companion)
 
 
 class MergedTensors:
@@ -56,26 +79,28 @@ class MergedTensors:
 
     Args:
         adapters: adapters in the order in which they are merged.
-        base: tensors of the checkpoint.
-        tied: whether its embedding is also its output matrix.
+        files: files of the checkpoint.
+        base: its tensors.
 
     Attributes:
-        unties: whether the adapters replace only one of these two, or both by different values.
+        files: files of the checkpoint; its output matrix is listed if ``unties``.
+        unties: whether the adapters replace only one of two tied matrices, or both by different values.
 
     Raises:
         ModelError: an adapter is damaged, belongs to another base, or has the same tensor as an earlier one.
     """
 
-    def __init__(self, adapters: Sequence[AdapterSource], base: StoredTensors, *, tied: bool) -> None:
-        self._base, self._tied = base, tied
+    def __init__(self, adapters: Sequence[AdapterSource], files: CheckpointFiles, base: StoredTensors) -> None:
+        self._base, self._tied = base, files.tied
         self._changes: dict[str, list[_Change]] = defaultdict(list)
         for source in adapters:
             with source.friendly_errors():
                 for key, change in _changes_of(source).items():
                     self._add(key, change)
-        self.unties = tied and self._is_untied()
-        if tied and not self.unties:
+        self.unties = self._tied and self._is_untied()
+        if self._tied and not self.unties:
             self._changes[_EMBEDDING] += self._changes.pop(_HEAD, [])
+        self.files = _untied_files(files) if self.unties else files
 
     def _add(self, key: str, change: _Change) -> None:
         stored = _EMBEDDING if self._tied and key == _HEAD else key
@@ -119,12 +144,26 @@ class MergedTensors:
             raise UnsupportedError(f"{option}: {key} has infinite or NaN values once it is merged")
         return merged
 
-    def weights_of(self, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield name and value of each parameter of a model of the checkpoint, merged or as it is."""
+    def stored(self, name: str) -> torch.Tensor:
+        """Return a tensor of ``files`` in its stored type, merged or as it is."""
+        key = key_of(name)
+        base = self._base.read(_EMBEDDING if self._tied and key == _HEAD else key, _HOST)
+        return self.read(key).to(base.dtype) if key in self else base
+
+    def weights_of(self, model: Any, *, rounded: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield name and value of each parameter of a model of the checkpoint, merged or as it is.
+
+        Args:
+            model: the model; it is untied if the adapters do so.
+            rounded: round merged tensors to the type of the parameter, as in a saved checkpoint; False: float32.
+        """
         if self.unties:
             untie(model)
         for name, parameter in model.named_parameters():
-            yield name, self.read(key_of(name)) if key_of(name) in self else parameter
+            if (key := key_of(name)) not in self:
+                yield name, parameter
+            else:
+                yield name, self.read(key).to(parameter.dtype) if rounded else self.read(key)
 
     def merge_into(self, model: Any) -> None:
         """Replace the parameters of a loaded model of the checkpoint.
@@ -139,6 +178,16 @@ class MergedTensors:
             if parameter.is_meta:
                 raise UnsupportedError("--device-map offloads weights that --adapter changes; leave out --device-map")
             parameter.data = value.to(parameter.device, parameter.dtype)
+
+
+def _untied_files(files: CheckpointFiles) -> CheckpointFiles:
+    """Return files that have an output matrix, which is not the embedding."""
+    config = {**files.config, "tie_word_embeddings": False}
+    if "text_config" in config:
+        config["text_config"] = {**config["text_config"], "tie_word_embeddings": False}
+    head = files.tensors[files.stored_name(_EMBEDDING)]
+    others = {name: stored for name, stored in files.tensors.items() if key_of(name) != _HEAD}
+    return replace(files, config=config, tensors={**others, _HEAD: head})
 
 
 def untie(model: Any) -> None:

@@ -228,11 +228,11 @@ def load_shard_of(
         ModelError: as :func:`load_model`, or ``weight_format`` is given for a quantised checkpoint.
         UnsupportedError: ``size`` does not divide the model.
     """
+    merged = merged_tensors(name, revision)
     if (scheme := stored_scheme_of(name, revision)) is not None:
         if weight_format is not None:
             raise already_quantized(name, scheme.name, weight_format.kind)
         return _load_stored(name, scheme, dtype, device, revision, rank, size)
-    merged = merged_tensors(name, revision)
     whole = _load_dense(name, Placement(torch.device("cpu"), "auto"), revision)  # as stored: memory-mapped
     if merged is not None and merged.unties:
         untie(whole.model)
@@ -243,7 +243,9 @@ def load_shard_of(
         shard = build_model(part, dtype, device)
     else:
         shard = empty_quantized_model(part, weight_format, dtype, device)
-    parameters = whole.model.named_parameters() if merged is None else merged.weights_of(whole.model)
+    parameters = whole.model.named_parameters()
+    if merged is not None:  # quantised as panscan quantize does: from weights in the type of the checkpoint
+        parameters = merged.weights_of(whole.model, rounded=weight_format is not None)
     fill_shard(shard, parameters, rank, size)
     shard.generation_config = whole.model.generation_config
     return ready_model(shard, whole.reader), int(config.get_text_config().vocab_size)
@@ -289,6 +291,9 @@ def load_model(name: str, placement: Placement, *, revision: str | None = None) 
         ModelError: the checkpoint cannot be loaded, is not a Gemma 3, or lacks weights.
         UnsupportedError: the quantisation format is not supported, or not with this placement.
     """
+    merged = merged_tensors(name, revision)
+    if merged is not None and placement.quantization is not None:
+        raise UnsupportedError("--adapter: bitsandbytes quantises while it loads; use --quantization int8 or int4")
     if (scheme := stored_scheme_of(name, revision)) is not None:
         if placement.quantization is not None:
             raise already_quantized(name, scheme.name, placement.quantization.quant_method.value)
@@ -300,9 +305,6 @@ def load_model(name: str, placement: Placement, *, revision: str | None = None) 
                 )
         assert placement.dtype != "auto"  # only used for dense checkpoints
         return _load_stored(name, scheme, placement.dtype, placement.device, revision)[0]
-    merged = merged_tensors(name, revision)
-    if merged is not None and placement.quantization is not None:
-        raise UnsupportedError("--adapter: bitsandbytes quantises while it loads; use --quantization int8 or int4")
     loaded = _load_dense(name, placement, revision)
     if merged is not None:
         merged.merge_into(loaded.model)
@@ -432,7 +434,8 @@ def load_meta_model(
     Raises:
         ModelError: the checkpoint cannot be loaded, or is not a Gemma 3.
     """
-    files = checkpoint_files(name, revision, weights=embedding)
+    merged = merged_tensors(name, revision)
+    files = checkpoint_files(name, revision, weights=embedding) if merged is None else merged.files
     reader = load_reader(name, revision)
     scheme = None if embedding else stored_scheme_of(name, revision)
     with friendly_errors(name):
@@ -440,9 +443,13 @@ def load_meta_model(
         model = build_model(config if scheme is None else _unquantized(config), dtype, torch.device("meta"))
         model.generation_config = _generation_config(model, str(files.directory))
         if embedding:
-            stored = files.stored_name(_EMBEDDING if files.tied else _HEAD)
-            with files.opened() as tensors:
-                _keep_head(model, tensors[stored][:].to(device, dtype))
+            key = _EMBEDDING if files.tied else _HEAD
+            if merged is not None and key in merged:
+                head = merged.read(key)
+            else:
+                with files.opened() as tensors:
+                    head = tensors[files.stored_name(key)][:]
+            _keep_head(model, head.to(device, dtype))
     model.hf_device_map = {"": str(device)}  # read by Loaded.device: parameters may be on the meta device
     return ready_model(model, reader)
 
