@@ -16,6 +16,7 @@ from tests.engine.driving import BOI, SHORT, TOKENS, Driver, Reference, crops, r
 
 from panscan import GenerateRunner, Request, Result, Sampling
 from panscan.core import (
+    ContextLengthError,
     DemonstrationModelWarning,
     ImageError,
     PanscanError,
@@ -24,6 +25,7 @@ from panscan.core import (
     TokenEvent,
     UnsupportedError,
 )
+from panscan.core.sampling import REST_OF_CONTEXT
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
 from panscan.model.inputs import plan_request, read_images
@@ -92,6 +94,24 @@ def test_a_bad_request_fails_alone(engine: Engine, reference: Reference, tmp_pat
         assert "\n" not in str(result.error)
         assert (result.finish_reason, result.token_ids, result.text) == ("error", [], "")
     assert tokens(engine.generate([fine])) == [reference(fine).token_ids]
+
+
+def test_an_answer_may_fill_the_kv_cache(tiny: GenerateRunner) -> None:
+    """An answer without a length ends where the cache or the context does; one of a length that does not fit fails."""
+    sampling = Sampling(REST_OF_CONTEXT, ignore_eos=True)
+    with Engine(tiny.loaded, EngineOptions(kv_cache_gb=0.0005)) as engine:
+        [result] = engine.generate([Request("Hi", sampling=sampling)])
+        total = result.prompt_tokens + result.output_tokens
+        assert result.finish_reason == "length" and result.error is None
+        [refused, longer] = engine.generate(
+            [
+                Request("Hi", sampling=Sampling(result.output_tokens + 1)),
+                Request("word " * total, sampling=sampling),
+            ]
+        )
+    assert f"the KV cache holds {total} tokens of one request" in str(refused.error)
+    assert isinstance(longer.error, ContextLengthError)
+    assert f"this model's maximum context length is {total} tokens in this KV cache" in str(longer.error)
 
 
 def test_a_vision_cache_too_small_for_a_view(tiny: GenerateRunner, reference: Reference) -> None:

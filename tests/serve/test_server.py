@@ -416,6 +416,42 @@ def test_errors_name_the_field_before_a_stream_begins(
     refused(post(server, "/v1/chat/completions", {"messages": user("Hi"), **fields, "stream": stream}), 400, param)
 
 
+def test_a_prompt_that_is_too_long_is_recognised_by_clients(server: Server, client: openai.OpenAI) -> None:
+    """LiteLLM, LangChain and dspy look for the code, or for these words."""
+    long = "word " * 40_000
+    for path, body, param in (
+        ("/v1/chat/completions", {"messages": user(long)}, "messages"),
+        ("/v1/completions", {"prompt": long}, "prompt"),
+    ):
+        response = post(server, path, body)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+        assert "this model's maximum context length is 32768 tokens" in error["message"]
+
+
+def test_every_response_has_a_request_id(server: Server) -> None:
+    for path, status in (("/v1/models", 200), ("/v1/models/other", 404), ("/v1/responses", 404)):
+        assert httpx.get(f"{server}{path}", headers={"X-Request-Id": "mine-7"}).headers["x-request-id"] == "mine-7"
+        made = [httpx.get(f"{server}{path}", headers={"X-Request-Id": "a b"}) for _ in range(2)]
+        assert {response.status_code for response in made} == {status}
+        assert made[0].headers["x-request-id"] != made[1].headers["x-request-id"]
+    assert "x-request-id" in httpx.get(f"{server}/v1/models", headers={"Host": "evil.example"}).headers
+    body = {"messages": user("Hi"), "max_tokens": 1, "stream": True}
+    assert len(post(server, "/v1/chat/completions", body).headers["x-request-id"]) == 32
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "words"),
+    [
+        ("POST", "/v1/responses", 404, "no '/v1/responses'; it has POST /v1/chat/completions, /v1/completions"),
+        ("POST", "/v1/v1/chat/completions", 404, "it has POST /v1/chat/completions"),
+        ("GET", "/v1/chat/completions", 405, "'/v1/chat/completions' takes POST, not GET"),
+    ],
+)
+def test_unknown_routes_name_the_supported_one(server: Server, method: str, path: str, status: int, words: str) -> None:
+    assert words in refused(httpx.request(method, f"{server}{path}", json={}), status)
+
+
 def test_metrics_add_up(server: Server) -> None:
     counted = {
         "vllm:prompt_tokens_total": "prompt_tokens",

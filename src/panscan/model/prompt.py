@@ -16,7 +16,7 @@ from math import ceil
 from reprlib import repr as short
 from typing import Any, TypeGuard
 
-from panscan.core import Message, ModelError, Request, SettingError
+from panscan.core import ContextLengthError, Message, ModelError, Request, SettingError
 from panscan.images.views import PromptCost
 from panscan.model.untrusted.template import render_template
 
@@ -190,7 +190,7 @@ class PromptWriter:
         per byte of text.
 
         Raises:
-            SettingError: the prompt has more tokens than the context, by its numbers of characters and views.
+            ContextLengthError: the prompt has more tokens than the context, by its numbers of characters and views.
         """
         if self.context is None:
             return
@@ -204,8 +204,10 @@ class PromptWriter:
             return
         least = images + ceil(characters / self._longest_token)
         if least >= self.context:
-            raise SettingError(
-                f"the prompt has at least {least} tokens ({views} views); the model's context length is {self.context}"
+            raise ContextLengthError(
+                f"the prompt has at least {least} tokens ({views} views);"
+                f" this model's maximum context length is {self.context} tokens",
+                raw=request.raw,
             )
 
     @cached_property

@@ -201,7 +201,7 @@ class SamplingFields(Body):
 
     @property
     def output_tokens(self) -> int | None:
-        """Maximum number of output tokens; None: the server's default."""
+        """Maximum number of output tokens; None: as many as the server allows."""
         return self.max_tokens
 
     @property
@@ -209,21 +209,21 @@ class SamplingFields(Body):
         """Number of log-probabilities per token besides its own; None: no log-probabilities."""
         raise NotImplementedError
 
-    def sampling(self, defaults: Sampling, *, most_tokens: int) -> Sampling:
+    def sampling(self, defaults: Sampling) -> Sampling:
         """Return the sampling parameters.
 
         With temperature 0 the filters cannot change the token, so they are checked and dropped.
 
         Args:
-            defaults: parameters that the request lacks.
-            most_tokens: maximum number of output tokens.
+            defaults: parameters that the request lacks, and the maximum number of output tokens.
 
         Raises:
             FieldError: a value is out of its range.
         """
-        tokens = min(defaults.max_new_tokens, most_tokens) if self.output_tokens is None else self.output_tokens
-        if tokens > most_tokens:
-            raise FieldError(f"max_tokens: at most {most_tokens}, got {shorten(tokens)}", "max_tokens")
+        most = defaults.max_new_tokens
+        tokens = most if self.output_tokens is None else self.output_tokens
+        if tokens > most:
+            raise FieldError(f"max_tokens: at most {most}, got {shorten(tokens)}", "max_tokens")
         values = {item.name: getattr(self, item.name, None) for item in fields(Sampling)}
         chosen = {name: value for name, value in values.items() if value is not None}
         chosen |= {name: None for name, off in FILTERS.items() if chosen.get(name) in off}

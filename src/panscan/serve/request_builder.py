@@ -72,8 +72,7 @@ class RequestBuilder:
             ImageError: an image cannot be read, or exceeds a limit.
             TimeoutError: the deadline has passed.
         """
-        sampling = self._sampling(body)
-        _check_logprobs(body.n, sampling, "top_logprobs", "n, max_tokens or top_logprobs")
+        sampling = _with_logprobs(body, body.n, self._sampling(body), "top_logprobs")
         request, documents = self._conversation(body.messages, body.mm_processor_kwargs, uploads, deadline)
         text = sum(len(part.text) for turn in body.messages for part in turn.parts if isinstance(part, TextPart))
         work = self._work(documents, request.pan_and_scan, text, sampling.max_new_tokens)
@@ -91,7 +90,7 @@ class RequestBuilder:
         count = len(prompts) * body.n
         if count > self._options.max_choices:
             raise FieldError(f"prompt and n: at most {self._options.max_choices} choices per request", "prompt")
-        _check_logprobs(count, sampling, "logprobs", "the number of prompts, n, max_tokens or logprobs")
+        sampling = _with_logprobs(body, count, sampling, "logprobs")
         requests = [Request(prompt=prompt, raw=True, sampling=sampling) for prompt in prompts]
         work = self._work([], PanAndScan(), max(map(len, prompts)), sampling.max_new_tokens)
         return PreparedRequest([choice for request in requests for choice in _choices(request, body.n)], work)
@@ -181,7 +180,7 @@ class RequestBuilder:
         options = self._options
         if body.n > options.max_choices:
             raise FieldError(f"n: at most {options.max_choices}, got {shorten(body.n)}", "n")
-        return body.sampling(options.settings.sampling, most_tokens=options.max_output_tokens)
+        return body.sampling(options.settings.sampling)
 
     def _work(
         self, documents: Sequence[MediaFile], pan_and_scan: PanAndScan, characters: int, max_new_tokens: int
@@ -212,19 +211,22 @@ def _choices(request: Request, count: int) -> list[Request]:
     return choices
 
 
-def _check_logprobs(choices: int, sampling: Sampling, param: str, remedy: str) -> None:
-    """Refuse a request whose answer could have too many log-probabilities.
+def _with_logprobs(body: SamplingFields, choices: int, sampling: Sampling, param: str) -> Sampling:
+    """Return the sampling of a request, bounded so that its answer has at most 100,000 log-probabilities.
 
     Raises:
-        FieldError: choices x max_tokens x (top_logprobs + 1) exceed 100,000.
+        FieldError: choices x max_tokens x (top_logprobs + 1) exceed them, with the request's own max_tokens.
     """
     if sampling.logprobs is None:
-        return
-    count = choices * sampling.max_new_tokens * (sampling.logprobs + 1)
-    if count > _MOST_LOGPROBS:
-        size = f"{choices} x {sampling.max_new_tokens} x {sampling.logprobs + 1} = {count}"
-        message = f"{size} (choices x max_tokens x log-probabilities per token) exceed {_MOST_LOGPROBS}; lower {remedy}"
-        raise FieldError(f"{param}: {message}", param)
+        return sampling
+    tokens, width = sampling.max_new_tokens, sampling.logprobs + 1
+    if choices * tokens * width <= _MOST_LOGPROBS:
+        return sampling
+    if body.output_tokens is None:
+        return replace(sampling, max_new_tokens=_MOST_LOGPROBS // (choices * width))
+    size = f"{choices} x {tokens} x {width} = {choices * tokens * width}"
+    message = f"{size} (choices x max_tokens x log-probabilities per token) exceed {_MOST_LOGPROBS}"
+    raise FieldError(f"{param}: {message}; lower n, max_tokens or {param}, or send fewer prompts", param)
 
 
 def check_used(uploads: Mapping[str, bytes], urls: Sequence[str]) -> None:
