@@ -101,7 +101,7 @@ def pixels_torch(image: torch.Tensor, views: Sequence[View], spec: PixelSpec) ->
     return resized.round_().clamp_(0, 255).sub_(mean).div_(std)
 
 
-_MODES = {Image.Resampling.BILINEAR: "bilinear", Image.Resampling.BICUBIC: "bicubic"}
+_MODES: dict[int, str] = {Image.Resampling.BILINEAR: "bilinear", Image.Resampling.BICUBIC: "bicubic"}
 """The filters that PyTorch has, too, by Pillow's number."""
 
 

@@ -19,7 +19,7 @@ from panscan.model.files import checkpoint_source
 from panscan.model.hub_errors import friendly_errors, quiet_transformers
 from panscan.model.inputs import DecodedRequest, Prepared, plan_request
 from panscan.model.machine import resolve_device, resolve_dtype
-from panscan.model.prompt import Prompt, PromptWriter, conversation
+from panscan.model.prompt import Prompt, PromptWriter
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings
 
@@ -75,7 +75,7 @@ class Gemma3nRunner(GenerateRunner):
             return Prepared(read.request, [], prompt, None)
         if reader.pixels is None:
             raise SettingError(f"--model {reader.name} reads text only: leave the images out")
-        text = reader.prompts.render(conversation(read.request))
+        text = reader.prompts.render(read.request)
         inputs = reader.processor(text=[text], images=[read.images], add_special_tokens=False, return_tensors="pt")
         ids = inputs["input_ids"][0].tolist()
         image_tokens = ids.count(reader.processor.image_token_id)
