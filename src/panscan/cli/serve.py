@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 from panscan.cli.console import echo, errors, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_checkpoint
