@@ -21,8 +21,7 @@ def check_checkpoint(settings: Settings) -> None:
     if (reason := format_named(settings.quantization).missing_package()) is not None:
         raise UnsupportedError(reason)
     if not settings.random_weights and settings.model not in BUNDLED:
-        from panscan.model.hub import checkpoint_directory
-        from panscan.model.sources import model_source
+        from panscan.model.hub import checkpoint_directory, model_source
 
         source = model_source(settings.model, settings.revision)
         if source.base not in BUNDLED:

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from panscan.core import ModelError, UnsupportedError
 from panscan.model.files import CheckpointFiles, checkpoint_files, open_stored
 from panscan.model.formats.tensors import FLOATING, StoredTensors
-from panscan.model.sources import AdapterSource, model_source
+from panscan.model.hub import AdapterSource, model_source
 from panscan.model.untrusted.adapter import ADAPTER_CONFIG, adapter_weights, read_adapter_config
 from panscan.model.untrusted.headers import key_of, read_header
 from panscan.model.untrusted.reading import DamagedFileError, checkpoint_entries

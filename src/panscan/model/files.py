@@ -23,9 +23,8 @@ from panscan.model.bundled import bundled_directory
 from panscan.model.families import refused_model
 from panscan.model.formats.schemes import QUANTIZATION_FIELDS, quantizations_in, unsupported_format
 from panscan.model.formats.tensors import StoredTensors
-from panscan.model.hub import checkpoint_directory
+from panscan.model.hub import checkpoint_directory, model_source
 from panscan.model.hub_errors import PICKLED, friendly_errors
-from panscan.model.sources import model_source
 from panscan.model.untrusted.adapter import ADAPTER_CONFIG
 from panscan.model.untrusted.check import CheckedFiles, check_directory
 from panscan.model.untrusted.headers import StoredShape, key_of, missing_files

@@ -41,11 +41,11 @@ from panscan.model.adapters import write_merged
 from panscan.model.bundled import bundled_directory
 from panscan.model.bundled.random_weights import write_shape
 from panscan.model.checkpoint import Reader, load_meta_model
+from panscan.model.hub import model_source
 from panscan.model.inputs import DecodedRequest, plan_request, read_images
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.prompt import Prompt
-from panscan.model.sources import model_source
 from panscan.runners.base import Runner, check_interpreted, processor_rounding
 from panscan.settings import Settings
 
