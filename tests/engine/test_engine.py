@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from tests.engine.driving import BOI, SHORT, TOKENS, Driver, Reference, crops, r
 
 from panscan import GenerateRunner, Request, Result, Sampling
 from panscan.core import (
+    ContextLengthError,
     DemonstrationModelWarning,
     ImageError,
     PanscanError,
@@ -24,6 +27,7 @@ from panscan.core import (
     TokenEvent,
     UnsupportedError,
 )
+from panscan.core.sampling import REST_OF_CONTEXT
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
 from panscan.model.inputs import plan_request, read_images
@@ -92,6 +96,24 @@ def test_a_bad_request_fails_alone(engine: Engine, reference: Reference, tmp_pat
         assert "\n" not in str(result.error)
         assert (result.finish_reason, result.token_ids, result.text) == ("error", [], "")
     assert tokens(engine.generate([fine])) == [reference(fine).token_ids]
+
+
+def test_an_answer_may_fill_the_kv_cache(tiny: GenerateRunner) -> None:
+    """An answer without a length ends where the cache or the context does; one of a length that does not fit fails."""
+    sampling = Sampling(REST_OF_CONTEXT, ignore_eos=True)
+    with Engine(tiny.loaded, EngineOptions(kv_cache_gb=0.0005)) as engine:
+        [result] = engine.generate([Request("Hi", sampling=sampling)])
+        total = result.prompt_tokens + result.output_tokens
+        assert result.finish_reason == "length" and result.error is None
+        [refused, longer] = engine.generate(
+            [
+                Request("Hi", sampling=Sampling(result.output_tokens + 1)),
+                Request("word " * total, sampling=sampling),
+            ]
+        )
+    assert f"the KV cache holds {total} tokens of one request" in str(refused.error)
+    assert isinstance(longer.error, ContextLengthError)
+    assert f"this model's maximum context length is {total} tokens in this KV cache" in str(longer.error)
 
 
 def test_a_vision_cache_too_small_for_a_view(tiny: GenerateRunner, reference: Reference) -> None:
@@ -233,6 +255,17 @@ def test_a_closed_engine(tiny: GenerateRunner) -> None:
     assert [result.finish_reason for _, result in results] == ["cancelled"]
     with pytest.raises(PanscanError, match="closed"):
         engine.generate([requests()[0]])
+
+
+def test_closing_frees_the_model_and_the_cache_of_an_engine_that_is_still_referred_to() -> None:
+    with Engine.from_pretrained("tiny", dtype="fp32", device="cpu", kv_cache_gb=0.01) as engine:
+        engine.generate([requests()[3]])
+        held = [weakref.ref(engine.loaded.model), weakref.ref(engine._worker.loop.runner)]
+    gc.collect()
+    assert [reference() for reference in held] == [None, None]
+    assert engine.waiting == 0 and engine.decisions
+    with pytest.raises(PanscanError, match="closed"):
+        engine.count(requests()[0])
 
 
 def test_contents_count_and_not_names(engine: Engine, reference: Reference, tmp_path: Path) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -34,6 +34,8 @@ from panscan.model.untrusted.check import template_file
 from panscan.model.untrusted.fields import check_tokenizer
 from panscan.model.untrusted.headers import key_of
 from panscan.model.untrusted.reading import DamagedFileError, read_json
+
+log = logging.getLogger("panscan.model")
 
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _NO_CODE = {"trust_remote_code": False}  # the default None lets Transformers ask on the terminal
@@ -80,6 +82,8 @@ class Reader:
     tokenizer: Any
     prompts: PromptWriter
     pixels: PixelSpec | None
+    eos_ids: frozenset[int] = frozenset()
+    """End tokens that ``config.json`` and the tokenizer name."""
 
     @property
     def reads_images(self) -> bool:
@@ -153,7 +157,9 @@ def load_reader(name: str, revision: str | None = None) -> Reader:
             tools = _read_tools(AutoProcessor, source, *_PROCESSOR_FILES, *_TOKENIZER_FILES)
         else:
             tools = _read_tools(AutoTokenizer, source, *_TOKENIZER_FILES)
-        reader = _reader_of(name, tools, config, template_file(Path(source)))
+            if not tools.chat_template and (legacy := files.directory / "chat_template.json").is_file():
+                tools.chat_template = read_json(legacy).get("chat_template")
+        reader = _reader_of(name, tools, config, template_file(files.directory), _end_tokens(files))
         check_tokenizer(reader.tokenizer)
         reader.prompts.check_template()
     reader.prompts.vocabulary = int(config.get_text_config().vocab_size)
@@ -256,7 +262,25 @@ def drop_weights(loaded: Loaded) -> None:
     model.hf_device_map = {"": str(device)}
 
 
-def _reader_of(name: str, tools: Any, config: Any, template: str = "chat_template.jinja") -> Reader:
+def _end_tokens(files: CheckpointFiles) -> frozenset[int]:
+    """Return the end tokens that ``config.json`` names, for the whole model or its decoder."""
+    parts = (files.config, files.config.get("text_config") or {})
+    return frozenset(token for part in parts for token in _tokens(part.get("eos_token_id")))
+
+
+def _tokens(value: int | Sequence[int] | None) -> list[int]:
+    """Return the ids of a field that holds one, several or none."""
+    values = [value] if value is None or isinstance(value, int) else value
+    return [token for token in values if token is not None and token >= 0]
+
+
+def _reader_of(
+    name: str,
+    tools: Any,
+    config: Any,
+    template: str = "chat_template.jinja",
+    eos_ids: frozenset[int] = frozenset(),
+) -> Reader:
     """Return the reader of a configuration's model whose processor, or tokenizer if it is text-only, is ``tools``."""
     tokenizer, image_tokens, spec = tools, 0, None
     if hasattr(config, "vision_config"):
@@ -267,10 +291,20 @@ def _reader_of(name: str, tools: Any, config: Any, template: str = "chat_templat
                 f"processor_config.json: it does not fit config.json, which expects views of {side} pixels and"
                 f" {image_tokens} tokens"
             )
-        spec = PixelSpec(side, images.rescale_factor, tuple(images.image_mean), tuple(images.image_std))
+        spec = pixel_spec(side, images)
         tokenizer = tools.tokenizer
+        # The processor's template, as in Transformers, for whatever asks either of them.
+        tools.chat_template = tokenizer.chat_template = tools.chat_template or tokenizer.chat_template
     context = int(config.get_text_config().max_position_embeddings)
-    return Reader(name, tools, tokenizer, PromptWriter(tokenizer, image_tokens, context, template), spec)
+    eos_ids = eos_ids.union(_tokens(tokenizer.eos_token_id))
+    return Reader(name, tools, tokenizer, PromptWriter(tokenizer, image_tokens, context, template), spec, eos_ids)
+
+
+def pixel_spec(side: int, images: Any) -> PixelSpec:
+    """Return what an image processor of Transformers does to views of ``side`` pixels."""
+    rescale = images.rescale_factor if images.do_rescale is not False else 1.0
+    mean, std = (images.image_mean, images.image_std) if images.do_normalize is not False else ([0.0] * 3, [1.0] * 3)
+    return PixelSpec(side, rescale, tuple(mean), tuple(std), int(images.resample))
 
 
 def _read_tools(kind: Any, source: str, *files: str) -> Any:
@@ -303,6 +337,8 @@ def load_model(name: str, placement: Placement, *, revision: str | None = None) 
         if renamed := {keys[key]: weight for weight in missing if (key := key_of(weight)) in keys}:
             model, missing = _from_files(files, _config_of(files, name), placement, renamed)
         model.generation_config = _generation_config(model, str(files.directory))
+        if files.quantization is not None and isinstance(placement.dtype, torch.dtype):
+            _convert_dense_parts(model, placement.dtype)
     if missing:
         raise ModelError(f"--model {name}: {len(missing)} weights are missing, e.g. {missing[0]}: download it again")
     return ready_model(model, reader)
@@ -329,6 +365,16 @@ def _from_files(
             weights = {names.get(stored, stored): tensor for stored, tensor in tensors.items()}
             model, info = kind._model_mapping[type(config)].from_pretrained(None, state_dict=weights, **options)
     return model, sorted(info["missing_keys"])
+
+
+def _convert_dense_parts(model: Any, dtype: torch.dtype) -> None:
+    """Convert what is not quantised, and the computation of what is: Transformers leaves it as stored."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    for module in model.modules():
+        if getattr(module, "compute_dtype", None) is not None:
+            module.compute_dtype = dtype
 
 
 def stored_scheme_of(name: str, revision: str | None = None) -> StoredScheme | None:
@@ -458,11 +504,15 @@ def ready_model(model: Any, reader: Reader) -> Loaded:
     stored = model.generation_config
     kept = {"bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens"}
     model.generation_config = GenerationConfig(**{key: getattr(stored, key, None) for key in sorted(kept)})
-    eos = stored.eos_token_id if stored.eos_token_id is not None else reader.tokenizer.eos_token_id
-    model.generation_config.eos_token_id = eos
+    named = frozenset(_tokens(stored.eos_token_id))
+    eos = named | reader.eos_ids
+    if named and eos != named:
+        text = " ".join(str(reader.tokenizer.convert_ids_to_tokens(token)) for token in sorted(eos))
+        log.info("end tokens: %s (of generation_config.json, config.json and the tokenizer together)", text)
+    model.generation_config.eos_token_id = sorted(eos)
     if model.generation_config.pad_token_id is None:
         model.generation_config.pad_token_id = reader.tokenizer.pad_token_id
-    return Loaded(model, reader, frozenset(eos if isinstance(eos, list) else [eos]))
+    return Loaded(model, reader, eos)
 
 
 def _config_of(files: CheckpointFiles, name: str) -> Any:

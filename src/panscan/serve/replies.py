@@ -14,6 +14,7 @@ import msgspec
 from starlette.responses import Response
 
 from panscan.core import (
+    ContextLengthError,
     EngineError,
     ImageError,
     PanscanError,
@@ -74,8 +75,9 @@ def error_body(message: str, status: int, param: str | None = None, code: str | 
 
 def error_of(error: PanscanError) -> dict[str, Any]:
     """Return an exception in OpenAI's format."""
-    param = error.param if isinstance(error, FieldError) else PARAMS.get(str(error).partition(":")[0])
-    return error_body(str(error), error_status(error), param)
+    known = error.param if isinstance(error, FieldError | ContextLengthError) else None
+    param = known or PARAMS.get(str(error).partition(":")[0])
+    return error_body(str(error), error_status(error), param, getattr(error, "code", None))
 
 
 @dataclass(slots=True)
