@@ -30,6 +30,7 @@ TYPICAL_CHANGE = 0.05
 """Share of the answers that become right or wrong, as assumed before any is known."""
 RANK = {"exact": 0, "close": 1}
 """The verdicts that are trusted, the better first."""
+_PRIOR = 20  # questions that the typical change counts for, beside those that were asked
 _POWER = (Z95 + 0.8416212335729143) ** 2  # a chance of 80% that the interval excludes the loss
 
 Name = TypeVar("Name", bound=Hashable)
@@ -106,10 +107,13 @@ class Accuracy:
         """The word and the figures, for a table."""
         if self.difference.identical:
             return "same answers"
-        return f"{self._words}: {self.difference.text}"
+        return f"{self.label}: {self.difference.text}"
 
     @property
-    def _words(self) -> str:
+    def label(self) -> str:
+        """The word, with what it stands for."""
+        if self.word == "undecided" and not self.difference.better and not self.difference.worse:
+            return "same scores"
         return f"no loss above {100 * self.max_loss:g} points" if self.word == "no loss" else self.word
 
     @property
@@ -124,7 +128,7 @@ class Accuracy:
             return f"the same answers to {_all_of(difference.questions)}{needed}"
         if not difference.better and not difference.worse:
             return f"the same score on {_all_of(difference.questions)}{needed}"
-        return f"{self._words}: {difference.text} over {questions}{needed}"
+        return f"{self.label}: {difference.text} over {questions}{needed}"
 
     @property
     def needed_text(self) -> str:
@@ -135,7 +139,7 @@ class Accuracy:
     def needed(self) -> int:
         """The number of questions that decide with a chance of 80% if the difference stays what it is."""
         number = self.difference.questions
-        changed = (number * self.difference.changed + 1) / (number + 2)
+        changed = (number * self.difference.changed + _PRIOR * TYPICAL_CHANGE) / (number + _PRIOR)
         return max(questions_needed(self.max_loss, changed, self.difference.value), _rounded(number + 1))
 
 
@@ -257,8 +261,8 @@ class Standings:
     def qualifies(self, row: MeasuredCell) -> bool:
         """Return whether nothing speaks against a cell's answers, and its verdict or its answers speak for it."""
         standing = self.cells.get(row.cell)
-        if self.baseline is row or standing is None:
-            return self.baseline is row
+        if standing is None:
+            return self.baseline is not None and self.baseline.cell == row.cell
         return standing.lossless or (row.cell in self.same_work and standing.word != "loss")
 
     def rank(self, row: MeasuredCell) -> int:

@@ -111,7 +111,7 @@ def _accuracies(comparisons: Sequence[Comparison], metric: str) -> dict[tuple[in
             accuracy.difference.questions,
             accuracy.difference.p_value,
             True,
-            accuracy.word,
+            accuracy.label,
             accuracy.needed if accuracy.word == "undecided" else None,
         )
         for key, accuracy in decide_accuracy(found, max_loss_of(comparisons[0].a)).items()

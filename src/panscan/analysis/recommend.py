@@ -90,7 +90,7 @@ def recommend(
     if min_quality is not None and all(row.quality is None for row in measured):
         raise SettingError("--min-quality: the dataset of this run has no answers (panscan bench --dataset)")
     standings = standings_of(run, measured_rows(run))
-    by_answers = any(row.accuracy for row in measured)
+    by_answers = standings.baseline is not None and any(row.accuracy for row in measured)
     why: dict[str, str] = {}
     if min_quality is not None:
         rule: Rule = "limit"

@@ -252,6 +252,7 @@ def header(plan: SweepPlan, command: Sequence[str]) -> RunRecord:
         reference=plan.reference,
         dataset=plan.dataset,
         quality_metric=plan.quality_metric,
+        max_accuracy_loss=plan.max_accuracy_loss,
         **{name: getattr(plan, name) for name in (*_PLAN, *_VERIFY)},
     )
     return new_run_record(command, settings, [_recorded_cell(cell) for cell in plan.cells], bundled)
