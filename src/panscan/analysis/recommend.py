@@ -238,9 +238,10 @@ def _accurate(
         rejected[row.cell] = f"{title} {texts[row.cell]}, not shown to be {min_quality:.4g} or more"
     if not right:
         near = max(quick, key=lambda row: (0.0 if row.quality is None else row.quality.low, row.speed))
+        more = "; more questions narrow the interval" if near.accuracy >= min_quality else ""
         raise RecordsError(
             f"no cell with trusted answers is shown to have {title} >= {min_quality:.4g}: the nearest has"
-            f" {texts[near.cell]}, {near.name}; more questions narrow the interval"
+            f" {texts[near.cell]}, {near.name}{more}"
         )
     return right
 
