@@ -61,8 +61,6 @@ _SERVER = [
     "--device",
     "cpu",
     "--max-new-tokens",
-    "4",
-    "--max-output-tokens",
     "16",
     "--max-choices",
     "2",

@@ -105,6 +105,11 @@ def _index(file: str) -> Recipe:
     return write
 
 
+def _adapter(folder: Path) -> None:
+    (folder / _WEIGHTS).unlink()
+    _write(folder / "adapter_config.json", '{"base_model_name_or_path": "/etc"}')
+
+
 def _special(file: str, make: Callable[[Path], Any]) -> Recipe:
     def replace(folder: Path) -> None:
         (folder / file).unlink()
@@ -204,9 +209,9 @@ RECIPES: dict[str, Recipe] = {
     "tokenizer config: a list": _content("tokenizer_config.json", "[]"),
     "tokenizer config: types": _fields("tokenizer_config.json", bos_token=17, extra_special_tokens=7),
     "special tokens: a number": _content("special_tokens_map.json", "7"),
-    "adapter": _content("adapter_config.json", '{"base_model_name_or_path": "/etc"}'),
+    "adapter": _adapter,
     "quantization: unknown": _config(quantization_config={"quant_method": ["x"] * 1000}),
-    "quantization: groups": _config(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": -(10**9)}),
+    "quantization: a list": _config(quantization_config=["gptq"] * 1000),
     "code": _config(attn_implementation="someone/kernel"),
     "index: parent": _index("../outside.safetensors"),
     "index: absolute": _index("/dev/zero"),

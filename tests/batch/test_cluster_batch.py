@@ -10,14 +10,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from tests.batch.fragile_replicas import ELSEWHERE, INNOCENT
+from tests.images.site import serving
 
 from panscan.cli.main import run
 from panscan.workload.samples import write_samples
@@ -25,7 +26,7 @@ from panscan.workload.samples import write_samples
 pytest.importorskip("ray", reason="needs the extra cluster")
 
 COMMON = ["--model", "tiny", "--device", "cpu", "--max-num-seqs", "2", "--max-new-tokens", "16"]
-PAGES = 40
+PAGES = 12
 SECONDS = 240.0
 
 
@@ -66,14 +67,23 @@ def listens(port: int) -> bool:
     return False
 
 
-def replicas(command: str = "EngineReplica") -> list[psutil.Process]:
-    """Return the processes of this test's replicas, whose command line has these words."""
+def replicas() -> list[psutil.Process]:
+    """Return the processes of this test's replicas."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has ended
-            if command in " ".join(process.cmdline()):
+            if "EngineReplica" in " ".join(process.cmdline()):
                 found.append(process)
     return found
+
+
+def connected_replica(port: int) -> psutil.Process | None:
+    """Return the replica whose connection has this port on its side; None if it is another process's."""
+    for replica in replicas():
+        with contextlib.suppress(psutil.Error):
+            if any(connection.laddr.port == port for connection in replica.net_connections("tcp")):
+                return replica
+    return None
 
 
 def count_lines(path: Path) -> int:
@@ -84,38 +94,51 @@ def count_lines(path: Path) -> int:
 def test_a_job_survives_a_killed_replica_and_its_own_death(
     cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The first replica that reads the page before the last is killed, and the job while a replica reads the last."""
     monkeypatch.chdir(tmp_path)
-    write_samples(tmp_path / "samples", count=PAGES)
-    job = ["batch", "samples", "-p", "What is the total?", *COMMON]
-    assert run([*job, "-o", "whole.jsonl"]) == 0
-    assert run([*job, "-o", "job.jsonl", "--num-prompts", "5"]) == 0
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    write_samples(tmp_path / "samples", count=PAGES - 2)
+    page = min((tmp_path / "samples").glob("*.png")).read_bytes()
     output, log = tmp_path / "job.jsonl", tmp_path / "log"
-    command = [*job, "-o", "job.jsonl", "--resume", "--dtype", "fp32", "--replicas", "2", "--ray-address", cluster]
-    with log.open("wb") as file, subprocess.Popen([sys.executable, "-m", "panscan", *command], stderr=file) as driver:
+    killed: list[psutil.Process] = []
+    job_ended = threading.Event()
 
-        def wait_for(condition: Callable[[], Any]) -> Any:
-            deadline = time.monotonic() + SECONDS
-            while not (value := condition()):
-                assert driver.poll() is None and time.monotonic() < deadline, log.read_text()
-                time.sleep(0.05)
-            return value
+    def before_answer(path: str, port: int) -> None:
+        if (replica := connected_replica(port)) is None:  # the job counts the file's pages
+            return
+        if path == "/deadly.png" and not killed:
+            killed.append(replica)
+            replica.kill()
+        elif path == "/last.png":
+            job_ended.wait(SECONDS)
 
-        try:
-            wait_for(lambda: count_lines(output) > 6)
-            wait_for(lambda: replicas("EngineReplica.handle_request"))[0].kill()
-            wait_for(lambda: b'"retries": 1' in output.read_bytes())
-            assert "was lost: Ray starts another one" in log.read_text()
-            assert "Traceback" not in log.read_text()
-        finally:
-            driver.kill()
-    assert count_lines(output) < PAGES
-    assert not psutil.wait_procs(replicas(), timeout=60)[1], "they would keep their GPUs"
-    capsys.readouterr()
-    assert run([*job, "-o", "job.jsonl", "--resume"]) == 0
+    with serving() as site:
+        site.before_answer = before_answer
+        sources = ["samples", site.put("/deadly.png", page), site.put("/last.png", page)]
+        job = ["batch", *sources, "--allow-private-urls", "-p", "What is the total?", *COMMON]
+        assert run([*job, "-o", "whole.jsonl"]) == 0
+        assert run([*job, "-o", "job.jsonl", "--num-prompts", "3"]) == 0
+        replicated = ["-o", "job.jsonl", "--resume", "--dtype", "fp32", "--replicas", "2", "--ray-address", cluster]
+        command = [sys.executable, "-m", "panscan", *job, *replicated]
+        with log.open("wb") as file, subprocess.Popen(command, stderr=file) as driver:
+            try:
+                deadline = time.monotonic() + SECONDS
+                while b"/deadly.png" not in output.read_bytes():
+                    assert driver.poll() is None and time.monotonic() < deadline, log.read_text()
+                    time.sleep(0.05)
+                assert "was lost: Ray starts another one" in log.read_text()
+                assert "Traceback" not in log.read_text()
+            finally:
+                driver.kill()
+                job_ended.set()
+        assert count_lines(output) == PAGES - 1
+        assert not psutil.wait_procs(replicas(), timeout=60)[1], "they would keep their GPUs"
+        capsys.readouterr()
+        assert run([*job, "-o", "job.jsonl", "--resume"]) == 0
     assert capsys.readouterr().out == f"{PAGES} answered: job.jsonl\n"
     assert unchanging(output) == unchanging(tmp_path / "whole.jsonl")
     retries = [json.loads(line)["retries"] for line in output.read_bytes().splitlines()]
-    assert set(retries) == {0, 1}
+    assert set(retries) == {0, 1} and retries[-2:] == [1, 0]
 
 
 def unchanging(path: Path) -> list[bytes]:

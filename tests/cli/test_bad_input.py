@@ -67,7 +67,10 @@ CASES = [
     (["ask", "prompts.txt", "-p", "What?", "--model", "./nowhere"], 3, "prompts.txt: "),
     (["ask", "doc.png", "-p", " "], 2, "the prompt is empty; give a question with -p"),
     (["ask", "doc.png", "-p", "What?", "--max-concurrency", "2"], 2, "No such option"),
+    (["ask", "doc.png", "What is the total?"], 2, "-p: 'What is the total?' was taken as an image; give the question"),
     (["ask", "doc.png", "-p", "What?", "--runner", "engine", "--attention", "eager"], 4, "--attention must stay at"),
+    (["ask", "doc.png", "-p", "What?", "--runner", "engine", "--device_map", "auto"], 4, "use --tensor-parallel-size"),
+    (["ask", "doc.png", "-p", "What?", "--cache_implementation", "static"], 2, "use --cache static or dynamic"),
     (["ask", "doc.png", "-p", "What?", "--runner", "generate", "--kv-cache-gb", "1"], 4, "--kv-cache-gb is for"),
     (["ask", "doc.png", "-p", "What?", "--attention", "eager", "--kv-cache-gb", "1"], 4, "--kv-cache-gb is for"),
     (

@@ -86,6 +86,15 @@ def test_jobs_and_servers_run_on_the_engine_only(
     assert expected in capsys.readouterr().err
 
 
+def test_a_servers_answers_are_limited_by_its_option_only(capsys: pytest.CaptureFixture[str]) -> None:
+    """A preset has the length of measured answers."""
+    pytest.importorskip("ray")
+    for words, limit in (((), 2**20), (("--max-new-tokens", "64"), 64)):
+        assert run(["serve", "--device", "cpu", "--preset", "balanced", *words, "--print-config"]) == 0
+        printed, note = capsys.readouterr()
+        assert f"max_new_tokens: {limit}\n" in printed and "ignoring max_new_tokens" in note
+
+
 def test_a_file_can_be_one_request(folder: Path, tiny: GenerateRunner) -> None:
     [line] = asked("docs/b.pdf", "-p", QUESTION, "--whole-files")
     [result] = tiny.generate([tiny.request(QUESTION, ["docs/b.pdf"], sampling=Sampling(6))])

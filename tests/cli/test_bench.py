@@ -103,14 +103,14 @@ def test_the_launchers_line_as_it_stands_skips_every_cell_without_a_gpu(
             ["google/gemma-3-27b-it", "bf16", "flash_attention_2", "auto", 2, 256]
         )
         assert cell["pan_and_scan_min_crop_size"] == 448
-    reason = "flash_attention_2 needs an NVIDIA GPU"
+    reason = "flash_attention_2 makes Gemma 3's image tokens causal (sdpa does not), and needs an NVIDIA GPU"
     found = [(record.outcome, record.reason) for record in measured.outcomes.values()]
     assert found == [("skipped", reason)] * 4
     assert (measured.requests, measured.header.settings.requests) == ({}, 40)
     assert measured.header.command == ["panscan", *LAUNCHER]
     said = capsys.readouterr()
     assert said.err.count(reason) == 1, "each reason is said once"
-    assert f"4 settings skipped: {reason}" in said.out
+    assert f"4 settings skipped: {reason}" in " ".join(said.out.split())
     rows = rows_of(measured)
     assert [row["outcome"] for row in rows] == ["skipped"] * 4
     assert {row[column] for row in rows for column in LAUNCHER_COLUMNS} == {""}
@@ -171,7 +171,9 @@ def test_a_dry_run_shows_cells_and_runs_nothing(folder: Path, capsys: pytest.Cap
     assert run([*line, "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "4 cells, 3 requests each, 1 repeat" in said
-    assert "skipped: flash_attention_2 needs an NVIDIA GPU" in said
+    assert "skipped: flash_attention_2 makes Gemma 3's image tokens causal" in said
+    assert run(["bench", "docs", "-p", "x", "--runner", "generate_batch", *QUICK, "--dry-run"]) == 0
+    assert "skipped: runner generate_batch: images are not supported" in capsys.readouterr().out
     assert not (folder / "runs").exists()
     assert run(line) == 4
     for cell in only_run(folder).cells:

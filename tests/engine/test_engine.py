@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +17,17 @@ from tests.conftest import noise
 from tests.engine.driving import BOI, SHORT, TOKENS, Driver, Reference, crops, requests
 
 from panscan import GenerateRunner, Request, Result, Sampling
-from panscan.core import ImageError, PanscanError, PanscanWarning, SettingError, TokenEvent, UnsupportedError
+from panscan.core import (
+    ContextLengthError,
+    DemonstrationModelWarning,
+    ImageError,
+    PanscanError,
+    PanscanWarning,
+    SettingError,
+    TokenEvent,
+    UnsupportedError,
+)
+from panscan.core.sampling import REST_OF_CONTEXT
 from panscan.engine.engine import Engine
 from panscan.engine.options import EngineOptions
 from panscan.model.inputs import plan_request, read_images
@@ -84,6 +96,24 @@ def test_a_bad_request_fails_alone(engine: Engine, reference: Reference, tmp_pat
         assert "\n" not in str(result.error)
         assert (result.finish_reason, result.token_ids, result.text) == ("error", [], "")
     assert tokens(engine.generate([fine])) == [reference(fine).token_ids]
+
+
+def test_an_answer_may_fill_the_kv_cache(tiny: GenerateRunner) -> None:
+    """An answer without a length ends where the cache or the context does; one of a length that does not fit fails."""
+    sampling = Sampling(REST_OF_CONTEXT, ignore_eos=True)
+    with Engine(tiny.loaded, EngineOptions(kv_cache_gb=0.0005)) as engine:
+        [result] = engine.generate([Request("Hi", sampling=sampling)])
+        total = result.prompt_tokens + result.output_tokens
+        assert result.finish_reason == "length" and result.error is None
+        [refused, longer] = engine.generate(
+            [
+                Request("Hi", sampling=Sampling(result.output_tokens + 1)),
+                Request("word " * total, sampling=sampling),
+            ]
+        )
+    assert f"the KV cache holds {total} tokens of one request" in str(refused.error)
+    assert isinstance(longer.error, ContextLengthError)
+    assert f"this model's maximum context length is {total} tokens in this KV cache" in str(longer.error)
 
 
 def test_a_vision_cache_too_small_for_a_view(tiny: GenerateRunner, reference: Reference) -> None:
@@ -227,6 +257,17 @@ def test_a_closed_engine(tiny: GenerateRunner) -> None:
         engine.generate([requests()[0]])
 
 
+def test_closing_frees_the_model_and_the_cache_of_an_engine_that_is_still_referred_to() -> None:
+    with Engine.from_pretrained("tiny", dtype="fp32", device="cpu", kv_cache_gb=0.01) as engine:
+        engine.generate([requests()[3]])
+        held = [weakref.ref(engine.loaded.model), weakref.ref(engine._worker.loop.runner)]
+    gc.collect()
+    assert [reference() for reference in held] == [None, None]
+    assert engine.waiting == 0 and engine.decisions
+    with pytest.raises(PanscanError, match="closed"):
+        engine.count(requests()[0])
+
+
 def test_contents_count_and_not_names(engine: Engine, reference: Reference, tmp_path: Path) -> None:
     """Another picture under the same path is another picture; the same one under another path is the same."""
     path, other = tmp_path / "page.png", tmp_path / "copy.png"
@@ -309,7 +350,10 @@ def test_opening_by_name(tmp_path: Path) -> None:
         [more] = engine.generate([engine.request("What?", [page], pan_and_scan=crops(4))])
         assert more.views == 5
     preset.write_text("max_new_tokens: 2\nbatch_size: [4, 8]\n")
-    with pytest.warns(PanscanWarning, match="ignoring batch_size: not supported by the engine"):
+    with (
+        pytest.warns(PanscanWarning, match="ignoring batch_size: not supported by the engine"),
+        pytest.warns(DemonstrationModelWarning, match="tiny is a demonstration model: its weights are random"),
+    ):
         Engine.from_pretrained("tiny", preset=str(preset), dtype="fp32", device="cpu", kv_cache_gb=0.01).close()
     with pytest.raises(SettingError, match="runner: expected 'engine', got 'generate'"):
         Engine.from_pretrained("tiny", runner="generate")

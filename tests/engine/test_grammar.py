@@ -16,8 +16,8 @@ from tests.engine.driving import Driver, Reference, crops, requests
 
 from panscan import Engine, GenerateRunner, Request, Result, Sampling
 from panscan.core import SettingError
-from panscan.engine.grammar import Grammars, check_schema
 from panscan.engine.options import EngineOptions
+from panscan.engine.structured.grammar import Grammars, check_schema
 from panscan.model.inputs import collate, prepare, read_images
 from panscan.model.observation import ForcedTokens
 

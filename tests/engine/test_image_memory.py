@@ -60,8 +60,8 @@ with Engine.from_pretrained("tiny", **settings) as engine:
     print(peak() - short, type(result.error).__name__, result.error)
 """
     growth, kind, *message = run_measured(SETTINGS + code)
-    assert kind == "SettingError"
-    assert "tokens (0 views); the model's context length is 32768" in " ".join(message)
+    assert kind == "ContextLengthError"
+    assert "tokens (0 views); this model's maximum context length is 32768 tokens" in " ".join(message)
     assert int(growth) < 500  # the tokenizer takes gigabytes
 
 

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Site(ThreadingHTTPServer):
-    """Serves ``answers`` (path to status, Location and body) on this machine, and counts what was asked for."""
+    """Serves ``answers`` (path to status, Location and body) on this machine, and counts what was asked for.
+
+    ``before_answer`` is called with the path and the client's port, and may wait.
+    """
+
+    daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
         self.answers: dict[str, tuple[int, str, bytes]] = {}
         self.asked: Counter[str] = Counter()
         self.headers: dict[str, Message] = {}
+        self.before_answer: Callable[[str, int], None] = lambda path, port: None
 
     def url(self, path: str, host: str = "127.0.0.1") -> str:
         return f"http://{host}:{self.server_port}{path}"
@@ -38,6 +44,7 @@ class Answer(BaseHTTPRequestHandler):
         if location:
             self.send_header("Location", location)
         self.end_headers()
+        self.server.before_answer(self.path, self.client_address[1])
         with suppress(OSError):  # the client has had enough
             self.wfile.write(body)
 
@@ -51,6 +58,8 @@ def serving() -> Iterator[Site]:
     with Site() as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()

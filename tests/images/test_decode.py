@@ -166,6 +166,18 @@ def test_rarer_modes_composite_too():
     assert pixels(read(encode(keyed, "PNG", transparency=300))).tolist() == [[[255] * 3, [1] * 3]]
 
 
+@pytest.mark.parametrize("alphas", [(0, 0), (0, 9)])
+def test_an_alpha_channel_that_is_zero_everywhere_is_unused_in_a_bitmap(alphas):
+    image = Image.frombytes("RGBA", (2, 1), bytes([10, 20, 30, alphas[0], 40, 50, 60, alphas[1]]))
+    content = bytearray(encode(image, "BMP"))  # Pillow writes the alpha bytes, under a header that does not name them
+    header = struct.pack("<IiiHHIIiiII", 108, 2, 1, 1, 32, 3, 8, 0, 0, 0, 0)
+    header += struct.pack("<IIII", 0xFF0000, 0xFF00, 0xFF, 0xFF000000) + b"BGRs" + bytes(48)
+    content = b"BM" + struct.pack("<IHHI", 130, 0, 0, 122) + header + bytes(content[-8:])
+    composited = over_white(np.array([[10, 20, 30], [40, 50, 60]]), np.array(alphas)[:, None])
+    expected = composited if any(alphas) else [[10, 20, 30], [40, 50, 60]]
+    assert np.abs(pixels(read(content))[0] - expected).max() <= 1
+
+
 def test_lab_greys_are_neutral():
     # L* of 0, 50 and 100 is sRGB 0, 119 and 255; a* and b* are signed.
     lab = Image.frombytes("LAB", (3, 1), bytes([0, 0, 0, 128, 0, 0, 255, 0, 0]))

@@ -288,6 +288,27 @@ def test_half_a_surrogate_pair_is_refused(fields: dict[str, Any]) -> None:
         WRITER.write(Request(**fields), [])
 
 
+@given(st.lists(PLAIN, min_size=1, max_size=3))
+def test_the_parts_of_a_system_message_are_lines_of_one_text(parts: list[str]) -> None:
+    def ids(content: Any) -> list[int]:
+        return WRITER.write(Request(messages=[{"role": "system", "content": content}, *turns]), []).ids
+
+    turns = [{"role": "user", "content": "What?"}]
+    assert ids([{"type": "text", "text": text} for text in parts]) == ids("\n".join(parts))
+    with pytest.raises(SettingError, match="turn 1 is a system message with an image"):
+        ids([{"type": "text", "text": "Look:"}, {"type": "image"}])
+
+
+def test_a_template_that_drops_a_text_is_an_error() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{{ messages[0]['content'][0]['text'] }}"
+    writer = PromptWriter(tokenizer, IMAGE_TOKENS)
+    kept, dropped = {"type": "text", "text": "What?"}, {"type": "text", "text": "Never invent."}
+    writer.write(Request(messages=[{"role": "user", "content": [kept, {"type": "text", "text": " "}]}]), [])
+    with pytest.raises(SettingError, match=r"template \(chat_template.jinja\) drops the text 'Never invent.'"):
+        writer.write(Request(messages=[{"role": "user", "content": [kept, dropped]}]), [])
+
+
 def test_a_text_checkpoint_takes_no_images() -> None:
     with pytest.raises(SettingError, match="reads text only"):
         PromptWriter(TOKENIZER, 0).write(Request(prompt="x", images=["a.png"]), [0])

@@ -22,6 +22,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from panscan.core import SettingError, Stats
 from panscan.core.deadline import Deadline
+from panscan.core.sampling import REST_OF_CONTEXT
 from panscan.serve import server as server_module
 from panscan.serve.admission import AdmissionControl, AdmissionSlot, body_limit, parse_form
 from panscan.serve.engine_process import EngineProcess
@@ -202,7 +203,7 @@ def test_large_payloads_are_decoded_from_the_body(url: str, cut: bool) -> None:
 
 
 def builder() -> RequestBuilder:
-    return RequestBuilder(ServeOptions(settings=Settings()))
+    return RequestBuilder(ServeOptions(settings=Settings(max_new_tokens=REST_OF_CONTEXT)))
 
 
 def test_log_probabilities_are_limited() -> None:
@@ -215,6 +216,8 @@ def test_log_probabilities_are_limited() -> None:
         assert refused.value.param == "top_logprobs"
     fewer = parsed(ChatCompletionRequest, {**body, "max_tokens": 1190})
     assert len(builder().chat(fewer, {}, Deadline()).requests) == 4
+    [*_, open_ended] = builder().chat(parsed(ChatCompletionRequest, {**ask, "n": 4}), {}, Deadline()).requests
+    assert open_ended.sampling.max_new_tokens == 100_000 // 4
     prompts = CompletionRequest(prompt=["a"] * 10, logprobs=4, max_tokens=2001)
     with pytest.raises(FieldError, match="10 x 2001 x 5 = 100050"):
         builder().completion(prompts, {})

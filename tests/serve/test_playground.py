@@ -98,6 +98,7 @@ def test_answers_the_sample_without_errors_or_foreign_requests(browser: Any, add
         expect(with_crops.locator(".answer")).to_have_text(TOTAL)
         expect(with_crops.locator("dd").first).to_have_text("4")
         expect(with_crops.locator(".stages")).to_contain_text("decode")
+        expect(page.locator("#caution")).to_contain_text("mini is a demonstration model")
     assert not problems
     assert hosts - {""} == {urlsplit(address).netloc}  # data: and blob: URLs have no host
 
@@ -164,6 +165,13 @@ def test_refused_values_are_shown_at_their_fields(page: Any) -> None:
     expect(page.locator("#max_tokens-error")).to_have_count(0)
     page.locator("#file").set_input_files({"name": "a.png", "mimeType": "image/png", "buffer": b"not a picture"})
     expect(page.locator("#document-error")).to_contain_text("PNG")
+    ask.click()
+    expect(page.locator("#ask-error")).to_contain_text("nothing was asked")
+    expect(page.locator(".card")).to_have_count(0)
+    page.get_by_role("button", name="Go on without a document").click()
+    expect(page.locator("#ask-error, #document-error").locator("visible=true")).to_have_count(0)
+    ask.click()
+    expect(page.locator(".answer")).to_have_attribute("aria-busy", "false")
     page.locator("#file").set_input_files(png(400, 1600))
     drawn_views(page, 5)
     page.locator("#pan_and_scan_min_crop_size").fill("0")

@@ -381,6 +381,32 @@ def test_a_multipart_body_has_each_field_once_and_each_file_is_used(server: Serv
         refused(httpx.post(f"{server}/v1/views", files=parts, timeout=DEADLINE), 400, param)
 
 
+@pytest.mark.parametrize("allowed", ["https://app.example.com/", "*"])
+def test_pages_of_allowed_origins_may_call(allowed: str) -> None:
+    options = ServeOptions(settings=Settings(runner="engine"), allowed_origins=(allowed,), api_keys=ApiKeys.of(["k"]))
+    app = create_app(options, EngineProcess(options.settings))
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+
+    async def answers(origin: str) -> list[httpx.Response]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+            headers = {"Origin": origin, "Authorization": "Bearer k"}
+            preflight = await client.options(PATH, headers={"Origin": origin, **asked})
+            return [preflight, await client.get("/v1/models", headers=headers), await client.get("/nowhere")]
+
+    preflight, models, refusal = asyncio.run(answers("https://app.example.com"))
+    assert (preflight.status_code, models.status_code, refusal.status_code) == (200, 200, 401)
+    assert "authorization" in preflight.headers["access-control-allow-headers"]
+    assert all(
+        each.headers["access-control-allow-origin"] in ("*", "https://app.example.com") for each in (preflight, models)
+    )
+    preflight, models, _ = asyncio.run(answers("https://evil.example"))
+    expected = (200, 200) if allowed == "*" else (400, 403)
+    assert (preflight.status_code, models.status_code) == expected
+    for wrong in ("app.example.com", "https://a.example/path", ""):
+        with pytest.raises(SettingError, match="--allowed-origins: expected an origin"):
+            ServeOptions(settings=Settings(), allowed_origins=(wrong,))
+
+
 def test_a_server_for_named_hosts_answers_to_them_to_local_names_and_to_probes() -> None:
     options = ServeOptions(settings=Settings(runner="engine"), host="0.0.0.0", allowed_hosts=("api.example.com",))
     app = create_app(options, EngineProcess(options.settings))

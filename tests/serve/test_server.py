@@ -255,12 +255,27 @@ def test_completions_have_log_probabilities_at_their_place_in_the_text(client: o
     body: dict[str, Any] = {"model": "mini", "prompt": "The total", "max_tokens": 6}
     asked = {**body, "extra_body": {"ignore_eos": True}}
     whole = client.completions.create(**asked, logprobs=0).choices[0].logprobs
-    assert whole is not None and whole.top_logprobs == [{}] * 6  # 0: those of the chosen tokens alone
+    assert whole is not None and whole.token_logprobs is not None
+    alone = [{token: value} for token, value in zip(whole.tokens or [], whole.token_logprobs, strict=True)]
+    assert whole.top_logprobs == alone  # 0: the chosen tokens alone
     places = list(accumulate(map(len, whole.tokens or []), initial=0))[:-1]
     assert whole.text_offset == places
     chunks = client.completions.create(**asked, logprobs=1, stream=True)
     streamed = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs is not None]
     assert [place for each in streamed for place in each.text_offset or []] == places
+
+
+def test_tokens_of_equal_text_have_entries_of_their_own(client: openai.OpenAI) -> None:
+    """After an end token, the most probable tokens include control tokens without a text and bytes that are no text."""
+    prompt = "<start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n"
+    asked = client.completions.create(
+        model="mini", prompt=prompt, max_tokens=8, logprobs=20, extra_body={"ignore_eos": True}
+    )
+    logprobs = asked.choices[0].logprobs
+    assert logprobs is not None and logprobs.top_logprobs is not None and logprobs.token_logprobs is not None
+    assert any(name.startswith("token_id:") for top in logprobs.top_logprobs for name in top)
+    for token, value, top in zip(logprobs.tokens or [], logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert len(top) in (20, 21) and top[token] == value
 
 
 def test_answers_satisfy_a_json_schema(client: openai.OpenAI) -> None:
@@ -297,6 +312,59 @@ def test_tokenize_matches_the_engine(server: Server, engine: Engine, tmp_path: P
     }
     raw, *_ = engine.count(Request("Hi", raw=True))
     assert post(server, "/tokenize", {"prompt": "Hi"}).json()["tokens"] == raw
+
+
+def test_an_image_of_low_detail_is_one_view(server: Server, engine: Engine) -> None:
+    kwargs = {"pan_and_scan_min_crop_size": 50, "pan_and_scan_max_num_crops": 6}
+    settings = PanAndScan(min_crop_size=50, max_num_crops=6)
+
+    def counts(*details: str) -> tuple[int, int]:
+        url = data_url(PNG)
+        parts: list[Any] = [{"type": "image_url", "image_url": {"url": url, "detail": detail}} for detail in details]
+        asked = {"messages": user(*parts, QUESTION), "max_tokens": 1, "mm_processor_kwargs": kwargs}
+        usage = post(server, "/v1/chat/completions", asked).json()["usage"]
+        found = post(server, "/tokenize", {name: asked[name] for name in ("messages", "mm_processor_kwargs")}).json()
+        assert (found["count"], found["views"]) == (usage["prompt_tokens"], usage["views"])
+        return found["count"], found["views"]
+
+    ids, _, views = engine.count(Request(QUESTION, [RECEIPT.image], pan_and_scan=settings))
+    assert counts("high") == counts("auto") == (len(ids), views) and views > 1
+    assert counts("low") == (
+        len(engine.count(Request(QUESTION, [RECEIPT.image], pan_and_scan=PanAndScan(False)))[0]),
+        1,
+    )
+    assert counts("low", "high")[1] == counts("high", "low")[1] == views + 1
+
+
+NEUTRAL_FIELDS: dict[str, Any] = {
+    "skip_special_tokens": True,
+    "length_penalty": 1.0,
+    "use_beam_search": False,
+    "add_generation_prompt": True,
+    "chat_template_kwargs": {},
+    "return_token_ids": False,
+    "min_tokens": 0,
+    "user": "me",
+    "safety_identifier": "me",
+    "prompt_cache_key": "all",
+}
+CHANGING_FIELDS: dict[str, Any] = {
+    "skip_special_tokens": False,
+    "length_penalty": 2,
+    "use_beam_search": True,
+    "add_generation_prompt": False,
+    "chat_template_kwargs": {"tools_in_user_message": True},
+    "min_tokens": 4,
+    "cache_salt": "x",
+}
+
+
+def test_fields_that_change_nothing_are_accepted(server: Server) -> None:
+    messages = [{"role": "user", "name": "Ada", "content": "Hi"}]
+    plain, neutral = (chat(server, messages, max_tokens=4, **fields).json() for fields in ({}, NEUTRAL_FIELDS))
+    assert plain["choices"] == neutral["choices"]
+    for name, value in CHANGING_FIELDS.items():
+        assert name in refused(chat(server, messages, max_tokens=4, **{name: value}), 400, name)
 
 
 def test_views_are_those_of_the_upright_image(server: Server, engine: Engine) -> None:
@@ -399,6 +467,42 @@ def test_errors_name_the_field_before_a_stream_begins(
     server: Server, fields: dict[str, Any], param: str, stream: bool
 ) -> None:
     refused(post(server, "/v1/chat/completions", {"messages": user("Hi"), **fields, "stream": stream}), 400, param)
+
+
+def test_a_prompt_that_is_too_long_is_recognised_by_clients(server: Server, client: openai.OpenAI) -> None:
+    """LiteLLM, LangChain and dspy look for the code, or for these words."""
+    long = "word " * 40_000
+    for path, body, param in (
+        ("/v1/chat/completions", {"messages": user(long)}, "messages"),
+        ("/v1/completions", {"prompt": long}, "prompt"),
+    ):
+        response = post(server, path, body)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+        assert "this model's maximum context length is 32768 tokens" in error["message"]
+
+
+def test_every_response_has_a_request_id(server: Server) -> None:
+    for path, status in (("/v1/models", 200), ("/v1/models/other", 404), ("/v1/responses", 404)):
+        assert httpx.get(f"{server}{path}", headers={"X-Request-Id": "mine-7"}).headers["x-request-id"] == "mine-7"
+        made = [httpx.get(f"{server}{path}", headers={"X-Request-Id": "a b"}) for _ in range(2)]
+        assert {response.status_code for response in made} == {status}
+        assert made[0].headers["x-request-id"] != made[1].headers["x-request-id"]
+    assert "x-request-id" in httpx.get(f"{server}/v1/models", headers={"Host": "evil.example"}).headers
+    body = {"messages": user("Hi"), "max_tokens": 1, "stream": True}
+    assert len(post(server, "/v1/chat/completions", body).headers["x-request-id"]) == 32
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "words"),
+    [
+        ("POST", "/v1/responses", 404, "no '/v1/responses'; it has POST /v1/chat/completions, /v1/completions"),
+        ("POST", "/v1/v1/chat/completions", 404, "it has POST /v1/chat/completions"),
+        ("GET", "/v1/chat/completions", 405, "'/v1/chat/completions' takes POST, not GET"),
+    ],
+)
+def test_unknown_routes_name_the_supported_one(server: Server, method: str, path: str, status: int, words: str) -> None:
+    assert words in refused(httpx.request(method, f"{server}{path}", json={}), status)
 
 
 def test_metrics_add_up(server: Server) -> None:

@@ -14,7 +14,7 @@ from panscan.core import SettingError
 from panscan.records.schema import DatasetFacts
 from panscan.records.store import AnyRecord
 from panscan.runners.base import calls
-from panscan.settings import Settings
+from panscan.settings import NO_IMAGES, Settings
 from panscan.workload.requests import Item, Source, plans_of, view_counts
 
 MAX_MEASUREMENTS = 100_000
@@ -122,6 +122,7 @@ class SweepPlan:
         from panscan.model.support import unsupported_reason
 
         reasons = {}
+        images = any(item.documents for item in self.items)
         for cell in self.cells:
             try:
                 for item in self.items:
@@ -129,7 +130,10 @@ class SweepPlan:
             except SettingError as error:  # crops without pixels, for one of these images
                 reasons[cell.id] = str(error)
                 continue
-            if (reason := unsupported_reason(cell.settings)) is not None:
+            reason = unsupported_reason(cell.settings)
+            if reason is None and cell.settings.runner == "generate_batch" and images:
+                reason = NO_IMAGES
+            if reason is not None:
                 reasons[cell.id] = reason
         return reasons
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import click
 
@@ -16,6 +17,7 @@ from panscan.cli.values import chosen_settings, print_runner, read_json_schema, 
 from panscan.cli.verb import verb
 from panscan.core import Request, Result, Sampling, SettingError, now
 from panscan.core.activity import activity
+from panscan.core.option import shorten
 from panscan.settings import ENGINE_LIMITS, Options, Settings, axes
 
 EPILOG = """\b
@@ -33,6 +35,8 @@ Examples
 def command(options: Options, images: tuple[str, ...]) -> None:
     """Answer one question about images. Each page of a PDF or TIFF is an image; all go into one prompt."""
     show_warnings(errors())
+    if options.prompt is None and images and " " in images[-1].strip() and not Path(images[-1]).exists():
+        raise SettingError(f"-p: {shorten(images[-1])} was taken as an image; give the question with -p")
     prompt = read_prompt(options.prompt)
     chosen, choice = chosen_settings(options, "ask")
     if chosen["runner"] == "engine":
@@ -82,7 +86,7 @@ def _ask_once(request: Request, settings: Settings) -> tuple[Result, dict[str, f
                 answer = stack.enter_context(closing(ready_runner(settings))).run
         if compiles(settings):
             with _timed(startup, "compile"), activity("compiling"):
-                answer([replace(request, sampling=replace(request.sampling, max_new_tokens=2))])
+                answer([request])  # the length decides the size of the static cache, for which the code is compiled
         with activity("answering"):
             [result] = answer([request])
     if result.error is not None:

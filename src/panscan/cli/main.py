@@ -81,12 +81,13 @@ Exit codes
   5  after compare: a --fail-on condition holds; after verify: the endpoint is different;
      after quantize --audit: its answers are garbage
   6  after verify and quantize --audit: no verdict
-130  interrupted; finished work is kept
+130  interrupted; batch, bench, demo and quantize keep finished work
 """
 
 
 _WIDTH = 100  # of help texts, where the terminal is not narrower
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_RESUMABLE = ("batch", "bench", "demo", "quantize")
 _COMPILERS = ("torch._inductor", "torch._dynamo")
 
 
@@ -126,7 +127,7 @@ class _Verbs(click.Group):
         "token_normalize_func": lambda token: token.replace("_", "-"),
     },
 )
-@click.version_option(__version__, prog_name="panscan")
+@click.version_option(__version__, "-V", "--version", prog_name="panscan")
 def cli() -> None:
     """Run and measure Gemma 3 with pan and scan.
 
@@ -163,7 +164,8 @@ def run(arguments: list[str]) -> int:
         hint = f" ({context.command_path} --help lists the options)" if context is not None else ""
         return _fail(f"{error.format_message().rstrip('.')}{hint}", error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("panscan: interrupted; finished work is kept", err=True)
+        kept = "; finished work is kept" if arguments and arguments[0] in _RESUMABLE else ""
+        click.echo(f"panscan: interrupted{kept}", err=True)
         return 130
     except BrokenPipeError:
         # Whoever read the output has seen enough. What is still buffered must not fail at the interpreter's exit.

@@ -40,7 +40,7 @@ def read_json_schema(path: str | None, *, ignore_eos: bool = False) -> str | Non
     """
     if path is None:
         return None
-    from panscan.engine.grammar import check_schema
+    from panscan.engine.structured.grammar import check_schema
 
     option = f"--json-schema {path}"
     try:
@@ -104,6 +104,9 @@ def one_preset(options: Options, verb: str) -> dict[str, Any]:
     settings, ignored = single_preset(options.preset, options_of(verb).keys() & axes().keys())
     if ignored:
         print_ignored(options.preset, f"panscan {verb}", ignored)
+    if verb == "serve" and settings.pop("max_new_tokens", None) is not None:
+        note = "ignoring max_new_tokens, the length of measured answers: --max-new-tokens bounds those of clients"
+        errors().print(f"--preset {options.preset}: {note}", soft_wrap=True)
     return settings
 
 
@@ -144,7 +147,7 @@ def engine_settings(options: Options, verb: str) -> Settings:
         from_preset = "runner" not in options.given and not choice.option
         named = f"--preset {options.preset}: runner {choice.runner}" if from_preset else f"--runner {choice.runner}"
         raise SettingError(f"{choice.option or named}: {NEEDS_GENERATE.format(verb=verb)}")
-    return Settings(**{"tpot_target_ms": default_of("tpot_target_ms", verb), **chosen})
+    return Settings(**{name: default_of(name, verb) for name in ("tpot_target_ms", "max_new_tokens")} | chosen)
 
 
 def print_skipped(problem: Exception) -> None:

@@ -2,6 +2,7 @@
 
 PanscanError                    exit code 1
 ├── SettingError                2   an option, key or value is wrong
+│   └── ContextLengthError          a prompt longer than the context
 ├── InputError                  3   something the user gave could not be used
 │   ├── ImageError                  a document or picture
 │   │   └── StorageError                an object store failed or refused
@@ -17,7 +18,9 @@ PanscanError                    exit code 1
 from __future__ import annotations
 
 from panscan.core.errors import (
+    ContextLengthError,
     DatasetError,
+    DemonstrationModelWarning,
     EndpointError,
     EngineError,
     ImageError,
@@ -47,7 +50,9 @@ from panscan.core.text import escape_controls
 
 __all__ = [
     "BUNDLED",
+    "ContextLengthError",
     "DatasetError",
+    "DemonstrationModelWarning",
     "EndpointError",
     "EngineError",
     "FinishReason",

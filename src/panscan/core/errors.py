@@ -34,6 +34,21 @@ class SettingError(PanscanError):
     exit_code = 2
 
 
+class ContextLengthError(SettingError):
+    """A prompt that is longer than the model's context, or than the KV cache.
+
+    Args:
+        message: lengths, in words that clients of OpenAI's API look for.
+        raw: whether the prompt is one without turns.
+    """
+
+    code = "context_length_exceeded"
+
+    def __init__(self, message: str, *, raw: bool = False) -> None:
+        super().__init__(message)
+        self.param = "prompt" if raw else "messages"
+
+
 class InputError(PanscanError):
     """Something that the user gave could not be used."""
 
@@ -90,3 +105,7 @@ class UnsupportedError(PanscanError):
 
 class PanscanWarning(UserWarning):
     """Something works, but not as the user may believe."""
+
+
+class DemonstrationModelWarning(PanscanWarning):
+    """A bundled model was loaded: it reads little but panscan's own samples."""

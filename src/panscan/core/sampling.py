@@ -11,7 +11,9 @@ from panscan.core.option import Range, option, shorten
 
 MAX_SCHEMA_BYTES = 2**16
 """Longest ``json_schema`` in bytes of UTF-8."""
-TOKENS = Range(integer=True, ge=1, le=2**20)
+REST_OF_CONTEXT = 2**20
+"""``max_new_tokens`` of an answer that may fill the context, or the KV cache if it holds less."""
+TOKENS = Range(integer=True, ge=1, le=REST_OF_CONTEXT)
 """Output tokens; the maximum is eight times Gemma 3's context."""
 SEEDS = Range(integer=True, ge=-(2**63), le=2**64 - 1)
 """Those of ``torch.manual_seed``."""
@@ -31,7 +33,8 @@ class SamplingTable:
         f"{_ANSWER} load profile quantize",
         range=TOKENS,
         by_verb={
-            "serve": {"help": "Output tokens of a request without max_tokens."},
+            "serve": {"help": "Maximum output tokens of every answer."},
+            "serve batch": {"default": REST_OF_CONTEXT, "shown_default": "context"},
             "profile": {"default": 16},
         },
     )

@@ -10,7 +10,17 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from panscan.core import EngineError, FinishReason, ImageError, PanscanError, SettingError, Stats, now
+from panscan.core import (
+    ContextLengthError,
+    EngineError,
+    FinishReason,
+    ImageError,
+    PanscanError,
+    SettingError,
+    Stats,
+    now,
+)
+from panscan.core.sampling import REST_OF_CONTEXT
 from panscan.engine.options import EngineOptions
 from panscan.engine.passes import PassExecutor, PassResult, WaitForPass, pass_error
 from panscan.engine.prepare import Preparer
@@ -152,29 +162,40 @@ class Loop:
 
     def add(self, state: RequestState) -> None:
         """Queue a prepared request, or end it with an error if it can never run."""
-        sequence = state.sequence
-        assert sequence is not None  # it is prepared
-        sequence.limit = min(sequence.limit, self.facts.max_positions)
+        assert state.sequence is not None  # it is prepared
+        try:
+            self._limit_length(state, state.sequence)
+        except SettingError as error:
+            state.end("error", error)
+            return
+        self._states[state.sequence] = state
+        self._scheduler.add(state.sequence)
+
+    def _limit_length(self, state: RequestState, sequence: Tokens) -> None:
+        """Limit a request to the context; one for the rest of the context, to the KV cache too.
+
+        Raises:
+            SettingError: it does not fit.
+        """
+        chunk, context = self._scheduler.longest_chunk(sequence), self.facts.max_positions
+        held = min(context, self.blocks.longest(chunk) or context)
+        sequence.limit = min(sequence.limit, held if state.max_new_tokens >= REST_OF_CONTEXT else context)
         what = f"the prompt has {sequence.prompt_tokens} tokens ({state.views} views)"
-        chunk = self._scheduler.longest_chunk(sequence)
-        if sequence.prompt_tokens >= self.facts.max_positions:
-            refusal = f"{what}; the model's context length is {self.facts.max_positions}"
-        elif state.request_views and not self.vision.count:
+        if state.request_views and not self.vision.count:
             least = ceil(self.facts.view_bytes / 1e4) / 1e5
-            refusal = (
+            raise SettingError(
                 f"--vision-cache-gb {self.options.vision_cache_gb:g} does not hold one encoded view:"
                 f" raise it to at least {least:g} GB, or leave it out"
             )
-        elif not self.blocks.fits(sequence.limit, chunk):
-            refusal = (
+        if sequence.prompt_tokens >= held:
+            beyond = sequence.prompt_tokens >= context
+            most = f"{context} tokens" if beyond else f"{held} tokens in this KV cache: raise --kv-cache-gb"
+            raise ContextLengthError(f"{what}; this model's maximum context length is {most}", raw=state.request.raw)
+        if not self.blocks.fits(sequence.limit, chunk):
+            raise SettingError(
                 f"{what} and asks for {sequence.limit - sequence.prompt_tokens} more; the KV cache holds"
-                f" {self.blocks.longest(chunk)} tokens of one request: raise --kv-cache-gb, or lower --max-new-tokens"
+                f" {held} tokens of one request: raise --kv-cache-gb, or lower --max-new-tokens"
             )
-        else:
-            self._states[sequence] = state
-            self._scheduler.add(sequence)
-            return
-        state.end("error", SettingError(refusal))
 
     def end(self, state: RequestState, reason: FinishReason, error: PanscanError | None = None) -> None:
         """End a request now, queued or running, with the tokens it has."""

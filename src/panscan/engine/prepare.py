@@ -17,7 +17,6 @@ from panscan.core.daemons import native_work
 from panscan.core.deadline import Deadline
 from panscan.core.lru import LruCache
 from panscan.engine.detokenizer import Detokenizer
-from panscan.engine.grammar import Grammars
 from panscan.engine.image_memory import DECODED_BYTES, ImageMemory
 from panscan.engine.options import EngineOptions
 from panscan.engine.passes import PixelIntake
@@ -25,14 +24,15 @@ from panscan.engine.request_state import RequestState, RequestView
 from panscan.engine.scheduling.batch import PromptLayout
 from panscan.engine.scheduling.batch import Sequence as Tokens
 from panscan.engine.scheduling.kv_blocks import extend_hashes
+from panscan.engine.structured.grammar import Grammars
 from panscan.engine.vision import view_key
 from panscan.images.files import Page, PageBytes, image_size, in_memory, open_pixels
 from panscan.images.page_levels import copy_levels
 from panscan.images.pixels import PixelSpec
 from panscan.images.pool import PageLevels
-from panscan.images.views import ViewPlan, plan_views
+from panscan.images.views import ViewPlan, plan_views, view_settings
 from panscan.model.checkpoint import Loaded
-from panscan.model.inputs import images_of, plan_sizes
+from panscan.model.inputs import images_of, plan_images, plan_sizes
 from panscan.model.phases import phase
 
 _KNOWN_FILES = 4096
@@ -96,9 +96,9 @@ class Preparer:
         with record_waits(state.stamps.waits):
             images = images_of(state.request)
             sizes = [image_size(image, state.deadline) for image in images]
-            views = sum(len(plan_views(*size, state.request.pan_and_scan).views) for size in sizes)
-            self._reader.prompts.check_length(state.request, views)
             request = replace(state.request, images=images)
+            views = sum(len(plan.views) for plan in plan_images(request, sizes))
+            self._reader.prompts.check_length(request, views)
             view_bytes = 3 * self._spec.size**2 * self._pixel_bytes
             decoded_bytes = DECODED_BYTES * sum(width * height for width, height in sizes)
             memory, on_gpu = self.document_memory if documents else self.memory, self.pixel_memory
@@ -167,7 +167,10 @@ class Preparer:
         if state.ended:
             return []
         with self._counted(), phase("load"):
-            read = [self._read(image, request.pan_and_scan, state.deadline) for image in request.images]
+            read = [
+                self._read(image, view_settings(image, request.pan_and_scan), state.deadline)
+                for image in request.images
+            ]
         state.stamps.loaded = now()
         return read
 

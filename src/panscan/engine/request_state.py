@@ -25,9 +25,9 @@ from panscan.core import (
 from panscan.core.deadline import Deadline
 from panscan.core.errors import brief
 from panscan.engine.detokenizer import Detokenizer
-from panscan.engine.grammar import Constraint
 from panscan.engine.image_memory import Share
 from panscan.engine.scheduling.batch import SampledToken, SamplingRow, Sequence
+from panscan.engine.structured.grammar import Constraint
 from panscan.model.observation import ForcedTokens, Observation
 
 log = logging.getLogger("panscan.engine")

@@ -218,7 +218,8 @@ def upright_rgb(image: Image.Image, name: str, *, copy: bool = True) -> Image.Im
 
     Transparency is composited over white, as a page would show it. (The ``do_convert_rgb`` of Transformers' processor
     drops the alpha channel instead and shows whatever colour lies beneath, often black on black; handing it RGB avoids
-    that.) 16-bit grey is scaled by its full range. 32-bit integer and float grey has no fixed range: the smallest
+    that.) Only in a BMP is an alpha channel that is 0 everywhere unused, as viewers take it: Windows writes screenshots
+    so. 16-bit grey is scaled by its full range. 32-bit integer and float grey has no fixed range: the smallest
     of 0..1, 0..255 and 0..65535 that holds all values is used, else their own least and greatest; NaN becomes black.
 
     Raises:
@@ -307,6 +308,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         scaled = (values - low) / ((high - low) or 1.0) * 255
         scaled = np.nan_to_num(scaled, nan=0.0, posinf=255.0, neginf=0.0)
         return Image.fromarray(np.rint(scaled).astype(np.uint8)).convert("RGB")
+    if image.format == "BMP" and image.mode == "RGBA" and not image.getchannel("A").getbbox():
+        return image.convert("RGB")
     if image.has_transparency_data:
         # Over white, strip by strip: a copy of all pixels takes four bytes of memory each.
         white = Image.new("RGB", image.size, "white")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -16,41 +16,29 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
 )
-from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME
 
 from panscan.core import ModelError, UnsupportedError
 from panscan.images.pixels import PixelSpec
 from panscan.model.build import build_model, empty_quantized_model
-from panscan.model.bundled import bundled_directory
-from panscan.model.families import FAMILIES, Family, family_module, refused_family
+from panscan.model.families import FAMILIES, Family, family_module, refused_model
+from panscan.model.files import CheckpointFiles, checkpoint_files, checkpoint_source, open_stored
 from panscan.model.formats.load import StoredLoader, stored_scheme
-from panscan.model.formats.schemes import StoredScheme
-from panscan.model.formats.tensors import StoredTensors
-from panscan.model.hub import checkpoint_directory
-from panscan.model.hub_errors import PICKLED, friendly_errors, quiet_transformers, read_by_transformers
+from panscan.model.formats.schemes import QUANTIZATION_FIELDS, StoredScheme
+from panscan.model.hub_errors import friendly_errors, quiet_transformers, read_by_transformers
 from panscan.model.linear.quantized import WeightFormat
 from panscan.model.prompt import PromptWriter
 from panscan.model.shapes import Shape
 from panscan.model.sharding import check_divides, fill_shard, shard_config
-from panscan.model.untrusted.check import check_directory, template_file
+from panscan.model.untrusted.check import template_file
 from panscan.model.untrusted.fields import check_tokenizer
-from panscan.model.untrusted.headers import index_files
+from panscan.model.untrusted.headers import key_of
 from panscan.model.untrusted.reading import DamagedFileError, read_json
+
+log = logging.getLogger("panscan.model")
 
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _NO_CODE = {"trust_remote_code": False}  # the default None lets Transformers ask on the terminal
-COMPANIONS = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 _MIN_VOCABULARY = 260  # all bytes and the turn tokens
@@ -94,69 +82,12 @@ class Reader:
     tokenizer: Any
     prompts: PromptWriter
     pixels: PixelSpec | None
+    eos_ids: frozenset[int] = frozenset()
+    """End tokens that ``config.json`` and the tokenizer name."""
 
     @property
     def reads_images(self) -> bool:
         return self.pixels is not None
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointFiles:
-    """Local files of a checkpoint.
-
-    Args:
-        config: contents of ``config.json``.
-        weights: the file of each stored tensor, by the tensor's name.
-        companions: files of the tokenizer, the processor and generation, by name.
-    """
-
-    config: dict[str, Any]
-    weights: dict[str, Path]
-    companions: dict[str, Path]
-
-
-def checkpoint_source(name: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """Return the directory of a checkpoint, downloading it if necessary, after checking its files.
-
-    Args:
-        name: ``mini``, ``tiny``, a directory or a hub id.
-        revision: revision of a hub checkpoint.
-        weights: False if the configuration, the tokenizer and the processor are enough.
-
-    Raises:
-        ModelError: there is no such checkpoint, it cannot be downloaded, or a file is damaged.
-    """
-    if (bundled := bundled_directory(name)) is not None:
-        return bundled
-    directory = checkpoint_directory(name, revision, weights=weights)
-    with friendly_errors(name):
-        check_directory(directory)
-    return directory
-
-
-def checkpoint_files(name: str, revision: str | None = None) -> CheckpointFiles:
-    """Locate the files of a Gemma 3 checkpoint, downloading them if necessary, without reading tensors.
-
-    Args:
-        name: ``mini``, ``tiny``, a directory or a hub id.
-        revision: revision of a hub checkpoint.
-
-    Raises:
-        ModelError: the checkpoint is not available, is not a Gemma 3, or is not in safetensors files.
-    """
-    load_config(name, revision)  # raises for other architectures before weights are downloaded
-    source = str(checkpoint_source(name, revision))
-    with friendly_errors(name):
-        config = read_json(Path(source) / CONFIG_NAME)
-        named = _weight_files(source)
-        weights: dict[str, Path] = {}
-        for path in _weight_paths(name, source):
-            with safe_open(path, "pt") as tensors:
-                weights |= dict.fromkeys(tensors.keys(), path)
-        if absent := sorted(named.keys() - weights.keys()):
-            raise ModelError(f"--model {name}: {len(absent)} tensors are missing, e.g. {absent[0]}: download it again")
-    others = {file: Path(source) / file for file in COMPANIONS if (Path(source) / file).is_file()}
-    return CheckpointFiles(config, weights, others)
 
 
 @dataclass(slots=True)
@@ -207,9 +138,9 @@ def load_config(name: str, revision: str | None = None) -> Any:
     Raises:
         ModelError: it cannot be loaded, or is not a Gemma 3; the message names the fix.
     """
-    source = str(checkpoint_source(name, revision, weights=False))
+    files = checkpoint_files(name, revision, weights=False)
     with friendly_errors(name):
-        return _config(name, source)
+        return _config_of(files, name)
 
 
 def load_reader(name: str, revision: str | None = None) -> Reader:
@@ -218,14 +149,17 @@ def load_reader(name: str, revision: str | None = None) -> Reader:
     Raises:
         ModelError: it cannot be loaded, or is not a Gemma 3; the message names the fix.
     """
-    source = str(checkpoint_source(name, revision, weights=False))
+    files = checkpoint_files(name, revision, weights=False)
+    source = str(files.directory)
     with friendly_errors(name):
-        config = _config(name, source)
+        config = _config_of(files, name)
         if FAMILIES[config.model_type].reads_images:
             tools = _read_tools(AutoProcessor, source, *_PROCESSOR_FILES, *_TOKENIZER_FILES)
         else:
             tools = _read_tools(AutoTokenizer, source, *_TOKENIZER_FILES)
-        reader = _reader_of(name, tools, config, template_file(Path(source)))
+            if not tools.chat_template and (legacy := files.directory / "chat_template.json").is_file():
+                tools.chat_template = read_json(legacy).get("chat_template")
+        reader = _reader_of(name, tools, config, template_file(files.directory), _end_tokens(files))
         check_tokenizer(reader.tokenizer)
         reader.prompts.check_template()
     reader.prompts.vocabulary = int(config.get_text_config().vocab_size)
@@ -328,7 +262,25 @@ def drop_weights(loaded: Loaded) -> None:
     model.hf_device_map = {"": str(device)}
 
 
-def _reader_of(name: str, tools: Any, config: Any, template: str = "chat_template.jinja") -> Reader:
+def _end_tokens(files: CheckpointFiles) -> frozenset[int]:
+    """Return the end tokens that ``config.json`` names, for the whole model or its decoder."""
+    parts = (files.config, files.config.get("text_config") or {})
+    return frozenset(token for part in parts for token in _tokens(part.get("eos_token_id")))
+
+
+def _tokens(value: int | Sequence[int] | None) -> list[int]:
+    """Return the ids of a field that holds one, several or none."""
+    values = [value] if value is None or isinstance(value, int) else value
+    return [token for token in values if token is not None and token >= 0]
+
+
+def _reader_of(
+    name: str,
+    tools: Any,
+    config: Any,
+    template: str = "chat_template.jinja",
+    eos_ids: frozenset[int] = frozenset(),
+) -> Reader:
     """Return the reader of a configuration's model whose processor, or tokenizer if it is text-only, is ``tools``."""
     tokenizer, image_tokens, spec = tools, 0, None
     if hasattr(config, "vision_config"):
@@ -339,10 +291,20 @@ def _reader_of(name: str, tools: Any, config: Any, template: str = "chat_templat
                 f"processor_config.json: it does not fit config.json, which expects views of {side} pixels and"
                 f" {image_tokens} tokens"
             )
-        spec = PixelSpec(side, images.rescale_factor, tuple(images.image_mean), tuple(images.image_std))
+        spec = pixel_spec(side, images)
         tokenizer = tools.tokenizer
+        # The processor's template, as in Transformers, for whatever asks either of them.
+        tools.chat_template = tokenizer.chat_template = tools.chat_template or tokenizer.chat_template
     context = int(config.get_text_config().max_position_embeddings)
-    return Reader(name, tools, tokenizer, PromptWriter(tokenizer, image_tokens, context, template), spec)
+    eos_ids = eos_ids.union(_tokens(tokenizer.eos_token_id))
+    return Reader(name, tools, tokenizer, PromptWriter(tokenizer, image_tokens, context, template), spec, eos_ids)
+
+
+def pixel_spec(side: int, images: Any) -> PixelSpec:
+    """Return what an image processor of Transformers does to views of ``side`` pixels."""
+    rescale = images.rescale_factor if images.do_rescale is not False else 1.0
+    mean, std = (images.image_mean, images.image_std) if images.do_normalize is not False else ([0.0] * 3, [1.0] * 3)
+    return PixelSpec(side, rescale, tuple(mean), tuple(std), int(images.resample))
 
 
 def _read_tools(kind: Any, source: str, *files: str) -> Any:
@@ -367,27 +329,52 @@ def load_model(name: str, placement: Placement, *, revision: str | None = None) 
                 )
         assert placement.dtype != "auto"  # only used for dense checkpoints
         return _load_stored(name, scheme, placement.dtype, placement.device, revision)[0]
-    source = str(checkpoint_source(name, revision))
+    files = checkpoint_files(name, revision)
     reader = load_reader(name, revision)
-    kind = AutoModelForImageTextToText if reader.reads_images else AutoModelForCausalLM
     with friendly_errors(name), quiet_transformers():
-        _weight_paths(name, source)
-        options = {"use_safetensors": True, **_NO_CODE, **placement.arguments()}
-        model, info = kind.from_pretrained(source, output_loading_info=True, **options)
-    if missing := sorted(info["missing_keys"]):
+        model, missing = _from_files(files, _config_of(files, name), placement)
+        keys = {key_of(stored): stored for stored in files.tensors}
+        if renamed := {keys[key]: weight for weight in missing if (key := key_of(weight)) in keys}:
+            model, missing = _from_files(files, _config_of(files, name), placement, renamed)
+        model.generation_config = _generation_config(model, str(files.directory))
+        if files.quantization is not None and isinstance(placement.dtype, torch.dtype):
+            _convert_dense_parts(model, placement.dtype)
+    if missing:
         raise ModelError(f"--model {name}: {len(missing)} weights are missing, e.g. {missing[0]}: download it again")
     return ready_model(model, reader)
 
 
-def open_stored(name: str, revision: str | None = None) -> StoredTensors:
-    """Open the safetensors files of a checkpoint.
+def _from_files(
+    files: CheckpointFiles, config: Any, placement: Placement, renamed: Mapping[str, str] | None = None
+) -> tuple[Any, list[str]]:
+    """Load a model by Transformers; return it with the names of its parameters that are not stored.
 
-    Raises:
-        ModelError: the checkpoint is not available, or is not in safetensors files.
+    Args:
+        files: files of the checkpoint.
+        config: its configuration.
+        placement: where and how.
+        renamed: name of the model's parameter for each tensor that Transformers does not know by its stored name.
     """
-    source = str(checkpoint_source(name, revision))
-    with friendly_errors(name):
-        return StoredTensors(_weight_paths(name, source))
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    options = {"config": config, "output_loading_info": True, **_NO_CODE, **placement.arguments()}
+    if renamed is None and files.plain:
+        model, info = kind.from_pretrained(str(files.directory), use_safetensors=True, **options)
+    else:  # Transformers would choose other files, or apply an adapter that lies there
+        names = renamed or {}
+        with files.opened() as tensors:
+            weights = {names.get(stored, stored): tensor for stored, tensor in tensors.items()}
+            model, info = kind._model_mapping[type(config)].from_pretrained(None, state_dict=weights, **options)
+    return model, sorted(info["missing_keys"])
+
+
+def _convert_dense_parts(model: Any, dtype: torch.dtype) -> None:
+    """Convert what is not quantised, and the computation of what is: Transformers leaves it as stored."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    for module in model.modules():
+        if getattr(module, "compute_dtype", None) is not None:
+            module.compute_dtype = dtype
 
 
 def stored_scheme_of(name: str, revision: str | None = None) -> StoredScheme | None:
@@ -397,10 +384,9 @@ def stored_scheme_of(name: str, revision: str | None = None) -> StoredScheme | N
         ModelError: the checkpoint is not available.
         UnsupportedError: the format is not supported.
     """
-    source = str(checkpoint_source(name, revision, weights=False))
+    files = checkpoint_files(name, revision, weights=False)
     with friendly_errors(name):
-        _config(name, source)  # raises for other architectures first
-        return stored_scheme(read_json(Path(source) / CONFIG_NAME), name)
+        return stored_scheme(files.config, name)
 
 
 def stored_format(name: str, revision: str | None = None) -> str | None:
@@ -412,10 +398,8 @@ def stored_format(name: str, revision: str | None = None) -> str | None:
     """
     if (scheme := stored_scheme_of(name, revision)) is not None:
         return scheme.name
-    stored = getattr(load_config(name, revision), "quantization_config", None)  # bitsandbytes
-    if stored is None:
-        return None
-    return quantization_method(stored)
+    stored = checkpoint_files(name, revision, weights=False).quantization  # bitsandbytes
+    return None if stored is None else quantization_method(stored)
 
 
 def quantization_method(stored: Any) -> str:
@@ -442,21 +426,21 @@ def _load_stored(
     size: int = 1,
 ) -> tuple[Loaded, int]:
     """Load a quantised checkpoint, or one rank's part of it; return it with the size of the full vocabulary."""
-    source = str(checkpoint_source(name, revision))
+    files = checkpoint_files(name, revision)
     reader = load_reader(name, revision)
     with friendly_errors(name):
-        config = _unquantized(_config(name, source))
+        config = _unquantized(_config_of(files, name))
         check_divides(config, size)
         with open_stored(name, revision) as tensors:
             model = StoredLoader(config, scheme, tensors, dtype, device, rank, size).load(name)
-        model.generation_config = _generation_config(model, source)
+        model.generation_config = _generation_config(model, str(files.directory))
     return ready_model(model, reader), int(config.get_text_config().vocab_size)
 
 
 def _unquantized(config: Any) -> Any:
     """Return a configuration without its quantisation, which Transformers would otherwise apply."""
     for part in (config, config.get_text_config()):
-        for name in ("quantization_config", "compression_config"):
+        for name in QUANTIZATION_FIELDS:
             if getattr(part, name, None) is not None:
                 delattr(part, name)
     return config
@@ -478,21 +462,17 @@ def load_meta_model(
     Raises:
         ModelError: the checkpoint cannot be loaded, or is not a Gemma 3.
     """
-    source = str(checkpoint_source(name, revision, weights=embedding))
+    files = checkpoint_files(name, revision, weights=embedding)
     reader = load_reader(name, revision)
     scheme = None if embedding else stored_scheme_of(name, revision)
     with friendly_errors(name):
-        config = _config(name, source)
+        config = _config_of(files, name)
         model = build_model(config if scheme is None else _unquantized(config), dtype, torch.device("meta"))
-        model.generation_config = _generation_config(model, source)
+        model.generation_config = _generation_config(model, str(files.directory))
         if embedding:
-            tied = _is_tied(model)
-            files, wanted = _weight_files(source), _EMBEDDING if tied else _HEAD
-            file = next((file for name, file in files.items() if name.endswith(wanted)), SAFE_WEIGHTS_NAME)
-            with safe_open(Path(source) / file, "pt") as weights:
-                name = next(name for name in weights.keys() if name.endswith(wanted))  # noqa: SIM118 - not a dict
-                values: torch.Tensor = weights.get_tensor(name)
-            _keep_head(model, values.to(device, dtype))
+            stored = files.stored_name(_EMBEDDING if files.tied else _HEAD)
+            with files.opened() as tensors:
+                _keep_head(model, tensors[stored][:].to(device, dtype))
     model.hf_device_map = {"": str(device)}  # read by Loaded.device: parameters may be on the meta device
     return ready_model(model, reader)
 
@@ -518,47 +498,34 @@ def _keep_head(model: Any, weight: torch.Tensor) -> None:
         model.get_input_embeddings().weight = kept
 
 
-def _weight_paths(name: str, source: str) -> list[Path]:
-    """Return the safetensors files of a checkpoint.
-
-    Raises:
-        ModelError: some of its weights are in other files, or missing.
-    """
-    paths = [Path(source) / file for file in sorted({*_weight_files(source).values()} or {SAFE_WEIGHTS_NAME})]
-    absent = [path.name for path in paths if not path.is_file()]
-    if absent == [SAFE_WEIGHTS_NAME] or not all(path.suffix == ".safetensors" for path in paths):
-        raise ModelError(f"--model {name}: {PICKLED}")
-    if absent:
-        raise ModelError(f"--model {name}: {SAFE_WEIGHTS_INDEX_NAME} names {absent[0]}, which is missing")
-    return paths
-
-
-def _weight_files(source: str) -> dict[str, str]:
-    """Return the file of each weight by its name; empty if the checkpoint is a single file."""
-    index = Path(source) / SAFE_WEIGHTS_INDEX_NAME
-    if not index.is_file():
-        return {}
-    return index_files(index)
-
-
 def ready_model(model: Any, reader: Reader) -> Loaded:
     """Put a model into evaluation mode and discard the checkpoint's sampling defaults."""
     model.eval().requires_grad_(False)
     stored = model.generation_config
     kept = {"bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens"}
     model.generation_config = GenerationConfig(**{key: getattr(stored, key, None) for key in sorted(kept)})
-    eos = stored.eos_token_id if stored.eos_token_id is not None else reader.tokenizer.eos_token_id
-    model.generation_config.eos_token_id = eos
+    named = frozenset(_tokens(stored.eos_token_id))
+    eos = named | reader.eos_ids
+    if named and eos != named:
+        text = " ".join(str(reader.tokenizer.convert_ids_to_tokens(token)) for token in sorted(eos))
+        log.info("end tokens: %s (of generation_config.json, config.json and the tokenizer together)", text)
+    model.generation_config.eos_token_id = sorted(eos)
     if model.generation_config.pad_token_id is None:
         model.generation_config.pad_token_id = reader.tokenizer.pad_token_id
-    return Loaded(model, reader, frozenset(eos if isinstance(eos, list) else [eos]))
+    return Loaded(model, reader, eos)
 
 
-def _config(name: str, source: str) -> Any:
-    stored = read_json(Path(source) / CONFIG_NAME).get("model_type")
-    if stored is not None and (reason := refused_family(str(stored))) is not None:
+def _config_of(files: CheckpointFiles, name: str) -> Any:
+    """Return Transformers' configuration of a checkpoint, as its tensors are.
+
+    Raises:
+        ModelError: it is not that of a Gemma 3.
+    """
+    config = _read_tools(AutoConfig, str(files.directory), CONFIG_NAME)
+    if (reason := refused_model({"model_type": config.model_type})) is not None:  # derived from the name if not stored
         raise ModelError(f"--model {name}: {reason}")
-    config = _read_tools(AutoConfig, source, CONFIG_NAME)
-    if (reason := refused_family(config.model_type)) is not None:  # derived from the name if the file has none
-        raise ModelError(f"--model {name}: {reason}")
+    if files.quantization is None:
+        _unquantized(config)
+    if files.tensors:
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = files.tied
     return config

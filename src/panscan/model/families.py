@@ -6,9 +6,12 @@ of its fields in :mod:`panscan.model.untrusted.fields`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
+
+from panscan.core.option import shorten
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ FAMILIES = {
 """Each family that some command runs, by ``model_type``."""
 SUPPORTED = tuple(kind for kind, family in FAMILIES.items() if family.package is not None)
 """The ``model_type`` of the families that every command runs."""
+_GENERATING = ("Gemma3ForConditionalGeneration", "Gemma3ForCausalLM")
 _REFUSED = {
     "gemma": "it reads no images, and its layers are others",
     "gemma2": "it reads no images, and its layers are others",
@@ -44,15 +48,27 @@ _REFUSED = {
 }
 
 
-def refused_family(kind: str) -> str | None:
-    """Return why the commands other than ``profile`` do not run a ``model_type``; None if they do."""
-    if kind in SUPPORTED:
+def refused_model(config: Mapping[str, Any]) -> str | None:
+    """Return why the commands other than ``profile`` do not run a model; None if they do.
+
+    Args:
+        config: contents of its ``config.json``. Without a ``model_type``, the model is not refused.
+    """
+    kind = config.get("model_type")
+    if kind is None:
         return None
-    if (family := FAMILIES.get(kind)) is not None:
-        reason: str | None = f"only 'panscan profile' runs {family.name}"
-    else:
-        reason = _REFUSED.get(kind)
-    return f"panscan runs Gemma 3; this is a {kind!r} model" + (f": {reason}" if reason else "")
+    if kind not in SUPPORTED:
+        family = FAMILIES.get(kind)
+        reason = _REFUSED.get(kind) if family is None else f"only 'panscan profile' runs {family.name}"
+        return f"panscan runs Gemma 3; this is a {kind!r} model" + (f": {reason}" if reason else "")
+    named = config.get("architectures") or [_GENERATING[0]]
+    if not any(name in _GENERATING for name in named):
+        expected = " or ".join(_GENERATING)
+        return f"it does not generate text: architectures of config.json is {shorten(named)}; expected {expected}"
+    text = config.get("text_config") or config
+    if config.get("use_bidirectional_attention") or text.get("use_bidirectional_attention"):
+        return "it does not generate text, but embeds it: use_bidirectional_attention of config.json is true"
+    return None
 
 
 def family_module(kind: str, name: str) -> Any:

@@ -22,13 +22,13 @@ from panscan.core import ModelError, PanscanWarning
 from panscan.core.activity import activity
 from panscan.core.errors import brief
 from panscan.model.hub_errors import friendly_errors
-from panscan.model.untrusted.headers import index_files
+from panscan.model.untrusted.headers import weight_files
 from panscan.settings import MODEL_SHAPES
 
 _DEADLINE_S = 4.0  # for the hub's first answer, name resolution included
 _PARALLEL = 8  # downloads
 _SMALL = (".json", ".jinja", ".md", ".model", ".txt")
-_CONFIG, _INDEX, _WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+_CONFIG = "config.json"
 
 # A connection that fails: HTTPError of httpx or httpx2, whichever this version of huggingface_hub uses.
 _TransportError: type[Exception] = HfHubHTTPError.__bases__[0]
@@ -129,8 +129,7 @@ def _updated(name: str, revision: str | None, info: Any, *, weights: bool) -> Pa
         raise ModelError(f"--model {name}: it changed while it was downloaded: run the command again")
     directory = Path(config).parent
     if weights:
-        wanted = [file for file in _weight_files(directory) if file in files]
-        _download(name, info.sha, info.sha, {file: files[file] for file in wanted})
+        _download(name, info.sha, info.sha, {file: files[file] for file in weight_files(directory, files)})
     return directory
 
 
@@ -189,15 +188,9 @@ def _cached(name: str, revision: str | None, *, weights: bool) -> Path | None:
     if not isinstance(config, str):
         return None
     directory = Path(config).parent
-    wanted = ["tokenizer_config.json", *(_weight_files(directory) if weights else [])]
-    return directory if all((directory / file).is_file() for file in wanted) else None
-
-
-def _weight_files(directory: Path) -> list[str]:
-    """Return the names of a checkpoint's safetensors files, from its index if it has one."""
-    if not (directory / _INDEX).is_file():
-        return [_WEIGHTS]
-    return sorted(set(index_files(directory / _INDEX).values()))
+    names = {path.name for path in directory.iterdir()}
+    complete = "tokenizer_config.json" in names and (not weights or weight_files(directory, names))
+    return directory if complete else None
 
 
 def _repo_info(name: str, revision: str | None) -> Any:

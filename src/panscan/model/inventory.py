@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 
 from panscan.core import ModelError
-from panscan.model.checkpoint import open_stored, stored_scheme_of
+from panscan.model.checkpoint import stored_scheme_of
+from panscan.model.files import open_stored
 from panscan.model.formats.schemes import StoredScheme
 from panscan.model.formats.tensors import MatrixTensors, StoredTensors, names_of
 

@@ -14,7 +14,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from panscan.core import ModelError, UnsupportedError
 from panscan.model.bundled import BUNDLED
-from panscan.model.checkpoint import checkpoint_source, quantization_method, stored_format
+from panscan.model.checkpoint import quantization_method, stored_format
+from panscan.model.files import checkpoint_source
 from panscan.model.linear.quantized import QuantizedLinear
 from panscan.model.untrusted.reading import DamagedFileError, read_text
 from panscan.settings import Settings

@@ -54,7 +54,9 @@ def _runner_reason(settings: Settings) -> str | None:
                 return f"runner {settings.runner}: --{axes()[name].flag} is for --runner {owner}"
     for name, only in RUNNER_LIMITS.get(settings.runner, {}).items():
         if getattr(settings, name) != only:
-            return f"runner {settings.runner}: --{axes()[name].flag} must stay at {only}"
+            stays = "must be left out" if only is None else f"must stay at {only}"
+            instead = "; use --tensor-parallel-size, or --runner generate" if name == "device_map" else ""
+            return f"runner {settings.runner}: --{axes()[name].flag} {stays}{instead}"
     return None
 
 
@@ -98,14 +100,16 @@ def attention_reason(name: str, device: torch.device, dtype: torch.dtype) -> str
         if find_spec("kernels") is None:
             return f"{name} comes from the kernels hub: pip install kernels"
         return None if device.type == "cuda" else f"{name} needs an NVIDIA GPU"
+    # Said first: nobody should look for a GPU or a package only to compute something else than Gemma 3.
+    causal = f"{name} makes Gemma 3's image tokens causal (sdpa does not), and needs"
     if device.type != "cuda":
-        return f"{name} needs an NVIDIA GPU"
+        return f"{causal} an NVIDIA GPU"
     module, package = FLASH_PACKAGES[name]
-    if (reason := refusal(f"{name} needs", name, capability_of(device))) is not None:
+    if (reason := refusal(causal, name, capability_of(device))) is not None:
         return reason
     root = module.split(".")[0]
     if find_spec(root) is None or find_spec(module) is None:  # a submodule cannot be looked up without its package
-        return f"{name} needs the package {package}"
+        return f"{causal} the package {package}"
     return f"{name} computes in bf16 or fp16 only" if dtype == torch.float32 else None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from panscan.core import BUNDLED, ModelError, SettingError
 from panscan.core.option import shorten
-from panscan.model.families import SUPPORTED
+from panscan.model.families import SUPPORTED, refused_model
 from panscan.model.shapes import (
     PATTERN,
     SHAPES,
@@ -78,9 +78,9 @@ def _shape_of(path: Path) -> Shape:
         if path.name == "config.json":
             check_directory(path.parent)
         config = read_json(path)
-        kind = config.get("model_type")
-        if kind not in SUPPORTED:
-            raise DamagedFileError(f"model_type {shorten(kind)} is not supported; expected {' or '.join(SUPPORTED)}")
+        if (reason := refused_model({"model_type": "unknown", **config})) is not None:
+            raise DamagedFileError(reason)
+        kind = config.get("model_type", SUPPORTED[0])
         sizes = ConfigSizes.of(config)
     except DamagedFileError as error:
         raise ModelError(f"--model {path.parent}: {error}") from error

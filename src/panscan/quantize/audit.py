@@ -16,7 +16,8 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from panscan.core import BUNDLED, ModelError
-from panscan.model.checkpoint import Loaded, Placement, checkpoint_files, load_model
+from panscan.model.checkpoint import Loaded, Placement, load_model
+from panscan.model.files import checkpoint_files
 from panscan.model.inventory import Inventory, inventory
 from panscan.model.linear.quantized import QuantizedLinear, WeightFormat
 from panscan.model.machine import resolve_device, resolve_dtype

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from panscan.core import InputError, SettingError
 from panscan.core.files import WriteLock, publish_file, replace_file, sync_directory
 from panscan.core.foreign import parse_json
-from panscan.model.checkpoint import COMPANIONS
+from panscan.model.files import COMPANIONS
 
 JOB_FILE = "panscan-quantize.json"
 CARD_FILE = "README.md"

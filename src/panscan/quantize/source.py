@@ -11,10 +11,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from panscan.core import ModelError
-from panscan.model.checkpoint import checkpoint_files
-from panscan.model.hub_errors import friendly_errors
+from panscan.model.files import checkpoint_files
 from panscan.model.linear.quantized import WeightFormat
-from panscan.model.untrusted.headers import key_of, read_header
+from panscan.model.untrusted.headers import key_of
 
 _MATRIX = re.compile(r"layers\.(\d+)\.((?:self_attn|mlp)\.\w+_proj)\.weight")
 _SHARD_BYTES = 2_000_000_000  # of unquantised tensors in one file
@@ -41,14 +40,10 @@ class DenseCheckpoint:
     def __init__(self, name: str, revision: str | None = None) -> None:
         self.name = name
         self.files = checkpoint_files(name, revision)
-        if (quantization := self.files.config.get("quantization_config")) is not None:
-            method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-            method = method or "an unknown method"
+        if (quantization := self.files.quantization) is not None:
+            method = quantization.get("quant_method") or "an unknown method"
             raise ModelError(f"{name} is quantised already ({method}): quantise the checkpoint that it was made from")
-        paths = self.files.weights
-        with friendly_errors(name):
-            headers = {path: read_header(path) for path in {*paths.values()}}
-        self.stored = {tensor: headers[path][tensor] for tensor, path in paths.items()}
+        self.stored = self.files.tensors
         layers: dict[int, dict[str, str]] = defaultdict(dict)
         for tensor, stored in self.stored.items():
             if (matrix := _MATRIX.fullmatch(key_of(tensor))) is not None:
@@ -98,7 +93,7 @@ class DenseCheckpoint:
         Raises:
             ModelError: the file cannot be read.
         """
-        path = self.files.weights[tensor]
+        path = self.files.directory / self.stored[tensor].file
         try:
             with safe_open(path, "pt") as file:
                 values: torch.Tensor = file.get_tensor(tensor)

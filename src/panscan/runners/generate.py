@@ -12,6 +12,7 @@ from transformers import CompileConfig, GenerationConfig, StoppingCriteriaList
 from panscan.core import Request, Result, Sampling, SettingError, Stamps, now
 from panscan.core.request import request_list
 from panscan.engine.detokenizer import Detokenizer
+from panscan.model.bundled import warn_of_demonstration
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import DecodedRequest, Prepared, collate, count_views, prepare, read_images
 from panscan.model.load import load_for
@@ -120,7 +121,9 @@ class GenerateRunner(Runner):
             SettingError: an unknown setting or value.
             UnsupportedError: this machine does not support the settings.
         """
-        return cls.from_settings(settings_from({"model": model, **settings}))
+        named = settings_from({"model": model, **settings})
+        warn_of_demonstration(named)
+        return cls.from_settings(named)
 
     @classmethod
     def from_settings(cls, settings: Settings) -> GenerateRunner:

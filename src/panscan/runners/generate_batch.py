@@ -16,7 +16,7 @@ from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import Prepared
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.runners.generate import GenerateRunner, finished, generation_config, one_sampling
-from panscan.settings import Settings
+from panscan.settings import NO_IMAGES, Settings
 
 _BLOCK = 256  # tokens, Transformers' default
 
@@ -35,7 +35,7 @@ class GenerateBatchRunner(GenerateRunner):
     def run(self, batch: Sequence[Request]) -> list[Result]:
         """Answer all requests in one ``generate_batch()`` call, with a cache of just the necessary size."""
         if any(request.images for request in batch):
-            raise SettingError("runner generate_batch: images are not supported; use the runner engine")
+            raise SettingError(NO_IMAGES)
         sampling = one_sampling(batch, "generate_batch", "stop", "stop_token_ids", "logprobs", "json_schema")
         stamps = Stamps(accepted=now())
         prompts = [self.loaded.reader.prompts.write(request, []) for request in batch]

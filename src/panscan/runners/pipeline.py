@@ -7,7 +7,7 @@ the processor uses it to resize images, so pixels differ by a level or two from 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,7 +66,7 @@ class PipelineRunner(GenerateRunner):
         """
         request = read.request
         check_interpreted(request, self.loaded.reader, "pipeline", "the pipeline")
-        with self._rendered(conversation(request)):
+        with self._rendered(request):
             [answer] = self._pipe(
                 _chat(read),
                 return_tensors=True,
@@ -77,9 +77,9 @@ class PipelineRunner(GenerateRunner):
         return found
 
     @contextmanager
-    def _rendered(self, turns: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    def _rendered(self, request: Request) -> Iterator[None]:
         """Let the pipeline write the text that panscan renders, because Transformers renders without limits."""
-        processor, text = self.loaded.reader.processor, self.loaded.reader.prompts.render(turns)
+        processor, text = self.loaded.reader.processor, self.loaded.reader.prompts.render(request)
         literal = text.encode("unicode_escape").decode("ascii").replace("'", "\\'")
         template, processor.chat_template = processor.chat_template, f"{{{{ '{literal}' }}}}"
         try:

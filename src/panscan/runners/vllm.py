@@ -43,7 +43,7 @@ from panscan.model.checkpoint import Reader, load_meta_model
 from panscan.model.inputs import DecodedRequest, plan_request, read_images
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
 from panscan.model.observation import ForcedTokens, Observation
-from panscan.model.prompt import Prompt, conversation
+from panscan.model.prompt import Prompt
 from panscan.runners.base import Runner, check_interpreted, processor_rounding
 from panscan.settings import Settings
 
@@ -294,7 +294,7 @@ def prompt_ids(request: Request, reader: Reader) -> list[int]:
         SettingError: the prompt is raw, or contains a special token that vLLM would interpret.
     """
     check_interpreted(request, reader, "vllm", "vLLM")
-    text = reader.prompts.render(conversation(request))
+    text = reader.prompts.render(request)
     ids: list[int] = reader.tokenizer.encode(text, add_special_tokens=False)
     return ids
 

@@ -14,6 +14,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -21,11 +22,12 @@ from starlette.routing import Route
 from panscan import __version__
 from panscan.core import PanscanError
 from panscan.core.option import shorten
+from panscan.core.sampling import REST_OF_CONTEXT
 from panscan.model.bundled import is_demonstration
 from panscan.serve.admission import AdmissionControl, AdmissionSlot, RefusedError, read_body
 from panscan.serve.client import EngineClient
 from panscan.serve.generation import Generation
-from panscan.serve.guards import Guard
+from panscan.serve.guards import Guard, RequestIds
 from panscan.serve.metrics import ServerMetrics
 from panscan.serve.options import ServeOptions
 from panscan.serve.protocol import (
@@ -73,11 +75,26 @@ def create_app(options: ServeOptions, backend: EngineClient) -> Starlette:
     admission = AdmissionControl(options, backend, metrics)
     app = Starlette(
         routes=_routes(_Api(options, backend, admission, Generation(admission, tracer))),
-        middleware=[Middleware(Guard, options=options)],
+        middleware=[*_cross_origin(options), Middleware(Guard, options=options)],
         exception_handlers=dict.fromkeys(_ERRORS, partial(_error_response, metrics)),
     )
+    app.middleware_stack = RequestIds(app.build_middleware_stack())
     app.state.admission = admission
     return app
+
+
+def _cross_origin(options: ServeOptions) -> list[Middleware]:
+    """Return the middleware that answers browsers whose page comes from an allowed origin."""
+    if not options.allowed_origins:
+        return []
+    cross_origin = Middleware(
+        CORSMiddleware,
+        allow_origins=options.allowed_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["X-Request-Id", "Retry-After"],
+    )
+    return [cross_origin]
 
 
 class _Api:
@@ -233,10 +250,11 @@ class _Api:
 
     def _model(self) -> dict[str, Any]:
         options, info = self._options, self._backend.info
-        limits = ("max_images", "max_pages", "max_pixels", "max_body_mb", "max_output_tokens", "max_choices")
+        limits = ("max_images", "max_pages", "max_pixels", "max_body_mb", "max_choices")
+        most_tokens = min(options.settings.max_new_tokens, self._max_model_len or REST_OF_CONTEXT)
         properties: dict[str, Any] = {
             "pan_and_scan": options.settings.pan_and_scan.processor_kwargs(),
-            "limits": {name: getattr(options, name) for name in limits},
+            "limits": {name: getattr(options, name) for name in limits} | {"max_output_tokens": most_tokens},
             "demonstration": is_demonstration(options.settings),
         }
         if info is not None:
@@ -319,22 +337,33 @@ _ERRORS: tuple[type[Exception], ...] = (
 def _error_response(metrics: ServerMetrics, request: Request, error: Exception) -> Response:
     """Return an error in OpenAI's format, and count it."""
     headers: Mapping[str, str] = {}
+    name = f"{request.method} {request.url.path} (request {request.state.request_id})"
     match error:
         case PanscanError():
             status, body = error_status(error), error_of(error)
             headers = {"retry-after": str(metrics.retry_after)} if status >= 429 else {}
         case HTTPException():  # RefusedError among them
             status, headers = error.status_code, error.headers or {}
-            body = error_body(error.detail, status, code=getattr(error, "code", None))
+            detail = error.detail if isinstance(error, RefusedError) else _unknown_route(request, error)
+            body = error_body(detail, status, code=getattr(error, "code", None))
         case TimeoutError():
             status, body, headers = 504, error_body(TIMED_OUT, 504), {"connection": "close"}
         case ClientDisconnect():
             status, body = _CLOSED, {}
         case MemoryError():
-            log.error("%s %s: out of memory", request.method, request.url.path)
+            log.error("%s: out of memory", name)
             status, body, headers = 503, error_body(_NO_MEMORY, 503), {"retry-after": "5", "connection": "close"}
         case _:
-            log.error("%s %s: %r", request.method, request.url.path, error, exc_info=error)
+            log.error("%s: %r", name, error, exc_info=error)
             status, body = 500, error_body(f"internal error: {type(error).__name__}", 500)
     metrics.refuse(status)
     return json_response(body, status, headers)
+
+
+def _unknown_route(request: Request, error: HTTPException) -> str:
+    """Return the message for a path that does not exist, or that takes another method."""
+    path = request.url.path
+    if error.status_code == 405:
+        return f"{shorten(path)} takes {(error.headers or {}).get('Allow')}, not {request.method}"
+    posts = [route.path for route in request.app.routes if isinstance(route, Route) and "POST" in (route.methods or ())]
+    return f"this server has no {shorten(path)}; it has POST {', '.join(posts)}, and GET /v1/models"

@@ -17,7 +17,7 @@ from panscan.images.pool import decode_in_children
 from panscan.serve.deployment import Scale, replica_deployment
 from panscan.serve.options import ApiKeys, ServeOptions, read_api_keys
 from panscan.serve.ray_session import gpus_per_replica
-from panscan.settings import nearest, settings_from
+from panscan.settings import default_of, nearest, settings_from
 
 log = logging.getLogger("panscan.serve")
 
@@ -87,9 +87,10 @@ def build(args: Mapping[str, Any]) -> Any:
             raise SettingError(f"args: unknown option {name!r}{nearest(name, known)}")
     values = dict(args)
     scale = Scale(values.pop("replicas", 1), values.pop("max_replicas", None))
-    settings = values["settings"] = settings_from(values.get("settings", {}))
+    answers = {"max_new_tokens": default_of("max_new_tokens", "serve")}
+    settings = values["settings"] = settings_from(answers | values.get("settings", {}))
     values["api_keys"] = _keys_of(values.get("api_keys"))
-    for name in ("allowed_hosts", "allowed_media_domains"):
+    for name in ("allowed_hosts", "allowed_media_domains", "allowed_origins"):
         values[name] = tuple(values.get(name, ()))
     if values.get("allowed_local_media_path") is not None:
         values["allowed_local_media_path"] = Path(values["allowed_local_media_path"])

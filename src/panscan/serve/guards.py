@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import uuid
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -19,7 +20,35 @@ _PROBES = ("/health", "/ready")  # accepted with any host name: orchestrators us
 _SINGLE = (b"host", b"origin", b"authorization", b"content-type", b"content-length", b"transfer-encoding")
 _PORT = re.compile(r":\d+$", re.ASCII)  # of a Host header
 _LENGTH_DIGITS = 20  # of a content length
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+
+class RequestIds:
+    """ASGI middleware that gives every response the header ``X-Request-Id``: the client's own, or a new one.
+
+    Args:
+        app: application that answers requests, errors included.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Forward a request, with its id as ``scope["state"]["request_id"]``."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def identified(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        await self._app(scope, receive, identified)
 
 
 class Guard:
@@ -29,7 +58,7 @@ class Guard:
     - Key: if the server has API keys, ``Authorization: Bearer KEY`` is required except for the
       playground's static files and the health checks.
     - Host: a server on a loopback address answers only to local names, so DNS rebinding cannot reach it.
-    - Origin: cross-origin requests of browsers are refused, and responses have no CORS headers.
+    - Origin: cross-origin requests of browsers are refused, except from ``--allowed-origins``.
 
     Args:
         app: application that handles accepted requests.
@@ -39,6 +68,7 @@ class Guard:
     def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
         self._app, self._keys = app, options.api_keys
         self._limit = round(options.max_body_mb * 1e6)
+        self._origins = {*options.allowed_origins}
         try:
             loopback = options.host == "localhost" or ipaddress.ip_address(options.host).is_loopback
         except ValueError:
@@ -71,8 +101,9 @@ class Guard:
                 authority = urlsplit(headers["origin"]).netloc.lower()
             except ValueError:
                 authority = ""
-            if not authority or authority != host:  # "null" has none
-                return 403, "cross-origin requests are not allowed"
+            same = authority and authority == host  # "null" has none
+            if not same and self._origins.isdisjoint(("*", headers["origin"].lower())):
+                return 403, "cross-origin requests are not allowed; allow the page's origin with --allowed-origins"
         if self._keys and path not in _OPEN and not path.startswith(_OPEN_PREFIX):
             kind, _, key = headers.get("authorization", "").partition(" ")
             if kind.lower() != "bearer" or not self._keys.accept(key.strip()):

@@ -84,6 +84,20 @@ def _host_name(flag: str, given: str) -> str:
     return name
 
 
+def _origin(given: str) -> str:
+    """Return an origin as browsers send it, or ``*``.
+
+    Raises:
+        SettingError: it is neither, and would never match.
+    """
+    origin = given.strip().lower().removesuffix("/")
+    if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[a-z0-9_.\[\]:-]+", origin):
+        raise SettingError(
+            f"--allowed-origins: expected an origin such as https://app.example.com, got {shorten(given)}"
+        )
+    return origin
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(ServerTable):
     """The options of a server: what it runs and what it allows; the rest is in the table of options.
@@ -104,6 +118,7 @@ class ServeOptions(ServerTable):
     def __post_init__(self) -> None:
         check_options(self, "serve")
         hosts = [_host_name("--allowed-hosts", name) for name in self.allowed_hosts]
+        origins = [_origin(text) for text in self.allowed_origins]
         domains = [_host_name("--allowed-media-domains", name) for name in self.allowed_media_domains]
         for index, name in enumerate(domains):  # as images/fetch compares them: international names are decoded
             with suppress(UnicodeError):
@@ -111,6 +126,7 @@ class ServeOptions(ServerTable):
         in_headers = tuple(f"[{name}]" if ":" in name else name for name in hosts)
         object.__setattr__(self, "allowed_hosts", in_headers)
         object.__setattr__(self, "allowed_media_domains", tuple(domains))
+        object.__setattr__(self, "allowed_origins", tuple(origins))
 
     @property
     def model_name(self) -> str:

@@ -60,6 +60,9 @@ class MmProcessorKwargs(Body):
 Reference = Annotated[str, Meta(max_length=2**31)]  # a data URL; the size of the body is limited
 
 
+_Unused = Annotated[str | None, Meta(description="Accepted for compatibility; not used or stored.")]
+
+
 class TextPart(Body, tag_field="type", tag="text"):
     """Text of a message."""
 
@@ -68,18 +71,24 @@ class TextPart(Body, tag_field="type", tag="text"):
 
 class _ImageUrl(Body):
     url: Reference
-    detail: Literal["auto", "high"] = "auto"
+    detail: Literal["auto", "low", "high"] = "auto"
 
 
 class ImagePart(Body, tag_field="type", tag="image_url"):
     """An image or document of a message, by ``data:``, ``https:``, ``file:`` or ``attachment:`` URL."""
 
     image_url: _ImageUrl
+    uuid: _Unused = None
 
     @property
     def url(self) -> str:
         """The URL of the image."""
         return self.image_url.url
+
+    @property
+    def one_view(self) -> bool:
+        """Whether the image is read without crops."""
+        return self.image_url.detail == "low"
 
 
 class _File(Body):
@@ -91,6 +100,7 @@ class FilePart(Body, tag_field="type", tag="file"):
     """A document of a message: ``file_data`` is a ``data:`` or ``attachment:`` URL."""
 
     file: _File
+    one_view: ClassVar = False
 
     @property
     def url(self) -> str:
@@ -107,11 +117,11 @@ class ChatMessage(Body):
         "audio": (),
         "function_call": (),
         "annotations": ([],),
-        "name": (),
     }
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart | ImagePart | FilePart], Meta(min_length=1, max_length=MOST_PARTS)]
+    name: _Unused = None
 
     @property
     def parts(self) -> list[TextPart | ImagePart | FilePart]:
@@ -172,6 +182,16 @@ class SamplingFields(Body):
         "service_tier": ("auto", "default"),
         "echo": (False,),
         "suffix": (),
+        "use_beam_search": (False,),
+        "length_penalty": (1, 1.0),
+        "min_tokens": (0,),
+        "bad_words": ([],),
+        "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,),
+        "include_stop_str_in_output": (False,),
+        "return_token_ids": (False,),
+        "return_tokens_as_token_ids": (False,),
+        "priority": (0,),
     }
 
     model: Annotated[str, Meta(max_length=1024)] | None = None
@@ -189,7 +209,10 @@ class SamplingFields(Body):
     n: Annotated[int, Meta(ge=1)] = 1
     ignore_eos: bool = False
     response_format: ResponseFormat | None = None
-    user: Annotated[str | None, Meta(description="Accepted for compatibility; not used or stored.")] = None
+    user: _Unused = None
+    safety_identifier: _Unused = None
+    prompt_cache_key: _Unused = None
+    request_id: _Unused = None
     metadata: Annotated[
         Annotated[dict[str, str], Meta(max_length=128)] | None,  # OpenAI's API allows 16 names
         Meta(description="Accepted for compatibility; not used or stored."),
@@ -201,7 +224,7 @@ class SamplingFields(Body):
 
     @property
     def output_tokens(self) -> int | None:
-        """Maximum number of output tokens; None: the server's default."""
+        """Maximum number of output tokens; None: as many as the server allows."""
         return self.max_tokens
 
     @property
@@ -209,21 +232,21 @@ class SamplingFields(Body):
         """Number of log-probabilities per token besides its own; None: no log-probabilities."""
         raise NotImplementedError
 
-    def sampling(self, defaults: Sampling, *, most_tokens: int) -> Sampling:
+    def sampling(self, defaults: Sampling) -> Sampling:
         """Return the sampling parameters.
 
         With temperature 0 the filters cannot change the token, so they are checked and dropped.
 
         Args:
-            defaults: parameters that the request lacks.
-            most_tokens: maximum number of output tokens.
+            defaults: parameters that the request lacks, and the maximum number of output tokens.
 
         Raises:
             FieldError: a value is out of its range.
         """
-        tokens = min(defaults.max_new_tokens, most_tokens) if self.output_tokens is None else self.output_tokens
-        if tokens > most_tokens:
-            raise FieldError(f"max_tokens: at most {most_tokens}, got {shorten(tokens)}", "max_tokens")
+        most = defaults.max_new_tokens
+        tokens = most if self.output_tokens is None else self.output_tokens
+        if tokens > most:
+            raise FieldError(f"max_tokens: at most {most}, got {shorten(tokens)}", "max_tokens")
         values = {item.name: getattr(self, item.name, None) for item in fields(Sampling)}
         chosen = {name: value for name, value in values.items() if value is not None}
         chosen |= {name: None for name, off in FILTERS.items() if chosen.get(name) in off}
@@ -261,7 +284,12 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
         "prediction": (),
         "reasoning_effort": ("none",),
         "web_search_options": (),
-        "verbosity": (),
+        "verbosity": ("medium",),
+        "chat_template_kwargs": ({}, {"enable_thinking": False}),
+        "documents": ([],),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "add_special_tokens": (False,),
     }
 
     messages: Messages
@@ -290,6 +318,8 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
 
 class CompletionRequest(SamplingFields, kw_only=True):
     """Body of ``/v1/completions``: raw text, without the chat template."""
+
+    NEUTRAL: ClassVar = {**SamplingFields.NEUTRAL, "add_special_tokens": (True,)}
 
     prompt: str | Annotated[list[str], Meta(min_length=1, max_length=128)]
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None

@@ -14,6 +14,7 @@ import msgspec
 from starlette.responses import Response
 
 from panscan.core import (
+    ContextLengthError,
     EngineError,
     ImageError,
     PanscanError,
@@ -77,8 +78,9 @@ def error_body(message: str, status: int, param: str | None = None, code: str | 
 
 def error_of(error: PanscanError) -> dict[str, Any]:
     """Return an exception in OpenAI's format."""
-    param = error.param if isinstance(error, FieldError) else _PARAMS.get(str(error).partition(":")[0])
-    return error_body(str(error), error_status(error), param)
+    known = error.param if isinstance(error, FieldError | ContextLengthError) else None
+    param = known or _PARAMS.get(str(error).partition(":")[0])
+    return error_body(str(error), error_status(error), param, getattr(error, "code", None))
 
 
 @dataclass(slots=True)
@@ -101,6 +103,27 @@ class TokenNames:
     def text(self, token: int) -> str:
         """Return a token's text, with replacement characters for incomplete UTF-8."""
         return self._known[token].decode(errors="replace")
+
+    def key(self, token: int) -> str:
+        """Return a token as a key of ``top_logprobs``: its text, or as ``bytes:\\xf0`` if that is not UTF-8."""
+        content = self._known[token]
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+    def keyed(self, chosen: int, logprobs: TokenLogprobs) -> dict[str, float]:
+        """Return log-probabilities of the top tokens and the chosen one by key; ``token_id:N`` for a key in use.
+
+        The chosen token keeps its key; of the others, the most probable one.
+        """
+        owners = {self.key(chosen): chosen}
+        entries = {}
+        for token, value in (*logprobs.top, (chosen, logprobs.logprob)):
+            key = self.key(token)
+            key = key if owners.setdefault(key, token) == token else f"token_id:{token}"
+            entries[key] = max(value, _LOWEST)
+        return entries
 
     def entry(self, token: int, logprobs: TokenLogprobs) -> msgspec.Raw:
         """Return one token of OpenAI's ``logprobs.content`` as JSON.
@@ -225,8 +248,10 @@ class Reply:
         pairs = list(zip(tokens, logprobs, strict=False))
         if self._chat:
             return {"content": [self._names.entry(token, values) for token, values in pairs], "refusal": None}
-        texts = [self._names.text(token) for token, _ in pairs]
-        offsets = list(accumulate(map(len, texts), initial=offset))[:-1]
-        top = [{self._names.text(id): max(value, _LOWEST) for id, value in values.top} for _, values in pairs]
-        chosen = [max(values.logprob, _LOWEST) for _, values in pairs]
-        return {"tokens": texts, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}
+        offsets = list(accumulate((len(self._names.text(token)) for token, _ in pairs), initial=offset))[:-1]
+        return {
+            "tokens": [self._names.key(token) for token, _ in pairs],
+            "token_logprobs": [max(values.logprob, _LOWEST) for _, values in pairs],
+            "top_logprobs": [self._names.keyed(token, values) for token, values in pairs],
+            "text_offset": offsets,
+        }

@@ -12,7 +12,7 @@ from msgspec.structs import asdict
 from panscan.core import PanAndScan, Request, Sampling, SettingError
 from panscan.core.deadline import Deadline
 from panscan.core.option import shorten
-from panscan.images.views import PUBLISHED_COST, PromptCost, plan_views
+from panscan.images.views import PUBLISHED_COST, PromptCost, plan_views, view_settings
 from panscan.serve.admission import Pool
 from panscan.serve.client import RequestWork
 from panscan.serve.media import MediaFile, MediaReader
@@ -72,8 +72,7 @@ class RequestBuilder:
             ImageError: an image cannot be read, or exceeds a limit.
             TimeoutError: the deadline has passed.
         """
-        sampling = self._sampling(body)
-        _check_logprobs(body.n, sampling, "top_logprobs", "n, max_tokens or top_logprobs")
+        sampling = _with_logprobs(body, body.n, self._sampling(body), "top_logprobs")
         request, documents = self._conversation(body.messages, body.mm_processor_kwargs, uploads, deadline)
         text = sum(len(part.text) for turn in body.messages for part in turn.parts if isinstance(part, TextPart))
         work = self._work(documents, request.pan_and_scan, text, sampling.max_new_tokens)
@@ -91,7 +90,7 @@ class RequestBuilder:
         count = len(prompts) * body.n
         if count > self._options.max_choices:
             raise FieldError(f"prompt and n: at most {self._options.max_choices} choices per request", "prompt")
-        _check_logprobs(count, sampling, "logprobs", "the number of prompts, n, max_tokens or logprobs")
+        sampling = _with_logprobs(body, count, sampling, "logprobs")
         requests = [Request(prompt=prompt, raw=True, sampling=sampling) for prompt in prompts]
         work = self._work([], PanAndScan(), max(map(len, prompts)), sampling.max_new_tokens)
         return PreparedRequest([choice for request in requests for choice in _choices(request, body.n)], work)
@@ -161,7 +160,8 @@ class RequestBuilder:
                     continue
                 if len(documents) >= self._options.max_images:
                     raise FieldError(f"messages: at most {self._options.max_images} images per request", "messages")
-                document = self._media.read(part.url, uploads, f"image {len(documents) + 1}", deadline)
+                name = f"image {len(documents) + 1}"
+                document = self._media.read(part.url, uploads, name, deadline, one_view=part.one_view)
                 documents.append(document)
                 if sum(document.size for document in documents) > self._options.max_body_mb * 1e6:
                     most = f"{self._options.max_body_mb:g} MB"
@@ -181,7 +181,7 @@ class RequestBuilder:
         options = self._options
         if body.n > options.max_choices:
             raise FieldError(f"n: at most {options.max_choices}, got {shorten(body.n)}", "n")
-        return body.sampling(options.settings.sampling, most_tokens=options.max_output_tokens)
+        return body.sampling(options.settings.sampling)
 
     def _work(
         self, documents: Sequence[MediaFile], pan_and_scan: PanAndScan, characters: int, max_new_tokens: int
@@ -192,7 +192,11 @@ class RequestBuilder:
             FieldError: the pan-and-scan settings do not fit a document (see :func:`panscan.images.views.split`).
         """
         try:
-            plans = [plan_views(*size, pan_and_scan, self.cost) for document in documents for size in document.sizes]
+            plans = [
+                plan_views(*size, view_settings(page, pan_and_scan), self.cost)
+                for document in documents
+                for page, size in zip(document.pages, document.sizes, strict=True)
+            ]
         except SettingError as error:
             raise FieldError(str(error), "mm_processor_kwargs") from error
         tokens = sum(plan.prompt_tokens for plan in plans) + characters // _CHARACTERS_PER_TOKEN
@@ -212,19 +216,22 @@ def _choices(request: Request, count: int) -> list[Request]:
     return choices
 
 
-def _check_logprobs(choices: int, sampling: Sampling, param: str, remedy: str) -> None:
-    """Refuse a request whose answer could have too many log-probabilities.
+def _with_logprobs(body: SamplingFields, choices: int, sampling: Sampling, param: str) -> Sampling:
+    """Return the sampling of a request, bounded so that its answer has at most 100,000 log-probabilities.
 
     Raises:
-        FieldError: choices x max_tokens x (top_logprobs + 1) exceed 100,000.
+        FieldError: choices x max_tokens x (top_logprobs + 1) exceed them, with the request's own max_tokens.
     """
     if sampling.logprobs is None:
-        return
-    count = choices * sampling.max_new_tokens * (sampling.logprobs + 1)
-    if count > _MOST_LOGPROBS:
-        size = f"{choices} x {sampling.max_new_tokens} x {sampling.logprobs + 1} = {count}"
-        message = f"{size} (choices x max_tokens x log-probabilities per token) exceed {_MOST_LOGPROBS}; lower {remedy}"
-        raise FieldError(f"{param}: {message}", param)
+        return sampling
+    tokens, width = sampling.max_new_tokens, sampling.logprobs + 1
+    if choices * tokens * width <= _MOST_LOGPROBS:
+        return sampling
+    if body.output_tokens is None:
+        return replace(sampling, max_new_tokens=_MOST_LOGPROBS // (choices * width))
+    size = f"{choices} x {tokens} x {width} = {choices * tokens * width}"
+    message = f"{size} (choices x max_tokens x log-probabilities per token) exceed {_MOST_LOGPROBS}"
+    raise FieldError(f"{param}: {message}; lower n, max_tokens or {param}, or send fewer prompts", param)
 
 
 def check_used(uploads: Mapping[str, bytes], urls: Sequence[str]) -> None:

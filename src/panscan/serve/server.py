@@ -20,6 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from panscan.core.activity import activity
+from panscan.core.sampling import REST_OF_CONTEXT
 from panscan.images.pool import decode_in_children
 from panscan.serve.admission import AdmissionControl, race
 from panscan.serve.app import create_app
@@ -295,6 +296,7 @@ class _Server:
                 loaded, _ = await race(self._client.start(), self._first_signal.wait())
             if loaded is not None:  # otherwise, a signal arrived first
                 loaded.result()
+                self._log_length()
                 self._on_ready(self._options.url(self._listener.getsockname()[1]))
                 await self._until_signal(app.state.admission)
         finally:
@@ -303,6 +305,15 @@ class _Server:
             await self._client.close()
             await serving
         return 0
+
+    def _log_length(self) -> None:
+        """Log how long answers may become, where the operator has not limited them."""
+        if self._options.settings.max_new_tokens >= REST_OF_CONTEXT and self._client.info is not None:
+            log.info(
+                "answers without max_tokens may fill the context of %s tokens: requests are admitted by their prompts,"
+                " and the newest wait again while the KV cache is full (--max-new-tokens limits all answers)",
+                f"{self._client.info.max_model_len:,}",
+            )
 
     async def _until_signal(self, admission: AdmissionControl) -> None:
         """Wait for a signal, then for running requests.

@@ -34,6 +34,9 @@ class ServerTable:
     allowed_hosts: tuple[str, ...] = option(
         (), "Server", "Host name to accept; repeatable.", "serve", metavar="NAME", rare=True
     )
+    allowed_origins: tuple[str, ...] = option(
+        (), "Server", "Origin whose pages may call the API, or *; repeatable.", "serve", metavar="ORIGIN", rare=True
+    )
     allowed_media_domains: tuple[str, ...] = option(
         (), "Server", "Domain to fetch images from; repeatable.", "serve", metavar="DOMAIN", rare=True
     )
@@ -83,7 +86,6 @@ class ServerTable:
         range=Range(integer=True, ge=1, le=MAX_PIXELS),
         rare=True,
     )
-    max_output_tokens: int = option(16_384, "Server", "Hard limit of output tokens per answer.", "serve", range=TOKENS)
     max_choices: int = option(
         16,
         "Server",

@@ -22,7 +22,7 @@ ENGINE_LIMITS: dict[str, Any] = {
 VLLM_LIMITS: dict[str, Any] = {**ENGINE_LIMITS, "preprocess": "cpu", "prefill_chunk_size": None}
 """Settings that vLLM does not have, or decides itself: the only value that each may have."""
 RUNNER_LIMITS: dict[str, dict[str, Any]] = {
-    "engine": ENGINE_LIMITS,
+    "engine": {**ENGINE_LIMITS, "device_map": None},
     "vllm": {**VLLM_LIMITS, "quantization": None, "device_map": None},
     "pipeline": {"batch_size": 1, "preprocess": "cpu"},
     "generate_batch": {
@@ -33,6 +33,8 @@ RUNNER_LIMITS: dict[str, dict[str, Any]] = {
     },
 }
 """What each runner does not offer: the only value that a setting may have with it."""
+NO_IMAGES = "runner generate_batch: images are not supported; use the runner engine"
+"""Why Transformers' continuous batching is refused: it ignores images without a word."""
 ENGINE_COMMANDS = ("batch", "serve")
 """Commands that run on the engine only."""
 GENERATE_AXES = (*ENGINE_LIMITS, "device_map", "max_memory")

@@ -102,12 +102,15 @@ def test_a_changed_file_is_checked_again(copy: Path) -> None:
         check_directory(copy)
 
 
-def test_weights_beside_an_index_are_checked_too(copy: Path) -> None:
+def test_two_sets_of_weights_are_refused_and_a_stale_index_is_ignored(copy: Path) -> None:
     """Loaders differ in which of both they read."""
-    shutil.copy(copy / "model.safetensors", copy / "weights.safetensors")
     index = {"weight_map": {"lm_head.weight": "weights.safetensors"}}
     (copy / "model.safetensors.index.json").write_text(json.dumps(index))
-    check_directory(copy)
+    assert {stored.file for stored in check_directory(copy).tensors.values()} == {"model.safetensors"}
+    shutil.copy(copy / "model.safetensors", copy / "weights.safetensors")
+    with pytest.raises(DamagedFileError, match=r"^two sets of weights: model\.safetensors, and weights\.safetensors"):
+        check_directory(copy)
+    (copy / "weights.safetensors").unlink()
     (copy / "model.safetensors").write_bytes(b"")
     with pytest.raises(DamagedFileError, match=r"^model\.safetensors: the header"):
         check_directory(copy)

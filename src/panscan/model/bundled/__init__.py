@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from functools import lru_cache
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
 
-from panscan.core import BUNDLED, ModelError
+from panscan.core import BUNDLED, DemonstrationModelWarning, ModelError
 from panscan.settings import Settings
 
 __all__ = ["BUNDLED"]
@@ -28,6 +29,15 @@ _FILES = (
 def is_demonstration(settings: Settings) -> bool:
     """Return whether settings select a bundled checkpoint, whose answers about real documents are usually wrong."""
     return settings.model in BUNDLED and not settings.random_weights
+
+
+def warn_of_demonstration(settings: Settings) -> None:
+    """Warn a program, not a command, if settings select a bundled checkpoint."""
+    if is_demonstration(settings):
+        reads = "it reads the documents of `panscan samples`, and its answers about others are usually wrong"
+        why = reads if settings.model == "mini" else "its weights are random, and its answers mean nothing"
+        text = f"{settings.model} is a demonstration model: {why}; name another, such as google/gemma-3-4b-it"
+        warnings.warn(text, DemonstrationModelWarning, stacklevel=3)
 
 
 def mini_directory() -> Path:

@@ -23,7 +23,7 @@ from panscan.model.build import build_model, decoder_linears, set_computed_buffe
 from panscan.model.formats.bitsandbytes import BitsAndBytesScheme
 from panscan.model.formats.compressed import CompressedTensorsScheme
 from panscan.model.formats.gptq import AwqScheme, GptqScheme
-from panscan.model.formats.schemes import StoredScheme, unsupported_format
+from panscan.model.formats.schemes import StoredScheme, quantizations_in, unsupported_format
 from panscan.model.formats.tensors import MatrixTensors, StoredTensors, key_of, names_of
 from panscan.model.formats.torchao import TorchAoScheme
 from panscan.model.linear.multiply import device_reason
@@ -49,27 +49,23 @@ _UNUSED = (  # leaves of tensors that the model computes, or that belong to quan
     "prob_scale",
 )
 _BY_COLUMNS = ("o_proj", "down_proj")
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
-def stored_scheme(config: Mapping[str, Any] | Any, name: str) -> StoredScheme | None:
+def stored_scheme(config: Mapping[str, Any], name: str) -> StoredScheme | None:
     """Return the quantisation format of a checkpoint.
 
     None if it is unquantised, or if Transformers loads the format (bitsandbytes where it is installed).
 
     Args:
-        config: configuration of the checkpoint, as a mapping or a Transformers object.
+        config: contents of ``config.json``.
         name: name of the checkpoint, for messages.
 
     Raises:
         UnsupportedError: the format is not supported; the message names those that are.
         ModelError: the quantisation configuration is damaged.
     """
-    config = config if isinstance(config, Mapping) else config.to_dict()
-    text = config.get("text_config")
-    # Old versions of compressed-tensors store it under another name.
-    places = [config, text] if isinstance(text, Mapping) else [config]
-    fields = [part.get(name) for part in places for name in ("quantization_config", "compression_config")]
-    described = next((value for value in fields if value is not None), None)
+    described = next(quantizations_in(config), None)
     if described is None:
         return None
     if not isinstance(described, Mapping):
@@ -204,6 +200,8 @@ class StoredLoader:
 
     def _dense(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         key = key_of(name)
+        if key == _EMBEDDING and key not in self.tensors and self.config.tie_word_embeddings:
+            key = _HEAD  # some software stores this one of the two names
         if key not in self.tensors:
             raise ValueError(f"the tensor {name} is missing: download the checkpoint again")
         self._left.pop(key, None)

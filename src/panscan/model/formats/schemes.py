@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +20,8 @@ _READABLE = (
     " model"
 )
 """Supported alternatives, for error messages."""
+QUANTIZATION_FIELDS = ("quantization_config", "compression_config")
+"""Fields of ``config.json``; old versions of compressed-tensors wrote the second."""
 
 
 class StoredScheme(ABC):
@@ -73,6 +75,12 @@ def unsupported_format(what: str) -> UnsupportedError:
     return UnsupportedError(
         f"the checkpoint's weights are quantised as {what}, which panscan does not support: use {_READABLE}"
     )
+
+
+def quantizations_in(config: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the descriptions of a quantisation in the contents of ``config.json``, of the whole and of its decoder."""
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, Mapping)]
+    yield from (part[field] for part in parts for field in QUANTIZATION_FIELDS if part.get(field) is not None)
 
 
 def field_of(config: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:

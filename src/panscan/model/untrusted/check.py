@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,34 @@ from panscan.model.untrusted.fields import (
     check_shapes,
     check_tokenizer_config,
 )
-from panscan.model.untrusted.headers import StoredShape, key_of, read_header, weight_files
+from panscan.model.untrusted.headers import StoredShape, index_files, key_of, read_header, weight_files
 from panscan.model.untrusted.reading import DamagedFileError, checkpoint_entries, read_json, read_text
 from panscan.model.untrusted.template import MAX_TEMPLATE
 
 _JSON = ("added_tokens.json", "chat_template.json", "special_tokens_map.json", "tokenizer_config.json")
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-_ADAPTER = "adapter_config.json"
-_checked: dict[Path, tuple[object, ...]] = {}  # status of the files of each directory that passed
+_INDEX = "model.safetensors.index.json"
 
 
-def check_directory(directory: Path) -> None:
+@dataclass(frozen=True, slots=True, eq=False)
+class CheckedFiles:
+    """Contents of a checkpoint that passed :func:`check_directory`.
+
+    Args:
+        directory: its directory.
+        config: contents of ``config.json``.
+        tensors: type, shape and file of each stored tensor; empty if the weights are missing or not downloaded.
+    """
+
+    directory: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, StoredShape]
+
+
+_checked: dict[Path, tuple[object, CheckedFiles]] = {}  # status of the files of each directory that passed
+
+
+def check_directory(directory: Path) -> CheckedFiles:
     """Check the files of a checkpoint: kinds, sizes, JSON, and the configuration against the weights.
 
     A directory whose files have not changed is checked once per process.
@@ -37,12 +55,9 @@ def check_directory(directory: Path) -> None:
     """
     entries = checkpoint_entries(directory)
     state = tuple((name, status.st_mtime_ns, status.st_size, status.st_ino) for name, status in sorted(entries.items()))
-    if _checked.get(directory) == state:
-        return
-    if _ADAPTER in entries:
-        raise DamagedFileError(
-            f"{_ADAPTER}: adapters are not supported: merge it into the model, or remove this file if it is"
-        )
+    known = _checked.get(directory)
+    if known is not None and known[0] == state:
+        return known[1]
     objects = {name: read_json(directory / name) for name in (*_JSON, *_PROCESSORS) if name in entries}
     if "chat_template.jinja" in entries and len(read_text(directory / "chat_template.jinja")) > MAX_TEMPLATE:
         raise DamagedFileError(f"chat_template.jinja: more than {MAX_TEMPLATE:,} characters")
@@ -55,17 +70,22 @@ def check_directory(directory: Path) -> None:
     check_quantization(config)
     check_tokenizer_config(objects.get("tokenizer_config.json", {}))
     generation = read_json(directory / "generation_config.json") if "generation_config.json" in entries else {}
-    sets = [_tensors(directory, files) for files in weight_files(directory, entries)]
+    files = weight_files(directory, entries)
+    tensors = _tensors(directory, files)
+    if files and _INDEX in entries:
+        _check_index(index_files(directory / _INDEX), files, tensors)
     if config.get("model_type") in SUPPORTED:
         sizes = ConfigSizes.of(config)
         check_generation(generation, sizes)
         for name in _PROCESSORS:
             check_processor(name, objects.get(name, {}), sizes)
-        for tensors in sets:
+        if tensors:
             check_shapes(sizes, tensors)
     else:
         check_other_model(config)
-    _checked[directory] = state
+    checked = CheckedFiles(directory, config, tensors)
+    _checked[directory] = state, checked
+    return checked
 
 
 def template_file(directory: Path) -> str:
@@ -104,3 +124,12 @@ def _tensors(directory: Path, files: list[str]) -> Mapping[str, StoredShape]:
                 raise DamagedFileError(f"{file}: the tensors {other} and {name} refer to the same parameter")
             tensors[name] = facts
     return tensors
+
+
+def _check_index(named: Mapping[str, str], files: list[str], tensors: Mapping[str, StoredShape]) -> None:
+    """Check that the files of an index hold the tensors that it names; an index of other files is ignored."""
+    absent = sorted(name for name, file in named.items() if file in files and name not in tensors)
+    if absent:
+        raise DamagedFileError(
+            f"{named[absent[0]]}: {len(absent)} tensors of {_INDEX} are missing, e.g. {absent[0]}: download it again"
+        )

@@ -61,26 +61,44 @@ def key_of(name: str) -> str:
     return ".".join(segment for segment in name.split(".") if segment not in _LAYOUT_SEGMENTS)
 
 
-def weight_files(directory: Path, entries: Iterable[str]) -> list[list[str]]:
-    """Return the safetensors files of a checkpoint: those that its index names, and the single file.
+def weight_files(directory: Path, entries: Iterable[str]) -> list[str]:
+    """Return the safetensors files of a checkpoint: those that its index names, or else the single file.
 
     Args:
-        directory: directory of the checkpoint.
-        entries: names of its files.
+        directory: directory of the index.
+        entries: names of the checkpoint's files.
 
     Returns:
-        Complete sets of weights. With both an index and a single file there are two, because loaders differ in which
-        one they read. Without safetensors files, or if some are not downloaded, there are none.
+        Without safetensors files, or if some are not there, an empty list. An index without its files is ignored.
 
     Raises:
-        DamagedFileError: the index is damaged, or names a file outside the checkpoint.
+        DamagedFileError: the index is damaged, names a file outside the checkpoint, or there are both its files and a
+            single file, of which each loader would choose another.
     """
-    names, sets = frozenset(entries), []
-    if _INDEX in names:
-        listed = sorted(set(index_files(directory / _INDEX).values()))
-        sets.append(listed if all(file in names and file.endswith(".safetensors") for file in listed) else [])
-    sets.append([_SINGLE] if _SINGLE in names else [])
-    return [files for files in sets if files]
+    names = frozenset(entries)
+    single = [_SINGLE] if _SINGLE in names else []
+    if _INDEX not in names:
+        return single
+    listed = sorted(set(index_files(directory / _INDEX).values()))
+    if not listed or not all(file in names and file.endswith(".safetensors") for file in listed):
+        return single
+    if single and _SINGLE not in listed:
+        raise DamagedFileError(
+            f"two sets of weights: {_SINGLE}, and {listed[0]} with the other files of {_INDEX}: remove one of them"
+        )
+    return listed
+
+
+def missing_files(directory: Path, entries: Iterable[str]) -> str | None:
+    """Return which file of an index is missing; None without an index, or if its files are there.
+
+    Raises:
+        DamagedFileError: the index is damaged.
+    """
+    names = frozenset(entries)
+    files = set(index_files(directory / _INDEX).values()) if _INDEX in names else set()
+    absent = sorted(files - names)
+    return f"{_INDEX} names {absent[0]}, which is missing: download it again" if absent else None
 
 
 def index_files(path: Path) -> dict[str, str]:

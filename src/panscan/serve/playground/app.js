@@ -3,7 +3,7 @@
 import { AnswerCard, showCards, showStages } from "./answers.js";
 import { ApiError, ATTACHED, baseUrl, streamAnswer } from "./api.js";
 import { Connection } from "./connection.js";
-import { Documents } from "./document.js";
+import { Documents, FileError } from "./document.js";
 import { byId, say } from "./dom.js";
 import { clearFieldErrors, fieldOf, numberOf, showFieldError } from "./fields.js";
 import { buildKnobs, lockSwitch, readKnobs, setKnobs } from "./knobs.js";
@@ -17,7 +17,8 @@ let defaults = null;
 let running = null; // AbortController of the question that is being answered
 
 function showModel(model) {
-  const { reads_images: readsImages, pan_and_scan: settings, limits } = model.panscan;
+  const { reads_images: readsImages, pan_and_scan: settings, limits, demonstration } = model.panscan;
+  say(byId("caution"), demonstration ? cautionOf(model) : "");
   documents.maxMegabytes = limits.max_body_mb;
   byId("max_tokens").max = limits.max_output_tokens;
   if (defaults === null) setKnobs(settings);
@@ -28,8 +29,18 @@ function showModel(model) {
   say(byId("text-only"), readsImages ? "" : `${model.id} reads text only. Ask a question without a document.`);
 }
 
+function cautionOf({ id, root }) {
+  const why =
+    root === "tiny"
+      ? "Its weights are random, and its answers mean nothing."
+      : "It reads panscan's own sample documents (panscan samples); about other documents its answers are usually wrong.";
+  return `${id} is a demonstration model. ${why} Serve another model with --model, such as google/gemma-3-4b-it.`;
+}
+
 function showDocument() {
   const present = documents.file !== null;
+  byId("dismiss").hidden = !documents.rejected;
+  say(byId("ask-error"), "");
   byId("compare").disabled = !present;
   byId("compare").title = present ? "" : "Choose a document first.";
   if (!present) byId("compare").checked = false;
@@ -49,6 +60,10 @@ function readQuestion() {
   if (!question) return invalid("question", "Enter a question.");
   if (documents.reading) {
     say(byId("ask-error"), "The document is still being read. Ask again when it is shown.");
+    return null;
+  }
+  if (documents.rejected) {
+    say(byId("ask-error"), "The document could not be read, so nothing was asked. Choose another, or go on without one.");
     return null;
   }
   const body = { stream_options: { include_usage: true } };
@@ -168,14 +183,14 @@ async function openSample() {
     if (!response.ok) throw new Error();
     await documents.open(new File([await response.blob()], "sample.png", { type: "image/png" }));
   } catch {
-    connection.report(new ApiError(0, "The sample cannot be loaded: the server does not answer."));
+    documents.reject(new ApiError(0, "The sample cannot be loaded: the server does not answer."));
   }
 }
 
 function openOnly(files) {
   if (byId("file").disabled) return;
   if (files.length === 1) documents.open(files[0]);
-  else if (files.length > 1) say(byId("document-error"), `Choose one file at a time; got ${files.length}.`);
+  else if (files.length > 1) documents.reject(new FileError(`Choose one file at a time; got ${files.length}.`));
 }
 
 function hasFiles({ dataTransfer }) {
@@ -210,10 +225,12 @@ function listenForFiles() {
 function listen() {
   listenForFiles();
   byId("sample").addEventListener("click", openSample);
-  byId("remove").addEventListener("click", () => {
-    documents.remove();
-    byId("file").focus();
-  });
+  for (const id of ["remove", "dismiss"]) {
+    byId(id).addEventListener("click", () => {
+      documents.remove();
+      byId("file").focus();
+    });
+  }
   byId("previous").addEventListener("click", () => documents.turn(-1));
   byId("next").addEventListener("click", () => documents.turn(1));
   byId("reset").addEventListener("click", () => {

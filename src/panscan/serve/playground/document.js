@@ -22,6 +22,7 @@ export class Documents {
     this.pages = []; // those that the server drew
     this.count = 0; // pages of the document
     this.reading = false;
+    this.rejected = false; // whether the last document could not be read
     this.index = 0;
     this.request = new AbortController();
     this.timer = 0;
@@ -43,9 +44,18 @@ export class Documents {
       this.refresh();
     } catch (error) {
       if (signal.aborted) return;
-      this.#clear();
-      this.onError(error);
+      this.reject(error);
+      return;
     }
+    this.onChange();
+  }
+
+  /** Keep no document, because the chosen one cannot be read: the next question waits for another choice. */
+  reject(error) {
+    this.#restart();
+    this.#clear();
+    this.rejected = true;
+    this.onError(error);
     this.onChange();
   }
 
@@ -63,7 +73,7 @@ export class Documents {
     }
   }
 
-  /** Remove the document. */
+  /** Remove the document, or forget that it could not be read. */
   remove() {
     this.#restart();
     this.#clear();
@@ -108,7 +118,7 @@ export class Documents {
 
   #clear() {
     for (const { preview } of this.pages) URL.revokeObjectURL(preview);
-    Object.assign(this, { file: null, pages: [], count: 0, index: 0, reading: false });
+    Object.assign(this, { file: null, pages: [], count: 0, index: 0, reading: false, rejected: false });
     say(byId("document-error"), "");
     present("empty");
   }

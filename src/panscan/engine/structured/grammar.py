@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Collection
-from decimal import Decimal
-from math import lcm
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,8 @@ from numpy.typing import NDArray
 
 from panscan.core import SettingError
 from panscan.core.lru import LruCache
+from panscan.engine.structured.schemas import closed_schema
+from panscan.engine.structured.unique_names import QuoteTokens, UniqueNames
 
 _CACHED = 64  # compiled schemas; a batch job uses one
 _OPTIONS: Any = {  # no optional whitespace: a model could write it without end
@@ -34,8 +35,6 @@ _LIMITS = LLParserLimits(
     precompute_large_lexemes=False,
     verbose_errors=False,
 )
-_MOST_REMAINDERS = 100_000
-_MOST_DIGITS = 18
 _REASON_LENGTH = 300
 _UNSATISFIABLE = "no value satisfies the schema: loosen it"
 
@@ -48,13 +47,15 @@ class Constraint:
 
     Args:
         matcher: llguidance matcher, at the start of the answer.
+        tokenizer: the matcher's tokenizer.
+        quotes: its tokens with quotation marks.
 
     Raises:
         SettingError: no value satisfies the schema, or the schema is too complex.
     """
 
-    def __init__(self, matcher: LLMatcher) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, quotes: QuoteTokens) -> None:
+        self._matcher, self._tokenizer, self._names = matcher, tokenizer, UniqueNames(quotes)
         self.allowed = self._mask()
 
     def advance(self, token: int) -> None:
@@ -67,13 +68,16 @@ class Constraint:
             raise SettingError(
                 f"json_schema: the answer cannot continue with token {token}: {_rejection(self._matcher)}"
             )
+        self._names.advance(self._tokenizer.decode_bytes([token]))
         self.allowed = self._mask()
 
     def _mask(self) -> NDArray[np.uint8]:
         words = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise SettingError(f"json_schema: {_rejection(self._matcher)}")
-        mask: NDArray[np.uint8] = np.frombuffer(words, np.uint32).astype("<u4", copy=False).view(np.uint8)
+        mask: NDArray[np.uint8] = np.frombuffer(words, np.uint32).astype("<u4").view(np.uint8)
+        for token in [*self._names.repeating(mask)]:
+            mask[token // 8] &= ~(1 << token % 8) & 0xFF
         if not mask.any():
             raise SettingError("json_schema: no token of the model can continue the answer: loosen the schema")
         return mask
@@ -92,7 +96,6 @@ class Grammars:
     def __init__(self, tokenizer: Any, eos_ids: Collection[int]) -> None:
         self._source, self._eos_ids = tokenizer, sorted(eos_ids)
         self._lock = threading.Lock()
-        self._tokenizer: LLTokenizer | None = None
         self._compiled: LruCache[str, LLMatcher] = LruCache(_CACHED)
 
     def start(self, schema: str) -> Constraint:
@@ -108,22 +111,26 @@ class Grammars:
         with self._lock:
             if (matcher := self._compiled.get(schema)) is None:
                 grammar = _grammar_of(schema)
-                if self._tokenizer is None:
-                    backend = getattr(self._source, "backend_tokenizer", None)
-                    if backend is None:
-                        raise SettingError("json_schema: the checkpoint has no fast tokenizer: add its tokenizer.json")
-                    if not self._eos_ids:
-                        fix = "set eos_token_id in its configuration"
-                        raise SettingError(f"json_schema: the checkpoint has no end token: {fix}")
-                    try:
-                        self._tokenizer = LLTokenizer(backend.to_str(), eos_token=self._eos_ids)
-                    except ValueError as error:
-                        raise SettingError(f"json_schema: unsupported tokenizer: {_one_line(str(error))}") from error
-                matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+                tokenizer, _ = self._vocabulary
+                matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
                 if matcher.is_error():
                     raise SettingError(f"json_schema: {_rejection(matcher)}")
             self._compiled.put(schema, matcher)
-            return Constraint(matcher.deep_copy())
+            return Constraint(matcher.deep_copy(), *self._vocabulary)
+
+    @cached_property
+    def _vocabulary(self) -> tuple[LLTokenizer, QuoteTokens]:
+        backend = getattr(self._source, "backend_tokenizer", None)
+        if backend is None:
+            raise SettingError("json_schema: the checkpoint has no fast tokenizer: add its tokenizer.json")
+        if not self._eos_ids:
+            raise SettingError("json_schema: the checkpoint has no end token: set eos_token_id in its configuration")
+        try:
+            tokenizer = LLTokenizer(backend.to_str(), eos_token=self._eos_ids)
+        except ValueError as error:
+            raise SettingError(f"json_schema: unsupported tokenizer: {_one_line(str(error))}") from error
+        marks = [token for text, token in backend.get_vocab().items() if '"' in text or text == "<0x22>"]
+        return tokenizer, QuoteTokens({token: tokenizer.decode_bytes([token]) for token in marks})
 
 
 def check_schema(schema: str) -> None:
@@ -143,51 +150,16 @@ def _grammar_of(schema: str) -> str:
     Raises:
         SettingError: the schema allows no value, overrides panscan's options, or exceeds a limit.
     """
-    parsed = json.loads(schema, parse_float=Decimal)
-    if parsed is False:
+    closed = closed_schema(schema)
+    if closed is False:
         raise SettingError(f"json_schema: {_UNSATISFIABLE}")
-    if parsed is True:  # llguidance takes objects only
-        parsed, schema = {}, "{}"
-    if "x-guidance" in parsed:
+    closed = {} if closed is True else closed  # llguidance takes objects only
+    if "x-guidance" in closed:
         raise SettingError("json_schema: x-guidance is not supported; remove it")
-    _check_remainders(parsed)
     try:
-        return LLMatcher.grammar_from_json_schema(schema, overrides=_OPTIONS)
+        return LLMatcher.grammar_from_json_schema(json.dumps(closed), overrides=_OPTIONS)
     except ValueError as error:
         raise SettingError(f"json_schema: {_one_line(str(error))}") from error
-
-
-def _check_remainders(schema: Any) -> None:
-    """Bound the states of ``multipleOf``: one per remainder, which llguidance's limits do not count.
-
-    ``allOf`` may combine any of the values, so the bound uses their least common multiple.
-
-    Raises:
-        SettingError: the values need too many states, or have too many digits.
-    """
-    divisors: list[Decimal] = []
-    waiting = [schema]
-    while waiting:
-        part = waiting.pop()
-        if isinstance(part, dict):
-            value = part.get("multipleOf")
-            if isinstance(value, int | Decimal) and not isinstance(value, bool):
-                divisors.append(Decimal(value))
-            waiting += part.values()
-        elif isinstance(part, list):
-            waiting += part
-    if not divisors:
-        return
-    fits = all(value.is_finite() and abs(value.adjusted()) <= _MOST_DIGITS for value in divisors)
-    scale = max(0, *(-int(value.as_tuple().exponent) for value in divisors)) if fits else 0
-    if not fits or scale > 2 * _MOST_DIGITS:
-        raise SettingError("json_schema: a value of multipleOf has too many digits: round it")
-    remainders = lcm(*(int(value.scaleb(scale)) for value in divisors)) * len(divisors)
-    if remainders > _MOST_REMAINDERS:
-        raise SettingError(
-            f"json_schema: the values of multipleOf need {remainders:,} states, more than {_MOST_REMAINDERS:,};"
-            " use fewer or smaller values"
-        )
 
 
 def _rejection(matcher: LLMatcher) -> str:

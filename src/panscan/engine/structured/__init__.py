@@ -1,0 +1,1 @@
+"""Structured answers: grammars, and the masks of tokens that they allow."""
