@@ -19,7 +19,7 @@ BASE = {"model": "tiny", "pan_and_scan_max_num_crops": 4, "attention": "sdpa", "
 
 
 def build(directory: Path, grid: list[dict[str, Any]], latency: Callable[[dict[str, Any]], float]) -> Run:
-    """Cells of six repeats of two batches, which take ``latency(settings)`` and a tenth more, and start early or late."""
+    """Cells of six repeats, early or late, of two batches, which take ``latency(settings)`` and a tenth more."""
     cells = {f"c{number}": BASE | point for number, point in enumerate(grid)}
     records = [header(cells)]
     for cell, settings in cells.items():
