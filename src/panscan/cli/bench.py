@@ -120,6 +120,7 @@ def _sweep_plan(options: Options, more_images: tuple[str, ...]) -> SweepPlan:
         gpus_per_replica=options.gpus_per_replica,
         dataset=workload.dataset,
         quality_metric=workload.quality_metric(options.quality_metric),
+        max_accuracy_loss=options.max_accuracy_loss,
     )
     if options.dataset is not None:
         print_dataset(plan)

@@ -40,7 +40,7 @@ def read_json_schema(path: str | None, *, ignore_eos: bool = False) -> str | Non
     """
     if path is None:
         return None
-    from panscan.engine.structured.grammar import check_schema
+    from panscan.engine.structured.grammar import check_structure
 
     option = f"--json-schema {path}"
     try:
@@ -51,8 +51,7 @@ def read_json_schema(path: str | None, *, ignore_eos: bool = False) -> str | Non
     except UnicodeDecodeError as error:
         raise InputError(f"{option}: not UTF-8 text: save it as UTF-8") from error
     try:
-        Sampling(json_schema=text, ignore_eos=ignore_eos)
-        check_schema(text)
+        check_structure(Sampling(json_schema=text, ignore_eos=ignore_eos))
     except SettingError as error:
         raise SettingError(f"{option}: {str(error).removeprefix('json_schema').lstrip(': ')}") from error
     return text

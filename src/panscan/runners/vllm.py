@@ -35,7 +35,7 @@ from panscan.core import (
     now,
 )
 from panscan.core.errors import brief
-from panscan.core.sampling import FILTERS
+from panscan.core.sampling import FILTERS, STRUCTURED
 from panscan.images.views import ViewPlan
 from panscan.model.adapters import write_merged
 from panscan.model.bundled import bundled_directory
@@ -277,7 +277,7 @@ def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
         SettingError: vLLM does not support an option of the request.
     """
     filters = {name: off[0] for name, off in FILTERS.items() if name in _VLLM_FILTERS} | sampling.filters()
-    for name in ("json_schema", *(filters.keys() - _VLLM_FILTERS)):
+    for name in (*STRUCTURED, *(filters.keys() - _VLLM_FILTERS)):
         if getattr(sampling, name) is not None:
             raise SettingError(f"runner vllm: {name} is not supported; use the runner engine")
     return {

@@ -461,7 +461,7 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
         metavar="MS",
     )
     min_quality: float | None = option(
-        None, "Measurement", "Minimum quality, 0 to 1.", "recommend", range=Range(ge=0, le=1), metavar="SHARE"
+        None, "Measurement", "Accuracy to be shown, 0 to 1.", "recommend", range=Range(ge=0, le=1), metavar="SHARE"
     )
     quality_metric: str | None = option(
         None,
@@ -471,6 +471,15 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
         metavar="NAME",
         rare=True,
         by_verb={"recommend report": _RUN_METRIC},
+    )
+    max_accuracy_loss: float | None = option(
+        None,
+        "Measurement",
+        "Accuracy loss to rule out, points (default 2).",
+        "bench recommend report",
+        range=Range(gt=0, le=50),
+        metavar="POINTS",
+        rare=True,
     )
     allow_different: tuple[str, ...] = option(
         (), "Measurement", "Id of a cell to allow whatever its verdict; repeatable.", "recommend", metavar="CELL"
