@@ -289,6 +289,35 @@ def test_answers_satisfy_a_json_schema(client: openai.OpenAI) -> None:
     assert found.keys() == {"total", "paid"} and isinstance(found["paid"], bool) and len(found["total"]) <= 8
 
 
+YES = {"const": "yes"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object", "schema": YES}},
+        {"response_format": {"type": "json_object", "value": YES}},
+        {"response_format": {"type": "json", "value": YES}},
+        {"response_format": {"type": "regex", "value": '"y(es)"'}},
+        {"structured_outputs": {"json": YES}},
+        {"structured_outputs": {"json": json.dumps(YES), "regex": None}},
+        {"structured_outputs": {"regex": '"yes"'}},
+        {"structured_outputs": {"choice": ['"yes"']}},
+        {"structured_outputs": {"grammar": 'root ::= "\\"yes\\""'}},
+        {"guided_json": YES},
+        {"guided_regex": '"yes"', "guided_decoding_backend": None},
+        {"guided_choice": ['"yes"']},
+        {"guided_grammar": 'start: /"yes"/'},
+    ],
+    ids=json.dumps,
+)
+def test_every_spelling_of_structured_output_is_understood(server: Server, fields: dict[str, Any]) -> None:
+    [choice] = chat(server, user("Hi"), max_tokens=20, **fields).json()["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ('"yes"', "stop")
+    [choice] = post(server, "/v1/completions", {"prompt": "Hi", "max_tokens": 20, **fields}).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ('"yes"', "stop")
+
+
 def test_an_upload_is_the_same_as_a_data_url(server: Server) -> None:
     crops = {"pan_and_scan_min_crop_size": 100, "pan_and_scan_max_num_crops": 2}
     fields = {"max_tokens": TOKENS, "mm_processor_kwargs": crops}
@@ -312,6 +341,59 @@ def test_tokenize_matches_the_engine(server: Server, engine: Engine, tmp_path: P
     }
     raw, *_ = engine.count(Request("Hi", raw=True))
     assert post(server, "/tokenize", {"prompt": "Hi"}).json()["tokens"] == raw
+
+
+def test_an_image_of_low_detail_is_one_view(server: Server, engine: Engine) -> None:
+    kwargs = {"pan_and_scan_min_crop_size": 50, "pan_and_scan_max_num_crops": 6}
+    settings = PanAndScan(min_crop_size=50, max_num_crops=6)
+
+    def counts(*details: str) -> tuple[int, int]:
+        url = data_url(PNG)
+        parts: list[Any] = [{"type": "image_url", "image_url": {"url": url, "detail": detail}} for detail in details]
+        asked = {"messages": user(*parts, QUESTION), "max_tokens": 1, "mm_processor_kwargs": kwargs}
+        usage = post(server, "/v1/chat/completions", asked).json()["usage"]
+        found = post(server, "/tokenize", {name: asked[name] for name in ("messages", "mm_processor_kwargs")}).json()
+        assert (found["count"], found["views"]) == (usage["prompt_tokens"], usage["views"])
+        return found["count"], found["views"]
+
+    ids, _, views = engine.count(Request(QUESTION, [RECEIPT.image], pan_and_scan=settings))
+    assert counts("high") == counts("auto") == (len(ids), views) and views > 1
+    assert counts("low") == (
+        len(engine.count(Request(QUESTION, [RECEIPT.image], pan_and_scan=PanAndScan(False)))[0]),
+        1,
+    )
+    assert counts("low", "high")[1] == counts("high", "low")[1] == views + 1
+
+
+NEUTRAL_FIELDS: dict[str, Any] = {
+    "skip_special_tokens": True,
+    "length_penalty": 1.0,
+    "use_beam_search": False,
+    "add_generation_prompt": True,
+    "chat_template_kwargs": {},
+    "return_token_ids": False,
+    "min_tokens": 0,
+    "user": "me",
+    "safety_identifier": "me",
+    "prompt_cache_key": "all",
+}
+CHANGING_FIELDS: dict[str, Any] = {
+    "skip_special_tokens": False,
+    "length_penalty": 2,
+    "use_beam_search": True,
+    "add_generation_prompt": False,
+    "chat_template_kwargs": {"tools_in_user_message": True},
+    "min_tokens": 4,
+    "cache_salt": "x",
+}
+
+
+def test_fields_that_change_nothing_are_accepted(server: Server) -> None:
+    messages = [{"role": "user", "name": "Ada", "content": "Hi"}]
+    plain, neutral = (chat(server, messages, max_tokens=4, **fields).json() for fields in ({}, NEUTRAL_FIELDS))
+    assert plain["choices"] == neutral["choices"]
+    for name, value in CHANGING_FIELDS.items():
+        assert name in refused(chat(server, messages, max_tokens=4, **{name: value}), 400, name)
 
 
 def test_views_are_those_of_the_upright_image(server: Server, engine: Engine) -> None:
@@ -407,6 +489,13 @@ SCHEMA = {"type": "json_schema"}
         ({"messages": [{"role": "system", "content": "a"}]}, "messages"),
         ({"response_format": SCHEMA | {"json_schema": {"name": "a", "schema": {"not": {}}}}}, "response_format"),
         ({"frequency_penalty": 1.0}, "frequency_penalty"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_json": {}, "response_format": {"type": "json_object"}}, "guided_json"),
+        ({"response_format": {"type": "json_object", "value": "a"}}, "response_format"),
+        ({"response_format": {"type": "regex", "schema": {}}}, "response_format"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

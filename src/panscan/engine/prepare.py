@@ -30,9 +30,9 @@ from panscan.images.files import Page, PageBytes, image_size, in_memory, open_pi
 from panscan.images.page_levels import copy_levels
 from panscan.images.pixels import PixelSpec
 from panscan.images.pool import PageLevels
-from panscan.images.views import ViewPlan, plan_views
+from panscan.images.views import ViewPlan, plan_views, view_settings
 from panscan.model.checkpoint import Loaded
-from panscan.model.inputs import images_of, plan_sizes
+from panscan.model.inputs import images_of, plan_images, plan_sizes
 from panscan.model.phases import phase
 
 _KNOWN_FILES = 4096
@@ -96,9 +96,9 @@ class Preparer:
         with record_waits(state.stamps.waits):
             images = images_of(state.request)
             sizes = [image_size(image, state.deadline) for image in images]
-            views = sum(len(plan_views(*size, state.request.pan_and_scan).views) for size in sizes)
-            self._reader.prompts.check_length(state.request, views)
             request = replace(state.request, images=images)
+            views = sum(len(plan.views) for plan in plan_images(request, sizes))
+            self._reader.prompts.check_length(request, views)
             view_bytes = 3 * self._spec.size**2 * self._pixel_bytes
             decoded_bytes = DECODED_BYTES * sum(width * height for width, height in sizes)
             memory, on_gpu = self.document_memory if documents else self.memory, self.pixel_memory
@@ -167,7 +167,10 @@ class Preparer:
         if state.ended:
             return []
         with self._counted(), phase("load"):
-            read = [self._read(image, request.pan_and_scan, state.deadline) for image in request.images]
+            read = [
+                self._read(image, view_settings(image, request.pan_and_scan), state.deadline)
+                for image in request.images
+            ]
         state.stamps.loaded = now()
         return read
 
@@ -175,10 +178,9 @@ class Preparer:
         """Set the fields of a request whose images are read, unless it has ended."""
         if not state.ended:
             with self._counted(), phase("preprocess"), native_work():
-                if (schema := state.request.sampling.json_schema) is not None:
-                    if state.observation is not None:
-                        raise SettingError("json_schema: not supported in observed requests; remove it")
-                    state.constraint = self._grammars.start(schema)
+                state.constraint = self._grammars.start(state.request.sampling)
+                if state.constraint is not None and state.observation is not None:
+                    raise SettingError("observed requests support no structured answers: remove the schema or grammar")
                 plans, prompt = plan_sizes(request, [image.size for image in read], self._reader)
                 keys, request_views = self._request_views(state.request, read, plans)
                 state.forget = self._intake.forget

@@ -12,7 +12,7 @@ from msgspec.structs import asdict
 from panscan.core import PanAndScan, Request, Sampling, SettingError
 from panscan.core.deadline import Deadline
 from panscan.core.option import shorten
-from panscan.images.views import PUBLISHED_COST, PromptCost, plan_views
+from panscan.images.views import PUBLISHED_COST, PromptCost, plan_views, view_settings
 from panscan.serve.admission import Pool
 from panscan.serve.client import RequestWork
 from panscan.serve.media import MediaFile, MediaReader
@@ -160,7 +160,8 @@ class RequestBuilder:
                     continue
                 if len(documents) >= self._options.max_images:
                     raise FieldError(f"messages: at most {self._options.max_images} images per request", "messages")
-                document = self._media.read(part.url, uploads, f"image {len(documents) + 1}", deadline)
+                name = f"image {len(documents) + 1}"
+                document = self._media.read(part.url, uploads, name, deadline, one_view=part.one_view)
                 documents.append(document)
                 if sum(document.size for document in documents) > self._options.max_body_mb * 1e6:
                     most = f"{self._options.max_body_mb:g} MB"
@@ -191,7 +192,11 @@ class RequestBuilder:
             FieldError: the pan-and-scan settings do not fit a document (see :func:`panscan.images.views.split`).
         """
         try:
-            plans = [plan_views(*size, pan_and_scan, self.cost) for document in documents for size in document.sizes]
+            plans = [
+                plan_views(*size, view_settings(page, pan_and_scan), self.cost)
+                for document in documents
+                for page, size in zip(document.pages, document.sizes, strict=True)
+            ]
         except SettingError as error:
             raise FieldError(str(error), "mm_processor_kwargs") from error
         tokens = sum(plan.prompt_tokens for plan in plans) + characters // _CHARACTERS_PER_TOKEN
