@@ -15,6 +15,7 @@ import torch
 from transformers import GenerationConfig, StoppingCriteriaList, pipeline
 
 from panscan.core import Request, Result, SettingError, Stamps, UnsupportedError, now
+from panscan.core.sampling import STRUCTURED
 from panscan.images.views import plan_views
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import DecodedRequest, Prepared, read_images
@@ -88,7 +89,7 @@ class PipelineRunner(GenerateRunner):
             processor.chat_template = template
 
     def _one(self, request: Request) -> Result:
-        sampling = one_sampling([request], "pipeline", "stop", "stop_token_ids", "logprobs", "json_schema")
+        sampling = one_sampling([request], "pipeline", "stop", "stop_token_ids", "logprobs", *STRUCTURED)
         stamps = Stamps(accepted=now())
         read = read_images(request)
         stamps.loaded = now()
