@@ -44,14 +44,12 @@ from panscan.model.checkpoint import Reader, load_meta_model
 from panscan.model.hub import model_source
 from panscan.model.inputs import DecodedRequest, plan_request, read_images
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
-from panscan.model.observation import ForcedTokens, Observation
+from panscan.model.observation import TOP_LOGPROBS, ForcedTokens, Observation
 from panscan.model.prompt import Prompt
 from panscan.runners.base import Runner, check_interpreted, processor_rounding
 from panscan.settings import Settings
 
 _RESET_TRIES = 10
-TOP_LOGPROBS = 20
-"""Log-probabilities per position for the verdict; vLLM's default limit."""
 _SHARES = {"cuda": 0.9, "cpu": 0.4}  # vLLM's share of a device's memory; the verdict's output matrix needs some too
 _IMAGES = 16  # maximum per prompt
 _LONGEST = 32_768  # tokens per request: vLLM reserves memory for a request of the full context length
