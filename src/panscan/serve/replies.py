@@ -66,7 +66,11 @@ _TYPES = {
 }
 
 
-_PARAMS = {"json_schema": "response_format", "messages": "messages"}  # fields by the prefix of the engine's errors
+_PARAMS = {
+    "json_schema": "response_format",
+    "logit_bias": "logit_bias",
+    "messages": "messages",
+}  # fields by the prefix of the engine's errors
 
 
 def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
