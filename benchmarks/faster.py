@@ -13,8 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import table
-from panscan.analysis.accuracy import paired_difference, points_text
+from benchmarks.markdown import accuracies, table
 from panscan.analysis.cells import measured_rows
 from panscan.records.store import read_run
 
@@ -499,18 +498,16 @@ def _accuracy(weights: str) -> str:
     variants = _record("quantization-mini")["variants"]
     found = variants[weights]
     groups = f", {weights.partition(', ')[2]}" if weights.startswith("int4") else ""
-    return f"{found['verdict']['verdict']}; {_points(found, variants['unquantised'])} points{groups}"
+    return f"{found['verdict']['verdict']}; {_points(variants, weights, 'unquantised')}{groups}"
 
 
 def _task_cost(variant: str) -> str:
     variants = _record("task-cost")["variants"]
-    return f"{_points(variants[variant], variants['reference'])} points"
+    return f"{_points(variants, variant, 'reference')}"
 
 
-def _points(variant: dict[str, Any], base: dict[str, Any]) -> str:
-    pairs = zip(variant["exact_match"], base["exact_match"], strict=True)
-    found = paired_difference([ours - theirs for ours, theirs in pairs])
-    return f"{points_text(found.value)} ({points_text(found.low)} to {points_text(found.high)})"
+def _points(variants: dict[str, Any], name: str, base: str) -> str:
+    return accuracies(variants, base)[name].short_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,8 @@ def machine(run: Run) -> str:
         f"{len(facts.gpus)} x {gpu.name} (driver {gpu.driver}) and {facts.cpu},"
         f" torch {facts.packages['torch']}, transformers {facts.packages['transformers']}, Python {facts.python},"
         f" {run.header.created[:10]};"
-        f" {kept.requests} requests per cell, {counted(kept.repeats or 0, 'repeat')};"
+        f" {kept.requests} requests per cell, {counted(kept.repeats or 0, 'repeat')}"
+        f"{' (measured once: no interval)' if kept.repeats == 1 else ''};"
         " ~ has too few samples for 99% confidence."
         f" Record: `benchmarks/records/{run.path.parent.name}`. Command: `{command}`"
     )

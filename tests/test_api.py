@@ -26,6 +26,7 @@ import panscan
 from panscan import PanAndScan, Request, Sampling
 from panscan.core import SettingError, now
 from panscan.core.process import import_uncollected, worker_command
+from panscan.core.sampling import STRUCTURED
 from panscan.model.inputs import read_images
 from panscan.workload.samples import write_samples
 
@@ -179,8 +180,8 @@ def test_whatever_a_sampling_is_given_is_of_its_type_or_refused(value: Any, item
         float(value or 0)  # what the sampler makes of it
     elif item.name == "ignore_eos":
         assert type(value) is bool
-    elif item.name == "json_schema":
-        assert value is None
+    elif item.name in STRUCTURED:
+        assert value is None or item.name in ("regex", "grammar")
     elif item.name == "logit_bias":
         assert value is None or value == {}
     else:

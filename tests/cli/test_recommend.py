@@ -49,7 +49,7 @@ def test_the_choice_is_shown_with_its_reason_costs_and_the_others(
     settings = "sdpa attention, batch size 4, device cuda:1, fixed output length, up to 32 new tokens"
     speeds = "1.96 requests/s; with flash_attention_2 attention (which changes the answers), 10.0 requests/s."
     assert lines[0] == f"Use {settings}: {speeds}"
-    assert lines[1].startswith("Reason: 1.96 requests/s (95%: ")
+    assert lines[1].startswith("Reason: 1.96 requests/s, ")
     assert "p95 E2E 520 ms, within 2000 ms; close (KL 3.10x" in lines[1]
     assert lines[2] == "Runner-up: eager attention"
     assert any(line.startswith("Faster but rejected: flash_attention_2 attention, 10.0 req") for line in lines)

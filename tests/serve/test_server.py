@@ -291,6 +291,35 @@ def test_answers_satisfy_a_json_schema(client: openai.OpenAI) -> None:
     assert found.keys() == {"total", "paid"} and isinstance(found["paid"], bool) and len(found["total"]) <= 8
 
 
+YES = {"const": "yes"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object", "schema": YES}},
+        {"response_format": {"type": "json_object", "value": YES}},
+        {"response_format": {"type": "json", "value": YES}},
+        {"response_format": {"type": "regex", "value": '"y(es)"'}},
+        {"structured_outputs": {"json": YES}},
+        {"structured_outputs": {"json": json.dumps(YES), "regex": None}},
+        {"structured_outputs": {"regex": '"yes"'}},
+        {"structured_outputs": {"choice": ['"yes"']}},
+        {"structured_outputs": {"grammar": 'root ::= "\\"yes\\""'}},
+        {"guided_json": YES},
+        {"guided_regex": '"yes"', "guided_decoding_backend": None},
+        {"guided_choice": ['"yes"']},
+        {"guided_grammar": 'start: /"yes"/'},
+    ],
+    ids=json.dumps,
+)
+def test_every_spelling_of_structured_output_is_understood(server: Server, fields: dict[str, Any]) -> None:
+    [choice] = chat(server, user("Hi"), max_tokens=20, **fields).json()["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ('"yes"', "stop")
+    [choice] = post(server, "/v1/completions", {"prompt": "Hi", "max_tokens": 20, **fields}).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ('"yes"', "stop")
+
+
 def test_an_upload_is_the_same_as_a_data_url(server: Server) -> None:
     crops = {"pan_and_scan_min_crop_size": 100, "pan_and_scan_max_num_crops": 2}
     fields = {"max_tokens": TOKENS, "mm_processor_kwargs": crops}
@@ -463,6 +492,13 @@ SCHEMA = {"type": "json_schema"}
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 101}}, "logit_bias"),
         ({"logit_bias": {"9999999": 1}}, "logit_bias"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_json": {}, "response_format": {"type": "json_object"}}, "guided_json"),
+        ({"response_format": {"type": "json_object", "value": "a"}}, "response_format"),
+        ({"response_format": {"type": "regex", "schema": {}}}, "response_format"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

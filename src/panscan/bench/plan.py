@@ -61,6 +61,7 @@ class SweepPlan:
         gpus_per_replica: GPUs of each copy; with a larger tensor parallel size, each has as many as that.
         dataset: what became of the questions of a dataset.
         quality_metric: the metric that is the run's quality; None without answers.
+        max_accuracy_loss: the loss of accuracy that decisions exclude, in points; None for the default.
 
     Raises:
         SettingError: more than :data:`MAX_MEASUREMENTS` repeats in all.
@@ -82,6 +83,7 @@ class SweepPlan:
     gpus_per_replica: int = 1
     dataset: DatasetFacts | None = None
     quality_metric: str | None = None
+    max_accuracy_loss: float | None = None
 
     def __post_init__(self) -> None:
         if not self.verify and self.reference is not None:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from panscan.analysis.accuracy import cost_columns
+from panscan.analysis.accuracy import accuracy_columns
+from panscan.analysis.cells import measured_rows
 from panscan.analysis.summary import write_summary
 from panscan.bench.grid import Cell
 from panscan.bench.plan import Observer, SweepPlan
@@ -143,7 +144,7 @@ def check_plan(plan: SweepPlan) -> None:
 def finish(directory: Path) -> Run:
     """Read a run's records back and write what is derived from them."""
     run = read_run(directory)
-    write_summary(run, directory / "summary.csv", cost_columns(run))
+    write_summary(run, directory / "summary.csv", accuracy_columns(run, measured_rows(run)))
     return run
 
 
@@ -216,7 +217,7 @@ def check_same_machine(run: Run) -> None:
     for name, now in fingerprints(weights).items():
         if weights[name] != now:
             raise RecordsError(
-                f"--resume {run.path.parent}: the bundled model {name} has changed since the run began"
+                f"--resume {run.path.parent}: the weights of {name} have changed since the run began"
                 f" (weights {weights[name] or 'of an older version'}, now {now}): start a new run"
             )
 
@@ -251,6 +252,7 @@ def header(plan: SweepPlan, command: Sequence[str]) -> RunRecord:
         reference=plan.reference,
         dataset=plan.dataset,
         quality_metric=plan.quality_metric,
+        max_accuracy_loss=plan.max_accuracy_loss,
         **{name: getattr(plan, name) for name in (*_PLAN, *_VERIFY)},
     )
     return new_run_record(command, settings, [_recorded_cell(cell) for cell in plan.cells], bundled)

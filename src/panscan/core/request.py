@@ -98,6 +98,8 @@ class Request:
         sampling: sampling of output tokens.
         id: kept in the result and in records.
         max_pages: pages of one image file at most; a file with more fails the request.
+        template_kwargs: further variables of the chat template, as in Transformers' ``apply_chat_template``. With a
+            ``prompt``, the parts of the user's turn have these keys, too, as TranslateGemma expects its languages.
 
     Raises:
         SettingError: a field of another type, or fields that exclude each other.
@@ -112,6 +114,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     id: str = ""
     max_pages: int = MAX_PAGES
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, kind, optional in _FIELDS:
@@ -126,6 +129,8 @@ class Request:
             raise SettingError("messages hold the whole conversation: system and raw do not go with them")
         if self.raw and self.system is not None:
             raise SettingError("system is not supported with a raw prompt, which has no turns")
+        if self.raw and self.template_kwargs:
+            raise SettingError("template_kwargs are not supported with a raw prompt, which has no template")
 
 
 def checked_request(request: object) -> Request:
@@ -157,6 +162,7 @@ _FIELDS = (
     ("pan_and_scan", PanAndScan, False),
     ("sampling", Sampling, False),
     ("id", str, False),
+    ("template_kwargs", Mapping, False),
 )
 """Fields of a request: name, type, whether None means that it is omitted."""
 

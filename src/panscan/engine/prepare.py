@@ -179,10 +179,9 @@ class Preparer:
         """Set the fields of a request whose images are read, unless it has ended."""
         if not state.ended:
             with self._counted(), phase("preprocess"), native_work():
-                if (schema := state.request.sampling.json_schema) is not None:
-                    if state.observation is not None:
-                        raise SettingError("json_schema: not supported in observed requests; remove it")
-                    state.constraint = self._grammars.start(schema)
+                state.constraint = self._grammars.start(state.request.sampling)
+                if state.constraint is not None and state.observation is not None:
+                    raise SettingError("observed requests support no structured answers: remove the schema or grammar")
                 plans, prompt = plan_sizes(request, [image.size for image in read], self._reader)
                 keys, request_views = self._request_views(state.request, read, plans)
                 state.forget = self._intake.forget

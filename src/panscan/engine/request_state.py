@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -24,6 +25,7 @@ from panscan.core import (
 )
 from panscan.core.deadline import Deadline
 from panscan.core.errors import brief
+from panscan.core.sampling import STRUCTURED
 from panscan.engine.detokenizer import Detokenizer
 from panscan.engine.image_memory import Share
 from panscan.engine.scheduling.batch import SampledToken, SamplingRow, Sequence
@@ -127,7 +129,7 @@ class RequestState:
         text: detokenizer of the answer; set by preparation.
         memory: share of the image memory that holds the pixels.
         forget: drops pixels in the model runner; set by preparation.
-        constraint: tokens that the JSON schema allows next; set by preparation; None: all tokens.
+        constraint: tokens that the schema or grammar allows next; set by preparation; None: all tokens.
         logprobs: log-probabilities of the output tokens, if requested.
         ended: whether the result was delivered.
         deadline: abandoned at the end of the request, so that its preparation stops.
@@ -177,7 +179,8 @@ class RequestState:
         token_ids = self.sequence.ids if sampling.penalised else None
         allowed = None
         if self.constraint is not None:
-            sampling = replace(sampling, json_schema=None)  # ranks need only the mask; a schema may have 64 KiB
+            off: dict[str, Any] = dict.fromkeys(STRUCTURED)  # ranks need only the mask, not up to 64 KiB
+            sampling = replace(sampling, **off)
             allowed = self.constraint.allowed
         position = len(self.sequence.ids) - self.sequence.prompt_tokens
         return SamplingRow(sampling, self.seed, position, token_ids, allowed)
@@ -221,7 +224,7 @@ class RequestState:
             full: whether the answer has reached its maximum length.
 
         Raises:
-            SettingError: the JSON schema allows no further token; this one has been delivered.
+            SettingError: the schema or grammar allows no further token; this one has been delivered.
             BaseException: whatever ``on_event`` raises.
         """
         assert self.text is not None and self.sequence is not None  # it is prepared

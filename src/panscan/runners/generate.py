@@ -11,6 +11,7 @@ from transformers import CompileConfig, GenerationConfig, StoppingCriteriaList
 
 from panscan.core import Request, Result, Sampling, SettingError, Stamps, now
 from panscan.core.request import request_list
+from panscan.core.sampling import STRUCTURED
 from panscan.engine.detokenizer import Detokenizer
 from panscan.model.bundled import warn_of_demonstration
 from panscan.model.checkpoint import Loaded
@@ -173,7 +174,7 @@ class GenerateRunner(Runner):
     @torch.no_grad()
     def run(self, batch: Sequence[Request]) -> list[Result]:
         """Answer one batch in one ``generate()`` call. All requests must have the same sampling settings."""
-        sampling = one_sampling(batch, "generate", "logprobs", "json_schema")
+        sampling = one_sampling(batch, "generate", "logprobs", *STRUCTURED)
         stamps = Stamps(accepted=now())
         with phase("load"):
             read = [read_images(request) for request in batch]

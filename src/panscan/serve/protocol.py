@@ -27,6 +27,14 @@ _DECODER = msgspec.json.Decoder(bytes)
 _LONGEST_SHOWN = 100  # characters of a client's name in a message
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)  # matches at every quote: linear work
 
+PARAMS = {
+    "max_new_tokens": "max_tokens",
+    "json_schema": "response_format",
+    "messages": "messages",
+    "logit_bias": "logit_bias",
+    **dict.fromkeys(("regex", "choice", "grammar"), "structured_outputs"),
+}
+"""Fields of a body by the name that begins an error of the engine."""
 MOST_PARTS = 4096
 """Maximum number of parts over all messages."""
 
@@ -132,6 +140,11 @@ class ChatMessage(Body):
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
 
 
+_Text = Annotated[str, Meta(min_length=1)]
+_Schema = dict[str, Any] | bool | _Text
+_Choice = Annotated[list[_Text], Meta(min_length=1, max_length=4096)]
+
+
 class _JsonSchema(Body):
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
     schema: dict[str, Any] | bool
@@ -140,20 +153,68 @@ class _JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """The format of the answer: any text, any JSON object, or JSON that matches a schema."""
+    """The format of the answer: any text, any JSON object, or JSON that matches a schema.
 
-    type: Literal["text", "json_object", "json_schema"]
+    ``schema`` is llama.cpp's spelling; ``value`` that of Hugging Face's inference server, as are two types.
+    """
+
+    type: Literal["text", "json_object", "json_schema", "json", "regex"]
     json_schema: _JsonSchema | None = None
+    schema: dict[str, Any] | bool | None = None
+    value: dict[str, Any] | bool | str | None = None
 
     def __post_init__(self) -> None:
+        given = [value for value in (self.json_schema, self.schema, self.value) if value is not None]
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("json_schema and type 'json_schema' require each other")
+        if len(given) > 1 or (self.type == "text" and given):
+            raise ValueError("give one of json_schema, schema and value, and none for text")
+        if isinstance(self.value, str) != (self.type == "regex") or (self.type == "json" and not given):
+            raise ValueError("value must be a text for type 'regex', and a JSON schema for other types")
 
     @property
-    def schema_text(self) -> str | None:
-        """The JSON schema of the answer; None for plain text."""
-        schema: Any = {"type": "object"} if self.json_schema is None else self.json_schema.schema
-        return None if self.type == "text" else json.dumps(schema)
+    def structure(self) -> dict[str, Any]:
+        """The format as fields of :class:`panscan.core.Sampling`."""
+        if self.type in ("text", "regex"):
+            return _structure(None, self.value if isinstance(self.value, str) else None)
+        given = (self.schema, self.value, None if self.json_schema is None else self.json_schema.schema)
+        return _structure(next((schema for schema in given if schema is not None), {"type": "object"}))
+
+
+class StructuredOutputs(Body):
+    """vLLM's constraints on the answer."""
+
+    NEUTRAL: ClassVar = {
+        "disable_any_whitespace": (True, False),
+        "disable_additional_properties": (True, False),
+        "disable_fallback": (True, False),
+        "whitespace_pattern": (),
+        "structural_tag": (),
+    }
+
+    json: _Schema | None = None
+    regex: _Text | None = None
+    choice: _Choice | None = None
+    grammar: _Text | None = None
+    json_object: bool = False
+
+    @property
+    def structure(self) -> dict[str, Any]:
+        """The constraints as fields of :class:`panscan.core.Sampling`."""
+        schema = {"type": "object"} if self.json_object and self.json is None else self.json
+        return _structure(schema, self.regex, self.choice, self.grammar)
+
+
+def _structure(
+    schema: dict[str, Any] | bool | str | None,
+    regex: str | None = None,
+    choice: list[str] | None = None,
+    grammar: str | None = None,
+) -> dict[str, Any]:
+    """Return the constraints that are given as fields of :class:`panscan.core.Sampling`."""
+    text = schema if schema is None or isinstance(schema, str) else json.dumps(schema)
+    values = {"json_schema": text, "regex": regex, "choice": choice and tuple(choice), "grammar": grammar}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 class _StreamOptions(Body):
@@ -179,6 +240,8 @@ class SamplingFields(Body):
         "service_tier": ("auto", "default"),
         "echo": (False,),
         "suffix": (),
+        "guided_decoding_backend": (),
+        "guided_whitespace_pattern": (),
         "use_beam_search": (False,),
         "length_penalty": (1, 1.0),
         "min_tokens": (0,),
@@ -209,6 +272,11 @@ class SamplingFields(Body):
     n: Annotated[int, Meta(ge=1)] = 1
     ignore_eos: bool = False
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: _Schema | None = None
+    guided_regex: _Text | None = None
+    guided_choice: _Choice | None = None
+    guided_grammar: _Text | None = None
     user: _Unused = None
     safety_identifier: _Unused = None
     prompt_cache_key: _Unused = None
@@ -226,6 +294,28 @@ class SamplingFields(Body):
     def output_tokens(self) -> int | None:
         """Maximum number of output tokens; None: as many as the server allows."""
         return self.max_tokens
+
+    @property
+    def structure(self) -> dict[str, Any]:
+        """The constraint on the answer as a field of :class:`panscan.core.Sampling`; empty if there is none.
+
+        Raises:
+            FieldError: there are several.
+        """
+        given = [
+            ("response_format", {} if self.response_format is None else self.response_format.structure),
+            ("structured_outputs", {} if self.structured_outputs is None else self.structured_outputs.structure),
+            ("guided_json", _structure(self.guided_json)),
+            ("guided_regex", _structure(None, self.guided_regex)),
+            ("guided_choice", _structure(None, None, self.guided_choice)),
+            ("guided_grammar", _structure(None, None, None, self.guided_grammar)),
+        ]
+        fields = [(param, item) for param, structure in given for item in structure.items()]
+        if len(fields) > 1:
+            (first, (one, _)), (second, (other, _)), *_ = fields
+            names = f"{first}.{one} and {other}" if first == second else f"{first} and {second}"
+            raise FieldError(f"{names} exclude each other: give one of them", second)
+        return dict(item for _, item in fields)
 
     @property
     def logprobs_per_token(self) -> int | None:
@@ -256,7 +346,7 @@ class SamplingFields(Body):
             "logit_bias": _biases(self.logit_bias),
             "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             "stop_token_ids": tuple(self.stop_token_ids or ()),
-            "json_schema": None if self.response_format is None else self.response_format.schema_text,
+            **self.structure,
         }
         try:
             if chosen.get("temperature", defaults.temperature) == 0:
@@ -265,7 +355,7 @@ class SamplingFields(Body):
             return replace(defaults, **chosen)
         except SettingError as error:  # with the name of the request's field
             name = str(error).split(" ", 1)[0].rstrip(":")
-            param = {"max_new_tokens": "max_tokens", "json_schema": "response_format"}.get(name, name)
+            param = PARAMS.get(name, name)
             message = param + str(error).removeprefix(name) if param == "max_tokens" else str(error)
             raise FieldError(message, param if param in SamplingFields.__struct_fields__ else None) from error
 
@@ -375,19 +465,6 @@ class ViewsRequest(Body):
 
 
 Parsed = TypeVar("Parsed", bound=Body)
-
-_PARTS: Mapping[str, type[Body]] = {"text": TextPart, "image_url": ImagePart, "file": FilePart}
-_NESTED: Mapping[str, type[Body] | Mapping[str, type[Body]]] = {
-    "messages": ChatMessage,
-    "content": _PARTS,
-    "image_url": _ImageUrl,
-    "file": _File,
-    "mm_processor_kwargs": MmProcessorKwargs,
-    "response_format": ResponseFormat,
-    "json_schema": _JsonSchema,
-    "stream_options": _StreamOptions,
-}
-"""The fields that hold objects, or lists of them. Parts differ by ``type``."""
 
 
 class DataUrl(str):
@@ -526,7 +603,7 @@ def _supported_fields(value: Any, kind: type[Body] | Mapping[str, type[Body]], p
             raise _unsupported(path, name, nearest(name[:_LONGEST_SHOWN], kind.__struct_fields__))
         if choices := known[name]:
             _check_choice(f"{path}{name}", inner, choices)
-        nested = _NESTED.get(name)
+        nested = _nested_kinds(kind).get(name)
         if nested is None:
             supported[name] = inner
         elif isinstance(inner, list):
@@ -551,6 +628,20 @@ def _field_choices(kind: type[Body]) -> dict[str, tuple[str, ...]]:
         names.append(tag)
     hints = get_type_hints(kind)
     return {name: get_args(hints[name]) if get_origin(hints.get(name)) is Literal else () for name in names}
+
+
+@cache
+def _nested_kinds(kind: type[Body]) -> dict[str, type[Body] | dict[str, type[Body]]]:
+    """Return the fields of a type that hold objects, or lists of them: the type, or types by the field ``type``."""
+    kinds = {name: _bodies(hint) for name, hint in get_type_hints(kind).items()}
+    tagged = {name: {str(body.__struct_config__.tag): body for body in bodies} for name, bodies in kinds.items()}
+    return {name: bodies[0] if len(bodies) == 1 else tagged[name] for name, bodies in kinds.items() if bodies}
+
+
+def _bodies(hint: Any) -> list[type[Body]]:
+    if isinstance(hint, type) and issubclass(hint, Body):
+        return [hint]
+    return [body for argument in get_args(hint) for body in _bodies(argument)]
 
 
 def _check_choice(path: str, value: Any, choices: tuple[str, ...]) -> None:

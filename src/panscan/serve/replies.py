@@ -25,7 +25,7 @@ from panscan.core import (
     UnsupportedError,
 )
 from panscan.serve.client import EngineClient
-from panscan.serve.protocol import ChatCompletionRequest, CompletionRequest, FieldError
+from panscan.serve.protocol import PARAMS, ChatCompletionRequest, CompletionRequest, FieldError
 
 DONE = b"data: [DONE]\n\n"
 _LONGEST_MESSAGE = 1000  # characters: some errors quote what a client sent
@@ -66,13 +66,6 @@ _TYPES = {
 }
 
 
-_PARAMS = {
-    "json_schema": "response_format",
-    "logit_bias": "logit_bias",
-    "messages": "messages",
-}  # fields by the prefix of the engine's errors
-
-
 def error_body(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """Return an error in OpenAI's format."""
     kind = _TYPES.get(status, "invalid_request_error")
@@ -83,7 +76,7 @@ def error_body(message: str, status: int, param: str | None = None, code: str | 
 def error_of(error: PanscanError) -> dict[str, Any]:
     """Return an exception in OpenAI's format."""
     known = error.param if isinstance(error, FieldError | ContextLengthError) else None
-    param = known or _PARAMS.get(str(error).partition(":")[0])
+    param = known or PARAMS.get(str(error).partition(":")[0])
     return error_body(str(error), error_status(error), param, getattr(error, "code", None))
 
 

@@ -44,6 +44,10 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
         options.__dict__.update(values, settings=settings, given=given)
         return options
 
+    def changed(self, **values: Any) -> Options:
+        """Return a copy with other values of options that are not settings."""
+        return Options.parsed({**vars(self), **values}, self.settings, self.given)
+
     # Documents, prompts and datasets
     scenario: str | None = option(
         None, "Input", "Built-in scenario (see below), or a YAML file.", "load", metavar="NAME|FILE"
@@ -228,6 +232,17 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
                 "help": "Presets (baseline, balanced, ...) or YAML files.",
                 "metavar": "NAMES",
             }
+        },
+    )
+    adapter: tuple[str, ...] = option(
+        (),
+        "Model",
+        "LoRA adapter to merge (hub id, directory); repeatable.",
+        "ask batch bench profile quantize serve verify",
+        metavar="ADAPTER",
+        by_verb={
+            "bench": {"help": "LoRA adapters to compare, comma list; repeat to sum."},
+            "serve": {"metavar": "[NAME=]ADAPTER"},
         },
     )
     planned_model: str = option(
@@ -446,7 +461,7 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
         metavar="MS",
     )
     min_quality: float | None = option(
-        None, "Measurement", "Minimum quality, 0 to 1.", "recommend", range=Range(ge=0, le=1), metavar="SHARE"
+        None, "Measurement", "Accuracy to be shown, 0 to 1.", "recommend", range=Range(ge=0, le=1), metavar="SHARE"
     )
     quality_metric: str | None = option(
         None,
@@ -456,6 +471,15 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
         metavar="NAME",
         rare=True,
         by_verb={"recommend report": _RUN_METRIC},
+    )
+    max_accuracy_loss: float | None = option(
+        None,
+        "Measurement",
+        "Accuracy loss to rule out, points (default 2).",
+        "bench recommend report",
+        range=Range(gt=0, le=50),
+        metavar="POINTS",
+        rare=True,
     )
     allow_different: tuple[str, ...] = option(
         (), "Measurement", "Id of a cell to allow whatever its verdict; repeatable.", "recommend", metavar="CELL"
