@@ -284,8 +284,8 @@ def test_num_samples_is_the_number_of_requests_in_every_cell(folder: Path, count
 
 def test_text_only_checkpoints_answer_prompts_alone(folder: Path, text_checkpoint: Path) -> None:
     model = changed(QUICK, **{"model": str(text_checkpoint), "max-new-tokens": "8"})
-    line = "bench --repeats 1 --no-images --prompts prompts.txt --batch-size 2 --runner generate,generate_batch --include-content"
-    assert run([*line.split(), *model]) == 0
+    line = "bench --no-images --prompts prompts.txt --batch-size 2 --runner generate,generate_batch --include-content"
+    assert run([*line.split(), "--repeats", "1", *model]) == 0
     measured = only_run(folder)
     assert [cell["runner"] for cell in measured.cells.values()] == ["generate", "generate_batch"]
     first, second = measured.requests.values()

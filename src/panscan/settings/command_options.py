@@ -430,7 +430,7 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
     repeats: int = option(
         5, "Measurement", "Measurements per cell, at least.", "bench", range=Range(integer=True, ge=1, le=10_000)
     )
-    precision: float = option(
+    repeat_until: float = option(
         2.0,
         "Measurement",
         "Repeat until throughput is known to ± percent.",
