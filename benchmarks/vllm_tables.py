@@ -105,11 +105,11 @@ def summary(record: Mapping[str, Any]) -> str:
     }
     headings = ["", "engine", f"vLLM {packages['vllm']}, exact mask", "engine over vLLM", "`generate()`"]
     notes = (
-        f"- One {facts['gpus'][0]['name']}, bfloat16, random weights of Gemma 3's shapes; four views and 128 output tokens"
-        " per request. Median of all turns, with their range; a ratio's range is that of all pairs of turns.",
+        f"- One {facts['gpus'][0]['name']}, bfloat16, random weights of Gemma 3's shapes; four views and 128 output"
+        " tokens per request. Median of all turns, with their range; a ratio's range is that of all pairs of turns.",
         "- vLLM runs with its exact image mask and its own preprocessing on the CPU, which is part of its time to first"
-        " token and of its throughput with the 4B shape. `generate()` answers batches of 8 documents with a dynamic cache, on another machine"
-        " with the same GPU model.",
+        " token and of its throughput with the 4B shape. `generate()` answers batches of 8 documents with a"
+        " dynamic cache, on another machine with the same GPU model.",
         "- [All rows, vLLM's default backend, energy and verdicts](docs/measured.md#the-engine-vllm-and-generate).",
     )
     return "\n\n".join([table(headings, rows), "\n".join(notes)])
