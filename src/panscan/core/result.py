@@ -129,8 +129,8 @@ class Result:
 
     ``token_ids`` are all that were computed, an end mark or the tokens of a stop text among them. ``cached_tokens`` of
     the prompt were not computed again. ``error`` says why with ``finish_reason`` "error"; tokens up to there are kept.
-    ``retries``: further attempts, because an engine replica was lost. ``tool_calls``: what the answer calls, which is not
-    in ``text``.
+    ``retries``: further attempts, because an engine replica was lost. ``tool_calls``: what the answer calls, not part
+    of ``text``.
     """
 
     id: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from reprlib import repr as short
 from typing import Any
 
@@ -71,10 +72,8 @@ def _calls_text(calls: Sequence[Mapping[str, Any]]) -> str:
     texts = []
     for call in calls:
         arguments = call["function"]["arguments"]
-        try:
+        with suppress(ValueError, RecursionError):  # of an answer that was cut
             arguments = json.dumps(json.loads(arguments), ensure_ascii=False)
-        except ValueError:  # of an answer that was cut
-            pass
         texts.append(f'{{"name": {json.dumps(call["function"]["name"])}, "parameters": {arguments}}}')
     return texts[0] if len(texts) == 1 else f"[{', '.join(texts)}]"
 

@@ -199,7 +199,7 @@ def _lark(field: str, value: Any) -> tuple[str, LLParserLimits]:
 
 
 def _tool_rule(tool: Tool) -> str:
-    """Return the arguments of a tool as an expression of a Lark grammar. Unless it is strict, keywords may be ignored."""
+    """Return a tool's arguments as an expression of a Lark grammar, less strict if it is not strict."""
     try:
         return _json_rule(tool.parameters, lenient=not tool.strict)
     except SettingError as error:

@@ -10,7 +10,7 @@ import uuid
 
 from panscan.core.tools import ToolCall, ToolCallDelta, ToolUse
 
-_SPACE = r"[ \n]{0,16}"
+_SPACE = r"[ \n]{0,16}"  # of models that indent JSON; not in answers that must be calls
 _FENCES = ("", "```\n", "```json\n", "```tool_code\n", "```tool_call\n")
 _HEAD = re.compile(r'[ \n,\[]*\{[ \n]*"name":[ \n]*"([^"]*)",[ \n]*"parameters":[ \n]*')
 
@@ -26,13 +26,14 @@ def call_grammar(use: ToolUse, schemas: list[str]) -> str:
     """
     fence = "" if use.required else f"({'|'.join(_FENCES[1:])})?".replace("\n", r"\n")
     names = [re.escape(tool.name) for tool in use.callable]
-    heads = [rf'\{{{_SPACE}"name":{_SPACE}"{name}",{_SPACE}"parameters":{_SPACE}' for name in names]
-    rules = [r"CLOSE: /[ \n]{0,16}\}/", r"END: /[ \n]{0,16}\]/"]
+    space, separator = ("", ", ") if use.required else (_SPACE, f",{_SPACE}")
+    heads = [rf'\{{{space}"name": ?"{name}"{separator}"parameters": ' for name in names]
+    rules = [rf"CLOSE: /{space}\}}/", rf"END: /{space}\]/"]
     for index, (head, schema) in enumerate(zip(heads, schemas, strict=True)):
         rules += [f"ONE{index}: /{fence}{head}/", f"one{index}: ONE{index} p{index} CLOSE", f"p{index}: {schema}"]
         if use.parallel:
-            rules += [rf"FIRST{index}: /{fence}\[{_SPACE}{head}/", f"first{index}: FIRST{index} p{index} CLOSE"]
-            rules += [f"NEXT{index}: /,{_SPACE}{head}/", f"next{index}: NEXT{index} p{index} CLOSE"]
+            rules += [rf"FIRST{index}: /{fence}\[{space}{head}/", f"first{index}: FIRST{index} p{index} CLOSE"]
+            rules += [f"NEXT{index}: /{separator}{head}/", f"next{index}: NEXT{index} p{index} CLOSE"]
 
     def any_of(kind: str) -> str:
         return "(" + " | ".join(f"{kind}{index}" for index in range(len(heads))) + ")"
@@ -42,7 +43,7 @@ def call_grammar(use: ToolUse, schemas: list[str]) -> str:
         calls += f" | {any_of('first')} {any_of('next')}* END"
     if use.required:
         return "\n".join([f"start: {calls}", *rules])
-    text = rf'{fence}\[?{_SPACE}\{{{_SPACE}"name":{_SPACE}"({"|".join(names)})"'
+    text = rf'{fence}\[?{_SPACE}\{{{_SPACE}"name": ?"({"|".join(names)})"'
     rules += [f"TEXT: /(?s:.*)/ & ~/(?s:{text}.*)/", r"FENCE: /\n```\n?/"]
     return "\n".join([f"start: TEXT | ({calls}) FENCE?", *rules])
 
@@ -112,6 +113,8 @@ class ToolCallParser:
         while True:
             index = len(self._calls) - 1
             if self._in_call:
+                if not self._calls[-1][2]:
+                    self._rest = self._rest.lstrip(" \n")
                 end = self._arguments_end()
                 piece, self._rest = self._rest[:end], self._rest[end:]
                 if piece:
