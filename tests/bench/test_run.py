@@ -192,6 +192,6 @@ def test_a_run_is_not_resumed_elsewhere(
     records.write_text(text.replace(old, new, 1), "utf-8")
     assert cli(["bench", "--resume", str(records.parent)]) == 3
     words = " ".join(capsys.readouterr().err.split())
-    began = "the bundled model tiny has changed since the run began" if "weights" in said else "the run began with"
+    began = "the weights of tiny have changed since the run began" if "weights" in said else "the run began with"
     assert f"{began} {said}" in words
     assert words.endswith("start a new run")

@@ -348,7 +348,7 @@ def test_a_verdict_says_what_it_was_made_from(runner: GenerateRunner, tmp_path: 
     shown: Any = Vllm(runner)
     record = verifier.verify(shown, cell)
     assert record.verdict in ("exact", "close"), record
-    assert record.reason == f"from top {TOP_LOGPROBS} log-probabilities"
+    assert record.reason == f"over the {TOP_LOGPROBS} most probable tokens"
     drawn = replace(cell.settings, model="mini", random_weights=True, model_shape="tiny")
     assert "vLLM generates different random weights" in (verifier.verify(shown, Cell.of(drawn)).reason or "")
 

@@ -217,7 +217,7 @@ def check_same_machine(run: Run) -> None:
     for name, now in fingerprints(weights).items():
         if weights[name] != now:
             raise RecordsError(
-                f"--resume {run.path.parent}: the bundled model {name} has changed since the run began"
+                f"--resume {run.path.parent}: the weights of {name} have changed since the run began"
                 f" (weights {weights[name] or 'of an older version'}, now {now}): start a new run"
             )
 

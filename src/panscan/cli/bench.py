@@ -130,15 +130,16 @@ def _sweep_plan(options: Options, more_images: tuple[str, ...]) -> SweepPlan:
 
 
 def _sweep_cells(options: Options) -> list[Cell]:
-    from panscan.bench.grid import build_cells, sweep_runners
+    from panscan.bench.grid import adapter_sums, build_cells, sweep_runners
     from panscan.settings.preset_files import read_grid_file
 
     flags = given_axes(options)
     file = read_grid_file(Path(options.grid)) if options.grid else None
     presets = [name.strip() for name in options.preset.split(",")] if options.preset else []
-    cells = build_cells(flags, file=file, presets=presets, choose=True)
+    adapters = adapter_sums(options.adapter)
+    cells = build_cells(flags, file=file, presets=presets, choose=True, adapters=adapters)
     check_model_names(cell.settings.model for cell in cells)
-    if "model" not in flags and any(cell.settings.model_name == "mini" for cell in cells):
+    if "model" not in flags and not adapters and any(cell.settings.model_name == "mini" for cell in cells):
         warn_mini()
     for choice in dict.fromkeys(sweep_runners(flags, file=file, presets=presets)):
         print_runner(choice)

@@ -34,7 +34,7 @@ from panscan.core.errors import (
     StorageError,
     UnsupportedError,
 )
-from panscan.core.model_names import BUNDLED, canonical_model, same_model
+from panscan.core.model_names import BUNDLED, canonical_model, same_model, split_adapters, with_adapters
 from panscan.core.process import (
     from_perf_counter,
     hold_lock,
@@ -88,4 +88,6 @@ __all__ = [
     "record_waits",
     "recorded_wait",
     "same_model",
+    "split_adapters",
+    "with_adapters",
 ]

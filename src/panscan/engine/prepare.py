@@ -98,6 +98,7 @@ class Preparer:
             images = images_of(state.request)
             sizes = [image_size(image, state.deadline) for image in images]
             request = replace(state.request, images=images)
+            _check_biased(request, self._reader.prompts.vocabulary)
             views = sum(len(plan.views) for plan in plan_images(request, sizes))
             self._reader.prompts.check_length(request, views)
             view_bytes = 3 * self._spec.size**2 * self._pixel_bytes
@@ -262,6 +263,13 @@ class Preparer:
         handles = self._intake.put(levels, [view.view for view in request_views])
         for view, handle in zip(request_views, handles, strict=True):
             view.pixels = handle
+
+
+def _check_biased(request: Request, vocabulary: int | None) -> None:
+    """Raise a SettingError if a biased token does not exist."""
+    largest = max(request.sampling.logit_bias or (), default=0)
+    if vocabulary is not None and largest >= vocabulary:
+        raise SettingError(f"logit_bias: the token {largest} is not one of the model's {vocabulary:,}")
 
 
 def _copied(page: PageLevels | Image.Image, *, alone: bool) -> PageLevels:

@@ -173,14 +173,14 @@ class RequestState:
     @property
     def needs_last_token(self) -> bool:
         """Whether choosing the next token requires the last one on the host."""
-        penalised = self.request.sampling.repetition_penalty not in (None, 1)
+        penalised = self.request.sampling.penalised
         return self.observation is not None or self.constraint is not None or penalised
 
     def sampling_row(self) -> SamplingRow:
         """Return the sampling parameters and the state for the next token."""
         assert self.sequence is not None  # it is prepared
         sampling = self.request.sampling if self.observation is None else Sampling()
-        token_ids = self.sequence.ids if sampling.repetition_penalty not in (None, 1) else None
+        token_ids = self.sequence.ids if sampling.penalised else None
         allowed = None
         if self.constraint is not None:
             off: dict[str, Any] = dict.fromkeys(STRUCTURED)  # ranks need only the mask, not up to 64 KiB

@@ -20,6 +20,7 @@ from transformers.utils import CONFIG_NAME
 
 from panscan.core import ModelError, UnsupportedError
 from panscan.images.pixels import PixelSpec
+from panscan.model.adapters import merged_tensors, untie
 from panscan.model.build import build_model, empty_quantized_model
 from panscan.model.families import FAMILIES, Family, family_module, refused_model
 from panscan.model.files import CheckpointFiles, checkpoint_files, checkpoint_source, open_stored
@@ -233,11 +234,14 @@ def load_shard_of(
         ModelError: as :func:`load_model`, or ``weight_format`` is given for a quantised checkpoint.
         UnsupportedError: ``size`` does not divide the model.
     """
+    merged = merged_tensors(name, revision)
     if (scheme := stored_scheme_of(name, revision)) is not None:
         if weight_format is not None:
             raise already_quantized(name, scheme.name, weight_format.kind)
         return _load_stored(name, scheme, dtype, device, revision, rank, size)
-    whole = load_model(name, Placement(torch.device("cpu"), "auto"), revision=revision)  # as stored: memory-mapped
+    whole = _load_dense(name, Placement(torch.device("cpu"), "auto"), revision)  # as stored: memory-mapped
+    if merged is not None and merged.unties:
+        untie(whole.model)
     config = whole.model.config
     check_divides(config, size)
     part = shard_config(config, size) if size > 1 else config
@@ -245,7 +249,10 @@ def load_shard_of(
         shard = build_model(part, dtype, device)
     else:
         shard = empty_quantized_model(part, weight_format, dtype, device)
-    fill_shard(shard, whole.model.named_parameters(), rank, size)
+    parameters = whole.model.named_parameters()
+    if merged is not None:  # quantised as panscan quantize does: from weights in the type of the checkpoint
+        parameters = merged.weights_of(whole.model, rounded=weight_format is not None)
+    fill_shard(shard, parameters, rank, size)
     shard.generation_config = whole.model.generation_config
     return ready_model(shard, whole.reader), int(config.get_text_config().vocab_size)
 
@@ -318,6 +325,9 @@ def load_model(name: str, placement: Placement, *, revision: str | None = None) 
         ModelError: the checkpoint cannot be loaded, is not a Gemma 3, or lacks weights.
         UnsupportedError: the quantisation format is not supported, or not with this placement.
     """
+    merged = merged_tensors(name, revision)
+    if merged is not None and placement.quantization is not None:
+        raise UnsupportedError("--adapter: bitsandbytes quantises while it loads; use --quantization int8 or int4")
     if (scheme := stored_scheme_of(name, revision)) is not None:
         if placement.quantization is not None:
             raise already_quantized(name, scheme.name, placement.quantization.quant_method.value)
@@ -329,6 +339,14 @@ def load_model(name: str, placement: Placement, *, revision: str | None = None) 
                 )
         assert placement.dtype != "auto"  # only used for dense checkpoints
         return _load_stored(name, scheme, placement.dtype, placement.device, revision)[0]
+    loaded = _load_dense(name, placement, revision)
+    if merged is not None:
+        merged.merge_into(loaded.model)
+    return loaded
+
+
+def _load_dense(name: str, placement: Placement, revision: str | None) -> Loaded:
+    """Load the checkpoint of a name, without its adapters."""
     files = checkpoint_files(name, revision)
     reader = load_reader(name, revision)
     with friendly_errors(name), quiet_transformers():
@@ -462,7 +480,8 @@ def load_meta_model(
     Raises:
         ModelError: the checkpoint cannot be loaded, or is not a Gemma 3.
     """
-    files = checkpoint_files(name, revision, weights=embedding)
+    merged = merged_tensors(name, revision)
+    files = checkpoint_files(name, revision, weights=embedding) if merged is None else merged.files
     reader = load_reader(name, revision)
     scheme = None if embedding else stored_scheme_of(name, revision)
     with friendly_errors(name):
@@ -470,9 +489,13 @@ def load_meta_model(
         model = build_model(config if scheme is None else _unquantized(config), dtype, torch.device("meta"))
         model.generation_config = _generation_config(model, str(files.directory))
         if embedding:
-            stored = files.stored_name(_EMBEDDING if files.tied else _HEAD)
-            with files.opened() as tensors:
-                _keep_head(model, tensors[stored][:].to(device, dtype))
+            key = _EMBEDDING if files.tied else _HEAD
+            if merged is not None and key in merged:
+                head = merged.read(key)
+            else:
+                with files.opened() as tensors:
+                    head = tensors[files.stored_name(key)][:]
+            _keep_head(model, head.to(device, dtype))
     model.hf_device_map = {"": str(device)}  # read by Loaded.device: parameters may be on the meta device
     return ready_model(model, reader)
 

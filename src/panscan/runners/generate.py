@@ -84,8 +84,8 @@ def one_sampling(batch: Sequence[Request], runner: str, *refused: str) -> Sampli
     for request in batch:
         if request.tool_use is not None:
             raise SettingError(f"runner {runner}: tools are not supported; use the runner engine")
-        for name in refused:
-            if getattr(request.sampling, name) not in (None, ()):
+        for name in (*refused, "frequency_penalty", "presence_penalty", "logit_bias"):
+            if getattr(request.sampling, name) != getattr(Sampling(), name):
                 raise SettingError(f"runner {runner}: {name} is not supported; use the runner engine")
     if any(request.sampling != batch[0].sampling for request in batch):
         raise SettingError("generate() supports one set of sampling settings per batch: submit separate batches")

@@ -31,7 +31,7 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)  # ma
 PARAMS = {
     "max_new_tokens": "max_tokens",
     "json_schema": "response_format",
-    **{name: name for name in ("messages", "tools", "tool_choice")},
+    **{name: name for name in ("messages", "tools", "tool_choice", "logit_bias")},
     **dict.fromkeys(("regex", "choice", "grammar"), "structured_outputs"),
 }
 """Fields of a body by the name that begins an error of the engine."""
@@ -283,9 +283,6 @@ class SamplingFields(Body):
     """The fields that chat and text completions share. Those of :class:`panscan.core.Sampling` have its names."""
 
     NEUTRAL: ClassVar = {
-        "frequency_penalty": (0, 0.0),
-        "presence_penalty": (0, 0.0),
-        "logit_bias": ({},),
         "best_of": (1,),
         "store": (False,),
         "service_tier": ("auto", "default"),
@@ -314,6 +311,9 @@ class SamplingFields(Body):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=1024)] | None = None
     seed: int | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=16)] | None = None
     stop_token_ids: Annotated[list[int], Meta(max_length=16)] | None = None
@@ -391,6 +391,7 @@ class SamplingFields(Body):
         chosen |= {
             "max_new_tokens": tokens,
             "logprobs": self.logprobs_per_token,
+            "logit_bias": _biases(self.logit_bias),
             "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             **self.structure,
@@ -405,6 +406,18 @@ class SamplingFields(Body):
             param = PARAMS.get(name, name)
             message = param + str(error).removeprefix(name) if param == "max_tokens" else str(error)
             raise FieldError(message, param if param in SamplingFields.__struct_fields__ else None) from error
+
+
+def _biases(given: Mapping[str, float] | None) -> dict[int, float] | None:
+    """Return the biases by token id.
+
+    Raises:
+        FieldError: a key is not a token id.
+    """
+    for key in given or ():
+        if not re.fullmatch("[0-9]{1,10}", key, re.ASCII):
+            raise FieldError(f"logit_bias: expected token ids as keys, got {shorten(key)}", "logit_bias")
+    return {int(key): value for key, value in given.items()} if given else None
 
 
 class ChatCompletionRequest(SamplingFields, kw_only=True):

@@ -44,6 +44,10 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
         options.__dict__.update(values, settings=settings, given=given)
         return options
 
+    def changed(self, **values: Any) -> Options:
+        """Return a copy with other values of options that are not settings."""
+        return Options.parsed({**vars(self), **values}, self.settings, self.given)
+
     # Documents, prompts and datasets
     scenario: str | None = option(
         None, "Input", "Built-in scenario (see below), or a YAML file.", "load", metavar="NAME|FILE"
@@ -228,6 +232,17 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
                 "help": "Presets (baseline, balanced, ...) or YAML files.",
                 "metavar": "NAMES",
             }
+        },
+    )
+    adapter: tuple[str, ...] = option(
+        (),
+        "Model",
+        "LoRA adapter to merge (hub id, directory); repeatable.",
+        "ask batch bench profile quantize serve verify",
+        metavar="ADAPTER",
+        by_verb={
+            "bench": {"help": "LoRA adapters to compare, comma list; repeat to sum."},
+            "serve": {"metavar": "[NAME=]ADAPTER"},
         },
     )
     planned_model: str = option(
