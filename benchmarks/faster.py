@@ -13,8 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import table
-from panscan.analysis.accuracy import paired_difference, points_text
+from benchmarks.markdown import accuracies, table
 from panscan.analysis.cells import measured_rows
 from panscan.records.store import read_run
 
@@ -25,7 +24,7 @@ _ASKED = '-p "What is the total?" -o answers.jsonl'
 _BATCH = f"panscan batch scans/ {_ASKED} {_27B}"
 _BENCH = "panscan bench --dataset docs/questions.jsonl"
 _INT4 = "int4, groups of 64"  # of the mini model, whose widths 128 does not divide
-_HEADINGS = ["step", "gain", "before", "after", "verdict; accuracy", "command", "record"]
+_HEADINGS = ["step", "gain", "before", "after", "verdict; mini's accuracy", "command", "record"]
 _TEXTS = (0, 4, 5, 6)
 
 
@@ -145,7 +144,7 @@ def faster_small() -> str:
         "per card",
         "throughput per card",
         "at the speed of",
-        "verdict; accuracy",
+        "verdict; mini's accuracy",
         "command",
         "record",
     ]
@@ -172,25 +171,25 @@ def faster_wrong() -> str:
         [
             "`generate(prefill_chunk_size=1024)`, 4B",
             _times(whole, chunks),
-            f"{chunks.verdict}: images are dropped or cut apart; accuracy without images {dropped}",
+            f"{chunks.verdict}: images are dropped or cut apart; mini's accuracy without images {dropped}",
             _named(chunks.figure) + ", `task-cost`",
         ],
         [
             "flash attention in Transformers",
             "not measured",
-            f"image tokens become causal; accuracy {causal}",
+            f"image tokens become causal; mini's accuracy {causal}",
             "`task-cost`",
         ],
         [
             "pan and scan off, 27B, batches of 12",
             _times(on, off),
-            f"accuracy on tall and wide documents {right['without']} instead of {right['with']}",
+            f"mini's accuracy on tall and wide documents {right['without']} instead of {right['with']}",
             _named(off.figure) + ", `mini-quality`",
         ],
         [
             "2 crops instead of 4",
             "not measured",
-            f"accuracy on tall and wide documents {right['crops-2']} instead of {right['with']}",
+            f"mini's accuracy on tall and wide documents {right['crops-2']} instead of {right['with']}",
             "`mini-quality`",
         ],
         [
@@ -499,18 +498,16 @@ def _accuracy(weights: str) -> str:
     variants = _record("quantization-mini")["variants"]
     found = variants[weights]
     groups = f", {weights.partition(', ')[2]}" if weights.startswith("int4") else ""
-    return f"{found['verdict']['verdict']}; {_points(found, variants['unquantised'])} points{groups}"
+    return f"{found['verdict']['verdict']}; {_points(variants, weights, 'unquantised')}{groups}"
 
 
 def _task_cost(variant: str) -> str:
     variants = _record("task-cost")["variants"]
-    return f"{_points(variants[variant], variants['reference'])} points"
+    return f"{_points(variants, variant, 'reference')}"
 
 
-def _points(variant: dict[str, Any], base: dict[str, Any]) -> str:
-    pairs = zip(variant["exact_match"], base["exact_match"], strict=True)
-    found = paired_difference([ours - theirs for ours, theirs in pairs])
-    return f"{points_text(found.value)} ({points_text(found.low)} to {points_text(found.high)})"
+def _points(variants: dict[str, Any], name: str, base: str) -> str:
+    return accuracies(variants, base)[name].short_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from panscan.analysis.accuracy import Accuracy, decide_accuracy, paired_difference
 
 
 def table(headings: list[str], rows: list[list[str]], text: Collection[int] = (0,)) -> str:
@@ -33,3 +36,15 @@ def ranged(values: Sequence[float], digits: int) -> str:
     if len(values) < 2:
         return median
     return f"{median} ({number(min(values), digits)}-{number(max(values), digits)})"
+
+
+def accuracies(variants: Mapping[str, Any], base: str) -> dict[str, Accuracy]:
+    """Return what the rule for accuracy says of the answers of each variant, against those of the base."""
+    differences = {}
+    for name, variant in variants.items():
+        ours, others = variant["exact_match"], variants[base]["exact_match"]
+        if name != base:
+            means = [one - other for one, other in zip(ours, others, strict=True)]
+            same = variant.get("answers", 0) == variants[base].get("answers", 1)
+            differences[name] = paired_difference(means, identical=same)
+    return decide_accuracy(differences)

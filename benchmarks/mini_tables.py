@@ -7,8 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import table
-from panscan.analysis.accuracy import p_text, paired_difference, points_text
+from benchmarks.markdown import accuracies, table
 from panscan.records.intervals import wilson_interval
 
 RECORDS = Path(__file__).parent / "records"
@@ -71,19 +70,17 @@ def task_cost() -> str:
     variants = record["variants"]
     reference = variants["reference"]
     count = len(reference["answers"])
-    rows = [["variant", "accuracy (exact match)", "vs reference, points (95%)", "p-value", "other answers"]]
+    rows = [["variant", "accuracy (exact match)", "vs reference (95%)", "other answers"]]
+    results = accuracies(variants, "reference")
     for name, variant in variants.items():
         right = variant["exact_match"]
         low, high = wilson_interval(sum(right) / count, count)
         shown = [f"{100 * sum(right) / count:.1f}% ({100 * low:.1f}-{100 * high:.1f})"]
         if variant is reference:
-            rows.append([name, *shown, "-", "-", "-"])
+            rows.append([name, *shown, "-", "-"])
             continue
-        found = paired_difference([ours - theirs for ours, theirs in zip(right, reference["exact_match"], strict=True)])
-        bounds = f"({points_text(found.low)} to {points_text(found.high)})"
         changed = sum(ours != theirs for ours, theirs in zip(variant["answers"], reference["answers"], strict=True))
-        p_value = p_text(found.p_value).removeprefix("p ").removeprefix("= ")
-        rows.append([name, *shown, f"{points_text(found.value)} {bounds}", p_value, f"{changed} of {count}"])
+        rows.append([name, *shown, results[name].short_text, f"{changed} of {count}"])
     facts = record["environment"]
     return (
         f"{table(rows[0], rows[1:])}\n\n{count} questions about {record['documents']} sample documents (seed"

@@ -8,8 +8,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.markdown import table
-from panscan.analysis.accuracy import p_text, paired_difference, points_text
+from benchmarks.markdown import accuracies, table
+from panscan.analysis.accuracy import Accuracy
 from panscan.records.intervals import wilson_interval
 
 RECORDS = Path(__file__).parent / "records"
@@ -32,15 +32,15 @@ def quantization_mini() -> str:
         "weights",
         "MB",
         "accuracy (exact match)",
-        "vs unquantised, points (95%)",
-        "p-value",
+        "vs unquantised (95%)",
         "other answers",
         "KL answers",
         "KL images",
         "top-1",
     ]
     names = sorted(variants, key=lambda name: name if name.startswith("int4") else "")  # stable: others stay in order
-    rows = [_mini_row(name, variants[name], base) for name in names]
+    results = accuracies(variants, "unquantised")
+    rows = [_mini_row(name, variants[name], base, results.get(name)) for name in names]
     facts = record["environment"]
     return (
         f"{table(headings, rows)}\n\n{len(base['answers'])} questions about {record['documents']} sample documents"
@@ -52,22 +52,17 @@ def quantization_mini() -> str:
     )
 
 
-def _mini_row(name: str, variant: dict[str, Any], base: dict[str, Any]) -> list[str]:
+def _mini_row(name: str, variant: dict[str, Any], base: dict[str, Any], result: Accuracy | None) -> list[str]:
     right, count = variant["exact_match"], len(variant["exact_match"])
     low, high = wilson_interval(sum(right) / count, count)
     verdict = variant["verdict"]
     row = [name, f"{variant['weight_bytes'] / 1e6:.1f}"]
     row.append(f"{100 * sum(right) / count:.1f}% ({100 * low:.1f}-{100 * high:.1f})")
-    if variant is base:
-        row += ["-", "-", "-"]
+    if result is None:
+        row += ["-", "-"]
     else:
-        found = paired_difference([ours - theirs for ours, theirs in zip(right, base["exact_match"], strict=True)])
         changed = sum(ours != theirs for ours, theirs in zip(variant["answers"], base["answers"], strict=True))
-        row += [
-            f"{points_text(found.value)} ({points_text(found.low)} to {points_text(found.high)})",
-            p_text(found.p_value).removeprefix("p ").removeprefix("= "),
-            f"{changed} of {count}",
-        ]
+        row += [result.short_text, f"{changed} of {count}"]
     top1 = verdict["top1"]
     return [
         *row,

@@ -49,7 +49,7 @@ from benchmarks.serving_tables import (
     serving_routing,
 )
 from benchmarks.verify_tables import verify_faults, verify_vllm
-from benchmarks.vllm_tables import comparison
+from benchmarks.vllm_tables import comparison, summary
 from benchmarks.workload_tables import distinct_documents, questions
 
 HERE = Path(__file__).parent
@@ -86,7 +86,8 @@ def machine(run: Run) -> str:
         f"{len(facts.gpus)} x {gpu.name} (driver {gpu.driver}) and {facts.cpu},"
         f" torch {facts.packages['torch']}, transformers {facts.packages['transformers']}, Python {facts.python},"
         f" {run.header.created[:10]};"
-        f" {kept.requests} requests per cell, {counted(kept.repeats or 0, 'repeat')};"
+        f" {kept.requests} requests per cell, {counted(kept.repeats or 0, 'repeat')}"
+        f"{' (measured once: no interval)' if kept.repeats == 1 else ''};"
         " ~ has too few samples for 99% confidence."
         f" Record: `benchmarks/records/{run.path.parent.name}`. Command: `{command}`"
     )
@@ -277,6 +278,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "w4-4b-h100": workload("w4-4b-h100", distinct_documents),
     "w4-12b": workload("w4-12b", distinct_documents, _12B),
     "vllm-comparison": from_record("vllm-comparison", comparison),
+    "vllm-summary": from_record("vllm-comparison", summary),
     "vision-tower": vision_tower,
     "engine-on-cpu": engine_on_cpu,
     "harness": harness,

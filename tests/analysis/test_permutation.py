@@ -125,11 +125,23 @@ def test_evidence_changes_its_sign_with_the_labels(seed: int, percent: float | N
     assert ours == pytest.approx(-Values(b, a * factor, cluster, percent).contributions())
     assert ours == pytest.approx(Values(a, b, cluster, percent).contributions(factor))
     amounts = draws.integers(1, 5, (2, 30)).astype(float)
-    rates = Rates(amounts[0], amounts[1], a, b).contributions()
-    assert rates == pytest.approx(-Rates(amounts[1], amounts[0], b, a).contributions())
-    assert Rates(amounts[0] * factor, amounts[1], a, b).contributions()[:, 1] == pytest.approx(
-        Rates(amounts[0], amounts[1], a, b).contributions(factor)[:, 1]
+    rates = Rates(amounts[0], amounts[1], a, b)
+    assert rates.tails() == pytest.approx(Rates(amounts[1], amounts[0], b, a).tails()[::-1])
+    assert Rates(amounts[0] * factor, amounts[1], a, b).tails() == pytest.approx(rates.tails(factor))
+
+
+def test_the_test_of_throughputs_is_students_for_repeats_of_the_same_work() -> None:
+    """Against scipy's paired test of logarithms, which it approaches where the noise is small."""
+    draws = np.random.default_rng(3)
+    a, b = np.exp(draws.normal(0, 0.002, (2, 6)))
+    rates = Rates(np.ones(6), np.ones(6), a, b * 1.001)
+    expected = stats.ttest_rel(-np.log(b * 1.001), -np.log(a))
+    assert rates.tails()[1] == pytest.approx(
+        expected.pvalue / 2 if expected.statistic < 0 else 1 - expected.pvalue / 2, rel=1e-2
     )
+    interval = rates.interval()
+    assert interval is not None
+    assert np.log1p(interval) == pytest.approx(tuple(expected.confidence_interval()), abs=1e-5)
 
 
 def test_a_percentiles_evidence_is_that_of_the_pairs_around_it() -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.analysis.test_task_cost import BASE, cell_records
+from tests.analysis.test_accuracy import BASE, cell_records
 from tests.records import synthetic
 
-from panscan.analysis.accuracy import costs_of_cells, tradeoffs_of
+from panscan.analysis.accuracy import tradeoffs_of
 from panscan.analysis.cells import measured_rows
 from panscan.analysis.recommend import recommend
 from panscan.records.store import Run
@@ -47,11 +47,8 @@ def test_each_quantised_cell_is_compared_with_the_unquantised_one_of_the_same_se
     plain, int8, stored, alone = prices
     assert (plain.base, int8.base, stored.base, alone.base) == (None, plain, plain, None)
     assert (int8.relative_size, stored.relative_size, alone.relative_size) == (0.5, 0.25, None)
-    assert int8.relative_speed == pytest.approx(1)
+    assert int8.relative_speed is not None and int8.relative_speed.value == pytest.approx(1)
     assert int8.kl == pytest.approx((0.09, 0.09))
-    found = stored.difference
-    assert found is not None and (found.value, found.better, found.worse) == (-0.25, 0, 10)
-    assert int8.difference is not None and (int8.difference.value, int8.difference.p_value) == (0, 1)
 
 
 def test_another_spelling_of_the_same_directory_is_the_same_model(
@@ -74,8 +71,6 @@ def test_another_spelling_of_the_same_directory_is_the_same_model(
     run = synthetic.write_run(tmp_path / "run", records)
     bases = {each.row.cell: each.base and each.base.row.cell for each in tradeoffs_of(run, measured_rows(run))}
     assert (bases["stored"], bases["other"]) == ("relative", None)
-    costs = costs_of_cells(run)
-    assert (costs["stored"].exact, costs["other"].exact) == ("relative", None)
 
 
 def test_a_run_without_quantised_cells_has_no_trade_offs() -> None:
@@ -84,16 +79,8 @@ def test_a_run_without_quantised_cells_has_no_trade_offs() -> None:
     assert "Quantisation trade-offs" not in to_markdown(run)
 
 
-def test_a_quantised_checkpoint_costs_accuracy_against_the_exact_cells_of_its_base(run: Run) -> None:
-    assert {cell: cost.exact for cell, cost in costs_of_cells(run).items()} == {
-        "int8": "plain",
-        "stored": "plain",
-        "alone": None,
-    }
-
-
-def test_different_cells_are_recommended_only_without_a_measurable_loss(run: Run) -> None:
+def test_different_cells_are_recommended_only_without_a_loss(run: Run) -> None:
     """40 questions with equal answers do not exclude a loss of more than the limit; ten wrong ones are a loss."""
     rejected = recommend(run).rejected
-    assert "undecided" in rejected["int8"] and "measurable loss" in rejected["stored"]
+    assert "the same score on all 40 questions; about" in rejected["int8"] and "loss: -25.0" in rejected["stored"]
     assert recommend(run, allow=["stored"]).rejected.keys() == rejected.keys() - {"stored"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ from panscan.core import RecordsError, SettingError
 from panscan.records.store import Run
 
 NOISE = (0.97, 1.0, 1.03, 1.0)
-"""Latencies of a cell's batches, over its own: cells 10% apart are apart beyond their intervals, 1% are not."""
+OTHER = (1.0, 1.03, 1.0, 0.97)
+"""Latencies of a cell's repeats, over its own: cells with other noise are apart if they differ by 20%, not by 1%."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of batches that take ``seconds`` each, give or take the noise, ``times`` the rounding noise off."""
+    """A cell whose batches take ``seconds`` each, give or take noise, ``times`` the rounding noise off."""
 
     seconds: float = 1.0
     word: str | None = "exact"
@@ -36,12 +37,13 @@ class Cell:
     noise: Sequence[float] = NOISE
 
     def records(self, cell: str) -> list[dict[str, Any]]:
-        count = max(12, len(self.scores), len(self.noise))
-        latencies = [self.seconds * self.noise[i % len(self.noise)] for i in range(count)]
-        *requests, _, _ = batches_of(cell, latencies, views=self.views)
-        if self.scores:
-            requests = scored(requests, self.scores)
-        found = [*requests, repeat(cell, 0, 0.0, sum(latencies), peak_rss_bytes=int(self.gib * 2**30))]
+        count = max(3, len(self.scores))
+        found: list[dict[str, Any]] = []
+        for number, noise in enumerate(self.noise):
+            *requests, line, _ = batches_of(cell, [self.seconds * noise] * count, views=self.views)
+            requests = scored(requests, self.scores) if self.scores else requests
+            found += [record | {"repeat": number} for record in requests]
+            found.append(line | {"repeat": number, "peak_rss_bytes": int(self.gib * 2**30)})
         found.append(outcome(cell, self.outcome, None if self.outcome == "done" else "no room"))
         return found if self.word is None else [*found, verdict(cell, self.word, self.times)]
 
@@ -77,13 +79,12 @@ def test_the_highest_throughput_wins_among_exact_and_close() -> None:
     assert "not measurably" not in cost(found)
 
 
-def test_within_the_noise_exact_comes_before_close_and_then_the_lower_p95() -> None:
-    found = chosen(exact=Cell(1.0), close=Cell(0.995, "close", 3.0))
+def test_within_the_noise_exact_comes_before_close_and_then_the_faster() -> None:
+    found = chosen(exact=Cell(1.0), close=Cell(0.995, "close", 3.0, noise=OTHER))
     assert found.cell == "exact"
     assert "within noise of the fastest of 2 settings" in found.reason
     assert "not measurably faster than the runner-up, close attention" in cost(found)
-    # A faster exact cell within the noise still has the lower p95.
-    assert chosen(one=Cell(1.0), two=Cell(0.995)).cell == "two"
+    assert chosen(one=Cell(1.0), two=Cell(0.995, noise=OTHER)).cell == "two", "of equals, the faster"
     assert chosen(exact=Cell(1.0), close=Cell(0.8, "close", 3.0)).cell == "close"
 
 
@@ -108,13 +109,11 @@ RIGHT = (1.0,) * 70 + (0.0,) * 30
 @pytest.mark.parametrize(
     ("baseline", "different", "taken", "why"),
     [
-        (RIGHT, RIGHT, True, ""),
+        (RIGHT * 2, RIGHT * 2, True, ""),
         (RIGHT, (1.0,) * 90 + (0.0,) * 10, True, ""),
-        (RIGHT[:50], RIGHT[:50], False, "undecided, a loss of 3.8 points is possible"),
-        (RIGHT[50:], (1.0,) * 50, True, ""),
-        (RIGHT[55:84], (1.0,) * 29, False, "over 29 questions, fewer than the 30 required"),
-        (RIGHT, (1.0,) * 50 + (0.0,) * 50, False, "measurable loss"),
-        ((0.0,) * 100, (0.0,) * 100, False, "has no correct answer"),
+        (RIGHT, RIGHT, False, "reference; the same score on all 100 questions; about 190 questions needed"),
+        (RIGHT, (1.0,) * 50 + (0.0,) * 50, False, "reference; loss: -20.0 points"),
+        ((0.0,) * 200, (0.0,) * 200, False, "undecided: no answer to 200 questions is right"),
         ((), (), False, "only a labelled dataset can show the accuracy cost"),
     ],
 )
@@ -124,13 +123,17 @@ def test_answers_can_show_that_a_different_cell_loses_nothing(
     found = chosen(right=Cell(1.0, scores=baseline), wrong=Cell(0.2, "different", 37.0, scores=different))
     assert found.cell == ("wrong" if taken else "right")
     assert why in found.rejected.get("wrong", "")
-    assert ("no measurable loss: accuracy (exact match) +" in found.reason) == taken
+    assert ("points" in found.reason or "the same score" in found.reason) == taken
 
 
-def test_only_a_cell_with_the_same_crops_is_evidence_for_a_different_one() -> None:
-    found = chosen(right=Cell(1.0, scores=RIGHT, crops=2), wrong=Cell(0.2, "different", 37.0, scores=RIGHT))
-    assert found.cell == "right"
-    assert "no exact or close cell with the same crop settings" in found.rejected["wrong"]
+def test_cells_that_compute_the_same_need_no_more_questions_and_no_luck() -> None:
+    """Few questions decide nothing: a verified cell with the same views is chosen by its speed, others are not."""
+    right = (1.0,) * 11 + (0.0,)
+    slow = Cell(1.0, scores=right)
+    assert chosen(slow=slow, exact=Cell(0.3, scores=right)).cell == "exact"
+    assert chosen(slow=slow, close=Cell(0.3, "close", 3.0, scores=(*right[1:], 0.0))).cell == "close"
+    assert chosen(slow=slow, lucky=Cell(0.3, views=2, crops=2, scores=(1.0,) * 12)).cell == "slow"
+    assert chosen(slow=Cell(1.0, None, scores=right), unknown=Cell(0.3, None, scores=right)).cell == "slow"
 
 
 @pytest.mark.parametrize("word", ["unverified", None])
@@ -165,9 +168,9 @@ def test_the_limit_on_p95_and_the_nearest_miss() -> None:
 
 
 def test_a_p95_whose_interval_passes_the_limit_is_said() -> None:
-    uneven = Cell(1.0, noise=(1.0,) * 19 + (1.5,))
-    assert "the 95% interval of p95 reaches 1,500 ms, over the limit" in cost(chosen({"max_p95_ms": 1100}, one=uneven))
-    assert "over the limit" not in cost(chosen({"max_p95_ms": 1500}, one=uneven))
+    uneven = Cell(1.0, noise=(1.0,) * 3 + (1.5,))
+    assert " ms, over the limit" in cost(chosen({"max_p95_ms": 1600}, one=uneven))
+    assert "over the limit" not in cost(chosen({"max_p95_ms": 4000}, one=uneven))
 
 
 def test_the_limit_on_quality_decides_between_inputs() -> None:
@@ -175,16 +178,14 @@ def test_the_limit_on_quality_decides_between_inputs() -> None:
         "many": Cell(1.0, scores=(1.0,) * 38 + (0.0,) * 2),
         "few": Cell(0.3, views=1, crops=1, scores=(1.0,) * 30 + (0.0,) * 10),
     }
-    assert chosen({"min_quality": 0.9}, **cells).cell == "many"
-    found = chosen({"min_quality": 0.7}, **cells)
+    assert chosen({"min_quality": 0.8}, **cells).cell == "many"
+    found = chosen({"min_quality": 0.59}, **cells)
     assert found.cell == "few"
+    assert "accuracy (exact match) 75.0% (95%: 59.8% to 85.8%), at least 0.59" in found.reason
+    assert "accuracy (exact match) against up to 4 crops, many attention: loss: -20.0 points (" in cost(found)
     assert (
-        "accuracy (exact match) 75% against 95% with up to 4 crops, many attention (95% interval of the diff"
-        in cost(found)
-    )
-    assert "begins at" in cost(found)
-    assert "has accuracy (exact match) >= 0.99: the highest is 95.0% with up to 4 crops, many attention" in refusal(
-        {"min_quality": 0.99}, **cells
+        "is shown to have accuracy (exact match) >= 0.9: the nearest has 95.0% (95%: from 83.5%), up to 4 crops, many"
+        in refusal({"min_quality": 0.9}, **cells)
     )
     with pytest.raises(SettingError, match="--min-quality: the dataset of this run has no answers"):
         chosen({"min_quality": 0.5}, one=Cell())
@@ -204,7 +205,8 @@ def test_fewer_views_are_no_faster_computation() -> None:
 
 
 def test_answers_can_show_that_fewer_views_lose_nothing() -> None:
-    assert chosen(many=Cell(1.0, scores=RIGHT), few=Cell(0.3, views=1, crops=1, scores=RIGHT)).cell == "few"
+    right = RIGHT * 2
+    assert chosen(many=Cell(1.0, scores=right), few=Cell(0.3, views=1, crops=1, scores=right)).cell == "few"
     worse = (1.0,) * 40 + (0.0,) * 60
     assert chosen(many=Cell(1.0, scores=RIGHT), few=Cell(0.3, views=1, crops=1, scores=worse)).cell == "many"
 
@@ -218,15 +220,11 @@ def test_accuracy_decides_before_speed_and_before_views() -> None:
     }
     found = chosen(**cells)
     assert found.cell == "some"
-    assert "the only setting with no measurable loss of accuracy" in found.reason
+    assert "fastest of 2 settings that keep the accuracy" in found.reason
     assert found.decision.startswith(
         "Use pan and scan with up to 2 crops, some attention: 90% of 100 answers right at 1.25 requests/s; with up to 1"
     )
-    assert all("measurable loss" in why for why in found.rejected.values())
-    # Few questions exclude no loss, so the most accurate setting is taken; equal accuracy leaves the choice to speed.
-    right = (1.0,) * 12
-    assert chosen(one=Cell(1.0, scores=right), two=Cell(0.3, scores=(*right[1:], 0.0))).cell == "one"
-    assert chosen(one=Cell(1.0, scores=right), two=Cell(0.3, scores=right)).cell == "two"
+    assert found.rejected.keys() == {"few"}
 
 
 def test_the_decision_compares_with_pan_and_scan_switched_off() -> None:
@@ -244,22 +242,21 @@ def test_the_decision_compares_with_pan_and_scan_switched_off() -> None:
 
 def test_what_the_choice_costs_in_memory_time_and_answers() -> None:
     found = chosen(
-        {"min_quality": 0.5},
+        {"min_quality": 0.3},
         fast=Cell(1.0, gib=6.1, scores=(1.0, 0.0) * 20),
         lean=Cell(1.2, gib=2.0, scores=(1.0, 1.0, 1.0, 0.0) * 10),
     )
     assert found.cell == "fast"
     assert "4.1 GiB more peak memory (RSS) than lean attention: 6.1 against 2.0" in cost(found)
-    assert "accuracy (exact match) 50% against 75% with lean attention" in cost(found)
     assert "p95" not in cost(found)
 
 
-def test_one_batch_has_no_interval_and_says_so() -> None:
+def test_one_repeat_has_no_interval_and_says_so() -> None:
     cells = {"c": {}}
     with tempfile.TemporaryDirectory() as directory:
         run = write_run(Path(directory), [header(cells), *batches_of("c", [1.0]), verdict("c", "exact", 1.0)])
     found = recommend(run)
-    assert "measured in one batch" in cost(found)
+    assert "measured once, so the run-to-run noise is unknown" in cost(found)
     assert found.reason.startswith("1.00 requests/s, the only setting with trusted answers and the most views; exact")
 
 
@@ -284,15 +281,16 @@ cells = st.builds(
     times=st.sampled_from([1.0, 5.0, 50.0]),
     outcome=st.sampled_from(["done", "done", "done", "oom", "failed"]),
     views=st.just(3),
-    scores=st.sampled_from([(), (1.0,) * 8 + (0.0,) * 32]),
     gib=st.sampled_from([1.0, 2.0]),
 )
-runs = st.lists(cells, min_size=1, max_size=5).map(lambda found: {f"c{i}": cell for i, cell in enumerate(found)})
+runs = st.tuples(st.lists(cells, min_size=1, max_size=5), st.sampled_from([(), (1.0, 0.0, 0.0)])).map(
+    lambda drawn: {f"c{i}": replace(cell, scores=drawn[1]) for i, cell in enumerate(drawn[0])}
+)
 limits = st.sampled_from([None, 300.0, 600.0, 1500.0])
 
 
 @given(runs, limits)
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 def test_what_is_recommended_may_be(cells: dict[str, Cell], limit: float | None) -> None:
     try:
         found = chosen({"max_p95_ms": limit}, **cells)

@@ -32,9 +32,24 @@ def test_the_fastest_cells_of_the_same_work_are_compared() -> None:
         }
     )
     assert found == [
-        "engine to generate (batch size 4): 2.00x the requests per second; verdicts unverified and unverified;"
-        " measured once: use --repeats to estimate run-to-run noise."
+        "engine to generate (batch size 4): 2.00x requests per second; verdicts unverified and unverified;"
+        " measured once, so noise is unknown (--repeats 5)."
     ]
+
+
+def test_a_ratio_has_an_interval_over_the_repeats_of_both() -> None:
+    records = [
+        record | {"repeat": number}
+        for number, noise in enumerate((0.98, 1.0, 1.02))
+        for name, seconds in (("a", 8.0), ("b", 4.0))
+        for record in (
+            request(name, "q", 0.0, [seconds * noise / 2, seconds * noise]),
+            repeat(name, number, 0.0, seconds * (noise if name == "a" else 2 - noise)),
+        )
+    ]
+    cells = {"a": {"runner": "generate"}, "b": {"runner": "engine"}}
+    [line] = speedup_lines(measured_rows(run_of(*records, cells=cells)))
+    assert line.startswith("engine to generate: 2.00x (1.81 to 2.21) requests per second")
 
 
 def test_one_runner_alone_says_nothing() -> None:

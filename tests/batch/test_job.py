@@ -115,7 +115,7 @@ def test_a_bundled_model_that_changed_is_another_model() -> None:
     assert header.settings["model"] == "mini"
     for kept in ({"mini": "000000000000"}, {}, None):
         assert difference(structs.replace(header, bundled=kept), header) == (
-            "was made with different weights of mini: the bundled model has changed since"
+            "was made with different weights of mini, which have changed since"
         )
     drawn = replace(JOB, settings=Settings(runner="engine", random_weights=True, model_shape="270m")).header()
     assert difference(structs.replace(drawn, bundled=None), drawn) is None

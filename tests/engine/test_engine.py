@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -253,6 +255,17 @@ def test_a_closed_engine(tiny: GenerateRunner) -> None:
     assert [result.finish_reason for _, result in results] == ["cancelled"]
     with pytest.raises(PanscanError, match="closed"):
         engine.generate([requests()[0]])
+
+
+def test_closing_frees_the_model_and_the_cache_of_an_engine_that_is_still_referred_to() -> None:
+    with Engine.from_pretrained("tiny", dtype="fp32", device="cpu", kv_cache_gb=0.01) as engine:
+        engine.generate([requests()[3]])
+        held = [weakref.ref(engine.loaded.model), weakref.ref(engine._worker.loop.runner)]
+    gc.collect()
+    assert [reference() for reference in held] == [None, None]
+    assert engine.waiting == 0 and engine.decisions
+    with pytest.raises(PanscanError, match="closed"):
+        engine.count(requests()[0])
 
 
 def test_contents_count_and_not_names(engine: Engine, reference: Reference, tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_a_replayed_pass_has_the_bits_of_one_that_is_launched(on_gpu: GenerateRu
     seen = []
     for captured in (True, False):
         with Engine(on_gpu.loaded, options) as engine:
-            runner = engine._loop.runner
+            runner = engine._worker.loop.runner
             assert isinstance(runner, ModelRunner)
             graphs = runner.graphs
             assert graphs is not None

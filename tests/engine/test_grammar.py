@@ -17,7 +17,7 @@ from tests.engine.driving import Driver, Reference, crops, requests
 from panscan import Engine, GenerateRunner, Request, Result, Sampling
 from panscan.core import SettingError
 from panscan.engine.options import EngineOptions
-from panscan.engine.structured.grammar import Grammars, check_schema
+from panscan.engine.structured.grammar import Grammars, check_structure
 from panscan.model.inputs import collate, prepare, read_images
 from panscan.model.observation import ForcedTokens
 
@@ -125,7 +125,7 @@ def test_greedy_tokens_match_generate_under_the_same_grammar(tiny: GenerateRunne
     prompt = inputs["input_ids"].shape[1]
 
     def allowed(_row: int, ids: torch.Tensor) -> list[int]:
-        constraint = grammars.start(request.sampling.json_schema or "")
+        constraint = grammars.start(request.sampling)
         for token in ids[prompt:].tolist():
             constraint.advance(token)
         return np.flatnonzero(np.unpackbits(constraint.allowed, bitorder="little")).tolist()
@@ -175,7 +175,12 @@ def test_the_trained_model_fills_in_what_it_reads(mini: GenerateRunner) -> None:
     assert satisfies(json.loads(filled.text), closed(total=price), {})
 
 
-CHAIN = {f"d{at}": {"type": "array", "items": {"$ref": f"#/$defs/d{at + 1}"}} for at in range(900)}
+def lists(inner: Any, levels: int) -> Any:
+    """Return the schema of lists inside each other."""
+    return {"items": lists(inner, levels - 1)} if levels else inner
+
+
+CHAIN = {f"d{at}": lists({"$ref": f"#/$defs/d{at + 1}"}, levels=100) for at in range(50)}
 HOSTILE: dict[str, tuple[Any, str]] = {
     "remote": ({"$ref": "https://example.com/schema.json"}, "does not fetch"),
     "local file": ({"$ref": "file:///etc/passwd"}, "does not fetch"),
@@ -189,7 +194,7 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "not a type": ({"type": "banana"}, "banana"),
     "ignored keyword": ({"type": "array", "uniqueItems": True}, "uniqueItems"),
     "other options": ({"type": "object", "x-guidance": {"whitespace_flexible": True}}, "x-guidance"),
-    "required recursion": (closed(a={"$ref": "#"}), "json_schema"),
+    "required recursion": (closed(a={"$ref": "#"}), "no value satisfies"),
 }
 BOUNDED: dict[str, Any] = {
     "catastrophic pattern": {"type": "string", "pattern": "^(a+)+$"},
@@ -197,7 +202,8 @@ BOUNDED: dict[str, Any] = {
     "huge enum": {"enum": [f"value {index}" for index in range(4_000)]},
     "huge length": {"type": "string", "minLength": 10**9},
     "huge array": {"type": "array", "items": {"type": "string"}, "minItems": 10**9},
-    "chain of references": {"$defs": {**CHAIN, "d900": {"type": "null"}}, "$ref": "#/$defs/d0"},
+    "chain of references": {"$defs": {**CHAIN, "d50": {"type": "null"}}, "$ref": "#/$defs/d0"},
+    "constant": {"const": "x" * 60_000},
     "states": {"type": "string", "pattern": "^(.*a.{50}|.*b.{60}|.*c.{61})$"},
 }
 
@@ -226,7 +232,7 @@ def test_a_hostile_schema_fails_alone(engine: Engine) -> None:
         ("", "not valid JSON"),
         ("{", "not valid JSON"),
         ("[]", "JSON object, true or false"),
-        ("\ud800", "not valid JSON"),
+        ("\ud800", "lone surrogate"),
         ("[" * 60_000, "nested too deeply"),
         (json.dumps({"const": "x" * 2**16}), "longer than 65,536"),
         ({"type": "object"}, r"use json\.dumps"),
@@ -242,13 +248,80 @@ def test_ignore_eos_and_a_schema_exclude_each_other() -> None:
         Sampling(json_schema="{}", ignore_eos=True)
 
 
-@pytest.mark.parametrize("name", [name for name in HOSTILE if name not in ("endless", "required recursion")])
+@pytest.mark.parametrize("name", HOSTILE)
 def test_most_schemas_are_refused_without_a_checkpoint(name: str) -> None:
     schema, message = HOSTILE[name]
     with pytest.raises(SettingError, match=f"^json_schema: .*{message}"):
-        check_schema(json.dumps(schema))
+        check_structure(Sampling(json_schema=json.dumps(schema)))
+
+
+STRUCTURES: dict[str, tuple[dict[str, Any], str]] = {  # the second: a pattern of the answer
+    "regex": ({"regex": r"\d{3}-[a-c]/\"\w"}, r"\d{3}-[a-c]/\"\w"),
+    "anchored": ({"regex": "^ab$"}, "ab"),
+    "choice": ({"choice": ('yes "sir"', "no\n", "perhaps | é")}, 'yes "sir"|no\n|perhaps \\| é'),
+    "Lark": ({"grammar": 'start: "a" b ~ 2\nb: "(" C ")"\nC: /x|y/'}, r"a\([xy]\)\([xy]\)"),
+    "GBNF": ({"grammar": 'root ::= "a" [0-9]{2} end\nend ::= "!" | "?"'}, r"a\d\d[!?]"),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_answers_follow_other_structures(engine: Engine, name: str) -> None:
+    fields, pattern = STRUCTURES[name]
+    how = [Sampling(TOKENS, **fields), Sampling(TOKENS, temperature=1.0, seed=1, **fields)]
+    for result in answers(engine, *(replace(requests()[0], sampling=sampling) for sampling in how)):
+        assert re.fullmatch(pattern, result.text) and result.finish_reason == "stop"
+
+
+HOSTILE_STRUCTURES: dict[str, dict[str, Any]] = {
+    "repetition": {"regex": "(a{1000}){1000}"},
+    "optional repetition": {"regex": "(a?){5000}a{5000}"},
+    "states": {"regex": "(.{0,500}a){500}"},
+    "lookahead": {"regex": "a(?=b)"},
+    "parentheses": {"regex": "(" * 16_000},
+    "empty": {"regex": "a[^\\s\\S]"},
+    "choices": {"choice": tuple(map(str, range(4_000)))},
+    "chain": {"grammar": "start: r0\n" + "\n".join(f"r{at}: r{at + 1}" for at in range(900)) + '\nr900: "a"'},
+    "GBNF chain": {
+        "grammar": "root ::= r0\n" + "".join(f"r{at} ::= r{at + 1}\n" for at in range(700)) + 'r700 ::= "a"'
+    },
+    "doubling": {
+        "grammar": "start: R0\n" + "\n".join(f"R{at}: R{at + 1} R{at + 1}" for at in range(60)) + '\nR60: "a"'
+    },
+    "ambiguous": {"grammar": 'start: start start | "a" | '},
+    "deep": {"grammar": "start: " + "(" * 8_000 + '"a"' + ")" * 8_000},
+    "deep GBNF": {"grammar": "root ::= " + "(" * 8_000 + '"a"' + ")" * 8_000},
+    "no rule": {"grammar": "start: missing"},
+    "special token": {"grammar": "start: <start_of_image>"},
+    "image": {"grammar": "start: <image_soft_token>"},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_STRUCTURES)
+def test_a_hostile_structure_fails_alone(engine: Engine, name: str) -> None:
+    request = replace(requests()[0], sampling=Sampling(TOKENS, temperature=1.0, seed=3, **HOSTILE_STRUCTURES[name]))
+    [result] = engine.generate([request])
+    field = next(iter(HOSTILE_STRUCTURES[name]))
+    assert result.error is None or (str(result.error).startswith(f"{field}: ") and "\n" not in str(result.error))
+    if name not in ("repetition", "optional repetition", "states", "choices", "chain", "GBNF chain", "ambiguous"):
+        assert isinstance(result.error, SettingError)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"regex": "a", "choice": ("a",)}, "regex and choice exclude each other"),
+        ({"regex": "a" * 20_000}, "regex is longer than 16,384 bytes"),
+        ({"choice": ()}, "choice must be a tuple of texts"),
+        ({"choice": "yes"}, "choice must be a tuple of texts"),
+        ({"grammar": "\ud800"}, "grammar is not Unicode text"),
+        ({"regex": "a", "ignore_eos": True}, "ignore_eos and regex exclude each other"),
+    ],
+)
+def test_invalid_structures_are_refused_at_construction(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        Sampling(**fields)
 
 
 def test_observed_requests_refuse_schemas(engine: Engine) -> None:
-    with pytest.raises(SettingError, match="json_schema: not supported in observed requests"):
+    with pytest.raises(SettingError, match="observed requests support no structured answers"):
         engine.observe([constrained(requests()[0], True)], [ForcedTokens(None, [], 3)])

@@ -107,7 +107,7 @@ def test_cancelled_while_it_is_prepared_and_before(engine: Engine, server: SlowS
     assert fine.error is None
     stats = engine.stats()
     assert (stats.running, stats.waiting, stats.output_tokens) == (0, 0, fine.output_tokens)
-    assert isinstance(engine._loop.runner, ModelRunner) and len(engine._loop.runner.pixels) == 0
+    assert isinstance(engine._worker.loop.runner, ModelRunner) and len(engine._worker.loop.runner.pixels) == 0
     assert len(server.asked) <= 8
 
 
@@ -159,10 +159,10 @@ def test_a_broken_engine_tells_everybody(engine: Engine) -> None:
     assert next(results)[0] == 1
 
     def break_it() -> None:
-        [job] = engine._loop._states.values()
+        [job] = engine._worker.loop._states.values()
         assert job.sequence is not None
-        engine._loop.blocks.pools[0].release(job.sequence.tables[0][:1])
-        engine._loop.end(job, "cancelled")
+        engine._worker.loop.blocks.pools[0].release(job.sequence.tables[0][:1])
+        engine._worker.loop.end(job, "cancelled")
 
     engine._worker._send(break_it)
     for _, result in results:

@@ -37,7 +37,7 @@ def same_tokens(runner: GenerateRunner, reference: Reference, asked: list[Reques
     )
     short = [replace(request, sampling=replace(request.sampling, max_new_tokens=4)) for request in asked]
     with Engine(runner.loaded, options) as engine:
-        loop = engine._loop
+        loop = engine._worker.loop
         assert isinstance(loop.runner, ModelRunner) and loop.runner.graphs is not None
         assert loop.facts.overlaps, "passes overlap as on a GPU"
         results = engine.generate(short)
@@ -91,7 +91,7 @@ def test_closing_lifts_the_memory_limit_once(tiny: GenerateRunner) -> None:
 
 def test_a_cpu_launches_layers_one_by_one_and_overlaps_nothing(tiny: GenerateRunner) -> None:
     with Engine(tiny.loaded, EngineOptions(kv_cache_gb=0.05)) as engine:
-        runner = engine._loop.runner
+        runner = engine._worker.loop.runner
         assert isinstance(runner, ModelRunner) and runner.graphs is None
         assert not runner.facts.overlaps
         attention, layers, resizing, cache = engine.decisions

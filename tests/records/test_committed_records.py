@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from panscan.analysis.accuracy import cost_columns
+from panscan.analysis.accuracy import accuracy_columns
+from panscan.analysis.cells import measured_rows
 from panscan.analysis.levels import levels_of, load_result
 from panscan.analysis.recommend import recommend
 from panscan.analysis.summary import write_summary
@@ -38,7 +39,7 @@ SHOWN = (
     "goodput",
     "attainment",
     "uncertified",
-    "accuracy_vs_exact",
+    "accuracy_result",
 )
 
 
@@ -62,7 +63,7 @@ def derived(directory: Path) -> dict[str, Any]:
     run = read_run(directory)
     with TemporaryDirectory() as folder:
         path = Path(folder) / "summary.csv"
-        write_summary(run, path, cost_columns(run))
+        write_summary(run, path, None if is_load_run(run) else accuracy_columns(run, measured_rows(run)))
         rows = {row.get("cell") or row["level"]: row for row in csv.DictReader(path.read_text("utf-8").splitlines())}
     if is_load_run(run):
         found = load_result(run, levels_of(run))

@@ -57,7 +57,8 @@ def test_work_over_the_windows_edge_counts_by_its_part_inside() -> None:
 
 
 def test_replicas_in_parallel_add_up_and_so_does_the_interval() -> None:
-    run = run_of(*lines_of([(0.0, [(0.5, 2)] * 6)] * 3))
+    once = lines_of([(0.0, [(0.5, 2)] * 6)] * 3)
+    run = run_of(*(record | {"repeat": number} for number in (0, 1) for record in once))
     metrics = cell_metrics(run, "c")
     assert metrics is not None
     assert metrics.values["request_throughput"] == pytest.approx(12)

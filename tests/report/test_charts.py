@@ -128,7 +128,7 @@ def test_the_front_by_quality(scored: tuple[Run, Element]) -> None:
     facts, box = SweepReport(scored[0]), section(scored[1], "front")
     assert facts.front is not None
     assert not facts.front.logarithmic
-    assert [point.cell for point in facts.front.points if not point.hollow] == [3], "all are right as often"
+    assert [point.cell for point in facts.front.points if not point.hollow] == [1, 3], "the others are slower"
     assert [point.value.value for point in facts.front.points] == [0.75] * 5
     assert "exact match" in box.text
 

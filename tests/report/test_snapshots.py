@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 from tests.analysis.noisy_runs import noisy_records
+from tests.analysis.test_accuracy import BASE, cell_records
 from tests.analysis.test_quantization import CELLS
-from tests.analysis.test_task_cost import BASE, cell_records
 from tests.inspect.trace.kineto import busy_trace, decode_trace
 from tests.records import synthetic
 from tests.records.load_runs import CLIENT, START, failed_request, level, level_records, load_header, load_request

@@ -206,7 +206,7 @@ def test_what_only_one_of_them_has_is_refused() -> None:
     assert other.keys() == ENGINE_LIMITS.keys()
     for name, value in other.items():
         reason = unsupported_reason(replace(settings_from(SMALL), **{name: value}))
-        assert reason is not None and f"--{name.replace('_', '-')} must stay at" in reason
+        assert reason is not None and f"--{name.replace('_', '-')} must " in reason
     changed = {"max_concurrency": 3, "max_num_seqs": 3, "kv_cache_gb": 0.5, "prefix_caching": False}
     changed |= {"vision_cache_gb": 0.5, "vision_batch_size": 3, "attention_backend": "sdpa", "image_memory_gb": 0.5}
     changed |= {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "gpu_memory_gb": 8.0, "kv_cache_dtype": "fp8"}

@@ -139,6 +139,8 @@ CASES = {
     "more crops": cropped(min_crop_size=50, max_num_crops=6),
     "sampled": sampled(user("Say it"), temperature=1.0, seed=7, top_p=0.9, top_k=50),
     "stop": sampled(ABOUT_RECEIPT, RECEIPT_FILE, stop=["0", "5"]),
+    "openai's penalties": sampled(user("Hi"), frequency_penalty=0.5, presence_penalty=1.5, ignore_eos=True),
+    "bias": Case(user("Hi"), fields={"logit_bias": {"300": 90}}, sampling=Sampling(TOKENS, logit_bias={300: 90})),
     "penalty": sampled(user("Hi"), repetition_penalty=1.5, min_p=0.1, temperature=0.5, seed=-3),
 }
 
@@ -147,11 +149,6 @@ CASES = {
 def engine() -> Iterator[Engine]:
     with Engine.from_pretrained("mini", device="cpu", dtype="fp32", kv_cache_gb=0.05) as opened:
         yield opened
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server}/v1", api_key="unused", max_retries=0, timeout=DEADLINE)
 
 
 def streamed(server: Server, body: dict[str, Any], path: str = "/v1/chat/completions") -> list[dict[str, Any]]:
@@ -289,6 +286,35 @@ def test_answers_satisfy_a_json_schema(client: openai.OpenAI) -> None:
     assert found.keys() == {"total", "paid"} and isinstance(found["paid"], bool) and len(found["total"]) <= 8
 
 
+YES = {"const": "yes"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object", "schema": YES}},
+        {"response_format": {"type": "json_object", "value": YES}},
+        {"response_format": {"type": "json", "value": YES}},
+        {"response_format": {"type": "regex", "value": '"y(es)"'}},
+        {"structured_outputs": {"json": YES}},
+        {"structured_outputs": {"json": json.dumps(YES), "regex": None}},
+        {"structured_outputs": {"regex": '"yes"'}},
+        {"structured_outputs": {"choice": ['"yes"']}},
+        {"structured_outputs": {"grammar": 'root ::= "\\"yes\\""'}},
+        {"guided_json": YES},
+        {"guided_regex": '"yes"', "guided_decoding_backend": None},
+        {"guided_choice": ['"yes"']},
+        {"guided_grammar": 'start: /"yes"/'},
+    ],
+    ids=json.dumps,
+)
+def test_every_spelling_of_structured_output_is_understood(server: Server, fields: dict[str, Any]) -> None:
+    [choice] = chat(server, user("Hi"), max_tokens=20, **fields).json()["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ('"yes"', "stop")
+    [choice] = post(server, "/v1/completions", {"prompt": "Hi", "max_tokens": 20, **fields}).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ('"yes"', "stop")
+
+
 def test_an_upload_is_the_same_as_a_data_url(server: Server) -> None:
     crops = {"pan_and_scan_min_crop_size": 100, "pan_and_scan_max_num_crops": 2}
     fields = {"max_tokens": TOKENS, "mm_processor_kwargs": crops}
@@ -312,6 +338,59 @@ def test_tokenize_matches_the_engine(server: Server, engine: Engine, tmp_path: P
     }
     raw, *_ = engine.count(Request("Hi", raw=True))
     assert post(server, "/tokenize", {"prompt": "Hi"}).json()["tokens"] == raw
+
+
+def test_an_image_of_low_detail_is_one_view(server: Server, engine: Engine) -> None:
+    kwargs = {"pan_and_scan_min_crop_size": 50, "pan_and_scan_max_num_crops": 6}
+    settings = PanAndScan(min_crop_size=50, max_num_crops=6)
+
+    def counts(*details: str) -> tuple[int, int]:
+        url = data_url(PNG)
+        parts: list[Any] = [{"type": "image_url", "image_url": {"url": url, "detail": detail}} for detail in details]
+        asked = {"messages": user(*parts, QUESTION), "max_tokens": 1, "mm_processor_kwargs": kwargs}
+        usage = post(server, "/v1/chat/completions", asked).json()["usage"]
+        found = post(server, "/tokenize", {name: asked[name] for name in ("messages", "mm_processor_kwargs")}).json()
+        assert (found["count"], found["views"]) == (usage["prompt_tokens"], usage["views"])
+        return found["count"], found["views"]
+
+    ids, _, views = engine.count(Request(QUESTION, [RECEIPT.image], pan_and_scan=settings))
+    assert counts("high") == counts("auto") == (len(ids), views) and views > 1
+    assert counts("low") == (
+        len(engine.count(Request(QUESTION, [RECEIPT.image], pan_and_scan=PanAndScan(False)))[0]),
+        1,
+    )
+    assert counts("low", "high")[1] == counts("high", "low")[1] == views + 1
+
+
+NEUTRAL_FIELDS: dict[str, Any] = {
+    "skip_special_tokens": True,
+    "length_penalty": 1.0,
+    "use_beam_search": False,
+    "add_generation_prompt": True,
+    "chat_template_kwargs": {},
+    "return_token_ids": False,
+    "min_tokens": 0,
+    "user": "me",
+    "safety_identifier": "me",
+    "prompt_cache_key": "all",
+}
+CHANGING_FIELDS: dict[str, Any] = {
+    "skip_special_tokens": False,
+    "length_penalty": 2,
+    "use_beam_search": True,
+    "add_generation_prompt": False,
+    "chat_template_kwargs": {"tools_in_user_message": True},
+    "min_tokens": 4,
+    "cache_salt": "x",
+}
+
+
+def test_fields_that_change_nothing_are_accepted(server: Server) -> None:
+    messages = [{"role": "user", "name": "Ada", "content": "Hi"}]
+    plain, neutral = (chat(server, messages, max_tokens=4, **fields).json() for fields in ({}, NEUTRAL_FIELDS))
+    assert plain["choices"] == neutral["choices"]
+    for name, value in CHANGING_FIELDS.items():
+        assert name in refused(chat(server, messages, max_tokens=4, **{name: value}), 400, name)
 
 
 def test_views_are_those_of_the_upright_image(server: Server, engine: Engine) -> None:
@@ -340,9 +419,6 @@ def test_the_model_and_its_limits_are_listed(server: Server, client: openai.Open
     assert client.models.retrieve("mini").id == "mini"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model="mini", prompt="Hi", frequency_penalty=1.0)
-    assert caught.value.param == "frequency_penalty"
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="other", messages=[{"role": "user", "content": "Hi"}])
     own = httpx.get(f"{server}/v1/models").json()["data"][0]["panscan"]
@@ -398,7 +474,7 @@ SCHEMA = {"type": "json_schema"}
         ({"max_tokens": 10**300}, "max_tokens"),
         ({"stop": ["a"] * 17}, "stop"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"tools": [{}]}, "tools"),
+        ({"tools": [{}]}, "tools.0.function"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"seed": 2**64}, "seed"),
         ({"mm_processor_kwargs": {"size": 1}}, "mm_processor_kwargs.size"),
@@ -406,7 +482,18 @@ SCHEMA = {"type": "json_schema"}
         ({"mm_processor_kwargs": {"pan_and_scan_max_num_crops": 0}}, "mm_processor_kwargs"),
         ({"messages": [{"role": "system", "content": "a"}]}, "messages"),
         ({"response_format": SCHEMA | {"json_schema": {"name": "a", "schema": {"not": {}}}}}, "response_format"),
-        ({"frequency_penalty": 1.0}, "frequency_penalty"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"presence_penalty": -3}, "presence_penalty"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"logit_bias": {"9999999": 1}}, "logit_bias"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_json": {}, "response_format": {"type": "json_object"}}, "guided_json"),
+        ({"response_format": {"type": "json_object", "value": "a"}}, "response_format"),
+        ({"response_format": {"type": "regex", "schema": {}}}, "response_format"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

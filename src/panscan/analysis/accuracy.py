@@ -1,27 +1,40 @@
-"""The accuracy of cells against each other: the one rule for a measurable loss, and what cells that are not exact, or
-that have quantised weights, cost.
+"""The one rule for accuracy: what the answers of a cell show against those of the baseline.
+
+Every report, recommendation and comparison of accuracies uses :func:`decide_accuracy`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import ceil, log10
+from typing import Literal, TypeVar
 
-from panscan.analysis.cells import MeasuredCell, effective_settings
-from panscan.analysis.significance import ALPHA, ROUNDING, decide, sign_flip_p_value
+from panscan.analysis.cells import MeasuredCell, Ratio, effective_settings
+from panscan.analysis.significance import ROUNDING, decide, sign_flip_p_value
 from panscan.core import same_model
 from panscan.core.sampling import SAMPLING_NAMES
-from panscan.records.intervals import Z95
-from panscan.records.quality import metric_of, metric_title, metrics_in, quality_of, scores_of_cell
+from panscan.core.text import count
+from panscan.records.intervals import Z95, paired_interval
+from panscan.records.quality import metric_of
+from panscan.records.request_records import RequestRecord
 from panscan.records.store import Run
-from panscan.verdict.judgement import is_quantized, verdict_of
+from panscan.verdict.judgement import is_quantized
 
 LEAST_QUESTIONS = 30
 """Fewer different questions show nothing about answers."""
-WORST_LOSS = 0.02
-"""Loss of quality that the 95% interval must exclude, for a loss to be called not measurable."""
+MAX_LOSS = 0.02
+"""The loss of accuracy that must be excluded by default: 2 points."""
+TYPICAL_CHANGE = 0.05
+"""Share of the answers that become right or wrong, as assumed before any is known."""
+RANK = {"exact": 0, "close": 1}
+"""The verdicts that are trusted, the better first."""
+_PRIOR = 20  # questions that the typical change counts for, beside those that were asked
+_POWER = (Z95 + 0.8416212335729143) ** 2  # a chance of 80% that the interval excludes the loss
+
+Name = TypeVar("Name", bound=Hashable)
+Word = Literal["same answers", "gain", "no loss", "undecided", "loss"]
 
 
 def points_text(share: float) -> str:
@@ -29,23 +42,21 @@ def points_text(share: float) -> str:
     return f"{100 * share + 0.0:+.1f}".replace("-0.0", "+0.0")
 
 
-def p_text(p_value: float) -> str:
-    """``p = 0.62``; no 0 for what is only small."""
-    return "p < 0.001" if p_value < 0.001 else f"p = {p_value:.2g}"
-
-
 @dataclass(frozen=True, slots=True)
 class QualityDifference:
-    """A cell's quality less another's, over the questions that both answered.
+    """The score of one side less that of another, over the questions that both answered.
 
     Args:
         value: the mean difference over questions, -1 to 1.
-        low: of its 95% interval.
+        low: of its 95% interval (:func:`panscan.records.intervals.paired_interval`).
         high: of its 95% interval.
         questions: in both.
-        better: questions that the cell answers better.
-        worse: questions that the cell answers worse.
-        p_value: two-sided; see :func:`panscan.analysis.significance.sign_flip_p_value`.
+        better: questions that the first side answers better.
+        worse: questions that it answers worse.
+        changed: the mean size of the differences, 0 to 1.
+        p_value: two-sided, not corrected; see :func:`panscan.analysis.significance.sign_flip_p_value`.
+        identical: whether all answers are known to be the same texts.
+        blank: whether neither side has any answer right.
     """
 
     value: float
@@ -54,196 +65,271 @@ class QualityDifference:
     questions: int
     better: int
     worse: int
+    changed: float
     p_value: float
+    identical: bool = False
+    blank: bool = False
 
     @property
     def text(self) -> str:
-        """``-3.1 (-5.0 to -1.2), p = 0.004``, in percentage points."""
-        return f"{points_text(self.value)} ({self.bounds}), {p_text(self.p_value)}"
+        """``-3.1 points (-5.0 to -1.2)``, with the 95% interval."""
+        return f"{points_text(self.value)} points ({self.bounds})"
 
     @property
     def bounds(self) -> str:
         """``-5.0 to -1.2``: the 95% interval in percentage points."""
         return f"{points_text(self.low)} to {points_text(self.high)}"
 
-    @property
-    def is_loss(self) -> bool:
-        """Whether the interval lies below 0, or the p-value, not corrected for other tests, shows a loss."""
-        return self.high < 0 or (self.value < 0 and self.p_value < ALPHA)
 
-    @property
-    def excludes_loss(self) -> bool:
-        """Whether there is no measurable loss, the one rule of recommendations and reports.
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """What the rule says of a difference.
 
-        The 95% interval of the paired difference reaches 0 and excludes a loss of more than :data:`WORST_LOSS`, over at
-        least :data:`LEAST_QUESTIONS` questions, and the p-value does not show a loss: for shares the interval is so
-        wide that it alone would overlook small losses of many questions.
-        """
-        return self.questions >= LEAST_QUESTIONS and self.low >= -WORST_LOSS and not self.is_loss
-
-
-def quality_difference(run: Run, cell: str, baseline: str) -> QualityDifference | None:
-    """A metric of a cell less the baseline's, over requests that both have a score of; None without a common request.
-
-    Paired by request and repeat, averaged within a question; see :func:`paired_difference`.
+    Args:
+        word: the result.
+        difference: the figures.
+        max_loss: the loss that "no loss" excludes, 0 to 1.
     """
-    name = metric_of(run)
-    scores, others = (
-        {(question, key): score for question, key, score in scores_of_cell(run, one, name)} for one in (cell, baseline)
-    )
-    by_question: dict[object, list[float]] = defaultdict(list)
-    for pair in sorted(scores.keys() & others.keys()):
-        by_question[pair[0]].append(scores[pair] - others[pair])
-    means = [sum(values) / len(values) for values in by_question.values()]
-    return paired_difference(means) if means else None
+
+    word: Word
+    difference: QualityDifference
+    max_loss: float
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the answers show that no more than ``max_loss`` is lost."""
+        return self.word in ("gain", "no loss") or (
+            self.word == "same answers" and excludes_loss(self.difference, self.max_loss)
+        )
+
+    @property
+    def short_text(self) -> str:
+        """The word and the figures, for a table."""
+        if self.difference.identical:
+            return "same answers"
+        return f"{self.label}: {self.difference.text}"
+
+    @property
+    def label(self) -> str:
+        """The word, with what it stands for."""
+        if self.word == "undecided" and not self.difference.better and not self.difference.worse:
+            return "same scores"
+        return f"no loss above {100 * self.max_loss:g} points" if self.word == "no loss" else self.word
+
+    @property
+    def text(self) -> str:
+        """The result with its figures, and how many questions would decide."""
+        difference = self.difference
+        questions = count(difference.questions, "question")
+        if difference.blank:
+            return f"undecided: no answer to {questions} is right on either side"
+        needed = "" if self.lossless or self.word == "loss" else f"; {self.needed_text}"
+        if difference.identical:
+            return f"the same answers to {_all_of(difference.questions)}{needed}"
+        if not difference.better and not difference.worse:
+            return f"the same score on {_all_of(difference.questions)}{needed}"
+        return f"{self.label}: {difference.text} over {questions}{needed}"
+
+    @property
+    def needed_text(self) -> str:
+        """How many questions would probably decide."""
+        return f"about {self.needed:,} questions needed to exclude a loss of {100 * self.max_loss:g} points"
+
+    @property
+    def needed(self) -> int:
+        """The number of questions that decide with a chance of 80% if the difference stays what it is."""
+        number = self.difference.questions
+        changed = (number * self.difference.changed + _PRIOR * TYPICAL_CHANGE) / (number + _PRIOR)
+        return max(questions_needed(self.max_loss, changed, self.difference.value), _rounded(number + 1))
 
 
-def paired_difference(means: Sequence[float]) -> QualityDifference:
-    """The difference of two qualities from each question's own, -1 to 1.
+def _all_of(number: int) -> str:
+    return "the only question" if number == 1 else f"all {number:,} questions"
 
-    The 95% interval is Agresti and Min's for matched proportions (Statistics in Medicine 24, 2005): Wald's after half
-    an observation has been added to each outcome of a pair, here half a win, half a loss and one tie. It stays honest
-    where no answer differs: a bootstrap would then be certain after one question. For scores between 0 and 1 a win is
-    the largest difference there can be, so the interval is rather too wide than too narrow.
+
+def questions_needed(max_loss: float, changed: float = TYPICAL_CHANGE, value: float = 0.0) -> int:
+    """Return about how many questions it takes to exclude a loss, or to show one, with a chance of 80%.
+
+    Args:
+        max_loss: the loss to exclude, 0 to 1.
+        changed: share of the questions whose scores differ.
+        value: the true difference, -1 to 1; a gain is no easier than none.
     """
-    count = len(means) + 2
-    centre = sum(means) / count
-    spread = sqrt(((sum(mean**2 for mean in means) + 1) / count - centre**2) / count)
-    value = sum(means) / len(means)
+    reach = max(max_loss + min(value, 0.0), -value)
+    return _rounded(max(LEAST_QUESTIONS, Z95**2 * (1 - max_loss) / max_loss, _POWER * changed / reach**2))
+
+
+def _rounded(number: float) -> int:
+    """Return a number rounded up to two digits."""
+    unit = int(10 ** max(0, int(log10(number)) - 1))
+    return ceil(number / unit) * unit
+
+
+def excludes_loss(difference: QualityDifference, max_loss: float) -> bool:
+    """Return whether the 95% interval excludes a loss, over enough questions."""
+    return difference.questions >= LEAST_QUESTIONS and difference.low > -max_loss
+
+
+def paired_difference(means: Sequence[float], *, identical: bool = False, blank: bool = False) -> QualityDifference:
+    """Return the difference of two qualities from each question's own, -1 to 1."""
+    wins, losses = (sum(max(sign * mean, 0.0) for mean in means) for sign in (1, -1))
+    low, high = paired_interval(wins, losses, len(means))
+    value = (wins - losses) / len(means)
     return QualityDifference(
         value=value,
-        low=max(-1.0, min(value, centre - Z95 * spread)),
-        high=min(1.0, max(value, centre + Z95 * spread)),
+        low=min(low, value),
+        high=max(high, value),
         questions=len(means),
         better=sum(mean > ROUNDING for mean in means),
         worse=sum(mean < -ROUNDING for mean in means),
+        changed=(wins + losses) / len(means),
         p_value=sign_flip_p_value(means),
+        identical=identical,
+        blank=blank,
     )
 
 
-def evidence_text(run: Run, difference: QualityDifference, peer: str) -> str:
-    """Return whether a cell has no measurable loss against the cell named ``peer``, with the figures."""
-    text = (
-        f"{metric_title(run)} {points_text(difference.value)} points (95%: {difference.bounds},"
-        f" {p_text(difference.p_value)}) against {peer} over {difference.questions} questions"
-    )
-    if difference.questions < LEAST_QUESTIONS:
-        return f"{text}, fewer than the {LEAST_QUESTIONS} required"
-    if difference.is_loss:
-        return f"measurable loss: {text}"
-    if not difference.excludes_loss:
-        return f"undecided, a loss of {-100 * difference.low:.1f} points is possible: {text}"
-    return f"no measurable loss: {text}"
+def question_difference(pairs: Iterable[tuple[RequestRecord, RequestRecord]], metric: str) -> QualityDifference | None:
+    """Return the difference of the first requests' scores from the second ones', averaged within a question.
+
+    None without a pair that has both scores.
+    """
+    by_question: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    identical, blank = True, True
+    for one, other in pairs:
+        if metric in one.scores and metric in other.scores:
+            by_question[one.question].append(one.scores[metric] - other.scores[metric])
+            identical = identical and one.content is not None and one.content == other.content
+            blank = blank and not one.scores[metric] and not other.scores[metric]
+    means = [sum(values) / len(values) for values in by_question.values()]
+    return paired_difference(means, identical=identical, blank=blank) if means else None
 
 
-def compare_with_baseline(
-    run: Run, cells: Sequence[str], views: Callable[[str], float]
-) -> tuple[str, dict[str, str]] | None:
-    """Return the baseline, and by cell id the result of every other cell: a word, figures, and what they can show.
+def decide_accuracy(differences: Mapping[Name, QualityDifference], max_loss: float = MAX_LOSS) -> dict[Name, Accuracy]:
+    """Apply the rule to everything that is compared with one baseline.
 
-    The words are "measurable loss", "measurable gain", "no measurable loss", and "undecided". The baseline is the cell
-    with the most views per request, which settings with fewer crops must match; of several, the first, because the best
-    one would partly be chosen by luck. All tests are one family: the chance that any cell is falsely called worse or
-    better is at most 5% (:func:`panscan.analysis.significance.decide`).
+    - loss, gain: the paired test is significant after Holm's correction over all of ``differences``: McNemar's exact
+      test for right and wrong answers, a sign-flip test for partial scores. The chance that any of them is falsely
+      called either is at most 5%.
+    - same answers: every answer is the same text.
+    - no loss: the 95% interval excludes a loss of ``max_loss``, over at least :data:`LEAST_QUESTIONS` questions.
+    - undecided: the rest, and sides without any right answer.
 
     Args:
-        run: run with scored answers.
-        cells: ids of the cells to compare.
-        views: returns the mean views per request of a cell, by its id.
-
-    Returns:
-        None if fewer than two cells have scores.
+        differences: each compared side less the baseline, by any name.
+        max_loss: the loss that "no loss" excludes, 0 to 1.
     """
-    means = {cell: quality.mean for cell in cells if (quality := quality_of(run, cell)) is not None}
-    if len(means) < 2:
-        return None
-    baseline = max(means, key=views)
-    differences = {
-        cell: difference
-        for cell in means
-        if cell != baseline and (difference := quality_difference(run, cell, baseline)) is not None
-    }
     alarms = decide(
         [difference.p_value for difference in differences.values()],
         # The smallest p-value that the differing questions could give: all of them differ the same way.
         [min(1.0, 2 * 0.5 ** (difference.better + difference.worse)) for difference in differences.values()],
     )
-    return baseline, {
-        cell: _baseline_text(difference, alarm=bool(alarm))
-        if means[cell] or means[baseline]
-        else "undecided: neither cell has a correct answer"
-        for (cell, difference), alarm in zip(differences.items(), alarms, strict=True)
-    }
+    results = {}
+    for (name, difference), alarm in zip(differences.items(), alarms, strict=True):
+        word: Word = "undecided"
+        if alarm:
+            word = "loss" if difference.value < 0 else "gain"
+        elif difference.identical and not difference.blank:
+            word = "same answers"
+        elif excludes_loss(difference, max_loss) and not difference.blank:
+            word = "no loss"
+        results[name] = Accuracy(word, difference, max_loss)
+    return results
 
 
-def _baseline_text(difference: QualityDifference, *, alarm: bool) -> str:
-    low = difference.low
-    figures = f"({p_text(difference.p_value)}, difference {points_text(difference.value)} points"
-    figures += f" [{points_text(low)}, {points_text(difference.high)}])"
-    if alarm:
-        return f"measurable {'loss' if difference.value < 0 else 'gain'} {figures}"
-    questions = f"with {difference.questions:,} question{'' if difference.questions == 1 else 's'}"
-    reach = f"{100 * max(0.0, -low):.1f}"
-    if difference.excludes_loss:
-        return f"no measurable loss {figures}: {questions}, a loss of more than {reach} points is excluded"
-    seen = f"a loss of {reach} points is possible" if low < 0 else "the result may be chance"
-    return f"undecided {figures}: {questions}, {seen}"
-
-
-TITLE = "accuracy vs exact"
-NO_EXACT_CELL = "no exact cell"
-COLUMNS = ("exact_cell", *(f"accuracy_vs_exact{part}" for part in ("", "_low", "_high", "_p_value")))
-_ANSWER_SETTINGS = ("revision", "random_weights", "model_shape", *SAMPLING_NAMES, "sampling_seed")
-"""Settings besides the model that change the answers: a difference would not be the verdict's."""
+def max_loss_of(run: Run) -> float:
+    """Return the loss of accuracy that a run's decisions exclude, 0 to 1."""
+    points = run.header.settings.max_accuracy_loss
+    return MAX_LOSS if points is None else points / 100
 
 
 @dataclass(frozen=True, slots=True)
-class TaskCost:
-    """The accuracy of a cell that is not exact, less that of an exact cell.
+class Standings:
+    """The cells of a run against their baseline.
 
     Args:
-        exact: the id of the cell that it is compared with: the exact one with the same views and model whose other
-            settings are closest; None where there is none.
-        difference: over the questions that both answered; None without an exact cell.
+        baseline: the cell that others are compared with; None if no cell can be.
+        cells: what the rule says of each other cell with scores, by id.
+        same_work: ids of the trusted cells that compute the same answers as the baseline: exact or close, with the
+            same model, views and sampling. They need no further evidence, unless their answers show a loss.
     """
 
-    exact: str | None
-    difference: QualityDifference | None
+    baseline: MeasuredCell | None
+    cells: Mapping[str, Accuracy]
+    same_work: frozenset[str]
 
-    @property
-    def text(self) -> str:
-        """The difference, or why there is none."""
-        return NO_EXACT_CELL if self.difference is None else self.difference.text
+    def qualifies(self, row: MeasuredCell) -> bool:
+        """Return whether nothing speaks against a cell's answers, and its verdict or its answers speak for it."""
+        standing = self.cells.get(row.cell)
+        if standing is None:
+            return self.baseline is not None and self.baseline.cell == row.cell
+        return standing.lossless or (row.cell in self.same_work and standing.word != "loss")
+
+    def rank(self, row: MeasuredCell) -> int:
+        """Return how good a cell's answers are known to be: a gain above all, then no loss, undecided, a loss."""
+        standing = self.cells.get(row.cell)
+        if standing is not None and standing.word in ("gain", "loss"):
+            return 2 if standing.word == "gain" else -1
+        return int(self.qualifies(row))
 
 
-def costs_of_cells(run: Run) -> dict[str, TaskCost]:
-    """Return the accuracy cost of each answered cell that is not exact, by cell id; empty without accepted answers.
+def standings_of(run: Run, rows: Sequence[MeasuredCell]) -> Standings:
+    """Compare the cells of a run with their baseline, by the run's metric.
 
-    Paired by question; see :func:`quality_difference`. p-values are not corrected for the number of cells.
+    The baseline is fixed in advance, not by its answers: the trusted cell (:data:`RANK`) with the most views; of
+    several, an exact one before a close one, and then the first. A run without a verified cell has its baseline among
+    all cells.
+
+    Args:
+        run: run with scored answers, else nothing is compared.
+        rows: its measured cells.
     """
-    if not metrics_in(run):
-        return {}
-    views = {
-        key[0]: {(request.request, *request.image_sha256): request.views or 0 for request in run.answered(key[0])}
-        for key in run.repeats
+    scored = [row for row in rows if row.quality is not None]
+    trusted = [row for row in scored if row.verdict.word in RANK]
+    if all(row.verdict.word == "unverified" for row in scored):
+        trusted = scored
+    if not trusted:
+        return Standings(None, {}, frozenset())
+    baseline = max(trusted, key=lambda row: (row.views, -RANK.get(row.verdict.word, 0)))
+    differences = {
+        row.cell: difference
+        for row in scored
+        if row is not baseline and (difference := quality_difference(run, row.cell, baseline.cell)) is not None
     }
-    settings = {cell: effective_settings(run.cells[cell]) for cell in views}
-    exact = [cell for cell in views if verdict_of(run, cell).word == "exact"]
-    costs = {}
-    for cell, own_views in views.items():
-        if cell in exact or not own_views:
-            continue
-        peers = [
-            peer
-            for peer in exact
-            if _comparable(run, cell, peer, _ANSWER_SETTINGS)
-            and all(own_views[request] == views[peer][request] for request in own_views.keys() & views[peer].keys())
-        ]
-        # The fewest differing settings; stable: the first of several.
-        peers.sort(key=lambda peer: sum(value != settings[peer].get(name) for name, value in settings[cell].items()))
-        differences = ((peer, quality_difference(run, cell, peer)) for peer in peers)
-        costs[cell] = next((TaskCost(*pair) for pair in differences if pair[1] is not None), TaskCost(None, None))
-    return costs
+    same_work = {row.cell for row in trusted if row.verdict.word in RANK and _same_work(run, row, baseline)}
+    return Standings(baseline, decide_accuracy(differences, max_loss_of(run)), frozenset(same_work))
+
+
+def quality_difference(run: Run, cell: str, baseline: str) -> QualityDifference | None:
+    """Return the run's metric of a cell less the baseline's, paired by request and repeat; None without a pair."""
+    ours, others = (
+        {(*one.question, one.repeat, one.request, one.replica): one for one in run.answered(name)}
+        for name in (cell, baseline)
+    )
+    keys = sorted(ours.keys() & others.keys())
+    return question_difference(((ours[key], others[key]) for key in keys), metric_of(run))
+
+
+_ANSWER_SETTINGS = (
+    "revision",
+    "random_weights",
+    "model_shape",
+    "max_new_tokens",
+    "ignore_eos",
+    *SAMPLING_NAMES,
+    "sampling_seed",
+)
+"""Settings besides the model and the views that change the answers of an exact computation."""
+
+
+def _same_work(run: Run, row: MeasuredCell, baseline: MeasuredCell) -> bool:
+    """Return whether an exact computation of both cells gives the same answers."""
+    views, others = (
+        {(request.request, *request.question): request.views for request in run.answered(one.cell)}
+        for one in (row, baseline)
+    )
+    same_views = all(views[key] == others[key] for key in views.keys() & others.keys())
+    return same_views and _comparable(run, row.cell, baseline.cell, _ANSWER_SETTINGS)
 
 
 def _comparable(run: Run, cell: str, peer: str, names: Iterable[str] | None = None) -> bool:
@@ -259,40 +345,26 @@ def _comparable(run: Run, cell: str, peer: str, names: Iterable[str] | None = No
     return same_settings and same_model(settings.get("model"), others.get("model"))
 
 
-def cost_lines(costs: Mapping[str, TaskCost]) -> list[str]:
-    """What a reader of the column must know."""
-    lines = []
-    if any(cost.exact is not None for cost in costs.values()):
-        lines.append(
-            "Accuracy vs exact: percentage points against the exact cell with the same views and model, with the 95%"
-            " interval; paired by question."
-        )
-    missing = sum(cost.exact is None for cost in costs.values())
-    if missing:
-        who = "1 cell that is" if missing == 1 else f"{missing} cells that are"
-        lines.append(
-            f"{who} not exact cannot be compared: the run has no exact cell with the same views and model."
-            " The accuracy cost is unknown; add an exact cell, for example with --attention eager."
-        )
-    return lines
+COLUMNS = ("baseline", "accuracy_result", *(f"accuracy_difference{part}" for part in ("", "_low", "_high", "_p_value")))
 
 
-def cost_columns(run: Run) -> dict[str, dict[str, float | str | None]]:
+def accuracy_columns(run: Run, rows: Sequence[MeasuredCell]) -> dict[str, dict[str, float | str | None]]:
     """By cell id, the columns of ``summary.csv``: :data:`COLUMNS` for a run with accepted answers, else none."""
-    if not metrics_in(run):
+    standings = standings_of(run, rows)
+    if standings.baseline is None:
         return {}
-    rows: dict[str, dict[str, float | str | None]] = {cell: dict.fromkeys(COLUMNS) for cell in run.cells}
-    for cell, cost in costs_of_cells(run).items():
-        lost = cost.difference
-        values = () if lost is None else (lost.value, lost.low, lost.high, lost.p_value)
-        rows[cell] |= zip(COLUMNS, (cost.exact or NO_EXACT_CELL, *values), strict=False)
-    return rows
+    columns: dict[str, dict[str, float | str | None]] = {cell: dict.fromkeys(COLUMNS) for cell in run.cells}
+    for cell, standing in standings.cells.items():
+        difference = standing.difference
+        figures = (difference.value, difference.low, difference.high, difference.p_value)
+        columns[cell] |= zip(COLUMNS, (standings.baseline.cell, standing.word, *figures), strict=True)
+    return columns
 
 
 QUANTIZATION_NOTE = (
     "KL is the mean divergence of next-token distributions from the float32 reference of the unquantised model. "
     "Quantised cells are usually different, because they deviate by more than rounding noise. Such a cell is "
-    "recommended only if a labelled dataset shows no measurable loss, or if --allow-different names it."
+    "recommended only if a labelled dataset shows no loss, or if --allow-different names it."
 )
 
 
@@ -305,14 +377,12 @@ class Tradeoff:
         weights: weight format, such as ``int4, groups of 128``; empty for an unquantised cell.
         weight_bytes: size of the stored weights; None if the load was not recorded.
         base: unquantised cell with otherwise identical settings; None if there is none, and for unquantised cells.
-        difference: accuracy minus that of the base, paired by question; None without a base or accepted answers.
     """
 
     row: MeasuredCell
     weights: str
     weight_bytes: int | None
     base: Tradeoff | None
-    difference: QualityDifference | None
 
     @property
     def kl(self) -> tuple[float | None, float | None]:
@@ -328,9 +398,9 @@ class Tradeoff:
         return self.weight_bytes / self.base.weight_bytes
 
     @property
-    def relative_speed(self) -> float | None:
+    def relative_speed(self) -> Ratio | None:
         """Requests per second over the base's."""
-        return None if self.base is None or not self.base.row.speed else self.row.speed / self.base.row.speed
+        return None if self.base is None else self.row.speed_over(self.base.row)
 
 
 def tradeoffs_of(run: Run, rows: Sequence[MeasuredCell]) -> list[Tradeoff]:
@@ -350,8 +420,7 @@ def tradeoffs_of(run: Run, rows: Sequence[MeasuredCell]) -> list[Tradeoff]:
 
 def _tradeoff(run: Run, row: MeasuredCell, base: Tradeoff | None) -> Tradeoff:
     load, settings = run.loads.get(row.cell), run.cells[row.cell]
-    difference = None if base is None or row.quality is None else quality_difference(run, row.cell, base.row.cell)
     weights = (load and load.weights) or settings.get("quantization") or ""
     if load is not None and load.base_model:
         weights += f" ({settings.get('model')})"
-    return Tradeoff(row, weights, None if load is None else load.weight_bytes, base, difference)
+    return Tradeoff(row, weights, None if load is None else load.weight_bytes, base)

@@ -8,14 +8,39 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from panscan.analysis.setting_words import CROPS, label, shown
+import numpy as np
+
+from panscan.analysis.setting_words import CROPS, label, runner_words, shown
+from panscan.analysis.significance import Rates
 from panscan.analysis.summary import cell_metrics
+from panscan.core.text import number_text, times
 from panscan.records.intervals import Interval
-from panscan.records.metrics import Metrics
+from panscan.records.metrics import Metrics, RepeatWork, work_of
 from panscan.records.quality import Quality, quality_of
 from panscan.records.store import Run, outcome_of
-from panscan.settings import ENGINE_AXES, REMOVED_SETTINGS, VLLM_AXES, VLLM_LIMITS, axes, foreign_settings
+from panscan.settings import ALL_AT_ONCE, ENGINE_AXES, REMOVED_SETTINGS, VLLM_AXES, VLLM_LIMITS, axes, foreign_settings
 from panscan.verdict.judgement import Verdict, verdict_of
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """How many times one throughput is another, with its 95% interval; None if too little was repeated."""
+
+    value: float
+    interval: Interval | None
+
+    @property
+    def text(self) -> str:
+        """``1.52x (1.48 to 1.56)``."""
+        if self.interval is None:
+            return times(self.value)
+        return f"{times(self.value)} ({' to '.join(map(number_text, self.interval))})"
+
+    @property
+    def within_noise(self) -> bool:
+        """Whether the repeats do not show which of both is faster. Without repeats, the figures decide."""
+        low, high = self.interval or (self.value, self.value)
+        return low <= 1 <= high
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +57,7 @@ class MeasuredCell:
         quality: accuracy; None without accepted answers.
         crops: the pan-and-scan settings.
         views: mean views per request, the highest of all cells with the same crops.
+        work: what each repeat did, by its number.
     """
 
     cell: str
@@ -43,6 +69,7 @@ class MeasuredCell:
     quality: Quality | None
     crops: Mapping[str, Any]
     views: float
+    work: Mapping[int, RepeatWork]
 
     @property
     def speed(self) -> float:
@@ -50,13 +77,29 @@ class MeasuredCell:
         return self.metrics.values["request_throughput"] or 0.0
 
     @property
-    def interval(self) -> Interval:
-        """95% interval of the throughput; the throughput twice if one batch gave no interval."""
-        return self.metrics.intervals.get("request_throughput", (self.speed, self.speed))
+    def interval(self) -> Interval | None:
+        """95% interval of the throughput; None without repeats."""
+        return self.metrics.intervals.get("request_throughput")
 
-    def overlaps(self, other: MeasuredCell) -> bool:
-        """Whether the intervals of both throughputs have a value in common."""
-        return self.interval[0] <= other.interval[1] and other.interval[0] <= self.interval[1]
+    def speed_over(self, other: MeasuredCell) -> Ratio | None:
+        """Return how many times the other's throughput this one is, paired by repeat; None without a throughput."""
+        if not self.speed or not other.speed:
+            return None
+        shared = sorted(self.work.keys() & other.work.keys())
+        a, b = (np.array([(row.work[i].requests, row.work[i].seconds) for i in shared]) for row in (other, self))
+        bounds = None if len(shared) < 2 else Rates(a[:, 0], b[:, 0], a[:, 1], b[:, 1]).interval()
+        ratio = self.speed / other.speed
+        return Ratio(ratio, bounds and (min(ratio, bounds[0] + 1), max(ratio, bounds[1] + 1)))
+
+    def within_noise_of(self, other: MeasuredCell) -> bool:
+        """Whether the repeats of both do not show which is faster."""
+        ratio = self.speed_over(other)
+        return self is other or ratio is None or ratio.within_noise
+
+    @property
+    def all_at_once(self) -> bool:
+        """Whether all requests are submitted at once, so that latencies include queueing."""
+        return self.settings.get("runner") in ALL_AT_ONCE and not self.settings.get("max_concurrency")
 
     @property
     def p95_ms(self) -> float | None:
@@ -96,6 +139,7 @@ def measured_rows(run: Run) -> list[MeasuredCell]:
             quality_of(run, cell),
             crops[cell],
             views[repr(sorted(crops[cell].items()))],
+            {repeat.repeat: work_of((repeat, requests)) for repeat, requests in run.repeats_of(cell)},
         )
         for cell, metrics in measured.items()
     ]
@@ -210,13 +254,14 @@ def shared_settings(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def queueing_note(rows: Sequence[MeasuredCell]) -> str:
     """Return what a reader must know of latencies where all requests are submitted at once; empty elsewhere."""
-    flooded = [
-        row for row in rows if row.settings.get("runner") == "engine" and not row.settings.get("max_concurrency")
-    ]
+    flooded = [row for row in rows if row.all_at_once]
     if not flooded:
         return ""
     text = "all requests are submitted at once, so TTFT and E2E include queueing."
-    return f"A{text[1:]}" if len(flooded) == len(rows) else f"With the engine, {text}"
+    if len(flooded) == len(rows):
+        return f"A{text[1:]}"
+    runners = dict.fromkeys(row.settings["runner"] for row in flooded)
+    return f"With {' and '.join(runner_words(runner) for runner in runners)}, {text} Do not compare them with others."
 
 
 def memory_metric(rows: Sequence[MeasuredCell]) -> tuple[str, str]:
@@ -324,15 +369,14 @@ def speedup_lines(rows: Sequence[MeasuredCell]) -> list[str]:
         group = {row.settings.get("runner", "generate"): row for row in by_speed}  # the fastest of each runner
         engine = group.pop("engine", None)
         for runner, row in group.items():
-            if engine is None or not engine.speed or not row.speed:
+            ratio = None if engine is None else engine.speed_over(row)
+            if engine is None or ratio is None:
                 continue
             size = row.settings.get("batch_size")
             batch = f" (batch size {size})" if size is not None and runner == "generate" else ""
             words = f"verdicts {engine.verdict.word} and {row.verdict.word}"
-            once = "request_throughput" not in engine.metrics.intervals
-            doubt = "; measured once: use --repeats to estimate run-to-run noise" if once else ""
-            ratio = engine.speed / row.speed
-            lines.append(f"engine to {runner}{batch}: {ratio:.2f}x the requests per second; {words}{doubt}.")
+            doubt = "; measured once, so noise is unknown (--repeats 5)" if ratio.interval is None else ""
+            lines.append(f"engine to {runner}{batch}: {ratio.text} requests per second; {words}{doubt}.")
     return lines
 
 

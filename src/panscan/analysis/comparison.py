@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from string import ascii_uppercase
 from typing import Any
 
+from panscan.analysis.accuracy import max_loss_of, points_text
 from panscan.analysis.cells import aliases_of, cell_title, display_settings, shared_settings
 from panscan.analysis.differences import (
     DEFAULT_METRICS,
@@ -149,7 +150,8 @@ class Report:
         words = {difference.word for difference in shown_}
         lines = [
             f"The chance of any false alarm among these {count(len(shown_), 'test')} is at most {ALPHA:.0%} (paired"
-            " permutation tests, Holm). Each interval covers one number, not all of them together."
+            " tests, Holm; accuracies are a family of their own). Each interval covers one number, not all of them"
+            " together."
         ]
         if not all(difference.certified for difference in shown_):
             lines.append("~ has too few samples for 99% confidence.")
@@ -161,8 +163,11 @@ class Report:
             lines.append(VERIFY_HINT)
         if "too few batches" in words:
             lines.append(f"Too few batches to tell: measure both with {_remedy(self.runs[0], self.repeats)}.")
-        if "too few questions" in words:
-            lines.append("Too few questions to tell: repeats of a question are no more evidence; ask others.")
+        if needed := max((difference.needed or 0 for difference in shown_), default=0):
+            lines.append(
+                f"Undecided: about {needed:,} different questions are needed to exclude a loss of"
+                f" {100 * max_loss_of(self.runs[0]):g} points."
+            )
         return lines
 
     def outcomes(self) -> list[tuple[str, str]]:
@@ -274,6 +279,9 @@ def _remedy(run: Run, repeats: int | None) -> str:
 def _row(difference: Difference) -> Row:
     mark = "" if difference.certified else "~"
     a, b = (mark + number_text(value) for value in (difference.a, difference.b))
+    if difference.is_accuracy and difference.change is not None and difference.interval is not None:
+        bounds = " to ".join(map(points_text, difference.interval))
+        return difference.metric, a, b, f"{points_text(difference.change)} points", bounds, difference.word
     change = "-" if difference.change is None else f"{difference.change:+.1%}"
     low, high = difference.interval or (None, None)
     interval = "-" if low is None or high is None else f"{low:+.1%} to {high:+.1%}"

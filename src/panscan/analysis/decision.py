@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from panscan.analysis.accuracy import p_text, quality_difference
+from panscan.analysis.accuracy import Standings
 from panscan.analysis.cells import MeasuredCell, memory_metric
 from panscan.core.text import count, number_text
 from panscan.records.fields import FLOOR
@@ -15,8 +15,9 @@ from panscan.records.quality import metric_of, metric_title
 from panscan.records.store import Run
 
 Rule = Literal["accuracy", "views", "limit"]
-"""What made settings qualify: no measurable loss of accuracy, the most views, or the user's ``--min-quality``."""
+"""What made settings qualify: no loss of accuracy, the most views, or the user's ``--min-quality``."""
 
+NO_LABELS = "only a labelled dataset can show the accuracy cost"
 _SHARES = ("exact_match", "relaxed_accuracy", "contains_answer")
 """Metrics whose mean is the share of right answers."""
 
@@ -34,6 +35,7 @@ class Selection:
         max_p95_ms: the user's limit in milliseconds.
         min_quality: the user's limit, 0 to 1.
         rule: what made cells qualify.
+        standings: the accuracy of the measured cells against their baseline.
         why: why ``chosen`` qualifies, if its answers or views differ from those of the others.
     """
 
@@ -45,6 +47,7 @@ class Selection:
     max_p95_ms: float | None
     min_quality: float | None
     rule: Rule
+    standings: Standings
     why: str | None = None
 
     @property
@@ -62,7 +65,7 @@ class Selection:
         ]
         if switched:
             return max(switched, key=lambda row: (row.accuracy, row.speed, row.cell))
-        faster = [row for row in others if row.speed > chosen.speed and not row.overlaps(chosen)]
+        faster = [row for row in others if row.speed > chosen.speed and not row.within_noise_of(chosen)]
         return max(faster, key=lambda row: (row.speed, row.cell), default=self.runner_up)
 
 
@@ -110,13 +113,13 @@ def reason_of(choice: Selection) -> str:
     chosen = choice.chosen
     fastest = max(choice.qualified, key=lambda row: row.speed)
     what = {
-        "accuracy": "with no measurable loss of accuracy",
+        "accuracy": "that keep the accuracy",
         "views": "with trusted answers and the most views",
         "limit": "within the limits",
     }[choice.rule]
     several = f"{len(choice.qualified)} settings {what}"
     if len(choice.qualified) == 1:
-        place = f"the only setting {what}"
+        place = f"the only setting {what.replace('keep', 'keeps')}"
     elif chosen is fastest:
         place = f"fastest of {several}"
     else:
@@ -125,7 +128,9 @@ def reason_of(choice: Selection) -> str:
     if choice.max_p95_ms is not None:
         parts.append(f"p95 E2E {number_text(chosen.p95_ms)} ms, within {choice.max_p95_ms:g} ms")
     if choice.min_quality is not None and chosen.quality is not None:
-        parts.append(f"{metric_title(choice.run)} {chosen.accuracy:.1%}, at least {choice.min_quality:.4g}")
+        quality = chosen.quality
+        interval = f"95%: {quality.low:.1%} to {quality.high:.1%}"
+        parts.append(f"{metric_title(choice.run)} {quality.mean:.1%} ({interval}), at least {choice.min_quality:.4g}")
     return "; ".join([*parts, verdict_text(chosen), *([choice.why] if choice.why else [])])
 
 
@@ -156,10 +161,11 @@ def costs_of(choice: Selection) -> tuple[str, ...]:
 def _costs_in_time(choice: Selection) -> list[str]:
     chosen, second, lines = choice.chosen, choice.runner_up, []
     if "request_throughput" not in chosen.metrics.intervals:
-        lines.append("measured in one batch: use --repeats or more samples to estimate run-to-run noise")
-    if second is not None and second.overlaps(chosen):
+        lines.append("measured once, so the run-to-run noise is unknown: use --repeats 5")
+    if second is not None and second.within_noise_of(chosen):
         lines.append(f"not measurably faster than the runner-up, {second.name}: {_speed(second)}")
-    timed = [row for row in choice.qualified if row.p95_ms is not None]
+    # Latencies of requests that arrive in other ways cannot be compared.
+    timed = [row for row in choice.qualified if row.p95_ms is not None and row.all_at_once == chosen.all_at_once]
     quickest = min(timed, key=lambda row: (row.p95_ms or 0.0, row.cell), default=chosen)
     p95, least = number_text(chosen.p95_ms), number_text(quickest.p95_ms)
     if chosen.p95_ms is not None and p95 != least:
@@ -191,40 +197,23 @@ def _costs_in_memory(choice: Selection) -> list[str]:
 
 
 def _costs_in_answers(choice: Selection) -> list[str]:
-    """Compare the choice with the most accurate cell that qualifies, and with the cell with the most views."""
+    """Compare the choice with the baseline, and with the cell with the most views."""
     chosen, lines = choice.chosen, []
     if chosen.verdict.word == "close":
         lines.append(f"{verdict_text(chosen)}, not exact")
-    quality = chosen.quality
-    if quality is not None:
-        finest = max(choice.qualified, key=lambda row: (row.accuracy, row.cell))
-        if finest.accuracy > quality.mean:
-            lines.append(_accuracy_comparison(choice.run, chosen, finest))
-        if choice.min_quality is not None and quality.low < choice.min_quality:
-            lines.append(
-                f"the 95% interval of {metric_title(choice.run)} begins at {quality.low:.1%}, below the limit"
-                f" ({count(quality.questions, 'question')})"
-            )
+    quality, standings = chosen.quality, choice.standings
+    baseline, standing = standings.baseline, standings.cells.get(chosen.cell)
+    if baseline is not None and standing is not None and standing.difference.value < 0:
+        lines.append(f"{metric_title(choice.run)} against {baseline.name}: {standing.text}")
     most = max(choice.measured, key=lambda row: (row.views, row.speed))
     if most.views > chosen.views:
         text = f"fewer views per request ({chosen.views:.3g}) than {most.name} ({most.views:.3g})"
         if quality is None or most.quality is None:
-            lines.append(f"{text}: only a labelled dataset can show the accuracy cost")
-        else:
-            lines.append(f"{text}: {_accuracy_comparison(choice.run, chosen, most)}")
+            text = f"{text}: {NO_LABELS}"
+        lines.append(text)
     return lines
 
 
-def _accuracy_comparison(run: Run, chosen: MeasuredCell, other: MeasuredCell) -> str:
-    """Return both accuracies as text, with the interval and p-value of their difference."""
-    difference, interval = quality_difference(run, chosen.cell, other.cell), ""
-    if difference is not None:
-        p_value = p_text(difference.p_value)
-        interval = f" (95% interval of the difference: {difference.bounds} points, {p_value})"
-    return f"{metric_title(run)} {_share(chosen)} against {_share(other)} with {other.name}{interval}"
-
-
 def _speed(row: MeasuredCell) -> str:
-    low, high = row.interval
-    bounds = f" (95%: {number_text(low)} to {number_text(high)})" if low < high else ""
+    bounds = "" if row.interval is None else f" (95%: {' to '.join(map(number_text, row.interval))})"
     return f"{number_text(row.speed)} requests/s{bounds}"

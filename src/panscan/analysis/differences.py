@@ -10,17 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from panscan.analysis.accuracy import decide_accuracy, max_loss_of, question_difference
 from panscan.analysis.pairing import ATTAINMENT, CellPair, Comparison, PairedRequests, noun_of
-from panscan.analysis.significance import (
-    Paired,
-    Rates,
-    Values,
-    clusters_needed,
-    decide,
-    draws_for,
-    least_p_value,
-    tail_p_values,
-)
+from panscan.analysis.significance import Counts, Floats, Paired, Rates, Values, clusters_needed, decide, draws_for
 from panscan.core import SettingError
 from panscan.records.intervals import Interval
 from panscan.records.metrics import LEAST_SAMPLES
@@ -30,6 +22,7 @@ _PERCENTS = {"mean": None, "median": 50.0, "p90": 90.0, "p95": 95.0, "p99": 99.0
 _TIMES = ("ttft", "tpot", "e2el")
 _RATES = ("request_throughput", "output_throughput")
 METRICS = (*_RATES, *(f"{statistic}_{time}_ms" for time in _TIMES for statistic in _PERCENTS))
+_LEAST_REPEATS = 5
 DEFAULT_METRICS = ("request_throughput", "median_ttft_ms", "p95_e2el_ms")
 
 
@@ -38,16 +31,17 @@ class Difference:
     """One metric of one pair of cells.
 
     Args:
-        metric: of :data:`METRICS`, or the name of a score.
+        metric: of :data:`METRICS`, :data:`panscan.analysis.pairing.ATTAINMENT`, or a metric of accuracy.
         a: A's value, over the paired requests.
         b: B's.
-        change: B / A - 1; None where A's value is 0.
+        change: B / A - 1; None where A's value is 0. Of an accuracy, B - A.
         interval: 95% interval of the change, of this metric alone; None below two clusters.
-        clusters: batches (for a score: requests) that could be swapped.
+        clusters: repeats, batches or (of an accuracy) questions that were compared.
         p_value: two-sided, before it is corrected for the number of metrics looked at.
         certified: False for a percentile of too few samples (:data:`panscan.records.metrics.LEAST_SAMPLES`).
-        word: faster, slower (for a score: better, worse), identical, within noise, too few batches, or for a score too
-            few questions.
+        word: faster, slower (of the attainment better, worse), identical, within noise, too few batches; or what the
+            rule for accuracy says (:func:`panscan.analysis.accuracy.decide_accuracy`).
+        needed: questions that would decide an undecided accuracy; None elsewhere.
     """
 
     metric: str
@@ -59,13 +53,20 @@ class Difference:
     p_value: float
     certified: bool
     word: str
+    needed: int | None = None
+
+    @property
+    def is_accuracy(self) -> bool:
+        """Whether changes are in points."""
+        return self.metric not in METRICS and self.metric != ATTAINMENT
 
 
 def differences(comparisons: Sequence[Comparison], metrics: Sequence[str]) -> list[list[dict[str, Difference]]]:
     """The metrics of every pair of cells, as far as they were measured: ``[comparison][pair][metric]``.
 
-    A metric is called faster or slower if its permutation test raises an alarm, all of all comparisons being one
-    family (:func:`panscan.analysis.significance.decide`), and its interval lies on that side of 0, too.
+    A metric is called faster or slower if its test raises an alarm, all of all comparisons being one family
+    (:func:`panscan.analysis.significance.decide`), and its interval lies on that side of 0, too. Each metric of
+    accuracy is a family of its own.
 
     Raises:
         RecordsError: stamps contradict counts.
@@ -74,18 +75,47 @@ def differences(comparisons: Sequence[Comparison], metrics: Sequence[str]) -> li
         (index, pair_index, metric, paired)
         for index, comparison in enumerate(comparisons)
         for pair_index, pair in enumerate(comparison.pairs)
-        for metric, paired in measured(pair, metrics).items()
+        for metric, paired in measured(pair, [name for name in metrics if _repeats_help(name)]).items()
     ]
     draws = draws_for(2 * len(tests))
-    tails = [tail_p_values(paired.contributions(), draws) for *_, paired in tests]
+    tails = [paired.tails(draws=draws) for *_, paired in tests]
     p_values = [min(1.0, 2 * min(tail)) for tail in tails]
-    alarms = decide(p_values, [2 * least_p_value(paired.clusters, draws) for *_, paired in tests])
+    alarms = decide(p_values, [2 * paired.least_p_value(draws) for *_, paired in tests])
     rows: list[list[dict[str, Difference]]] = [[{} for _ in comparison.pairs] for comparison in comparisons]
     for (index, pair_index, metric, paired), tail, p_value, alarm in zip(tests, tails, p_values, alarms, strict=True):
         rows[index][pair_index][metric] = _difference(
             metric, paired, larger=tail[0] < tail[1], p_value=p_value, alarm=alarm
         )
+    for metric in (name for name in metrics if not _repeats_help(name)):
+        for (index, pair_index), difference in _accuracies(comparisons, metric).items():
+            rows[index][pair_index][metric] = difference
     return rows
+
+
+def _accuracies(comparisons: Sequence[Comparison], metric: str) -> dict[tuple[int, int], Difference]:
+    """What the rule for accuracy says of every pair of cells that has the metric, by comparison and pair."""
+    found, levels = {}, {}
+    for index, comparison in enumerate(comparisons):
+        for pair_index, pair in enumerate(comparison.pairs):
+            both = [(pair.b, pair.a) for pair in pair.requests.pairs]
+            difference = question_difference(both, metric)
+            if difference is not None:
+                found[index, pair_index] = difference
+                levels[index, pair_index] = Values(*_columns(_scores(pair.requests, metric)), None).levels()
+    return {
+        key: Difference(
+            metric,
+            *levels[key],
+            accuracy.difference.value,
+            (accuracy.difference.low, accuracy.difference.high),
+            accuracy.difference.questions,
+            accuracy.difference.p_value,
+            True,
+            accuracy.label,
+            accuracy.needed if accuracy.word == "undecided" else None,
+        )
+        for key, accuracy in decide_accuracy(found, max_loss_of(comparisons[0].a)).items()
+    }
 
 
 def measured(pair: CellPair, metrics: Sequence[str]) -> dict[str, Paired]:
@@ -100,7 +130,8 @@ def measured(pair: CellPair, metrics: Sequence[str]) -> dict[str, Paired]:
     for metric in metrics:
         if metric in _RATES:
             amount = 0 if metric == "request_throughput" else 1
-            measures[metric] = Rates(*requests.work[:, :, amount], *requests.work[:, :, 2])
+            work = _by_repeat(requests)
+            measures[metric] = Rates(*work[:, :, amount], *work[:, :, 2])
         elif metric in METRICS:
             statistic, time, _ = metric.split("_")
             values = _values([(cluster, *both) for cluster, both in times[time]], _PERCENTS[statistic])
@@ -109,6 +140,18 @@ def measured(pair: CellPair, metrics: Sequence[str]) -> dict[str, Paired]:
             values = _values(_scores(requests, metric), None)
             measures |= {} if values is None else {metric: values}
     return measures
+
+
+def _by_repeat(requests: PairedRequests) -> Floats:
+    """Return the work of each repeat, as batches of a repeat share its noise; of each cluster if repeats are few."""
+    repeat_of = {both.cluster: both.a.repeat for both in requests.pairs}
+    repeats = sorted(set(repeat_of.values()))
+    if len(repeats) < _LEAST_REPEATS:
+        return requests.work
+    work = np.zeros((2, len(repeats), requests.work.shape[2]))
+    for cluster, repeat in repeat_of.items():
+        work[:, repeats.index(repeat)] += requests.work[:, cluster]
+    return work
 
 
 def score_names(pair: CellPair) -> list[str]:
@@ -124,7 +167,7 @@ def repeats_needed(pair: CellPair, tests: int, sides: int) -> int:
 
 
 def _repeats_help(metric: str) -> bool:
-    """Whether repeats make more clusters; those of a score are different questions."""
+    """Whether repeats make more clusters; those of an accuracy are different questions."""
     return metric in METRICS or metric == ATTAINMENT
 
 
@@ -132,10 +175,10 @@ def _difference(metric: str, paired: Paired, *, larger: bool, p_value: float, al
     a, b = paired.levels()
     interval = paired.interval()
     change = b / a - 1 if a > 0 else None
-    if not paired.contributions().any():
+    if paired.identical:
         word = "identical"
     elif alarm is None:
-        word = "too few batches" if _repeats_help(metric) else "too few questions"
+        word = "too few batches"
     elif alarm and interval is not None and (interval[0] > 0 if larger else interval[1] < 0):
         if metric in METRICS:
             word = "faster" if larger == (metric in _RATES) else "slower"
@@ -178,11 +221,14 @@ def _scores(requests: PairedRequests, name: str) -> list[tuple[int, float, float
 
 
 def _values(triples: Sequence[tuple[int, float, float]], percent: float | None) -> Values | None:
-    if not triples:
-        return None
+    return Values(*_columns(triples), percent) if triples else None
+
+
+def _columns(triples: Sequence[tuple[int, float, float]]) -> tuple[Floats, Floats, Counts]:
+    """Return the values of A and of B, and their clusters, numbered without gaps."""
     clusters, a, b = zip(*triples, strict=True)
     numbered = np.unique(np.array(clusters, dtype=np.int64), return_inverse=True)[1]  # some may have had no time
-    return Values(np.array(a), np.array(b), numbered, percent)
+    return np.array(a), np.array(b), numbered
 
 
 _VERDICT = "verdict"
@@ -268,14 +314,14 @@ def evaluate(conditions: Sequence[Condition], comparisons: Sequence[Comparison])
         for condition in conditions
         for index, comparison in enumerate(values)
         for pair_index, pair in enumerate(comparison)
-        if condition.metric in pair and pair[condition.metric].contributions().any()  # identical: nothing to tell
+        if condition.metric in pair and not pair[condition.metric].identical  # nothing to tell
     ]
     draws = draws_for(len(tests))
     p_values = []
     for condition, _, _, paired in tests:
-        larger, smaller = tail_p_values(paired.contributions(condition.factor), draws)
+        larger, smaller = paired.tails(condition.factor, draws)
         p_values.append(larger if condition.larger else smaller)
-    alarms = decide(p_values, [least_p_value(paired.clusters, draws) for *_, paired in tests])
+    alarms = decide(p_values, [paired.least_p_value(draws) for *_, paired in tests])
     for (condition, index, pair_index, paired), alarm in zip(tests, alarms, strict=True):
         if alarm is None:
             more = _repeats_help(condition.metric)

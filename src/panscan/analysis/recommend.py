@@ -10,9 +10,9 @@ from pathlib import Path
 
 import yaml
 
-from panscan.analysis.accuracy import evidence_text, quality_difference
+from panscan.analysis.accuracy import RANK, Standings, standings_of
 from panscan.analysis.cells import MeasuredCell, alias_lines, measured_rows, preset_of
-from panscan.analysis.decision import Rule, Selection, costs_of, decision_of, reason_of
+from panscan.analysis.decision import NO_LABELS, Rule, Selection, costs_of, decision_of, reason_of
 from panscan.analysis.levels import refuse_load_run
 from panscan.analysis.setting_words import shown
 from panscan.core import RecordsError, SettingError
@@ -22,8 +22,6 @@ from panscan.records.quality import metric_title
 from panscan.records.store import Run, outcome_of
 from panscan.settings import nearest, recorded_settings
 from panscan.verdict.judgement import verdict_of
-
-_RANK = {"exact": 0, "close": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +54,16 @@ def recommend(
 ) -> Recommendation:
     """Return the recommended cell of a run: first trusted answers, then accuracy, then speed.
 
-    1. Trusted answers. A cell is exact or close; or it is different without a measurable loss of accuracy against the
-       best exact or close cell with the same crop settings; or it is unverified in a run without verified cells.
+    1. Trusted answers. In a run with scored answers, a cell is the baseline, or computes the same answers (exact or
+       close, with the same model, views and sampling) and shows no loss, or its answers show no loss
+       (:class:`panscan.analysis.accuracy.Standings`). Without scored answers, it is exact or close, or the run has no
+       verified cell.
     2. Limits. ``p95_e2el_ms`` is at most ``max_p95_ms``.
-    3. Accuracy. In a run with scored answers, the cell has the highest accuracy, or no measurable loss against the best
-       cell. Without scored answers, speed must not decide between inputs (the fewest crops would always win), so the
-       cell has the most views. ``min_quality`` replaces this step: the accuracy is at least that.
-    4. Speed. The highest ``request_throughput`` wins; among cells whose 95% interval overlaps the winner's, exact wins
-       over close, then the higher accuracy, then more views, then the lower p95 of E2E.
+    3. Without scored answers, speed must not decide between inputs (the fewest crops would always win), so the cell has
+       the most views. ``min_quality`` replaces the rule on accuracy: the 95% interval of the accuracy reaches no lower.
+    4. Speed. The highest ``request_throughput`` wins; among cells that are not measurably slower (paired by repeat),
+       exact wins over close, then more views, then the higher throughput.
 
-    "No measurable loss" is :attr:`panscan.analysis.accuracy.QualityDifference.excludes_loss`.
     Accuracy is the mean of the run's metric of quality (:func:`panscan.records.quality.metric_of`).
 
     Args:
@@ -91,17 +89,32 @@ def recommend(
         raise RecordsError(f"{run.path}: no cell is finished, so none can be recommended")
     if min_quality is not None and all(row.quality is None for row in measured):
         raise SettingError("--min-quality: the dataset of this run has no answers (panscan bench --dataset)")
+    standings = standings_of(run, measured_rows(run))
+    by_answers = standings.baseline is not None and any(row.accuracy for row in measured)
     why: dict[str, str] = {}
-    trusted = _trusted(run, measured, allow, rejected, why)
-    qualified = _within(run, trusted, max_p95_ms, min_quality, rejected)
-    rule: Rule = "limit"
-    if min_quality is None:
-        rule = "accuracy" if any(row.accuracy for row in qualified) else "views"
-        qualified = _harmless(run, qualified, rule, allow, rejected, why)
+    if min_quality is not None:
+        rule: Rule = "limit"
+        trusted = _verified(run, measured, standings, allow, rejected)
+        qualified = _accurate(run, _quick(trusted, max_p95_ms, rejected), min_quality, rejected)
+    elif by_answers:
+        rule = "accuracy"
+        trusted = _lossless(run, measured, standings, allow, rejected)
+        qualified = _quick(trusted, max_p95_ms, rejected)
+    else:
+        rule = "views"
+        trusted = _verified(run, measured, standings, allow, rejected)
+        qualified = _most_views(_quick(trusted, max_p95_ms, rejected), allow, rejected)
+    for row in qualified:
+        if row.cell in standings.cells:
+            why[row.cell] = standings.cells[row.cell].text
+        if row.cell in allow:
+            why[row.cell] = "allowed by --allow-different"
     chosen = best(qualified)
     others = [row for row in qualified if row is not chosen]
     second = best(others) if others else None
-    choice = Selection(run, chosen, second, qualified, measured, max_p95_ms, min_quality, rule, why.get(chosen.cell))
+    choice = Selection(
+        run, chosen, second, qualified, measured, max_p95_ms, min_quality, rule, standings, why.get(chosen.cell)
+    )
     other = choice.alternative
     return Recommendation(
         chosen.cell,
@@ -135,124 +148,111 @@ def candidates_of(run: Run) -> tuple[list[MeasuredCell], dict[str, str]]:
 
 
 def best(candidates: Sequence[MeasuredCell]) -> MeasuredCell:
-    """Return the fastest; within noise, exact before close, then the highest accuracy, views, and lowest p95 of E2E."""
+    """Return the fastest; of those not measurably slower, exact before close, then the most views, then the fastest."""
     fastest = max(candidates, key=lambda row: (row.speed, row.cell))
     return min(
-        (row for row in candidates if row.overlaps(fastest)),
-        key=lambda row: (
-            _RANK.get(row.verdict.word, len(_RANK)),
-            -row.accuracy,
-            -row.views,
-            _p95(row),
-            -row.speed,
-            row.cell,
-        ),
+        (row for row in candidates if row.within_noise_of(fastest)),
+        key=lambda row: (RANK.get(row.verdict.word, len(RANK)), -row.views, -row.speed, row.cell),
     )
 
 
-def _trusted(
-    run: Run, measured: Sequence[MeasuredCell], allow: Collection[str], rejected: dict[str, str], why: dict[str, str]
+def _verified(
+    run: Run,
+    measured: Sequence[MeasuredCell],
+    standings: Standings,
+    allow: Collection[str],
+    rejected: dict[str, str],
 ) -> list[MeasuredCell]:
+    """Return the cells that are exact, close, allowed or show no loss; all cells of a run without a verified one."""
     unverified = all(row.verdict.word == "unverified" for row in measured)
     trusted = []
     for row in measured:
-        word = row.verdict.word
-        if word in _RANK or unverified:
+        if row.verdict.word in RANK or unverified or row.cell in allow or standings.qualifies(row):
             trusted.append(row)
-        elif row.cell in allow:
-            trusted.append(row)
-            why[row.cell] = "allowed by --allow-different"
-        elif word == "unverified":
+        elif row.verdict.word == "unverified":
             rejected[row.cell] = f"unverified ({row.verdict.reason}), and other cells are verified"
         else:
-            peers = [other for other in measured if other.verdict.word in _RANK and other.crops == row.crops]
-            lossless, text = _loss(run, row, peers)
-            if lossless:
-                trusted.append(row)
-                why[row.cell] = text
-            else:
-                rejected[row.cell] = f"different from the reference; {text}"
+            standing = standings.cells.get(row.cell)
+            evidence = NO_LABELS if standing is None else standing.text
+            rejected[row.cell] = f"different from the reference; {evidence}"
     if not trusted:
-        fastest = max(measured, key=lambda row: row.speed)
-        raise RecordsError(
-            f"{run.path}: no cell gives the reference's answers: the fastest is {fastest.name}, {fastest.verdict.word};"
-            f" to take it, use --allow-different {fastest.cell}"
-        )
+        raise _no_trusted(run, measured)
     return trusted
 
 
-def _loss(run: Run, row: MeasuredCell, peers: Sequence[MeasuredCell]) -> tuple[bool, str]:
-    """Return whether a cell has no measurable loss of accuracy against the best of its peers, and the evidence."""
-    if row.quality is None:
-        return False, "only a labelled dataset can show the accuracy cost"
-    peer = max(
-        (peer for peer in peers if peer.quality is not None),
-        key=lambda peer: (peer.accuracy, peer.speed, peer.cell),
-        default=None,
+def _no_trusted(run: Run, measured: Sequence[MeasuredCell]) -> RecordsError:
+    fastest = max(measured, key=lambda row: row.speed)
+    return RecordsError(
+        f"{run.path}: no cell gives the reference's answers: the fastest is {fastest.name}, {fastest.verdict.word};"
+        f" to take it, use --allow-different {fastest.cell}"
     )
-    if peer is None:
-        return False, "no exact or close cell with the same crop settings has answers to compare with"
-    difference = quality_difference(run, row.cell, peer.cell)
-    if difference is None or not peer.accuracy:
-        return False, f"no loss can be measured: {peer.name} has no correct answer"
-    return difference.excludes_loss, evidence_text(run, difference, peer.name)
 
 
-def _within(
+def _lossless(
     run: Run,
-    trusted: Sequence[MeasuredCell],
-    max_p95_ms: float | None,
-    min_quality: float | None,
+    measured: Sequence[MeasuredCell],
+    standings: Standings,
+    allow: Collection[str],
     rejected: dict[str, str],
 ) -> list[MeasuredCell]:
-    quick = list(trusted)
-    if max_p95_ms is not None:
-        quick = [row for row in trusted if _p95(row) <= max_p95_ms]
-        rejected |= {row.cell: f"too slow: p95 E2E {_ms(row)}" for row in trusted if row not in quick}
-        if not quick:
-            near = min(trusted, key=lambda row: (_p95(row), row.cell))
-            raise RecordsError(
-                f"no cell with trusted answers has p95 E2E <= {max_p95_ms:g} ms:"
-                f" the lowest is {_ms(near)} with {near.name}"
-            )
-    if min_quality is None:
-        return quick
-    right = [row for row in quick if row.quality and row.accuracy >= min_quality]
-    title = metric_title(run)
-    texts = {row.cell: "not scored" if row.quality is None else f"{row.accuracy:.1%}" for row in quick}
-    rejected |= {row.cell: f"{title} {texts[row.cell]}, below {min_quality:.4g}" for row in quick if row not in right}
-    if not right:
-        near = max(quick, key=lambda row: row.accuracy)
+    """Return the cells whose answers the rule accepts, and those that are allowed."""
+    kept = []
+    for row in measured:
+        if row.cell in allow or standings.qualifies(row):
+            kept.append(row)
+            continue
+        standing = standings.cells.get(row.cell)
+        text = "not scored" if standing is None else standing.text
+        doubt = {"different": "different from the reference; ", "unverified": "not compared with the reference; "}
+        rejected[row.cell] = doubt.get(row.verdict.word, "") + text
+    if not kept:
+        raise _no_trusted(run, measured)
+    return kept
+
+
+def _quick(trusted: Sequence[MeasuredCell], max_p95_ms: float | None, rejected: dict[str, str]) -> list[MeasuredCell]:
+    """Return the cells within the limit on p95."""
+    if max_p95_ms is None:
+        return list(trusted)
+    quick = [row for row in trusted if _p95(row) <= max_p95_ms]
+    rejected |= {row.cell: f"too slow: p95 E2E {_ms(row)}" for row in trusted if row not in quick}
+    if not quick:
+        near = min(trusted, key=lambda row: (_p95(row), row.cell))
         raise RecordsError(
-            f"no cell with trusted answers has {title} >= {min_quality:.4g}: the highest is {texts[near.cell]} with"
-            f" {near.name}"
+            f"no cell with trusted answers has p95 E2E <= {max_p95_ms:g} ms: the lowest is {_ms(near)} with {near.name}"
+        )
+    return quick
+
+
+def _accurate(
+    run: Run, quick: Sequence[MeasuredCell], min_quality: float, rejected: dict[str, str]
+) -> list[MeasuredCell]:
+    """Return the cells whose accuracy is shown to be at least the limit."""
+    right = [row for row in quick if row.quality and row.quality.low >= min_quality]
+    title = metric_title(run)
+    texts = {
+        row.cell: "not scored" if row.quality is None else f"{row.quality.mean:.1%} (95%: from {row.quality.low:.1%})"
+        for row in quick
+    }
+    for row in (row for row in quick if row not in right):
+        rejected[row.cell] = f"{title} {texts[row.cell]}, not shown to be {min_quality:.4g} or more"
+    if not right:
+        near = max(quick, key=lambda row: (0.0 if row.quality is None else row.quality.low, row.speed))
+        more = "; more questions narrow the interval" if near.accuracy >= min_quality else ""
+        raise RecordsError(
+            f"no cell with trusted answers is shown to have {title} >= {min_quality:.4g}: the nearest has"
+            f" {texts[near.cell]}, {near.name}{more}"
         )
     return right
 
 
-def _harmless(
-    run: Run,
-    within: Sequence[MeasuredCell],
-    rule: Rule,
-    allow: Collection[str],
-    rejected: dict[str, str],
-    why: dict[str, str],
-) -> list[MeasuredCell]:
-    """Return the most accurate candidates (or those with the most views), and those that lose nothing against them."""
-    merits = {row.cell: row.accuracy if rule == "accuracy" else row.views for row in within}
-    most = max(merits.values())
-    peers = [row for row in within if merits[row.cell] == most]
-    qualified = list(peers)
-    for row in (row for row in within if row not in peers):
-        lossless, text = _loss(run, row, peers)
-        if lossless or row.cell in allow:
-            qualified.append(row)
-            why[row.cell] = "allowed by --allow-different" if row.cell in allow else text
-        elif rule == "accuracy":
-            rejected[row.cell] = "not scored" if row.quality is None else text
-        else:
-            rejected[row.cell] = f"fewer views per request ({row.views:.3g}, not {most:.3g}); {text}"
-    return qualified
+def _most_views(quick: Sequence[MeasuredCell], allow: Collection[str], rejected: dict[str, str]) -> list[MeasuredCell]:
+    """Return the cells with the most views, and those that are allowed."""
+    most = max(row.views for row in quick)
+    kept = [row for row in quick if row.views == most or row.cell in allow]
+    for row in (row for row in quick if row not in kept):
+        rejected[row.cell] = f"fewer views per request ({row.views:.3g}, not {most:.3g}); {NO_LABELS}"
+    return kept
 
 
 def _p95(row: MeasuredCell) -> float:

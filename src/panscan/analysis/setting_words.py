@@ -72,7 +72,7 @@ _TITLES = {
     "max_num_seqs": "maximum number of sequences",
     "max_concurrency": "requests in flight",
 }
-_VALUES = {"generate": "generate()", "generate_batch": "generate_batch()", "vllm": "vLLM"}
+_RUNNERS = {"generate": "generate()", "generate_batch": "generate_batch()", "vllm": "vLLM", "engine": "the engine"}
 
 
 def label(settings: Mapping[str, Any]) -> str:
@@ -109,10 +109,15 @@ def setting_words(name: str, value: Any) -> str:
         return "with or without pan and scan"
     text = shown(value)
     if name == "runner":
-        return f"{_VALUES.get(text, text)} runner"
+        return f"{runner_words(text).removeprefix('the ')} runner"
     if name == f"{CROPS}max_num_crops" and text == "1":
         return "up to 1 crop"
     return _PHRASES.get(name, f"{plain} {{}}").replace("{}", text)
+
+
+def runner_words(name: str) -> str:
+    """Return a runner as it is called in a sentence."""
+    return _RUNNERS.get(name, name)
 
 
 def shown(value: Any) -> str:

@@ -1,20 +1,31 @@
 """Whether a difference is real: paired tests with p-values, and which of a family of tests raise an alarm.
 
-If two runs do not differ, the labels A and B of each cluster (batches that answered the same requests) could be
-swapped. A p-value is how often swapping gives evidence as strong as was seen. This assumes nothing about how latencies
-are distributed, and is valid for any number of clusters.
+Throughputs are compared by Student's test over repeats. For latencies and scores: if two sides do not differ, the
+labels A and B of each cluster (batches that answered the same requests, or questions) could be swapped. A p-value is
+how often swapping gives evidence as strong as was seen. This assumes nothing about how latencies are distributed, and
+is valid for any number of clusters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil, log2
+from math import ceil, log, log2
 
 import numpy as np
 from numpy.typing import NDArray
 
-from panscan.records.intervals import RESAMPLED_AT_ONCE, Interval, bounds, cluster_draws, weighted_percentiles
+from panscan.records.intervals import (
+    RESAMPLED_AT_ONCE,
+    Interval,
+    around,
+    bounds,
+    cluster_draws,
+    log_error,
+    rate_deviations,
+    student_p_value,
+    weighted_percentiles,
+)
 
 ALPHA = 0.05
 """The chance, at most, that a family of decisions holds one or more false alarms."""
@@ -136,7 +147,10 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rates:
-    """A throughput: amounts (requests, tokens) over seconds, ``[clusters]`` of A and of B. One entry per cluster."""
+    """A throughput: amounts (requests, tokens) over seconds, ``[clusters]`` of A and of B. One entry per cluster.
+
+    Its test is Student's on the logarithm of the ratio, which can tell with few repeats, as no permutation test could.
+    """
 
     amount_a: Floats
     amount_b: Floats
@@ -153,21 +167,37 @@ class Rates:
         a, b = (float(amount.sum() / seconds.sum()) if seconds.sum() > 0 else 0.0 for amount, seconds in sides)
         return a, b
 
-    def interval(self, seed: int = 0) -> Interval | None:
+    def interval(self) -> Interval | None:
         """95% interval of B / A - 1; None below two clusters or where no time passed."""
-        if self.clusters < 2:
+        a, b = self.levels()
+        if self.clusters < 2 or not a or not b:
             return None
-        draws = cluster_draws(self.clusters, seed)
-        above = (draws @ self.amount_b) * (draws @ self.seconds_a)
-        return _interval(above, (draws @ self.amount_a) * (draws @ self.seconds_b))
+        low, high = around(b / a, self._error(), self.clusters)
+        return low - 1, high - 1
 
-    def contributions(self, factor: float = 1.0) -> Floats:
-        """Evidence of each cluster that B's rate is more than ``factor`` times A's, ``[clusters, 2]``: seconds saved
-        at the amount of both, and the relative difference of the two rates."""
-        with np.errstate(divide="ignore", invalid="ignore"):
-            pace_a, pace_b = self.seconds_a / self.amount_a / factor, self.seconds_b / self.amount_b
-            saved = (pace_a - pace_b) * (self.amount_a + self.amount_b) / 2
-        return np.nan_to_num(np.stack([saved, _relative(pace_b, pace_a)], axis=1), posinf=0.0, neginf=0.0)
+    def tails(self, factor: float = 1.0, draws: int = 0) -> tuple[float, float]:
+        """One-sided p-values of "B's rate is more than ``factor`` times A's" and of "less"."""
+        a, b = self.levels()
+        if self.clusters < 2 or not a or not b:
+            return 1.0, 1.0
+        effect, error = log(b / a / factor), self._error()
+        if abs(effect) < ROUNDING:
+            return 0.5, 0.5
+        half = student_p_value(effect / error, self.clusters - 1) / 2 if error > ROUNDING else 0.0
+        return (half, 1 - half) if effect > 0 else (1 - half, half)
+
+    def least_p_value(self, draws: int) -> float:
+        """The smallest one-sided p-value that so many clusters can give."""
+        return 0.0 if self.clusters > 1 else 1.0
+
+    @property
+    def identical(self) -> bool:
+        """Whether A and B did the same in the same time."""
+        return bool((self.amount_a == self.amount_b).all() and (self.seconds_a == self.seconds_b).all())
+
+    def _error(self) -> float:
+        ours, others = rate_deviations(self.amount_a, self.seconds_a), rate_deviations(self.amount_b, self.seconds_b)
+        return log_error(others - ours)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -203,7 +233,21 @@ class Values:
         draws = cluster_draws(self.clusters, seed)
         blocks = np.array_split(draws, ceil(draws.shape[0] * len(self.a) / RESAMPLED_AT_ONCE))
         below, above = (np.concatenate([self._resampled(side, block) for block in blocks]) for side in (self.a, self.b))
-        return _interval(above, below)
+        usable = below > 0
+        return bounds(above[usable] / below[usable] - 1) if usable.any() else None
+
+    def tails(self, factor: float = 1.0, draws: int = _LEAST_DRAWS) -> tuple[float, float]:
+        """One-sided p-values of "B's statistic is more than ``factor`` times A's" and of "less"."""
+        return tail_p_values(self.contributions(factor), draws)
+
+    def least_p_value(self, draws: int) -> float:
+        """The smallest one-sided p-value that so many clusters can give."""
+        return least_p_value(self.clusters, draws)
+
+    @property
+    def identical(self) -> bool:
+        """Whether no pair differs."""
+        return not self.contributions().any()
 
     def contributions(self, factor: float = 1.0) -> Floats:
         """Evidence of each cluster that B's statistic is more than ``factor`` times A's, ``[clusters, 2]``.
@@ -244,8 +288,3 @@ def _relative(a: Floats, b: Floats) -> Floats:
     """(B - A) over their mean: antisymmetric, and 0 where both are."""
     total = a + b
     return np.divide(2 * (b - a), total, out=np.zeros_like(total), where=total > 0)
-
-
-def _interval(above: Floats, below: Floats) -> Interval | None:
-    usable = below > 0
-    return bounds(above[usable] / below[usable] - 1) if usable.any() else None

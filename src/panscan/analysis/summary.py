@@ -64,7 +64,7 @@ def cell_metrics(run: Run, cell_id: str, *, seed: int = 0) -> Metrics | None:
     if not is_load_run(run):
         return metrics_of(repeats, seed=seed)
     percentiles = load_settings(run).metric_percentiles
-    return metrics_of([in_blocks(repeat) for repeat in repeats], seed=seed, percentiles=percentiles)
+    return metrics_of([in_blocks(repeat) for repeat in repeats], seed=seed, percentiles=percentiles, blocks=True)
 
 
 def replica_shares(run: Run, cell_id: str) -> list[ReplicaShare]:

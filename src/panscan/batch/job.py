@@ -108,7 +108,7 @@ def difference(begun: JobHeader, header: JobHeader) -> str | None:
             return f"was made with --{name.replace('_', '-')}, which this version does not have"
     for name, weights in (header.bundled or {}).items():
         if (begun.bundled or {}).get(name) != weights:
-            return f"was made with different weights of {name}: the bundled model has changed since"
+            return f"was made with different weights of {name}, which have changed since"
     return None
 
 

@@ -10,7 +10,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from panscan.core import SettingError
+from panscan.core import SettingError, with_adapters
 from panscan.core.sampling import FILTERS
 from panscan.core.weight_formats import FORMATS
 from panscan.settings import ALL_AT_ONCE, RunnerChoice, Settings, axes, choose_runner, foreign_settings
@@ -46,7 +46,12 @@ class Cell:
 
 
 def build_cells(
-    flags: Mapping[str, Sequence[Any]], *, file: Axes | None = None, presets: Sequence[str] = (), choose: bool = False
+    flags: Mapping[str, Sequence[Any]],
+    *,
+    file: Axes | None = None,
+    presets: Sequence[str] = (),
+    choose: bool = False,
+    adapters: Sequence[Sequence[str]] = (),
 ) -> list[Cell]:
     """Return every combination of values, in the order given; equal cells once.
 
@@ -55,6 +60,7 @@ def build_cells(
         file: axes from a YAML file.
         presets: each is combined with all other axes.
         choose: whether cells without a runner get the one of :func:`panscan.settings.choose_runner`, not ``generate``.
+        adapters: adapters to merge into each model (:func:`adapter_sums`); each tuple is one value of the sweep.
 
     Raises:
         SettingError: an unknown setting or value, settings that contradict each other, or more than
@@ -65,12 +71,12 @@ def build_cells(
     over = {**(file or {}), **parse_axes(flags)}
     cells: dict[str, Cell] = {}
     bases: list[tuple[str | None, Axes]] = [(name, load_preset(name)) for name in presets] or [(None, {})]
+    points = [(preset, base, _adapted({**base, **over}, adapters)) for preset, base in bases]
     # Counted before any is made: a file of a few lines can mean billions.
-    if (count := sum(prod(map(len, {**base, **over}.values())) for _, base in bases)) > MAX_CELLS:
+    if (count := sum(prod(map(len, chosen.values())) for _, _, chosen in points)) > MAX_CELLS:
         many = ", ".join(f"{name}: {len(values)}" for name, values in over.items() if len(values) > 1)
         raise SettingError(f"the sweep has {count:,} cells, the limit is {MAX_CELLS:,}: give fewer values ({many})")
-    for preset, base in bases:
-        chosen = {**base, **over}
+    for preset, base, chosen in points:
         if choose and (runner := _runner_choice(over, base)) is not None:
             chosen["runner"] = [runner.runner]
         for values in product(*chosen.values()):
@@ -82,6 +88,33 @@ def build_cells(
             f"--{axes()[crops[0]].flag}: there are no crops with --no-pan-and-scan; leave out one of them"
         )
     return list(cells.values())
+
+
+def adapter_sums(options: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the adapters of each value of a sweep: one of each comma list, summed; ``none`` adds none.
+
+    Args:
+        options: values of ``--adapter``.
+
+    Raises:
+        SettingError: an empty name, or too many values.
+    """
+    lists = [[name.strip() for name in text.split(",")] for text in options]
+    if not all(name for names in lists for name in names):
+        raise SettingError(f"--adapter has an empty value: {', '.join(map(repr, options))}")
+    if (count := prod(map(len, lists))) > MAX_VALUES:
+        raise SettingError(f"--adapter has {count:,} values: give at most {MAX_VALUES:,}")
+    return [tuple(name for name in names if name != "none") for names in product(*lists)] if lists else []
+
+
+def _adapted(chosen: Axes, adapters: Sequence[Sequence[str]]) -> Axes:
+    """Return axes whose models have these adapters merged into them, or the base of the first adapter without one."""
+    if not adapters:
+        return chosen
+    if "model" not in chosen and not all(adapters):
+        raise SettingError("--adapter none: which model? name it with --model")
+    models = [with_adapters(model, names) for model in chosen.get("model", [None]) for names in adapters]
+    return {**chosen, "model": models}
 
 
 def sweep_runners(

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from panscan.analysis.accuracy import cost_columns
+from panscan.analysis.accuracy import accuracy_columns
+from panscan.analysis.cells import measured_rows
 from panscan.analysis.summary import write_summary
 from panscan.bench.grid import Cell
 from panscan.bench.plan import Observer, SweepPlan
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 _PLAN = ("repeats", "warmup", "seed", "include_content", "verify", "replicas", "gpus_per_replica")
 """Fields of a plan that a run's header has."""
-_VERIFY = ("verify_requests", "verify_tokens", "check_invariance")
+_VERIFY = ("verify_requests", "verify_tokens", "check_invariance", "precision", "max_accuracy_loss")
 """Further ones, which runs of older versions lack."""
 _SAME = ("panscan", "cpu", "gpus")
 """What a run's environment must have in common with the machine that continues it."""
@@ -65,7 +66,10 @@ def resume(plan: SweepPlan, directory: Path, observer: Observer) -> Run:
         if writer.previous is None:
             raise RecordsError(f"--resume {directory}: there is no run")
         verifier = verifier_of(plan, writer.write, observer.stage, directory, writer.previous)
-        _sweep(plan, writer, writer.previous.finished(), observer, verifier)
+        previous = writer.previous
+        measured = {cell for cell, record in previous.outcomes.items() if record.outcome == "done"}
+        done = previous.finished() | {(cell, repeat) for cell in measured for repeat in range(plan.most_repeats)}
+        _sweep(plan, writer, done, observer, verifier)
     return finish(directory)
 
 
@@ -143,7 +147,7 @@ def check_plan(plan: SweepPlan) -> None:
 def finish(directory: Path) -> Run:
     """Read a run's records back and write what is derived from them."""
     run = read_run(directory)
-    write_summary(run, directory / "summary.csv", cost_columns(run))
+    write_summary(run, directory / "summary.csv", accuracy_columns(run, measured_rows(run)))
     return run
 
 
@@ -216,7 +220,7 @@ def check_same_machine(run: Run) -> None:
     for name, now in fingerprints(weights).items():
         if weights[name] != now:
             raise RecordsError(
-                f"--resume {run.path.parent}: the bundled model {name} has changed since the run began"
+                f"--resume {run.path.parent}: the weights of {name} have changed since the run began"
                 f" (weights {weights[name] or 'of an older version'}, now {now}): start a new run"
             )
 

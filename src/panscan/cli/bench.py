@@ -108,6 +108,7 @@ def _sweep_plan(options: Options, more_images: tuple[str, ...]) -> SweepPlan:
         items=workload.items,
         source=source,
         repeats=options.repeats,
+        precision=None if "repeats" in options.given and "repeat_until" not in options.given else options.repeat_until,
         warmup=options.warmup,
         seed=options.seed,
         include_content=options.include_content,
@@ -120,6 +121,7 @@ def _sweep_plan(options: Options, more_images: tuple[str, ...]) -> SweepPlan:
         gpus_per_replica=options.gpus_per_replica,
         dataset=workload.dataset,
         quality_metric=workload.quality_metric(options.quality_metric),
+        max_accuracy_loss=options.max_accuracy_loss,
     )
     if options.dataset is not None:
         print_dataset(plan)
@@ -129,15 +131,16 @@ def _sweep_plan(options: Options, more_images: tuple[str, ...]) -> SweepPlan:
 
 
 def _sweep_cells(options: Options) -> list[Cell]:
-    from panscan.bench.grid import build_cells, sweep_runners
+    from panscan.bench.grid import adapter_sums, build_cells, sweep_runners
     from panscan.settings.preset_files import read_grid_file
 
     flags = given_axes(options)
     file = read_grid_file(Path(options.grid)) if options.grid else None
     presets = [name.strip() for name in options.preset.split(",")] if options.preset else []
-    cells = build_cells(flags, file=file, presets=presets, choose=True)
+    adapters = adapter_sums(options.adapter)
+    cells = build_cells(flags, file=file, presets=presets, choose=True, adapters=adapters)
     check_model_names(cell.settings.model for cell in cells)
-    if "model" not in flags and any(cell.settings.model_name == "mini" for cell in cells):
+    if "model" not in flags and not adapters and any(cell.settings.model_name == "mini" for cell in cells):
         warn_mini()
     for choice in dict.fromkeys(sweep_runners(flags, file=file, presets=presets)):
         print_runner(choice)

@@ -21,9 +21,11 @@ def check_checkpoint(settings: Settings) -> None:
     if (reason := format_named(settings.quantization).missing_package()) is not None:
         raise UnsupportedError(reason)
     if not settings.random_weights and settings.model not in BUNDLED:
-        from panscan.model.hub import checkpoint_directory
+        from panscan.model.hub import checkpoint_directory, model_source
 
-        checkpoint_directory(settings.model, settings.revision, weights=False)
+        source = model_source(settings.model, settings.revision)
+        if source.base not in BUNDLED:
+            checkpoint_directory(source.base, source.revision, weights=False)
 
 
 def check_model_names(names: Iterable[str]) -> None:

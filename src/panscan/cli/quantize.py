@@ -65,7 +65,7 @@ def _quantize(options: Options, base: str | None, output: Path | None) -> int:
     if base is None or output is None:
         raise SettingError("quantize: MODEL and OUT are required; to audit a checkpoint, use --audit CHECKPOINT")
     kind = _weight_kind(options)
-    settings = Settings(model=base, **given_values(options))
+    settings = Settings(**{"model": base, **given_values(options, base)})
     import_libraries()
     from panscan.quantize.run import QuantizeOptions, quantize_checkpoint
     from panscan.workload.calibration import CalibrationSource
@@ -121,7 +121,7 @@ def _audit(options: Options, checkpoint: str) -> int:
         unused = ("reference_model", "dataset")
         _refuse(options, unused, "requires --verify: without it, the checkpoint is not run")
     _refuse(options, ("calibration", "prompt_list"), "is not supported with --audit: use --dataset")
-    _refuse(options, ("force", "max_pages"), "is not supported with --audit")
+    _refuse(options, ("adapter", "force", "max_pages"), "is not supported with --audit")
     if options.dataset is None:
         _refuse(options, ("num_questions", "seed"), "requires --dataset")
     settings = Settings(model=checkpoint, **given_values(options))

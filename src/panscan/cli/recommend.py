@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 EPILOG = """\
-A cell qualifies if its answers match the reference and, on a labelled dataset, show no
-measurable loss of accuracy. Without labels, only cells with the most views qualify (among those
-within --max-p95-ms). The fastest cell that qualifies is recommended. --min-quality replaces the
-rule on accuracy or views. A cell whose answers differ qualifies if a labelled dataset shows
-no measurable loss, or by --allow-different.
+With a labelled dataset, a cell qualifies if its answers show no loss of accuracy, or if it
+computes the same answers as the baseline: the exact or close cell with the most views. Without
+labels, exact and close cells with the most views qualify (among those within --max-p95-ms). The
+fastest cell that qualifies is recommended. --min-quality replaces the rule on accuracy or views.
+--allow-different accepts a cell whatever its answers.
 
 \b
 Examples
@@ -42,7 +42,7 @@ def command(options: Options, directory: Path) -> None:
     from panscan.records.store import read_run
 
     show_warnings(errors())
-    run = with_metric(read_run(directory), options.quality_metric)
+    run = with_metric(read_run(directory), options.quality_metric, options.max_accuracy_loss)
     chosen = recommend(
         run,
         max_p95_ms=options.max_p95_ms,

@@ -42,7 +42,7 @@ def command(options: Options, run: Path) -> None:
     form, output = options.report_format, options.output_file
     if form != "png" and output is not None and output.is_dir():
         raise SettingError(f"--output {output} is a folder: name a file")
-    records = with_metric(read_run(run), options.quality_metric)
+    records = with_metric(read_run(run), options.quality_metric, options.max_accuracy_loss)
     home = records.path.parent
     written: list[Path] = []
     if form == "html":

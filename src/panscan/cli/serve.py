@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 from panscan.cli.console import echo, errors, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_checkpoint
@@ -108,12 +109,33 @@ def _serve_options(options: Options) -> ServeOptions:
     media = options.allowed_local_media_path
     if media is not None and not media.is_dir():
         raise SettingError(f"--allowed-local-media-path {media}: not a directory")
+    options = _one_model(options)
     return ServeOptions(
         settings=engine_settings(options, "serve"),
         api_keys=ApiKeys.of(keys),
         max_pages=options.max_pages,
         **fields_from(options, ServerTable),
     )
+
+
+def _one_model(options: Options) -> Options:
+    """Return the options with ``--adapter NAME=ADAPTER`` as an adapter and a name in the API.
+
+    Raises:
+        SettingError: several names, which would need a copy of the changed weights and a KV cache each.
+    """
+    parts = [text.partition("=") for text in options.adapter if "=" in text and not Path(text).expanduser().exists()]
+    if not parts:
+        return options
+    if len(options.adapter) > 1:
+        raise SettingError(
+            f"--adapter {options.adapter[1]}: a server has one set of merged weights: start a server for each adapter"
+            " with a name, or leave out the names to sum the adapters"
+        )
+    name, _, adapter = parts[0]
+    if not name or not adapter or options.served_model_name not in (None, name):
+        raise SettingError(f"--adapter {options.adapter[0]}: expected NAME=ADAPTER, without --served-model-name")
+    return options.changed(adapter=(adapter,), served_model_name=name)
 
 
 def _warn_open(options: ServeOptions) -> None:

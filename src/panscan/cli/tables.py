@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from rich.console import Console
 
+from panscan.analysis.accuracy import MAX_LOSS, TYPICAL_CHANGE, questions_needed
 from panscan.analysis.cells import display_settings, distinguishing_names
 from panscan.analysis.setting_words import CROPS, shown
 from panscan.bench.plan import SweepPlan
@@ -48,8 +49,10 @@ def print_predictions(plan: SweepPlan, console: Console) -> None:
         for cell in plan.cells
     ]
     varying = distinguishing_names(cells)
-    counts = (count(len(predictions), "cell"), count(len(plan.items), "request"), count(plan.repeats, "repeat"))
-    console.print("{}, {} each, {}".format(*counts))
+    counts = (count(len(predictions), "cell"), count(len(plan.items), "request"), count(plan.repeats, "repeat")) + (
+        (" or more",) if plan.most_repeats > plan.repeats else ("",)
+    )
+    console.print("{}, {} each, {}{}".format(*counts))
     columns: list[Column[_PredictedCell]] = [
         Column("cell", lambda row: row[0].cell, text=Medium.ALL),
         *(_setting_column(name) for name in varying),
@@ -66,6 +69,20 @@ def print_predictions(plan: SweepPlan, console: Console) -> None:
     if known:
         about = _duration(sum(known) * plan.repeats)
         console.print(f"all together about {about}, a rough figure: within a factor of two at best")
+    if plan.quality_metric is not None and len(plan.cells) > 1:
+        console.print(needed_questions(plan), soft_wrap=True)
+
+
+def needed_questions(plan: SweepPlan) -> str:
+    """Return how many questions it probably takes to compare the accuracy of cells with different inputs or weights."""
+    points = 100 * MAX_LOSS if plan.max_accuracy_loss is None else plan.max_accuracy_loss
+    asked = len(
+        {(item.prompt_sha256, *(file.sha256 for file in item.documents)) for item in plan.items if item.answers}
+    )
+    return (
+        f"accuracy: {count(asked, 'question')}; it takes about {questions_needed(points / 100):,} to exclude a loss of"
+        f" {points:g} points between different views or weights, if {TYPICAL_CHANGE:.0%} of the scores change"
+    )
 
 
 _PredictedCell: TypeAlias = tuple[Prediction, Mapping[str, Any]]

@@ -12,7 +12,7 @@ import click
 from panscan.cli.console import errors
 from panscan.cli.models import check_model_names
 from panscan.cli.verb import ClickOption
-from panscan.core import InputError, Sampling, SettingError
+from panscan.core import InputError, Sampling, SettingError, with_adapters
 from panscan.core.sampling import MAX_SCHEMA_BYTES
 from panscan.settings import (
     NEEDS_GENERATE,
@@ -40,7 +40,7 @@ def read_json_schema(path: str | None, *, ignore_eos: bool = False) -> str | Non
     """
     if path is None:
         return None
-    from panscan.engine.structured.grammar import check_schema
+    from panscan.engine.structured.grammar import check_structure
 
     option = f"--json-schema {path}"
     try:
@@ -51,8 +51,7 @@ def read_json_schema(path: str | None, *, ignore_eos: bool = False) -> str | Non
     except UnicodeDecodeError as error:
         raise InputError(f"{option}: not UTF-8 text: save it as UTF-8") from error
     try:
-        Sampling(json_schema=text, ignore_eos=ignore_eos)
-        check_schema(text)
+        check_structure(Sampling(json_schema=text, ignore_eos=ignore_eos))
     except SettingError as error:
         raise SettingError(f"{option}: {str(error).removeprefix('json_schema').lstrip(': ')}") from error
     return text
@@ -77,8 +76,12 @@ def given_axes(options: Options) -> dict[str, list[str]]:
     return given
 
 
-def given_values(options: Options) -> dict[str, Any]:
+def given_values(options: Options, model: str | None = None) -> dict[str, Any]:
     """Return the settings that the user gave a command that runs once, each with one typed value.
+
+    Args:
+        options: the options of the command.
+        model: model to merge ``--adapter`` into if the user names none; None: the base of the first adapter.
 
     Raises:
         SettingError: an empty value, or one of another kind.
@@ -86,7 +89,10 @@ def given_values(options: Options) -> dict[str, Any]:
     for name, text in options.settings.items():
         if not text:
             raise SettingError(f"--{axes()[name].flag} has an empty value: {text!r}")
-    return {name: axes()[name].parse(text) for name, text in options.settings.items()}
+    values = {name: axes()[name].parse(text) for name, text in options.settings.items()}
+    if options.adapter:
+        values["model"] = with_adapters(values.get("model", model), options.adapter)
+    return values
 
 
 def one_preset(options: Options, verb: str) -> dict[str, Any]:
@@ -120,7 +126,7 @@ def chosen_settings(options: Options, verb: str) -> tuple[dict[str, Any], Runner
         ModelError: as :func:`panscan.cli.models.check_model_names`.
     """
     preset = one_preset(options, verb)
-    given = given_values(options)
+    given = given_values(options, preset.get("model"))
     if "model" in given:
         check_model_names([given["model"]])
     choice = choose_runner(given, preset)

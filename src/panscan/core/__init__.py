@@ -34,7 +34,7 @@ from panscan.core.errors import (
     StorageError,
     UnsupportedError,
 )
-from panscan.core.model_names import BUNDLED, canonical_model, same_model
+from panscan.core.model_names import BUNDLED, canonical_model, same_model, split_adapters, with_adapters
 from panscan.core.process import (
     from_perf_counter,
     hold_lock,
@@ -47,6 +47,7 @@ from panscan.core.result import FinishReason, Result, Stamps, Stats, TokenEvent,
 from panscan.core.sampling import Sampling
 from panscan.core.streams import Stream
 from panscan.core.text import escape_controls
+from panscan.core.tools import ToolCall, ToolCallDelta
 
 __all__ = [
     "BUNDLED",
@@ -75,6 +76,8 @@ __all__ = [
     "Stream",
     "TokenEvent",
     "TokenLogprobs",
+    "ToolCall",
+    "ToolCallDelta",
     "UnsupportedError",
     "View",
     "canonical_model",
@@ -85,4 +88,6 @@ __all__ = [
     "record_waits",
     "recorded_wait",
     "same_model",
+    "split_adapters",
+    "with_adapters",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -10,7 +11,11 @@ from panscan.core.errors import SettingError
 from panscan.core.option import Range, option, shorten
 
 MAX_SCHEMA_BYTES = 2**16
-"""Longest ``json_schema`` in bytes of UTF-8."""
+"""Longest ``json_schema``, and all texts of ``choice`` together, in bytes of UTF-8."""
+MAX_GRAMMAR_BYTES = 2**14
+"""Longest ``regex`` and ``grammar`` in bytes of UTF-8."""
+STRUCTURED = ("json_schema", "regex", "choice", "grammar")
+"""Fields of :class:`Sampling` that constrain the whole answer, of which a request has at most one."""
 REST_OF_CONTEXT = 2**20
 """``max_new_tokens`` of an answer that may fill the context, or the KV cache if it holds less."""
 TOKENS = Range(integer=True, ge=1, le=REST_OF_CONTEXT)
@@ -19,6 +24,9 @@ SEEDS = Range(integer=True, ge=-(2**63), le=2**64 - 1)
 """Those of ``torch.manual_seed``."""
 
 _TOKEN = Range(integer=True, ge=0, le=2**31 - 1)
+_BIASES = Range(ge=-100, le=100)
+_MOST_BIASES = 1024
+_PENALTIES = Range(ge=-2, le=2)
 _ANSWER = "ask batch bench serve"
 
 
@@ -78,6 +86,22 @@ class SamplingTable:
         range=Range(ge=1e-6, le=1_000_000),
         rare=True,
     )
+    frequency_penalty: float = option(
+        0.0,
+        "Generation",
+        "Subtracted from a token's score per earlier use.",
+        _ANSWER,
+        range=_PENALTIES,
+        rare=True,
+    )
+    presence_penalty: float = option(
+        0.0,
+        "Generation",
+        "Subtracted once from scores of earlier tokens.",
+        _ANSWER,
+        range=_PENALTIES,
+        rare=True,
+    )
     ignore_eos: bool = option(
         False,
         "Generation",
@@ -85,6 +109,11 @@ class SamplingTable:
         f"{_ANSWER} load profile",
         by_verb={"profile": {"default": True}},
     )
+
+    @property
+    def penalised(self) -> bool:
+        """Whether scores depend on the ids so far."""
+        return self.repetition_penalty not in (None, 1) or bool(self.frequency_penalty or self.presence_penalty)
 
 
 SAMPLING_NAMES = tuple(item.name for item in fields(SamplingTable))
@@ -104,7 +133,11 @@ class Sampling(SamplingTable):
     begin and end inside tokens) and at the first id of ``stop_token_ids``. ``logprobs``: natural logarithms of the
     probabilities of each chosen token and of this many most probable ones, before temperature and filters. With a
     ``seed`` a token depends on it, its place in the answer and its probabilities alone. ``json_schema``: a JSON schema
-    as text that the answer must satisfy (``{"type": "object"}``: any JSON object); only the engine supports it.
+    as text that the answer must satisfy (``{"type": "object"}``: any JSON object). ``regex``: a regular expression in
+    Rust's syntax for all of the answer. ``choice``: texts of which the answer is one. ``grammar``: a context-free
+    grammar in Lark's or llama.cpp's format (GBNF). Only the engine supports these four, and one at a time.
+    ``logit_bias``: numbers from -100 to 100 that are added to the logits of up to 1,024 token ids. Like
+    ``frequency_penalty`` and ``presence_penalty``, which count the answer's tokens, it is for the engine and vLLM only.
     """
 
     seed: int | None = field(default=None, metadata={"range": SEEDS})
@@ -112,6 +145,10 @@ class Sampling(SamplingTable):
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = field(default=None, metadata={"range": Range(integer=True, ge=0, le=20)})
     json_schema: str | None = None
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -124,14 +161,18 @@ class Sampling(SamplingTable):
             raise SettingError(f"stop must be a tuple of texts, none of them empty, got {shorten(self.stop)}")
         if not isinstance(self.stop_token_ids, tuple) or not all(token in _TOKEN for token in self.stop_token_ids):
             raise SettingError(f"stop_token_ids must be a tuple of token ids, got {shorten(self.stop_token_ids)}")
+        if self.logit_bias is not None:
+            _check_biases(self.logit_bias)
         if self.greedy and self.filters():
             *names, last = FILTERS
             raise SettingError(f"{', '.join(names)} and {last} need a temperature above 0 (temperature 0 is greedy)")
-        if self.json_schema is not None:
-            _check_schema(self.json_schema)
+        if given := [name for name in STRUCTURED if getattr(self, name) is not None]:
+            if len(given) > 1:
+                raise SettingError(f"{given[0]} and {given[1]} exclude each other: give one of them")
+            _check_structure(given[0], getattr(self, given[0]))
             if self.ignore_eos:
                 raise SettingError(
-                    "ignore_eos and json_schema exclude each other: the schema decides where an answer ends"
+                    f"ignore_eos and {given[0]} exclude each other: the {given[0]} decides where an answer ends"
                 )
 
     def filters(self) -> dict[str, Any]:
@@ -143,22 +184,38 @@ class Sampling(SamplingTable):
         return self.temperature == 0
 
 
-def _check_schema(text: object) -> None:
-    """Refuse what cannot be a JSON schema. Whether its keywords are supported is for the engine to say.
+def _check_biases(biases: object) -> None:
+    """Raise a SettingError unless these are numbers in range for few enough token ids."""
+    if not isinstance(biases, Mapping) or not all(token in _TOKEN for token in biases):
+        raise SettingError(f"logit_bias must be a dict of token ids and numbers, got {shorten(biases)}")
+    if len(biases) > _MOST_BIASES:
+        raise SettingError(f"logit_bias has {len(biases):,} entries: give at most {_MOST_BIASES:,}")
+    for token, bias in biases.items():
+        _BIASES.check(f"logit_bias of token {token}", bias)
+
+
+def _check_structure(name: str, value: object) -> None:
+    """Refuse what cannot be the value of a field of :data:`STRUCTURED`. The engine checks what it means.
 
     Raises:
-        SettingError: no text, too long, no JSON, or JSON of another type.
+        SettingError: a value of another type, too long, or no JSON schema.
     """
-    if not isinstance(text, str):
-        raise SettingError(f"json_schema must be a JSON schema as text, got {shorten(text)}: use json.dumps(schema)")
+    texts = value if name == "choice" else (value,)
+    if not isinstance(texts, tuple) or not texts or not all(isinstance(text, str) for text in texts):
+        expected = {"json_schema": "a JSON schema as text", "choice": "a tuple of texts"}.get(name, "a text")
+        hint = ": use json.dumps(schema)" if name == "json_schema" else ""
+        raise SettingError(f"{name} must be {expected}, got {shorten(value)}{hint}")
+    most = MAX_SCHEMA_BYTES if name in ("json_schema", "choice") else MAX_GRAMMAR_BYTES
     try:
-        size = len(text.encode())
-        schema = json.loads(text) if size <= MAX_SCHEMA_BYTES else None
+        size = sum(len(text.encode()) for text in texts)
+        schema = json.loads(texts[0]) if name == "json_schema" and size <= most else {}
     except RecursionError:
         raise SettingError("json_schema is nested too deeply: flatten it, or use $ref") from None
+    except UnicodeEncodeError:
+        raise SettingError(f"{name} is not Unicode text: it has a lone surrogate") from None
     except ValueError as error:
-        raise SettingError(f"json_schema is not valid JSON: {error}") from None
-    if size > MAX_SCHEMA_BYTES:
-        raise SettingError(f"json_schema is longer than {MAX_SCHEMA_BYTES:,} bytes: shorten it")
+        raise SettingError(f"{name} is not valid JSON: {error}") from None
+    if size > most:
+        raise SettingError(f"{name} is longer than {most:,} bytes: shorten it")
     if not isinstance(schema, dict | bool):
         raise SettingError(f"json_schema must be a JSON object, true or false, got {shorten(schema)}")

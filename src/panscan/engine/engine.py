@@ -42,6 +42,7 @@ from panscan.model.bundled import warn_of_demonstration
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import count_prompt
 from panscan.model.load import load_for, load_meta_model_for
+from panscan.model.machine import release_memory
 from panscan.model.observation import ForcedTokens, Observation
 from panscan.model.runtime import apply_attention, forbid_tf32
 from panscan.model.support import require_supported
@@ -80,13 +81,14 @@ class Engine:
         ranks: RankGroup | None = None,
     ) -> None:
         _QUEUED.check("max_queued_requests", max_queued_requests)
-        self.loaded = loaded
+        self._loaded: Loaded | None = loaded
         self.settings = Settings() if settings is None else settings
         self.options = EngineOptions.of(self.settings) if options is None else options
         full = f"the engine's queue is full: {max_queued_requests} submitted requests wait; raise max_queued_requests"
         self._admission = Admission(self.options.max_num_seqs + max_queued_requests, f"{full}, or await submit_wait()")
         self._worker = Worker(partial(_loop, loaded, self.options, ranks))
-        self._loop = self._worker.loop
+        self.decisions: tuple[str, ...] = self._worker.loop.facts.decisions
+        """Startup choices with reasons, and startup timings; one line each."""
         self._numbers = count()
         self._streams: dict[str, RequestState] = {}
         self._finalizer = weakref.finalize(self, self._worker.close)
@@ -153,6 +155,17 @@ class Engine:
         engine._finalizer.detach()
         engine._finalizer = weakref.finalize(engine, partial(_close_both, engine._worker, ranks))
         return engine
+
+    @property
+    def loaded(self) -> Loaded:
+        """The model.
+
+        Raises:
+            EngineError: the engine is closed.
+        """
+        if self._loaded is None:
+            raise EngineError("the engine is closed")
+        return self._loaded
 
     def request(self, prompt: str, images: Sequence[Any] = (), **fields: Any) -> Request:
         """Return a request with this engine's pan-and-scan and sampling settings as defaults."""
@@ -342,11 +355,6 @@ class Engine:
         return [observation.observation(results[index].token_ids) for index, observation in enumerate(observations)]
 
     @property
-    def decisions(self) -> tuple[str, ...]:
-        """Startup choices with reasons, and startup timings; one line each."""
-        return self._loop.facts.decisions
-
-    @property
     def waiting(self) -> int:
         """Number of accepted requests that do not run, as in :meth:`stats` but without waiting for the current pass."""
         return self._worker.waiting
@@ -362,18 +370,25 @@ class Engine:
 
     def reset_caches(self) -> None:
         """Evict cached prefixes and encoded views that no running request uses."""
-        self._worker.call(self._loop.reset_caches)
+        self._worker.call(lambda: self._worker.loop.reset_caches())  # noqa: PLW0108 - a closed engine has no loop
 
     def close(self) -> None:
-        """Cancel requests in flight and end the engine's thread.
+        """Cancel requests in flight, end the engine's thread, and free its memory.
 
-        The engine's memory is freed when the last reference to the engine is dropped.
+        That includes the weights, unless the caller still has the model that the engine was created with.
 
         Raises:
             EngineError: the engine belongs to another process, which must close it.
         """
         self._worker.check_process()
+        self._end()
+
+    def _end(self) -> None:
         self._finalizer()
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None and loaded.device.type != "cpu":
+            del loaded
+            release_memory()
 
     def __enter__(self) -> Self:
         return self
@@ -381,7 +396,7 @@ class Engine:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._finalizer()  # does nothing in a forked child, and masks no exception
+        self._end()  # ends nothing in a forked child, and masks no exception
 
     def _state(
         self,

@@ -25,14 +25,15 @@ from panscan.engine.scheduling.batch import PromptLayout
 from panscan.engine.scheduling.batch import Sequence as Tokens
 from panscan.engine.scheduling.kv_blocks import extend_hashes
 from panscan.engine.structured.grammar import Grammars
+from panscan.engine.structured.tool_calls import ToolCallParser
 from panscan.engine.vision import view_key
 from panscan.images.files import Page, PageBytes, image_size, in_memory, open_pixels
 from panscan.images.page_levels import copy_levels
 from panscan.images.pixels import PixelSpec
 from panscan.images.pool import PageLevels
-from panscan.images.views import ViewPlan, plan_views
+from panscan.images.views import ViewPlan, plan_views, view_settings
 from panscan.model.checkpoint import Loaded
-from panscan.model.inputs import images_of, plan_sizes
+from panscan.model.inputs import images_of, plan_images, plan_sizes
 from panscan.model.phases import phase
 
 _KNOWN_FILES = 4096
@@ -96,9 +97,10 @@ class Preparer:
         with record_waits(state.stamps.waits):
             images = images_of(state.request)
             sizes = [image_size(image, state.deadline) for image in images]
-            views = sum(len(plan_views(*size, state.request.pan_and_scan).views) for size in sizes)
-            self._reader.prompts.check_length(state.request, views)
             request = replace(state.request, images=images)
+            _check_biased(request, self._reader.prompts.vocabulary)
+            views = sum(len(plan.views) for plan in plan_images(request, sizes))
+            self._reader.prompts.check_length(request, views)
             view_bytes = 3 * self._spec.size**2 * self._pixel_bytes
             decoded_bytes = DECODED_BYTES * sum(width * height for width, height in sizes)
             memory, on_gpu = self.document_memory if documents else self.memory, self.pixel_memory
@@ -167,7 +169,10 @@ class Preparer:
         if state.ended:
             return []
         with self._counted(), phase("load"):
-            read = [self._read(image, request.pan_and_scan, state.deadline) for image in request.images]
+            read = [
+                self._read(image, view_settings(image, request.pan_and_scan), state.deadline)
+                for image in request.images
+            ]
         state.stamps.loaded = now()
         return read
 
@@ -175,10 +180,13 @@ class Preparer:
         """Set the fields of a request whose images are read, unless it has ended."""
         if not state.ended:
             with self._counted(), phase("preprocess"), native_work():
-                if (schema := state.request.sampling.json_schema) is not None:
-                    if state.observation is not None:
-                        raise SettingError("json_schema: not supported in observed requests; remove it")
-                    state.constraint = self._grammars.start(schema)
+                use = state.request.tool_use
+                state.constraint = self._grammars.start(state.request.sampling, use)
+                state.tool_calls = None if use is None else ToolCallParser(use)
+                if state.constraint is not None and state.observation is not None:
+                    raise SettingError(
+                        "observed requests support no structured answers: remove the schema, grammar or tools"
+                    )
                 plans, prompt = plan_sizes(request, [image.size for image in read], self._reader)
                 keys, request_views = self._request_views(state.request, read, plans)
                 state.forget = self._intake.forget
@@ -255,6 +263,13 @@ class Preparer:
         handles = self._intake.put(levels, [view.view for view in request_views])
         for view, handle in zip(request_views, handles, strict=True):
             view.pixels = handle
+
+
+def _check_biased(request: Request, vocabulary: int | None) -> None:
+    """Raise a SettingError if a biased token does not exist."""
+    largest = max(request.sampling.logit_bias or (), default=0)
+    if vocabulary is not None and largest >= vocabulary:
+        raise SettingError(f"logit_bias: the token {largest} is not one of the model's {vocabulary:,}")
 
 
 def _copied(page: PageLevels | Image.Image, *, alone: bool) -> PageLevels:

@@ -141,7 +141,8 @@ class Worker:
     @property
     def waiting(self) -> int:
         """Number of accepted requests that do not run. Does not wait for the thread."""
-        return max(0, len(self._unfinished) - self.loop.running)
+        loop: Loop | None = getattr(self, "loop", None)  # none once the thread has ended
+        return max(0, len(self._unfinished) - (loop.running if loop is not None else 0))
 
     def check_process(self) -> None:
         """Raise in a forked child, which has a copy of the engine without its thread.
@@ -297,6 +298,7 @@ class Worker:
                 self._messages.get()()
         self.loop.preparer.close()
         self.loop.close()
+        del self.loop  # the thread is done with its weights, caches and graphs, whoever still refers to this object
 
     def _requests(self) -> list[RequestState]:
         with self._lock:

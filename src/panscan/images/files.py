@@ -65,12 +65,14 @@ class PageBytes:
         page: page number, from 1.
         name: name in messages.
         size: (width, height) of the page if they are known from its header.
+        one_view: whether it is read without crops, whatever the request's settings.
     """
 
     content: bytes
     page: int
     name: str
     size: tuple[int, int] | None = None
+    one_view: bool = False
 
 
 def find_pages(

@@ -25,12 +25,14 @@ from panscan.images.transfer import upload
 
 @dataclass(frozen=True, slots=True)
 class PixelSpec:
-    """What a checkpoint's image processor does: side in pixels, scale of a level, mean and deviation per channel."""
+    """What a checkpoint's image processor does: side in pixels, scale of a level, mean and deviation per channel, and
+    Pillow's number of the filter, bilinear or bicubic."""
 
     size: int = VIEW_SIDE
     rescale: float = 1 / 255
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    resample: int = Image.Resampling.BILINEAR
 
 
 def pixels_pil(
@@ -49,7 +51,7 @@ def resized_pil(image: Image.Image, views: Sequence[View], spec: PixelSpec) -> N
     """Return the views of an RGB image, cut and resized by Pillow: uint8 ``[views, size, size, 3]``."""
     square = (spec.size, spec.size)
     cut = (image if view.kind == "whole" else image.crop(view.box) for view in views)
-    return np.stack([np.asarray(part.resize(square, Image.Resampling.BILINEAR)) for part in cut])
+    return np.stack([np.asarray(part.resize(square, Image.Resampling(spec.resample))) for part in cut])
 
 
 def normalised(levels: torch.Tensor, spec: PixelSpec) -> torch.Tensor:
@@ -93,10 +95,14 @@ def pixels_torch(image: torch.Tensor, views: Sequence[View], spec: PixelSpec) ->
         left, top, right, bottom = view.box
         part = source[None, :, top:bottom, left:right]
         if part.shape[-2:] != square:
-            part = functional.interpolate(part, size=square, mode="bilinear", antialias=True)
+            part = functional.interpolate(part, size=square, mode=_MODES[spec.resample], antialias=True)
         resized[index] = part[0]
     mean, std = _scale(spec, image.device)
     return resized.round_().clamp_(0, 255).sub_(mean).div_(std)
+
+
+_MODES: dict[int, str] = {Image.Resampling.BILINEAR: "bilinear", Image.Resampling.BICUBIC: "bicubic"}
+"""The filters that PyTorch has, too, by Pillow's number."""
 
 
 @cache

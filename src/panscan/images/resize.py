@@ -73,6 +73,8 @@ def _refusal(spec: PixelSpec, device: torch.device) -> str | None:
     """Return why the kernel cannot replace Pillow; None if it can, and is compiled."""
     if device.type != "cuda":
         return "not on an NVIDIA GPU"
+    if spec.resample != Image.Resampling.BILINEAR:
+        return "the checkpoint's filter is not bilinear"
     if find_spec("triton") is None:
         return "Triton is not installed"
     if not order_known():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, floor
 
 from panscan.core import ImageError, PanAndScan, SettingError, View
@@ -82,6 +82,11 @@ def split(width: int, height: int, settings: PanAndScan) -> tuple[int, int, int]
             f" {count} crops of an image of {width}x{height} pixels leave the last one empty"
         )
     return (count, side, height) if width >= height else (count, width, side)
+
+
+def view_settings(image: object, settings: PanAndScan) -> PanAndScan:
+    """Return the settings of one image of a request: it may be one view (:class:`panscan.images.files.PageBytes`)."""
+    return replace(settings, enabled=False) if getattr(image, "one_view", False) else settings
 
 
 def plan_views(width: int, height: int, settings: PanAndScan, cost: PromptCost = PUBLISHED_COST) -> ViewPlan:

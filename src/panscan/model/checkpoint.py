@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,7 @@ from transformers.utils import CONFIG_NAME
 
 from panscan.core import ModelError, UnsupportedError
 from panscan.images.pixels import PixelSpec
+from panscan.model.adapters import merged_tensors, untie
 from panscan.model.build import build_model, empty_quantized_model
 from panscan.model.families import FAMILIES, Family, family_module, refused_model
 from panscan.model.files import CheckpointFiles, checkpoint_files, checkpoint_source, open_stored
@@ -34,6 +35,8 @@ from panscan.model.untrusted.check import template_file
 from panscan.model.untrusted.fields import check_tokenizer
 from panscan.model.untrusted.headers import key_of
 from panscan.model.untrusted.reading import DamagedFileError, read_json
+
+log = logging.getLogger("panscan.model")
 
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _NO_CODE = {"trust_remote_code": False}  # the default None lets Transformers ask on the terminal
@@ -80,6 +83,8 @@ class Reader:
     tokenizer: Any
     prompts: PromptWriter
     pixels: PixelSpec | None
+    eos_ids: frozenset[int] = frozenset()
+    """End tokens that ``config.json`` and the tokenizer name."""
 
     @property
     def reads_images(self) -> bool:
@@ -153,7 +158,9 @@ def load_reader(name: str, revision: str | None = None) -> Reader:
             tools = _read_tools(AutoProcessor, source, *_PROCESSOR_FILES, *_TOKENIZER_FILES)
         else:
             tools = _read_tools(AutoTokenizer, source, *_TOKENIZER_FILES)
-        reader = _reader_of(name, tools, config, template_file(Path(source)))
+            if not tools.chat_template and (legacy := files.directory / "chat_template.json").is_file():
+                tools.chat_template = read_json(legacy).get("chat_template")
+        reader = _reader_of(name, tools, config, template_file(files.directory), _end_tokens(files))
         check_tokenizer(reader.tokenizer)
         reader.prompts.check_template()
     reader.prompts.vocabulary = int(config.get_text_config().vocab_size)
@@ -227,11 +234,14 @@ def load_shard_of(
         ModelError: as :func:`load_model`, or ``weight_format`` is given for a quantised checkpoint.
         UnsupportedError: ``size`` does not divide the model.
     """
+    merged = merged_tensors(name, revision)
     if (scheme := stored_scheme_of(name, revision)) is not None:
         if weight_format is not None:
             raise already_quantized(name, scheme.name, weight_format.kind)
         return _load_stored(name, scheme, dtype, device, revision, rank, size)
-    whole = load_model(name, Placement(torch.device("cpu"), "auto"), revision=revision)  # as stored: memory-mapped
+    whole = _load_dense(name, Placement(torch.device("cpu"), "auto"), revision)  # as stored: memory-mapped
+    if merged is not None and merged.unties:
+        untie(whole.model)
     config = whole.model.config
     check_divides(config, size)
     part = shard_config(config, size) if size > 1 else config
@@ -239,7 +249,10 @@ def load_shard_of(
         shard = build_model(part, dtype, device)
     else:
         shard = empty_quantized_model(part, weight_format, dtype, device)
-    fill_shard(shard, whole.model.named_parameters(), rank, size)
+    parameters = whole.model.named_parameters()
+    if merged is not None:  # quantised as panscan quantize does: from weights in the type of the checkpoint
+        parameters = merged.weights_of(whole.model, rounded=weight_format is not None)
+    fill_shard(shard, parameters, rank, size)
     shard.generation_config = whole.model.generation_config
     return ready_model(shard, whole.reader), int(config.get_text_config().vocab_size)
 
@@ -256,7 +269,25 @@ def drop_weights(loaded: Loaded) -> None:
     model.hf_device_map = {"": str(device)}
 
 
-def _reader_of(name: str, tools: Any, config: Any, template: str = "chat_template.jinja") -> Reader:
+def _end_tokens(files: CheckpointFiles) -> frozenset[int]:
+    """Return the end tokens that ``config.json`` names, for the whole model or its decoder."""
+    parts = (files.config, files.config.get("text_config") or {})
+    return frozenset(token for part in parts for token in _tokens(part.get("eos_token_id")))
+
+
+def _tokens(value: int | Sequence[int] | None) -> list[int]:
+    """Return the ids of a field that holds one, several or none."""
+    values = [value] if value is None or isinstance(value, int) else value
+    return [token for token in values if token is not None and token >= 0]
+
+
+def _reader_of(
+    name: str,
+    tools: Any,
+    config: Any,
+    template: str = "chat_template.jinja",
+    eos_ids: frozenset[int] = frozenset(),
+) -> Reader:
     """Return the reader of a configuration's model whose processor, or tokenizer if it is text-only, is ``tools``."""
     tokenizer, image_tokens, spec = tools, 0, None
     if hasattr(config, "vision_config"):
@@ -267,10 +298,20 @@ def _reader_of(name: str, tools: Any, config: Any, template: str = "chat_templat
                 f"processor_config.json: it does not fit config.json, which expects views of {side} pixels and"
                 f" {image_tokens} tokens"
             )
-        spec = PixelSpec(side, images.rescale_factor, tuple(images.image_mean), tuple(images.image_std))
+        spec = pixel_spec(side, images)
         tokenizer = tools.tokenizer
+        # The processor's template, as in Transformers, for whatever asks either of them.
+        tools.chat_template = tokenizer.chat_template = tools.chat_template or tokenizer.chat_template
     context = int(config.get_text_config().max_position_embeddings)
-    return Reader(name, tools, tokenizer, PromptWriter(tokenizer, image_tokens, context, template), spec)
+    eos_ids = eos_ids.union(_tokens(tokenizer.eos_token_id))
+    return Reader(name, tools, tokenizer, PromptWriter(tokenizer, image_tokens, context, template), spec, eos_ids)
+
+
+def pixel_spec(side: int, images: Any) -> PixelSpec:
+    """Return what an image processor of Transformers does to views of ``side`` pixels."""
+    rescale = images.rescale_factor if images.do_rescale is not False else 1.0
+    mean, std = (images.image_mean, images.image_std) if images.do_normalize is not False else ([0.0] * 3, [1.0] * 3)
+    return PixelSpec(side, rescale, tuple(mean), tuple(std), int(images.resample))
 
 
 def _read_tools(kind: Any, source: str, *files: str) -> Any:
@@ -284,6 +325,9 @@ def load_model(name: str, placement: Placement, *, revision: str | None = None) 
         ModelError: the checkpoint cannot be loaded, is not a Gemma 3, or lacks weights.
         UnsupportedError: the quantisation format is not supported, or not with this placement.
     """
+    merged = merged_tensors(name, revision)
+    if merged is not None and placement.quantization is not None:
+        raise UnsupportedError("--adapter: bitsandbytes quantises while it loads; use --quantization int8 or int4")
     if (scheme := stored_scheme_of(name, revision)) is not None:
         if placement.quantization is not None:
             raise already_quantized(name, scheme.name, placement.quantization.quant_method.value)
@@ -295,6 +339,14 @@ def load_model(name: str, placement: Placement, *, revision: str | None = None) 
                 )
         assert placement.dtype != "auto"  # only used for dense checkpoints
         return _load_stored(name, scheme, placement.dtype, placement.device, revision)[0]
+    loaded = _load_dense(name, placement, revision)
+    if merged is not None:
+        merged.merge_into(loaded.model)
+    return loaded
+
+
+def _load_dense(name: str, placement: Placement, revision: str | None) -> Loaded:
+    """Load the checkpoint of a name, without its adapters."""
     files = checkpoint_files(name, revision)
     reader = load_reader(name, revision)
     with friendly_errors(name), quiet_transformers():
@@ -303,6 +355,8 @@ def load_model(name: str, placement: Placement, *, revision: str | None = None) 
         if renamed := {keys[key]: weight for weight in missing if (key := key_of(weight)) in keys}:
             model, missing = _from_files(files, _config_of(files, name), placement, renamed)
         model.generation_config = _generation_config(model, str(files.directory))
+        if files.quantization is not None and isinstance(placement.dtype, torch.dtype):
+            _convert_dense_parts(model, placement.dtype)
     if missing:
         raise ModelError(f"--model {name}: {len(missing)} weights are missing, e.g. {missing[0]}: download it again")
     return ready_model(model, reader)
@@ -329,6 +383,16 @@ def _from_files(
             weights = {names.get(stored, stored): tensor for stored, tensor in tensors.items()}
             model, info = kind._model_mapping[type(config)].from_pretrained(None, state_dict=weights, **options)
     return model, sorted(info["missing_keys"])
+
+
+def _convert_dense_parts(model: Any, dtype: torch.dtype) -> None:
+    """Convert what is not quantised, and the computation of what is: Transformers leaves it as stored."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    for module in model.modules():
+        if getattr(module, "compute_dtype", None) is not None:
+            module.compute_dtype = dtype
 
 
 def stored_scheme_of(name: str, revision: str | None = None) -> StoredScheme | None:
@@ -416,7 +480,8 @@ def load_meta_model(
     Raises:
         ModelError: the checkpoint cannot be loaded, or is not a Gemma 3.
     """
-    files = checkpoint_files(name, revision, weights=embedding)
+    merged = merged_tensors(name, revision)
+    files = checkpoint_files(name, revision, weights=embedding) if merged is None else merged.files
     reader = load_reader(name, revision)
     scheme = None if embedding else stored_scheme_of(name, revision)
     with friendly_errors(name):
@@ -424,9 +489,13 @@ def load_meta_model(
         model = build_model(config if scheme is None else _unquantized(config), dtype, torch.device("meta"))
         model.generation_config = _generation_config(model, str(files.directory))
         if embedding:
-            stored = files.stored_name(_EMBEDDING if files.tied else _HEAD)
-            with files.opened() as tensors:
-                _keep_head(model, tensors[stored][:].to(device, dtype))
+            key = _EMBEDDING if files.tied else _HEAD
+            if merged is not None and key in merged:
+                head = merged.read(key)
+            else:
+                with files.opened() as tensors:
+                    head = tensors[files.stored_name(key)][:]
+            _keep_head(model, head.to(device, dtype))
     model.hf_device_map = {"": str(device)}  # read by Loaded.device: parameters may be on the meta device
     return ready_model(model, reader)
 
@@ -458,11 +527,15 @@ def ready_model(model: Any, reader: Reader) -> Loaded:
     stored = model.generation_config
     kept = {"bos_token_id", "eos_token_id", "pad_token_id", "suppress_tokens"}
     model.generation_config = GenerationConfig(**{key: getattr(stored, key, None) for key in sorted(kept)})
-    eos = stored.eos_token_id if stored.eos_token_id is not None else reader.tokenizer.eos_token_id
-    model.generation_config.eos_token_id = eos
+    named = frozenset(_tokens(stored.eos_token_id))
+    eos = named | reader.eos_ids
+    if named and eos != named:
+        text = " ".join(str(reader.tokenizer.convert_ids_to_tokens(token)) for token in sorted(eos))
+        log.info("end tokens: %s (of generation_config.json, config.json and the tokenizer together)", text)
+    model.generation_config.eos_token_id = sorted(eos)
     if model.generation_config.pad_token_id is None:
         model.generation_config.pad_token_id = reader.tokenizer.pad_token_id
-    return Loaded(model, reader, frozenset(eos if isinstance(eos, list) else [eos]))
+    return Loaded(model, reader, eos)
 
 
 def _config_of(files: CheckpointFiles, name: str) -> Any:

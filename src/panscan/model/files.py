@@ -23,13 +23,13 @@ from panscan.model.bundled import bundled_directory
 from panscan.model.families import refused_model
 from panscan.model.formats.schemes import QUANTIZATION_FIELDS, quantizations_in, unsupported_format
 from panscan.model.formats.tensors import StoredTensors
-from panscan.model.hub import checkpoint_directory
+from panscan.model.hub import checkpoint_directory, model_source
 from panscan.model.hub_errors import PICKLED, friendly_errors
+from panscan.model.untrusted.adapter import ADAPTER_CONFIG
 from panscan.model.untrusted.check import CheckedFiles, check_directory
 from panscan.model.untrusted.headers import StoredShape, key_of, missing_files
 from panscan.model.untrusted.reading import DamagedFileError
 
-ADAPTER_CONFIG = "adapter_config.json"
 COMPANIONS = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -119,9 +119,10 @@ def checkpoint_source(name: str, revision: str | None = None, *, weights: bool =
     Raises:
         ModelError: there is no such checkpoint, it cannot be downloaded, or a file is damaged.
     """
-    if (bundled := bundled_directory(name)) is not None:
+    origin = model_source(name, revision)
+    if (bundled := bundled_directory(origin.base)) is not None:
         return bundled
-    directory = checkpoint_directory(name, revision, weights=weights)
+    directory = checkpoint_directory(origin.base, origin.revision, weights=weights)
     with friendly_errors(name):
         check_directory(directory)
     return directory

@@ -1,4 +1,4 @@
-"""Directories of checkpoints: local ones, and snapshots of the Hugging Face hub.
+"""What a model's name stands for: directories of checkpoints and adapters, local ones and snapshots of the hub.
 
 Imports neither PyTorch nor Transformers, so that a command reports an unreachable hub before it imports them.
 """
@@ -8,20 +8,31 @@ from __future__ import annotations
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from huggingface_hub import HfApi, constants, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, XetDownloadError
+from safetensors import SafetensorError
 from tqdm import tqdm
 
-from panscan.core import ModelError, PanscanWarning
+from panscan.core import BUNDLED, ModelError, PanscanWarning, split_adapters
 from panscan.core.activity import activity
 from panscan.core.errors import brief
+from panscan.core.option import shorten
 from panscan.model.hub_errors import friendly_errors
+from panscan.model.untrusted.adapter import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    is_adapter_directory,
+    is_adapter_listing,
+    read_adapter_config,
+)
 from panscan.model.untrusted.headers import weight_files
 from panscan.settings import MODEL_SHAPES
 
@@ -43,8 +54,12 @@ def check_model_name(name: str) -> None:
     Raises:
         ModelError: it is neither a path of this machine nor a hub id.
     """
-    if "/" in name or Path(name).expanduser().exists():
+    model, *adapters = split_adapters(name)
+    if not all(adapters):
+        raise ModelError(f"--adapter: an empty name in {shorten(name)}; give a directory or a hub id")
+    if "/" in model or Path(model).expanduser().exists() or (adapters and model in BUNDLED):
         return
+    name = model
     message = f"--model {name}: neither 'mini' nor 'tiny', nor a directory, nor a hub id (owner/name)"
     if name.lower() in MODEL_SHAPES:
         size = name.lower()
@@ -52,8 +67,102 @@ def check_model_name(name: str) -> None:
     raise ModelError(message)
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """An adapter on this machine.
+
+    Args:
+        option: the option that names it, for messages.
+        directory: its files.
+    """
+
+    option: str
+    directory: Path
+
+    @contextmanager
+    def friendly_errors(self) -> Iterator[None]:
+        """Convert errors about the adapter's files into one line that names the option."""
+        try:
+            yield
+        except (OSError, ValueError, SafetensorError) as error:  # also DamagedFileError
+            raise ModelError(f"{self.option}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model by name.
+
+    Args:
+        base: ``mini``, ``tiny``, a directory or a hub id of a checkpoint.
+        revision: revision of a hub checkpoint.
+        adapters: adapters to merge into it, in order.
+    """
+
+    base: str
+    revision: str | None
+    adapters: tuple[AdapterSource, ...] = ()
+
+
+def model_source(name: str, revision: str | None = None) -> ModelSource:
+    """Return the checkpoint and the adapters that a name stands for, downloading adapters if necessary.
+
+    Args:
+        name: ``mini``, ``tiny``, a directory or a hub id of a checkpoint or an adapter, which stands for the base that
+            it names; then further adapters, each after a ``+``.
+        revision: revision of the first of these on the hub.
+
+    Raises:
+        ModelError: an adapter is not available or damaged, names no base, or its base leads back to itself.
+    """
+    base, *names = split_adapters(name)
+    chain: list[AdapterSource] = []
+    while (directory := _adapter_directory(base, revision)) is not None:
+        adapter = AdapterSource(f"--model {base}", directory)
+        if any(directory.samefile(other.directory) for other in chain):
+            raise ModelError(f"{adapter.option}: its base leads back to itself: set base_model_name_or_path to a model")
+        chain.insert(0, adapter)
+        base, revision = _base_of(adapter, base)
+    return ModelSource(base, revision, (*chain, *map(_named_adapter, names)))
+
+
+def _base_of(adapter: AdapterSource, name: str) -> tuple[str, str | None]:
+    """Return the base of an adapter, and its revision; a relative path may start in the adapter's directory."""
+    with adapter.friendly_errors():
+        config = read_adapter_config(adapter.directory)
+    fix = f"name the base with --model BASE --adapter {name}"
+    if config.base is None:
+        raise ModelError(f"{adapter.option}: its adapter_config.json has no base_model_name_or_path; {fix}")
+    base = Path(config.base).expanduser()
+    if config.base in BUNDLED or base.is_dir():
+        return config.base, config.revision
+    if (inside := adapter.directory / base).is_dir():
+        return str(inside), config.revision
+    if base.is_absolute() or config.base.startswith((".", "~")) or config.base.count("/") != 1:
+        raise ModelError(f"{adapter.option}: its base {config.base} is not on this machine; {fix}")
+    return config.base, config.revision
+
+
+def _named_adapter(name: str) -> AdapterSource:
+    """Return the adapter of ``--adapter``."""
+    try:
+        directory = _adapter_directory(name, None)
+    except ModelError as error:
+        raise ModelError(str(error).replace("--model", "--adapter", 1)) from error
+    if directory is None:
+        raise ModelError(f"--adapter {name}: not an adapter, which has an adapter_config.json and no model weights")
+    return AdapterSource(f"--adapter {name}", directory)
+
+
+def _adapter_directory(name: str, revision: str | None) -> Path | None:
+    """Return the directory of an adapter; None if the name stands for a checkpoint."""
+    if name in BUNDLED:
+        return None
+    directory = checkpoint_directory(name, revision, weights=False)
+    return directory if is_adapter_directory(directory) else None
+
+
 def checkpoint_directory(name: str, revision: str | None = None, *, weights: bool = True) -> Path:
-    """Return the directory of a checkpoint that is not bundled, downloading it if necessary.
+    """Return the directory of a checkpoint or adapter that is not bundled, downloading it if necessary.
 
     Args:
         name: a directory or a hub id.
@@ -65,7 +174,7 @@ def checkpoint_directory(name: str, revision: str | None = None, *, weights: boo
     """
     path = Path(name).expanduser()
     if path.is_dir():
-        if not (path / _CONFIG).is_file():
+        if not (path / _CONFIG).is_file() and not is_adapter_directory(path):
             raise ModelError(f"--model {name}: the directory has no config.json (is it a Transformers checkpoint?)")
         return path
     check_model_name(name)
@@ -120,15 +229,19 @@ def _updated(name: str, revision: str | None, info: Any, *, weights: bool) -> Pa
         weights: False to leave out the weights.
     """
     files = {each.rfilename: each.size or 0 for each in info.siblings if "/" not in each.rfilename}
-    if _CONFIG not in files:
+    is_adapter = is_adapter_listing(files)
+    if _CONFIG not in files and not is_adapter:
         raise ModelError(f"--model {name}: the repository has no config.json (is it a Transformers checkpoint?)")
     # The named revision is recorded with the first files, so that the cache is found without the hub.
-    _download(name, revision, info.sha, {file: files[file] for file in files if file.endswith(_SMALL)})
-    config = try_to_load_from_cache(name, _CONFIG, revision=info.sha)
+    first = {file: files[file] for file in files if file.endswith(_SMALL)}
+    if is_adapter and ADAPTER_WEIGHTS in files:
+        first[ADAPTER_WEIGHTS] = files[ADAPTER_WEIGHTS]
+    _download(name, revision, info.sha, first)
+    config = try_to_load_from_cache(name, ADAPTER_CONFIG if is_adapter else _CONFIG, revision=info.sha)
     if not isinstance(config, str):
         raise ModelError(f"--model {name}: it changed while it was downloaded: run the command again")
     directory = Path(config).parent
-    if weights:
+    if weights and not is_adapter:
         _download(name, info.sha, info.sha, {file: files[file] for file in weight_files(directory, files)})
     return directory
 
@@ -184,11 +297,13 @@ def _download(name: str, revision: str | None, commit: str, files: dict[str, int
 
 def _cached(name: str, revision: str | None, *, weights: bool) -> Path | None:
     """Return the snapshot of a checkpoint in the hub's cache; None if files are missing."""
-    config = try_to_load_from_cache(name, _CONFIG, revision=revision)
-    if not isinstance(config, str):
+    paths = [try_to_load_from_cache(name, file, revision=revision) for file in (_CONFIG, ADAPTER_CONFIG)]
+    if (config := next((path for path in paths if isinstance(path, str)), None)) is None:
         return None
     directory = Path(config).parent
     names = {path.name for path in directory.iterdir()}
+    if is_adapter_listing(names):
+        return directory if ADAPTER_WEIGHTS in names else None
     complete = "tokenizer_config.json" in names and (not weights or weight_files(directory, names))
     return directory if complete else None
 

@@ -6,9 +6,10 @@ user's texts, or formed where the chat template joins them, are encoded as plain
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,6 +19,7 @@ from typing import Any, TypeGuard
 
 from panscan.core import ContextLengthError, Message, ModelError, Request, SettingError
 from panscan.images.views import PromptCost
+from panscan.model.tool_prompt import with_tools
 from panscan.model.untrusted.template import render_template
 
 
@@ -36,17 +38,21 @@ def conversation(request: Request) -> list[dict[str, Any]]:
         SettingError: the messages are malformed; it names the turn and the part.
     """
     if request.messages is None:
-        user = [{"type": "image"} for _ in request.images] + [{"type": "text", "text": request.prompt}]
-        turns = [{"role": "user", "content": user}]
+        user = [{"type": "image"} for _ in request.images]
+        if request.prompt or not user:
+            user.append({"type": "text", "text": str(request.prompt)})
+        turns: list[dict[str, Any]] = [
+            {"role": "user", "content": [{**request.template_kwargs, **part} for part in user]}
+        ]
         if request.system is not None:
             turns.insert(0, {"role": "system", "content": [{"type": "text", "text": request.system}]})
-        return turns
+        return with_tools(turns, request.tool_use)
     if not _is_list(request.messages) or not request.messages:
         raise SettingError(f"messages must be a list of turns, not empty, got {short(request.messages)}")
     turns = [_turn(turn, f"turn {number}") for number, turn in enumerate(request.messages, start=1)]
     if all(turn["role"] == "system" for turn in turns):
         raise SettingError("messages: a system message alone asks nothing: add a turn of the role 'user'")
-    return turns
+    return with_tools(turns, request.tool_use)
 
 
 def _turn(turn: Message, where: str) -> dict[str, Any]:
@@ -56,7 +62,9 @@ def _turn(turn: Message, where: str) -> dict[str, Any]:
         raise SettingError(
             f"messages: the role of {where} must be a word such as 'user' or 'assistant', got {short(turn['role'])}"
         )
-    content = turn.get("content")
+    content, calls = turn.get("content"), turn.get("tool_calls")
+    if content is None and calls:
+        content = []
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if not _is_list(content):
@@ -64,7 +72,24 @@ def _turn(turn: Message, where: str) -> dict[str, Any]:
     parts = [_part(part, f"part {number} of {where}") for number, part in enumerate(content, start=1)]
     if turn["role"] == "system":
         parts = [_joined(parts, where)]
+    if turn["role"] == "tool":
+        if not isinstance(turn.get("tool_call_id"), str):
+            raise SettingError(f"messages: {where} must have the tool_call_id of the call that it is the result of")
+        return {"role": "tool", "content": parts, "tool_call_id": turn["tool_call_id"]}
+    if calls:
+        if turn["role"] != "assistant" or not _is_list(calls) or not all(map(_is_call, calls)):
+            expected = "{'id': ..., 'type': 'function', 'function': {'name': ..., 'arguments': a JSON text}}"
+            raise SettingError(f"messages: tool_calls of {where} must be of an 'assistant', and each {expected}")
+        return {"role": turn["role"], "content": parts, "tool_calls": [*calls]}
     return {"role": turn["role"], "content": parts}
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    texts = (
+        [call.get("id"), function.get("name"), function.get("arguments")] if isinstance(function, Mapping) else [None]
+    )
+    return all(isinstance(text, str) for text in texts)
 
 
 def _joined(parts: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
@@ -74,17 +99,22 @@ def _joined(parts: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
     return {"type": "text", "text": "\n".join(part["text"] for part in parts)}
 
 
+_IMAGES = ("image", "image_url", "url", "path", "base64")
+"""Keys under which parts hold an image, which takes the next of the request's images instead."""
+
+
 def _part(part: Any, where: str) -> dict[str, Any]:
     if not isinstance(part, Mapping):
         raise SettingError(f"messages: {where} must be {{'type': ..., ...}}, got {short(part)}")
     kind = part.get("type")
     if kind not in ("text", "image", "image_url"):
         raise SettingError(f"messages: {where} is of type {short(kind)}, not 'text' or 'image'")
+    others = {key: value for key, value in part.items() if key not in ("type", "text", *_IMAGES)}
     if kind != "text":
-        return {"type": "image"}
+        return {**others, "type": "image"}
     if not isinstance(part.get("text"), str):
         raise SettingError(f"messages: 'text' of {where} must be a text, got {short(part.get('text'))}")
-    return {"type": "text", "text": part["text"]}
+    return {**others, "type": "text", "text": part["text"]}
 
 
 def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
@@ -117,6 +147,7 @@ class PromptWriter:
         added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         specials = sorted((added | set(tokenizer.all_special_tokens)) - {""}, key=len, reverse=True)
         self._specials = re.compile("|".join(re.escape(token) for token in specials))
+        self._edges = {token[end] for token in specials for end in (0, -1)} | {_MARK_START, _MARK_END}
         self._known: dict[Any, Any] = {}
         if image_tokens:
             self.boi, self.eoi = tokenizer.boi_token, tokenizer.eoi_token
@@ -169,7 +200,9 @@ class PromptWriter:
         else:
             turns = conversation(request)
             _check_unicode("".join(part.get("text", "") for turn in turns for part in turn["content"]))
-            text = self._render_without_texts([_held_out(turn, texts) for turn in turns])
+            self._check_values(request, turns)
+            held_out = [_held_out(turn, texts) for turn in turns]
+            text = self._render_without_texts(held_out, request.template_kwargs)
             self._check_rendered(text, texts)
         places = text.count(self.boi)
         if places != len(crops):
@@ -217,22 +250,23 @@ class PromptWriter:
 
     def special_in(self, request: Request) -> str | None:
         """Return the first special token that a conversation's texts add to those of the chat template, or None."""
-        turns = conversation(request)
-        template = Counter(self._specials.findall(self.render([_held_out(turn, []) for turn in turns])))
-        found = Counter(self._specials.findall(self.render(turns)))
+        held_out = [_held_out(turn, []) for turn in conversation(request)]
+        template = Counter(self._specials.findall(self._render(held_out, request.template_kwargs)))
+        found = Counter(self._specials.findall(self.render(request)))
         return next(iter(found - template), None)
 
-    def _render_without_texts(self, turns: list[dict[str, Any]]) -> str:
+    def _render_without_texts(self, turns: list[dict[str, Any]], values: Mapping[str, Any]) -> str:
         """Render turns whose texts are marks: most requests have one of a few layouts, and short ones are remembered.
 
-        A template that asks for the date is rendered every time.
+        A template that asks for the date, or takes further values, is rendered every time.
         """
         layout = tuple((turn["role"], tuple(part.get("text") for part in turn["content"])) for turn in turns)
         template = str(getattr(self.tokenizer, "chat_template", None))
         size = sum(len(role) + sum(1 + len(text or "") for text in content) for role, content in layout)
-        if size > _SHORT or "strftime_now" in template:
-            return self.render(turns)
-        text: str = self._remembered((template, layout), lambda: self.render(turns))
+        others = values or any(part.keys() - {"type", "text"} for turn in turns for part in turn["content"])
+        if size > _SHORT or others or "strftime_now" in template:
+            return self._render(turns, values)
+        text: str = self._remembered((template, layout), lambda: self._render(turns))
         return text
 
     def _check_rendered(self, text: str, texts: Sequence[str]) -> None:
@@ -252,14 +286,39 @@ class PromptWriter:
             self._known[key] = found
         return found
 
-    def render(self, turns: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text of a conversation in the checkpoint's chat template.
-
-        Everything that renders a template calls this, because Transformers renders without limits.
+    def _check_values(self, request: Request, turns: Sequence[Mapping[str, Any]]) -> None:
+        """Check the values for the template: it must read each, and none may be, or become, a special token.
 
         Raises:
-            SettingError: the template rejects the conversation.
-            ModelError: there is no template, or it cannot be rendered within the limits.
+            SettingError: one is not JSON, too long, unknown to the template, or has a character of a special token.
+        """
+        parts = [part for turn in turns for part in turn["content"]]
+        values = [*request.template_kwargs.items()]
+        values += [item for part in parts for item in part.items() if item[0] not in ("type", "text")]
+        if not values:
+            return
+        template = self._template()
+        for name, value in values:
+            where = f"template_kwargs or part of messages: {short(name)}"
+            if name in _RESERVED or name in self.tokenizer.special_tokens_map:
+                raise SettingError(f"{where} cannot be set")
+            if not isinstance(name, str) or re.search(rf"\b{re.escape(name)}\b", template) is None:
+                raise SettingError(f"{where} is not read by the chat template ({self.template_source})")
+            try:
+                text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise SettingError(f"{where} must be a JSON value: {error}") from error
+            if len(text) > _MOST_VALUE:
+                raise SettingError(f"{where} has {len(text):,} characters; at most {_MOST_VALUE:,} are supported")
+            _check_unicode(text)
+            if edges := self._edges.intersection("".join(_texts(value))):
+                raise SettingError(f"{where} contains {min(edges)!r}, which could become part of a special token")
+
+    def _template(self) -> str:
+        """Return the checkpoint's chat template.
+
+        Raises:
+            ModelError: there is none, or none is called default.
         """
         if not getattr(self.tokenizer, "chat_template", None):
             raise ModelError(
@@ -267,12 +326,47 @@ class PromptWriter:
                 f" {self.boi} where each image goes (--raw-prompt)"
             )
         try:
-            template = self.tokenizer.get_chat_template()
+            template: str = self.tokenizer.get_chat_template()
         except ValueError as error:
             raise ModelError(
                 f"chat template ({self.template_source}): several templates, none called default"
             ) from error
-        return render_template(template, self.template_source, turns, **self.tokenizer.special_tokens_map)
+        return template
+
+    def render(self, request: Request) -> str:
+        """Return the text of a request in the checkpoint's chat template.
+
+        Everything that renders a template calls this, because Transformers renders without limits.
+
+        Raises:
+            SettingError: the template rejects the conversation.
+            ModelError: there is no template, or it cannot be rendered within the limits.
+        """
+        return self._render(conversation(request), request.template_kwargs)
+
+    def _render(self, turns: Sequence[Mapping[str, Any]], values: Mapping[str, Any] | None = None) -> str:
+        template = self._template()
+        if self._remembered(("takes texts", template), lambda: self._takes_texts(template)):
+            turns = [{**turn, "content": self._as_text(turn["content"])} for turn in turns]
+        return self._rendered(template, turns, values or {})
+
+    def _rendered(self, template: str, turns: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
+        return render_template(template, self.template_source, turns, **self.tokenizer.special_tokens_map, **values)
+
+    def _takes_texts(self, template: str) -> bool:
+        """Return whether a template expects texts as contents, not lists of parts, as those of text-only models do."""
+        text, part = "Hi", {"type": "text", "text": "Hi"}
+        outcomes = []
+        for content in ([part], text):
+            try:
+                outcomes.append(self._rendered(template, [{"role": "user", "content": content}], {}))
+            except (ModelError, SettingError):
+                outcomes.append("")
+        listed, plain = outcomes
+        return text in plain and (text not in listed or str(part) in listed or json.dumps(part) in listed)
+
+    def _as_text(self, parts: Sequence[Mapping[str, Any]]) -> str:
+        return "".join(self.boi if part["type"] == "image" else part["text"] for part in parts)
 
     def check_template(self) -> None:
         """Render a short conversation, so that a damaged chat template is an error of loading, not of each request.
@@ -283,11 +377,7 @@ class PromptWriter:
         if not getattr(self.tokenizer, "chat_template", None):
             return
         with suppress(SettingError):  # it may reject this conversation
-            try:
-                self.render([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}])
-            except ModelError as error:  # one that expects plain texts fails here, and raw prompts do not need it
-                if not isinstance(error.__cause__, TypeError):
-                    raise
+            self.render(Request("Hi"))
 
     def _block(self, crops: int, around_view: str) -> str:
         """Return the text of an image, worded as by ``Gemma3Processor``, with one start-of-image token per view."""
@@ -329,7 +419,10 @@ class PromptWriter:
 
 _KNOWN = 128  # layouts and short texts that are remembered
 _SHORT = 256  # characters
-_MARK = re.compile("\ue000([0-9]+)\ue001")
+_MOST_VALUE = 65_536  # characters of a value for the template, as JSON
+_RESERVED = ("add_generation_prompt", "messages", "tools")
+_MARK_START, _MARK_END = "\ue000", "\ue001"
+_MARK = re.compile(f"{_MARK_START}([0-9]+){_MARK_END}")
 """Replaces a text while the chat template is rendered and searched for special tokens."""
 
 
@@ -343,9 +436,21 @@ def _held_out(turn: Mapping[str, Any], texts: list[str]) -> dict[str, Any]:
             content.append(part)
             continue
         before, after = text.split(inner, 1)
-        content.append({"type": "text", "text": f"{before}\ue000{len(texts)}\ue001{after}"})
+        content.append({**part, "text": f"{before}{_MARK_START}{len(texts)}{_MARK_END}{after}"})
         texts.append(inner)
     return {"role": turn["role"], "content": content}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts in a JSON value, names of objects included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from (name, *_texts(inner))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner)
 
 
 def _check_unicode(text: str) -> None:

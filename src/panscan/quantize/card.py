@@ -77,14 +77,7 @@ def measured_table(measurement: Measurement) -> Table[MeasuredWeights]:
         Column("KL, images", lambda row: nats(row.kl("image"))),
         Column("Top-1", lambda row: "-" if row.top1 is None else f"{100 * row.top1:.1f}%"),
         Column("Accuracy", lambda row: "-" if row.accuracy is None else f"{100 * row.accuracy:.1f}%"),
-        Column(
-            "Difference",
-            lambda row: (
-                f"{100 * row.difference.value:+.1f} [{100 * row.difference.low:+.0f}, {100 * row.difference.high:+.0f}]"
-                if row.difference is not None
-                else "-"
-            ),
-        ),
+        Column("Against dense", lambda row: "-" if row.standing is None else row.standing.short_text, text=Medium.ALL),
     ]
     return Table(columns, measurement.rows)
 
@@ -100,4 +93,9 @@ def notes(measurement: Measurement) -> list[str]:
         lines.append(
             f"{title} over {measurement.questions} questions; differences in percentage points, paired, 95% interval."
         )
+        lines += [
+            f"{row.name}: {row.standing.needed_text}."
+            for row in measurement.rows
+            if row.standing is not None and row.standing.word == "undecided"
+        ]
     return lines + [f"{row.name}: {row.problem}." for row in measurement.rows if row.problem]

@@ -9,7 +9,7 @@ from statistics import fmean
 
 import torch
 
-from panscan.analysis.accuracy import QualityDifference, paired_difference
+from panscan.analysis.accuracy import Accuracy, decide_accuracy, paired_difference
 from panscan.core import ModelError, UnsupportedError
 from panscan.core.errors import error_line
 from panscan.model.checkpoint import Loaded, drop_weights
@@ -57,7 +57,7 @@ class MeasuredWeights:
         contains: share of answers that contain an accepted one.
         repetitive: share of answers that end in repetition.
         answers: number of answers.
-        difference: paired difference of the scores from the reference's.
+        standing: what the rule for accuracy says of the answers against the reference's.
         problem: why something was not measured; empty if everything was.
     """
 
@@ -67,7 +67,7 @@ class MeasuredWeights:
     contains: float | None = None
     repetitive: float = 0.0
     answers: int = 0
-    difference: QualityDifference | None = None
+    standing: Accuracy | None = None
     problem: str = ""
 
     @property
@@ -140,9 +140,13 @@ def measure(
         measurement.rows.append(session.measured(reference, is_reference=True))
     measurement.rows += map(session.measured, candidates)
     dense = measurement.rows[0].scores if reference is not None else None
-    for row in measurement.rows[1:]:
-        if row.scores and dense:
-            row.difference = paired_difference([score - base for score, base in zip(row.scores, dense, strict=True)])
+    compared = {row.name: row for row in measurement.rows[1:] if row.scores and dense}
+    differences = {
+        name: paired_difference([score - base for score, base in zip(row.scores or (), dense or (), strict=True)])
+        for name, row in compared.items()
+    }
+    for name, standing in decide_accuracy(differences).items():
+        compared[name].standing = standing
     return measurement
 
 

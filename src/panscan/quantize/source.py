@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from panscan.core import ModelError
+from panscan.model.adapters import merged_tensors
 from panscan.model.files import checkpoint_files
 from panscan.model.linear.quantized import WeightFormat
 from panscan.model.untrusted.headers import key_of
@@ -43,6 +44,9 @@ class DenseCheckpoint:
         if (quantization := self.files.quantization) is not None:
             method = quantization.get("quant_method") or "an unknown method"
             raise ModelError(f"{name} is quantised already ({method}): quantise the checkpoint that it was made from")
+        self._merged = merged_tensors(name, revision)
+        if self._merged is not None:
+            self.files = self._merged.files
         self.stored = self.files.tensors
         layers: dict[int, dict[str, str]] = defaultdict(dict)
         for tensor, stored in self.stored.items():
@@ -93,6 +97,8 @@ class DenseCheckpoint:
         Raises:
             ModelError: the file cannot be read.
         """
+        if self._merged is not None:
+            return self._merged.stored(tensor)
         path = self.files.directory / self.stored[tensor].file
         try:
             with safe_open(path, "pt") as file:

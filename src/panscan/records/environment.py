@@ -106,9 +106,10 @@ def _cpu_name() -> str:
 
 
 def bundled_weights(run: Run) -> dict[str, str | None]:
-    """Return fingerprints of the bundled models in a run's cells; None in runs older than fingerprints."""
+    """Return fingerprints of the bundled models and adapters in a run's cells; None in runs older than fingerprints."""
     used = {_model(settings) for settings in run.cells.values()}
-    return {name: run.header.machine.bundled.get(name) for name in BUNDLED if name in used}
+    stored = run.header.machine.bundled
+    return {name: stored.get(name) for name in dict.fromkeys((*BUNDLED, *stored)) if name in used}
 
 
 def has_random_weights(cells: Iterable[Mapping[str, Any]], weights: Mapping[str, str | None]) -> bool:

@@ -17,11 +17,21 @@ from functools import cache
 from math import log, log1p
 
 import numpy as np
+from numpy.typing import NDArray
 
 from panscan.records.fields import LIMITED_TIMES, STAGES, TIMES
-from panscan.records.intervals import Interval, cluster_intervals, ratio_interval
+from panscan.records.intervals import (
+    Interval,
+    around,
+    cluster_intervals,
+    log_error,
+    rate_deviations,
+    ratio_interval,
+)
 from panscan.records.request_records import Process, RepeatRecord, RequestRecord
 from panscan.records.store import Repeat
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +198,9 @@ class Metrics:
             seconds; ``latency_*`` and ``tokens_per_s_mean`` are of batches, from accepted to the last token of any
             of its requests. Stage means are over all requests (one without a stage spent no time in it) and add up to
             ``mean_e2el_ms``. Peaks are the highest of the repeats.
-        intervals: (low, high) with 95% confidence by names of :data:`INTERVALS`; absent below two batches.
+        intervals: (low, high) with 95% confidence by names of :data:`INTERVALS`: how far another measurement of the
+            same requests may differ. They are Student's over repeats, and absent below two; of a load level, a
+            bootstrap over its blocks of requests.
         uncertified: percentiles of too few samples.
     """
 
@@ -197,12 +209,15 @@ class Metrics:
     uncertified: tuple[str, ...]
 
 
-def metrics_of(repeats: Sequence[Repeat], *, seed: int = 0, percentiles: Sequence[float] = ()) -> Metrics | None:
+def metrics_of(
+    repeats: Sequence[Repeat], *, seed: int = 0, percentiles: Sequence[float] = (), blocks: bool = False
+) -> Metrics | None:
     """Metrics of measured repeats; None if no request of them succeeded.
 
     Args:
         repeats: each a window with its requests.
         seed: seed of the bootstrap.
+        blocks: whether batch numbers are those of blocks of a load level's requests, whose spread makes the intervals.
         percentiles: further ones of each time, which the values then have, too (see :func:`percentile_name`).
 
     Raises:
@@ -241,7 +256,8 @@ def metrics_of(repeats: Sequence[Repeat], *, seed: int = 0, percentiles: Sequenc
     values |= {f"{name}_{time}_ms": None for name in shown for time in TIMES}
     for time, sample in samples.items():
         uncertified += _distribution(values, time, [seconds for seconds, _ in sample], shown)
-    return Metrics(values, _intervals(batches, samples, seed), tuple(uncertified))
+    intervals = _block_intervals(batches, samples, seed) if blocks else _repeat_intervals(values, repeats, answered)
+    return Metrics(values, intervals, tuple(uncertified))
 
 
 def shares_of(repeats: Sequence[Repeat]) -> list[ReplicaShare]:
@@ -318,7 +334,62 @@ def _samples(answered: Sequence[tuple[int, RequestRecord]]) -> dict[str, _Sample
     return dict(samples)
 
 
-def _intervals(batches: Sequence[Batch], samples: Mapping[str, _Sample], seed: int) -> dict[str, Interval]:
+@dataclass(frozen=True, slots=True)
+class RepeatWork:
+    """What the batches of a repeat did in its window."""
+
+    requests: float
+    tokens: float
+    seconds: float
+
+
+def work_of(repeat: Repeat) -> RepeatWork:
+    """Return what a repeat did in its window."""
+    batches = batches_of(*repeat)
+    return RepeatWork(
+        sum(batch.requests_inside for batch in batches),
+        sum(batch.tokens_inside for batch in batches),
+        window_seconds(repeat[0]),
+    )
+
+
+def relative_half_width(work: Sequence[RepeatWork]) -> float | None:
+    """Return half of the 95% interval over the request throughput of some repeats; None if there is no interval."""
+    amounts, seconds = (np.array([getattr(one, name) for one in work]) for name in ("requests", "seconds"))
+    if len(work) < 2 or not amounts.sum() or not seconds.sum():
+        return None
+    low, high = around(1.0, log_error(rate_deviations(amounts, seconds)), len(work))
+    return (high - low) / 2
+
+
+def _repeat_intervals(
+    values: Mapping[str, float | None], repeats: Sequence[Repeat], answered: Sequence[tuple[int, RequestRecord]]
+) -> dict[str, Interval]:
+    """Return intervals around the values, by how their repeats differ."""
+    if len(repeats) < 2:
+        return {}
+    deviations: dict[str, Floats] = {}
+    work = [work_of(repeat) for repeat in repeats]
+    seconds = np.array([one.seconds for one in work])
+    for name, amounts in (("request", [one.requests for one in work]), ("output", [one.tokens for one in work])):
+        if sum(amounts) > 0 and seconds.sum() > 0:
+            deviations[f"{name}_throughput"] = rate_deviations(np.array(amounts), seconds)
+    groups = [[pair for pair in answered if pair[0] == number] for number in range(len(repeats))]
+    samples = [_samples(group) for group in groups]
+    for time in LIMITED_TIMES:
+        parts = [np.array([value for value, _ in sample[time]]) for sample in samples]
+        if all(part.size for part in parts):
+            figures = np.log([[np.mean(part), *np.percentile(part, (50, 95))] for part in parts])
+            for name, column in zip(_BOUNDED, figures.T, strict=True):
+                deviations[f"{name}_{time}_ms"] = (column - column.mean()) / len(parts)
+    return {
+        name: around(value, log_error(parts), len(repeats))
+        for name, parts in deviations.items()
+        if (value := values[name]) and np.isfinite(parts).all()
+    }
+
+
+def _block_intervals(batches: Sequence[Batch], samples: Mapping[str, _Sample], seed: int) -> dict[str, Interval]:
     intervals = {}
     counted = [batch for batch in batches if batch.inside > 0]
     seconds = [batch.seconds_inside for batch in counted]

@@ -59,12 +59,14 @@ def metrics_in(run: Run) -> list[str]:
     return [name for name in METRICS if name in known]
 
 
-def with_metric(run: Run, name: str | None) -> Run:
-    """Return the run with another metric as its quality; None: unchanged.
+def with_metric(run: Run, name: str | None, max_accuracy_loss: float | None = None) -> Run:
+    """Return the run with another metric as its quality and another loss to exclude, in points; None: unchanged.
 
     Raises:
         SettingError: no such metric, or the run's answers were not scored by it.
     """
+    if max_accuracy_loss is not None:
+        run = _with_settings(run, max_accuracy_loss=max_accuracy_loss)
     if name is None:
         return run
     if name not in METRICS:
@@ -73,7 +75,11 @@ def with_metric(run: Run, name: str | None) -> Run:
     if name not in known:
         has = f"its answers have {', '.join(known)}" if known else "its dataset has no answers"
         raise SettingError(f"--quality-metric {name}: not in {run.path}: {has}")
-    settings = msgspec.structs.replace(run.header.settings, quality_metric=name)
+    return _with_settings(run, quality_metric=name)
+
+
+def _with_settings(run: Run, **changes: Any) -> Run:
+    settings = msgspec.structs.replace(run.header.settings, **changes)
     return replace(run, header=msgspec.structs.replace(run.header, settings=settings))
 
 

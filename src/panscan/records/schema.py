@@ -134,7 +134,8 @@ class RunSettings(Struct, omit_defaults=True, kw_only=True, frozen=True):
         source: fields of :class:`panscan.workload.requests.Source`, or of the scenario of a load run.
         workload_sha256: hash of documents and prompts.
         requests: number of requests per repeat.
-        repeats: repeats of each cell.
+        repeats: repeats of each cell, at least.
+        precision: half of the 95% interval over the throughput, in percent, up to which repeats go on.
         warmup: batches before each repeat that do not count.
         seed: seed of samples and samplers.
         include_content: whether records hold prompts and answers.
@@ -147,6 +148,7 @@ class RunSettings(Struct, omit_defaults=True, kw_only=True, frozen=True):
         gpus_per_replica: GPUs of each.
         dataset: where the questions came from.
         quality_metric: name of the score that is the run's quality.
+        max_accuracy_loss: the loss that decisions exclude, in percentage points.
         load: settings of a load run; None for a sweep.
     """
 
@@ -154,6 +156,7 @@ class RunSettings(Struct, omit_defaults=True, kw_only=True, frozen=True):
     workload_sha256: str | None = None
     requests: Count | None = None
     repeats: Count | None = None
+    precision: Number | None = None
     warmup: Count | None = None
     seed: Seed | None = None
     include_content: bool | None = None
@@ -166,6 +169,7 @@ class RunSettings(Struct, omit_defaults=True, kw_only=True, frozen=True):
     gpus_per_replica: Count | None = None
     dataset: DatasetFacts | None = None
     quality_metric: str | None = None
+    max_accuracy_loss: Number | None = None
     load: LoadRunSettings | None = None
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from panscan.analysis.accuracy import compare_with_baseline
+from panscan.analysis.accuracy import Standings
 from panscan.analysis.cells import MeasuredCell
 from panscan.core.text import clean
 from panscan.records.quality import (
@@ -176,24 +176,25 @@ def _quality_column(title: str, markdown: str, index: int) -> Column[CellAnswers
     return Column(title, lambda cell: quality_cell(cell.scores[index]), markdown=markdown)
 
 
-def answers_of(run: Run, rows: Sequence[MeasuredCell]) -> Answers | None:
+def answers_of(run: Run, rows: Sequence[MeasuredCell], standings: Standings) -> Answers | None:
     """Return the answers of the measured cells; None for a run without scores."""
     names = {row.cell: row.name for row in rows}
     metrics = list(dict.fromkeys([metric_of(run), *metrics_in(run)]))
     scores = {row.cell: tuple(quality_of(run, row.cell, metric=metric) for metric in metrics) for row in rows}
-    views = {row.cell: row.metrics.values["mean_views"] or 0.0 for row in rows if any(scores[row.cell])}
-    if not views:
+    cells = [row.cell for row in rows if any(scores[row.cell])]
+    if not cells:
         return None
-    baseline, against = compare_with_baseline(run, list(views), views.__getitem__) or (None, {})
+    against = {cell: standing.text for cell, standing in standings.cells.items()}
+    baseline = standings.baseline if against else None
     counted = run.header.settings.quality_metric is not None
     return Answers(
         tuple(map(accuracy_title, metrics)),
-        None if baseline is None else names[baseline],
+        None if baseline is None else names[baseline.cell],
         tuple(
             CellAnswers(
                 cell, names[cell], scores[cell], empty_answers(run, cell) if counted else None, against.get(cell, "")
             )
-            for cell in views
+            for cell in cells
         ),
-        lambda: breakdowns(run, list(views)),
+        lambda: breakdowns(run, cells),
     )

@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from panscan.analysis.accuracy import Standings
 from panscan.analysis.cells import MeasuredCell, Sweep, sweeps
 from panscan.analysis.levels import TIME_NAMES, MeasuredLevel
 from panscan.analysis.setting_words import setting_title
@@ -248,13 +249,14 @@ def _slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
-def front_of(rows: Sequence[MeasuredCell], recommended: str | None, title: str) -> Panel | None:
+def front_of(rows: Sequence[MeasuredCell], recommended: str | None, title: str, standings: Standings) -> Panel | None:
     """Return speed against quality if any cell answers anything right, else against the verdict's ratio.
 
     Args:
         rows: measured cells, numbered from 1.
         recommended: id of the recommended cell.
         title: name of the run's metric of quality.
+        standings: the cells' accuracy against the baseline's: what it does not tell apart is equal on the front.
 
     Returns:
         None if fewer than two cells could be drawn.
@@ -271,7 +273,7 @@ def front_of(rows: Sequence[MeasuredCell], recommended: str | None, title: str) 
         return None
     # Larger is better. Ratios within the limit of exact are equal: what differs there is noise.
     merits = [
-        (row.speed, value.value or 0.0 if by_quality else -max(value.value or 0.0, EXACT_RATIO))
+        (row.speed, float(standings.rank(row)) if by_quality else -max(value.value or 0.0, EXACT_RATIO))
         for _, row, value in placed
     ]
     points = tuple(

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
-_STYLES = {"slower": "bold red", "worse": "bold red", "faster": "green", "better": "green"}
+_BAD, _GOOD = ("slower", "worse", "loss"), ("faster", "better", "gain")
+_STYLES = dict.fromkeys(_BAD, "bold red") | dict.fromkeys(_GOOD, "green")
 
 
 class _MetricRow(NamedTuple):

@@ -51,6 +51,7 @@ def render_html(facts: SweepReport | LoadReport) -> str:
             verdict=judgement,
             scores=scores,
             accuracy=accuracy,
+            max_loss=accuracy.max_loss_of(facts.run),
             **names,
         )
     )

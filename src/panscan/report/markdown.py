@@ -34,7 +34,7 @@ def _sweep_parts(facts: SweepReport) -> list[str]:
             " attention."
         )
         parts += [facts.table.markdown(), legend + _UNCERTIFIED * facts.uncertified]
-        parts += map(plain_text, (*facts.aliases, *facts.costs, *facts.speedups))
+        parts += map(plain_text, (*facts.aliases, *facts.speedups))
         parts.append(_folded("Details", facts.details_table.markdown()))
     if facts.tradeoffs is not None:
         parts += [f"#### {facts.tradeoffs.title}", facts.tradeoffs.markdown(), plain_text(facts.tradeoffs.note)]

@@ -8,15 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from panscan.analysis.accuracy import (
-    QUANTIZATION_NOTE,
-    TITLE,
-    TaskCost,
-    Tradeoff,
-    cost_lines,
-    costs_of_cells,
-    tradeoffs_of,
-)
+from panscan.analysis.accuracy import QUANTIZATION_NOTE, Accuracy, Standings, Tradeoff, standings_of, tradeoffs_of
 from panscan.analysis.cells import (
     MeasuredCell,
     Unmeasured,
@@ -71,7 +63,7 @@ class ReportCell:
         row: its metrics and verdict.
         memory: the metric that is its peak memory.
         footnote: the number of the reason why it is unverified; None if it is not.
-        cost: the accuracy cost of its verdict; None for an exact cell, and without accepted answers.
+        standing: its accuracy against the baseline's; None for the baseline, and without accepted answers.
         ratios: see :func:`panscan.analysis.floors.ratios`.
         replicas: empty for a run of one process.
     """
@@ -80,7 +72,7 @@ class ReportCell:
     row: MeasuredCell
     memory: str
     footnote: int | None
-    cost: TaskCost | None
+    standing: Accuracy | None
     floor: Floor | None
     ratios: Mapping[str, float]
     replicas: tuple[ReplicaShare, ...]
@@ -179,19 +171,23 @@ class SweepReport(definitions.RunFacts):
         self.uncertified = any(_SHOWN_LATENCIES & set(row.metrics.uncertified) for row in self.rows)
 
     @cached_property
+    def standings(self) -> Standings:
+        """The accuracy of the cells against the baseline's."""
+        return standings_of(self.run, self.rows)
+
+    @cached_property
     def cells(self) -> tuple[ReportCell, ...]:
         """The measured cells."""
-        costs = costs_of_cells(self.run)
-        return tuple(self._cell(row, number, costs.get(row.cell)) for number, row in enumerate(self.rows, 1))
+        return tuple(self._cell(row, number) for number, row in enumerate(self.rows, 1))
 
-    def _cell(self, row: MeasuredCell, number: int, cost: TaskCost | None) -> ReportCell:
+    def _cell(self, row: MeasuredCell, number: int) -> ReportCell:
         unverified, floor = row.verdict.word == "unverified", floor_of(self.run, row.cell)
         return ReportCell(
             number=number,
             row=row,
             memory=self.memory_metric,
             footnote=self.footnotes.index(clean(row.verdict.reason)) + 1 if unverified else None,
-            cost=cost,
+            standing=self.standings.cells.get(row.cell),
             floor=floor,
             ratios={} if floor is None else ratios(floor, row.metrics),
             replicas=tuple(replica_shares(self.run, row.cell)),
@@ -211,7 +207,7 @@ class SweepReport(definitions.RunFacts):
                 markdown=f"{title}, 95%",
                 spare=14,
             ),
-            Column(TITLE, _cost_cell, optional=Medium.ALL, terminal=TITLE.replace(" ", "\n", 1), spare=13),
+            Column("accuracy vs baseline", _standing_cell, on=~Medium.TERMINAL, optional=Medium.ALL),
             Column(
                 "requests/s",
                 lambda cell: with_interval(cell.measured("request_throughput")),
@@ -269,16 +265,28 @@ class SweepReport(definitions.RunFacts):
             setting = label({name: row.row.display_settings.get(name) for name in others})
             return clean("; ".join(filter(None, (row.weights or "unquantised", setting))))
 
+        def standing(row: Tradeoff) -> str:
+            known = self.standings.cells.get(row.row.cell)
+            return "-" if known is None else known.short_text
+
         columns = [
             Column("setting", lambda row: row.row.name, on=Medium.PAGES, text=Medium.HTML),
             Column("weights", weights, text=Medium.ALL),
-            Column("weights GiB", lambda row: _with_ratio(_gib(row.weight_bytes), row.relative_size)),
+            Column(
+                "weights GiB",
+                lambda row: _with_ratio(_gib(row.weight_bytes), row.relative_size and times(row.relative_size)),
+            ),
             Column(
                 f"peak {self.memory} GiB",
                 lambda row: number_text(_gib(row.row.metrics.values[self.memory_metric])),
                 on=Medium.PAGES,
             ),
-            Column("req/s", lambda row: _with_ratio(row.row.metrics.values["request_throughput"], row.relative_speed)),
+            Column(
+                "req/s",
+                lambda row: _with_ratio(
+                    row.row.metrics.values["request_throughput"], row.relative_speed and row.relative_speed.text
+                ),
+            ),
             Column("TTFT ms", lambda row: number_text(row.row.metrics.values["median_ttft_ms"]), on=Medium.PAGES),
             Column("TPOT ms", lambda row: number_text(row.row.metrics.values["median_tpot_ms"]), on=Medium.PAGES),
             Column("verdict", lambda row: row.row.verdict.word, on=Medium.PAGES, text=Medium.HTML),
@@ -289,14 +297,9 @@ class SweepReport(definitions.RunFacts):
         if any(row.row.quality for row in rows):
             columns += [
                 Column(self.quality_title, _tradeoff_quality, on=Medium.PAGES),
-                Column("vs unquantised", _tradeoff_difference),
+                Column("vs baseline", standing, text=Medium.ALL),
             ]
         return [replace(column, fold=True) for column in columns]
-
-    @cached_property
-    def costs(self) -> list[str]:
-        """Explanation of the column "accuracy vs exact"; empty if no cell has one."""
-        return cost_lines({cell.row.cell: cell.cost for cell in self.cells if cell.cost is not None})
 
     @cached_property
     def _recommendation(self) -> Recommendation | str:
@@ -350,7 +353,7 @@ class SweepReport(definitions.RunFacts):
     def front(self) -> Panel | None:
         """Speed against quality, or against the distance from the reference."""
         best = None if self.advice is None else self.advice.cell.row.cell
-        return front_of(self.rows, best, self.quality_title)
+        return front_of(self.rows, best, self.quality_title, self.standings)
 
     @cached_property
     def latency(self) -> ChartGroup:
@@ -360,7 +363,7 @@ class SweepReport(definitions.RunFacts):
     @cached_property
     def answers(self) -> Answers | None:
         """Answers against the baseline; None for a run without scores."""
-        return answers_of(self.run, self.rows)
+        return answers_of(self.run, self.rows, self.standings)
 
     @cached_property
     def references(self) -> list[definitions.ReferenceSummary]:
@@ -416,10 +419,10 @@ def _cell_id(cell: ReportCell) -> TableCell:
     return TableCell(cell.row.cell, markdown=f"`{_UNFIT.sub('_', cell.row.cell)}`")
 
 
-def _cost_cell(cell: ReportCell) -> TableCell:
-    if cell.cost is None:
+def _standing_cell(cell: ReportCell) -> TableCell:
+    if cell.standing is None:
         return TableCell("-")
-    return TableCell(cell.cost.text, None if cell.cost.difference is None else cell.cost.difference.value)
+    return TableCell(cell.standing.short_text, cell.standing.difference.value)
 
 
 def _distance(cell: ReportCell) -> TableCell:
@@ -432,8 +435,8 @@ def _gib(size: float | None) -> float | None:
     return None if size is None else size / 2**30
 
 
-def _with_ratio(value: float | None, ratio: float | None) -> str:
-    return number_text(value) + ("" if ratio is None else f" ({times(ratio)})")
+def _with_ratio(value: float | None, ratio: str | None) -> str:
+    return number_text(value) + (f", {ratio}" if ratio else "")
 
 
 def _top1(tradeoff: Tradeoff) -> str:
@@ -444,9 +447,3 @@ def _top1(tradeoff: Tradeoff) -> str:
 def _tradeoff_quality(tradeoff: Tradeoff) -> str:
     quality = tradeoff.row.quality
     return "-" if quality is None else f"{quality.mean:.1%} ({100 * quality.low:.1f} to {100 * quality.high:.1f})"
-
-
-def _tradeoff_difference(tradeoff: Tradeoff) -> str:
-    if tradeoff.difference is not None:
-        return tradeoff.difference.text
-    return "no unquantised cell" if tradeoff.weights and tradeoff.row.quality is not None else "-"

@@ -84,10 +84,9 @@ def _remarks(facts: SweepReport) -> list[str]:
     lines = [" ".join(filter(None, (*legend, facts.queueing))), *facts.aliases, *filter(None, [facts.dataset])]
     if empty := sum(empty_answers(facts.run, row.cell) for row in facts.rows):
         lines.append(f"{count(empty, 'empty answer')} ({'it counts' if empty == 1 else 'they count'} as wrong).")
-    lines += facts.costs
     answers = facts.answers
     if answers is not None and answers.baseline is not None:
-        lines.append(f"{facts.quality_title} against {answers.baseline} (the most views):")
+        lines.append(f"{facts.quality_title} against {answers.baseline} (exact or close, the most views):")
         lines += [f"{cell.name}: {cell.against}" for cell in answers.cells if cell.against]
     return [*lines, *verdict_lines(facts.run, [row.cell for row in facts.rows])]
 

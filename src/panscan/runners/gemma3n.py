@@ -13,14 +13,13 @@ from transformers import (
 )
 
 from panscan.core import ModelError, PanAndScan, SettingError
-from panscan.images.pixels import PixelSpec
 from panscan.images.views import plan_views
-from panscan.model.checkpoint import Loaded, Reader, checkpoint_family, ready_model
+from panscan.model.checkpoint import Loaded, Reader, checkpoint_family, pixel_spec, ready_model
 from panscan.model.files import checkpoint_source
 from panscan.model.hub_errors import friendly_errors, quiet_transformers
 from panscan.model.inputs import DecodedRequest, Prepared, plan_request
 from panscan.model.machine import resolve_device, resolve_dtype
-from panscan.model.prompt import Prompt, PromptWriter, conversation
+from panscan.model.prompt import Prompt, PromptWriter
 from panscan.runners.generate import GenerateRunner
 from panscan.settings import Settings
 
@@ -76,7 +75,7 @@ class Gemma3nRunner(GenerateRunner):
             return Prepared(read.request, [], prompt, None)
         if reader.pixels is None:
             raise SettingError(f"--model {reader.name} reads text only: leave the images out")
-        text = reader.prompts.render(conversation(read.request))
+        text = reader.prompts.render(read.request)
         inputs = reader.processor(text=[text], images=[read.images], add_special_tokens=False, return_tensors="pt")
         ids = inputs["input_ids"][0].tolist()
         image_tokens = ids.count(reader.processor.image_token_id)
@@ -93,5 +92,5 @@ def gemma3n_reader(name: str, tools: Any, config: Any) -> Reader:
     spec = None
     if (images := getattr(tools, "image_processor", None)) is not None:
         size = images.size["height"] if isinstance(images.size, dict) else images.size.height
-        spec = PixelSpec(size, images.rescale_factor, tuple(images.image_mean), tuple(images.image_std))
+        spec = pixel_spec(size, images)
     return Reader(name, tools, tokenizer, PromptWriter(tokenizer, 0, context), spec)

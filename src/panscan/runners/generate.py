@@ -11,6 +11,7 @@ from transformers import CompileConfig, GenerationConfig, StoppingCriteriaList
 
 from panscan.core import Request, Result, Sampling, SettingError, Stamps, now
 from panscan.core.request import request_list
+from panscan.core.sampling import STRUCTURED
 from panscan.engine.detokenizer import Detokenizer
 from panscan.model.bundled import warn_of_demonstration
 from panscan.model.checkpoint import Loaded
@@ -81,8 +82,10 @@ def one_sampling(batch: Sequence[Request], runner: str, *refused: str) -> Sampli
     if not request_list(batch):
         raise SettingError("a batch needs at least one request")
     for request in batch:
-        for name in refused:
-            if getattr(request.sampling, name) not in (None, ()):
+        if request.tool_use is not None:
+            raise SettingError(f"runner {runner}: tools are not supported; use the runner engine")
+        for name in (*refused, "frequency_penalty", "presence_penalty", "logit_bias"):
+            if getattr(request.sampling, name) != getattr(Sampling(), name):
                 raise SettingError(f"runner {runner}: {name} is not supported; use the runner engine")
     if any(request.sampling != batch[0].sampling for request in batch):
         raise SettingError("generate() supports one set of sampling settings per batch: submit separate batches")
@@ -173,7 +176,7 @@ class GenerateRunner(Runner):
     @torch.no_grad()
     def run(self, batch: Sequence[Request]) -> list[Result]:
         """Answer one batch in one ``generate()`` call. All requests must have the same sampling settings."""
-        sampling = one_sampling(batch, "generate", "logprobs", "json_schema")
+        sampling = one_sampling(batch, "generate", "logprobs", *STRUCTURED)
         stamps = Stamps(accepted=now())
         with phase("load"):
             read = [read_images(request) for request in batch]

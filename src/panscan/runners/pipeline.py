@@ -7,7 +7,7 @@ the processor uses it to resize images, so pixels differ by a level or two from 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from transformers import GenerationConfig, StoppingCriteriaList, pipeline
 
 from panscan.core import Request, Result, SettingError, Stamps, UnsupportedError, now
+from panscan.core.sampling import STRUCTURED
 from panscan.images.views import plan_views
 from panscan.model.checkpoint import Loaded
 from panscan.model.inputs import DecodedRequest, Prepared, read_images
@@ -66,7 +67,7 @@ class PipelineRunner(GenerateRunner):
         """
         request = read.request
         check_interpreted(request, self.loaded.reader, "pipeline", "the pipeline")
-        with self._rendered(conversation(request)):
+        with self._rendered(request):
             [answer] = self._pipe(
                 _chat(read),
                 return_tensors=True,
@@ -77,9 +78,9 @@ class PipelineRunner(GenerateRunner):
         return found
 
     @contextmanager
-    def _rendered(self, turns: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+    def _rendered(self, request: Request) -> Iterator[None]:
         """Let the pipeline write the text that panscan renders, because Transformers renders without limits."""
-        processor, text = self.loaded.reader.processor, self.loaded.reader.prompts.render(turns)
+        processor, text = self.loaded.reader.processor, self.loaded.reader.prompts.render(request)
         literal = text.encode("unicode_escape").decode("ascii").replace("'", "\\'")
         template, processor.chat_template = processor.chat_template, f"{{{{ '{literal}' }}}}"
         try:
@@ -88,7 +89,7 @@ class PipelineRunner(GenerateRunner):
             processor.chat_template = template
 
     def _one(self, request: Request) -> Result:
-        sampling = one_sampling([request], "pipeline", "stop", "stop_token_ids", "logprobs", "json_schema")
+        sampling = one_sampling([request], "pipeline", "stop", "stop_token_ids", "logprobs", *STRUCTURED)
         stamps = Stamps(accepted=now())
         read = read_images(request)
         stamps.loaded = now()

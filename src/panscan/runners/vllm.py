@@ -35,21 +35,21 @@ from panscan.core import (
     now,
 )
 from panscan.core.errors import brief
-from panscan.core.sampling import FILTERS
+from panscan.core.sampling import FILTERS, STRUCTURED
 from panscan.images.views import ViewPlan
+from panscan.model.adapters import write_merged
 from panscan.model.bundled import bundled_directory
 from panscan.model.bundled.random_weights import write_shape
 from panscan.model.checkpoint import Reader, load_meta_model
+from panscan.model.hub import model_source
 from panscan.model.inputs import DecodedRequest, plan_request, read_images
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
-from panscan.model.observation import ForcedTokens, Observation
-from panscan.model.prompt import Prompt, conversation
+from panscan.model.observation import TOP_LOGPROBS, ForcedTokens, Observation
+from panscan.model.prompt import Prompt
 from panscan.runners.base import Runner, check_interpreted, processor_rounding
 from panscan.settings import Settings
 
 _RESET_TRIES = 10
-TOP_LOGPROBS = 20
-"""Log-probabilities per position for the verdict; vLLM's default limit."""
 _SHARES = {"cuda": 0.9, "cpu": 0.4}  # vLLM's share of a device's memory; the verdict's output matrix needs some too
 _IMAGES = 16  # maximum per prompt
 _LONGEST = 32_768  # tokens per request: vLLM reserves memory for a request of the full context length
@@ -75,15 +75,19 @@ class VllmRunner(Runner):
     def __init__(self, settings: Settings, options: Mapping[str, Any] | None = None) -> None:
         self.settings = settings
         self._options = dict(options or {})
-        self._folder = TemporaryDirectory(prefix="panscan-vllm-") if settings.random_weights else None
+        drawn = settings.random_weights
+        adapted = not drawn and bool(model_source(settings.model, settings.revision).adapters)
+        self._folder = TemporaryDirectory(prefix="panscan-vllm-") if drawn or adapted else None
         self._source = settings.model if self._folder is None else self._folder.name
-        if self._folder is not None:
+        if adapted:  # vLLM's own adapters leave out the vision tower and embeddings
+            write_merged(settings.model, Path(self._source), settings.revision)
+        if drawn:
             assert settings.model_shape is not None  # Settings holds this
             write_shape(settings.model_shape, Path(self._source))
         device = resolve_device(settings.device)
         dtype = resolve_dtype(settings.dtype, device)
         self.loaded = load_meta_model(
-            self._source, dtype, device, revision=settings.revision, embedding=self._folder is None
+            self._source, dtype, device, revision=None if adapted else settings.revision, embedding=not drawn
         )
         self._llm: Any = None
         self.arguments: dict[str, Any] = {}
@@ -271,7 +275,7 @@ def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
         SettingError: vLLM does not support an option of the request.
     """
     filters = {name: off[0] for name, off in FILTERS.items() if name in _VLLM_FILTERS} | sampling.filters()
-    for name in ("json_schema", *(filters.keys() - _VLLM_FILTERS)):
+    for name in (*STRUCTURED, *(filters.keys() - _VLLM_FILTERS)):
         if getattr(sampling, name) is not None:
             raise SettingError(f"runner vllm: {name} is not supported; use the runner engine")
     return {
@@ -279,6 +283,9 @@ def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
         "temperature": sampling.temperature,
         **filters,
         "repetition_penalty": sampling.repetition_penalty or 1.0,
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "logit_bias": sampling.logit_bias,
         "seed": sampling.seed,
         "ignore_eos": sampling.ignore_eos,
         "stop": list(sampling.stop),
@@ -293,8 +300,10 @@ def prompt_ids(request: Request, reader: Reader) -> list[int]:
     Raises:
         SettingError: the prompt is raw, or contains a special token that vLLM would interpret.
     """
+    if request.tool_use is not None:
+        raise SettingError("runner vllm: tools are not supported; use the runner engine")
     check_interpreted(request, reader, "vllm", "vLLM")
-    text = reader.prompts.render(conversation(request))
+    text = reader.prompts.render(request)
     ids: list[int] = reader.tokenizer.encode(text, add_special_tokens=False)
     return ids
 

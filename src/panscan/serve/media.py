@@ -58,7 +58,9 @@ class MediaReader:
         self._root = None if root is None else root.resolve()
         self._max_bytes = round(options.max_body_mb * 1e6)
 
-    def read(self, url: str, uploads: Mapping[str, bytes], name: str, deadline: Deadline) -> MediaFile:
+    def read(
+        self, url: str, uploads: Mapping[str, bytes], name: str, deadline: Deadline, *, one_view: bool = False
+    ) -> MediaFile:
         """Return the document behind a URL.
 
         Args:
@@ -66,6 +68,7 @@ class MediaReader:
             uploads: files of a multipart body, by field name.
             name: name of the document in error messages, such as ``image 2``.
             deadline: when the work ends.
+            one_view: whether its pages are read without crops.
 
         Raises:
             TimeoutError: the deadline has passed.
@@ -79,7 +82,7 @@ class MediaReader:
                 page = f"page {number}: " if len(sizes) > 1 else ""
                 problem = f"{page}{width}x{height} pixels exceed this server's limit of {self._options.max_pixels}"
                 raise image_error(name, problem)
-        pages = tuple(PageBytes(content, number, name, size) for number, size in enumerate(sizes, start=1))
+        pages = tuple(PageBytes(content, number, name, size, one_view) for number, size in enumerate(sizes, start=1))
         return MediaFile(pages, sizes, blake3(content).digest())
 
     def _content(self, url: str, uploads: Mapping[str, bytes], name: str, deadline: Deadline) -> bytes:

@@ -17,6 +17,7 @@ from msgspec import Meta
 from panscan.core import Sampling, SettingError
 from panscan.core.option import shorten
 from panscan.core.sampling import FILTERS
+from panscan.core.tools import MAX_TOOLS
 from panscan.settings import nearest
 
 _MOST_VALUES = 50_000  # JSON values of a body
@@ -27,6 +28,13 @@ _DECODER = msgspec.json.Decoder(bytes)
 _LONGEST_SHOWN = 100  # characters of a client's name in a message
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)  # matches at every quote: linear work
 
+PARAMS = {
+    "max_new_tokens": "max_tokens",
+    "json_schema": "response_format",
+    **{name: name for name in ("messages", "tools", "tool_choice", "logit_bias")},
+    **dict.fromkeys(("regex", "choice", "grammar"), "structured_outputs"),
+}
+"""Fields of a body by the name that begins an error of the engine."""
 MOST_PARTS = 4096
 """Maximum number of parts over all messages."""
 
@@ -60,6 +68,9 @@ class MmProcessorKwargs(Body):
 Reference = Annotated[str, Meta(max_length=2**31)]  # a data URL; the size of the body is limited
 
 
+_Unused = Annotated[str | None, Meta(description="Accepted for compatibility; not used or stored.")]
+
+
 class TextPart(Body, tag_field="type", tag="text"):
     """Text of a message."""
 
@@ -68,18 +79,24 @@ class TextPart(Body, tag_field="type", tag="text"):
 
 class _ImageUrl(Body):
     url: Reference
-    detail: Literal["auto", "high"] = "auto"
+    detail: Literal["auto", "low", "high"] = "auto"
 
 
 class ImagePart(Body, tag_field="type", tag="image_url"):
     """An image or document of a message, by ``data:``, ``https:``, ``file:`` or ``attachment:`` URL."""
 
     image_url: _ImageUrl
+    uuid: _Unused = None
 
     @property
     def url(self) -> str:
         """The URL of the image."""
         return self.image_url.url
+
+    @property
+    def one_view(self) -> bool:
+        """Whether the image is read without crops."""
+        return self.image_url.detail == "low"
 
 
 class _File(Body):
@@ -91,6 +108,7 @@ class FilePart(Body, tag_field="type", tag="file"):
     """A document of a message: ``file_data`` is a ``data:`` or ``attachment:`` URL."""
 
     file: _File
+    one_view: ClassVar = False
 
     @property
     def url(self) -> str:
@@ -98,28 +116,81 @@ class FilePart(Body, tag_field="type", tag="file"):
         return self.file.file_data
 
 
+_CallId = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class _CalledFunction(Body):
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    arguments: str
+
+
+class _MessageCall(Body):
+    NEUTRAL: ClassVar = {"index": tuple(range(MAX_TOOLS))}
+
+    id: _CallId
+    function: _CalledFunction
+    type: Literal["function"] = "function"
+
+
+class _Function(Body):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _Tool(Body):
+    function: _Function
+    type: Literal["function"] = "function"
+
+
+class _NamedFunction(Body):
+    name: str
+
+
+class _NamedTool(Body):
+    function: _NamedFunction
+    type: Literal["function"] = "function"
+
+
 class ChatMessage(Body):
     """One turn of a conversation."""
 
     NEUTRAL: ClassVar = {
-        "tool_calls": ([],),
         "refusal": (),
         "audio": (),
         "function_call": (),
         "annotations": ([],),
-        "name": (),
     }
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart | ImagePart | FilePart], Meta(min_length=1, max_length=MOST_PARTS)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: (
+        str | Annotated[list[TextPart | ImagePart | FilePart], Meta(min_length=1, max_length=MOST_PARTS)] | None
+    ) = None
+    name: _Unused = None
+    tool_calls: Annotated[list[_MessageCall], Meta(max_length=MAX_TOOLS)] = []
+    tool_call_id: _CallId | None = None
+
+    def __post_init__(self) -> None:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls are of the role 'assistant'")
+        if (self.tool_call_id is None) == (self.role == "tool"):
+            raise ValueError("tool_call_id and the role 'tool' require each other")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("Object missing required field `content`")
 
     @property
     def parts(self) -> list[TextPart | ImagePart | FilePart]:
         """The content as parts."""
-        return [TextPart(text=self.content)] if isinstance(self.content, str) else self.content
+        return [TextPart(text=self.content)] if isinstance(self.content, str) else self.content or []
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
+
+
+_Text = Annotated[str, Meta(min_length=1)]
+_Schema = dict[str, Any] | bool | _Text
+_Choice = Annotated[list[_Text], Meta(min_length=1, max_length=4096)]
 
 
 class _JsonSchema(Body):
@@ -130,20 +201,68 @@ class _JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """The format of the answer: any text, any JSON object, or JSON that matches a schema."""
+    """The format of the answer: any text, any JSON object, or JSON that matches a schema.
 
-    type: Literal["text", "json_object", "json_schema"]
+    ``schema`` is llama.cpp's spelling; ``value`` that of Hugging Face's inference server, as are two types.
+    """
+
+    type: Literal["text", "json_object", "json_schema", "json", "regex"]
     json_schema: _JsonSchema | None = None
+    schema: dict[str, Any] | bool | None = None
+    value: dict[str, Any] | bool | str | None = None
 
     def __post_init__(self) -> None:
+        given = [value for value in (self.json_schema, self.schema, self.value) if value is not None]
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("json_schema and type 'json_schema' require each other")
+        if len(given) > 1 or (self.type == "text" and given):
+            raise ValueError("give one of json_schema, schema and value, and none for text")
+        if isinstance(self.value, str) != (self.type == "regex") or (self.type == "json" and not given):
+            raise ValueError("value must be a text for type 'regex', and a JSON schema for other types")
 
     @property
-    def schema_text(self) -> str | None:
-        """The JSON schema of the answer; None for plain text."""
-        schema: Any = {"type": "object"} if self.json_schema is None else self.json_schema.schema
-        return None if self.type == "text" else json.dumps(schema)
+    def structure(self) -> dict[str, Any]:
+        """The format as fields of :class:`panscan.core.Sampling`."""
+        if self.type in ("text", "regex"):
+            return _structure(None, self.value if isinstance(self.value, str) else None)
+        given = (self.schema, self.value, None if self.json_schema is None else self.json_schema.schema)
+        return _structure(next((schema for schema in given if schema is not None), {"type": "object"}))
+
+
+class StructuredOutputs(Body):
+    """vLLM's constraints on the answer."""
+
+    NEUTRAL: ClassVar = {
+        "disable_any_whitespace": (True, False),
+        "disable_additional_properties": (True, False),
+        "disable_fallback": (True, False),
+        "whitespace_pattern": (),
+        "structural_tag": (),
+    }
+
+    json: _Schema | None = None
+    regex: _Text | None = None
+    choice: _Choice | None = None
+    grammar: _Text | None = None
+    json_object: bool = False
+
+    @property
+    def structure(self) -> dict[str, Any]:
+        """The constraints as fields of :class:`panscan.core.Sampling`."""
+        schema = {"type": "object"} if self.json_object and self.json is None else self.json
+        return _structure(schema, self.regex, self.choice, self.grammar)
+
+
+def _structure(
+    schema: dict[str, Any] | bool | str | None,
+    regex: str | None = None,
+    choice: list[str] | None = None,
+    grammar: str | None = None,
+) -> dict[str, Any]:
+    """Return the constraints that are given as fields of :class:`panscan.core.Sampling`."""
+    text = schema if schema is None or isinstance(schema, str) else json.dumps(schema)
+    values = {"json_schema": text, "regex": regex, "choice": choice and tuple(choice), "grammar": grammar}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 class _StreamOptions(Body):
@@ -164,14 +283,23 @@ class SamplingFields(Body):
     """The fields that chat and text completions share. Those of :class:`panscan.core.Sampling` have its names."""
 
     NEUTRAL: ClassVar = {
-        "frequency_penalty": (0, 0.0),
-        "presence_penalty": (0, 0.0),
-        "logit_bias": ({},),
         "best_of": (1,),
         "store": (False,),
         "service_tier": ("auto", "default"),
         "echo": (False,),
         "suffix": (),
+        "guided_decoding_backend": (),
+        "guided_whitespace_pattern": (),
+        "use_beam_search": (False,),
+        "length_penalty": (1, 1.0),
+        "min_tokens": (0,),
+        "bad_words": ([],),
+        "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,),
+        "include_stop_str_in_output": (False,),
+        "return_token_ids": (False,),
+        "return_tokens_as_token_ids": (False,),
+        "priority": (0,),
     }
 
     model: Annotated[str, Meta(max_length=1024)] | None = None
@@ -183,13 +311,24 @@ class SamplingFields(Body):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=1024)] | None = None
     seed: int | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=16)] | None = None
     stop_token_ids: Annotated[list[int], Meta(max_length=16)] | None = None
     n: Annotated[int, Meta(ge=1)] = 1
     ignore_eos: bool = False
     response_format: ResponseFormat | None = None
-    user: Annotated[str | None, Meta(description="Accepted for compatibility; not used or stored.")] = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: _Schema | None = None
+    guided_regex: _Text | None = None
+    guided_choice: _Choice | None = None
+    guided_grammar: _Text | None = None
+    user: _Unused = None
+    safety_identifier: _Unused = None
+    prompt_cache_key: _Unused = None
+    request_id: _Unused = None
     metadata: Annotated[
         Annotated[dict[str, str], Meta(max_length=128)] | None,  # OpenAI's API allows 16 names
         Meta(description="Accepted for compatibility; not used or stored."),
@@ -203,6 +342,28 @@ class SamplingFields(Body):
     def output_tokens(self) -> int | None:
         """Maximum number of output tokens; None: as many as the server allows."""
         return self.max_tokens
+
+    @property
+    def structure(self) -> dict[str, Any]:
+        """The constraint on the answer as a field of :class:`panscan.core.Sampling`; empty if there is none.
+
+        Raises:
+            FieldError: there are several.
+        """
+        given = [
+            ("response_format", {} if self.response_format is None else self.response_format.structure),
+            ("structured_outputs", {} if self.structured_outputs is None else self.structured_outputs.structure),
+            ("guided_json", _structure(self.guided_json)),
+            ("guided_regex", _structure(None, self.guided_regex)),
+            ("guided_choice", _structure(None, None, self.guided_choice)),
+            ("guided_grammar", _structure(None, None, None, self.guided_grammar)),
+        ]
+        fields = [(param, item) for param, structure in given for item in structure.items()]
+        if len(fields) > 1:
+            (first, (one, _)), (second, (other, _)), *_ = fields
+            names = f"{first}.{one} and {other}" if first == second else f"{first} and {second}"
+            raise FieldError(f"{names} exclude each other: give one of them", second)
+        return dict(item for _, item in fields)
 
     @property
     def logprobs_per_token(self) -> int | None:
@@ -230,9 +391,10 @@ class SamplingFields(Body):
         chosen |= {
             "max_new_tokens": tokens,
             "logprobs": self.logprobs_per_token,
+            "logit_bias": _biases(self.logit_bias),
             "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             "stop_token_ids": tuple(self.stop_token_ids or ()),
-            "json_schema": None if self.response_format is None else self.response_format.schema_text,
+            **self.structure,
         }
         try:
             if chosen.get("temperature", defaults.temperature) == 0:
@@ -241,9 +403,21 @@ class SamplingFields(Body):
             return replace(defaults, **chosen)
         except SettingError as error:  # with the name of the request's field
             name = str(error).split(" ", 1)[0].rstrip(":")
-            param = {"max_new_tokens": "max_tokens", "json_schema": "response_format"}.get(name, name)
+            param = PARAMS.get(name, name)
             message = param + str(error).removeprefix(name) if param == "max_tokens" else str(error)
             raise FieldError(message, param if param in SamplingFields.__struct_fields__ else None) from error
+
+
+def _biases(given: Mapping[str, float] | None) -> dict[int, float] | None:
+    """Return the biases by token id.
+
+    Raises:
+        FieldError: a key is not a token id.
+    """
+    for key in given or ():
+        if not re.fullmatch("[0-9]{1,10}", key, re.ASCII):
+            raise FieldError(f"logit_bias: expected token ids as keys, got {shorten(key)}", "logit_bias")
+    return {int(key): value for key, value in given.items()} if given else None
 
 
 class ChatCompletionRequest(SamplingFields, kw_only=True):
@@ -251,20 +425,25 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
 
     NEUTRAL: ClassVar = {
         **SamplingFields.NEUTRAL,
-        "tools": ([],),
-        "tool_choice": ("none",),
         "functions": ([],),
         "function_call": ("none",),
-        "parallel_tool_calls": (True, False),
         "modalities": (["text"],),
         "audio": (),
         "prediction": (),
         "reasoning_effort": ("none",),
         "web_search_options": (),
-        "verbosity": (),
+        "verbosity": ("medium",),
+        "chat_template_kwargs": ({}, {"enable_thinking": False}),
+        "documents": ([],),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "add_special_tokens": (False,),
     }
 
     messages: Messages
+    tools: Annotated[list[_Tool], Meta(max_length=MAX_TOOLS)] = []
+    tool_choice: Literal["auto", "none", "required"] | _NamedTool | None = None
+    parallel_tool_calls: bool = True
     mm_processor_kwargs: MmProcessorKwargs | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
@@ -276,6 +455,13 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
             raise ValueError("top_logprobs requires logprobs: true")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
+
+    @property
+    def tool_fields(self) -> dict[str, Any]:
+        """The fields of :class:`panscan.core.Request` about tools."""
+        choice = "auto" if self.tool_choice is None else msgspec.to_builtins(self.tool_choice)
+        tools = msgspec.to_builtins(self.tools)
+        return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": self.parallel_tool_calls}
 
     @property
     def output_tokens(self) -> int | None:
@@ -290,6 +476,8 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
 
 class CompletionRequest(SamplingFields, kw_only=True):
     """Body of ``/v1/completions``: raw text, without the chat template."""
+
+    NEUTRAL: ClassVar = {**SamplingFields.NEUTRAL, "add_special_tokens": (True,)}
 
     prompt: str | Annotated[list[str], Meta(min_length=1, max_length=128)]
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -332,19 +520,6 @@ class ViewsRequest(Body):
 
 
 Parsed = TypeVar("Parsed", bound=Body)
-
-_PARTS: Mapping[str, type[Body]] = {"text": TextPart, "image_url": ImagePart, "file": FilePart}
-_NESTED: Mapping[str, type[Body] | Mapping[str, type[Body]]] = {
-    "messages": ChatMessage,
-    "content": _PARTS,
-    "image_url": _ImageUrl,
-    "file": _File,
-    "mm_processor_kwargs": MmProcessorKwargs,
-    "response_format": ResponseFormat,
-    "json_schema": _JsonSchema,
-    "stream_options": _StreamOptions,
-}
-"""The fields that hold objects, or lists of them. Parts differ by ``type``."""
 
 
 class DataUrl(str):
@@ -483,7 +658,7 @@ def _supported_fields(value: Any, kind: type[Body] | Mapping[str, type[Body]], p
             raise _unsupported(path, name, nearest(name[:_LONGEST_SHOWN], kind.__struct_fields__))
         if choices := known[name]:
             _check_choice(f"{path}{name}", inner, choices)
-        nested = _NESTED.get(name)
+        nested = _nested_kinds(kind).get(name)
         if nested is None:
             supported[name] = inner
         elif isinstance(inner, list):
@@ -508,6 +683,20 @@ def _field_choices(kind: type[Body]) -> dict[str, tuple[str, ...]]:
         names.append(tag)
     hints = get_type_hints(kind)
     return {name: get_args(hints[name]) if get_origin(hints.get(name)) is Literal else () for name in names}
+
+
+@cache
+def _nested_kinds(kind: type[Body]) -> dict[str, type[Body] | dict[str, type[Body]]]:
+    """Return the fields of a type that hold objects, or lists of them: the type, or types by the field ``type``."""
+    kinds = {name: _bodies(hint) for name, hint in get_type_hints(kind).items()}
+    tagged = {name: {str(body.__struct_config__.tag): body for body in bodies} for name, bodies in kinds.items()}
+    return {name: bodies[0] if len(bodies) == 1 else tagged[name] for name, bodies in kinds.items() if bodies}
+
+
+def _bodies(hint: Any) -> list[type[Body]]:
+    if isinstance(hint, type) and issubclass(hint, Body):
+        return [hint]
+    return [body for argument in get_args(hint) for body in _bodies(argument)]
 
 
 def _check_choice(path: str, value: Any, choices: tuple[str, ...]) -> None:

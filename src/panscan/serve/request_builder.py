@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 from msgspec.structs import asdict
 
 from panscan.core import PanAndScan, Request, Sampling, SettingError
 from panscan.core.deadline import Deadline
 from panscan.core.option import shorten
-from panscan.images.views import PUBLISHED_COST, PromptCost, plan_views
+from panscan.images.views import PUBLISHED_COST, PromptCost, plan_views, view_settings
 from panscan.serve.admission import Pool
 from panscan.serve.client import RequestWork
 from panscan.serve.media import MediaFile, MediaReader
@@ -75,8 +78,16 @@ class RequestBuilder:
         sampling = _with_logprobs(body, body.n, self._sampling(body), "top_logprobs")
         request, documents = self._conversation(body.messages, body.mm_processor_kwargs, uploads, deadline)
         text = sum(len(part.text) for turn in body.messages for part in turn.parts if isinstance(part, TextPart))
+        tools = body.tool_fields
+        if tools["tools"]:
+            text += len(json.dumps(tools["tools"]))
         work = self._work(documents, request.pan_and_scan, text, sampling.max_new_tokens)
-        return PreparedRequest(_choices(replace(request, sampling=sampling), body.n), work)
+        try:
+            request = replace(request, sampling=sampling, **tools)
+        except SettingError as error:
+            name = re.split("[.: ]", str(error), maxsplit=1)[0]
+            raise FieldError(str(error), name if name in tools else "tools") from error
+        return PreparedRequest(_choices(request, body.n), work)
 
     def completion(self, body: CompletionRequest, uploads: Mapping[str, bytes]) -> PreparedRequest:
         """Return the requests of a plain completion: for each prompt, ``n`` choices.
@@ -160,13 +171,19 @@ class RequestBuilder:
                     continue
                 if len(documents) >= self._options.max_images:
                     raise FieldError(f"messages: at most {self._options.max_images} images per request", "messages")
-                document = self._media.read(part.url, uploads, f"image {len(documents) + 1}", deadline)
+                name = f"image {len(documents) + 1}"
+                document = self._media.read(part.url, uploads, name, deadline, one_view=part.one_view)
                 documents.append(document)
                 if sum(document.size for document in documents) > self._options.max_body_mb * 1e6:
                     most = f"{self._options.max_body_mb:g} MB"
                     raise FieldError(f"messages: the images exceed {most} in total", "messages")
                 parts += [{"type": "image"} for _ in document.pages]
-            turns.append({"role": "system" if message.role == "developer" else message.role, "content": parts})
+            turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": parts}
+            if message.tool_calls:
+                turn["tool_calls"] = msgspec.to_builtins(message.tool_calls)
+            if message.tool_call_id is not None:
+                turn["tool_call_id"] = message.tool_call_id
+            turns.append(turn)
         check_used(uploads, message_urls(messages))
         request = Request(
             messages=turns,
@@ -191,7 +208,11 @@ class RequestBuilder:
             FieldError: the pan-and-scan settings do not fit a document (see :func:`panscan.images.views.split`).
         """
         try:
-            plans = [plan_views(*size, pan_and_scan, self.cost) for document in documents for size in document.sizes]
+            plans = [
+                plan_views(*size, view_settings(page, pan_and_scan), self.cost)
+                for document in documents
+                for page, size in zip(document.pages, document.sizes, strict=True)
+            ]
         except SettingError as error:
             raise FieldError(str(error), "mm_processor_kwargs") from error
         tokens = sum(plan.prompt_tokens for plan in plans) + characters // _CHARACTERS_PER_TOKEN

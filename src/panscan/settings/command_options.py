@@ -44,6 +44,10 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
         options.__dict__.update(values, settings=settings, given=given)
         return options
 
+    def changed(self, **values: Any) -> Options:
+        """Return a copy with other values of options that are not settings."""
+        return Options.parsed({**vars(self), **values}, self.settings, self.given)
+
     # Documents, prompts and datasets
     scenario: str | None = option(
         None, "Input", "Built-in scenario (see below), or a YAML file.", "load", metavar="NAME|FILE"
@@ -230,6 +234,17 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
             }
         },
     )
+    adapter: tuple[str, ...] = option(
+        (),
+        "Model",
+        "LoRA adapter to merge (hub id, directory); repeatable.",
+        "ask batch bench profile quantize serve verify",
+        metavar="ADAPTER",
+        by_verb={
+            "bench": {"help": "LoRA adapters to compare, comma list; repeat to sum."},
+            "serve": {"metavar": "[NAME=]ADAPTER"},
+        },
+    )
     planned_model: str = option(
         "", "Model", "Size (27b), hub id, or directory.", "plan", flag="model", metavar="NAME", required=True
     )
@@ -413,7 +428,15 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
     # Measurement
     grid: str | None = option(None, "Measurement", "YAML file of 'setting: [values]'.", "bench", metavar="FILE")
     repeats: int = option(
-        1, "Measurement", "Measurements per cell.", "bench", range=Range(integer=True, ge=1, le=10_000)
+        5, "Measurement", "Measurements per cell, at least.", "bench", range=Range(integer=True, ge=1, le=10_000)
+    )
+    repeat_until: float = option(
+        2.0,
+        "Measurement",
+        "Repeat until throughput is known to ± percent.",
+        "bench",
+        range=Range(gt=0, le=100),
+        metavar="PERCENT",
     )
     warmup: int = option(
         1, "Measurement", "Warm-up batches to discard.", "bench", range=Range(integer=True, ge=0, le=10_000)
@@ -446,7 +469,7 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
         metavar="MS",
     )
     min_quality: float | None = option(
-        None, "Measurement", "Minimum quality, 0 to 1.", "recommend", range=Range(ge=0, le=1), metavar="SHARE"
+        None, "Measurement", "Accuracy to be shown, 0 to 1.", "recommend", range=Range(ge=0, le=1), metavar="SHARE"
     )
     quality_metric: str | None = option(
         None,
@@ -456,6 +479,15 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
         metavar="NAME",
         rare=True,
         by_verb={"recommend report": _RUN_METRIC},
+    )
+    max_accuracy_loss: float | None = option(
+        None,
+        "Measurement",
+        "Accuracy loss to rule out, points (default 2).",
+        "bench recommend report",
+        range=Range(gt=0, le=50),
+        metavar="POINTS",
+        rare=True,
     )
     allow_different: tuple[str, ...] = option(
         (), "Measurement", "Id of a cell to allow whatever its verdict; repeatable.", "recommend", metavar="CELL"

@@ -20,7 +20,6 @@ from panscan.images.pixels import pixels_pil
 from panscan.images.views import ViewPlan
 from panscan.model.checkpoint import Reader
 from panscan.model.inputs import DecodedRequest, plan_request, read_images
-from panscan.model.prompt import conversation
 from panscan.records.verdict_records import InputCheck
 
 CHECKED_REQUESTS = 4
@@ -103,7 +102,7 @@ def _id_difference(reader: Reader, read: DecodedRequest, ours: Sequence[int]) ->
         bos = reader.tokenizer.bos_token
         text = request.prompt if request.prompt.startswith(bos) else bos + request.prompt
     else:
-        text = reader.prompts.render(conversation(request))
+        text = reader.prompts.render(request)
     if reader.reads_images and read.images:
         chosen = {"images": read.images, **request.pan_and_scan.processor_kwargs()}
         [theirs] = reader.processor(text=text, add_special_tokens=False, **chosen)["input_ids"]

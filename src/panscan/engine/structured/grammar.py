@@ -1,23 +1,27 @@
-"""JSON schemas as constraints on the next token, compiled by llguidance."""
+"""Structured answers as constraints on the next token: JSON schemas, regular expressions, grammars, by llguidance."""
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Collection
-from functools import cached_property
-from typing import Any
+from collections.abc import Callable, Collection
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
-from panscan.core import SettingError
+from panscan.core import Sampling, SettingError
 from panscan.core.lru import LruCache
-from panscan.engine.structured.schemas import closed_schema
+from panscan.core.sampling import STRUCTURED
+from panscan.core.tools import Tool, ToolUse
+from panscan.engine.structured.schemas import UNSATISFIABLE, closed_schema
+from panscan.engine.structured.tool_calls import call_grammar
 from panscan.engine.structured.unique_names import QuoteTokens, UniqueNames
 
-_CACHED = 64  # compiled schemas; a batch job uses one
+_CACHED = 64  # compiled grammars; a batch job uses one
 _OPTIONS: Any = {  # no optional whitespace: a model could write it without end
     "item_separator": ", ",
     "key_separator": ": ",
@@ -25,66 +29,75 @@ _OPTIONS: Any = {  # no optional whitespace: a model could write it without end
     "lenient": False,
     "coerce_one_of": False,
 }
-_LIMITS = LLParserLimits(
-    max_items_in_row=2_000,
-    initial_lexer_fuel=1_000_000,  # 20 ms
-    step_lexer_fuel=100_000,  # 7 ms per token
-    step_max_items=50_000,  # 3 ms per token
-    max_lexer_states=20_000,  # 40 MB per request
-    max_grammar_size=100_000,
-    precompute_large_lexemes=False,
-    verbose_errors=False,
+_HEAD = '%llguidance {"no_forcing": true}\n'
+"""Forced texts are not searched for: that takes time in proportion to their length, such as that of ``a{1000000}``."""
+_LIMITS, _GRAMMAR_LIMITS = (
+    LLParserLimits(
+        max_items_in_row=2_000,
+        initial_lexer_fuel=fuel,
+        step_lexer_fuel=100_000,  # 7 ms per token
+        step_max_items=50_000,  # 3 ms per token
+        max_lexer_states=20_000,  # 40 MB per request
+        max_grammar_size=100_000,
+        precompute_large_lexemes=False,
+        verbose_errors=False,
+    )
+    for fuel in (1_000_000, 100_000)  # 20 ms for a schema; 300 ms for terminals that double each other
 )
+_STACK = 512 << 20  # bytes; only what is used takes memory
 _REASON_LENGTH = 300
-_UNSATISFIABLE = "no value satisfies the schema: loosen it"
+
+_Computed = TypeVar("_Computed")
 
 
 class Constraint:
     """The tokens that the grammar allows next in one answer.
 
     ``allowed``: uint8 bit mask over the vocabulary (see :class:`panscan.engine.scheduling.batch.SamplingRow`). When the
-    JSON value is complete, only end tokens are allowed.
+    answer is complete, only end tokens are allowed.
 
     Args:
         matcher: llguidance matcher, at the start of the answer.
+        field: field of :class:`panscan.core.Sampling` that the grammar comes from, for messages.
         tokenizer: the matcher's tokenizer.
-        quotes: its tokens with quotation marks.
+        quotes: its tokens with quotation marks, if the answer is JSON, whose names must differ; None: another grammar.
 
     Raises:
-        SettingError: no value satisfies the schema, or the schema is too complex.
+        SettingError: no answer satisfies the grammar, or it is too complex.
     """
 
-    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, quotes: QuoteTokens) -> None:
-        self._matcher, self._tokenizer, self._names = matcher, tokenizer, UniqueNames(quotes)
+    def __init__(self, matcher: LLMatcher, field: str, tokenizer: LLTokenizer, quotes: QuoteTokens | None) -> None:
+        self._matcher, self._field, self._tokenizer = matcher, field, tokenizer
+        self._names = None if quotes is None else UniqueNames(quotes)
         self.allowed = self._mask()
 
     def advance(self, token: int) -> None:
         """Append a token to the answer.
 
         Raises:
-            SettingError: no token can follow, the schema is too complex, or the token was not allowed.
+            SettingError: no token can follow, the grammar is too complex, or the token was not allowed.
         """
         if not self._matcher.consume_token(token):
-            raise SettingError(
-                f"json_schema: the answer cannot continue with token {token}: {_rejection(self._matcher)}"
-            )
-        self._names.advance(self._tokenizer.decode_bytes([token]))
+            problem = f"the answer cannot continue with token {token}: {_rejection(self._matcher)}"
+            raise SettingError(f"{self._field}: {problem}")
+        if self._names is not None:
+            self._names.advance(self._tokenizer.decode_bytes([token]))
         self.allowed = self._mask()
 
     def _mask(self) -> NDArray[np.uint8]:
         words = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            raise SettingError(f"json_schema: {_rejection(self._matcher)}")
+            raise SettingError(f"{self._field}: {_rejection(self._matcher)}")
         mask: NDArray[np.uint8] = np.frombuffer(words, np.uint32).astype("<u4").view(np.uint8)
-        for token in [*self._names.repeating(mask)]:
+        for token in [] if self._names is None else [*self._names.repeating(mask)]:
             mask[token // 8] &= ~(1 << token % 8) & 0xFF
         if not mask.any():
-            raise SettingError("json_schema: no token of the model can continue the answer: loosen the schema")
+            raise SettingError(f"{self._field}: no token of the model can continue the answer: loosen it")
         return mask
 
 
 class Grammars:
-    """A thread-safe cache of the JSON schemas compiled for one checkpoint.
+    """A thread-safe cache of the grammars compiled for one checkpoint.
 
     The tokenizer is converted on first use: about 2 s and 200 MB for Gemma 3's vocabulary.
 
@@ -96,75 +109,149 @@ class Grammars:
     def __init__(self, tokenizer: Any, eos_ids: Collection[int]) -> None:
         self._source, self._eos_ids = tokenizer, sorted(eos_ids)
         self._lock = threading.Lock()
-        self._compiled: LruCache[str, LLMatcher] = LruCache(_CACHED)
+        self._compiled: LruCache[tuple[str, Any], LLMatcher] = LruCache(_CACHED)
 
-    def start(self, schema: str) -> Constraint:
-        """Return the constraint of a new answer.
+    def start(self, sampling: Sampling, tools: ToolUse | None = None) -> Constraint | None:
+        """Return the constraint of a new answer; None if its request has none.
 
         Args:
-            schema: JSON schema, as in :class:`panscan.core.Sampling`.
+            sampling: the request's parameters.
+            tools: what the answer may call.
 
         Raises:
-            SettingError: the schema is invalid, unsupported, unsatisfiable or too complex, or the checkpoint has no
-                fast tokenizer or no end token.
+            SettingError: the schema or grammar is invalid, unsupported, unsatisfiable or too complex, or the checkpoint
+                has no fast tokenizer or no end token.
         """
+        structure = _structure(sampling) if tools is None else ("tools", tools)
+        if structure is None:
+            return None
+        field, value = structure
         with self._lock:
-            if (matcher := self._compiled.get(schema)) is None:
-                grammar = _grammar_of(schema)
+            if (matcher := self._compiled.get(structure)) is None:
+                lark, limits = _lark(field, value)
                 tokenizer, _ = self._vocabulary
-                matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+                matcher = _with_deep_stack(lambda: LLMatcher(tokenizer, lark, log_level=0, limits=limits))
                 if matcher.is_error():
-                    raise SettingError(f"json_schema: {_rejection(matcher)}")
-            self._compiled.put(schema, matcher)
-            return Constraint(matcher.deep_copy(), *self._vocabulary)
+                    if tools is not None:
+                        _check_tools(tools)  # names the tool, if one alone is the cause
+                    raise SettingError(f"{field}: {_rejection(matcher)}")
+            self._compiled.put(structure, matcher)
+            tokenizer, quotes = self._vocabulary
+            is_json = field in ("json_schema", "tools")
+            return Constraint(matcher.deep_copy(), field, tokenizer, quotes if is_json else None)
 
     @cached_property
     def _vocabulary(self) -> tuple[LLTokenizer, QuoteTokens]:
         backend = getattr(self._source, "backend_tokenizer", None)
         if backend is None:
-            raise SettingError("json_schema: the checkpoint has no fast tokenizer: add its tokenizer.json")
+            raise SettingError("structured answers: the checkpoint has no fast tokenizer: add its tokenizer.json")
         if not self._eos_ids:
-            raise SettingError("json_schema: the checkpoint has no end token: set eos_token_id in its configuration")
+            fix = "set eos_token_id in its configuration"
+            raise SettingError(f"structured answers: the checkpoint has no end token: {fix}")
         try:
             tokenizer = LLTokenizer(backend.to_str(), eos_token=self._eos_ids)
         except ValueError as error:
-            raise SettingError(f"json_schema: unsupported tokenizer: {_one_line(str(error))}") from error
+            raise SettingError(f"structured answers: unsupported tokenizer: {_one_line(str(error))}") from error
         marks = [token for text, token in backend.get_vocab().items() if '"' in text or text == "<0x22>"]
         return tokenizer, QuoteTokens({token: tokenizer.decode_bytes([token]) for token in marks})
 
 
-def check_schema(schema: str) -> None:
-    """Reject a schema that no checkpoint can satisfy. :class:`Grammars` checks what depends on the tokenizer.
+def check_structure(sampling: Sampling) -> None:
+    """Reject what no checkpoint can satisfy. :class:`Grammars` checks what depends on the tokenizer.
 
     Raises:
-        SettingError: the schema is invalid, unsupported or too complex.
+        SettingError: it is invalid, unsupported or too complex.
     """
-    failed, reasons = LLMatcher.validate_grammar_with_warnings(_grammar_of(schema), limits=_LIMITS)
-    if failed:
-        raise SettingError(f"json_schema: {_one_line(reasons[0])}")
+    if (structure := _structure(sampling)) is not None:
+        lark, limits = _lark(*structure)
+        failed, reasons = _with_deep_stack(lambda: LLMatcher.validate_grammar_with_warnings(lark, limits=limits))
+        if failed:
+            raise SettingError(f"{structure[0]}: {_one_line(reasons[0])}")
 
 
-def _grammar_of(schema: str) -> str:
-    """Return a schema as llguidance's grammar.
+def _structure(sampling: Sampling) -> tuple[str, Any] | None:
+    """Return the name and value of the field that constrains the answer."""
+    return next(((name, value) for name in STRUCTURED if (value := getattr(sampling, name)) is not None), None)
+
+
+def _lark(field: str, value: Any) -> tuple[str, LLParserLimits]:
+    """Return the value of a field as llguidance's grammar, with the limits of its compilation.
+
+    Raises:
+        SettingError: the value allows no answer, is invalid, overrides panscan's options, or exceeds a limit.
+    """
+    match field:
+        case "json_schema":
+            return LLMatcher.grammar_from_lark(f"{_HEAD}start: {_json_rule(value)}"), _LIMITS
+        case "tools":
+            text = call_grammar(value, [*map(_tool_rule, value.callable)])
+            return LLMatcher.grammar_from_lark(_HEAD + text), _LIMITS
+        case "regex":
+            text = json.loads(LLMatcher.grammar_from_regex(value))["grammars"][0]["lark_grammar"]
+        case "choice":
+            text = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in value)
+        case _:
+            try:
+                text = any_to_lark(value)
+            except Exception as error:  # of its parser, which has several
+                raise SettingError(f"grammar: {_one_line(str(error))}") from error
+    return LLMatcher.grammar_from_lark(_HEAD + text), _GRAMMAR_LIMITS
+
+
+def _tool_rule(tool: Tool) -> str:
+    """Return a tool's arguments as an expression of a Lark grammar, less strict if it is not strict."""
+    try:
+        return _json_rule(tool.parameters, lenient=not tool.strict)
+    except SettingError as error:
+        reason = str(error).removeprefix("json_schema: ")
+        raise SettingError(f"tools: {tool.name}: {reason}") from error
+
+
+def _check_tools(use: ToolUse) -> None:
+    """Raise a SettingError that names the first tool whose schema cannot be compiled."""
+    for tool in use.callable:
+        lark = LLMatcher.grammar_from_lark(f"{_HEAD}start: {_tool_rule(tool)}")
+        failed, reasons = _with_deep_stack(partial(LLMatcher.validate_grammar_with_warnings, lark, limits=_LIMITS))
+        if failed:
+            raise SettingError(f"tools: {tool.name}: {_one_line(reasons[0])}")
+
+
+def _json_rule(schema: str, *, lenient: bool = False) -> str:
+    """Return a JSON schema as an expression of a Lark grammar.
+
+    Args:
+        schema: the schema as text.
+        lenient: ignore keywords that are not supported, and take ``oneOf`` as ``anyOf``.
 
     Raises:
         SettingError: the schema allows no value, overrides panscan's options, or exceeds a limit.
     """
     closed = closed_schema(schema)
     if closed is False:
-        raise SettingError(f"json_schema: {_UNSATISFIABLE}")
+        raise SettingError(f"json_schema: {UNSATISFIABLE}")
     closed = {} if closed is True else closed  # llguidance takes objects only
     if "x-guidance" in closed:
         raise SettingError("json_schema: x-guidance is not supported; remove it")
+    options = {**_OPTIONS, "lenient": lenient, "coerce_one_of": lenient}
+    return f"%json {json.dumps({**closed, 'x-guidance': options})}"
+
+
+def _with_deep_stack(compute: Callable[[], _Computed]) -> _Computed:
+    """Return what a function returns that recurses deeply: llguidance does with each rule or schema inside another."""
+    results: list[_Computed] = []
+    before = threading.stack_size(_STACK)
     try:
-        return LLMatcher.grammar_from_json_schema(json.dumps(closed), overrides=_OPTIONS)
-    except ValueError as error:
-        raise SettingError(f"json_schema: {_one_line(str(error))}") from error
+        thread = threading.Thread(target=lambda: results.append(compute()), daemon=True)
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    thread.join()
+    return results[0]
 
 
 def _rejection(matcher: LLMatcher) -> str:
     text = _one_line(matcher.get_error())
-    return _UNSATISFIABLE if text.startswith("NoExtension") else text or "the schema does not allow it"
+    return UNSATISFIABLE if text.startswith("NoExtension") else text or "the grammar does not allow it"
 
 
 def _one_line(text: str) -> str:

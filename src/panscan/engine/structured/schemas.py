@@ -11,6 +11,7 @@ from urllib.parse import unquote
 
 from panscan.core import SettingError
 
+UNSATISFIABLE = "no value satisfies the schema: loosen it"
 _MOST_REMAINDERS = 100_000
 _MOST_DIGITS = 18
 _MOST_STEPS = 200_000  # parts and names that are looked at: references and branches repeat them
@@ -51,6 +52,7 @@ class _Closing:
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root, self._steps = root, 0
+        self._finite: set[str] = set()  # references to parts that have finite values
         self._open: dict[str, str] = {}  # references to parts that are closed where they are used: names of copies
         self._prefix = "open-"
         while any(name.startswith(self._prefix) for name in root.get("$defs") or ()):
@@ -58,6 +60,8 @@ class _Closing:
 
     def result(self) -> dict[str, Any]:
         """Return the copy."""
+        if not self._is_finite(self._root, frozenset()):
+            raise SettingError(f"json_schema: {UNSATISFIABLE}")
         schema = self._closed(self._root, {})
         copies: dict[str, Any] = {}
         while len(copies) < len(self._open):  # a copy may need further ones
@@ -147,6 +151,28 @@ class _Closing:
                 self._count()
                 explicit |= self._collect(part, names, seen) and keyword == "allOf"
         return explicit
+
+    def _is_finite(self, node: Any, followed: frozenset[str]) -> bool:
+        """Return whether a schema has values of finite size; an object that requires another of its kind has none."""
+        self._count()
+        if not isinstance(node, dict):
+            return True
+        parts = [*node["allOf"]] if isinstance(node.get("allOf"), list) else []
+        if node.get("type") == "object" and isinstance(node.get("properties"), dict):
+            required = node["required"] if isinstance(node.get("required"), list) else []
+            parts += [node["properties"].get(name) for name in required if isinstance(name, str)]
+        elif node.get("type") == "array" and node.get("minItems", 0) != 0:
+            parts.append(node.get("items"))
+        reference = node.get("$ref")
+        if isinstance(reference, str) and reference not in self._finite:
+            further = followed | {reference}
+            if reference in followed or not self._is_finite(self._target(reference), further):
+                return False
+            self._finite.add(reference)
+        branches = [node[keyword] for keyword in _BRANCHES if isinstance(node.get(keyword), list)]
+        return all(self._is_finite(part, followed) for part in parts) and all(
+            any(self._is_finite(branch, followed) for branch in listed) for listed in branches if listed
+        )
 
     def _open_reference(self, reference: str) -> str:
         names: _Names = {}

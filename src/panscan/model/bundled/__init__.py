@@ -9,7 +9,8 @@ from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
 
-from panscan.core import BUNDLED, DemonstrationModelWarning, ModelError
+from panscan.core import BUNDLED, DemonstrationModelWarning, ModelError, split_adapters
+from panscan.model.untrusted.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, is_adapter_directory
 from panscan.settings import Settings
 
 __all__ = ["BUNDLED"]
@@ -68,21 +69,32 @@ def bundled_directory(name: str) -> Path | None:
 
 
 def fingerprints(models: Iterable[str]) -> dict[str, str]:
-    """Return the start of the SHA-256 of the weights of each bundled model among ``models``, by name.
+    """Return the start of the SHA-256 of weights that may change under their name, by the model's name.
 
-    Records need it because a model keeps its name when it is trained again.
+    These are the weights of bundled models and of adapters in local directories, which are often trained again.
 
     Raises:
         ModelError: a checkpoint is incomplete or cannot be written.
     """
     found = {}
-    for name in sorted({*models}.intersection(BUNDLED)):
-        directory = bundled_directory(name)
-        if directory is not None:
-            path = directory / "model.safetensors"
+    for name in sorted({*models}):
+        digests = []
+        for path in (path for part in split_adapters(name) for path in _changing_files(part)):
             status = path.stat()
-            found[name] = _weights_digest(path, status.st_size, status.st_mtime_ns, status.st_ino)
+            digests.append(_weights_digest(path, status.st_size, status.st_mtime_ns, status.st_ino))
+        if digests:
+            found[name] = digests[0] if len(digests) == 1 else sha256("".join(digests).encode()).hexdigest()[:12]
     return found
+
+
+def _changing_files(name: str) -> list[Path]:
+    """Return the files of a bundled model or of a local adapter that decide its weights."""
+    if (bundled := bundled_directory(name)) is not None:
+        return [bundled / "model.safetensors"]
+    directory = Path(name).expanduser()
+    if not is_adapter_directory(directory):
+        return []
+    return [path for file in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) if (path := directory / file).is_file()]
 
 
 @lru_cache

@@ -271,6 +271,9 @@ def check_processor(file: str, processor: Mapping[str, Any], sizes: ConfigSizes)
         fits = isinstance(value, list) and len(value) == 3
         fits = fits and all(_is_number(channel, lowest, 1e6) for channel in value)
         _require(fits, f"{prefix}{name}", value, "three numbers", file)
+    for name, allowed, expected in _PROCESSOR_SWITCHES:
+        value = images.get(name)
+        _require(value is None or value in allowed, f"{prefix}{name}", value, expected, file)
     for name, low, high in _PROCESSOR_NUMBERS:
         value = images.get(name)
         fits = _is_number(value, low, high) or (value is None and (name not in images or name in _OPTIONAL))
@@ -279,10 +282,15 @@ def check_processor(file: str, processor: Mapping[str, Any], sizes: ConfigSizes)
 
 _PROCESSOR_NUMBERS = (
     ("rescale_factor", 1e-6, 1e6),
-    ("resample", 0, 5),
+    ("resample", 2, 3),  # bilinear, bicubic
     ("pan_and_scan_max_num_crops", 0, 4096),
     ("pan_and_scan_min_crop_size", 0, 1 << 20),
     ("pan_and_scan_min_ratio_to_activate", 0, 1e6),
+)
+_PROCESSOR_SWITCHES = (
+    ("do_resize", (True,), "true: all views have one size"),
+    ("do_rescale", (True, False), "true or false"),
+    ("do_normalize", (True, False), "true or false"),
 )
 
 _OPTIONAL = ("pan_and_scan_max_num_crops", "pan_and_scan_min_crop_size", "pan_and_scan_min_ratio_to_activate")

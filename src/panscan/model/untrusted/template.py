@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextvars import ContextVar
 from datetime import datetime
 from functools import lru_cache
+from traceback import walk_tb
 from typing import Any
 
 from jinja2 import nodes, pass_context
@@ -63,9 +64,15 @@ def render_template(template: str, source: str, messages: Sequence[Mapping[str, 
         raise ModelError(f"chat template ({source}): it is nested too deeply") from error
     except Exception as error:  # a template can cause any: it adds texts to numbers, and takes items that do not exist
         reason = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
-        raise ModelError(f"chat template ({source}): {reason[:300]}") from error
+        raise ModelError(f"chat template ({source}){_line_of(error)}: {reason[:300]}") from error
     finally:
         _budget.reset(previous)
+
+
+def _line_of(error: Exception) -> str:
+    """Return ``, line N`` of the template that raised an error; nothing if it is not known."""
+    lines = [line for frame, line in walk_tb(error.__traceback__) if frame.f_code.co_filename == "<template>"]
+    return f", line {lines[-1]}" if lines else ""
 
 
 def _joined(pieces: Iterator[str]) -> str:

@@ -1,0 +1,206 @@
+"""The rule for accuracy: what it says of differences, which cell is the baseline, and where it is shown."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.records import synthetic
+from tests.records.test_quality import run_of_cells
+from tests.report.report_page import page_of, section, settings_of_page
+from tests.report.test_terminal import shown
+
+from panscan.analysis.accuracy import (
+    COLUMNS,
+    Accuracy,
+    Standings,
+    accuracy_columns,
+    decide_accuracy,
+    paired_difference,
+    points_text,
+    quality_difference,
+    questions_needed,
+    standings_of,
+)
+from panscan.analysis.cells import measured_rows
+from panscan.analysis.summary import write_summary
+from panscan.records.store import Run
+from panscan.report import to_markdown
+from panscan.report.terminal import print_summary
+
+BASE = {"model": "mini", "attention": "sdpa", "batch_size": 1, "do_pan_and_scan": True, "max_new_tokens": 32}
+QUESTIONS = 40
+
+
+def cell_records(cell: str, word: str, wrong: int, views: int = 4, answered: int = QUESTIONS) -> list[dict[str, Any]]:
+    """Questions one by one, the first ``wrong`` of them answered wrongly."""
+    records = [
+        synthetic.request(
+            cell,
+            f"q{number}",
+            float(number),
+            [number + 0.5, number + 1.0],
+            batch=number,
+            views=views,
+            prompt_sha256=str(number),
+            scores={"exact_match": float(number >= wrong)},
+        )
+        for number in range(answered)
+    ]
+    figure = {"exact": 1.0, "close": 5.0, "different": 90.0, "unverified": None}[word]
+    others: dict[str, Any] = {"reason": "not asked", "truth": None} if word == "unverified" else {}
+    line = synthetic.repeat(cell, 0, 0.0, float(QUESTIONS))
+    return [*records, line, synthetic.outcome(cell, "done"), synthetic.verdict(cell, word, figure, figure, **others)]
+
+
+def run_of(tmp_path: Path, **cells: tuple[dict[str, Any], list[dict[str, Any]]]) -> Run:
+    header = synthetic.header({cell: {**BASE, **settings} for cell, (settings, _) in cells.items()})
+    records = [record for _, lines in cells.values() for record in lines]
+    return synthetic.write_run(tmp_path, [header, synthetic.truth(), *records])
+
+
+def standings(run: Run) -> Standings:
+    return standings_of(run, measured_rows(run))
+
+
+def decided(wins: int, losses: int, ties: int, cells: int = 1, max_loss: float = 0.02) -> Accuracy:
+    """The first of some cells with the same answers against the baseline."""
+    difference = paired_difference([1.0] * wins + [-1.0] * losses + [0.0] * ties)
+    return decide_accuracy({f"c{number}": difference for number in range(cells)}, max_loss)["c0"]
+
+
+@pytest.mark.parametrize(
+    ("wins", "losses", "ties", "text"),
+    [
+        (0, 0, 35, "the same score on all 35 questions; about 360 questions needed to exclude a loss of 2 points"),
+        (0, 0, 188, "the same score on all 188 questions; about 190 questions needed to exclude a loss of 2 points"),
+        (0, 0, 189, "the same score on all 189 questions"),
+        (0, 20, 80, "loss: -20.0 points (-28.9 to -13.3) over 100 questions"),
+        (20, 0, 80, "gain: +20.0 points (+13.3 to +28.9) over 100 questions"),
+        (20, 20, 960, "no loss above 2 points: +0.0 points (-1.3 to +1.3) over 1000 questions"),
+        (
+            3,
+            5,
+            92,
+            "undecided: -2.0 points (-8.7 to +4.2) over 100 questions; about 1,500 questions needed to exclude a",
+        ),
+        (0, 0, 1, "the same score on the only question; about 940 questions needed to exclude a loss of 2 points"),
+    ],
+)
+def test_the_words_of_the_rule(wins: int, losses: int, ties: int, text: str) -> None:
+    found = decided(wins, losses, ties)
+    assert found.text.startswith(text)
+    assert found.lossless == (found.word in ("gain", "no loss"))
+
+
+def test_a_small_loss_of_every_question_is_a_loss_though_its_interval_reaches_0() -> None:
+    """ANLS 0.3 points lower in each of 300 questions."""
+    [found] = decide_accuracy({"c": paired_difference([-0.003] * 300)}).values()
+    assert found.word == "loss" and found.difference.low > -0.02 and found.difference.high > 0
+
+
+def test_one_loss_among_many_cells_must_be_clearer() -> None:
+    """6 of 6 lost is p = 0.03: enough alone, not among four comparisons that could each raise an alarm."""
+    assert decided(0, 6, 94).word == "loss"
+    assert decided(0, 6, 94, cells=4).word == "undecided"
+
+
+def test_the_loss_to_exclude_is_an_option_and_thirty_questions_are_the_least() -> None:
+    assert decided(0, 0, 100).word == "undecided" and decided(0, 0, 100, max_loss=0.04).word == "no loss"
+    assert decided(0, 0, 29, max_loss=0.5).word == "undecided"
+    assert decided(0, 0, 30, max_loss=0.5).word == "no loss"
+
+
+def test_the_needed_number_decides() -> None:
+    """With as many questions as the text names, and the same share of changes, the rule excludes the loss."""
+    assert questions_needed(0.02) == 990
+    few = decided(2, 2, 96)
+    more = few.needed
+    changed = round(more * 0.02)
+    assert decided(changed, changed, more - 2 * changed).word == "no loss"
+
+
+def test_identical_answers_are_the_same_answers_and_qualify_only_with_enough_questions() -> None:
+    few, many = (paired_difference([0.0] * number, identical=True) for number in (35, 189))
+    one, other = (decide_accuracy({"c": difference})["c"] for difference in (few, many))
+    assert (one.word, other.word) == ("same answers", "same answers")
+    assert (one.lossless, other.lossless) == (False, True)
+    assert one.text.startswith("the same answers to all 35 questions; about 360 questions needed")
+
+
+def test_sides_without_a_right_answer_show_nothing() -> None:
+    difference = quality_difference(run_of_cells(a=[[0.0]] * 300, b=[[0.0]] * 300), "a", "b")
+    assert difference is not None
+    [found] = decide_accuracy({"b": difference}).values()
+    assert found.text == "undecided: no answer to 300 questions is right on either side"
+    assert not found.lossless
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Run:
+    """Cells that compute the baseline's answers, and cells that do not."""
+    return run_of(
+        tmp_path,
+        near=({"batch_size": 4}, cell_records("near", "close", 2)),
+        best=({}, cell_records("best", "exact", 2)),
+        other=({"batch_size": 2, "attention": "eager"}, cell_records("other", "exact", 1)),
+        wrong=({"attention": "flash_attention_2"}, cell_records("wrong", "different", 10, views=5)),
+        unknown=({"batch_size": 8}, cell_records("unknown", "unverified", 2)),
+        fewer=({"pan_and_scan_max_num_crops": 2}, cell_records("fewer", "close", 2, views=3)),
+        large=({"model": "larger"}, cell_records("large", "exact", 0)),
+        long=({"max_new_tokens": 64}, cell_records("long", "close", 2)),
+    )
+
+
+def test_the_baseline_is_the_trusted_cell_with_the_most_views_exact_before_close(mixed: Run) -> None:
+    found = standings(mixed)
+    assert found.baseline is not None and found.baseline.cell == "best"
+    assert found.cells.keys() == mixed.cells.keys() - {"best"}
+    assert found.same_work == {"best", "near", "other"}
+    assert [row.cell for row in measured_rows(mixed) if found.qualifies(row)] == ["near", "best", "other"]
+    wrong = found.cells["wrong"]
+    assert (wrong.word, wrong.difference.p_value, wrong.difference.questions) == ("loss", 2 / 2**8, QUESTIONS)
+
+
+def test_a_verified_cell_with_a_loss_does_not_qualify(tmp_path: Path) -> None:
+    run = run_of(
+        tmp_path,
+        best=({}, cell_records("best", "exact", 2)),
+        near=({"batch_size": 4}, cell_records("near", "close", 20)),
+    )
+    found = standings(run)
+    assert found.same_work == {"best", "near"}
+    assert [found.qualifies(row) for row in measured_rows(run)] == [True, False]
+
+
+def test_without_answers_there_is_nothing_to_say(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "exact", best=({}, cell_records("best", "exact", 2)))
+    assert standings(run).cells == {} == accuracy_columns(synthetic.run_of(), [])
+    assert "vs baseline" not in shown(print_summary, run, 200)
+
+
+def test_it_is_shown_everywhere(mixed: Run, tmp_path: Path) -> None:
+    cells = standings(mixed).cells
+    page = page_of(mixed)
+    rows = {row["id"].text: row for row in settings_of_page(page)}
+    assert {cell: row["accuracy vs baseline"].text for cell, row in rows.items()} == {
+        cell: cells[cell].short_text if cell in cells else "-" for cell in mixed.cells
+    }
+    terminal = " ".join(shown(print_summary, mixed, 200).split())
+    for text in (cells["wrong"].text, cells["near"].text):
+        assert text in terminal and text in section(page, "answers").text and text in to_markdown(mixed)
+
+    write_summary(mixed, tmp_path / "summary.csv", accuracy_columns(mixed, measured_rows(mixed)))
+    with (tmp_path / "summary.csv").open(newline="") as file:
+        found = {row["cell"]: [row[name] for name in COLUMNS] for row in csv.DictReader(file)}
+    wrong = cells["wrong"].difference
+    assert found["best"] == [""] * 6
+    assert found["wrong"][:2] == ["best", "loss"]
+    assert [float(value) for value in found["wrong"][2:]] == [wrong.value, wrong.low, wrong.high, wrong.p_value]
+
+
+@pytest.mark.parametrize(("share", "text"), [(0.0, "+0.0"), (-0.0004, "+0.0"), (-0.031, "-3.1"), (0.5, "+50.0")])
+def test_points_have_a_sign_and_nothing_has_no_minus(share: float, text: str) -> None:
+    assert points_text(share) == text

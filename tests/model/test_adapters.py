@@ -1,0 +1,248 @@
+"""Adapters: PEFT's own merge is the truth; every loader has the same weights; a bad adapter is one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from panscan.cli.main import run as cli
+from panscan.core import ModelError, PanscanError, canonical_model, split_adapters
+from panscan.model.adapters import merged_tensors
+from panscan.model.bundled import fingerprints
+from panscan.model.bundled.tiny import tiny_directory
+from panscan.model.checkpoint import Placement, load_meta_model, load_model, load_shard_of
+from panscan.model.linear.quantized import WeightFormat
+from panscan.model.sharding import shard_of
+
+_CPU = torch.device("cpu")
+_FLOAT = Placement(_CPU, torch.float32)
+_Q = "model.language_model.layers.1.self_attn.q_proj"
+_KINDS: dict[str, dict[str, Any]] = {
+    "every linear, with patterns": {
+        "lora_alpha": 7,
+        "target_modules": "all-linear",
+        "rank_pattern": {"q_proj": 2, r"layers.1.self_attn.k_proj": 6},
+        "alpha_pattern": {r"language_model\.layers\.[0-3]\.self_attn\.q_proj": 3, "fc1": 32},
+        "modules_to_save": ["multi_modal_projector"],
+    },
+    "rank-stabilised, biases": {
+        "use_rslora": True,
+        "target_modules": ["q_proj", "fc2"],
+        "bias": "all",
+        "modules_to_save": ["input_layernorm"],
+        "trainable_token_indices": [7, 3, 5],
+    },
+    "DoRA, with convolution and embeddings": {
+        "use_dora": True,
+        "target_modules": ["up_proj", "out_proj", "patch_embedding", "embed_tokens", "position_embedding"],
+    },
+    "biases of the factors": {"lora_bias": True, "target_modules": ["fc1"], "fan_in_fan_out": True},
+    "output matrix": {"target_modules": ["lm_head"]},
+    "output matrix apart": {"target_modules": ["o_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+    "replaced embedding, tied": {
+        "target_modules": ["o_proj"],
+        "modules_to_save": ["embed_tokens"],
+        "ensure_weight_tying": True,
+    },
+}
+"""Configurations of adapters, which together have every supported kind of change."""
+
+
+def random_adapter(peft: Any, directory: Path, seed: int, **config: Any) -> Path:
+    """Write an adapter of the tiny model with random values, by PEFT."""
+    model = peft.get_peft_model(load_model("tiny", _FLOAT).model, peft.LoraConfig(r=4, **config))
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in (parameter for parameter in model.parameters() if parameter.requires_grad):
+            parameter.add_(torch.randn(parameter.shape, generator=random) * 0.1)
+    model.save_pretrained(directory)
+    return directory
+
+
+def merged_by_peft(peft: Any, *adapters: Path) -> Any:
+    """Return the tiny model with adapters merged by PEFT."""
+    names = [f"adapter {number}" for number in range(len(adapters))]
+    model = peft.PeftModel.from_pretrained(load_model("tiny", _FLOAT).model, str(adapters[0]), adapter_name=names[0])
+    for name, directory in zip(names[1:], adapters[1:], strict=True):
+        model.load_adapter(str(directory), adapter_name=name)
+    return model.merge_and_unload(adapter_names=names)
+
+
+def named(model: Any) -> dict[str, torch.Tensor]:
+    return {name: value.detach() for name, value in model.named_parameters(remove_duplicate=False)}
+
+
+@pytest.mark.filterwarnings("ignore")  # PEFT warns about tied matrices
+@pytest.mark.parametrize("kinds", [[kind] for kind in _KINDS] + [list(_KINDS)[:3:2]], ids=" + ".join)
+def test_merged_weights_equal_pefts(tmp_path: Path, kinds: list[str]) -> None:
+    peft = pytest.importorskip("peft")
+    adapters = [
+        random_adapter(peft, tmp_path / str(seed), seed, **_KINDS[kind]) for seed, kind in enumerate(kinds, start=1)
+    ]
+    expected = named(merged_by_peft(peft, *adapters))
+    merged = load_model("+".join(["tiny", *map(str, adapters)]), _FLOAT).model
+    assert expected.keys() == named(merged).keys()
+    for name, value in named(merged).items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6, msg=name)
+    tied = expected["lm_head.weight"].equal(expected["model.language_model.embed_tokens.weight"])
+    assert tied == merged.config.tie_word_embeddings == merged.config.get_text_config().tie_word_embeddings
+
+
+def write_adapter(directory: Path, tensors: Mapping[str, torch.Tensor], **config: Any) -> Path:
+    """Write an adapter of the tiny model by hand."""
+    directory.mkdir(exist_ok=True)
+    fields = {"peft_type": "LORA", "base_model_name_or_path": "tiny", "r": 2, "lora_alpha": 4, **config}
+    (directory / "adapter_config.json").write_text(json.dumps(fields))
+    save_file({f"base_model.model.{name}": values for name, values in tensors.items()}, directory / _WEIGHTS)
+    return directory
+
+
+_WEIGHTS = "adapter_model.safetensors"
+
+
+def factors(module: str = _Q, outputs: int = 128, inputs: int = 128, rank: int = 2) -> dict[str, torch.Tensor]:
+    """Return the matrices of a module, which all give the same result in every order of additions."""
+    first = torch.arange(rank * inputs).reshape(rank, inputs) % 7 / 64
+    second = torch.arange(outputs * rank).reshape(outputs, rank) % 5 / 64
+    return {f"{module}.lora_A.weight": first, f"{module}.lora_B.weight": second}
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    return write_adapter(tmp_path / "adapter", factors() | {"lm_head.weight": torch.ones(1024, 128) / 8})
+
+
+def test_every_loader_has_the_merged_weights(adapter: Path, tmp_path: Path) -> None:
+    merged = load_model(str(adapter), _FLOAT)
+    before, after = named(load_model("tiny", _FLOAT).model), named(merged.model)
+    parts = factors()
+    delta = 2 * parts[f"{_Q}.lora_B.weight"] @ parts[f"{_Q}.lora_A.weight"]
+    changed = {name for name in before if not after[name].equal(before[name])}
+    assert changed == {f"{_Q}.weight", "lm_head.weight"}
+    assert after[f"{_Q}.weight"].equal(before[f"{_Q}.weight"] + delta)
+    shard = load_shard_of(f"tiny+{adapter}", 1, 2, torch.float32, _CPU)[0].model
+    for name, value in named(shard).items():
+        assert value.equal(shard_of(name, after[name], 1, 2))
+    meta = load_meta_model(str(adapter), torch.float32, _CPU, revision=None, embedding=True).model
+    assert meta.get_output_embeddings().weight.equal(after["lm_head.weight"])
+    merged.model.to(torch.bfloat16).save_pretrained(tmp_path / "saved")
+    for file in tiny_directory().glob("*.json*"):
+        if not (tmp_path / "saved" / file.name).exists():
+            shutil.copy(file, tmp_path / "saved")
+    states = []
+    for words in (["tiny", "--adapter", str(adapter)], [str(tmp_path / "saved")]):  # on load, and by panscan quantize
+        name, out = "+".join(word for word in words if word != "--adapter"), tmp_path / f"int8 {len(words)}"
+        shard, _ = load_shard_of(name, 0, 1, torch.bfloat16, _CPU, weight_format=WeightFormat("int8"))
+        assert cli(["quantize", *words, str(out), "--quantization", "int8", "--no-verify", "--device", "cpu"]) == 0
+        stored = load_model(str(out), Placement(_CPU, torch.bfloat16))
+        states.append([*shard.model.state_dict().values(), *stored.model.state_dict().values()])
+    assert all(one.equal(other) for one, other in zip(*states, strict=True))
+
+
+_BAD: dict[str, tuple[str, Callable[[dict[str, torch.Tensor], dict[str, Any]], Any]]] = {
+    "rank 0": ("r is 0; expected an integer from 1", lambda tensors, config: config.update(r=0)),
+    "other rank": ("the rank of .* is 3, but its tensors have 2", lambda tensors, config: config.update(r=3)),
+    "rank 0 in tensors": ("rank of .* is 2, but its tensors have 0", lambda t, c: t.update(factors(rank=0))),
+    "method": ("peft_type is 'IA3', but only LORA", lambda tensors, config: config.update(peft_type="IA3")),
+    "MLX": ("MLX wrote this", lambda tensors, config: (config.pop("peft_type"), config.update(lora_parameters={}))),
+    "changes the base": ("init_lora_weights 'pissa' changes", lambda t, c: c.update(init_lora_weights="pissa")),
+    "unknown field": ("'layer_replication' is not supp", lambda t, c: c.update(layer_replication=[[0, 2], [1, 2]])),
+    "infinite scale": ("lora_alpha is 1e\\+300", lambda tensors, config: config.update(lora_alpha=1e300)),
+    "endless pattern": ("takes too long", lambda t, c: c.update(alpha_pattern={r"(.*?)*?(.*?)*?[!?]\b": 1.0})),
+    "broken pattern": ("rank_pattern: .*: missing", lambda t, c: c.update(rank_pattern={"(": 1})),
+    "layers of a larger model": ("changes .*layers.40.*which the base model lacks", lambda t, c: t.update(_layer(40))),
+    "width of a larger model": (r"has the shape \[2, 256\]; expected", lambda t, c: t.update(factors(inputs=256))),
+    "one factor": ("has no lora_B", lambda tensors, config: tensors.pop(f"{_Q}.lora_B.weight")),
+    "no magnitude": ("has no magnitude", lambda tensors, config: config.update(use_dora=True)),
+    "NaN": ("has infinite or NaN", lambda tensors, config: tensors[f"{_Q}.lora_A.weight"].fill_(torch.nan)),
+    "integers": ("expected floating-point", lambda t, c: t.update({f"{_Q}.weight": torch.ones(128, 128).int()})),
+    "row beyond the vocabulary": (
+        "trainable_token_indices are not all below 1,024",
+        lambda tensors, config: (
+            tensors.update({"model.embed_tokens.token_adapter.trainable_tokens_delta": torch.ones(1, 128)}),
+            config.update(trainable_token_indices=[1024]),
+        ),
+    ),
+    "no tensors": ("has no tensors", lambda tensors, config: tensors.clear()),
+    "layout twice": (
+        "are the same part",
+        lambda tensors, config: tensors.update(factors("language_model.model.layers.1.self_attn.q_proj")),
+    ),
+}
+
+
+def _layer(number: int) -> dict[str, torch.Tensor]:
+    return factors(f"model.language_model.layers.{number}.self_attn.q_proj")
+
+
+@pytest.mark.parametrize("name", _BAD)
+def test_a_bad_adapter_is_one_line(tmp_path: Path, name: str) -> None:
+    message, damage = _BAD[name]
+    tensors, config = factors(), {"peft_type": "LORA"}
+    damage(tensors, config)
+    directory = write_adapter(tmp_path / "bad", tensors, **config)
+    if "peft_type" not in config:
+        (directory / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(PanscanError, match=message) as raised:
+        merged_tensors(f"tiny+{directory}")
+    assert str(raised.value).startswith(f"--adapter {directory}: ") and "\n" not in str(raised.value)
+
+
+def test_pickled_adapters_and_quantised_bases_are_refused(adapter: Path, tmp_path: Path) -> None:
+    words = ["--quantization", "int8", "--no-verify", "--device", "cpu"]
+    assert cli(["quantize", "tiny", str(tmp_path / "int8"), *words]) == 0
+    with pytest.raises(ModelError, match=r"the base .*int8 is quantised: use --model with the unquantised base"):
+        load_model(f"{tmp_path / 'int8'}+{adapter}", _FLOAT)
+    (adapter / _WEIGHTS).rename(adapter / "adapter_model.bin")
+    with pytest.raises(ModelError, match=r"adapter_model\.bin: pickled weights can run code"):
+        load_model(str(adapter), _FLOAT)
+
+
+def test_a_base_is_found_or_named(adapter: Path, tmp_path: Path) -> None:
+    def set_base(directory: Path, base: str | None) -> None:
+        path = directory / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": base}))
+
+    second = write_adapter(tmp_path / "second", factors(), base_model_name_or_path="../adapter")
+    inner = merged_tensors(str(second))  # an adapter of an adapter: both are merged
+    twice = merged_tensors(f"tiny+{adapter}+{second}")
+    assert inner is not None and twice is not None
+    assert inner.read("layers.1.self_attn.q_proj.weight").equal(twice.read("layers.1.self_attn.q_proj.weight"))
+    for base, message in {
+        str(second): "leads back to itself",
+        "/trained/elsewhere": "its base /trained/elsewhere is not on this machine; name the base with --model BASE",
+        None: "has no base_model_name_or_path; name the base with --model BASE --adapter",
+    }.items():
+        set_base(adapter, base)
+        with pytest.raises(ModelError, match=message):
+            merged_tensors(str(second))
+    with pytest.raises(ModelError, match="--adapter mini: not an adapter"):
+        merged_tensors("tiny+mini")
+
+
+def test_names_are_split_where_no_directory_contains_the_sign(tmp_path: Path) -> None:
+    directory = tmp_path / "a+b"
+    directory.mkdir()
+    assert split_adapters(f"google/gemma-3-4b-it+{directory}+owner/lora") == [
+        "google/gemma-3-4b-it",
+        str(directory),
+        "owner/lora",
+    ]
+    assert canonical_model(f"tiny+{directory}/.") == f"tiny+{directory.resolve()}"
+
+
+def test_an_adapter_that_is_trained_again_has_another_fingerprint(adapter: Path) -> None:
+    before = fingerprints([f"tiny+{adapter}", "owner/model"])
+    tensors = load_file(adapter / _WEIGHTS)
+    save_file({name: values * 2 for name, values in tensors.items()}, adapter / _WEIGHTS)
+    after = fingerprints([f"tiny+{adapter}"])
+    assert before.keys() == after.keys() == {f"tiny+{adapter}"} and before != after
+    assert re.fullmatch("[0-9a-f]{12}", before[f"tiny+{adapter}"])
