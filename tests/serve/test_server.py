@@ -152,11 +152,6 @@ def engine() -> Iterator[Engine]:
         yield opened
 
 
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server}/v1", api_key="unused", max_retries=0, timeout=DEADLINE)
-
-
 def streamed(server: Server, body: dict[str, Any], path: str = "/v1/chat/completions") -> list[dict[str, Any]]:
     """Return the events of a stream, after checking how it ends."""
     body = {**body, "stream": True, "stream_options": {"include_usage": True}}
@@ -500,7 +495,7 @@ SCHEMA = {"type": "json_schema"}
         ({"max_tokens": 10**300}, "max_tokens"),
         ({"stop": ["a"] * 17}, "stop"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"tools": [{}]}, "tools"),
+        ({"tools": [{}]}, "tools.0.function"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"seed": 2**64}, "seed"),
         ({"mm_processor_kwargs": {"size": 1}}, "mm_processor_kwargs.size"),

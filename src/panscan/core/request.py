@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from panscan.core.errors import SettingError
 from panscan.core.option import Range, shorten
-from panscan.core.sampling import Sampling
+from panscan.core.sampling import STRUCTURED, Sampling
+from panscan.core.tools import ToolUse, tool_use
 
 MAX_PAGES = 1000
 """Pages taken of one document unless the request or ``--max-pages`` says otherwise; one with more is refused."""
@@ -102,6 +103,10 @@ class Request:
         max_pages: pages of one image file at most; a file with more fails the request.
         template_kwargs: further variables of the chat template, as in Transformers' ``apply_chat_template``. With a
             ``prompt``, the parts of the user's turn have these keys, too, as TranslateGemma expects its languages.
+        tools: functions that the answer may call, in OpenAI's format. The prompt describes them.
+        tool_choice: ``auto``: the answer is text or calls; ``required``: calls; ``none``: text;
+            ``{"type": "function", "function": {"name": ...}}``: one call of this function.
+        parallel_tool_calls: whether the answer may have several calls.
 
     Raises:
         SettingError: a field of another type, or fields that exclude each other.
@@ -119,6 +124,9 @@ class Request:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     prompt_ids: Sequence[int] | None = None
     add_special_tokens: bool = True
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: str | Mapping[str, Any] = "auto"
+    parallel_tool_calls: bool = True
 
     def __post_init__(self) -> None:
         for name, kind, optional in _FIELDS:
@@ -137,6 +145,20 @@ class Request:
             raise SettingError("system is not supported with a raw prompt, which has no turns")
         if self.raw and self.template_kwargs:
             raise SettingError("template_kwargs are not supported with a raw prompt, which has no template")
+        use = self.tool_use
+        if use is not None and self.raw:
+            raise SettingError("tools are not supported with a raw prompt, which has no turns")
+        if use is not None and (given := [name for name in STRUCTURED if getattr(self.sampling, name) is not None]):
+            raise SettingError(f"{given[0]} and tools exclude each other: set tool_choice to 'none', or remove one")
+        if use is not None and self.sampling.ignore_eos:
+            raise SettingError("ignore_eos and tools exclude each other: a call ends where it is complete")
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """What the answer may call; None for nothing."""
+        if not self.tools and self.tool_choice == "auto":
+            return None
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
 
 def checked_request(request: object) -> Request:

@@ -22,6 +22,7 @@ from panscan.core import (
     SettingError,
     TokenEvent,
     TokenLogprobs,
+    ToolCallDelta,
     UnsupportedError,
 )
 from panscan.serve.client import EngineClient
@@ -78,6 +79,16 @@ def error_of(error: PanscanError) -> dict[str, Any]:
     known = error.param if isinstance(error, FieldError | ContextLengthError) else None
     param = known or PARAMS.get(str(error).partition(":")[0])
     return error_body(str(error), error_status(error), param, getattr(error, "code", None))
+
+
+def _call(id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _call_delta(delta: ToolCallDelta) -> dict[str, Any]:
+    if delta.id is not None and delta.name is not None:
+        return {"index": delta.index, **_call(delta.id, delta.name, delta.arguments)}
+    return {"index": delta.index, "function": {"arguments": delta.arguments}}
 
 
 @dataclass(slots=True)
@@ -151,6 +162,7 @@ class Reply:
         self._continuous_usage = body.stream_options is not None and body.stream_options.continuous_usage_stats
         self._offsets: Counter[int] = Counter()  # characters of each streamed choice so far
         self._counts: Counter[int] = Counter()  # tokens of each streamed choice so far
+        self._called: Counter[int] = Counter()  # pieces of tool calls of each streamed choice so far
         self.id = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
 
@@ -193,12 +205,17 @@ class Reply:
     def chunk(self, index: int, event: TokenEvent) -> dict[str, Any] | None:
         """Return the chunk of an event; None if there is nothing to send."""
         self._counts[index] += event.token_id is not None
-        reason = event.finish_reason if event.finish_reason in ("stop", "length") else None
-        if not event.text and reason is None and (event.logprobs is None or not self.logprobs):
+        self._called[index] += len(event.tool_calls)
+        reason: str | None = event.finish_reason if event.finish_reason in ("stop", "length") else None
+        if reason == "stop" and self._called[index]:
+            reason = "tool_calls"
+        if not event.text and not event.tool_calls and reason is None and (event.logprobs is None or not self.logprobs):
             return None
         choice: dict[str, Any] = {"index": index, "finish_reason": reason}
         if self._chat:
             choice["delta"] = {"content": event.text} if event.text else {}
+            if event.tool_calls:
+                choice["delta"]["tool_calls"] = [*map(_call_delta, event.tool_calls)]
         else:
             choice["text"] = event.text
         if self.logprobs and event.logprobs is not None and event.token_id is not None:
@@ -240,6 +257,11 @@ class Reply:
     def _choice(self, index: int, result: Result) -> dict[str, Any]:
         logprobs = self._logprobs_of(result.token_ids, result.logprobs or []) if self.logprobs else None
         choice = {"index": index, "finish_reason": result.finish_reason, "logprobs": logprobs}
+        if result.tool_calls:
+            calls = [_call(call.id, call.name, call.arguments) for call in result.tool_calls]
+            message = {"role": "assistant", "content": result.text or None, "refusal": None, "tool_calls": calls}
+            reason = "tool_calls" if result.finish_reason == "stop" else result.finish_reason
+            return {**choice, "finish_reason": reason, "message": message}
         if self._chat:
             return {**choice, "message": {"role": "assistant", "content": result.text, "refusal": None}}
         return {**choice, "text": result.text}

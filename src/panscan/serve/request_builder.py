@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 from msgspec.structs import asdict
 
 from panscan.core import PanAndScan, Request, Sampling, SettingError
@@ -75,8 +78,16 @@ class RequestBuilder:
         sampling = _with_logprobs(body, body.n, self._sampling(body), "top_logprobs")
         request, documents = self._conversation(body.messages, body.mm_processor_kwargs, uploads, deadline)
         text = sum(len(part.text) for turn in body.messages for part in turn.parts if isinstance(part, TextPart))
+        tools = body.tool_fields
+        if tools["tools"]:
+            text += len(json.dumps(tools["tools"]))
         work = self._work(documents, request.pan_and_scan, text, sampling.max_new_tokens)
-        return PreparedRequest(_choices(replace(request, sampling=sampling), body.n), work)
+        try:
+            request = replace(request, sampling=sampling, **tools)
+        except SettingError as error:
+            name = re.split("[.: ]", str(error), maxsplit=1)[0]
+            raise FieldError(str(error), name if name in tools else "tools") from error
+        return PreparedRequest(_choices(request, body.n), work)
 
     def completion(self, body: CompletionRequest, uploads: Mapping[str, bytes]) -> PreparedRequest:
         """Return the requests of a plain completion: for each prompt, ``n`` choices.
@@ -172,7 +183,12 @@ class RequestBuilder:
                     most = f"{self._options.max_body_mb:g} MB"
                     raise FieldError(f"messages: the images exceed {most} in total", "messages")
                 parts += [{"type": "image"} for _ in document.pages]
-            turns.append({"role": "system" if message.role == "developer" else message.role, "content": parts})
+            turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": parts}
+            if message.tool_calls:
+                turn["tool_calls"] = msgspec.to_builtins(message.tool_calls)
+            if message.tool_call_id is not None:
+                turn["tool_call_id"] = message.tool_call_id
+            turns.append(turn)
         check_used(uploads, message_urls(messages))
         request = Request(
             messages=turns,
