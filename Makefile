@@ -1,5 +1,5 @@
 # make demo     compare answers with and without pan and scan on sample documents (writes demo/)
-# make test     run the test suite
+# make test     run the test suite in three processes: a third of its time on two cores would be waiting
 # make check    run ruff, mypy and import-linter
 # make format   fix lint findings and format the code
 # make docs     build the documentation site (writes site/)
@@ -24,9 +24,11 @@ BASE := $(VENV)/.installed-base
 DEV := $(VENV)/.installed-dev
 DOCS := $(VENV)/.installed-docs
 
-.PHONY: install demo test check format docs clean
+.PHONY: install tools demo test check format docs clean
 
 install: $(BASE)
+
+tools: $(DEV) $(DOCS)
 
 $(CREATED):
 	$(PYTHON) -m venv $(VENV)
@@ -55,7 +57,7 @@ demo: $(BASE)
 	@echo "Next: source $(BIN)/activate, then panscan --help"
 
 test: $(DEV)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 check: $(DEV)
 	$(BIN)/ruff check .
