@@ -1,6 +1,6 @@
 # make demo     compare answers with and without pan and scan on sample documents (writes demo/)
-# make test     run the test suite
-# make test-real  run the tests on trained weights, which it installs into REAL_CACHE (238 MB; needs npm)
+# make test     run the test suite in three processes: a third of its time on two cores would be waiting
+# make test-real  run the tests on trained weights, which it installs into REAL_CACHE (280 MB; needs npm)
 # make check    run ruff, mypy and import-linter
 # make format   fix lint findings and format the code
 # make docs     build the documentation site (writes site/)
@@ -26,9 +26,11 @@ BASE := $(VENV)/.installed-base
 DEV := $(VENV)/.installed-dev
 DOCS := $(VENV)/.installed-docs
 
-.PHONY: install demo test test-real check format docs clean
+.PHONY: install tools demo test test-real check format docs clean
 
 install: $(BASE)
+
+tools: $(DEV) $(DOCS)
 
 $(CREATED):
 	$(PYTHON) -m venv $(VENV)
@@ -57,7 +59,7 @@ demo: $(BASE)
 	@echo "Next: source $(BIN)/activate, then panscan --help"
 
 test: $(DEV)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 # Gemma's terms of use apply to the weights; the first package contains them.
 test-real: $(DEV)

