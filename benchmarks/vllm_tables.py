@@ -1,4 +1,4 @@
-"""README's first table: speed and verdict of the engine, vLLM and ``generate()`` on the same GPUs."""
+"""Speed and verdict of the engine, vLLM and ``generate()`` on the same GPUs: README's short table, and the full one."""
 
 from __future__ import annotations
 
@@ -66,6 +66,53 @@ def comparison(record: Mapping[str, Any]) -> str:
     }
     whole = table(["", *(headings[side] for side in sides)], rows)
     return "\n\n".join([*_message(record), whole, _machine(record)])
+
+
+_SUMMARY: tuple[tuple[str, str, Callable[[Measured], list[float]], int], ...] = (
+    ("w1-27b", "27B: distinct documents, requests/s", _turns("throughput", "requests_per_s"), 2),
+    ("w2-27b", "27B: four questions per page, requests/s", _turns("image_major", "requests_per_s"), 2),
+    ("w1-27b", "27B: one request alone, time to first token, ms", _latencies("alone", "ttft_ms"), 0),
+    ("w1-27b", "27B: one request alone, end to end, ms", _latencies("alone", "e2e_ms"), 0),
+    ("w4-4b", "4B: distinct documents, requests/s", _turns("throughput", "requests_per_s"), 2),
+    ("w4-4b", "4B: one request alone, time to first token, ms", _latencies("alone", "ttft_ms"), 0),
+)
+
+
+def summary(record: Mapping[str, Any]) -> str:
+    """Return the rows that most readers need, with the engine's speed over that of exact vLLM, and where they are from.
+
+    Args:
+        record: of ``benchmarks/vllm_comparison.py --merge``.
+    """
+    rows = []
+    for part, what, take, digits in _SUMMARY:
+        sides: dict[str, list[float]] = {"engine": [], "vllm-exact": [], "generate": []}
+        for run in record["parts"][part]:
+            if run["side"] in sides:
+                sides[run["side"]] += take(_measured(run))
+        cells = [ranged(values, digits) if values else "-" for values in sides.values()]
+        engine, vllm = sides["engine"], sides["vllm-exact"]
+        faster, slower = (vllm, engine) if what.endswith("ms") else (engine, vllm)
+        ratio = statistics.median(faster) / statistics.median(slower)
+        least, most = min(faster) / max(slower), max(faster) / min(slower)
+        rows.append([what, *cells[:2], f"{number(ratio, 2)}x ({number(least, 2)}-{number(most, 2)})", cells[2]])
+    facts = next(iter(record["parts"].values()))[0]["record"]["environment"]
+    packages = {
+        name: version
+        for runs in record["parts"].values()
+        for run in runs
+        for name, version in run["record"]["environment"]["packages"].items()
+    }
+    headings = ["", "engine", f"vLLM {packages['vllm']}, exact mask", "engine over vLLM", "`generate()`"]
+    notes = (
+        f"- One {facts['gpus'][0]['name']}, bfloat16, random weights of Gemma 3's shapes; four views and 128 output"
+        " tokens per request. Median of all turns, with their range; a ratio's range is that of all pairs of turns.",
+        "- vLLM runs with its exact image mask and its own preprocessing on the CPU, which is part of its time to first"
+        " token and of its throughput with the 4B shape. `generate()` answers batches of 8 documents with a"
+        " dynamic cache, on another machine with the same GPU model.",
+        "- [All rows, vLLM's default backend, energy and verdicts](docs/measured.md#the-engine-vllm-and-generate).",
+    )
+    return "\n\n".join([table(headings, rows), "\n".join(notes)])
 
 
 def _message(record: Mapping[str, Any]) -> list[str]:

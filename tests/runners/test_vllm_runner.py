@@ -119,8 +119,8 @@ def test_which_vllm_serves(installed: dict[str, str], told: str | None, monkeypa
     [
         ({"runner": "vllm", "max_num_seqs": 8}, "--max-num-seqs is for --runner engine"),
         ({"runner": "vllm", "batch_size": 8}, "--batch-size must stay at 1"),
-        ({"runner": "vllm", "prefill_chunk_size": 512}, "--prefill-chunk-size must stay"),
-        ({"runner": "vllm", "quantization": "int8"}, "--quantization must stay"),
+        ({"runner": "vllm", "prefill_chunk_size": 512}, "--prefill-chunk-size must be left out"),
+        ({"runner": "vllm", "quantization": "int8"}, "--quantization must be left out"),
         ({"runner": "engine", "vllm_attention": "TRITON_ATTN"}, "--vllm-attention is for --runner vllm"),
         ({"runner": "generate", "vllm_attention": "TRITON_ATTN"}, "--vllm-attention is for --runner vllm"),
     ],

@@ -25,6 +25,7 @@ from panscan.engine.scheduling.batch import PromptLayout
 from panscan.engine.scheduling.batch import Sequence as Tokens
 from panscan.engine.scheduling.kv_blocks import extend_hashes
 from panscan.engine.structured.grammar import Grammars
+from panscan.engine.structured.tool_calls import ToolCallParser
 from panscan.engine.vision import view_key
 from panscan.images.files import Page, PageBytes, image_size, in_memory, open_pixels
 from panscan.images.page_levels import copy_levels
@@ -179,9 +180,13 @@ class Preparer:
         """Set the fields of a request whose images are read, unless it has ended."""
         if not state.ended:
             with self._counted(), phase("preprocess"), native_work():
-                state.constraint = self._grammars.start(state.request.sampling)
+                use = state.request.tool_use
+                state.constraint = self._grammars.start(state.request.sampling, use)
+                state.tool_calls = None if use is None else ToolCallParser(use)
                 if state.constraint is not None and state.observation is not None:
-                    raise SettingError("observed requests support no structured answers: remove the schema or grammar")
+                    raise SettingError(
+                        "observed requests support no structured answers: remove the schema, grammar or tools"
+                    )
                 plans, prompt = plan_sizes(request, [image.size for image in read], self._reader)
                 keys, request_views = self._request_views(state.request, read, plans)
                 state.forget = self._intake.forget

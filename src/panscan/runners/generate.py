@@ -82,6 +82,8 @@ def one_sampling(batch: Sequence[Request], runner: str, *refused: str) -> Sampli
     if not request_list(batch):
         raise SettingError("a batch needs at least one request")
     for request in batch:
+        if request.tool_use is not None:
+            raise SettingError(f"runner {runner}: tools are not supported; use the runner engine")
         for name in (*refused, "frequency_penalty", "presence_penalty", "logit_bias"):
             if getattr(request.sampling, name) != getattr(Sampling(), name):
                 raise SettingError(f"runner {runner}: {name} is not supported; use the runner engine")

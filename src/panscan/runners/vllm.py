@@ -300,6 +300,8 @@ def prompt_ids(request: Request, reader: Reader) -> list[int]:
     Raises:
         SettingError: the prompt is raw, or contains a special token that vLLM would interpret.
     """
+    if request.tool_use is not None:
+        raise SettingError("runner vllm: tools are not supported; use the runner engine")
     check_interpreted(request, reader, "vllm", "vLLM")
     text = reader.prompts.render(request)
     ids: list[int] = reader.tokenizer.encode(text, add_special_tokens=False)

@@ -17,6 +17,7 @@ from msgspec import Meta
 from panscan.core import Sampling, SettingError
 from panscan.core.option import shorten
 from panscan.core.sampling import FILTERS
+from panscan.core.tools import MAX_TOOLS
 from panscan.settings import nearest
 
 _MOST_VALUES = 50_000  # JSON values of a body
@@ -30,8 +31,7 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)  # ma
 PARAMS = {
     "max_new_tokens": "max_tokens",
     "json_schema": "response_format",
-    "messages": "messages",
-    "logit_bias": "logit_bias",
+    **{name: name for name in ("messages", "tools", "tool_choice", "logit_bias")},
     **dict.fromkeys(("regex", "choice", "grammar"), "structured_outputs"),
 }
 """Fields of a body by the name that begins an error of the engine."""
@@ -116,25 +116,73 @@ class FilePart(Body, tag_field="type", tag="file"):
         return self.file.file_data
 
 
+_CallId = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class _CalledFunction(Body):
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    arguments: str
+
+
+class _MessageCall(Body):
+    NEUTRAL: ClassVar = {"index": tuple(range(MAX_TOOLS))}
+
+    id: _CallId
+    function: _CalledFunction
+    type: Literal["function"] = "function"
+
+
+class _Function(Body):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _Tool(Body):
+    function: _Function
+    type: Literal["function"] = "function"
+
+
+class _NamedFunction(Body):
+    name: str
+
+
+class _NamedTool(Body):
+    function: _NamedFunction
+    type: Literal["function"] = "function"
+
+
 class ChatMessage(Body):
     """One turn of a conversation."""
 
     NEUTRAL: ClassVar = {
-        "tool_calls": ([],),
         "refusal": (),
         "audio": (),
         "function_call": (),
         "annotations": ([],),
     }
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart | ImagePart | FilePart], Meta(min_length=1, max_length=MOST_PARTS)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: (
+        str | Annotated[list[TextPart | ImagePart | FilePart], Meta(min_length=1, max_length=MOST_PARTS)] | None
+    ) = None
     name: _Unused = None
+    tool_calls: Annotated[list[_MessageCall], Meta(max_length=MAX_TOOLS)] = []
+    tool_call_id: _CallId | None = None
+
+    def __post_init__(self) -> None:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls are of the role 'assistant'")
+        if (self.tool_call_id is None) == (self.role == "tool"):
+            raise ValueError("tool_call_id and the role 'tool' require each other")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("Object missing required field `content`")
 
     @property
     def parts(self) -> list[TextPart | ImagePart | FilePart]:
         """The content as parts."""
-        return [TextPart(text=self.content)] if isinstance(self.content, str) else self.content
+        return [TextPart(text=self.content)] if isinstance(self.content, str) else self.content or []
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
@@ -377,11 +425,8 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
 
     NEUTRAL: ClassVar = {
         **SamplingFields.NEUTRAL,
-        "tools": ([],),
-        "tool_choice": ("none",),
         "functions": ([],),
         "function_call": ("none",),
-        "parallel_tool_calls": (True, False),
         "modalities": (["text"],),
         "audio": (),
         "prediction": (),
@@ -396,6 +441,9 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     }
 
     messages: Messages
+    tools: Annotated[list[_Tool], Meta(max_length=MAX_TOOLS)] = []
+    tool_choice: Literal["auto", "none", "required"] | _NamedTool | None = None
+    parallel_tool_calls: bool = True
     mm_processor_kwargs: MmProcessorKwargs | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
@@ -407,6 +455,13 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
             raise ValueError("top_logprobs requires logprobs: true")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
+
+    @property
+    def tool_fields(self) -> dict[str, Any]:
+        """The fields of :class:`panscan.core.Request` about tools."""
+        choice = "auto" if self.tool_choice is None else msgspec.to_builtins(self.tool_choice)
+        tools = msgspec.to_builtins(self.tools)
+        return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": self.parallel_tool_calls}
 
     @property
     def output_tokens(self) -> int | None:
@@ -422,10 +477,22 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
 class CompletionRequest(SamplingFields, kw_only=True):
     """Body of ``/v1/completions``: raw text, without the chat template."""
 
-    NEUTRAL: ClassVar = {**SamplingFields.NEUTRAL, "add_special_tokens": (True,)}
-
-    prompt: str | Annotated[list[str], Meta(min_length=1, max_length=128)]
+    prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
+    add_special_tokens: bool = True
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts: texts, or token ids.
+
+        Raises:
+            FieldError: a list of token ids has a text or a list in it.
+        """
+        given = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        ids = [item for item in given if isinstance(item, int)]
+        if len(ids) not in (0, len(given)):
+            raise FieldError("prompt: expected texts, token ids or lists of token ids, not a mixture", "prompt")
+        return [ids] if ids else [item for item in given if not isinstance(item, int)]
 
     @property
     def logprobs_per_token(self) -> int | None:
@@ -436,11 +503,12 @@ class CompletionRequest(SamplingFields, kw_only=True):
 class TokenizeRequest(Body):
     """Body of ``/tokenize``: a conversation or a raw prompt."""
 
-    NEUTRAL: ClassVar = {"add_generation_prompt": (True,), "add_special_tokens": (True, False)}
+    NEUTRAL: ClassVar = {"add_generation_prompt": (True,)}
 
     model: Annotated[str, Meta(max_length=1024)] | None = None
     messages: Messages | None = None
     prompt: str | None = None
+    add_special_tokens: bool = True
     mm_processor_kwargs: MmProcessorKwargs | None = None
 
     def __post_init__(self) -> None:
@@ -448,6 +516,13 @@ class TokenizeRequest(Body):
             raise ValueError("prompt: give either messages or prompt")
         if self.prompt is not None and self.mm_processor_kwargs is not None:
             raise ValueError("mm_processor_kwargs requires messages")
+
+
+class DetokenizeRequest(Body):
+    """Body of ``/detokenize``."""
+
+    tokens: list[Annotated[int, Meta(ge=0, le=2**31 - 1)]]
+    model: Annotated[str, Meta(max_length=1024)] | None = None
 
 
 class ViewsRequest(Body):
