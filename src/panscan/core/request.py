@@ -97,6 +97,8 @@ class Request:
             and every ``<start_of_image>`` in it takes the next image.
         pan_and_scan: settings of the views. Disabled: each image is one view.
         sampling: sampling of output tokens.
+        prompt_ids: token ids instead of ``prompt``, without images; needs ``raw``.
+        add_special_tokens: whether a raw prompt begins with the token that begins texts.
         id: kept in the result and in records.
         max_pages: pages of one image file at most; a file with more fails the request.
         template_kwargs: further variables of the chat template, as in Transformers' ``apply_chat_template``. With a
@@ -120,6 +122,8 @@ class Request:
     id: str = ""
     max_pages: int = MAX_PAGES
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    prompt_ids: Sequence[int] | None = None
+    add_special_tokens: bool = True
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: str | Mapping[str, Any] = "auto"
     parallel_tool_calls: bool = True
@@ -131,8 +135,10 @@ class Request:
                 raise SettingError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
         _PAGES.check("max_pages", self.max_pages)
         object.__setattr__(self, "images", _as_images(self.images))
-        if (self.prompt is None) == (self.messages is None):
-            raise SettingError("a request takes either prompt or messages")
+        if [self.prompt, self.messages, self.prompt_ids].count(None) != 2:
+            raise SettingError("a request takes either prompt or messages, or prompt_ids with raw")
+        if self.prompt_ids is not None and (not self.raw or len(self.images)):
+            raise SettingError("prompt_ids need raw, and no images")
         if self.messages is not None and (self.system is not None or self.raw):
             raise SettingError("messages hold the whole conversation: system and raw do not go with them")
         if self.raw and self.system is not None:
@@ -181,6 +187,8 @@ _FIELDS = (
     ("prompt", str, True),
     ("system", str, True),
     ("raw", bool, False),
+    ("prompt_ids", Sequence, True),
+    ("add_special_tokens", bool, False),
     ("pan_and_scan", PanAndScan, False),
     ("sampling", Sampling, False),
     ("id", str, False),

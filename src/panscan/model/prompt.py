@@ -190,13 +190,15 @@ class PromptWriter:
         if crops and not self.image_tokens:
             raise SettingError("this checkpoint reads text only: leave the images out, or take Gemma 3 4B or larger")
         texts: list[str] = []
+        if request.prompt_ids is not None:
+            return Prompt(self._checked_ids(request.prompt_ids), 0)
         if request.raw:
             assert request.prompt is not None  # Request holds this for raw prompts
             text, bos = request.prompt, self.tokenizer.bos_token
             if self.image_tokens and self.tokenizer.image_token in text:
                 raise SettingError(f"a raw prompt marks an image with {self.boi}, not {self.tokenizer.image_token}")
             _check_unicode(text)
-            text = text if text.startswith(bos) else bos + text
+            text = text if text.startswith(bos) or not request.add_special_tokens else bos + text
         else:
             turns = conversation(request)
             _check_unicode("".join(part.get("text", "") for turn in turns for part in turn["content"]))
@@ -218,6 +220,20 @@ class PromptWriter:
             raise ModelError(f"tokenizer.json: the token {max(ids)} is not one of the model's {self.vocabulary:,}")
         return Prompt(ids, self.image_tokens * sum(n + 1 for n in crops))
 
+    def _checked_ids(self, ids: Sequence[int]) -> list[int]:
+        """Return the token ids of a prompt.
+
+        Raises:
+            SettingError: there are none, or one is no id of a text token.
+        """
+        most = self.vocabulary or len(self.tokenizer)
+        for token in ids:
+            if not isinstance(token, int) or not 0 <= token < most or token == self.soft_id:
+                raise SettingError(f"prompt: {short(token)} is not the id of a text token (0 to {most - 1})")
+        if not ids:
+            raise SettingError("prompt: there are no token ids")
+        return list(ids)
+
     def check_length(self, request: Request, views: int) -> None:
         """Check, before a prompt is encoded, that it may fit into the context: a tokenizer takes 200 bytes of memory
         per byte of text.
@@ -227,7 +243,9 @@ class PromptWriter:
         """
         if self.context is None:
             return
-        if request.raw and request.prompt is not None:
+        if request.prompt_ids is not None:
+            characters = len(request.prompt_ids) * self._longest_token
+        elif request.raw and request.prompt is not None:
             characters = len(request.prompt)
         else:  # trimmed, as by the chat template
             parts = [part for turn in conversation(request) for part in turn["content"]]

@@ -477,10 +477,22 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
 class CompletionRequest(SamplingFields, kw_only=True):
     """Body of ``/v1/completions``: raw text, without the chat template."""
 
-    NEUTRAL: ClassVar = {**SamplingFields.NEUTRAL, "add_special_tokens": (True,)}
-
-    prompt: str | Annotated[list[str], Meta(min_length=1, max_length=128)]
+    prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
+    add_special_tokens: bool = True
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts: texts, or token ids.
+
+        Raises:
+            FieldError: a list of token ids has a text or a list in it.
+        """
+        given = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        ids = [item for item in given if isinstance(item, int)]
+        if len(ids) not in (0, len(given)):
+            raise FieldError("prompt: expected texts, token ids or lists of token ids, not a mixture", "prompt")
+        return [ids] if ids else [item for item in given if not isinstance(item, int)]
 
     @property
     def logprobs_per_token(self) -> int | None:
@@ -491,11 +503,12 @@ class CompletionRequest(SamplingFields, kw_only=True):
 class TokenizeRequest(Body):
     """Body of ``/tokenize``: a conversation or a raw prompt."""
 
-    NEUTRAL: ClassVar = {"add_generation_prompt": (True,), "add_special_tokens": (True, False)}
+    NEUTRAL: ClassVar = {"add_generation_prompt": (True,)}
 
     model: Annotated[str, Meta(max_length=1024)] | None = None
     messages: Messages | None = None
     prompt: str | None = None
+    add_special_tokens: bool = True
     mm_processor_kwargs: MmProcessorKwargs | None = None
 
     def __post_init__(self) -> None:
@@ -503,6 +516,13 @@ class TokenizeRequest(Body):
             raise ValueError("prompt: give either messages or prompt")
         if self.prompt is not None and self.mm_processor_kwargs is not None:
             raise ValueError("mm_processor_kwargs requires messages")
+
+
+class DetokenizeRequest(Body):
+    """Body of ``/detokenize``."""
+
+    tokens: list[Annotated[int, Meta(ge=0, le=2**31 - 1)]]
+    model: Annotated[str, Meta(max_length=1024)] | None = None
 
 
 class ViewsRequest(Body):

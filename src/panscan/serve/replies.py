@@ -182,12 +182,20 @@ class Reply:
         choices = [self._choice(index, result) for index, result in enumerate(results)]
         return {**self._head, "object": object_name, "choices": choices, **self._totals(results)}
 
-    def first(self, count: int) -> list[dict[str, Any]]:
+    def first(self, count: int, prompt_tokens: int) -> list[dict[str, Any]]:
         """Return the first chunks of a stream: for a chat, the role of each choice."""
         if not self._chat:
             return []
-        opening = {"role": "assistant", "content": ""}
-        return [self._chunk([{"index": index, "delta": opening, "finish_reason": None}]) for index in range(count)]
+        delta = {"role": "assistant", "content": ""}
+        choices = [{"index": index, "delta": delta, "finish_reason": None} for index in range(count)]
+        return [self._chunk([choice]) | self._usage_so_far(prompt_tokens, 0) for choice in choices]
+
+    def _usage_so_far(self, prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
+        """Return the field with the token counts of a chunk; none unless the client asks for it."""
+        if not self._continuous_usage:
+            return {}
+        counts = {"prompt_tokens": prompt_tokens, "completion_tokens": output_tokens}
+        return {"usage": {**counts, "total_tokens": prompt_tokens + output_tokens}}
 
     async def fetch_event_bytes(self, event: TokenEvent) -> None:
         """Fetch the token texts that :meth:`chunk` needs; raises as :meth:`fetch_token_bytes`."""
@@ -213,12 +221,7 @@ class Reply:
         if self.logprobs and event.logprobs is not None and event.token_id is not None:
             choice["logprobs"] = self._logprobs_of([event.token_id], [event.logprobs], self._offsets[index])
             self._offsets[index] += len(self._names.text(event.token_id))
-        chunk = self._chunk([choice])
-        if self._continuous_usage:
-            prompt, completion = event.prompt_tokens, self._counts[index]
-            counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-            chunk["usage"] = counts
-        return chunk
+        return self._chunk([choice]) | self._usage_so_far(event.prompt_tokens, self._counts[index])
 
     def last(self, results: Sequence[Result]) -> dict[str, Any]:
         """Return the chunk with the usage."""

@@ -97,12 +97,17 @@ class RequestBuilder:
         """
         check_used(uploads, ())
         sampling = self._sampling(body)
-        prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        prompts = body.prompts
         count = len(prompts) * body.n
         if count > self._options.max_choices:
             raise FieldError(f"prompt and n: at most {self._options.max_choices} choices per request", "prompt")
         sampling = _with_logprobs(body, count, sampling, "logprobs")
-        requests = [Request(prompt=prompt, raw=True, sampling=sampling) for prompt in prompts]
+        requests = [
+            Request(prompt=prompt, raw=True, sampling=sampling, add_special_tokens=body.add_special_tokens)
+            if isinstance(prompt, str)
+            else Request(prompt_ids=prompt, raw=True, sampling=sampling)
+            for prompt in prompts
+        ]
         work = self._work([], PanAndScan(), max(map(len, prompts)), sampling.max_new_tokens)
         return PreparedRequest([choice for request in requests for choice in _choices(request, body.n)], work)
 
@@ -114,7 +119,7 @@ class RequestBuilder:
         """
         if body.messages is None:
             check_used(uploads, ())
-            return Request(prompt=body.prompt, raw=True)
+            return Request(prompt=body.prompt, raw=True, add_special_tokens=body.add_special_tokens)
         return self._conversation(body.messages, body.mm_processor_kwargs, uploads, deadline)[0]
 
     def document(self, url: str, uploads: Mapping[str, bytes], deadline: Deadline) -> MediaFile:
