@@ -16,6 +16,7 @@ from panscan.cli.values import given_axes, print_runner, print_skipped, utf8
 from panscan.cli.verb import verb
 from panscan.core import InputError, PanscanError, SettingError
 from panscan.core.activity import activity
+from panscan.core.text import count
 from panscan.settings import Options
 
 if TYPE_CHECKING:
@@ -87,8 +88,7 @@ def _resume(options: Options, run_directory: str) -> int:
     later = {"external_images": options.allow_external_images, "max_pages": options.max_pages}
     plan = run.plan_to_resume(before, on_problem=print_skipped, later=later)
     done = before.finished()
-    repeats = len(plan.cells) * plan.repeats
-    errors().print(f"resuming {directory}: {len(before.repeats)} of {repeats} repeats are done", soft_wrap=True)
+    errors().print(f"resuming {directory}, which has {count(len(before.repeats), 'repeat')}", soft_wrap=True)
     with sweep_progress(plan, done, directory) as progress:
         measured = run.resume(plan, directory, progress)
     return _print_results(measured, directory)
