@@ -306,11 +306,11 @@ def test_a_checkpoint_is_no_adapter_without_a_model(capsys: pytest.CaptureFixtur
         assert "--adapter tiny: not an adapter" in " ".join(capsys.readouterr().err.split())
 
 
-def test_a_server_names_one_merged_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_names_one_merged_model(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in {
-        ("--adapter", "a=x", "--adapter", "b=y"): "--adapter b=y: a server has one set of merged weights",
+        ("--adapter", f"a={adapter}", "--adapter", "b=y"): "with a name, which needs 0.0",
         ("--adapter", "a=x", "--served-model-name", "b"): "--adapter a=x: expected NAME=ADAPTER, without --served-",
-        ("--adapter", "a=/nowhere/x"): "--model /nowhere/x: there is no such directory",
+        ("--adapter", "a=/nowhere/x"): "--adapter /nowhere/x: there is no such directory",
     }.items():
         assert cli(["serve", "--port", "0", "--device", "cpu", *words]) in (2, 3)
         assert message in " ".join(capsys.readouterr().err.split())
