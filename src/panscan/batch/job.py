@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
+from typing import Any
 
 from panscan import __version__
 from panscan.batch.jsonl import JobHeader
@@ -34,6 +36,7 @@ class Job:
         max_pages: maximum number of pages per document.
         json_schema: constraint on every answer (see :class:`panscan.core.Sampling`).
         image_column: value of ``--image-column`` for Parquet files.
+        template_kwargs: values for the chat template (see :class:`panscan.core.Request`).
 
     Raises:
         SettingError: the properties contradict each other.
@@ -47,6 +50,7 @@ class Job:
     max_pages: int = MAX_PAGES
     json_schema: str | None = None
     image_column: str | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.request(Row("", (), self.prompt or ""))
@@ -69,6 +73,7 @@ class Job:
             sampling=replace(self.settings.sampling, json_schema=self.json_schema),
             id=item.id,
             max_pages=self.max_pages,
+            template_kwargs=self.template_kwargs,
         )
 
     def header(self) -> JobHeader:
@@ -96,7 +101,7 @@ def difference(begun: JobHeader, header: JobHeader) -> str | None:
     """Return why a job with one header cannot be resumed with another; None if the answers would be the same."""
     if begun.schema != SCHEMA:
         return f"was made by another version of panscan (schema {begun.schema!r}, not {SCHEMA})"
-    for name in ("prompt", "system", "raw_prompt", "whole_files", "json_schema", "image_column"):
+    for name in ("prompt", "system", "raw_prompt", "whole_files", "json_schema", "image_column", "template_kwargs"):
         if getattr(begun, name) != getattr(header, name):
             return f"was made with a different --{name.replace('_', '-')}"
     for name, value in header.settings.items():

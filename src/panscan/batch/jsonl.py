@@ -33,6 +33,7 @@ class AnswerRecord(msgspec.Struct, kw_only=True):
         model: name of the model.
         answer: the text; None if the request failed.
         finish_reason: why the answer ended.
+        pixels: width and height of each page as it was read, such as ``600x1800``.
         views: number of views, images and their crops.
         crops: number of crops.
         image_tokens: image tokens of the prompt.
@@ -52,6 +53,7 @@ class AnswerRecord(msgspec.Struct, kw_only=True):
     model: str | None = None
     answer: str | None = None
     finish_reason: str | None = None
+    pixels: list[str] | None = None
     views: Count | None = None
     crops: Count | None = None
     image_tokens: Count | None = None
@@ -94,6 +96,7 @@ class JobHeader(msgspec.Struct, kw_only=True):
     max_pages: int | None = None
     json_schema: str | None = None
     image_column: str | None = None
+    template_kwargs: dict[str, Any] = {}
     settings: dict[str, Any] = {}
     versions: dict[str, str] = {}
     bundled: dict[str, str] | None = None

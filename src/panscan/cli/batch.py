@@ -22,6 +22,7 @@ from panscan.cli.values import (
     print_skipped,
     read_json_schema,
     read_prompt,
+    read_template_kwargs,
     utf8,
 )
 from panscan.cli.verb import verb
@@ -253,6 +254,7 @@ def _job(options: Options, *, dataset: bool) -> Any:
         max_pages=options.max_pages,
         json_schema=read_json_schema(options.json_schema, ignore_eos=settings.ignore_eos),
         image_column=options.image_column,
+        template_kwargs=read_template_kwargs(options.template_kwargs),
     )
 
 
