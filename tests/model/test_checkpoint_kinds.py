@@ -34,7 +34,8 @@ HEAD, EMBEDDING = "language_model.lm_head.weight", "language_model.model.embed_t
 ASKED = Request("What is it?", [noise(90, 200)], sampling=Sampling(max_new_tokens=6, temperature=0.0))
 TEXT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
-    "{{ '<start_of_turn>' + m['role'] + '\n' + m['content'] + '<end_of_turn>\n' }}{% endfor %}{{ '<start_of_turn>model\n' }}"
+    "{{ '<start_of_turn>' + m['role'] + '\n' + m['content'] + '<end_of_turn>\n' }}{% endfor %}"
+    "{{ '<start_of_turn>model\n' }}"
 )
 _Tensors = dict[str, torch.Tensor]
 

@@ -209,9 +209,9 @@ def _resolve_head(files: CheckpointFiles, parts: list[dict[str, Any]]) -> str | 
     stored = {key_of(tensor).partition(".")[0] for tensor in files.tensors}
     absent = {"embed_tokens", "lm_head"} - stored
     if absent and (not files.tied or len(absent) > 1):
-        flag = "true" if files.tied else "false"
         raise DamagedFileError(
-            f"config.json: tie_word_embeddings is {flag}, but the weights have no {min(absent)}.weight: download it again"
+            f"config.json: tie_word_embeddings is {str(files.tied).lower()}, but the weights have no"
+            f" {min(absent)}.weight: download it again"
         )
     if not files.tied or "lm_head" in absent or _same_matrices(files):
         return None
