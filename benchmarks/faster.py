@@ -24,7 +24,7 @@ _ASKED = '-p "What is the total?" -o answers.jsonl'
 _BATCH = f"panscan batch scans/ {_ASKED} {_27B}"
 _BENCH = "panscan bench --dataset docs/questions.jsonl"
 _INT4 = "int4, groups of 64"  # of the mini model, whose widths 128 does not divide
-_HEADINGS = ["step", "gain", "before", "after", "verdict; accuracy", "command", "record"]
+_HEADINGS = ["step", "gain", "before", "after", "verdict; mini's accuracy", "command", "record"]
 _TEXTS = (0, 4, 5, 6)
 
 
@@ -144,7 +144,7 @@ def faster_small() -> str:
         "per card",
         "throughput per card",
         "at the speed of",
-        "verdict; accuracy",
+        "verdict; mini's accuracy",
         "command",
         "record",
     ]
@@ -171,25 +171,25 @@ def faster_wrong() -> str:
         [
             "`generate(prefill_chunk_size=1024)`, 4B",
             _times(whole, chunks),
-            f"{chunks.verdict}: images are dropped or cut apart; accuracy without images {dropped}",
+            f"{chunks.verdict}: images are dropped or cut apart; mini's accuracy without images {dropped}",
             _named(chunks.figure) + ", `task-cost`",
         ],
         [
             "flash attention in Transformers",
             "not measured",
-            f"image tokens become causal; accuracy {causal}",
+            f"image tokens become causal; mini's accuracy {causal}",
             "`task-cost`",
         ],
         [
             "pan and scan off, 27B, batches of 12",
             _times(on, off),
-            f"accuracy on tall and wide documents {right['without']} instead of {right['with']}",
+            f"mini's accuracy on tall and wide documents {right['without']} instead of {right['with']}",
             _named(off.figure) + ", `mini-quality`",
         ],
         [
             "2 crops instead of 4",
             "not measured",
-            f"accuracy on tall and wide documents {right['crops-2']} instead of {right['with']}",
+            f"mini's accuracy on tall and wide documents {right['crops-2']} instead of {right['with']}",
             "`mini-quality`",
         ],
         [

@@ -49,7 +49,7 @@ from benchmarks.serving_tables import (
     serving_routing,
 )
 from benchmarks.verify_tables import verify_faults, verify_vllm
-from benchmarks.vllm_tables import comparison
+from benchmarks.vllm_tables import comparison, summary
 from benchmarks.workload_tables import distinct_documents, questions
 
 HERE = Path(__file__).parent
@@ -278,6 +278,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "w4-4b-h100": workload("w4-4b-h100", distinct_documents),
     "w4-12b": workload("w4-12b", distinct_documents, _12B),
     "vllm-comparison": from_record("vllm-comparison", comparison),
+    "vllm-summary": from_record("vllm-comparison", summary),
     "vision-tower": vision_tower,
     "engine-on-cpu": engine_on_cpu,
     "harness": harness,

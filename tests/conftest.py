@@ -22,6 +22,7 @@ from PIL import Image
 # comes before Transformers imports it. torch.compile for a CPU makes C++ and is none the wiser.
 os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
 
+from tests import forked_workers
 from transformers import Gemma3ForConditionalGeneration, Gemma3ImageProcessorPil
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
@@ -56,6 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # else full collections, which visit PyTorch, Transformers and all tests, take an eighth of the time
+    forked_workers.prepare()
 
 
 @pytest.fixture(scope="session")

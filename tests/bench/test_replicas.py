@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests import forked_workers
 from tests.conftest import noise
 
 from panscan.analysis.summary import cell_metrics
@@ -82,7 +83,8 @@ def workers(parent: int | None = None) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(parent).children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if "panscan.bench.replica_worker" in " ".join(child.cmdline()):
+            command = forked_workers.modules.get(child.pid) or " ".join(child.cmdline())
+            if "panscan.bench.replica_worker" in command and child.status() != psutil.STATUS_ZOMBIE:
                 found.append(child)
     return sorted(found, key=lambda child: child.pid)
 

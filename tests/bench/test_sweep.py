@@ -9,16 +9,21 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.conftest import noise
 
+from panscan.bench.grid import build_cells
+from panscan.bench.plan import SweepPlan
 from panscan.bench.run import new_directory
 from panscan.cli.main import run
 from panscan.core import RecordsError
+from panscan.records.metrics import RepeatWork
 from panscan.records.store import SCHEMA, Run, read_run
+from panscan.workload.requests import Source
 
 TINY = ["--model", "tiny"]
 SMALL = [*TINY, "--max-new-tokens", "4", "--batch-size", "1,2", "--repeats", "3", "-p", "What is it?", "--no-verify"]
@@ -46,9 +51,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def bench(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """The command in this process: starting another one takes longer than most sweeps here."""
+    once = [] if "--resume" in arguments or "--repeats" in arguments else ["--repeats", "1"]
     stdout, stderr = io.StringIO(), io.StringIO()
     with contextlib.chdir(folder), contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
-        code = run(["bench", *arguments])
+        code = run(["bench", *once, *arguments])
     return subprocess.CompletedProcess(["bench", *arguments], code, stdout.getvalue(), stderr.getvalue())
 
 
@@ -164,10 +170,6 @@ def test_records_hold_hashes_and_names_and_no_content_unless_asked(folder: Path)
 
 
 def test_order_is_random_but_seeded() -> None:
-    from panscan.bench.grid import build_cells
-    from panscan.bench.plan import SweepPlan
-    from panscan.workload.requests import Source
-
     cells = build_cells({"batch_size": [str(n) for n in range(1, 9)], "dtype": ["bf16", "fp32"]})
 
     def order(seed: int, *, verify: bool = False) -> list[list[tuple[str, int | None]]]:
@@ -179,22 +181,43 @@ def test_order_is_random_but_seeded() -> None:
     assert order(1) == order(1)
     assert order(1) != order(2)
     by_load = order(1)
-    assert [len(visits) for visits in by_load] == [16, 16], "one load per model, every cell in every repeat"
-    for visits in by_load:
-        assert sorted(visits) == sorted((cell, repeat) for cell in {c for c, _ in visits} for repeat in range(2))
-        assert [repeat for _, repeat in visits] == [0] * 8 + [1] * 8
-        assert [cell for cell, _ in visits[:8]] != [cell for cell, _ in visits[8:]]
-    for visits, measured in zip(order(1, verify=True), by_load, strict=True):
-        assert [visit for visit in visits if visit[1] is not None] == measured
+    assert [{repeat for _, repeat in visits} for visits in by_load] in ([{0}, {0}, {1}, {1}], [{0}, {0, 1}, {1}])
+    measured = [visit for visits in by_load for visit in visits]
+    assert sorted(measured) == sorted((cell.id, repeat) for cell in cells for repeat in range(2))
+    assert [cell for cell, _ in measured[:16]] != [cell for cell, _ in measured[16:]]
+    for visits, plain in zip(order(1, verify=True), by_load, strict=True):
+        assert [visit for visit in visits if visit[1] is not None] == plain
         compared = [(visits[at - 1], cell) for at, (cell, repeat) in enumerate(visits) if repeat is None]
-        assert compared == [(last, last[0]) for last in measured[8:]], "each right after its last repeat"
+        assert compared == [(last, last[0]) for last in plain if last[1] == 1], "each right after its last repeat"
+
+
+def test_one_model_is_loaded_once_and_several_take_turns() -> None:
+    """In each repeat every runner has its turn, in changing order: none is always first, or measured before others."""
+    source = Source(no_images=True, prompt="x")
+    one = SweepPlan(cells=build_cells({"batch_size": ["1", "2"]}), items=[], source=source, repeats=5)
+    assert len(list(one.order())) == 1
+    cells = build_cells({"runner": ["generate", "engine"]})
+    several = SweepPlan(cells=cells, items=[], source=source, repeats=8, verify=False)
+    visits = [(cell.settings.runner, repeat) for load in several.order() for cell, repeat in load]
+    assert [repeat for _, repeat in visits] == [repeat for repeat in range(8) for _ in cells]
+    assert {visits[2 * repeat][0] for repeat in range(8)} == {"generate", "engine"}
+
+
+def test_repeats_go_on_until_the_interval_is_narrow() -> None:
+    plan = SweepPlan(cells=[], items=[], source=Source(no_images=True, prompt="x"), repeats=5, precision=2.0)
+
+    def work(noise: float, count: int, seconds: float = 1.0) -> list[RepeatWork]:
+        return [RepeatWork(10, 100, seconds * (1 + noise * (-1) ** number)) for number in range(count)]
+
+    assert not plan.is_last(3, work(0.0, 4)), "five at least"
+    assert plan.is_last(4, work(0.01, 5)) and not plan.is_last(4, work(0.03, 5))
+    assert plan.is_last(14, work(0.03, 15)) and plan.is_last(19, work(0.5, 20)), "four times as many at most"
+    assert plan.is_last(4, work(0.5, 5, seconds=200.0)), "nor for longer than ten minutes"
+    assert replace(plan, precision=None).is_last(4, work(0.5, 5))
+    assert replace(plan, replicas=2).is_last(4, work(0.5, 5)), "replicas cannot know of each other"
 
 
 def test_quantised_weights_come_after_those_whose_truth_they_share() -> None:
-    from panscan.bench.grid import build_cells
-    from panscan.bench.plan import SweepPlan
-    from panscan.workload.requests import Source
-
     cells = build_cells({"quantization": ["int8", "none"], "dtype": ["fp32", "bf16"]})
     plan = SweepPlan(cells=cells, items=[], source=Source(no_images=True, prompt="x"))
     kinds = [visits[0][0].settings.quantization for visits in plan.order()]

@@ -95,10 +95,10 @@ def test_the_table_shows_speed_and_verdict_of_every_side() -> None:
     text = comparison(json.loads(json.dumps(merged(parts()))))
     message, _, headings, *_ = text.splitlines()
     assert message == (
-        "**The engine's throughput on distinct documents is 1.3 times (27B) and 1.3 times (4B) that of exact vLLM,"
-        " 6.4 times (27B) and 6.4 times (4B) that of `generate()`.**"
+        "**The engine's throughput on distinct documents is 1.3 times (27B) and 1.3 times (4B) that of vLLM with an"
+        " exact image mask, 6.4 times (27B) and 6.4 times (4B) that of `generate()`.**"
     )
-    assert headings == "|  | engine | vLLM, exact (TRITON_ATTN) | vLLM, default (FLASH_ATTN) | generate() |"
+    assert headings == "|  | engine | vLLM, exact mask (TRITON_ATTN) | vLLM, default (FLASH_ATTN) | generate() |"
     assert cells(text, "27B: verdict of 6 layers") == ["exact (1.00x)", "exact (1.20x)", "different (40x)", "-"]
     rates = ["6.05 (6.00-6.10)", "4.55 (4.50-4.60)", "5.05 (5.00-5.10)", "0.95 (0.90-1.00)"]
     assert cells(text, "27B: requests/s, 128 documents") == rates

@@ -236,7 +236,20 @@ def test_an_unwritable_output_is_said_before_anything_runs(folder: Path, capsys:
 
 
 def test_torn_and_foreign_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["bench", "doc.png", "-p", "x", "--max-new-tokens", "2", "--device", "cpu", "--model", "tiny"]
+    arguments = [
+        "bench",
+        "doc.png",
+        "--repeats",
+        "1",
+        "-p",
+        "x",
+        "--max-new-tokens",
+        "2",
+        "--device",
+        "cpu",
+        "--model",
+        "tiny",
+    ]
     assert run(arguments) == 0
     [records] = folder.glob("runs/*/records.jsonl")
     whole = records.read_bytes()
@@ -255,7 +268,7 @@ def test_bad_documents_are_left_out_and_the_run_goes_on(folder: Path, capsys: py
     (folder / "text.png").write_text("no picture")
     (folder / "cut.png").write_bytes((folder / "doc.png").read_bytes()[:2000])
     quick = ["--model", "tiny", "--device", "cpu", "--max-new-tokens", "2"]
-    assert run(["bench", "--images", "*.png", "-p", "x", *quick]) == 0
+    assert run(["bench", "--repeats", "1", "--images", "*.png", "-p", "x", *quick]) == 0
     said = capsys.readouterr().err
     for name in ("empty.png", "text.png", "cut.png"):
         assert said.count(f"skipped: {name}") == 1

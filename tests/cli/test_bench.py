@@ -167,7 +167,19 @@ def test_the_launchers_line_measures_the_tiny_model(pictures: Path, connections:
 
 
 def test_a_dry_run_shows_cells_and_runs_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["bench", "docs", "-p", "x", "--batch-size", "1,2", "--attn_impl", "sdpa,flash_attention_2", *QUICK]
+    line = [
+        "bench",
+        "--repeats",
+        "1",
+        "docs",
+        "-p",
+        "x",
+        "--batch-size",
+        "1,2",
+        "--attn_impl",
+        "sdpa,flash_attention_2",
+        *QUICK,
+    ]
     assert run([*line, "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "4 cells, 3 requests each, 1 repeat" in said
@@ -182,7 +194,22 @@ def test_a_dry_run_shows_cells_and_runs_nothing(folder: Path, capsys: pytest.Cap
 
 def test_presets_are_cells(folder: Path) -> None:
     assert (
-        run(["bench", "docs/a.png", "-p", "x", "--preset", "baseline,balanced", "--min-crop-size", "50", *QUICK]) == 0
+        run(
+            [
+                "bench",
+                "--repeats",
+                "1",
+                "docs/a.png",
+                "-p",
+                "x",
+                "--preset",
+                "baseline,balanced",
+                "--min-crop-size",
+                "50",
+                *QUICK,
+            ]
+        )
+        == 0
     )
     measured = only_run(folder)
     assert [cell["do_pan_and_scan"] for cell in measured.cells.values()] == [False, True]
@@ -193,14 +220,16 @@ def test_presets_are_cells(folder: Path) -> None:
 
 def test_a_grid_file_gives_axes_and_flags_win(folder: Path) -> None:
     (folder / "grid.yaml").write_text(yaml.safe_dump({"grid_max_crops": [2, 3], "batch-size": 3, "dtype": "fp32"}))
-    assert run(["bench", "docs", "-p", "x", "--grid", "grid.yaml", "--batch_size", "2", *QUICK]) == 0
+    assert run(["bench", "--repeats", "1", "docs", "-p", "x", "--grid", "grid.yaml", "--batch_size", "2", *QUICK]) == 0
     cells = list(only_run(folder).cells.values())
     assert [cell["pan_and_scan_max_num_crops"] for cell in cells] == [2, 3]
     assert [(cell["batch_size"], cell["dtype"]) for cell in cells] == [(2, "fp32")] * 2
 
 
 def test_a_glob_that_the_shell_spilt_is_read_whole(folder: Path) -> None:
-    assert run(["bench", "--images", "docs/a.png", "docs/b.png", "docs/c.png", "-p", "x", *QUICK]) == 0
+    assert (
+        run(["bench", "--repeats", "1", "--images", "docs/a.png", "docs/b.png", "docs/c.png", "-p", "x", *QUICK]) == 0
+    )
     [requests] = asked(only_run(folder)).values()
     assert [picture for _, picture in requests] == ["docs/a.png", "docs/b.png", "docs/c.png"]
 
@@ -211,7 +240,18 @@ def test_a_dataset_brings_its_questions(folder: Path) -> None:
         '{"image": ["b.png", "c.png"], "question": "And these?"}',
     ]
     (folder / "docs" / "q.jsonl").write_text("\n".join(rows))
-    line = ["bench", "--dataset", "docs/q.jsonl", "--include-content", "--batch-size", "2", "--no-pan-and-scan", *QUICK]
+    line = [
+        "bench",
+        "--repeats",
+        "1",
+        "--dataset",
+        "docs/q.jsonl",
+        "--include-content",
+        "--batch-size",
+        "2",
+        "--no-pan-and-scan",
+        *QUICK,
+    ]
     assert run(line) == 0
     [[one, two]] = only_run(folder).requests.values()
     assert (one.request, one.image, one.views) == ("first", ["docs/a.png"], 1)
@@ -222,7 +262,19 @@ def test_a_dataset_brings_its_questions(folder: Path) -> None:
 
 @pytest.mark.parametrize("count", [1, 7])
 def test_num_samples_is_the_number_of_requests_in_every_cell(folder: Path, count: int) -> None:
-    line = ["bench", "docs", "--prompt", "x", "--num-prompts", str(count), "--batch-size", "3,4", *QUICK]
+    line = [
+        "bench",
+        "--repeats",
+        "1",
+        "docs",
+        "--prompt",
+        "x",
+        "--num-prompts",
+        str(count),
+        "--batch-size",
+        "3,4",
+        *QUICK,
+    ]
     assert run([*line, "--no-pan-and-scan"]) == 0
     one, two = asked(only_run(folder)).values()
     assert one == two
@@ -233,7 +285,7 @@ def test_num_samples_is_the_number_of_requests_in_every_cell(folder: Path, count
 def test_text_only_checkpoints_answer_prompts_alone(folder: Path, text_checkpoint: Path) -> None:
     model = changed(QUICK, **{"model": str(text_checkpoint), "max-new-tokens": "8"})
     line = "bench --no-images --prompts prompts.txt --batch-size 2 --runner generate,generate_batch --include-content"
-    assert run([*line.split(), *model]) == 0
+    assert run([*line.split(), "--repeats", "1", *model]) == 0
     measured = only_run(folder)
     assert [cell["runner"] for cell in measured.cells.values()] == ["generate", "generate_batch"]
     first, second = measured.requests.values()
@@ -245,7 +297,7 @@ def test_text_only_checkpoints_answer_prompts_alone(folder: Path, text_checkpoin
 
 
 def test_without_any_argument_it_says_what_it_uses(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "--max-new-tokens", "2", "--num-prompts", "3"]) == 0
+    assert run(["bench", "--repeats", "1", "--max-new-tokens", "2", "--num-prompts", "3"]) == 0
     said = capsys.readouterr()
     [model, runner, documents, *_] = said.err.splitlines()
     assert model.startswith("no --model given: using the bundled mini Gemma 3")
@@ -260,7 +312,23 @@ def test_without_any_argument_it_says_what_it_uses(folder: Path, capsys: pytest.
 
 
 def test_a_prompt_of_ones_own_goes_to_the_sample_documents(folder: Path) -> None:
-    assert run(["bench", "-p", "Who?", "--num-prompts", "2", "--include-content", "--no-pan-and-scan", *QUICK]) == 0
+    assert (
+        run(
+            [
+                "bench",
+                "--repeats",
+                "1",
+                "-p",
+                "Who?",
+                "--num-prompts",
+                "2",
+                "--include-content",
+                "--no-pan-and-scan",
+                *QUICK,
+            ]
+        )
+        == 0
+    )
     [requests] = only_run(folder).requests.values()
     assert [record.content.prompt for record in requests] == ["Who?", "Who?"]
     assert len({record.image[0] for record in requests}) == 2
@@ -271,7 +339,7 @@ def test_a_prompt_of_ones_own_goes_to_the_sample_documents(folder: Path) -> None
     [["-p", ""], ["docs", "-p", ""], ["docs", "-p", " \n"], ["docs", "-p", "\udcff"], ["docs", "--system", "\udcff"]],
 )
 def test_empty_and_garbled_prompts_are_refused(folder: Path, arguments: list[str]) -> None:
-    assert run(["bench", *arguments, *QUICK]) == 2
+    assert run(["bench", "--repeats", "1", *arguments, *QUICK]) == 2
     assert not (folder / "runs").exists()
 
 
@@ -302,19 +370,19 @@ def test_the_verdict_stands_in_every_output(folder: Path, capsys: pytest.Capture
 
 
 def test_without_verification_every_output_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "docs/a.png", "-p", "x", "--no-verify", *QUICK]) == 0
+    assert run(["bench", "--repeats", "1", "docs/a.png", "-p", "x", "--no-verify", *QUICK]) == 0
     directory = only_run(folder).path.parent
     assert not (directory / "truth").exists()
     assert "Unverified: --no-verify" in capsys.readouterr().out
     assert "unverified" in (directory / "summary.csv").read_text()
     assert "--no-verify" in (directory / "report.html").read_text()
-    assert run(["bench", "docs/a.png", "-p", "x", "--no-verify", "--reference", "x", *QUICK]) == 2
+    assert run(["bench", "--repeats", "1", "docs/a.png", "-p", "x", "--no-verify", "--reference", "x", *QUICK]) == 2
 
 
 @pytest.mark.parametrize("left", ["nothing", "the first line"])
 def test_a_verdict_that_is_missing_is_made_on_resume(folder: Path, left: str) -> None:
     """Also one that was stopped before measured tokens were checked beyond the reference: they are answered again."""
-    assert run(["bench", "docs/a.png", "-p", "x", *QUICK, "--verify-tokens", "1"]) == 0
+    assert run(["bench", "--repeats", "1", "docs/a.png", "-p", "x", *QUICK, "--verify-tokens", "1"]) == 0
     measured = only_run(folder)
     lines = measured.path.read_text().splitlines(keepends=True)
     verdicts = [line for line in lines if '"type":"verdict"' in line]
@@ -333,10 +401,10 @@ def test_a_verdict_that_is_missing_is_made_on_resume(folder: Path, left: str) ->
 
 
 def test_a_reference_must_fit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["bench", "docs/a.png", "-p", "x", "--dtype", "fp32", *QUICK]) == 0
+    assert run(["bench", "--repeats", "1", "docs/a.png", "-p", "x", "--dtype", "fp32", *QUICK]) == 0
     first = only_run(folder).path.parent
     elsewhere = ["--dtype", "fp32", "--output-dir", "elsewhere", "--reference", str(first)]
-    assert run(["bench", "docs/a.png", "-p", "x", "--attention", "eager", *elsewhere, *QUICK]) == 0
+    assert run(["bench", "--repeats", "1", "docs/a.png", "-p", "x", "--attention", "eager", *elsewhere, *QUICK]) == 0
     [second] = (folder / "elsewhere").iterdir()
     found = read_run(second)
     assert [truth.source for truth in found.truths.values()] == ["reference"]
@@ -344,7 +412,7 @@ def test_a_reference_must_fit(folder: Path, capsys: pytest.CaptureFixture[str]) 
     capsys.readouterr()
     for reference, why in ((str(first), "other views"), ("nowhere", "no such file")):
         rest = ["-p", "another", "--output-dir", "none", "--reference", reference, *QUICK]
-        assert run(["bench", "docs/a.png", "--dtype", "fp32", *rest]) == 3
+        assert run(["bench", "--repeats", "1", "docs/a.png", "--dtype", "fp32", *rest]) == 3
         said = capsys.readouterr().err
         [line] = [line for line in said.splitlines() if line.startswith("panscan:")]
         assert "--reference" in line and why in line
@@ -353,7 +421,7 @@ def test_a_reference_must_fit(folder: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_resumed_run_makes_only_the_references_that_it_still_needs(folder: Path) -> None:
-    arguments = ["bench", "docs", "-p", "x", "--do-pan-and-scan", "true,false", "--num-prompts", "2"]
+    arguments = ["bench", "--repeats", "1", "docs", "-p", "x", "--do-pan-and-scan", "true,false", "--num-prompts", "2"]
     assert run([*arguments, *QUICK]) == 0
     measured = only_run(folder)
     directory = measured.path.parent

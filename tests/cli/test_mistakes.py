@@ -15,7 +15,7 @@ from panscan.core import weight_formats
 
 ASK = ["ask", "doc.png", "-p", "What?"]
 BATCH = ["batch", "doc.png", "-p", "What?", "-o", "answers.jsonl"]
-BENCH = ["bench", "doc.png", "-p", "What?"]
+BENCH = ["bench", "--repeats", "1", "doc.png", "-p", "What?"]
 SERVE = ["serve", "--port", "0"]
 
 MISTAKES = {

@@ -21,7 +21,12 @@ def test_what_the_engine_says_at_its_start_goes_to_standard_error_once(capsys: p
 
 
 @pytest.mark.parametrize(
-    "verb", [["ask"], ["batch", "-o", "answers.jsonl"], ["bench", "--runner", "engine", "--no-verify", "--warmup", "0"]]
+    "verb",
+    [
+        ["ask"],
+        ["batch", "-o", "answers.jsonl"],
+        ["bench", "--repeats", "1", "--runner", "engine", "--no-verify", "--warmup", "0"],
+    ],
 )
 def test_limits_of_gpus_change_nothing_on_a_cpu(
     verb: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

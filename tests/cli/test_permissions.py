@@ -21,7 +21,7 @@ TINY = ["--model", "tiny", "--device", "cpu", "--max-new-tokens", "2", "-p", "Wh
 
 
 BATCH = ["batch", "a.png", "-o", "out/a.jsonl", *TINY]
-BENCH = ["bench", "a.png", "--warmup", "0", *TINY]
+BENCH = ["bench", "--repeats", "1", "a.png", "--warmup", "0", *TINY]
 
 # Each command as a user starts it, under umasks of its own, in one process: importing PyTorch takes seconds.
 COMMANDS = """

@@ -58,7 +58,20 @@ def only_run(folder: Path) -> Run:
 
 def test_a_public_dataset_from_bench_to_recommendation(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
-        run(["bench", "--dataset", "DocVQA", "--pan-and-scan-max-num-crops", "1,2", "--min-crop-size", "50", *QUICK])
+        run(
+            [
+                "bench",
+                "--repeats",
+                "1",
+                "--dataset",
+                "DocVQA",
+                "--pan-and-scan-max-num-crops",
+                "1,2",
+                "--min-crop-size",
+                "50",
+                *QUICK,
+            ]
+        )
         == 0
     )
     said = capsys.readouterr()
@@ -110,7 +123,18 @@ def test_a_public_dataset_from_bench_to_recommendation(folder: Path, capsys: pyt
 
 
 def test_another_metric_may_be_the_quality(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["bench", "--dataset", "DocVQA", "--quality-metric", "exact_match", "--num-prompts", "2", *QUICK]
+    line = [
+        "bench",
+        "--repeats",
+        "1",
+        "--dataset",
+        "DocVQA",
+        "--quality-metric",
+        "exact_match",
+        "--num-prompts",
+        "2",
+        *QUICK,
+    ]
     assert run(line) == 0
     assert metric_of(only_run(folder)) == "exact_match"
     for wrong, code, message in (
@@ -132,7 +156,7 @@ def test_another_metric_may_be_the_quality(folder: Path, capsys: pytest.CaptureF
 def test_what_does_not_go_is_said_before_a_run_is_made(
     folder: Path, capsys: pytest.CaptureFixture[str], options: list[str], code: int, message: str
 ) -> None:
-    assert run(["bench", "--dataset", "DocVQA", *options, *QUICK]) == code
+    assert run(["bench", "--repeats", "1", "--dataset", "DocVQA", *options, *QUICK]) == code
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (folder / "runs").exists()
 

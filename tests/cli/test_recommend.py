@@ -165,7 +165,7 @@ def test_every_command_takes_the_preset_of_a_real_sweep(
     answer = printed(capsys, "ask", *asking, *axes, "--json")["text"]
     rows = [{"image": f"{name}.png", "question": asking[-1], "answers": [answer]} for name in ("tall", "square")]
     (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert run(["bench", "--dataset", "q.jsonl", "--batch-size", "1,2", *axes]) == 0
+    assert run(["bench", "--repeats", "1", "--dataset", "q.jsonl", "--batch-size", "1,2", *axes]) == 0
     [directory] = Path("runs").iterdir()
     measured = read_run(directory)
     alone = next(cell for cell, settings in measured.cells.items() if settings["batch_size"] == 1)

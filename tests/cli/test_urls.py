@@ -41,7 +41,7 @@ def url_of(site: Site) -> str:
     [
         ["ask", "URL", "-p", "What?", *QUICK],
         ["batch", "URL", "-p", "What?", "-o", "answers.jsonl", *QUICK],
-        ["bench", "URL", "-p", "What?", "--warmup", "0", "--no-verify", *QUICK],
+        ["bench", "--repeats", "1", "URL", "-p", "What?", "--warmup", "0", "--no-verify", *QUICK],
         ["crops", "URL", "-o", "views.png"],
     ],
     ids=lambda words: words[0],
@@ -67,7 +67,19 @@ def test_private_addresses_need_the_option(
 def test_a_run_is_resumed_without_credentials_with_one_clear_line(
     site: Site, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["bench", url_of(site), "-p", "What?", "--warmup", "0", "--no-verify", "--allow-private-urls", *QUICK]
+    words = [
+        "bench",
+        "--repeats",
+        "1",
+        url_of(site),
+        "-p",
+        "What?",
+        "--warmup",
+        "0",
+        "--no-verify",
+        "--allow-private-urls",
+        *QUICK,
+    ]
     assert run(words) == 0
     [directory] = Path("runs").iterdir()
     capsys.readouterr()

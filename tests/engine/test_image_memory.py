@@ -69,10 +69,12 @@ def test_a_document_beyond_the_context_is_refused_before_a_page_is_decoded(
     tmp_path: Path, tiny: GenerateRunner
 ) -> None:
     broken = noise(60, 60)
-    broken.save(tmp_path / "all.tif", save_all=True, append_images=[noise(60, 60)] * 600)
+    broken.save(tmp_path / "all.tif", save_all=True, append_images=[noise(60, 60)] * 200)
     driver = Driver(tiny, OPTIONS)
     asked = Request("What?", [str(tmp_path / "all.tif")] * 20)
-    with pytest.raises(SettingError, match=r"the prompt has at least \d+ tokens \(12020 views\); the model's context"):
+    with pytest.raises(
+        SettingError, match=r"the prompt has at least \d+ tokens \(4020 views\); this model's maximum context"
+    ):
         driver.add(asked)
     assert driver.loop.preparer.memory.taken == 0
 

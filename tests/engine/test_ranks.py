@@ -284,7 +284,7 @@ def test_a_lost_rank_ends_every_request(fault: str, tmp_path: Path, monkeypatch:
     assert seconds < SOON
     started = time.monotonic()
     again = engine.generate([engine.request("Hi"), requests()[3]])
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < SOON
     for result in (*results, *again):
         assert isinstance(result.error, EngineError)
     reasons = {str(result.error) for result in (*results, *again)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,8 @@ from transformers.generation import (
 )
 
 from panscan import GenerateRunner, Sampling
+from panscan.engine.engine import Engine
+from panscan.engine.options import EngineOptions
 from panscan.engine.sampling import Sampler, SamplingRow, draw, filter_scores
 from panscan.engine.scheduling.batch import SampledToken
 
@@ -37,8 +40,13 @@ def choose(sampler: Sampler, logits: torch.Tensor, rows: Sequence[SamplingRow]) 
 def by_transformers(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
     """One row's scores, by Transformers' own classes."""
     chain, how = LogitsProcessorList(), row.sampling
+    logits = logits.clone()
+    for token, bias in (how.logit_bias or {}).items():
+        if token < VOCABULARY:
+            logits[token] += bias
     if how.repetition_penalty is not None:
         chain.append(RepetitionPenaltyLogitsProcessor(float(how.repetition_penalty)))
+    chain.append(lambda _, scores: by_openai(scores, row))
     chain.append(SuppressTokensLogitsProcessor(SUPPRESSED))
     if row.allowed is not None:
         allowed = np.flatnonzero(np.unpackbits(row.allowed, bitorder="little"))
@@ -54,6 +62,16 @@ def by_transformers(logits: torch.Tensor, row: SamplingRow) -> torch.Tensor:
             chain.append(MinPLogitsWarper(how.min_p))
     known = [token for token in row.token_ids or () if token < VOCABULARY]  # Transformers 5.17 fails at others
     scores: torch.Tensor = chain(torch.tensor([known], dtype=torch.long), logits[None])[0]
+    return scores
+
+
+def by_openai(scores: torch.Tensor, row: SamplingRow) -> torch.Tensor:
+    """The formula of OpenAI's guide, over the answer's tokens."""
+    answer = list(row.token_ids or ())[-row.position :] if row.position else []
+    for token, count in Counter(answer).items():
+        if token < VOCABULARY:
+            scores[0, token] -= torch.tensor(row.sampling.frequency_penalty) * count
+            scores[0, token] -= row.sampling.presence_penalty
     return scores
 
 
@@ -77,7 +95,13 @@ def levels(seed: int, step: float) -> list[float]:
 logits_of_a_row = st.builds(levels, st.integers(0, 2**32), st.sampled_from([1e-5, 0.5, 2.0]))
 penalty = st.none() | st.sampled_from([0.7, 1.0, 1.3])
 share = st.floats(0.01, 1) | st.sampled_from([0.25, 0.5, 0.75, 1.0])
-greedy = st.builds(Sampling, repetition_penalty=penalty, logprobs=st.none() | st.integers(0, 4))
+openai = {
+    "frequency_penalty": st.sampled_from([0.0, 0.0, 0.3, -2.0]),
+    "presence_penalty": st.sampled_from([0.0, 0.0, 1.1, -0.7]),
+    "logit_bias": st.none()
+    | st.dictionaries(st.integers(0, VOCABULARY + 2), st.floats(-100, 100, width=32), max_size=4),
+}
+greedy = st.builds(Sampling, repetition_penalty=penalty, logprobs=st.none() | st.integers(0, 4), **openai)
 sampled = st.builds(
     Sampling,
     temperature=st.floats(0.1, 3) | st.just(1.0),
@@ -86,6 +110,7 @@ sampled = st.builds(
     min_p=st.none() | share | st.just(0.0),
     repetition_penalty=penalty,
     logprobs=st.none() | st.integers(0, 4),
+    **openai,
 )
 masks = st.sets(st.integers(0, VOCABULARY + 7), max_size=VOCABULARY).map(
     lambda ids: np.packbits(np.isin(np.arange(VOCABULARY + 8), [*ids, 7]), bitorder="little")
@@ -94,7 +119,7 @@ row = st.builds(
     SamplingRow,
     greedy | sampled,
     st.integers(-(2**70), 2**70),
-    st.integers(0, 5000),
+    st.integers(0, 9) | st.integers(0, 5000),
     st.lists(st.integers(0, VOCABULARY + 2), min_size=1, max_size=9),
     st.none() | masks,
 )
@@ -177,6 +202,41 @@ def test_scores_are_those_of_generate(tiny: GenerateRunner, how: Sampling) -> No
         torch.testing.assert_close(scores, expected, rtol=0, atol=0)
         if how.greedy:
             assert choose(Sampler(suppressed, "cpu"), logits.float(), [each])[0].token == ids[len(prompt) + step]
+
+
+def test_answers_with_penalties_and_biases_are_those_of_generate(tiny: GenerateRunner) -> None:
+    """Greedy, with the plain formula as a logits processor, beside a request without."""
+    loaded, count = tiny.loaded, 24
+    ask = tiny.request("What is the total?")
+    how = Sampling(count, frequency_penalty=0.9, presence_penalty=1.5, logit_bias={40: 1.5, 41: -100}, ignore_eos=True)
+    plain = Sampling(count, ignore_eos=True)
+    prompt = torch.tensor([loaded.reader.prompts.write(ask, []).ids])
+
+    def answer(sampling: Sampling) -> list[int]:
+        def adjusted(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            answer = ids[0, prompt.shape[1] :].tolist()
+            for token, bias in (sampling.logit_bias or {}).items():
+                scores[0, token] += bias
+            for token, times in Counter(answer).items():
+                scores[0, token] -= sampling.frequency_penalty * times + sampling.presence_penalty
+            return scores
+
+        output = loaded.model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=False,
+            max_new_tokens=count,
+            eos_token_id=loaded.model.config.get_text_config().vocab_size,
+            logits_processor=LogitsProcessorList([adjusted]),
+        )
+        return output[0, prompt.shape[1] :].tolist()
+
+    with Engine(loaded, EngineOptions(kv_cache_gb=0.02)) as engine:
+        results = engine.generate([replace(ask, sampling=sampling) for sampling in (how, plain, how)])
+        unknown = engine.generate([replace(ask, sampling=Sampling(logit_bias={10**6: 1.0}))])[0]
+    assert [result.token_ids for result in results] == [answer(how), answer(plain), answer(how)]
+    assert answer(how) != answer(plain)
+    assert "logit_bias: the token 1000000 is not one of the model's" in str(unknown.error)
 
 
 def test_of_equal_scores_greedy_takes_the_first() -> None:

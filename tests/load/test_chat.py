@@ -13,6 +13,7 @@ from tests.load.fake_server import fake_server
 
 from panscan.core import EndpointError, SettingError, now
 from panscan.load.chat import ChatStream, Endpoint, RequestOutcome, chat_body, data_url, fetch_json
+from panscan.load.options import LoadOptions
 
 EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8"}
 
@@ -143,6 +144,36 @@ def test_optional_fields_are_sent_only_if_given() -> None:
     body = chat_body("m", [], 1, temperature=None, extra={"logprobs": True}, **fields)
     sent = {"model": "m", "messages": [], "max_tokens": 1, "logprobs": True, **fields}
     assert json.loads(b"".join(body)) == sent
+
+
+@pytest.mark.parametrize(
+    ("fields", "changed"),
+    [
+        ({}, {}),
+        ({"max_tokens_field": "max_completion_tokens"}, {"max_tokens": None, "max_completion_tokens": 8}),
+        ({"max_tokens_field": "none"}, {"max_tokens": None}),
+        ({"stream_options": False}, {"stream_options": None}),
+        ({"extra_body": '{"temperature": null, "top_p": 0.5}'}, {"temperature": None, "top_p": 0.5}),
+    ],
+)
+def test_fields_are_those_that_an_endpoint_takes(fields: dict[str, Any], changed: dict[str, Any]) -> None:
+    before = json.loads(b"".join(chat_body("m", [], 8)))
+    after = json.loads(b"".join(chat_body("m", [], 8, adapt=LoadOptions(**fields).adapted)))
+    assert after == {name: value for name, value in {**before, **changed}.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "--extra-body: not JSON"),
+        ("[]", "--extra-body: expected a JSON object"),
+        ('{"messages": []}', "--extra-body: messages differs between requests"),
+        ("[" * 10_000, "--extra-body: "),
+    ],
+)
+def test_an_extra_body_is_a_json_object(text: str, message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        LoadOptions(extra_body=text)
 
 
 def test_a_body_refuses_repeated_fields_and_broken_segments() -> None:

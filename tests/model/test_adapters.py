@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from panscan.bench.grid import adapter_sums, build_cells
 from panscan.cli.main import run as cli
-from panscan.core import ModelError, PanscanError, canonical_model, split_adapters
-from panscan.model.adapters import merged_tensors
+from panscan.core import ModelError, PanscanError, SettingError, canonical_model, split_adapters
+from panscan.model.adapters import merged_tensors, write_merged
 from panscan.model.bundled import fingerprints
-from panscan.model.bundled.tiny import tiny_directory
 from panscan.model.checkpoint import Placement, load_meta_model, load_model, load_shard_of
 from panscan.model.linear.quantized import WeightFormat
 from panscan.model.sharding import shard_of
@@ -133,10 +132,10 @@ def test_every_loader_has_the_merged_weights(adapter: Path, tmp_path: Path) -> N
         assert value.equal(shard_of(name, after[name], 1, 2))
     meta = load_meta_model(str(adapter), torch.float32, _CPU, revision=None, embedding=True).model
     assert meta.get_output_embeddings().weight.equal(after["lm_head.weight"])
-    merged.model.to(torch.bfloat16).save_pretrained(tmp_path / "saved")
-    for file in tiny_directory().glob("*.json*"):
-        if not (tmp_path / "saved" / file.name).exists():
-            shutil.copy(file, tmp_path / "saved")
+    (tmp_path / "saved").mkdir()
+    write_merged(str(adapter), tmp_path / "saved")
+    for name, value in named(load_model(str(tmp_path / "saved"), _FLOAT).model).items():
+        assert value.equal(after[name].bfloat16().float())
     states = []
     for words in (["tiny", "--adapter", str(adapter)], [str(tmp_path / "saved")]):  # on load, and by panscan quantize
         name, out = "+".join(word for word in words if word != "--adapter"), tmp_path / f"int8 {len(words)}"
@@ -246,3 +245,26 @@ def test_an_adapter_that_is_trained_again_has_another_fingerprint(adapter: Path)
     after = fingerprints([f"tiny+{adapter}"])
     assert before.keys() == after.keys() == {f"tiny+{adapter}"} and before != after
     assert re.fullmatch("[0-9a-f]{12}", before[f"tiny+{adapter}"])
+
+
+def test_a_sweep_varies_adapters_and_their_sums() -> None:
+    def models(options: list[str], **flags: list[str]) -> list[str]:
+        return [cell.settings.model for cell in build_cells(flags, adapters=adapter_sums(options))]
+
+    assert models(["a,b"]) == ["a", "b"]  # without a model, the base that the first adapter names
+    assert models(["none,a", "b"], model=["m", "n"]) == ["m+b", "m+a+b", "n+b", "n+a+b"]
+    assert models([], model=["m"]) == ["m"]
+    with pytest.raises(SettingError, match="--adapter none: which model"):
+        models(["none,a"])
+    with pytest.raises(SettingError, match="--adapter has an empty value: 'a,'"):
+        models(["a,"])
+
+
+def test_a_server_names_one_merged_model(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in {
+        ("--adapter", "a=x", "--adapter", "b=y"): "--adapter b=y: a server has one set of merged weights",
+        ("--adapter", "a=x", "--served-model-name", "b"): "--adapter a=x: expected NAME=ADAPTER, without --served-",
+        ("--adapter", "a=/nowhere/x"): "--model /nowhere/x: there is no such directory",
+    }.items():
+        assert cli(["serve", "--port", "0", "--device", "cpu", *words]) in (2, 3)
+        assert message in " ".join(capsys.readouterr().err.split())

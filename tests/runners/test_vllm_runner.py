@@ -119,8 +119,8 @@ def test_which_vllm_serves(installed: dict[str, str], told: str | None, monkeypa
     [
         ({"runner": "vllm", "max_num_seqs": 8}, "--max-num-seqs is for --runner engine"),
         ({"runner": "vllm", "batch_size": 8}, "--batch-size must stay at 1"),
-        ({"runner": "vllm", "prefill_chunk_size": 512}, "--prefill-chunk-size must stay"),
-        ({"runner": "vllm", "quantization": "int8"}, "--quantization must stay"),
+        ({"runner": "vllm", "prefill_chunk_size": 512}, "--prefill-chunk-size must be left out"),
+        ({"runner": "vllm", "quantization": "int8"}, "--quantization must be left out"),
         ({"runner": "engine", "vllm_attention": "TRITON_ATTN"}, "--vllm-attention is for --runner vllm"),
         ({"runner": "generate", "vllm_attention": "TRITON_ATTN"}, "--vllm-attention is for --runner vllm"),
     ],
@@ -348,7 +348,7 @@ def test_a_verdict_says_what_it_was_made_from(runner: GenerateRunner, tmp_path: 
     shown: Any = Vllm(runner)
     record = verifier.verify(shown, cell)
     assert record.verdict in ("exact", "close"), record
-    assert record.reason == f"from top {TOP_LOGPROBS} log-probabilities"
+    assert record.reason == f"over the {TOP_LOGPROBS} most probable tokens"
     drawn = replace(cell.settings, model="mini", random_weights=True, model_shape="tiny")
     assert "vLLM generates different random weights" in (verifier.verify(shown, Cell.of(drawn)).reason or "")
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
-from tests.serve.serving import Server, launch
+from tests.serve.serving import DEADLINE, Server, launch
 
 
 @pytest.fixture(scope="session")
@@ -14,6 +15,13 @@ def server() -> Iterator[Server]:
     started = launch()
     yield started
     assert started.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Any:
+    import openai  # not at the top: GPU machines need not have it
+
+    return openai.OpenAI(base_url=f"{server}/v1", api_key="unused", max_retries=0, timeout=DEADLINE)
 
 
 @pytest.fixture(scope="module")

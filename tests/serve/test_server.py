@@ -42,6 +42,7 @@ from panscan.serve.protocol import (
     Body,
     ChatCompletionRequest,
     CompletionRequest,
+    DetokenizeRequest,
     FieldError,
     TokenizeRequest,
     ViewsRequest,
@@ -139,6 +140,8 @@ CASES = {
     "more crops": cropped(min_crop_size=50, max_num_crops=6),
     "sampled": sampled(user("Say it"), temperature=1.0, seed=7, top_p=0.9, top_k=50),
     "stop": sampled(ABOUT_RECEIPT, RECEIPT_FILE, stop=["0", "5"]),
+    "openai's penalties": sampled(user("Hi"), frequency_penalty=0.5, presence_penalty=1.5, ignore_eos=True),
+    "bias": Case(user("Hi"), fields={"logit_bias": {"300": 90}}, sampling=Sampling(TOKENS, logit_bias={300: 90})),
     "penalty": sampled(user("Hi"), repetition_penalty=1.5, min_p=0.1, temperature=0.5, seed=-3),
 }
 
@@ -147,11 +150,6 @@ CASES = {
 def engine() -> Iterator[Engine]:
     with Engine.from_pretrained("mini", device="cpu", dtype="fp32", kv_cache_gb=0.05) as opened:
         yield opened
-
-
-@pytest.fixture(scope="module")
-def client(server: Server) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server}/v1", api_key="unused", max_retries=0, timeout=DEADLINE)
 
 
 def streamed(server: Server, body: dict[str, Any], path: str = "/v1/chat/completions") -> list[dict[str, Any]]:
@@ -209,7 +207,7 @@ def test_continuous_usage_counts_the_tokens_so_far(server: Server) -> None:
     for choice in range(2):
         counts = [each["usage"] for each in chunks if each["choices"][0]["index"] == choice and "usage" in each]
         completion = [each["completion_tokens"] for each in counts]
-        assert completion == sorted(set(completion))
+        assert completion[0] == 0 and completion == sorted(set(completion))
         assert completion[-1] == TOKENS == total["completion_tokens"] // 2
         assert {each["prompt_tokens"] for each in counts} == {total["prompt_tokens"]}
     options["include_usage"] = False
@@ -343,6 +341,25 @@ def test_tokenize_matches_the_engine(server: Server, engine: Engine, tmp_path: P
     assert post(server, "/tokenize", {"prompt": "Hi"}).json()["tokens"] == raw
 
 
+def test_prompts_may_be_token_ids(server: Server, engine: Engine) -> None:
+    text = "The total is $4.20 \u20ac"
+    ids = post(server, "/tokenize", {"prompt": text}).json()["tokens"]
+    bare = post(server, "/tokenize", {"prompt": text, "add_special_tokens": False}).json()["tokens"]
+    assert ids == [engine.loaded.reader.tokenizer.bos_token_id, *bare]
+    assert bare == engine.loaded.reader.tokenizer.encode(text, add_special_tokens=False)
+    assert post(server, "/detokenize", {"tokens": ids}).json() == {"prompt": text}
+
+    def answers(prompt: Any, **fields: Any) -> list[str]:
+        body = {"prompt": prompt, "max_tokens": TOKENS, **fields}
+        return [choice["text"] for choice in post(server, "/v1/completions", body).json()["choices"]]
+
+    assert answers(ids) == answers(text)
+    assert answers(bare) == answers(text, add_special_tokens=False) != answers(text)
+    assert answers([ids, bare]) == answers(ids) + answers(bare)
+    for wrong in ([10**6], [ids, 5], [], [-1], [[]], [engine.loaded.reader.tokenizer.image_token_id]):
+        assert post(server, "/v1/completions", {"prompt": wrong}).status_code == 400
+
+
 def test_an_image_of_low_detail_is_one_view(server: Server, engine: Engine) -> None:
     kwargs = {"pan_and_scan_min_crop_size": 50, "pan_and_scan_max_num_crops": 6}
     settings = PanAndScan(min_crop_size=50, max_num_crops=6)
@@ -422,9 +439,6 @@ def test_the_model_and_its_limits_are_listed(server: Server, client: openai.Open
     assert client.models.retrieve("mini").id == "mini"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model="mini", prompt="Hi", frequency_penalty=1.0)
-    assert caught.value.param == "frequency_penalty"
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="other", messages=[{"role": "user", "content": "Hi"}])
     own = httpx.get(f"{server}/v1/models").json()["data"][0]["panscan"]
@@ -436,6 +450,7 @@ BODIES: dict[type[Body], dict[str, Any]] = {
     ChatCompletionRequest: {"messages": user("Hi"), "max_tokens": 1},
     CompletionRequest: {"prompt": "Hi", "max_tokens": 1},
     TokenizeRequest: {"prompt": "Hi"},
+    DetokenizeRequest: {"tokens": [5]},
     ViewsRequest: {"width": 5, "height": 5},
 }
 
@@ -480,7 +495,7 @@ SCHEMA = {"type": "json_schema"}
         ({"max_tokens": 10**300}, "max_tokens"),
         ({"stop": ["a"] * 17}, "stop"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"tools": [{}]}, "tools"),
+        ({"tools": [{}]}, "tools.0.function"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"seed": 2**64}, "seed"),
         ({"mm_processor_kwargs": {"size": 1}}, "mm_processor_kwargs.size"),
@@ -488,7 +503,11 @@ SCHEMA = {"type": "json_schema"}
         ({"mm_processor_kwargs": {"pan_and_scan_max_num_crops": 0}}, "mm_processor_kwargs"),
         ({"messages": [{"role": "system", "content": "a"}]}, "messages"),
         ({"response_format": SCHEMA | {"json_schema": {"name": "a", "schema": {"not": {}}}}}, "response_format"),
-        ({"frequency_penalty": 1.0}, "frequency_penalty"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"presence_penalty": -3}, "presence_penalty"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"logit_bias": {"9999999": 1}}, "logit_bias"),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
         ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
@@ -547,8 +566,18 @@ def test_metrics_add_up(server: Server) -> None:
         "vllm:generation_tokens_total": "completion_tokens",
         "panscan:views_total": "views",
     }
+
+    def counted_gaps() -> list[float]:
+        text = httpx.get(f"{server}/metrics").text
+        return [
+            float(found)
+            for kind in ("count", r"bucket.*\+Inf")
+            for found in re.findall(rf"^vllm:inter_token_latency_seconds_{kind}.* (\S+)$", text, re.MULTILINE)
+        ]
+
     wait_for(server.idle)
     before = {name: server.metric(name) for name in counted}
+    gaps = counted_gaps()
     answered = server.metric("vllm:request_success_total", finished_reason="length")
     failed = server.metric("panscan:requests_refused_total", status="400")
     body = CASES["image"].body
@@ -559,6 +588,8 @@ def test_metrics_add_up(server: Server) -> None:
     for name, field in counted.items():
         assert server.metric(name) == before[name] + 2 * answer["usage"][field], name
     assert server.metric("panscan:requests_refused_total", status="400") == failed + 1
+    assert len(gaps) == 2 and counted_gaps() == [count + 2 * (TOKENS - 1) for count in gaps]
+    assert server.metric("vllm:num_preemptions_total") == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import log_softmax, rel_entr
 
+from panscan.model.observation import Observation
+from panscan.runners.generate import GenerateRunner
 from panscan.verdict.divergence import DivergenceTally, Noise, PositionComparison, compare_logits
+from panscan.verdict.float32 import head_logits
 
 CPU = torch.device("cpu")
 LOGITS = st.integers(1, 40).flatmap(
@@ -81,3 +85,30 @@ def test_a_tie_that_tips_costs_an_exact_word_but_is_not_different(margin: float,
 def test_noise_is_the_mean_over_the_tokens_that_a_cell_may_write() -> None:
     noise = Noise([[1.0, 3.0, 8.0], [2.0]], None, 0.0)
     assert [noise.answer_mean(steps) for steps in (1, 2, 128)] == [1.5, 2.0, 3.5]
+
+
+@pytest.mark.parametrize("times", [1, 30, 700])
+def test_reported_tokens_are_compared_with_the_noise_of_reported_tokens(tiny: GenerateRunner, times: float) -> None:
+    """A deviation so many times the noise is called so from 20 tokens, too, at both kinds of position.
+
+    Over the noise of the whole vocabulary, 30 times the noise would look like less than once.
+    """
+    draws = torch.Generator().manual_seed(4)
+    hidden = torch.randn(24, 128, generator=draws)
+    reference = head_logits(tiny.loaded.model, hidden)
+    seen, other = (
+        Observation(list(range(24)), list(range(24)), logits, logits)
+        for logits in (
+            reference + 0.02 * scale * torch.randn(reference.shape, generator=draws) for scale in (1, times**0.5)
+        )
+    )
+    tallies = [DivergenceTally() for _ in range(4)]
+    for tally, observation in zip(tallies, (seen, seen.reported(), other, other.reported()), strict=True):
+        tally.add(tiny.loaded, hidden, hidden, observation)
+    noise = replace(tallies[0].noise(), reported=tallies[1].noise())
+    full, coarse = (tally.verdict("c", noise, 24, float32=False) for tally in tallies[2:])
+    for kind in ("answer", "image"):
+        assert getattr(full, kind).ratio == pytest.approx(times, rel=0.3)
+        assert times / 2 <= getattr(coarse, kind).ratio <= times * 5, "the choice of reported tokens deviates, too"
+    assert (full.verdict, coarse.verdict) == (("exact",) * 2 if times == 1 else ("different",) * 2)
+    assert tallies[3].verdict("c", tallies[0].noise(), 24, float32=False).verdict == "unverified"

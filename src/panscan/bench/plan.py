@@ -11,12 +11,17 @@ from typing import Protocol
 
 from panscan.bench.grid import Cell
 from panscan.core import SettingError
+from panscan.records.metrics import RepeatWork, relative_half_width
 from panscan.records.schema import DatasetFacts
 from panscan.records.store import AnyRecord
 from panscan.runners.base import calls
 from panscan.settings import NO_IMAGES, Settings
 from panscan.workload.requests import Item, Source, plans_of, view_counts
 
+MOST_TIMES = 4
+"""So many times the least number of repeats are measured for a narrow interval, at most."""
+MAX_SECONDS = 600.0
+"""Measured seconds of a cell after which it is not measured more often than asked for."""
 MAX_MEASUREMENTS = 100_000
 """Repeats of all cells together."""
 
@@ -48,7 +53,9 @@ class SweepPlan:
         cells: points to measure.
         items: requests of every cell.
         source: where the items come from.
-        repeats: times that each cell is measured.
+        repeats: times that each cell is measured, at least.
+        precision: half of the 95% interval over the throughput, in percent: a cell is measured again, at most
+            :data:`MOST_TIMES` as often, until its interval is so narrow. None, and with replicas: ``repeats`` times.
         warmup: batches run and thrown away before each repeat; a compiling cell runs them all, unless 0.
         seed: of the order of cells, and of the sampler in cells that name none.
         include_content: keep prompts and answers in the records.
@@ -71,6 +78,7 @@ class SweepPlan:
     items: Sequence[Item]
     source: Source
     repeats: int = 1
+    precision: float | None = None
     warmup: int = 1
     seed: int = 0
     include_content: bool = False
@@ -93,6 +101,26 @@ class SweepPlan:
                 f"--repeats {self.repeats} of {len(self.cells)} cells are {count:,} measurements,"
                 f" the limit is {MAX_MEASUREMENTS:,}"
             )
+
+    @property
+    def most_repeats(self) -> int:
+        """The repeats of a cell at most. Replicas cannot know of each other that a cell is measured precisely."""
+        adaptive = self.precision is not None and self.replicas == 1
+        return self.repeats * (MOST_TIMES if adaptive else 1)
+
+    def is_last(self, repeat: int, work: Sequence[RepeatWork]) -> bool:
+        """Return whether a cell needs no more repeats after this one.
+
+        Args:
+            repeat: its number, from 0.
+            work: of the cell's repeats so far.
+        """
+        if repeat + 1 < self.repeats:
+            return False
+        if repeat + 1 >= self.most_repeats or sum(one.seconds for one in work) > MAX_SECONDS:
+            return True
+        half = relative_half_width(work)
+        return half is not None and 100 * half <= (self.precision or 0.0)
 
     @property
     def sample(self) -> list[Item]:
@@ -138,18 +166,28 @@ class SweepPlan:
         return reasons
 
     def order(self) -> Iterator[list[Visit]]:
-        """Visits, one list per loaded model; within a model each repeat visits its cells shuffled.
+        """Visits, one list per load of a model. Each repeat visits all models shuffled, and the cells of each shuffled.
 
-        A cell is compared right after its last repeat, while its compiled code is still loaded. Quantised weights come
-        after the others, whose reference they share.
+        So what changes with time, such as a machine that warms up, does not favour a runner. A cell is compared right
+        after its last repeat, while its compiled code is still loaded. In the first repeat, quantised weights come
+        after the others, whose reference they share. A single model is loaded once.
         """
         by_load = sorted(self.cells, key=lambda cell: (cell.settings.quantization or "", repr(cell.settings.load_key)))
-        for key, group in groupby(by_load, key=lambda cell: cell.settings.load_key):
-            cells = list(group)
-            visits: list[Visit] = []
-            for repeat in range(self.repeats):
-                for cell in random.Random(f"{self.seed}-{repeat}-{key!r}").sample(cells, len(cells)):
-                    visits.append((cell, repeat))
-                    if self.verify and repeat == self.repeats - 1:
-                        visits.append((cell, None))
-            yield visits
+        groups = [list(group) for _, group in groupby(by_load, key=lambda cell: cell.settings.load_key)]
+        loads: list[list[Visit]] = []
+        previous: list[Cell] = []
+        for repeat in range(self.most_repeats):
+            draws = random.Random(f"{self.seed}-{repeat}")
+            chosen = groups if repeat == 0 else draws.sample(groups, len(groups))
+            for cells in chosen:
+                visits = self._visits(draws.sample(cells, len(cells)), repeat)
+                if cells is previous:
+                    loads[-1] += visits
+                else:
+                    loads.append(visits)
+                previous = cells
+        yield from loads
+
+    def _visits(self, cells: Sequence[Cell], repeat: int) -> list[Visit]:
+        compared = self.verify and repeat == self.most_repeats - 1
+        return [visit for cell in cells for visit in ((cell, repeat), (cell, None))[: 2 if compared else 1]]

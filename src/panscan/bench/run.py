@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _PLAN = ("repeats", "warmup", "seed", "include_content", "verify", "replicas", "gpus_per_replica")
 """Fields of a plan that a run's header has."""
-_VERIFY = ("verify_requests", "verify_tokens", "check_invariance")
+_VERIFY = ("verify_requests", "verify_tokens", "check_invariance", "precision", "max_accuracy_loss")
 """Further ones, which runs of older versions lack."""
 _SAME = ("panscan", "cpu", "gpus")
 """What a run's environment must have in common with the machine that continues it."""
@@ -66,7 +66,10 @@ def resume(plan: SweepPlan, directory: Path, observer: Observer) -> Run:
         if writer.previous is None:
             raise RecordsError(f"--resume {directory}: there is no run")
         verifier = verifier_of(plan, writer.write, observer.stage, directory, writer.previous)
-        _sweep(plan, writer, writer.previous.finished(), observer, verifier)
+        previous = writer.previous
+        measured = {cell for cell, record in previous.outcomes.items() if record.outcome == "done"}
+        done = previous.finished() | {(cell, repeat) for cell in measured for repeat in range(plan.most_repeats)}
+        _sweep(plan, writer, done, observer, verifier)
     return finish(directory)
 
 
@@ -252,7 +255,6 @@ def header(plan: SweepPlan, command: Sequence[str]) -> RunRecord:
         reference=plan.reference,
         dataset=plan.dataset,
         quality_metric=plan.quality_metric,
-        max_accuracy_loss=plan.max_accuracy_loss,
         **{name: getattr(plan, name) for name in (*_PLAN, *_VERIFY)},
     )
     return new_run_record(command, settings, [_recorded_cell(cell) for cell in plan.cells], bundled)

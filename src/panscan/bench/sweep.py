@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from contextlib import closing, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from panscan.bench.grid import Cell
 from panscan.bench.plan import Observer, SweepPlan, Visit, Writer
 from panscan.core import PanscanError, Request, Result, UnsupportedError, now
 from panscan.core.errors import brief, error_line
+from panscan.records.metrics import RepeatWork, work_of
 from panscan.records.request_records import RecordedAnswer, RepeatRecord, RequestRecord
 from panscan.records.schema import CellRecord, LoadRecord
 from panscan.records.scores import scores_of
@@ -45,24 +47,28 @@ def run_sweep(
     Raises:
         RecordsError: ``--reference`` is of other weights.
     """
-    sweep = _Sweep(plan, writer, observer, verifier)
-    for visits in plan.order():
-        missing = [(cell, repeat) for cell, repeat in visits if (cell.id, repeat) not in done]
-        for cell in dict.fromkeys(cell for cell, _ in missing if cell.id in plan.skipped):
+    sweep = _Sweep(plan, writer, observer, verifier, set(done))
+    for cell in plan.cells:
+        if cell.id in plan.skipped and (cell.id, 0) not in done:
             sweep.write_outcome(cell, None, ("skipped", plan.skipped[cell.id]))
-        todo = [(cell, repeat) for cell, repeat in missing if cell.id not in plan.skipped]
+    for visits in plan.order():
+        missing = [(cell, repeat) for cell, repeat in visits if (cell.id, repeat) not in sweep.done]
+        todo = [(cell, repeat) for cell, repeat in missing if cell.id not in {*plan.skipped, *sweep.broken}]
         if todo:
             sweep.run_loaded(todo)
 
 
 @dataclass(frozen=True, slots=True)
 class _Sweep:
-    """A sweep in progress. Arguments: those of :func:`run_sweep`."""
+    """A sweep in progress. Arguments: those of :func:`run_sweep`; cells that failed; and the work of each cell."""
 
     plan: SweepPlan
     writer: Writer
     observer: Observer
     verifier: Verifier | None
+    done: set[tuple[str, int | None]] = field(default_factory=set)
+    broken: set[str] = field(default_factory=set)
+    work: dict[str, list[RepeatWork]] = field(default_factory=dict)
 
     def run_loaded(self, visits: list[Visit]) -> None:
         """Make every visit that shares one loaded model."""
@@ -70,7 +76,7 @@ class _Sweep:
         from panscan.runners.factory import open_runner
 
         cells = list(dict.fromkeys(cell for cell, _ in visits))
-        compared = [cell for cell, repeat in visits if repeat is None]
+        compared = [cell for cell in cells if (cell.id, None) not in self.done]
         verifier = self.verifier if compared else None
         if verifier is not None:
             verifier.references.prepare_quantized([cell.settings for cell in compared])
@@ -86,19 +92,22 @@ class _Sweep:
                 if verifier is not None:
                     verifier.references.prepare(runner, [cell.settings for cell in compared])
                 self._visit(visits, runner)
-                for record in verifier.conclude(runner, compared) if verifier is not None else ():
+                verified = [cell for cell in compared if (cell.id, None) in self.done]
+                for record in verifier.conclude(runner, verified) if verifier is not None else ():
                     self.writer.write([record])
             return
         release_memory()
         for cell in cells:
+            self.broken.add(cell.id)
             self.write_outcome(cell, None, failure)
 
     def _visit(self, visits: list[Visit], runner: Runner) -> None:
         from panscan.model.machine import release_memory
 
-        broken: set[str] = set()
-        for cell, repeat in visits:
-            if cell.id in broken or (repeat is None and self.verifier is None):
+        queue = deque(visits)
+        while queue:
+            cell, repeat = queue.popleft()
+            if cell.id in self.broken or (cell.id, repeat) in self.done or (repeat is None and self.verifier is None):
                 continue
             failure = None
             try:
@@ -110,11 +119,26 @@ class _Sweep:
             except Exception as error:  # any failure in a cell is a recorded outcome, never the end of the sweep
                 failure = _classify(error)
             if failure is None:
+                if repeat is not None and self._is_last(cell, repeat, records):
+                    records.append(_cell_record(cell, repeat, "done", None))
+                    queue.appendleft((cell, None))
                 self.writer.write(records)
+                self.done.add((cell.id, repeat))
                 continue
             release_memory()  # not above: there the traceback still holds what the cell had
-            broken.add(cell.id)
+            self.broken.add(cell.id)
             self.write_outcome(cell, repeat, failure)
+
+    def _is_last(self, cell: Cell, repeat: int, records: Sequence[AnyRecord]) -> bool:
+        """Return whether a repeat is its cell's last one; then no other is measured."""
+        requests = [record for record in records if isinstance(record, RequestRecord)]
+        [line] = [record for record in records if isinstance(record, RepeatRecord)]
+        work = self.work.setdefault(cell.id, [])
+        work.append(work_of((line, requests)))
+        last = self.plan.is_last(repeat, work)
+        if last:
+            self.done.update((cell.id, later) for later in range(self.plan.most_repeats))
+        return last
 
     def write_outcome(self, cell: Cell, repeat: int | None, failure: tuple[str, str]) -> None:
         """Record a cell's outcome and its reason, and report it."""
@@ -173,7 +197,7 @@ def _ceilings(runner: Runner) -> dict[str, float | None]:
 def measure(
     plan: SweepPlan, cell: Cell, repeat: int, runner: Runner, observer: Observer, verifier: Verifier | None = None
 ) -> list[AnyRecord]:
-    """The records of one repeat of one cell: its requests, then the lines that say that all are there.
+    """The records of one repeat of one cell: its requests, then the line that says that all are there.
 
     Args:
         plan: the sweep.
@@ -220,8 +244,7 @@ def measure(
         line.sampling_seed = _seeded(requests[:1], plan.seed, repeat)[0].sampling.seed
     if verifier is not None:
         line.tokens = verifier.check(runner, cell, [result for _, _, result in answered], line.sampling_seed)
-    done = [_cell_record(cell, repeat, "done", None)] if repeat == plan.repeats - 1 else []
-    return [*records, line, *done]
+    return [*records, line]
 
 
 def _warmup(plan: SweepPlan, settings: Settings, todo: list[list[int]]) -> list[list[int]]:

@@ -108,6 +108,7 @@ def _sweep_plan(options: Options, more_images: tuple[str, ...]) -> SweepPlan:
         items=workload.items,
         source=source,
         repeats=options.repeats,
+        precision=None if "repeats" in options.given and "repeat_until" not in options.given else options.repeat_until,
         warmup=options.warmup,
         seed=options.seed,
         include_content=options.include_content,

@@ -76,7 +76,7 @@ def command(options: Options, words: tuple[str, ...]) -> int:
     url, limits = _url_and_limits(options, words)
     scenario = load_scenario(options.scenario) if options.scenario else None
     chosen = _load_options(options, limits, scenario)
-    endpoint = _endpoint(url, options)
+    endpoint = replace(_endpoint(url, options), adapt=chosen.adapted)
     mix, source = _request_mix(options, scenario)
     with activity("probing the endpoint") as step:
         probe, server = probe_endpoint(

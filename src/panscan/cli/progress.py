@@ -193,6 +193,7 @@ class SweepProgress:
     def ready(self, cell: Cell, repeat: int) -> None:
         """Show that a cell is warmed up. Without a terminal, print which one."""
         self._visit += 1
+        self._visits = max(self._visits, self._visit)  # a cell may need more repeats than the least
         self._measuring()
         if not self.console.is_terminal:
             name = self._names[cell.id] or cell.id
@@ -201,6 +202,7 @@ class SweepProgress:
     def batch_done(self) -> None:
         """Count a measured batch."""
         self._done += 1
+        self._batches = max(self._batches, self._done)
         self._measuring()
 
     def stage(self, what: str) -> None:

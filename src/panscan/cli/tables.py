@@ -49,8 +49,10 @@ def print_predictions(plan: SweepPlan, console: Console) -> None:
         for cell in plan.cells
     ]
     varying = distinguishing_names(cells)
-    counts = (count(len(predictions), "cell"), count(len(plan.items), "request"), count(plan.repeats, "repeat"))
-    console.print("{}, {} each, {}".format(*counts))
+    counts = (count(len(predictions), "cell"), count(len(plan.items), "request"), count(plan.repeats, "repeat")) + (
+        (" or more",) if plan.most_repeats > plan.repeats else ("",)
+    )
+    console.print("{}, {} each, {}{}".format(*counts))
     columns: list[Column[_PredictedCell]] = [
         Column("cell", lambda row: row[0].cell, text=Medium.ALL),
         *(_setting_column(name) for name in varying),

@@ -47,6 +47,7 @@ from panscan.core.result import FinishReason, Result, Stamps, Stats, TokenEvent,
 from panscan.core.sampling import Sampling
 from panscan.core.streams import Stream
 from panscan.core.text import escape_controls
+from panscan.core.tools import ToolCall, ToolCallDelta
 
 __all__ = [
     "BUNDLED",
@@ -75,6 +76,8 @@ __all__ = [
     "Stream",
     "TokenEvent",
     "TokenLogprobs",
+    "ToolCall",
+    "ToolCallDelta",
     "UnsupportedError",
     "View",
     "canonical_model",

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from panscan.core.errors import SettingError
 from panscan.core.option import Range, shorten
-from panscan.core.sampling import Sampling
+from panscan.core.sampling import STRUCTURED, Sampling
+from panscan.core.tools import ToolUse, tool_use
 
 MAX_PAGES = 1000
 """Pages taken of one document unless the request or ``--max-pages`` says otherwise; one with more is refused."""
@@ -96,10 +97,16 @@ class Request:
             and every ``<start_of_image>`` in it takes the next image.
         pan_and_scan: settings of the views. Disabled: each image is one view.
         sampling: sampling of output tokens.
+        prompt_ids: token ids instead of ``prompt``, without images; needs ``raw``.
+        add_special_tokens: whether a raw prompt begins with the token that begins texts.
         id: kept in the result and in records.
         max_pages: pages of one image file at most; a file with more fails the request.
         template_kwargs: further variables of the chat template, as in Transformers' ``apply_chat_template``. With a
             ``prompt``, the parts of the user's turn have these keys, too, as TranslateGemma expects its languages.
+        tools: functions that the answer may call, in OpenAI's format. The prompt describes them.
+        tool_choice: ``auto``: the answer is text or calls; ``required``: calls; ``none``: text;
+            ``{"type": "function", "function": {"name": ...}}``: one call of this function.
+        parallel_tool_calls: whether the answer may have several calls.
 
     Raises:
         SettingError: a field of another type, or fields that exclude each other.
@@ -115,6 +122,11 @@ class Request:
     id: str = ""
     max_pages: int = MAX_PAGES
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    prompt_ids: Sequence[int] | None = None
+    add_special_tokens: bool = True
+    tools: Sequence[Mapping[str, Any]] = ()
+    tool_choice: str | Mapping[str, Any] = "auto"
+    parallel_tool_calls: bool = True
 
     def __post_init__(self) -> None:
         for name, kind, optional in _FIELDS:
@@ -123,14 +135,30 @@ class Request:
                 raise SettingError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
         _PAGES.check("max_pages", self.max_pages)
         object.__setattr__(self, "images", _as_images(self.images))
-        if (self.prompt is None) == (self.messages is None):
-            raise SettingError("a request takes either prompt or messages")
+        if [self.prompt, self.messages, self.prompt_ids].count(None) != 2:
+            raise SettingError("a request takes either prompt or messages, or prompt_ids with raw")
+        if self.prompt_ids is not None and (not self.raw or len(self.images)):
+            raise SettingError("prompt_ids need raw, and no images")
         if self.messages is not None and (self.system is not None or self.raw):
             raise SettingError("messages hold the whole conversation: system and raw do not go with them")
         if self.raw and self.system is not None:
             raise SettingError("system is not supported with a raw prompt, which has no turns")
         if self.raw and self.template_kwargs:
             raise SettingError("template_kwargs are not supported with a raw prompt, which has no template")
+        use = self.tool_use
+        if use is not None and self.raw:
+            raise SettingError("tools are not supported with a raw prompt, which has no turns")
+        if use is not None and (given := [name for name in STRUCTURED if getattr(self.sampling, name) is not None]):
+            raise SettingError(f"{given[0]} and tools exclude each other: set tool_choice to 'none', or remove one")
+        if use is not None and self.sampling.ignore_eos:
+            raise SettingError("ignore_eos and tools exclude each other: a call ends where it is complete")
+
+    @property
+    def tool_use(self) -> ToolUse | None:
+        """What the answer may call; None for nothing."""
+        if not self.tools and self.tool_choice == "auto":
+            return None
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
 
 def checked_request(request: object) -> Request:
@@ -159,6 +187,8 @@ _FIELDS = (
     ("prompt", str, True),
     ("system", str, True),
     ("raw", bool, False),
+    ("prompt_ids", Sequence, True),
+    ("add_special_tokens", bool, False),
     ("pan_and_scan", PanAndScan, False),
     ("sampling", Sampling, False),
     ("id", str, False),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
 from panscan.core.errors import PanscanError
 from panscan.core.process import now
+from panscan.core.tools import ToolCall, ToolCallDelta
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 """``stop``: an end mark, stop text or stop id; ``length``: ``max_new_tokens`` or the end of the context."""
@@ -110,6 +111,7 @@ class TokenEvent:
         logprobs: if the request asked for them.
         finish_reason: finish reason of the last event; None before.
         prompt_tokens: ids of the prompt; 0 at an end without a token.
+        tool_calls: pieces of calls, which are not in ``text``.
     """
 
     token_id: int | None
@@ -118,6 +120,7 @@ class TokenEvent:
     logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
     prompt_tokens: int = 0
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(slots=True)
@@ -126,8 +129,8 @@ class Result:
 
     ``token_ids`` are all that were computed, an end mark or the tokens of a stop text among them. ``cached_tokens`` of
     the prompt were not computed again. ``error`` says why with ``finish_reason`` "error"; tokens up to there are kept.
-    ``retries``: further attempts, because an engine replica was lost. ``pages``: width and height in pixels of each
-    image as it was read, before it became views.
+    ``retries``: further attempts, because an engine replica was lost. ``tool_calls``: what the answer calls, not part
+    of ``text``. ``pages``: width and height in pixels of each image as it was read, before it became views.
     """
 
     id: str
@@ -143,6 +146,7 @@ class Result:
     logprobs: list[TokenLogprobs] | None = None
     error: PanscanError | None = None
     retries: int = 0
+    tool_calls: list[ToolCall] = field(default_factory=list)
     pages: tuple[tuple[int, int], ...] = ()
 
     @property

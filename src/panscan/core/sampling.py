@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -23,6 +24,9 @@ SEEDS = Range(integer=True, ge=-(2**63), le=2**64 - 1)
 """Those of ``torch.manual_seed``."""
 
 _TOKEN = Range(integer=True, ge=0, le=2**31 - 1)
+_BIASES = Range(ge=-100, le=100)
+_MOST_BIASES = 1024
+_PENALTIES = Range(ge=-2, le=2)
 _ANSWER = "ask batch bench serve"
 
 
@@ -82,6 +86,22 @@ class SamplingTable:
         range=Range(ge=1e-6, le=1_000_000),
         rare=True,
     )
+    frequency_penalty: float = option(
+        0.0,
+        "Generation",
+        "Subtracted from a token's score per earlier use.",
+        _ANSWER,
+        range=_PENALTIES,
+        rare=True,
+    )
+    presence_penalty: float = option(
+        0.0,
+        "Generation",
+        "Subtracted once from scores of earlier tokens.",
+        _ANSWER,
+        range=_PENALTIES,
+        rare=True,
+    )
     ignore_eos: bool = option(
         False,
         "Generation",
@@ -89,6 +109,11 @@ class SamplingTable:
         f"{_ANSWER} load profile",
         by_verb={"profile": {"default": True}},
     )
+
+    @property
+    def penalised(self) -> bool:
+        """Whether scores depend on the ids so far."""
+        return self.repetition_penalty not in (None, 1) or bool(self.frequency_penalty or self.presence_penalty)
 
 
 SAMPLING_NAMES = tuple(item.name for item in fields(SamplingTable))
@@ -111,6 +136,8 @@ class Sampling(SamplingTable):
     as text that the answer must satisfy (``{"type": "object"}``: any JSON object). ``regex``: a regular expression in
     Rust's syntax for all of the answer. ``choice``: texts of which the answer is one. ``grammar``: a context-free
     grammar in Lark's or llama.cpp's format (GBNF). Only the engine supports these four, and one at a time.
+    ``logit_bias``: numbers from -100 to 100 that are added to the logits of up to 1,024 token ids. Like
+    ``frequency_penalty`` and ``presence_penalty``, which count the answer's tokens, it is for the engine and vLLM only.
     """
 
     seed: int | None = field(default=None, metadata={"range": SEEDS})
@@ -118,6 +145,7 @@ class Sampling(SamplingTable):
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = field(default=None, metadata={"range": Range(integer=True, ge=0, le=20)})
     json_schema: str | None = None
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
     regex: str | None = None
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
@@ -133,6 +161,8 @@ class Sampling(SamplingTable):
             raise SettingError(f"stop must be a tuple of texts, none of them empty, got {shorten(self.stop)}")
         if not isinstance(self.stop_token_ids, tuple) or not all(token in _TOKEN for token in self.stop_token_ids):
             raise SettingError(f"stop_token_ids must be a tuple of token ids, got {shorten(self.stop_token_ids)}")
+        if self.logit_bias is not None:
+            _check_biases(self.logit_bias)
         if self.greedy and self.filters():
             *names, last = FILTERS
             raise SettingError(f"{', '.join(names)} and {last} need a temperature above 0 (temperature 0 is greedy)")
@@ -152,6 +182,16 @@ class Sampling(SamplingTable):
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+
+def _check_biases(biases: object) -> None:
+    """Raise a SettingError unless these are numbers in range for few enough token ids."""
+    if not isinstance(biases, Mapping) or not all(token in _TOKEN for token in biases):
+        raise SettingError(f"logit_bias must be a dict of token ids and numbers, got {shorten(biases)}")
+    if len(biases) > _MOST_BIASES:
+        raise SettingError(f"logit_bias has {len(biases):,} entries: give at most {_MOST_BIASES:,}")
+    for token, bias in biases.items():
+        _BIASES.check(f"logit_bias of token {token}", bias)
 
 
 def _check_structure(name: str, value: object) -> None:

@@ -25,6 +25,7 @@ from panscan.engine.scheduling.batch import PromptLayout
 from panscan.engine.scheduling.batch import Sequence as Tokens
 from panscan.engine.scheduling.kv_blocks import extend_hashes
 from panscan.engine.structured.grammar import Grammars
+from panscan.engine.structured.tool_calls import ToolCallParser
 from panscan.engine.vision import view_key
 from panscan.images.files import Page, PageBytes, image_size, in_memory, open_pixels
 from panscan.images.page_levels import copy_levels
@@ -97,6 +98,7 @@ class Preparer:
             images = images_of(state.request)
             sizes = [image_size(image, state.deadline) for image in images]
             request = replace(state.request, images=images)
+            _check_biased(request, self._reader.prompts.vocabulary)
             views = sum(len(plan.views) for plan in plan_images(request, sizes))
             self._reader.prompts.check_length(request, views)
             view_bytes = 3 * self._spec.size**2 * self._pixel_bytes
@@ -178,9 +180,13 @@ class Preparer:
         """Set the fields of a request whose images are read, unless it has ended."""
         if not state.ended:
             with self._counted(), phase("preprocess"), native_work():
-                state.constraint = self._grammars.start(state.request.sampling)
+                use = state.request.tool_use
+                state.constraint = self._grammars.start(state.request.sampling, use)
+                state.tool_calls = None if use is None else ToolCallParser(use)
                 if state.constraint is not None and state.observation is not None:
-                    raise SettingError("observed requests support no structured answers: remove the schema or grammar")
+                    raise SettingError(
+                        "observed requests support no structured answers: remove the schema, grammar or tools"
+                    )
                 plans, prompt = plan_sizes(request, [image.size for image in read], self._reader)
                 keys, request_views = self._request_views(state.request, read, plans)
                 state.forget = self._intake.forget
@@ -258,6 +264,13 @@ class Preparer:
         handles = self._intake.put(levels, [view.view for view in request_views])
         for view, handle in zip(request_views, handles, strict=True):
             view.pixels = handle
+
+
+def _check_biased(request: Request, vocabulary: int | None) -> None:
+    """Raise a SettingError if a biased token does not exist."""
+    largest = max(request.sampling.logit_bias or (), default=0)
+    if vocabulary is not None and largest >= vocabulary:
+        raise SettingError(f"logit_bias: the token {largest} is not one of the model's {vocabulary:,}")
 
 
 def _copied(page: PageLevels | Image.Image, *, alone: bool) -> PageLevels:

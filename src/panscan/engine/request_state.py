@@ -20,6 +20,7 @@ from panscan.core import (
     Stamps,
     TokenEvent,
     TokenLogprobs,
+    ToolCallDelta,
     View,
     now,
 )
@@ -30,6 +31,7 @@ from panscan.engine.detokenizer import Detokenizer
 from panscan.engine.image_memory import Share
 from panscan.engine.scheduling.batch import SampledToken, SamplingRow, Sequence
 from panscan.engine.structured.grammar import Constraint
+from panscan.engine.structured.tool_calls import ToolCallParser
 from panscan.model.observation import ForcedTokens, Observation
 
 log = logging.getLogger("panscan.engine")
@@ -131,6 +133,7 @@ class RequestState:
         memory: share of the image memory that holds the pixels.
         forget: drops pixels in the model runner; set by preparation.
         constraint: tokens that the schema or grammar allows next; set by preparation; None: all tokens.
+        tool_calls: separates calls from text; set by preparation; None: the answer may call nothing.
         logprobs: log-probabilities of the output tokens, if requested.
         ended: whether the result was delivered.
         deadline: abandoned at the end of the request, so that its preparation stops.
@@ -153,6 +156,7 @@ class RequestState:
     memory: Share | None = None
     forget: Callable[[list[int]], None] | None = None
     constraint: Constraint | None = None
+    tool_calls: ToolCallParser | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     ended: bool = False
     deadline: Deadline = field(default_factory=Deadline)
@@ -171,14 +175,14 @@ class RequestState:
     @property
     def needs_last_token(self) -> bool:
         """Whether choosing the next token requires the last one on the host."""
-        penalised = self.request.sampling.repetition_penalty not in (None, 1)
+        penalised = self.request.sampling.penalised
         return self.observation is not None or self.constraint is not None or penalised
 
     def sampling_row(self) -> SamplingRow:
         """Return the sampling parameters and the state for the next token."""
         assert self.sequence is not None  # it is prepared
         sampling = self.request.sampling if self.observation is None else Sampling()
-        token_ids = self.sequence.ids if sampling.repetition_penalty not in (None, 1) else None
+        token_ids = self.sequence.ids if sampling.penalised else None
         allowed = None
         if self.constraint is not None:
             off: dict[str, Any] = dict.fromkeys(STRUCTURED)  # ranks need only the mask, not up to 64 KiB
@@ -239,10 +243,22 @@ class RequestState:
         reason = self._reason(chosen.token, eos_ids, full=full)
         if reason is not None:
             piece += self.text.finish()
-        self._emit(TokenEvent(chosen.token, piece, at, chosen.logprobs, reason, self.sequence.prompt_tokens))
+        piece, calls = self._separated(piece, ended=reason is not None)
+        self._emit(TokenEvent(chosen.token, piece, at, chosen.logprobs, reason, self.sequence.prompt_tokens, calls))
         if reason is None and self.constraint is not None:
             self.constraint.advance(chosen.token)
         return reason
+
+    def _separated(self, piece: str, *, ended: bool) -> tuple[str, tuple[ToolCallDelta, ...]]:
+        """Return text that can be delivered, and pieces of calls. Once the answer is text, nothing constrains it."""
+        if (parser := self.tool_calls) is None:
+            return piece, ()
+        piece, calls = parser.push(piece)
+        if ended:
+            piece += parser.finish()[0]
+        if parser.is_text:
+            self.constraint = None
+        return piece, calls
 
     def drop_view(self, key: bytes, *, taken: bool) -> None:
         """Drop a view's pixels, because its features are available or about to be computed.
@@ -283,16 +299,18 @@ class RequestState:
             self.drop_pixels()
             if reason in ("cancelled", "error"):
                 rest = "" if self.text is None else self.text.finish()
-                self._emit(TokenEvent(None, rest, self.stamps.end, finish_reason=reason))
+                rest, calls = self._separated(rest, ended=True)
+                self._emit(TokenEvent(None, rest, self.stamps.end, finish_reason=reason, tool_calls=calls))
         except BaseException as fault:  # of a callback, or of a runner that is lost
             reason, error = "error", error or self.error_of(fault)
         self.request_views = {}
         try:
-            sequence = self.sequence
+            sequence, parser = self.sequence, self.tool_calls
+            text = "" if self.text is None else self.text.text
             self.on_end(
                 Result(
                     id=self.request.id,
-                    text="" if self.text is None else self.text.text,
+                    text=text if parser is None else parser.text,
                     token_ids=[] if sequence is None else sequence.outputs,
                     finish_reason=reason,
                     views=self.views,
@@ -304,6 +322,7 @@ class RequestState:
                     cached_tokens=0 if sequence is None else sequence.cached or 0,
                     logprobs=None if self.request.sampling.logprobs is None else self.logprobs,
                     error=error,
+                    tool_calls=[] if parser is None else parser.calls,
                 )
             )
         except BaseException:

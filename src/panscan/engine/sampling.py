@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,9 +67,9 @@ class Sampler:
     def launch(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> PendingTokens:
         """Choose one token per row on the device, without waiting for it.
 
-        The order is that of ``generate()``: repetition penalty, suppressed ids, the row's mask, then either the first
-        id of the highest score, or temperature, ``top_k``, ``top_p``, ``min_p`` and a draw. Log-probabilities are those
-        of the unchanged ``logits``.
+        The order is that of vLLM and ``generate()``: biases, penalties, suppressed ids, the row's mask, then either the
+        first id of the highest score, or temperature, ``top_k``, ``top_p``, ``min_p`` and a draw. Log-probabilities are
+        those of the unchanged ``logits``.
 
         Args:
             logits: float32 ``[rows, vocabulary]``; not changed.
@@ -84,7 +85,7 @@ class Sampler:
         return PendingTokens(tokens, Readback.of(tokens, *_logprobs(logits, tokens, counts)), counts)
 
     def scores(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-        """Return scores ``[rows, vocabulary]`` after penalties, with forbidden ids at minus infinity."""
+        """Return scores ``[rows, vocabulary]`` after biases and penalties, with forbidden ids at minus infinity."""
         scores = _penalise(logits, rows)
         if len(self._ids):
             if self._mask is None or len(self._mask) != scores.shape[-1]:
@@ -171,24 +172,46 @@ def _sample(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
 
 
 def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Apply repetition penalties to ids of the prompt and answer: divide positive scores, multiply negative ones."""
-    pairs: list[tuple[int, int]] = []
-    penalties: list[float] = []
+    """Add biases, then apply penalties, as vLLM does: the repetition penalty divides positive scores and multiplies
+    negative ones of ids of the prompt and answer; the others are subtracted from scores of ids of the answer."""
+    biased: list[tuple[float, ...]] = []
+    repeated: list[tuple[float, ...]] = []
+    counted: list[tuple[float, ...]] = []
     for index, row in enumerate(rows):
-        penalty = row.sampling.repetition_penalty
-        if penalty is None or penalty == 1:
+        sampling = row.sampling
+        if sampling.logit_bias:
+            biased += [(index, token, bias) for token, bias in sampling.logit_bias.items()]
+        if not sampling.penalised:
             continue
         if row.token_ids is None:
-            raise ValueError("a repetition penalty needs the ids seen so far")
-        seen = [(index, token) for token in set(row.token_ids) if token < logits.shape[-1]]
-        pairs += seen
-        penalties += [penalty] * len(seen)
-    if not pairs:
-        return logits
-    at = _on_device_of(logits, pairs, np.int64).unbind(1)
-    penalty_at = _on_device_of(logits, penalties, np.float32)
-    before = logits[at]
-    return logits.index_put(at, torch.where(before < 0, before * penalty_at, before / penalty_at))
+            raise ValueError("a penalty needs the ids seen so far")
+        if (penalty := sampling.repetition_penalty) is not None:
+            repeated += [(index, token, penalty) for token in set(row.token_ids)]
+        if row.position and (sampling.frequency_penalty or sampling.presence_penalty):
+            both = sampling.frequency_penalty, sampling.presence_penalty
+            counts = Counter(row.token_ids[-row.position :])
+            counted += [(index, token, count, *both) for token, count in counts.items()]
+    scores = _changed(logits, biased, torch.add)
+    scores = _changed(scores, repeated, lambda old, penalty: torch.where(old < 0, old * penalty, old / penalty))
+    return _changed(scores, counted, lambda old, count, frequency, presence: old - frequency * count - presence)
+
+
+def _changed(
+    scores: torch.Tensor, entries: list[tuple[float, ...]], change: Callable[..., torch.Tensor]
+) -> torch.Tensor:
+    """Return scores of which some were changed.
+
+    Args:
+        scores: ``[rows, vocabulary]``; not changed.
+        entries: row, id and parameters of each change; ids beyond the vocabulary are ignored.
+        change: computes the new scores from the old ones and the parameters.
+    """
+    entries = [entry for entry in entries if entry[1] < scores.shape[-1]]
+    if not entries:
+        return scores
+    places = _on_device_of(scores, [entry[:2] for entry in entries], np.int64).unbind(1)
+    parameters = _on_device_of(scores, [entry[2:] for entry in entries], np.float32).unbind(1)
+    return scores.index_put(places, change(scores[places], *parameters))
 
 
 def _constrain(scores: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:

@@ -52,6 +52,7 @@ class Endpoint:
         api_key: bearer token.
         headers: further request headers.
         timeout: seconds per request, including those for a new connection.
+        adapt: changes the fields of a request to those that the endpoint takes.
 
     Raises:
         SettingError: the URL, the key, a header or the timeout is not usable.
@@ -62,6 +63,7 @@ class Endpoint:
     api_key: str | None = field(default=None, repr=False)
     headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     timeout: float = 600.0
+    adapt: Callable[[Mapping[str, Any]], dict[str, Any]] = field(default=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _url_parts(self.url)
@@ -176,6 +178,7 @@ def chat_body(
     ignore_eos: bool = False,
     mm_processor_kwargs: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
+    adapt: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
 ) -> tuple[bytes, ...]:
     """Return the body of a chat completion request, in segments.
 
@@ -189,6 +192,7 @@ def chat_body(
         ignore_eos: whether to generate past end tokens; sent only if set, since not every endpoint knows the field.
         mm_processor_kwargs: pan-and-scan settings; sent only if given.
         extra: further fields.
+        adapt: changes the fields to those that the endpoint takes.
 
     Raises:
         SettingError: ``extra`` repeats a field, or a segment is not the content of a JSON string.
@@ -204,7 +208,7 @@ def chat_body(
         body["mm_processor_kwargs"] = dict(mm_processor_kwargs)
     if repeated := sorted(body.keys() & (extra or {}).keys()):
         raise SettingError(f"{repeated[0]}: this request field is set already")
-    return _segments({**body, **(extra or {})})
+    return _segments(adapt({**body, **(extra or {})}))
 
 
 def _segments(body: Mapping[str, Any]) -> tuple[bytes, ...]:

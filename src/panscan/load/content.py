@@ -171,6 +171,7 @@ class Content:
             tokens,
             ignore_eos=options.ignore_eos,
             mm_processor_kwargs=options.mm_processor_kwargs,
+            adapt=options.adapted,
         )
         body = [first]
         for image, start, rest in zip(images, segments[::2], segments[1::2], strict=True):

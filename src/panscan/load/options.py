@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from panscan.core import SettingError
+from panscan.core.foreign import parse_json
 from panscan.core.option import Range, shorten
 from panscan.settings import MAX_PROMPTS, RATE, TrafficTable, check_options, default_of, nearest, range_of
 
@@ -23,6 +24,8 @@ _MAX_TRACE_BYTES = 2**28
 _LEAST_SECONDS = 10.0
 _DELAY_SHARE = 11.0  # duration of a level over the limit on a delay
 _CONCURRENCY = range_of("max_concurrencies", "load")
+_LONGEST_EXTRA = 65_536  # bytes of --extra-body
+_OWN_FIELDS = {"model", "messages", "stream", "stream_options", "max_tokens", "max_completion_tokens"}
 _LENGTHS = range_of("max_new_tokens", "load")
 
 
@@ -116,9 +119,31 @@ class LoadOptions(TrafficTable):
             if limit is not None:
                 _CONCURRENCY.check("--max-concurrency", limit)
         _check_goodput(self.goodput)
+        self.adapted({})
         for problem, applies in self._contradictions().items():
             if applies:
                 raise SettingError(problem)
+
+    def adapted(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a request's fields as the endpoint takes them.
+
+        Raises:
+            SettingError: ``--extra-body`` is not a JSON object, or sets what each request has of its own.
+        """
+        fields = dict(body)
+        if self.max_tokens_field != "max_tokens" and (tokens := fields.pop("max_tokens", None)) is not None:
+            fields |= {} if self.max_tokens_field == "none" else {self.max_tokens_field: tokens}
+        if not self.stream_options:
+            fields.pop("stream_options", None)
+        try:
+            extra = parse_json((self.extra_body or "{}").encode(), most=_LONGEST_EXTRA)
+        except ValueError as error:
+            raise SettingError(f"--extra-body: not JSON: {error}") from None
+        if not isinstance(extra, dict):
+            raise SettingError("--extra-body: expected a JSON object, such as '{\"temperature\": null}'")
+        if own := sorted(extra.keys() & _OWN_FIELDS):
+            raise SettingError(f"--extra-body: {own[0]} differs between requests: remove it")
+        return {name: value for name, value in {**fields, **extra}.items() if name not in extra or value is not None}
 
     def _contradictions(self) -> dict[str, bool]:
         """Return what is wrong with options that do not fit together, and whether it is so."""

@@ -126,7 +126,7 @@ def _prompt_tokens(endpoint: Endpoint, image: bytes | None, kwargs: Mapping[str,
         EndpointError: the request failed.
     """
     message = {"role": "user", "content": chat_parts([] if image is None else [image], _PROMPT)}
-    body = chat_body(endpoint.model, [message], 1, stream=False, mm_processor_kwargs=kwargs)
+    body = chat_body(endpoint.model, [message], 1, stream=False, mm_processor_kwargs=kwargs, adapt=endpoint.adapt)
     response = fetch_json(endpoint, "POST", "/v1/chat/completions", body)
     usage = response.get("usage") if isinstance(response, dict) else None
     count = usage.get("prompt_tokens") if isinstance(usage, dict) else None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import nan
 
 import torch
 
 IMAGE_POSITIONS = 32  # per request
+TOP_LOGPROBS = 20
+"""Log-probabilities per position of a runner that reports only the most probable tokens; vLLM's default limit."""
 
 
 @dataclass(slots=True)
@@ -48,6 +51,17 @@ class Observation:
     answer_hidden: torch.Tensor | None = None
     image_hidden: torch.Tensor | None = None
     top_logprobs: int | None = None
+
+    def reported(self) -> Observation:
+        """Return what remains if only the :data:`TOP_LOGPROBS` most probable tokens of each position are reported."""
+        image = None if self.image is None else _most_probable(self.image)
+        return replace(self, answer=_most_probable(self.answer), image=image, top_logprobs=TOP_LOGPROBS)
+
+
+def _most_probable(logits: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities of each row's most probable tokens, float32, and NaN for the others."""
+    known = logits.double().log_softmax(-1).float().topk(min(TOP_LOGPROBS, logits.shape[-1]), dim=-1)
+    return torch.full_like(logits, nan).scatter(-1, known.indices, known.values)
 
 
 def sample_image_positions(ids: Sequence[int], soft_id: int | None) -> list[int]:

@@ -19,6 +19,7 @@ from typing import Any, TypeGuard
 
 from panscan.core import ContextLengthError, Message, ModelError, Request, SettingError
 from panscan.images.views import PromptCost
+from panscan.model.tool_prompt import with_tools
 from panscan.model.untrusted.template import render_template
 
 
@@ -45,13 +46,13 @@ def conversation(request: Request) -> list[dict[str, Any]]:
         ]
         if request.system is not None:
             turns.insert(0, {"role": "system", "content": [{"type": "text", "text": request.system}]})
-        return turns
+        return with_tools(turns, request.tool_use)
     if not _is_list(request.messages) or not request.messages:
         raise SettingError(f"messages must be a list of turns, not empty, got {short(request.messages)}")
     turns = [_turn(turn, f"turn {number}") for number, turn in enumerate(request.messages, start=1)]
     if all(turn["role"] == "system" for turn in turns):
         raise SettingError("messages: a system message alone asks nothing: add a turn of the role 'user'")
-    return turns
+    return with_tools(turns, request.tool_use)
 
 
 def _turn(turn: Message, where: str) -> dict[str, Any]:
@@ -61,7 +62,9 @@ def _turn(turn: Message, where: str) -> dict[str, Any]:
         raise SettingError(
             f"messages: the role of {where} must be a word such as 'user' or 'assistant', got {short(turn['role'])}"
         )
-    content = turn.get("content")
+    content, calls = turn.get("content"), turn.get("tool_calls")
+    if content is None and calls:
+        content = []
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     if not _is_list(content):
@@ -69,7 +72,24 @@ def _turn(turn: Message, where: str) -> dict[str, Any]:
     parts = [_part(part, f"part {number} of {where}") for number, part in enumerate(content, start=1)]
     if turn["role"] == "system":
         parts = [_joined(parts, where)]
+    if turn["role"] == "tool":
+        if not isinstance(turn.get("tool_call_id"), str):
+            raise SettingError(f"messages: {where} must have the tool_call_id of the call that it is the result of")
+        return {"role": "tool", "content": parts, "tool_call_id": turn["tool_call_id"]}
+    if calls:
+        if turn["role"] != "assistant" or not _is_list(calls) or not all(map(_is_call, calls)):
+            expected = "{'id': ..., 'type': 'function', 'function': {'name': ..., 'arguments': a JSON text}}"
+            raise SettingError(f"messages: tool_calls of {where} must be of an 'assistant', and each {expected}")
+        return {"role": turn["role"], "content": parts, "tool_calls": [*calls]}
     return {"role": turn["role"], "content": parts}
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    texts = (
+        [call.get("id"), function.get("name"), function.get("arguments")] if isinstance(function, Mapping) else [None]
+    )
+    return all(isinstance(text, str) for text in texts)
 
 
 def _joined(parts: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
@@ -170,13 +190,15 @@ class PromptWriter:
         if crops and not self.image_tokens:
             raise SettingError("this checkpoint reads text only: leave the images out, or take Gemma 3 4B or larger")
         texts: list[str] = []
+        if request.prompt_ids is not None:
+            return Prompt(self._checked_ids(request.prompt_ids), 0)
         if request.raw:
             assert request.prompt is not None  # Request holds this for raw prompts
             text, bos = request.prompt, self.tokenizer.bos_token
             if self.image_tokens and self.tokenizer.image_token in text:
                 raise SettingError(f"a raw prompt marks an image with {self.boi}, not {self.tokenizer.image_token}")
             _check_unicode(text)
-            text = text if text.startswith(bos) else bos + text
+            text = text if text.startswith(bos) or not request.add_special_tokens else bos + text
         else:
             turns = conversation(request)
             _check_unicode("".join(part.get("text", "") for turn in turns for part in turn["content"]))
@@ -198,6 +220,20 @@ class PromptWriter:
             raise ModelError(f"tokenizer.json: the token {max(ids)} is not one of the model's {self.vocabulary:,}")
         return Prompt(ids, self.image_tokens * sum(n + 1 for n in crops))
 
+    def _checked_ids(self, ids: Sequence[int]) -> list[int]:
+        """Return the token ids of a prompt.
+
+        Raises:
+            SettingError: there are none, or one is no id of a text token.
+        """
+        most = self.vocabulary or len(self.tokenizer)
+        for token in ids:
+            if not isinstance(token, int) or not 0 <= token < most or token == self.soft_id:
+                raise SettingError(f"prompt: {short(token)} is not the id of a text token (0 to {most - 1})")
+        if not ids:
+            raise SettingError("prompt: there are no token ids")
+        return list(ids)
+
     def check_length(self, request: Request, views: int) -> None:
         """Check, before a prompt is encoded, that it may fit into the context: a tokenizer takes 200 bytes of memory
         per byte of text.
@@ -207,7 +243,9 @@ class PromptWriter:
         """
         if self.context is None:
             return
-        if request.raw and request.prompt is not None:
+        if request.prompt_ids is not None:
+            characters = len(request.prompt_ids) * self._longest_token
+        elif request.raw and request.prompt is not None:
             characters = len(request.prompt)
         else:  # trimmed, as by the chat template
             parts = [part for turn in conversation(request) for part in turn["content"]]

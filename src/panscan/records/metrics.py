@@ -353,6 +353,15 @@ def work_of(repeat: Repeat) -> RepeatWork:
     )
 
 
+def relative_half_width(work: Sequence[RepeatWork]) -> float | None:
+    """Return half of the 95% interval over the request throughput of some repeats; None if there is no interval."""
+    amounts, seconds = (np.array([getattr(one, name) for one in work]) for name in ("requests", "seconds"))
+    if len(work) < 2 or not amounts.sum() or not seconds.sum():
+        return None
+    low, high = around(1.0, log_error(rate_deviations(amounts, seconds)), len(work))
+    return (high - low) / 2
+
+
 def _repeat_intervals(
     values: Mapping[str, float | None], repeats: Sequence[Repeat], answered: Sequence[tuple[int, RequestRecord]]
 ) -> dict[str, Interval]:

@@ -82,8 +82,10 @@ def one_sampling(batch: Sequence[Request], runner: str, *refused: str) -> Sampli
     if not request_list(batch):
         raise SettingError("a batch needs at least one request")
     for request in batch:
-        for name in refused:
-            if getattr(request.sampling, name) not in (None, ()):
+        if request.tool_use is not None:
+            raise SettingError(f"runner {runner}: tools are not supported; use the runner engine")
+        for name in (*refused, "frequency_penalty", "presence_penalty", "logit_bias"):
+            if getattr(request.sampling, name) != getattr(Sampling(), name):
                 raise SettingError(f"runner {runner}: {name} is not supported; use the runner engine")
     if any(request.sampling != batch[0].sampling for request in batch):
         raise SettingError("generate() supports one set of sampling settings per batch: submit separate batches")

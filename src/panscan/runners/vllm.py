@@ -44,14 +44,12 @@ from panscan.model.checkpoint import Reader, load_meta_model
 from panscan.model.hub import model_source
 from panscan.model.inputs import DecodedRequest, plan_request, read_images
 from panscan.model.machine import release_memory, resolve_device, resolve_dtype
-from panscan.model.observation import ForcedTokens, Observation
+from panscan.model.observation import TOP_LOGPROBS, ForcedTokens, Observation
 from panscan.model.prompt import Prompt
 from panscan.runners.base import Runner, check_interpreted, processor_rounding
 from panscan.settings import Settings
 
 _RESET_TRIES = 10
-TOP_LOGPROBS = 20
-"""Log-probabilities per position for the verdict; vLLM's default limit."""
 _SHARES = {"cuda": 0.9, "cpu": 0.4}  # vLLM's share of a device's memory; the verdict's output matrix needs some too
 _IMAGES = 16  # maximum per prompt
 _LONGEST = 32_768  # tokens per request: vLLM reserves memory for a request of the full context length
@@ -285,6 +283,9 @@ def sampling_arguments(sampling: Sampling) -> dict[str, Any]:
         "temperature": sampling.temperature,
         **filters,
         "repetition_penalty": sampling.repetition_penalty or 1.0,
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "logit_bias": sampling.logit_bias,
         "seed": sampling.seed,
         "ignore_eos": sampling.ignore_eos,
         "stop": list(sampling.stop),
@@ -299,6 +300,8 @@ def prompt_ids(request: Request, reader: Reader) -> list[int]:
     Raises:
         SettingError: the prompt is raw, or contains a special token that vLLM would interpret.
     """
+    if request.tool_use is not None:
+        raise SettingError("runner vllm: tools are not supported; use the runner engine")
     check_interpreted(request, reader, "vllm", "vLLM")
     text = reader.prompts.render(request)
     ids: list[int] = reader.tokenizer.encode(text, add_special_tokens=False)

@@ -34,6 +34,7 @@ from panscan.serve.protocol import (
     Body,
     ChatCompletionRequest,
     CompletionRequest,
+    DetokenizeRequest,
     Parsed,
     TokenizeRequest,
     ViewsRequest,
@@ -184,6 +185,13 @@ class _Api:
             }
         )
 
+    async def detokenize(self, slot: AdmissionSlot, body: DetokenizeRequest, uploads: Mapping[str, bytes]) -> Response:
+        """Return the text of token ids, without special tokens."""
+        self._check_model(body.model)
+        check_used(uploads, ())
+        texts = await slot.until_disconnect(self._backend.token_texts(body.tokens))
+        return json_response({"prompt": b"".join(texts).decode(errors="replace")})
+
     async def views(self, slot: AdmissionSlot, body: ViewsRequest, uploads: Mapping[str, bytes]) -> Response:
         """Return the views of an image under the given pan-and-scan settings."""
         builder = self._builder
@@ -283,6 +291,7 @@ def _routes(api: _Api) -> list[Route]:
         "/v1/chat/completions": (ChatCompletionRequest, api.chat),
         "/v1/completions": (CompletionRequest, api.completions),
         "/tokenize": (TokenizeRequest, api.tokenize),
+        "/detokenize": (DetokenizeRequest, api.detokenize),
         "/v1/views": (ViewsRequest, api.views),
     }
     paths = {}

@@ -148,7 +148,7 @@ class _EventStream(Response):
         """
         event: tuple[int, TokenEvent] | None = self._first
         try:
-            yield b"".join(map(server_sent, self._reply.first(len(self._streams))))
+            yield b"".join(map(server_sent, self._reply.first(len(self._streams), self._first[1].prompt_tokens)))
             while event is not None:
                 if event[1].finish_reason == "cancelled":
                     raise EngineError(SHUTTING_DOWN)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from panscan.core import Result, Stats
 
@@ -54,11 +58,38 @@ _GAUGES = {
     "vllm:num_requests_running": ("Running requests", "running"),
     _WAITING: ("Accepted requests that are not running", "waiting"),
     "vllm:kv_cache_usage_perc": ("Share of the KV cache in use, 0 to 1", "kv_cache_usage"),
-    "vllm:num_preemptions": ("Preemptions since startup", "preemptions"),
+    "vllm:num_preemptions_total": ("Preemptions since startup", "preemptions"),
     "panscan:views_encoded": ("Views encoded since startup", "views_encoded"),
     "panscan:views_reused": ("Views found in the vision cache since startup", "views_reused"),
 }
 """Gauges of engines: text, and the attribute of an engine's statistics."""
+
+
+class _TokenGaps(Collector):
+    """The histogram of the times between tokens. An answer has thousands: they are counted all at once.
+
+    Args:
+        model_name: value of the label ``model_name``.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self._model, self._seconds = model_name, 0.0
+        self._counts = np.zeros(len(_SECONDS) + 1, np.int64)
+
+    def observe(self, times: Sequence[float]) -> None:
+        """Count the gaps between the times of an answer's tokens, in seconds."""
+        gaps = np.diff(times)
+        self._counts += np.bincount(np.searchsorted(_SECONDS, gaps), minlength=len(self._counts))
+        self._seconds += float(gaps.sum())
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the histogram. Prometheus' registry calls this."""
+        family = HistogramMetricFamily(
+            "vllm:inter_token_latency_seconds", "Time between tokens of an answer", labels=["model_name"]
+        )
+        bounds = [*map(floatToGoString, _SECONDS), "+Inf"]
+        family.add_metric([self._model], list(zip(bounds, self._counts.cumsum().tolist(), strict=True)), self._seconds)
+        yield family
 
 
 class ServerMetrics:
@@ -87,6 +118,8 @@ class ServerMetrics:
         self._stages = {
             self._metric(Histogram, name, text, buckets=_SECONDS): stage for name, (text, stage) in _STAGES.items()
         }
+        self._gaps = _TokenGaps(model_name)
+        self._registry.register(self._gaps)
         self._gauges = {name: self._metric(Gauge, name, text, "engine") for name, (text, _) in _GAUGES.items()}
 
     @property
@@ -107,6 +140,7 @@ class ServerMetrics:
             self._recent += 0.1 * (result.stamps.e2e - self._recent)
         for counter, amount in self._counters.items():
             counter.labels(self._model).inc(amount(result))
+        self._gaps.observe(result.stamps.tokens)
         stages = result.stamps.stages()
         values = {histogram: value(result) for histogram, value in self._histograms.items()}
         values |= {histogram: stages[stage] for histogram, stage in self._stages.items()}

@@ -17,6 +17,7 @@ from msgspec import Meta
 from panscan.core import Sampling, SettingError
 from panscan.core.option import shorten
 from panscan.core.sampling import FILTERS
+from panscan.core.tools import MAX_TOOLS
 from panscan.settings import nearest
 
 _MOST_VALUES = 50_000  # JSON values of a body
@@ -31,7 +32,7 @@ PARAMS = {
     "max_new_tokens": "max_tokens",
     "json_schema": "response_format",
     "template_kwargs": "chat_template_kwargs",
-    "messages": "messages",
+    **{name: name for name in ("messages", "tools", "tool_choice", "logit_bias")},
     **dict.fromkeys(("regex", "choice", "grammar"), "structured_outputs"),
 }
 """Fields of a body by the name that begins an error of the engine."""
@@ -124,25 +125,73 @@ class FilePart(_Part, kw_only=True, tag_field="type", tag="file"):
         return self.file.file_data
 
 
+_CallId = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class _CalledFunction(Body):
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    arguments: str
+
+
+class _MessageCall(Body):
+    NEUTRAL: ClassVar = {"index": tuple(range(MAX_TOOLS))}
+
+    id: _CallId
+    function: _CalledFunction
+    type: Literal["function"] = "function"
+
+
+class _Function(Body):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _Tool(Body):
+    function: _Function
+    type: Literal["function"] = "function"
+
+
+class _NamedFunction(Body):
+    name: str
+
+
+class _NamedTool(Body):
+    function: _NamedFunction
+    type: Literal["function"] = "function"
+
+
 class ChatMessage(Body):
     """One turn of a conversation."""
 
     NEUTRAL: ClassVar = {
-        "tool_calls": ([],),
         "refusal": (),
         "audio": (),
         "function_call": (),
         "annotations": ([],),
     }
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart | ImagePart | FilePart], Meta(min_length=1, max_length=MOST_PARTS)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: (
+        str | Annotated[list[TextPart | ImagePart | FilePart], Meta(min_length=1, max_length=MOST_PARTS)] | None
+    ) = None
     name: _Unused = None
+    tool_calls: Annotated[list[_MessageCall], Meta(max_length=MAX_TOOLS)] = []
+    tool_call_id: _CallId | None = None
+
+    def __post_init__(self) -> None:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls are of the role 'assistant'")
+        if (self.tool_call_id is None) == (self.role == "tool"):
+            raise ValueError("tool_call_id and the role 'tool' require each other")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("Object missing required field `content`")
 
     @property
     def parts(self) -> list[TextPart | ImagePart | FilePart]:
         """The content as parts."""
-        return [TextPart(text=self.content)] if isinstance(self.content, str) else self.content
+        return [TextPart(text=self.content)] if isinstance(self.content, str) else self.content or []
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=4096)]
@@ -243,9 +292,6 @@ class SamplingFields(Body):
     """The fields that chat and text completions share. Those of :class:`panscan.core.Sampling` have its names."""
 
     NEUTRAL: ClassVar = {
-        "frequency_penalty": (0, 0.0),
-        "presence_penalty": (0, 0.0),
-        "logit_bias": ({},),
         "best_of": (1,),
         "store": (False,),
         "service_tier": ("auto", "default"),
@@ -274,6 +320,9 @@ class SamplingFields(Body):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=1024)] | None = None
     seed: int | None = None
     stop: Stop | Annotated[list[Stop], Meta(max_length=16)] | None = None
     stop_token_ids: Annotated[list[int], Meta(max_length=16)] | None = None
@@ -351,6 +400,7 @@ class SamplingFields(Body):
         chosen |= {
             "max_new_tokens": tokens,
             "logprobs": self.logprobs_per_token,
+            "logit_bias": _biases(self.logit_bias),
             "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             **self.structure,
@@ -367,16 +417,25 @@ class SamplingFields(Body):
             raise FieldError(message, param if param in SamplingFields.__struct_fields__ else None) from error
 
 
+def _biases(given: Mapping[str, float] | None) -> dict[int, float] | None:
+    """Return the biases by token id.
+
+    Raises:
+        FieldError: a key is not a token id.
+    """
+    for key in given or ():
+        if not re.fullmatch("[0-9]{1,10}", key, re.ASCII):
+            raise FieldError(f"logit_bias: expected token ids as keys, got {shorten(key)}", "logit_bias")
+    return {int(key): value for key, value in given.items()} if given else None
+
+
 class ChatCompletionRequest(SamplingFields, kw_only=True):
     """Body of ``/v1/chat/completions``."""
 
     NEUTRAL: ClassVar = {
         **SamplingFields.NEUTRAL,
-        "tools": ([],),
-        "tool_choice": ("none",),
         "functions": ([],),
         "function_call": ("none",),
-        "parallel_tool_calls": (True, False),
         "modalities": (["text"],),
         "audio": (),
         "prediction": (),
@@ -391,6 +450,9 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     }
 
     messages: Messages
+    tools: Annotated[list[_Tool], Meta(max_length=MAX_TOOLS)] = []
+    tool_choice: Literal["auto", "none", "required"] | _NamedTool | None = None
+    parallel_tool_calls: bool = True
     mm_processor_kwargs: MmProcessorKwargs | None = None
     chat_template_kwargs: dict[str, Any] = {}
     max_completion_tokens: int | None = None
@@ -403,6 +465,13 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
             raise ValueError("top_logprobs requires logprobs: true")
         if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
             raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
+
+    @property
+    def tool_fields(self) -> dict[str, Any]:
+        """The fields of :class:`panscan.core.Request` about tools."""
+        choice = "auto" if self.tool_choice is None else msgspec.to_builtins(self.tool_choice)
+        tools = msgspec.to_builtins(self.tools)
+        return {"tools": tools, "tool_choice": choice, "parallel_tool_calls": self.parallel_tool_calls}
 
     @property
     def output_tokens(self) -> int | None:
@@ -418,10 +487,22 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
 class CompletionRequest(SamplingFields, kw_only=True):
     """Body of ``/v1/completions``: raw text, without the chat template."""
 
-    NEUTRAL: ClassVar = {**SamplingFields.NEUTRAL, "add_special_tokens": (True,)}
-
-    prompt: str | Annotated[list[str], Meta(min_length=1, max_length=128)]
+    prompt: str | Annotated[list[str | int | list[int]], Meta(min_length=1)]
+    add_special_tokens: bool = True
     logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts: texts, or token ids.
+
+        Raises:
+            FieldError: a list of token ids has a text or a list in it.
+        """
+        given = [self.prompt] if isinstance(self.prompt, str) else self.prompt
+        ids = [item for item in given if isinstance(item, int)]
+        if len(ids) not in (0, len(given)):
+            raise FieldError("prompt: expected texts, token ids or lists of token ids, not a mixture", "prompt")
+        return [ids] if ids else [item for item in given if not isinstance(item, int)]
 
     @property
     def logprobs_per_token(self) -> int | None:
@@ -432,11 +513,12 @@ class CompletionRequest(SamplingFields, kw_only=True):
 class TokenizeRequest(Body):
     """Body of ``/tokenize``: a conversation or a raw prompt."""
 
-    NEUTRAL: ClassVar = {"add_generation_prompt": (True,), "add_special_tokens": (True, False)}
+    NEUTRAL: ClassVar = {"add_generation_prompt": (True,)}
 
     model: Annotated[str, Meta(max_length=1024)] | None = None
     messages: Messages | None = None
     prompt: str | None = None
+    add_special_tokens: bool = True
     mm_processor_kwargs: MmProcessorKwargs | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
@@ -446,6 +528,13 @@ class TokenizeRequest(Body):
         for name in ("mm_processor_kwargs", "chat_template_kwargs"):
             if self.prompt is not None and getattr(self, name):
                 raise ValueError(f"{name} requires messages")
+
+
+class DetokenizeRequest(Body):
+    """Body of ``/detokenize``."""
+
+    tokens: list[Annotated[int, Meta(ge=0, le=2**31 - 1)]]
+    model: Annotated[str, Meta(max_length=1024)] | None = None
 
 
 class ViewsRequest(Body):

@@ -22,6 +22,7 @@ from panscan.core import (
     SettingError,
     TokenEvent,
     TokenLogprobs,
+    ToolCallDelta,
     UnsupportedError,
 )
 from panscan.serve.client import EngineClient
@@ -78,6 +79,16 @@ def error_of(error: PanscanError) -> dict[str, Any]:
     known = error.param if isinstance(error, FieldError | ContextLengthError) else None
     param = known or PARAMS.get(str(error).partition(":")[0])
     return error_body(str(error), error_status(error), param, getattr(error, "code", None))
+
+
+def _call(id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _call_delta(delta: ToolCallDelta) -> dict[str, Any]:
+    if delta.id is not None and delta.name is not None:
+        return {"index": delta.index, **_call(delta.id, delta.name, delta.arguments)}
+    return {"index": delta.index, "function": {"arguments": delta.arguments}}
 
 
 @dataclass(slots=True)
@@ -151,6 +162,7 @@ class Reply:
         self._continuous_usage = body.stream_options is not None and body.stream_options.continuous_usage_stats
         self._offsets: Counter[int] = Counter()  # characters of each streamed choice so far
         self._counts: Counter[int] = Counter()  # tokens of each streamed choice so far
+        self._called: Counter[int] = Counter()  # pieces of tool calls of each streamed choice so far
         self.id = f"{'chatcmpl' if self._chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
 
@@ -170,12 +182,20 @@ class Reply:
         choices = [self._choice(index, result) for index, result in enumerate(results)]
         return {**self._head, "object": object_name, "choices": choices, **self._totals(results)}
 
-    def first(self, count: int) -> list[dict[str, Any]]:
+    def first(self, count: int, prompt_tokens: int) -> list[dict[str, Any]]:
         """Return the first chunks of a stream: for a chat, the role of each choice."""
         if not self._chat:
             return []
-        opening = {"role": "assistant", "content": ""}
-        return [self._chunk([{"index": index, "delta": opening, "finish_reason": None}]) for index in range(count)]
+        delta = {"role": "assistant", "content": ""}
+        choices = [{"index": index, "delta": delta, "finish_reason": None} for index in range(count)]
+        return [self._chunk([choice]) | self._usage_so_far(prompt_tokens, 0) for choice in choices]
+
+    def _usage_so_far(self, prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
+        """Return the field with the token counts of a chunk; none unless the client asks for it."""
+        if not self._continuous_usage:
+            return {}
+        counts = {"prompt_tokens": prompt_tokens, "completion_tokens": output_tokens}
+        return {"usage": {**counts, "total_tokens": prompt_tokens + output_tokens}}
 
     async def fetch_event_bytes(self, event: TokenEvent) -> None:
         """Fetch the token texts that :meth:`chunk` needs; raises as :meth:`fetch_token_bytes`."""
@@ -185,23 +205,23 @@ class Reply:
     def chunk(self, index: int, event: TokenEvent) -> dict[str, Any] | None:
         """Return the chunk of an event; None if there is nothing to send."""
         self._counts[index] += event.token_id is not None
-        reason = event.finish_reason if event.finish_reason in ("stop", "length") else None
-        if not event.text and reason is None and (event.logprobs is None or not self.logprobs):
+        self._called[index] += len(event.tool_calls)
+        reason: str | None = event.finish_reason if event.finish_reason in ("stop", "length") else None
+        if reason == "stop" and self._called[index]:
+            reason = "tool_calls"
+        if not event.text and not event.tool_calls and reason is None and (event.logprobs is None or not self.logprobs):
             return None
         choice: dict[str, Any] = {"index": index, "finish_reason": reason}
         if self._chat:
             choice["delta"] = {"content": event.text} if event.text else {}
+            if event.tool_calls:
+                choice["delta"]["tool_calls"] = [*map(_call_delta, event.tool_calls)]
         else:
             choice["text"] = event.text
         if self.logprobs and event.logprobs is not None and event.token_id is not None:
             choice["logprobs"] = self._logprobs_of([event.token_id], [event.logprobs], self._offsets[index])
             self._offsets[index] += len(self._names.text(event.token_id))
-        chunk = self._chunk([choice])
-        if self._continuous_usage:
-            prompt, completion = event.prompt_tokens, self._counts[index]
-            counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-            chunk["usage"] = counts
-        return chunk
+        return self._chunk([choice]) | self._usage_so_far(event.prompt_tokens, self._counts[index])
 
     def last(self, results: Sequence[Result]) -> dict[str, Any]:
         """Return the chunk with the usage."""
@@ -237,6 +257,11 @@ class Reply:
     def _choice(self, index: int, result: Result) -> dict[str, Any]:
         logprobs = self._logprobs_of(result.token_ids, result.logprobs or []) if self.logprobs else None
         choice = {"index": index, "finish_reason": result.finish_reason, "logprobs": logprobs}
+        if result.tool_calls:
+            calls = [_call(call.id, call.name, call.arguments) for call in result.tool_calls]
+            message = {"role": "assistant", "content": result.text or None, "refusal": None, "tool_calls": calls}
+            reason = "tool_calls" if result.finish_reason == "stop" else result.finish_reason
+            return {**choice, "finish_reason": reason, "message": message}
         if self._chat:
             return {**choice, "message": {"role": "assistant", "content": result.text, "refusal": None}}
         return {**choice, "text": result.text}

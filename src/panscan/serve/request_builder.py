@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 from msgspec.structs import asdict
 
 from panscan.core import PanAndScan, Request, Sampling, SettingError
@@ -75,8 +78,16 @@ class RequestBuilder:
         sampling = _with_logprobs(body, body.n, self._sampling(body), "top_logprobs")
         request, documents = self._conversation(body, uploads, deadline)
         text = sum(len(part.text) for turn in body.messages for part in turn.parts if isinstance(part, TextPart))
+        tools = body.tool_fields
+        if tools["tools"]:
+            text += len(json.dumps(tools["tools"]))
         work = self._work(documents, request.pan_and_scan, text, sampling.max_new_tokens)
-        return PreparedRequest(_choices(replace(request, sampling=sampling), body.n), work)
+        try:
+            request = replace(request, sampling=sampling, **tools)
+        except SettingError as error:
+            name = re.split("[.: ]", str(error), maxsplit=1)[0]
+            raise FieldError(str(error), name if name in tools else "tools") from error
+        return PreparedRequest(_choices(request, body.n), work)
 
     def completion(self, body: CompletionRequest, uploads: Mapping[str, bytes]) -> PreparedRequest:
         """Return the requests of a plain completion: for each prompt, ``n`` choices.
@@ -86,12 +97,17 @@ class RequestBuilder:
         """
         check_used(uploads, ())
         sampling = self._sampling(body)
-        prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+        prompts = body.prompts
         count = len(prompts) * body.n
         if count > self._options.max_choices:
             raise FieldError(f"prompt and n: at most {self._options.max_choices} choices per request", "prompt")
         sampling = _with_logprobs(body, count, sampling, "logprobs")
-        requests = [Request(prompt=prompt, raw=True, sampling=sampling) for prompt in prompts]
+        requests = [
+            Request(prompt=prompt, raw=True, sampling=sampling, add_special_tokens=body.add_special_tokens)
+            if isinstance(prompt, str)
+            else Request(prompt_ids=prompt, raw=True, sampling=sampling)
+            for prompt in prompts
+        ]
         work = self._work([], PanAndScan(), max(map(len, prompts)), sampling.max_new_tokens)
         return PreparedRequest([choice for request in requests for choice in _choices(request, body.n)], work)
 
@@ -103,7 +119,7 @@ class RequestBuilder:
         """
         if body.messages is None:
             check_used(uploads, ())
-            return Request(prompt=body.prompt, raw=True)
+            return Request(prompt=body.prompt, raw=True, add_special_tokens=body.add_special_tokens)
         return self._conversation(body, uploads, deadline)[0]
 
     def document(self, url: str, uploads: Mapping[str, bytes], deadline: Deadline) -> MediaFile:
@@ -167,7 +183,12 @@ class RequestBuilder:
                     most = f"{self._options.max_body_mb:g} MB"
                     raise FieldError(f"messages: the images exceed {most} in total", "messages")
                 parts += [{**part.template_values, "type": "image"} for _ in document.pages]
-            turns.append({"role": "system" if message.role == "developer" else message.role, "content": parts})
+            turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": parts}
+            if message.tool_calls:
+                turn["tool_calls"] = msgspec.to_builtins(message.tool_calls)
+            if message.tool_call_id is not None:
+                turn["tool_call_id"] = message.tool_call_id
+            turns.append(turn)
         check_used(uploads, message_urls(messages))
         request = Request(
             messages=turns,

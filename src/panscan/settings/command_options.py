@@ -431,7 +431,15 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
     # Measurement
     grid: str | None = option(None, "Measurement", "YAML file of 'setting: [values]'.", "bench", metavar="FILE")
     repeats: int = option(
-        1, "Measurement", "Measurements per cell.", "bench", range=Range(integer=True, ge=1, le=10_000)
+        5, "Measurement", "Measurements per cell, at least.", "bench", range=Range(integer=True, ge=1, le=10_000)
+    )
+    repeat_until: float = option(
+        2.0,
+        "Measurement",
+        "Repeat until throughput is known to ± percent.",
+        "bench",
+        range=Range(gt=0, le=100),
+        metavar="PERCENT",
     )
     warmup: int = option(
         1, "Measurement", "Warm-up batches to discard.", "bench", range=Range(integer=True, ge=0, le=10_000)

@@ -137,6 +137,13 @@ class RateTable:
 class TrafficTable:
     """What a load run sends, and when."""
 
+    extra_body: str | None = option(
+        None, "Traffic", "Request fields to add; null removes one.", "load", metavar="JSON", rare=True
+    )
+    max_tokens_field: Literal["max_tokens", "max_completion_tokens", "none"] = option(
+        "max_tokens", "Traffic", "Request field of the output length.", "load", metavar="NAME", rare=True
+    )
+    stream_options: bool = option(True, "Traffic", "Ask for token counts at the end of streams.", "load", rare=True)
     arrival: Literal["poisson", "constant"] = option("poisson", "Traffic", "Arrival process.", "load")
     burstiness: float = option(
         1.0,

@@ -123,7 +123,7 @@ class Verifier:
         record = VerdictRecord.without_figures(cell.id, "unverified")
         pixels = runner.pixels(settings)
         reference = self.references.find(settings, pixels)
-        comparable = settings.sampling.greedy and settings.repetition_penalty in (None, 1)
+        comparable = settings.sampling.greedy and not settings.penalised
         if reference is None:
             record.reason = self.references.why_missing(settings, pixels)
         else:

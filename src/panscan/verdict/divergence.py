@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
 from statistics import fmean
+from typing import Any
 
 import torch
 
 from panscan.model.checkpoint import Loaded
-from panscan.model.observation import Observation
+from panscan.model.observation import TOP_LOGPROBS, Observation
 from panscan.records.verdict_records import Divergence, Top1, VerdictRecord
 from panscan.verdict.float32 import head_logits
 from panscan.verdict.judgement import LEAST_REST, MARGIN_FLOOR, judge
@@ -24,17 +25,27 @@ class Noise:
         answer: divergences in nats, by request and token.
         image: mean divergence over image positions; None without images.
         margin: largest change of the margin between the reference's first and second choice, in nats.
+        reported: the same deviation if only the most probable tokens are reported
+            (:meth:`panscan.model.observation.Observation.reported`), which runners that report no others are compared
+            with; None in files of older versions.
     """
 
     answer: list[list[float]]
     image: float | None
     margin: float
+    reported: Noise | None = None
 
     def answer_mean(self, steps: int) -> float:
         """Return the mean over the first ``steps`` tokens per request: cells may generate fewer than the reference."""
         return fmean(value for request in self.answer for value in request[:steps])
 
+    @classmethod
+    def stored(cls, answer: list[list[float]], image: float | None, margin: float, reported: Any = None) -> Noise:
+        """Return the noise that a file holds."""
+        return cls(answer, image, margin, None if reported is None else cls.stored(**reported))
 
+
+_NO_NOISE = "the reference lacks the noise of the reported tokens; leave --reference out, or compute it again"
 _BLOCK = 16  # positions per step: two float64 rows of 262,208 logits take 4 MB
 
 
@@ -136,9 +147,13 @@ class DivergenceTally:
     def verdict(self, cell: str, noise: Noise, steps: int, *, float32: bool) -> VerdictRecord:
         """Return the verdict of a cell, for comparisons of the first ``steps`` tokens of each request.
 
-        The divergence of a runner that reports its most probable tokens only is a lower bound over these tokens, while
-        the noise covers the whole vocabulary: its ratio is too small.
+        Of a runner that reports its most probable tokens only, both the divergence and the noise cover those tokens and
+        "any other". Without such a noise, its cell is unverified.
         """
+        if self.top_logprobs is not None:
+            if noise.reported is None or self.top_logprobs != TOP_LOGPROBS:
+                return VerdictRecord.without_figures(cell, "unverified", _NO_NOISE)
+            noise = noise.reported
         answer = _joined(self.answer)
         kinds = {"answer": (answer, noise.answer_mean(steps))}
         if self.image and noise.image is not None:
@@ -161,7 +176,7 @@ class DivergenceTally:
         return VerdictRecord(
             cell=cell,
             verdict=word,
-            reason=None if self.top_logprobs is None else f"from top {self.top_logprobs} log-probabilities",
+            reason=None if self.top_logprobs is None else f"over the {self.top_logprobs} most probable tokens",
             truth=None,
             answer=figures["answer"],
             image=figures.get("image"),

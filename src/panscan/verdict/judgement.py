@@ -22,6 +22,8 @@ MARGIN_FLOOR: float = (8 * FLOOR) ** 0.5
 """Nats; the same floor for margins. Between two tokens that share all probability evenly, a margin that moves by m
 diverges by ln cosh(m / 2), about m^2 / 8: less than this is less than :data:`FLOOR`."""
 _NOT_CONCLUDED = TokenCheck.of(note="tokens beyond the reference: the run stopped before this check; --resume runs it")
+_UNEQUAL_TOKENS = "from top "
+"""The reason of older verdicts whose divergence covers fewer tokens than its noise."""
 EXACT_RATIO, CLOSE_RATIO, CLOSE_TOP1 = 2.0, 10.0, 0.99
 """The limits of the verdicts (see :func:`judge`). The documentation quotes them from here; a test compares."""
 LEAST_REST = 1e-6
@@ -103,6 +105,8 @@ def verdict_of(run: Run, cell: str) -> Verdict:
     measured = sum(checks[1:], checks[0]) if checks else None
     if record is None:
         return _with_tokens(Verdict("unverified", _why_none(run, cell), measured=measured), float32=False, inputs=None)
+    if (record.reason or "").startswith(_UNEQUAL_TOKENS):
+        return Verdict("unverified", "compared over the reported tokens with the noise of all; compare it again")
     verdict = Verdict(
         record.verdict,
         record.reason or "",

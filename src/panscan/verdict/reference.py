@@ -168,7 +168,8 @@ def compute_noise(
     """
     if loaded.dtype == torch.float32:
         image = 0.0 if reference.image_positions else None
-        return Noise([[0.0] * len(expected.tokens) for expected in reference.requests], image, 0.0)
+        none = Noise([[0.0] * len(expected.tokens) for expected in reference.requests], image, 0.0)
+        return replace(none, reported=none)
     forced = [expected.forced_tokens(len(expected.tokens)) for expected in reference.requests]
     seen = _in_groups(
         loaded,
@@ -176,10 +177,11 @@ def compute_noise(
         lambda group: observe(loaded, settings, requests[group], forced[group]),
         lambda done: on_step(f"computing the noise in {settings.dtype}: {done} of {len(requests)} requests"),
     )
-    tally = DivergenceTally()
+    tally, reported = DivergenceTally(), DivergenceTally()
     for expected, observation in zip(reference.requests, seen, strict=True):
         tally.add(loaded, expected.answer, expected.image, observation)
-    return tally.noise()
+        reported.add(loaded, expected.answer, expected.image, observation.reported())
+    return replace(tally.noise(), reported=reported.noise())
 
 
 def compare_answers(
@@ -301,7 +303,7 @@ def load_reference(path: Path) -> Reference:
             )
             for index, lead in enumerate(header.pop("leads"))
         ]
-        noise = {name: Noise(**figures) for name, figures in header.pop("noise").items()}
+        noise = {name: Noise.stored(**figures) for name, figures in header.pop("noise").items()}
         return Reference(**header, requests=requests, noise=noise)
 
 

@@ -105,8 +105,8 @@ def compared_with_reference(
     """
     total = sum((_wrong_end(judge, result) for result in results), TokenCheck.of())
     settings = judge.settings
-    if settings.repetition_penalty not in (None, 1):
-        note = "a repetition penalty changes the scores: only the distributions were compared"
+    if settings.penalised:
+        note = "a penalty on repeated tokens changes the scores: only the distributions were compared"
     elif not settings.sampling.greedy and (settings.runner != "engine" or seed is None):
         note = f"runner {settings.runner} samples all requests from one stream: only the distributions were compared"
     else:

@@ -51,7 +51,7 @@ class SamplingRow:
         sampling: the request's sampling parameters.
         seed: seed of the request's random stream; any integer.
         position: index of the token in the answer, starting at 0.
-        token_ids: ids of the prompt and the answer so far; only needed with a repetition penalty.
+        token_ids: ids of the prompt and the answer so far; only needed with a penalty.
         allowed: uint8 bit mask of the ids that may be chosen: id i is bit i % 8 of byte i // 8; ids beyond it are
             forbidden. None: all ids.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Collection
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from panscan.core import Sampling, SettingError
 from panscan.core.lru import LruCache
 from panscan.core.sampling import STRUCTURED
+from panscan.core.tools import Tool, ToolUse
 from panscan.engine.structured.schemas import UNSATISFIABLE, closed_schema
+from panscan.engine.structured.tool_calls import call_grammar
 from panscan.engine.structured.unique_names import QuoteTokens, UniqueNames
 
 _CACHED = 64  # compiled grammars; a batch job uses one
@@ -109,17 +111,19 @@ class Grammars:
         self._lock = threading.Lock()
         self._compiled: LruCache[tuple[str, Any], LLMatcher] = LruCache(_CACHED)
 
-    def start(self, sampling: Sampling) -> Constraint | None:
+    def start(self, sampling: Sampling, tools: ToolUse | None = None) -> Constraint | None:
         """Return the constraint of a new answer; None if its request has none.
 
         Args:
             sampling: the request's parameters.
+            tools: what the answer may call.
 
         Raises:
             SettingError: the schema or grammar is invalid, unsupported, unsatisfiable or too complex, or the checkpoint
                 has no fast tokenizer or no end token.
         """
-        if (structure := _structure(sampling)) is None:
+        structure = _structure(sampling) if tools is None else ("tools", tools)
+        if structure is None:
             return None
         field, value = structure
         with self._lock:
@@ -128,10 +132,13 @@ class Grammars:
                 tokenizer, _ = self._vocabulary
                 matcher = _with_deep_stack(lambda: LLMatcher(tokenizer, lark, log_level=0, limits=limits))
                 if matcher.is_error():
+                    if tools is not None:
+                        _check_tools(tools)  # names the tool, if one alone is the cause
                     raise SettingError(f"{field}: {_rejection(matcher)}")
             self._compiled.put(structure, matcher)
             tokenizer, quotes = self._vocabulary
-            return Constraint(matcher.deep_copy(), field, tokenizer, quotes if field == "json_schema" else None)
+            is_json = field in ("json_schema", "tools")
+            return Constraint(matcher.deep_copy(), field, tokenizer, quotes if is_json else None)
 
     @cached_property
     def _vocabulary(self) -> tuple[LLTokenizer, QuoteTokens]:
@@ -176,6 +183,9 @@ def _lark(field: str, value: Any) -> tuple[str, LLParserLimits]:
     match field:
         case "json_schema":
             return LLMatcher.grammar_from_lark(f"{_HEAD}start: {_json_rule(value)}"), _LIMITS
+        case "tools":
+            text = call_grammar(value, [*map(_tool_rule, value.callable)])
+            return LLMatcher.grammar_from_lark(_HEAD + text), _LIMITS
         case "regex":
             text = json.loads(LLMatcher.grammar_from_regex(value))["grammars"][0]["lark_grammar"]
         case "choice":
@@ -188,8 +198,30 @@ def _lark(field: str, value: Any) -> tuple[str, LLParserLimits]:
     return LLMatcher.grammar_from_lark(_HEAD + text), _GRAMMAR_LIMITS
 
 
-def _json_rule(schema: str) -> str:
+def _tool_rule(tool: Tool) -> str:
+    """Return a tool's arguments as an expression of a Lark grammar, less strict if it is not strict."""
+    try:
+        return _json_rule(tool.parameters, lenient=not tool.strict)
+    except SettingError as error:
+        reason = str(error).removeprefix("json_schema: ")
+        raise SettingError(f"tools: {tool.name}: {reason}") from error
+
+
+def _check_tools(use: ToolUse) -> None:
+    """Raise a SettingError that names the first tool whose schema cannot be compiled."""
+    for tool in use.callable:
+        lark = LLMatcher.grammar_from_lark(f"{_HEAD}start: {_tool_rule(tool)}")
+        failed, reasons = _with_deep_stack(partial(LLMatcher.validate_grammar_with_warnings, lark, limits=_LIMITS))
+        if failed:
+            raise SettingError(f"tools: {tool.name}: {_one_line(reasons[0])}")
+
+
+def _json_rule(schema: str, *, lenient: bool = False) -> str:
     """Return a JSON schema as an expression of a Lark grammar.
+
+    Args:
+        schema: the schema as text.
+        lenient: ignore keywords that are not supported, and take ``oneOf`` as ``anyOf``.
 
     Raises:
         SettingError: the schema allows no value, overrides panscan's options, or exceeds a limit.
@@ -200,7 +232,8 @@ def _json_rule(schema: str) -> str:
     closed = {} if closed is True else closed  # llguidance takes objects only
     if "x-guidance" in closed:
         raise SettingError("json_schema: x-guidance is not supported; remove it")
-    return f"%json {json.dumps({**closed, 'x-guidance': _OPTIONS})}"
+    options = {**_OPTIONS, "lenient": lenient, "coerce_one_of": lenient}
+    return f"%json {json.dumps({**closed, 'x-guidance': options})}"
 
 
 def _with_deep_stack(compute: Callable[[], _Computed]) -> _Computed:

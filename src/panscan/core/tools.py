@@ -1,0 +1,133 @@
+"""Tools that an answer may call, and calls: OpenAI's format, checked."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from panscan.core.errors import SettingError
+from panscan.core.option import shorten
+from panscan.core.sampling import MAX_SCHEMA_BYTES
+
+MAX_TOOLS = 128
+_MAX_TOOLS_BYTES = 2**18  # of all definitions together
+_CHOICES = ("auto", "none", "required")
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool. ``arguments``: a JSON object as text, incomplete if the answer ended at its maximum length."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A piece of a call in a stream. The first one of a call has its id and its name.
+
+    ``index``: number of the call in the answer. ``arguments``: the next characters of its arguments.
+    """
+
+    index: int
+    arguments: str = ""
+    id: str | None = None
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that an answer may call. ``parameters``: JSON schema of its arguments as text."""
+
+    name: str
+    description: str
+    parameters: str
+    strict: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What one answer may call.
+
+    Args:
+        tools: tools that the prompt describes.
+        callable: those of them that the answer may call.
+        required: whether the answer must be a call.
+        parallel: whether it may be several.
+    """
+
+    tools: tuple[Tool, ...]
+    callable: tuple[Tool, ...]
+    required: bool
+    parallel: bool
+
+
+def tool_use(tools: Any, choice: Any = "auto", parallel: Any = True) -> ToolUse | None:
+    """Return what an answer may call; None if it may call nothing.
+
+    Args:
+        tools: definitions in OpenAI's format.
+        choice: ``auto``, ``none``, ``required``, or ``{"type": "function", "function": {"name": ...}}``.
+        parallel: whether it may call several tools, or one of them several times.
+
+    Raises:
+        SettingError: a definition is malformed, two have the same name, or the chosen function is not among them.
+    """
+    if not isinstance(parallel, bool):
+        raise SettingError(f"parallel_tool_calls must be true or false, got {shorten(parallel)}")
+    if not isinstance(tools, Sequence) or isinstance(tools, str | bytes):
+        raise SettingError(f"tools must be a list of definitions, got {shorten(tools)}")
+    if len(tools) > MAX_TOOLS:
+        raise SettingError(f"tools: at most {MAX_TOOLS}, got {len(tools)}")
+    known: dict[str, Tool] = {}
+    for number, definition in enumerate(tools):
+        tool = _checked_tool(definition, f"tools.{number}")
+        if tool.name in known:
+            raise SettingError(f"tools: two have the name {tool.name!r}")
+        known[tool.name] = tool
+    if sum(len(tool.parameters) + len(tool.description) for tool in known.values()) > _MAX_TOOLS_BYTES:
+        raise SettingError(f"tools: the definitions are longer than {_MAX_TOOLS_BYTES:,} characters")
+    named = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
+    name = named.get("name") if isinstance(named, Mapping) else None
+    if not isinstance(name, str) and choice not in _CHOICES:
+        expected = f"{', '.join(_CHOICES)} or a function"
+        raise SettingError(f"tool_choice: expected {expected}, got {shorten(choice)}")
+    if name is not None and name not in known:
+        raise SettingError(f"tool_choice: no tool has the name {shorten(name)}; add it to tools")
+    if choice == "required" and not known:
+        raise SettingError("tool_choice: 'required' needs tools")
+    if choice == "none" or not known:
+        return None
+    callable = (*known.values(),) if name is None else (known[name],)
+    return ToolUse((*known.values(),), callable, choice != "auto", parallel and name is None)
+
+
+def _checked_tool(definition: Any, where: str) -> Tool:
+    function = definition.get("function") if isinstance(definition, Mapping) else None
+    if not isinstance(function, Mapping) or definition.get("type") != "function":
+        expected = '{"type": "function", "function": {"name": ...}}'
+        raise SettingError(f"{where}: expected {expected}, got {shorten(definition)}")
+    name, description = function.get("name"), function.get("description") or ""
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        raise SettingError(
+            f"{where}.function.name must be 1 to 64 letters, digits, '_', '.' or '-', got {shorten(name)}"
+        )
+    if not isinstance(description, str):
+        raise SettingError(f"{where}.function.description must be a text, got {shorten(description)}")
+    parameters = function.get("parameters")
+    parameters = {"type": "object", "properties": {}} if parameters is None else parameters
+    if not isinstance(parameters, Mapping) or parameters.get("type", "object") != "object":
+        raise SettingError(f"{where}.function.parameters ({name}) must be a JSON schema of type 'object'")
+    try:
+        text = json.dumps({"type": "object", **parameters}, ensure_ascii=False, allow_nan=False)
+        size = len(text.encode()) + len(description.encode())
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SettingError(f"{where}.function ({name}) is not JSON: {error}") from None
+    if size > MAX_SCHEMA_BYTES:
+        raise SettingError(f"{where}.function ({name}) is longer than {MAX_SCHEMA_BYTES:,} bytes: shorten it")
+    return Tool(name, description, text, function.get("strict") is True)

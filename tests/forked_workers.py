@@ -1,0 +1,184 @@
+"""Panscan's worker processes for tests, forked from a copy of the test process instead of started.
+
+A started worker spends five seconds of CPU time on importing PyTorch and Transformers. A copy of the test process,
+forked once all tests are imported and no thread runs, forks it instead, and adds it to the children of the test
+process, so that pids, signals, exit codes and ``wait()`` are those of a started one. Workers of a test's own child
+processes are started as users' are.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import logging
+import os
+import pickle
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+import types
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_MODULES = ("panscan.engine.rank_worker", "panscan.bench.replica_worker")
+_PROGRAM = re.compile(r"from panscan\.core\.process import run_worker; run_worker\('([\w.]+)'\)")
+_IMPORT_VARIABLES = ("PYTHON", "LD_", "TRITON", "TORCH", "HF_", "OMP_", "CUDA_")  # read while modules are imported
+_SUBREAPER = 36
+_LIMIT = 2**20
+
+_connection: socket.socket | None = None
+_variables_at_fork: dict[str, str] = {}
+_lock = threading.Lock()
+modules: dict[int, str] = {}
+"""The modules of the forked workers, by process id."""
+
+
+class Popen(subprocess.Popen[Any]):
+    """:class:`subprocess.Popen` that forks panscan's workers."""
+
+    def _execute_child(self, args: Any, *more: Any) -> None:
+        module = _worker_module(args)
+        _, _, _, passed, folder, environment, *_ = more
+        environment = os.environ if environment is None else environment
+        if module is None or _connection is None or not _imports_alike(environment):
+            super()._execute_child(args, *more)  # type: ignore[misc]
+            return
+        pipes = more[9:15]
+        child_ends = (pipes[0], pipes[3], pipes[5])
+        streams = [number if file == -1 else file for number, file in enumerate(child_ends)]
+        order = pickle.dumps((module, args[4:], dict(environment), str(folder or Path.cwd()), list(passed)))
+        with _lock:  # the copy answers once the worker has lost its first parent, and this process has adopted it
+            _adopt_orphans(True)
+            try:
+                socket.send_fds(_connection, [order], [*streams, *passed])
+                self.pid = int(_connection.recv(64))
+            finally:
+                _adopt_orphans(False)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+        modules[self.pid] = module
+
+
+def prepare() -> None:
+    """Fork the copy. Call this once, when everything is imported and no other thread of Python runs tests."""
+    global _connection, _variables_at_fork
+    if sys.platform != "linux" or _connection is not None:
+        return
+    _connection, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        _connection.setsockopt(socket.SOL_SOCKET, buffer, _LIMIT)
+        other.setsockopt(socket.SOL_SOCKET, buffer, _LIMIT)
+    _variables_at_fork = _import_variables(os.environ)
+    if os.fork():
+        other.close()
+        subprocess.Popen = Popen  # type: ignore[misc]
+        atexit.register(_connection.close)
+        return
+    try:
+        _serve(other.detach())
+    finally:
+        os._exit(1)
+
+
+def _serve(descriptor: int) -> None:
+    """Fork workers until the test process ends."""
+    atexit._clear()
+    os.setpgid(0, 0)  # Ctrl-C is for the tests
+    os.closerange(3, descriptor)
+    os.closerange(descriptor + 1, os.sysconf("SC_OPEN_MAX"))
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(null, number)
+    connection = socket.socket(fileno=descriptor)
+    for module in _MODULES:
+        importlib.import_module(module)
+    gc.freeze()
+    while True:
+        order, files, _, _ = socket.recv_fds(connection, _LIMIT, 16)
+        if not order:
+            os._exit(0)
+        reader, writer = os.pipe()
+        if (parent := os.fork()) == 0:
+            if (worker := os.fork()) == 0:
+                connection.close()
+                os.close(reader)
+                os.close(writer)
+                _run(order, files)
+            os.write(writer, str(worker).encode())
+            os._exit(0)
+        os.waitpid(parent, 0)
+        connection.send(os.read(reader, 64))
+        for file in (reader, writer, *files):
+            os.close(file)
+
+
+def _run(order: bytes, files: Sequence[int]) -> None:
+    """Run a worker's ``main()`` as a new interpreter would, and exit."""
+    module, arguments, environment, folder, passed = pickle.loads(order)
+    code = 1
+    try:
+        os.setsid()
+        high = [os.dup(file) for file in files if file >= 0]  # the numbers below may be those of ``passed``
+        base = max([*high, *passed, 3]) + 1
+        high = [os.dup2(file, base + number) for number, file in enumerate(high)]
+        for file, number in zip(high, (0, 1, 2, *passed), strict=True):
+            os.dup2(file, number)
+        for number in range(3, base + len(high)):
+            if number not in passed:
+                with contextlib.suppress(OSError):
+                    os.close(number)
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.stdin, sys.stdout, sys.stderr = (open(number, mode, closefd=False) for number, mode in enumerate("rww"))  # noqa: SIM115
+        faulthandler.enable(sys.stderr)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
+            signal.signal(number, signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler)
+        logging.getLogger().handlers.clear()
+        warnings.resetwarnings()
+        random.seed()
+        sys.argv = ["-c", *arguments]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        sys.modules[module].main()
+        code = 0
+    except SystemExit as ending:
+        code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    with contextlib.suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def _worker_module(args: Any) -> str | None:
+    """Return the module of a command that can be forked."""
+    words = list(args) if isinstance(args, list) and all(isinstance(word, str) for word in args) else []
+    program = _PROGRAM.fullmatch(words[3]) if words[:3] == [sys.executable, "-P", "-c"] else None
+    return program[1] if program is not None and program[1] in _MODULES else None
+
+
+def _import_variables(environment: Any) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(_IMPORT_VARIABLES)}
+
+
+def _imports_alike(environment: Any) -> bool:
+    """Return whether modules would be imported as they were imported here."""
+    return _import_variables(environment) == _variables_at_fork
+
+
+def _adopt_orphans(adopt: bool) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_SUBREAPER, int(adopt), 0, 0, 0)

@@ -1,0 +1,150 @@
+"""Tools over HTTP: the openai client calls them, streamed or not, sends results, and gets errors that name them."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+from tests.serve.serving import Server, post, refused, user
+
+if TYPE_CHECKING:
+    import openai
+else:
+    openai = pytest.importorskip("openai", reason="the OpenAI client is not installed")
+
+CITY = {"type": "string", "maxLength": 6}
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Weather of a city",
+        "parameters": {"type": "object", "properties": {"city": CITY}, "required": ["city"]},
+    },
+}
+PAY: Any = {
+    "type": "function",
+    "function": {
+        "name": "pay",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"cents": {"$ref": "#/$defs/cents"}},
+            "required": ["cents"],
+            "$defs": {"cents": {"type": "integer", "minimum": 10, "maximum": 99}},
+        },
+    },
+}
+ABOUT_PAY: Any = {"type": "function", "function": {"name": "pay"}}
+QUESTION: Any = user("What is the total?")
+CALL = {"id": "call_1", "type": "function", "function": {"name": "pay", "arguments": '{"cents":3}'}}
+CALLED: list[dict[str, Any]] = [*QUESTION, {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+
+
+def created(client: openai.OpenAI, choice: Any, **fields: Any) -> Any:
+    messages = fields.pop("messages", QUESTION)
+    return client.chat.completions.create(
+        model="mini", messages=messages, tools=[WEATHER, PAY], tool_choice=choice, max_tokens=80, **fields
+    )
+
+
+def check_arguments(name: str, arguments: str) -> None:
+    values = json.loads(arguments)
+    if name == "pay":
+        assert values.keys() == {"cents"} and 10 <= values["cents"] <= 99
+    else:
+        assert values.keys() == {"city"} and len(values["city"]) <= 6
+
+
+@pytest.mark.parametrize("choice", ["required", ABOUT_PAY], ids=["required", "named"])
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("seed", [None, 1, 2])
+def test_calls_are_made_and_streamed_alike(
+    client: openai.OpenAI, choice: Any, parallel: bool, seed: int | None
+) -> None:
+    how: dict[str, Any] = {"parallel_tool_calls": parallel}
+    how |= {} if seed is None else {"temperature": 1.5, "seed": seed}
+    [whole] = created(client, choice, **how).choices
+    assert whole.finish_reason in ("tool_calls", "length") and whole.message.content is None
+    calls = whole.message.tool_calls
+    assert calls and len({call.id for call in calls}) == len(calls)
+    assert len(calls) == 1 or (parallel and choice == "required")
+    if whole.finish_reason == "tool_calls":
+        for call in calls:
+            assert call.type == "function" and (choice == "required" or call.function.name == "pay")
+            check_arguments(call.function.name, call.function.arguments)
+    pieces: list[Any] = [chunk.choices[0] for chunk in created(client, choice, stream=True, **how) if chunk.choices]
+    assert pieces[-1].finish_reason == whole.finish_reason
+    assert not any(piece.delta.content for piece in pieces)
+    deltas = [delta for piece in pieces for delta in piece.delta.tool_calls or ()]
+    heads = [delta for delta in deltas if delta.id is not None]
+    assert [delta.index for delta in heads] == [*range(len(calls))] and len(deltas) > len(heads)
+    assert all((delta.type, delta.function.name) == (None, None) for delta in deltas if delta.id is None)
+    for index, call in enumerate(calls):
+        texts = [delta.function.arguments for delta in deltas if delta.index == index]
+        assert (heads[index].function.name, "".join(texts)) == (call.function.name, call.function.arguments)
+
+
+def test_auto_answers_in_text_or_calls(client: openai.OpenAI) -> None:
+    [plain] = created(client, "none").choices
+    untooled = client.chat.completions.create(model="mini", messages=QUESTION, max_tokens=80)
+    assert plain.message.content == untooled.choices[0].message.content and plain.message.tool_calls is None
+    [text] = created(client, "auto").choices
+    assert text.message.content and text.message.tool_calls is None and text.finish_reason == "stop"
+    stream = created(client, "auto", stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == text.message.content
+
+
+def test_results_go_back_and_the_conversation_goes_on(client: openai.OpenAI) -> None:
+    [choice] = created(client, ABOUT_PAY).choices
+    call = choice.message.tool_calls[0]
+    messages: Any = [
+        *QUESTION,
+        choice.message.model_dump(),
+        {"role": "tool", "tool_call_id": call.id, "content": "paid"},
+    ]
+    for question in ([], user("And now?")):
+        [answer] = created(client, "auto", messages=[*messages, *question]).choices
+        assert answer.message.content
+
+
+def result(call: str, **fields: Any) -> list[dict[str, Any]]:
+    return [*CALLED, {"role": "tool", "tool_call_id": call, "content": "ok", **fields}]
+
+
+def with_parameters(parameters: Any, **fields: Any) -> Any:
+    return {"tools": [{"type": "function", "function": {"name": "odd", "parameters": parameters, **fields}}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"tools": [PAY, PAY]}, "tools", "'pay'"),
+        ({"tools": [PAY], "tool_choice": {"type": "function", "function": {"name": "fly"}}}, "tool_choice", "'fly'"),
+        ({"tool_choice": ABOUT_PAY}, "tool_choice", "'pay'"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"tools": [PAY], "tool_choice": "any"}, "tool_choice", "any"),
+        ({"tools": [PAY] * 129}, "tools", "128"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "a b"),
+        ({"tools": [{"type": "retrieval", "function": {"name": "a"}}]}, "tools.0.type", "retrieval"),
+        ({"functions": [{"name": "a"}]}, "functions", "not supported"),
+        ({"messages": result("call_2")}, "messages", "'call_2'"),
+        ({"messages": [*QUESTION, {"role": "tool", "tool_call_id": "x", "content": "a"}]}, "messages", "'x'"),
+        ({"messages": [*QUESTION, {"role": "tool", "content": "a"}]}, "messages.1", "tool_call_id"),
+        ({"messages": [{**QUESTION[0], "tool_calls": [CALL]}]}, "messages.0", "assistant"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content", "required"),
+        (with_parameters({"type": "string"}), "tools", "odd"),
+        (with_parameters({"properties": {"a": {"not": {}}}, "required": ["a"]}, strict=True), "tools", "odd"),
+        (with_parameters({"properties": {"a": False}, "required": ["a"]}), "tools", "odd"),
+        (with_parameters({"$ref": "https://example.com/a.json"}), "tools", "odd"),
+        (with_parameters({"x-guidance": {"whitespace_flexible": True}}), "tools", "odd"),
+        (with_parameters({"properties": {"a": {"multipleOf": 999_999_937, "type": "integer"}}}), "tools", "odd"),
+        (with_parameters({"description": "x" * 70_000}), "tools", "odd"),
+        ({"tools": [PAY], "response_format": {"type": "json_object"}}, "tools", "json_schema and tools"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_name_the_tool(server: Server, fields: Any, param: str, message: str, stream: bool) -> None:
+    response: httpx.Response = post(server, "/v1/chat/completions", {"messages": QUESTION, **fields, "stream": stream})
+    assert message in refused(response, 400, param)
