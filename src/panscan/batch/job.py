@@ -50,7 +50,7 @@ class Job:
     max_pages: int = MAX_PAGES
     json_schema: str | None = None
     image_column: str | None = None
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         self.request(Row("", (), self.prompt or ""))
