@@ -22,6 +22,7 @@ from panscan.records.store import Run, read_run
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # run as a script, as people do
 
+from benchmarks.decision_errors import decision_errors
 from benchmarks.faster import (
     faster_cpu,
     faster_one,
@@ -71,6 +72,7 @@ PAGES = (
             "robustness.md",
             "quantization.md",
             "plan.md",
+            "quality.md",
         )
     ),
     CARD,
@@ -289,6 +291,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quantization-products": quantization_products,
     "quantization-27b": quantization_27b,
     "plan-simulation": plan_simulation,
+    "decision-errors": decision_errors,
     "plan-on-cpu": plan_on_cpu,
     "mini-by-part": mini_by_part,
     "mini-on-cpu": mini_on_cpu,

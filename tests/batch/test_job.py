@@ -93,6 +93,8 @@ def test_a_setting_that_is_newer_than_the_file_had_its_default() -> None:
         ({"raw_prompt": True}, "a different --raw-prompt"),
         ({"whole_files": True}, "a different --whole-files"),
         ({"json_schema": "{}"}, "a different --json-schema"),
+        ({"choice": ("yes", "no")}, "a different --choice"),
+        ({"tools": '[{"type": "function", "function": {"name": "a"}}]'}, "a different --tools"),
     ],
 )
 def test_another_question_is_another_job(change: dict[str, Any], reason: str) -> None:

@@ -89,7 +89,10 @@ def test_an_unknown_shape_has_counts_but_no_time() -> None:
 
 def test_a_cell_that_cannot_run_costs_nothing() -> None:
     found = one(attention="flash_attention_2")
-    assert found.skipped == "flash_attention_2 needs an NVIDIA GPU"
+    assert (
+        found.skipped
+        == "flash_attention_2 makes Gemma 3's image tokens causal (sdpa does not), and needs an NVIDIA GPU"
+    )
     assert (found.batches, found.views, found.image_tokens, found.seconds) == (0, 0, 0, None)
 
 

@@ -216,6 +216,29 @@ def test_a_schema_constrains_every_answer_and_is_part_of_the_job(
     assert "was made with a different --json-schema" in capsys.readouterr().err
 
 
+def test_answers_can_be_choices_and_calls(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    long = ("--max-new-tokens", "40")
+    choices = ("docs", "-p", QUESTION, *long, "--choice", "cash", "--choice", 'by "card"')
+    lines = asked(*choices)
+    assert {line["answer"] for line in lines} <= {"cash", 'by "card"'} and "tool_calls" not in lines[0]
+    assert asked(*choices, "--resume") == lines
+    parameters = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
+    tools = [{"type": "function", "function": {"name": "pay", "parameters": parameters}}]
+    Path("tools.json").write_text(json.dumps(tools))
+    called = ("docs", "-p", QUESTION, "--tools", "tools.json", "--tool-choice", "pay", *long)
+    for line in asked(*called, output="calls.jsonl"):
+        [call] = json.loads(line["tool_calls"])
+        assert call["name"] == "pay" and call["arguments"] in ({"n": 1}, {"n": 2}) and line["answer"] == ""
+    for arguments, message in (
+        ((*choices, "--regex", "a"), "regex and choice exclude each other"),
+        ((*choices[:3], "--regex", "("), "--regex: "),
+        ((*called[:5], "--tool-choice", "fly"), "no tool has the name 'fly'"),
+        ((*called[:3], "--tools", "docs/c.jpg"), "--tools docs/c.jpg: not UTF-8"),
+    ):
+        assert run(["batch", *QUICK, *arguments, "-o", "refused.jsonl"]) in (2, 3)
+        assert message in capsys.readouterr().err
+
+
 def test_answers_can_be_written_as_they_finish(folder: Path) -> None:
     asked("docs", "-p", QUESTION)
     asked("docs", "-p", QUESTION, "--order", "finished", "--max-num-seqs", "2", output="finished.jsonl")

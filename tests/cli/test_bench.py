@@ -354,7 +354,7 @@ def test_resume_names_the_option_that_does_not_go_with_it(
 
 
 def test_the_verdict_stands_in_every_output(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = "bench docs/a.png -p x --prefill-chunk-size none,100 --runner generate --dtype fp32"
+    line = "bench --repeats 1 docs/a.png -p x --prefill-chunk-size none,100 --runner generate --dtype fp32"
     assert run([*line.split(), *QUICK]) == 0
     directory = only_run(folder).path.parent
     verdicts = [record.verdict for record in read_run(directory).verdicts.values()]

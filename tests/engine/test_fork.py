@@ -9,9 +9,12 @@ import sys
 import pytest
 
 BEGIN = """
-import asyncio, os, sys, threading
+import asyncio, gc, os, sys, threading
 from panscan import Engine, Request, Sampling
 from panscan.core import EngineError
+import panscan.engine.engine, panscan.model.load
+
+gc.freeze()  # or each exit would visit all objects of the imports
 
 engine = Engine.from_pretrained("tiny", dtype="fp32", device="cpu", kv_cache_gb=0.05, max_new_tokens=4)
 

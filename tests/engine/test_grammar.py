@@ -301,6 +301,7 @@ def test_a_hostile_structure_fails_alone(engine: Engine, name: str) -> None:
     request = replace(requests()[0], sampling=Sampling(TOKENS, temperature=1.0, seed=3, **HOSTILE_STRUCTURES[name]))
     [result] = engine.generate([request])
     field = next(iter(HOSTILE_STRUCTURES[name]))
+    assert "llguidance" not in str(result.error)
     assert result.error is None or (str(result.error).startswith(f"{field}: ") and "\n" not in str(result.error))
     if name not in ("repetition", "optional repetition", "states", "choices", "chain", "GBNF chain", "ambiguous"):
         assert isinstance(result.error, SettingError)

@@ -240,9 +240,11 @@ def test_a_second_reader_is_refused(engine: Engine) -> None:
 
 # Each ending has a fork of a process that has imported everything and started no thread: imports take seconds.
 ENDINGS = """
-import os, sys, threading
+import gc, os, sys, threading
 from panscan import Engine
-import panscan.engine.engine
+import panscan.engine.engine, panscan.model.load
+
+gc.freeze()  # or each exit would visit all objects of the imports
 
 class Stuck:
     def __array__(self, *_, **__):

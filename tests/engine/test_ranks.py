@@ -369,9 +369,12 @@ def test_a_size_that_does_not_divide_the_model_is_refused_before_anything_is_sta
 
 
 BEGIN = """
-import os, sys, threading, time
+import gc, os, sys, threading, time
 from panscan import Engine, Sampling
 from panscan.engine import ranks
+import panscan.engine.engine, panscan.model.load
+
+gc.freeze()  # or each exit would visit all objects of the imports
 
 engine = Engine.from_pretrained(
     "tiny", dtype="fp32", device="cpu", kv_cache_gb=0.05, tensor_parallel_size=2, max_new_tokens=4

@@ -19,6 +19,7 @@ from panscan.model.adapters import merged_tensors, write_merged
 from panscan.model.bundled import fingerprints
 from panscan.model.checkpoint import Placement, load_meta_model, load_model, load_shard_of
 from panscan.model.linear.quantized import WeightFormat
+from panscan.model.quantization import base_model_of
 from panscan.model.sharding import shard_of
 
 _CPU = torch.device("cpu")
@@ -141,6 +142,7 @@ def test_every_loader_has_the_merged_weights(adapter: Path, tmp_path: Path) -> N
         name, out = "+".join(word for word in words if word != "--adapter"), tmp_path / f"int8 {len(words)}"
         shard, _ = load_shard_of(name, 0, 1, torch.bfloat16, _CPU, weight_format=WeightFormat("int8"))
         assert cli(["quantize", *words, str(out), "--quantization", "int8", "--no-verify", "--device", "cpu"]) == 0
+        assert base_model_of(str(out)) == name  # whose answers the verdict of the quantised checkpoint needs
         stored = load_model(str(out), Placement(_CPU, torch.bfloat16))
         states.append([*shard.model.state_dict().values(), *stored.model.state_dict().values()])
     assert all(one.equal(other) for one, other in zip(*states, strict=True))

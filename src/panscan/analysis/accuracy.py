@@ -16,7 +16,7 @@ from panscan.analysis.significance import ROUNDING, decide, sign_flip_p_value
 from panscan.core import same_model
 from panscan.core.sampling import SAMPLING_NAMES
 from panscan.core.text import count
-from panscan.records.intervals import Z95, paired_interval
+from panscan.records.intervals import Z95, normal_tail, paired_interval, paired_statistic
 from panscan.records.quality import metric_of
 from panscan.records.request_records import RequestRecord
 from panscan.records.store import Run
@@ -70,6 +70,11 @@ class QualityDifference:
     identical: bool = False
     blank: bool = False
 
+    def loss_p_value(self, max_loss: float) -> float:
+        """Return the one-sided p-value of a loss of ``max_loss``: small where it is excluded."""
+        wins, losses = (self.questions * (self.changed + sign * self.value) / 2 for sign in (1, -1))
+        return normal_tail(paired_statistic(wins, losses, self.questions, -max_loss))
+
     @property
     def text(self) -> str:
         """``-3.1 points (-5.0 to -1.2)``, with the 95% interval."""
@@ -89,18 +94,18 @@ class Accuracy:
         word: the result.
         difference: the figures.
         max_loss: the loss that "no loss" excludes, 0 to 1.
+        excludes_loss: whether it is excluded.
     """
 
     word: Word
     difference: QualityDifference
     max_loss: float
+    excludes_loss: bool
 
     @property
     def lossless(self) -> bool:
         """Whether the answers show that no more than ``max_loss`` is lost."""
-        return self.word in ("gain", "no loss") or (
-            self.word == "same answers" and excludes_loss(self.difference, self.max_loss)
-        )
+        return self.word == "gain" or (self.word in ("no loss", "same answers") and self.excludes_loss)
 
     @property
     def short_text(self) -> str:
@@ -165,11 +170,6 @@ def _rounded(number: float) -> int:
     return ceil(number / unit) * unit
 
 
-def excludes_loss(difference: QualityDifference, max_loss: float) -> bool:
-    """Return whether the 95% interval excludes a loss, over enough questions."""
-    return difference.questions >= LEAST_QUESTIONS and difference.low > -max_loss
-
-
 def paired_difference(means: Sequence[float], *, identical: bool = False, blank: bool = False) -> QualityDifference:
     """Return the difference of two qualities from each question's own, -1 to 1."""
     wins, losses = (sum(max(sign * mean, 0.0) for mean in means) for sign in (1, -1))
@@ -212,7 +212,8 @@ def decide_accuracy(differences: Mapping[Name, QualityDifference], max_loss: flo
       test for right and wrong answers, a sign-flip test for partial scores. The chance that any of them is falsely
       called either is at most 5%.
     - same answers: every answer is the same text.
-    - no loss: the 95% interval excludes a loss of ``max_loss``, over at least :data:`LEAST_QUESTIONS` questions.
+    - no loss: the 95% interval excludes a loss of ``max_loss``, over at least :data:`LEAST_QUESTIONS` questions, and so
+      does the test of such a loss after Holm's correction: the chance that any of them loses more is at most 5%.
     - undecided: the rest, and sides without any right answer.
 
     Args:
@@ -224,16 +225,19 @@ def decide_accuracy(differences: Mapping[Name, QualityDifference], max_loss: flo
         # The smallest p-value that the differing questions could give: all of them differ the same way.
         [min(1.0, 2 * 0.5 ** (difference.better + difference.worse)) for difference in differences.values()],
     )
+    p_values = [difference.loss_p_value(max_loss) for difference in differences.values()]
+    excluded = decide(p_values, [0.0] * len(p_values))
     results = {}
-    for (name, difference), alarm in zip(differences.items(), alarms, strict=True):
+    for (name, difference), alarm, test in zip(differences.items(), alarms, excluded, strict=True):
+        lossless = bool(test) and difference.questions >= LEAST_QUESTIONS and difference.low > -max_loss
         word: Word = "undecided"
         if alarm:
             word = "loss" if difference.value < 0 else "gain"
         elif difference.identical and not difference.blank:
             word = "same answers"
-        elif excludes_loss(difference, max_loss) and not difference.blank:
+        elif lossless and not difference.blank:
             word = "no loss"
-        results[name] = Accuracy(word, difference, max_loss)
+        results[name] = Accuracy(word, difference, max_loss, lossless)
     return results
 
 

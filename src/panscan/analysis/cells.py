@@ -260,8 +260,8 @@ def queueing_note(rows: Sequence[MeasuredCell]) -> str:
     text = "all requests are submitted at once, so TTFT and E2E include queueing."
     if len(flooded) == len(rows):
         return f"A{text[1:]}"
-    runners = dict.fromkeys(row.settings["runner"] for row in flooded)
-    return f"With {' and '.join(runner_words(runner) for runner in runners)}, {text} Do not compare them with others."
+    runners = " and ".join(runner_words(runner) for runner in dict.fromkeys(row.settings["runner"] for row in flooded))
+    return f"With {runners}, {text} Do not compare them with those of other runners."
 
 
 def memory_metric(rows: Sequence[MeasuredCell]) -> tuple[str, str]:

@@ -139,7 +139,7 @@ def verdict_text(row: MeasuredCell) -> str:
     verdict = row.verdict
     times = "" if verdict.ratio is None else f" (KL {number_text(verdict.ratio)}x the rounding noise)"
     if verdict.negligible:
-        times = f" (KL below {FLOOR:g} nats)"
+        times = " (same answers as the reference)" if verdict.word == "exact" else f" (KL below {FLOOR:g} nats)"
     return {
         "exact": f"exact{times}",
         "close": f"close{times}",

@@ -84,12 +84,13 @@ def recommend(
     for cell in allow:
         if cell not in run.cells:
             raise SettingError(f"--allow-different: {run.path} has no cell {cell!r}{nearest(cell, run.cells)}")
-    measured, rejected = candidates_of(run)
+    rows = measured_rows(run)
+    measured, rejected = _candidates(run, rows)
     if not measured:
         raise RecordsError(f"{run.path}: no cell is finished, so none can be recommended")
     if min_quality is not None and all(row.quality is None for row in measured):
         raise SettingError("--min-quality: the dataset of this run has no answers (panscan bench --dataset)")
-    standings = standings_of(run, measured_rows(run))
+    standings = standings_of(run, rows)
     by_answers = standings.baseline is not None and any(row.accuracy for row in measured)
     why: dict[str, str] = {}
     if min_quality is not None:
@@ -128,13 +129,9 @@ def recommend(
     )
 
 
-def candidates_of(run: Run) -> tuple[list[MeasuredCell], dict[str, str]]:
-    """Return the finished cells of a run, and why each of the others is not one, by cell id.
-
-    Raises:
-        RecordsError: see :func:`panscan.analysis.summary.cell_metrics`.
-    """
-    rows = {row.cell: row for row in measured_rows(run)}
+def _candidates(run: Run, measured: Sequence[MeasuredCell]) -> tuple[list[MeasuredCell], dict[str, str]]:
+    """Return the finished cells of a run, and why each of the others is not one, by cell id."""
+    rows = {row.cell: row for row in measured}
     finished, others = [], {}
     for cell in run.cells:
         outcome, reason = outcome_of(run, cell)

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import count
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from panscan.batch.answers import AnswerFile
 from panscan.batch.job import Job
 from panscan.batch.jsonl import AnswerRecord
 from panscan.batch.pending import Task
-from panscan.core import EngineError, InputError, PanscanError, Request, Result, SettingError, StorageError, now
+from panscan.core import (
+    EngineError,
+    InputError,
+    PanscanError,
+    Request,
+    Result,
+    SettingError,
+    StorageError,
+    ToolCall,
+    now,
+)
 from panscan.settings import Settings
 
 _SAME_ERRORS = 3  # first requests with the same setting error, after which the setting is at fault
@@ -215,10 +227,22 @@ class _StreamedTasks:
                 ttft_ms=ttft,
                 e2el_ms=e2el,
                 retries=result.retries,
+                tool_calls=_calls_text(result.tool_calls),
             )
             self._on_answer(answer)
             self._lines.add(number, task, answer)
         finished.clear()
+
+
+def _calls_text(calls: Sequence[ToolCall]) -> str | None:
+    """Return the calls of an answer as JSON, with arguments as objects unless they were cut."""
+    listed = []
+    for call in calls:
+        arguments: Any = call.arguments
+        with suppress(ValueError):
+            arguments = json.loads(arguments)
+        listed.append({"name": call.name, "arguments": arguments})
+    return json.dumps(listed, ensure_ascii=False) if listed else None
 
 
 class _OrderedWriter:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
@@ -11,6 +12,7 @@ from panscan import __version__
 from panscan.batch.jsonl import JobHeader
 from panscan.core import DatasetError, Request
 from panscan.core.request import MAX_PAGES
+from panscan.core.sampling import STRUCTURED
 from panscan.model.bundled import fingerprints
 from panscan.settings import ENGINE_AXES, REMOVED_SETTINGS, Settings, axes
 from panscan.workload.rows import Row
@@ -34,7 +36,9 @@ class Job:
         raw_prompt: send the prompt without a chat template.
         whole_files: one request per document instead of one per page.
         max_pages: maximum number of pages per document.
-        json_schema: constraint on every answer (see :class:`panscan.core.Sampling`).
+        json_schema: constraint on every answer (see :class:`panscan.core.Sampling`), as are the next three.
+        tools: functions that every answer may call (see :class:`panscan.core.Request`), as JSON.
+        tool_choice: ``auto``, ``required``, or the name of a function.
         image_column: value of ``--image-column`` for Parquet files.
         template_kwargs: values for the chat template (see :class:`panscan.core.Request`).
 
@@ -49,6 +53,11 @@ class Job:
     whole_files: bool = False
     max_pages: int = MAX_PAGES
     json_schema: str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    tools: str | None = None
+    tool_choice: str = "required"
     image_column: str | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
@@ -64,16 +73,22 @@ class Job:
         images = item.images() if callable(item.images) else item.images
         if not images and callable(item.images):
             raise DatasetError(f"{item.named[0]}: the row has no image")
+        structure = {name: getattr(self, name) for name in STRUCTURED}
+        choice: Any = self.tool_choice
+        if choice not in ("auto", "required"):
+            choice = {"type": "function", "function": {"name": choice}}
         return Request(
             prompt=self.prompt if item.question is None else item.question,
             images=images,
             system=self.system,
             raw=self.raw_prompt,
             pan_and_scan=self.settings.pan_and_scan,
-            sampling=replace(self.settings.sampling, json_schema=self.json_schema),
+            sampling=replace(self.settings.sampling, **structure),
             id=item.id,
             max_pages=self.max_pages,
             template_kwargs=self.template_kwargs,
+            tools=() if self.tools is None else json.loads(self.tools),
+            tool_choice="auto" if self.tools is None else choice,
         )
 
     def header(self) -> JobHeader:
@@ -102,6 +117,7 @@ def difference(begun: JobHeader, header: JobHeader) -> str | None:
     if begun.schema != SCHEMA:
         return f"was made by another version of panscan (schema {begun.schema!r}, not {SCHEMA})"
     for name in ("prompt", "system", "raw_prompt", "whole_files", "json_schema", "image_column", "template_kwargs"):
+    for name in ("prompt", "system", "raw_prompt", "whole_files", *STRUCTURED, "tools", "tool_choice", "image_column"):
         if getattr(begun, name) != getattr(header, name):
             return f"was made with a different --{name.replace('_', '-')}"
     for name, value in header.settings.items():

@@ -44,6 +44,7 @@ class AnswerRecord(msgspec.Struct, kw_only=True):
         ttft_ms: time to the first token.
         e2el_ms: time to the last token.
         retries: retries on another replica.
+        tool_calls: calls of the answer as JSON, a list of names and arguments; not written without calls.
         replaces: id of the failed answer that a held one replaces; written only in the file of held answers.
     """
 
@@ -64,13 +65,14 @@ class AnswerRecord(msgspec.Struct, kw_only=True):
     ttft_ms: Milliseconds | None = None
     e2el_ms: Milliseconds | None = None
     retries: Count | None = None
+    tool_calls: str | None = None
     replaces: str | None = None
 
     @property
     def line(self) -> bytes:
         """The answer as a JSON line."""
         fields = msgspec.structs.asdict(self)
-        for name in ("question", "replaces"):
+        for name in ("question", "tool_calls", "replaces"):
             if fields[name] is None:
                 del fields[name]
         # File names that are not Unicode contain lone surrogates: written as \\udcxx, JSON's escape for them.
@@ -95,6 +97,11 @@ class JobHeader(msgspec.Struct, kw_only=True):
     whole_files: bool = False
     max_pages: int | None = None
     json_schema: str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    tools: str | None = None
+    tool_choice: str = "required"
     image_column: str | None = None
     template_kwargs: dict[str, Any] = {}
     settings: dict[str, Any] = {}

@@ -18,9 +18,9 @@ from panscan.runners.base import calls
 from panscan.settings import NO_IMAGES, Settings
 from panscan.workload.requests import Item, Source, plans_of, view_counts
 
-MOST_TIMES = 4
+MOST_TIMES = 2
 """So many times the least number of repeats are measured for a narrow interval, at most."""
-MAX_SECONDS = 600.0
+MAX_SECONDS = 120.0
 """Measured seconds of a cell after which it is not measured more often than asked for."""
 MAX_MEASUREMENTS = 100_000
 """Repeats of all cells together."""

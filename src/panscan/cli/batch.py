@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -16,10 +17,12 @@ from panscan.cli.console import errors, import_libraries, out, show_warnings, wa
 from panscan.cli.models import DemonstrationWarning, check_checkpoint
 from panscan.cli.progress import batch_progress
 from panscan.cli.values import (
+    checked_structure,
     command_words,
     engine_settings,
     given_values,
     print_skipped,
+    read_bounded,
     read_json_schema,
     read_prompt,
     read_template_kwargs,
@@ -36,6 +39,7 @@ from panscan.core import (
     now,
 )
 from panscan.core.activity import activity
+from panscan.core.tools import MAX_TOOLS_BYTES
 from panscan.settings import Options, Settings
 
 _REASONS = 50  # failed documents that are listed; the file has them all
@@ -253,9 +257,44 @@ def _job(options: Options, *, dataset: bool) -> Any:
         whole_files=options.whole_files,
         max_pages=options.max_pages,
         json_schema=read_json_schema(options.json_schema, ignore_eos=settings.ignore_eos),
+        **_structures(options, ignore_eos=settings.ignore_eos),
+        tools=_tools(options),
+        tool_choice=options.tool_choice,
         image_column=options.image_column,
         template_kwargs=read_template_kwargs(options.template_kwargs),
     )
+
+
+def _structures(options: Options, *, ignore_eos: bool) -> dict[str, Any]:
+    """Return the values of --regex, --choice and --grammar.
+
+    Raises:
+        InputError: the file of the grammar cannot be read.
+        SettingError: one is invalid or not supported.
+    """
+    grammar = read_bounded(options.grammar, "--grammar")
+    values = {"regex": utf8("--regex", options.regex), "choice": options.choice or None, "grammar": grammar}
+    for name, value in values.items():
+        if value is not None:
+            checked_structure(f"--{name}", name, value, ignore_eos=ignore_eos)
+    return values
+
+
+def _tools(options: Options) -> str | None:
+    """Return the definitions of --tools as JSON.
+
+    Raises:
+        InputError: the file cannot be read.
+        SettingError: it is no JSON.
+    """
+    text = read_bounded(options.tools, "--tools", MAX_TOOLS_BYTES)
+    if text is None:
+        return None
+    try:
+        return json.dumps(json.loads(text))
+    except (ValueError, RecursionError) as error:
+        limit = f"valid JSON of at most {MAX_TOOLS_BYTES:,} bytes"
+        raise SettingError(f"--tools {options.tools}: not {limit}: {error}") from None
 
 
 def _precision_is_known(settings: Settings, ray_address: str | None) -> bool:

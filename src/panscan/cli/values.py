@@ -40,23 +40,47 @@ def read_json_schema(path: str | None, *, ignore_eos: bool = False) -> str | Non
         InputError: the file cannot be read.
         SettingError: it holds no JSON schema, or one that is not supported.
     """
+    text = read_bounded(path, "--json-schema")
+    if text is not None:
+        checked_structure(f"--json-schema {path}", "json_schema", text, ignore_eos=ignore_eos)
+    return text
+
+
+def read_bounded(path: str | None, flag: str, most: int = MAX_SCHEMA_BYTES) -> str | None:
+    """Return the text of a file, cut after ``most`` bytes and one; None without a path.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
     if path is None:
         return None
-    from panscan.engine.structured.grammar import check_structure
-
-    option = f"--json-schema {path}"
     try:
         with Path(path).open(encoding="utf-8-sig") as file:
-            text = file.read(MAX_SCHEMA_BYTES + 1)  # not more of it: the file may be of any size
+            return file.read(most + 1)  # not more of it: the file may be of any size
     except OSError as error:
-        raise InputError(f"{option}: {error.strerror}") from error
+        raise InputError(f"{flag} {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise InputError(f"{option}: not UTF-8 text: save it as UTF-8") from error
+        raise InputError(f"{flag} {path}: not UTF-8 text: save it as UTF-8") from error
+
+
+def checked_structure(option: str, field: str, value: Any, *, ignore_eos: bool = False) -> None:
+    """Check a constraint on answers.
+
+    Args:
+        option: the option, for messages.
+        field: field of :class:`panscan.core.Sampling`.
+        value: its value.
+        ignore_eos: value of ``--ignore-eos``, which excludes constraints.
+
+    Raises:
+        SettingError: it is invalid, or not supported.
+    """
+    from panscan.engine.structured.grammar import check_structure
+
     try:
-        check_structure(Sampling(json_schema=text, ignore_eos=ignore_eos))
+        check_structure(Sampling(**{field: value}, ignore_eos=ignore_eos))
     except SettingError as error:
-        raise SettingError(f"{option}: {str(error).removeprefix('json_schema').lstrip(': ')}") from error
-    return text
+        raise SettingError(f"{option}: {str(error).removeprefix(field).lstrip(': ')}") from error
 
 
 def read_template_kwargs(text: str | None) -> dict[str, Any]:

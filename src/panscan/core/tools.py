@@ -13,7 +13,8 @@ from panscan.core.option import shorten
 from panscan.core.sampling import MAX_SCHEMA_BYTES
 
 MAX_TOOLS = 128
-_MAX_TOOLS_BYTES = 2**18  # of all definitions together
+MAX_TOOLS_BYTES = 2**18
+"""Longest definitions of all tools together, in characters."""
 _CHOICES = ("auto", "none", "required")
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -90,8 +91,8 @@ def tool_use(tools: Any, choice: Any = "auto", parallel: Any = True) -> ToolUse 
         if tool.name in known:
             raise SettingError(f"tools: two have the name {tool.name!r}")
         known[tool.name] = tool
-    if sum(len(tool.parameters) + len(tool.description) for tool in known.values()) > _MAX_TOOLS_BYTES:
-        raise SettingError(f"tools: the definitions are longer than {_MAX_TOOLS_BYTES:,} characters")
+    if sum(len(tool.parameters) + len(tool.description) for tool in known.values()) > MAX_TOOLS_BYTES:
+        raise SettingError(f"tools: the definitions are longer than {MAX_TOOLS_BYTES:,} characters")
     named = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
     name = named.get("name") if isinstance(named, Mapping) else None
     if not isinstance(name, str) and choice not in _CHOICES:

@@ -12,11 +12,12 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from panscan.core import ModelError, UnsupportedError
+from panscan.core import ModelError, UnsupportedError, split_adapters, with_adapters
 from panscan.model.bundled import BUNDLED
 from panscan.model.checkpoint import quantization_method, stored_format
 from panscan.model.files import checkpoint_source
 from panscan.model.linear.quantized import QuantizedLinear
+from panscan.model.untrusted.adapter import is_adapter_directory
 from panscan.model.untrusted.reading import DamagedFileError, read_text
 from panscan.settings import Settings
 
@@ -110,7 +111,11 @@ def _on_this_machine(named: str, checkpoint: Path) -> str | None:
     Candidates are bundled models, directories (relative ones also inside the checkpoint's directory) and hub ids whose
     weights are cached.
     """
-    if named in BUNDLED:
+    base, *adapters = split_adapters(named)
+    if adapters:
+        found = [_on_this_machine(part, checkpoint) for part in (base, *adapters)]
+        return None if None in found else with_adapters(None, map(str, found))
+    if named in BUNDLED or is_adapter_directory(Path(named).expanduser()):
         return named
     if (Path(named).expanduser() / "config.json").is_file():
         return named  # not str(Path(named)): "./mini" would become "mini", which is bundled

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from math import atan, ceil, cos, exp, pi, sin, sqrt
+from math import atan, ceil, cos, erfc, exp, pi, sin, sqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,6 +136,23 @@ def wilson_interval(share: float, count: int) -> Interval:
     return max(0.0, min(share, centre - reach)), min(1.0, max(share, centre + reach))
 
 
+def paired_statistic(wins: float, losses: float, count: int, difference: float) -> float:
+    """Return by how many standard errors ``(wins - losses) / count`` exceeds a difference above -1 and below 1.
+
+    It is Tango's score statistic: the standard error is that of the likeliest shares with this difference.
+    """
+    linear = (2 * count - wins + losses) * difference - wins - losses
+    constant = -losses * difference * (1 - difference)
+    share = (sqrt(max(0.0, linear**2 - 8 * count * constant)) - linear) / (4 * count)
+    variance = count * (2 * share + difference * (1 - difference))
+    return (wins - losses - count * difference) / sqrt(max(variance, 1e-300))
+
+
+def normal_tail(statistic: float) -> float:
+    """Return the probability that a standard normal variable exceeds a value."""
+    return erfc(statistic / sqrt(2)) / 2
+
+
 def paired_interval(wins: float, losses: float, count: int) -> Interval:
     """Return Tango's 95% score interval of ``(wins - losses) / count`` (Statistics in Medicine 17, 1998).
 
@@ -146,21 +163,15 @@ def paired_interval(wins: float, losses: float, count: int) -> Interval:
         losses: the same for the second.
         count: all pairs.
     """
-
-    def statistic(difference: float) -> float:
-        linear = (2 * count - wins + losses) * difference - wins - losses
-        constant = -losses * difference * (1 - difference)
-        share = (sqrt(max(0.0, linear**2 - 8 * count * constant)) - linear) / (4 * count)
-        variance = count * (2 * share + difference * (1 - difference))
-        return (wins - losses - count * difference) / sqrt(max(variance, 1e-300))
-
     value = (wins - losses) / count
 
     def crossing(outside: float, sign: int) -> float:
         inside = value
         for _ in range(60):
             middle = (inside + outside) / 2
-            inside, outside = (middle, outside) if sign * statistic(middle) < Z95 else (inside, middle)
+            inside, outside = (
+                (middle, outside) if sign * paired_statistic(wins, losses, count, middle) < Z95 else (inside, middle)
+            )
         return outside
 
     return crossing(-1.0, 1), crossing(1.0, -1)

@@ -377,6 +377,19 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
     json_schema: str | None = option(
         None, "Generation", "Constrain answers to a JSON schema.", "ask batch", metavar="FILE"
     )
+    regex: str | None = option(None, "Generation", "Constrain answers to a regular expression.", "batch", rare=True)
+    choice: tuple[str, ...] = option(
+        (), "Generation", "Allow only this answer; repeatable.", "batch", metavar="TEXT", rare=True
+    )
+    grammar: str | None = option(
+        None, "Generation", "Constrain answers to a grammar (Lark, GBNF).", "batch", metavar="FILE", rare=True
+    )
+    tools: str | None = option(
+        None, "Generation", "Functions to call, JSON as in OpenAI's API.", "batch", metavar="FILE", rare=True
+    )
+    tool_choice: str = option(
+        "required", "Generation", "Function to call, or auto or required.", "batch", metavar="NAME", rare=True
+    )
     answer_lengths: str = option(
         "256", "Generation", "Answer length, tokens.", "plan", flag="max-new-tokens", metavar="N|A-B"
     )

@@ -16,6 +16,7 @@ from transformers import Gemma3nTextConfig
 
 from panscan.cli.main import run
 from panscan.core import SettingError, UnsupportedError
+from panscan.inspect.profile.results import slowdown
 from panscan.inspect.profile.run import ENGINE, GENERATE_MODES, chosen_modes, mode_settings
 from panscan.model.phases import profiled
 from panscan.runners.generate import GenerateRunner
@@ -205,3 +206,9 @@ def test_an_engine_that_cannot_open_gives_its_own_error_after_the_results_of_the
     assert "dynamic.json.gz" in said.out
     [folder] = (tmp_path / "profiles").iterdir()
     assert list(json.loads((folder / "summary.json").read_text())) == ["dynamic"]
+
+
+@pytest.mark.parametrize(("plain", "traced", "warns"), [(15.5, 332.0, True), (10.0, 15.0, False), (None, None, False)])
+def test_a_step_that_the_profiler_slows_down_is_named(plain: float | None, traced: float | None, warns: bool) -> None:
+    text = slowdown("compiled", {"without_profiler": {"tpot_ms": plain}, "profiled": {"tpot_ms": traced}})
+    assert ("a step 21.4 times as long (332 instead of 15.5 ms)" in text) == warns == bool(text)

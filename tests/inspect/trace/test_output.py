@@ -107,6 +107,7 @@ def test_names_are_short_and_differ() -> None:
     add = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, Array<char*, 3>>(int)"
     assert short_name(add) == "vectorized_elementwise_kernel (CUDAFunctor_add)"
     assert short_name("/usr/lib/python3/transformers/generation/utils.py(2717): _sample") == "_sample (utils.py:2717)"
+    assert short_name("## Call CompiledFxGraph fgnz2nsx4 ##") == "compiled graph"
     assert short_name("Memcpy HtoD (Pageable -> Device)") == "Memcpy HtoD (Pageable -> Device)"
     assert set(short_names(["gemm<1>", "gemm<2>", "add<1>"]).values()) == {"gemm<1>", "gemm<2>", "add"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Collection
 from functools import cached_property, partial
@@ -255,4 +256,7 @@ def _rejection(matcher: LLMatcher) -> str:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.replace("<non-verbose/>", "").split())[:_REASON_LENGTH]
+    """Return an error of llguidance without its place in the grammar that panscan wrote, and without the excerpt."""
+    text = re.split(r"\n\s*\d+ \| ", text.replace("<non-verbose/>", ""), maxsplit=1)[0]
+    text = re.sub(r"^(?:at )?\d+\(\d+\): (?:failed to compile JSON schema: )?", "", text)
+    return " ".join(text.split())[:_REASON_LENGTH]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from panscan.core.files import write_file
 from panscan.core.text import number_text
@@ -19,6 +19,7 @@ from panscan.report.table import Column, Table
 
 PAGE_NAME, SUMMARY_NAME = "summary.html", "summary.json"
 _TOP = 12  # rows of each table
+_SLOWED = 1.5  # times; above it, a warning says so
 _COMPARED = 1_000  # names to match between traces
 
 _Mode: TypeAlias = tuple[Profiled, Summary]
@@ -55,7 +56,24 @@ def printed(modes: Sequence[_Mode], *, width: int) -> list[str]:
     """Return lines for the terminal: the summary or the comparison, then the times with and without the profiler."""
     shown = lines([summary for _, summary in modes], width=width)
     note = "TTFT, TPOT and tokens/s without the profiler, which slows the host down; the rest with it."
-    return [*shown, "", *Table(_TIMES, modes, "Time per token", note).lines(width)]
+    slowed = [note for profiled, _ in modes if (note := slowdown(profiled.mode.label, profiled.facts))]
+    return [*shown, "", *slowed, *Table(_TIMES, modes, "Time per token", note).lines(width)]
+
+
+def slowdown(label: str, facts: Mapping[str, Any]) -> str:
+    """Return a warning if the profiler slowed the decode steps down so much that their shares mislead; else nothing.
+
+    Args:
+        label: the mode in words.
+        facts: of a profile.
+    """
+    plain, traced = facts["without_profiler"]["tpot_ms"], facts["profiled"]["tpot_ms"]
+    if plain is None or traced is None or traced <= _SLOWED * plain:
+        return ""
+    return (
+        f"{label}: the profiler makes a step {number_text(traced / plain)} times as long ({number_text(traced)} instead"
+        f" of {number_text(plain)} ms): its busy and idle times are those of the slow step"
+    )
 
 
 def write_results(folder: Path, modes: Sequence[_Mode], *, title: str) -> Path:
@@ -85,8 +103,10 @@ def _decode_step(summary: Summary) -> StepTime | None:
 
 def _timing_note(profiled: Profiled) -> str:
     plain, traced = profiled.facts["without_profiler"], profiled.facts["profiled"]
+    warning = slowdown(profiled.mode.label, profiled.facts)
     return (
         f"{profiled.mode.label}: without the profiler TTFT {number_text(plain['ttft_ms'])} ms, TPOT"
         f" {number_text(plain['tpot_ms'])} ms, {number_text(plain['tokens_per_s'])} tokens/s; with it TPOT"
         f" {number_text(traced['tpot_ms'])} ms; model loaded in {number_text(profiled.facts['load_s'])} s"
+        + (f". {warning}" if warning else "")
     )

@@ -22,6 +22,7 @@ from panscan.settings import nearest
 
 _LONGEST = 60  # characters of a name
 _IDLE_WORTH_WORDS = 0.05  # share of the step
+_COMPILED = re.compile(r"Call CompiledFxGraph|Torch-Compiled Region")
 _PYTHON = re.compile(r"^(?P<path>.*[\\/])?(?P<file>[^\\/]+)\((?P<line>\d+)\): (?P<function>.+)$")
 _FUNCTOR = re.compile(r"\b(\w*Functor\w*|\w+_kernel_(?:cuda|impl)|\w+Ops)\b")
 _BRACKETS = re.compile(r"<[^<>]*>|\([^()]*\)|\{[^{}]*\}")
@@ -197,6 +198,8 @@ def _function(name: str) -> str:
 def short_name(name: str) -> str:
     """Return a name to read: no paths, template arguments or parameters, except for the functor of a generic kernel."""
     name = clean(name)
+    if _COMPILED.search(name):
+        return "compiled graph"  # what the compiler calls it is a hash of its code
     if match := _PYTHON.match(name):
         return f"{match['function']} ({match['file']}:{match['line']})"
     plain = name.replace("(anonymous namespace)::", "").removeprefix("void ")

@@ -1,0 +1,33 @@
+"""A small sample of ``benchmarks/decision_errors.py``, which goes red if decisions get worse."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+from benchmarks.decision_errors import RECORD, accuracy_errors, speed_errors
+
+
+def test_few_questions_recommend_nothing_worse_and_call_nothing_equal_a_loss() -> None:
+    """Uncorrected tests call an equal one of nine cells a loss in half of the runs; of three cells, the most accurate
+    over 35 questions is a worse one in a quarter."""
+    found = accuracy_errors(np.random.default_rng(3), 100, 9, 8, pages=1)
+    assert found["false_loss"] <= 0.09 and found["one_worse_chosen"] == 0 and found["contradictions"] == 0
+    assert accuracy_errors(np.random.default_rng(4), 35, 3, 25, pages=1)["one_worse_chosen"] == 0
+
+
+def test_intervals_hold_the_truth_and_the_faster_cell_is_chosen() -> None:
+    found = speed_errors(np.random.default_rng(5), 25)
+    assert min(found[name] for name in ("engine", "generate", "ratio")) >= 0.8
+    assert found["faster"] >= 0.95
+
+
+def test_the_committed_record_meets_the_bars() -> None:
+    record = json.loads(RECORD.read_text("utf-8"))
+    for name, row in record["answers"].items():
+        assert max(row["false_loss"], row["one_worse_chosen"], row["all_worse_chosen"]) <= 0.05, name
+        assert row["contradictions"] == 0, name
+        assert row["equal_qualifies"] >= (0.8 if name.startswith("1000") else 0.0), name
+    for speeds, least in ((record["speeds"], 0.9), (record["fixed"], 0.93)):  # ending early costs a little
+        assert all(least <= speeds[name] <= 0.98 for name in ("engine", "generate", "ratio"))
+        assert speeds["faster"] >= 0.95
