@@ -116,8 +116,8 @@ def difference(begun: JobHeader, header: JobHeader) -> str | None:
     """Return why a job with one header cannot be resumed with another; None if the answers would be the same."""
     if begun.schema != SCHEMA:
         return f"was made by another version of panscan (schema {begun.schema!r}, not {SCHEMA})"
-    for name in ("prompt", "system", "raw_prompt", "whole_files", "json_schema", "image_column", "template_kwargs"):
-    for name in ("prompt", "system", "raw_prompt", "whole_files", *STRUCTURED, "tools", "tool_choice", "image_column"):
+    names = (*STRUCTURED, "tools", "tool_choice", "image_column", "template_kwargs")
+    for name in ("prompt", "system", "raw_prompt", "whole_files", *names):
         if getattr(begun, name) != getattr(header, name):
             return f"was made with a different --{name.replace('_', '-')}"
     for name, value in header.settings.items():
