@@ -57,7 +57,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # else full collections, which visit PyTorch, Transformers and all tests, take an eighth of the time
-    forked_workers.prepare()
+    if not torch.cuda.is_available():  # CUDA works in no fork of a process that has asked for its devices
+        forked_workers.prepare()
 
 
 @pytest.fixture(scope="session")
