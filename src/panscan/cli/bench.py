@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from panscan.cli.console import errors, import_libraries, out, show_warnings, warn_mini
-from panscan.cli.models import DemonstrationWarning, check_model_names
+from panscan.cli.models import DemonstrationWarning, check_first_adapter, check_model_names
 from panscan.cli.values import given_axes, print_runner, print_skipped, utf8
 from panscan.cli.verb import verb
 from panscan.core import InputError, PanscanError, SettingError
@@ -140,6 +140,9 @@ def _sweep_cells(options: Options) -> list[Cell]:
     adapters = adapter_sums(options.adapter)
     cells = build_cells(flags, file=file, presets=presets, choose=True, adapters=adapters)
     check_model_names(cell.settings.model for cell in cells)
+    if "model" not in {*flags, *(file or ())} and not presets:
+        for names in adapters:
+            check_first_adapter(names)
     if "model" not in flags and not adapters and any(cell.settings.model_name == "mini" for cell in cells):
         warn_mini()
     for choice in dict.fromkeys(sweep_runners(flags, file=file, presets=presets)):
