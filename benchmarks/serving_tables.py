@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import statistics
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,24 @@ def _where(record: dict[str, Any], name: str) -> str:
         f" {packages['transformers']}, {record['created'][:10]}. Record: `benchmarks/records/{name}.json`. Command:"
         f" `{record['command']}`"
     )
+
+
+def client_outcomes() -> str:
+    """Return the table of tests/clients: what passed by client, and why the others fail or are skipped."""
+    record = _record("clients")
+    rows = [
+        [
+            ", ".join(f"{package} {version}" for package, version in outcome["versions"].items()),
+            *(str(outcome["passed"]), str(len(outcome["failed"])), str(len(outcome["excused"]))),
+            "; ".join(
+                f"{reason} ({count})" if count > 1 else reason
+                for reason, count in Counter(outcome["excused"].values()).items()
+            ),
+        ]
+        for outcome in record["clients"].values()
+    ]
+    headings = ["client", "passed", "failed", "excused", "why excused (tests)"]
+    return table(headings, rows, (0, 4)) + "\n\n" + _where(record, "clients")
 
 
 def serving_over_http() -> str:
