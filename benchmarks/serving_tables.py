@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import statistics
 from collections import Counter
@@ -42,21 +43,23 @@ def _where(record: dict[str, Any], name: str) -> str:
 
 
 def client_outcomes() -> str:
-    """Return the table of tests/clients: what passed by client, and why the others fail or are skipped."""
+    """Return the table of tests/clients: what passed by client, and in short why tests fail as expected or are skipped."""
     record = _record("clients")
-    rows = [
-        [
-            ", ".join(f"{package} {version}" for package, version in outcome["versions"].items()),
-            *(str(outcome["passed"]), str(len(outcome["failed"])), str(len(outcome["excused"]))),
-            "; ".join(
-                f"{reason} ({count})" if count > 1 else reason
-                for reason, count in Counter(outcome["excused"].values()).items()
-            ),
-        ]
-        for outcome in record["clients"].values()
-    ]
-    headings = ["client", "passed", "failed", "excused", "why excused (tests)"]
-    return table(headings, rows, (0, 4)) + "\n\n" + _where(record, "clients")
+    rows = []
+    for outcome in record["clients"].values():
+        reasons = Counter(re.split("[.:;]", reason)[0] for reason in outcome["excused"].values())
+        rows.append(
+            [
+                ", ".join(f"{package} {version}" for package, version in outcome["versions"].items()),
+                *(str(outcome["passed"]), str(len(outcome["failed"])), str(len(outcome["excused"]))),
+                "; ".join(f"{reason} ({count})" if count > 1 else reason for reason, count in reasons.items()) or "-",
+            ]
+        )
+    return (
+        table(["client", "passed", "failed", "excused", "why excused"], rows, (0, 4))
+        + "\n\n"
+        + _where(record, "clients")
+    )
 
 
 def serving_over_http() -> str:
