@@ -159,6 +159,7 @@ def test_a_line_has_what_was_asked_first_and_what_depends_on_the_run_last(file: 
         ("model", "mini"),
         ("answer", "7"),
         ("finish_reason", "stop"),
+        ("pixels", []),
         ("views", 3),
         ("crops", 2),
         ("image_tokens", 12),

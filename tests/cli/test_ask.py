@@ -55,7 +55,7 @@ def test_several_images_are_one_prompt(folder: Path, capsys: pytest.CaptureFixtu
     names = ("text", "finish_reason", "views", "crops", "image_tokens", "prompt_tokens", "output_tokens")
     assert {name: found[name] for name in names} == {name: getattr(result, name) for name in names}
     assert (found["views"], found["crops"], found["image_tokens"]) == (5, 3, 5 * 64)
-    assert set(found) == {*names, "runner", "ttft_ms", "e2el_ms", "stages_ms", "startup_ms"}
+    assert set(found) == {*names, "pixels", "runner", "ttft_ms", "e2el_ms", "stages_ms", "startup_ms"}
     assert list(found["startup_ms"]) == ["import", "model"]
     assert found["runner"] == "engine"
     assert list(found["stages_ms"]) == ["load", "preprocess", "queue", "vision", "prefill", "decode"]
@@ -247,7 +247,7 @@ def test_the_answer_goes_to_stdout_and_remarks_to_stderr(
     captured = capsys.readouterr()
     result = expected(tiny, ["tall.png"])
     assert captured.out == f"{result.text}\n"
-    assert f"runner engine: 4 views, 256 image tokens, {result.prompt_tokens} prompt tokens" in captured.err
+    assert f" pixels, 4 views, 256 image tokens, {result.prompt_tokens} prompt tokens" in captured.err
     assert " ms\n" in captured.err
     assert "no --model given" not in captured.err
 
@@ -256,7 +256,7 @@ def test_without_a_model_it_says_which_one_answers(folder: Path, capsys: pytest.
     assert run(["ask", "square.jpg", "-p", QUESTION, "--device", "cpu", "--max-new-tokens", "6"]) == 0
     said = capsys.readouterr().err
     assert said.startswith("no --model given: using the bundled mini Gemma 3, which reads panscan's sample documents\n")
-    assert "runner engine: 1 view, 144 image tokens, " in said
+    assert " pixels, 1 view, 144 image tokens, " in said
 
 
 def test_nothing_in_an_answer_is_markup(capsys: pytest.CaptureFixture[str]) -> None:

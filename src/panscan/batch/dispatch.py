@@ -216,6 +216,7 @@ class _StreamedTasks:
                 model=self._job.settings.model_name,
                 answer=None if failed else result.text,
                 finish_reason=result.finish_reason,
+                pixels=result.page_sizes,
                 views=result.views,
                 crops=result.crops,
                 image_tokens=result.image_tokens,

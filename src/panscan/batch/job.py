@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -39,6 +40,7 @@ class Job:
         tools: functions that every answer may call (see :class:`panscan.core.Request`), as JSON.
         tool_choice: ``auto``, ``required``, or the name of a function.
         image_column: value of ``--image-column`` for Parquet files.
+        template_kwargs: values for the chat template (see :class:`panscan.core.Request`).
 
     Raises:
         SettingError: the properties contradict each other.
@@ -57,6 +59,7 @@ class Job:
     tools: str | None = None
     tool_choice: str = "required"
     image_column: str | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         self.request(Row("", (), self.prompt or ""))
@@ -83,6 +86,7 @@ class Job:
             sampling=replace(self.settings.sampling, **structure),
             id=item.id,
             max_pages=self.max_pages,
+            template_kwargs=self.template_kwargs,
             tools=() if self.tools is None else json.loads(self.tools),
             tool_choice="auto" if self.tools is None else choice,
         )
@@ -112,7 +116,8 @@ def difference(begun: JobHeader, header: JobHeader) -> str | None:
     """Return why a job with one header cannot be resumed with another; None if the answers would be the same."""
     if begun.schema != SCHEMA:
         return f"was made by another version of panscan (schema {begun.schema!r}, not {SCHEMA})"
-    for name in ("prompt", "system", "raw_prompt", "whole_files", *STRUCTURED, "tools", "tool_choice", "image_column"):
+    names = (*STRUCTURED, "tools", "tool_choice", "image_column", "template_kwargs")
+    for name in ("prompt", "system", "raw_prompt", "whole_files", *names):
         if getattr(begun, name) != getattr(header, name):
             return f"was made with a different --{name.replace('_', '-')}"
     for name, value in header.settings.items():

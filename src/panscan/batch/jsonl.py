@@ -33,6 +33,7 @@ class AnswerRecord(msgspec.Struct, kw_only=True):
         model: name of the model.
         answer: the text; None if the request failed.
         finish_reason: why the answer ended.
+        pixels: width and height of each page as it was read, such as ``600x1800``.
         views: number of views, images and their crops.
         crops: number of crops.
         image_tokens: image tokens of the prompt.
@@ -53,6 +54,7 @@ class AnswerRecord(msgspec.Struct, kw_only=True):
     model: str | None = None
     answer: str | None = None
     finish_reason: str | None = None
+    pixels: list[str] | None = None
     views: Count | None = None
     crops: Count | None = None
     image_tokens: Count | None = None
@@ -101,6 +103,7 @@ class JobHeader(msgspec.Struct, kw_only=True):
     tools: str | None = None
     tool_choice: str = "required"
     image_column: str | None = None
+    template_kwargs: dict[str, Any] = {}
     settings: dict[str, Any] = {}
     versions: dict[str, str] = {}
     bundled: dict[str, str] | None = None

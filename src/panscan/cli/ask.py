@@ -13,7 +13,14 @@ import click
 
 from panscan.cli.console import echo, errors, import_libraries, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_checkpoint
-from panscan.cli.values import chosen_settings, print_runner, read_json_schema, read_prompt, utf8
+from panscan.cli.values import (
+    chosen_settings,
+    print_runner,
+    read_json_schema,
+    read_prompt,
+    read_template_kwargs,
+    utf8,
+)
 from panscan.cli.verb import verb
 from panscan.core import Request, Result, Sampling, SettingError, now
 from panscan.core.activity import activity
@@ -53,6 +60,7 @@ def command(options: Options, images: tuple[str, ...]) -> None:
         pan_and_scan=settings.pan_and_scan,
         sampling=sampling,
         max_pages=options.max_pages,
+        template_kwargs=read_template_kwargs(options.template_kwargs),
     )
     # A missing file is reported before a model loads.
     request = replace(request, images=expand_images(request.images, max_pages=request.max_pages))
@@ -120,7 +128,7 @@ def _sampling(json_schema: str | None, settings: Settings) -> Sampling:
 def _print_answer(result: Result, startup: dict[str, float], runner: str, *, as_json: bool) -> None:
     if as_json:
         fields = ("text", "finish_reason", "views", "crops", "image_tokens", "prompt_tokens", "output_tokens")
-        shown = {name: getattr(result, name) for name in fields} | {"runner": runner}
+        shown = {name: getattr(result, name) for name in fields} | {"runner": runner, "pixels": result.page_sizes}
         stamps = result.stamps
         seconds = {"ttft_ms": stamps.ttft, "e2el_ms": stamps.e2e}
         shown |= {name: None if value is None else round(1e3 * value, 3) for name, value in seconds.items()}

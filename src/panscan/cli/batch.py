@@ -25,6 +25,7 @@ from panscan.cli.values import (
     read_bounded,
     read_json_schema,
     read_prompt,
+    read_template_kwargs,
     utf8,
 )
 from panscan.cli.verb import verb
@@ -260,6 +261,7 @@ def _job(options: Options, *, dataset: bool) -> Any:
         tools=_tools(options),
         tool_choice=options.tool_choice,
         image_column=options.image_column,
+        template_kwargs=read_template_kwargs(options.template_kwargs),
     )
 
 

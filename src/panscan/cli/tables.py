@@ -110,13 +110,22 @@ def print_result(result: Result, startup: Mapping[str, float], runner: str, cons
     request = " + ".join(f"{name} {milliseconds:.0f}" for name, milliseconds in stages.items())
     before = " + ".join(f"{name} {seconds:.1f}" for name, seconds in startup.items())
     console.print(
-        f"runner {runner}: {count(result.views, 'view')}, {result.image_tokens} image tokens,"
+        f"runner {runner}: {_pages_text(result)}{count(result.views, 'view')}, {result.image_tokens} image tokens,"
         f" {result.prompt_tokens} prompt tokens, {result.output_tokens} output tokens ({result.finish_reason})\n"
         f"startup: {before} = {sum(startup.values()):.1f} s\n"
         f"request: {request} = {sum(stages.values()):.0f} ms",
         style="dim",
         soft_wrap=True,
     )
+
+
+def _pages_text(result: Result) -> str:
+    """Return what was read before it became views, such as ``1 page of 600x1800 pixels, ``; nothing without pages."""
+    if not result.pages:
+        return ""
+    sizes = list(dict.fromkeys(result.page_sizes))
+    others = f" and {len(sizes) - 3} other sizes" if len(sizes) > 3 else ""
+    return f"{count(len(result.pages), 'page')} of {', '.join(sizes[:3])}{others} pixels, "
 
 
 def _duration(seconds: float | None) -> str:

@@ -10,9 +10,11 @@ from typing import Any
 import click
 
 from panscan.cli.console import errors
-from panscan.cli.models import check_model_names
+from panscan.cli.models import check_first_adapter, check_model_names
 from panscan.cli.verb import ClickOption
 from panscan.core import InputError, Sampling, SettingError, with_adapters
+from panscan.core.foreign import parse_json
+from panscan.core.option import shorten
 from panscan.core.sampling import MAX_SCHEMA_BYTES
 from panscan.settings import (
     NEEDS_GENERATE,
@@ -81,6 +83,23 @@ def checked_structure(option: str, field: str, value: Any, *, ignore_eos: bool =
         raise SettingError(f"{option}: {str(error).removeprefix(field).lstrip(': ')}") from error
 
 
+def read_template_kwargs(text: str | None) -> dict[str, Any]:
+    """Return the values of ``--template-kwargs``; none without the option.
+
+    Raises:
+        SettingError: it is no JSON object.
+    """
+    if text is None:
+        return {}
+    try:
+        values = parse_json(text.encode(), most=MAX_SCHEMA_BYTES)
+    except (UnicodeEncodeError, ValueError) as error:
+        raise SettingError(f"--template-kwargs: not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise SettingError(f"--template-kwargs: expected a JSON object, got {shorten(text)}")
+    return values
+
+
 def given_axes(options: Options) -> dict[str, list[str]]:
     """Return the settings that the user gave, each with the parts of its comma list.
 
@@ -115,7 +134,9 @@ def given_values(options: Options, model: str | None = None) -> dict[str, Any]:
             raise SettingError(f"--{axes()[name].flag} has an empty value: {text!r}")
     values = {name: axes()[name].parse(text) for name, text in options.settings.items()}
     if options.adapter:
-        values["model"] = with_adapters(values.get("model", model), options.adapter)
+        if (model := values.get("model", model)) is None:
+            check_first_adapter(options.adapter)
+        values["model"] = with_adapters(model, options.adapter)
     return values
 
 

@@ -121,7 +121,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     id: str = ""
     max_pages: int = MAX_PAGES
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     prompt_ids: Sequence[int] | None = None
     add_special_tokens: bool = True
     tools: Sequence[Mapping[str, Any]] = ()

@@ -130,7 +130,7 @@ class Result:
     ``token_ids`` are all that were computed, an end mark or the tokens of a stop text among them. ``cached_tokens`` of
     the prompt were not computed again. ``error`` says why with ``finish_reason`` "error"; tokens up to there are kept.
     ``retries``: further attempts, because an engine replica was lost. ``tool_calls``: what the answer calls, not part
-    of ``text``.
+    of ``text``. ``pages``: width and height in pixels of each image as it was read, before it became views.
     """
 
     id: str
@@ -147,6 +147,12 @@ class Result:
     error: PanscanError | None = None
     retries: int = 0
     tool_calls: list[ToolCall] = field(default_factory=list)
+    pages: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def page_sizes(self) -> list[str]:
+        """Width and height of each page in pixels, such as ``600x1800``."""
+        return [f"{width}x{height}" for width, height in self.pages]
 
     @classmethod
     def unanswered(cls, id: str, accepted: float, error: PanscanError | None = None) -> Result:

@@ -195,6 +195,7 @@ class Preparer:
                     len(keys),
                     sum(plan.crops for plan in plans),
                 )
+                state.pages = tuple((plan.width, plan.height) for plan in plans)
                 state.image_tokens = prompt.image_tokens
                 state.sequence = Tokens(
                     number=state.number,

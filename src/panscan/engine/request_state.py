@@ -126,6 +126,7 @@ class RequestState:
         request_views: views by key; set by preparation.
         views: number of views; set by preparation.
         crops: number of crops among them; set by preparation.
+        pages: width and height of the images; set by preparation.
         image_tokens: number of image tokens in the prompt; set by preparation.
         sequence: tokens and block tables; set by preparation.
         text: detokenizer of the answer; set by preparation.
@@ -148,6 +149,7 @@ class RequestState:
     request_views: Mapping[bytes, RequestView] = field(default_factory=dict)
     views: int = 0
     crops: int = 0
+    pages: tuple[tuple[int, int], ...] = ()
     image_tokens: int = 0
     sequence: Sequence | None = None
     text: Detokenizer | None = None
@@ -313,6 +315,7 @@ class RequestState:
                     finish_reason=reason,
                     views=self.views,
                     crops=self.crops,
+                    pages=self.pages,
                     image_tokens=self.image_tokens,
                     prompt_tokens=0 if sequence is None else sequence.prompt_tokens,
                     stamps=self.stamps,

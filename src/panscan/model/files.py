@@ -206,14 +206,14 @@ def _files_of(checked: CheckedFiles, name: str) -> CheckpointFiles:
 
 def _resolve_head(files: CheckpointFiles, parts: list[dict[str, Any]]) -> str | None:
     """Correct ``tie_word_embeddings`` in the parts of a configuration; return what is said about it."""
-    head = [key for key in map(key_of, files.tensors) if key.startswith("lm_head.")]
-    if not files.tied:
-        if not head:
-            raise DamagedFileError(
-                f"config.json: tie_word_embeddings is false, but the weights have no {_HEAD}: download it again"
-            )
-        return None
-    if not head or _same_matrices(files):
+    stored = {key_of(tensor).partition(".")[0] for tensor in files.tensors}
+    absent = {"embed_tokens", "lm_head"} - stored
+    if absent and (not files.tied or len(absent) > 1):
+        raise DamagedFileError(
+            f"config.json: tie_word_embeddings is {str(files.tied).lower()}, but the weights have no"
+            f" {min(absent)}.weight: download it again"
+        )
+    if not files.tied or "lm_head" in absent or _same_matrices(files):
         return None
     for part in parts:
         part["tie_word_embeddings"] = False

@@ -310,14 +310,14 @@ class PromptWriter:
         Raises:
             SettingError: one is not JSON, too long, unknown to the template, or has a character of a special token.
         """
-        parts = [part for turn in turns for part in turn["content"]]
-        values = [*request.template_kwargs.items()]
-        values += [item for part in parts for item in part.items() if item[0] not in ("type", "text")]
+        values = [(f"template_kwargs: {short(name)}", name, value) for name, value in request.template_kwargs.items()]
+        for part in (part for turn in turns for part in turn["content"]) if request.messages is not None else ():
+            others = part.keys() - {"type", "text"}
+            values += [(f"messages: the key {short(name)} of a part", name, part[name]) for name in others]
         if not values:
             return
         template = self._template()
-        for name, value in values:
-            where = f"template_kwargs or part of messages: {short(name)}"
+        for where, name, value in values:
             if name in _RESERVED or name in self.tokenizer.special_tokens_map:
                 raise SettingError(f"{where} cannot be set")
             if not isinstance(name, str) or re.search(rf"\b{re.escape(name)}\b", template) is None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from panscan.core import BUNDLED, ModelError, SettingError
 from panscan.core.option import shorten
 from panscan.model.families import SUPPORTED, refused_model
+from panscan.model.hub import local_base
 from panscan.model.shapes import (
     PATTERN,
     SHAPES,
@@ -24,6 +25,7 @@ from panscan.model.untrusted.fields import ConfigSizes
 from panscan.model.untrusted.reading import DamagedFileError, read_json
 from panscan.settings import nearest
 
+_OWNED = re.compile(r"(?!\.)[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}(?<![.-])", re.ASCII)
 _HUB = re.compile(r"[\w.-]+/[\w.-]*gemma-3-(270m|1b|4b|12b|27b)(?![0-9a-z])[\w.-]*", re.ASCII)
 
 
@@ -39,13 +41,16 @@ def model_named(text: str) -> PlannedModel:
     """Return the model of a ``--model`` value.
 
     Args:
-        text: a size (27b), mini, tiny, a hub id of a published Gemma 3, or a directory with a ``config.json``, or that
-            file.
+        text: a size (27b), mini, tiny, the hub id of a published Gemma 3 or of a checkpoint whose ``config.json`` is in
+            the hub's cache, or a directory with a ``config.json``, or that file; or an adapter on this machine, or
+            ``MODEL+ADAPTER``, for the shape of the base.
 
     Raises:
         SettingError: an unknown name; the nearest one is suggested.
         ModelError: the configuration cannot be read, or is not that of a Gemma 3.
     """
+    if (base := local_base(text)) != text:
+        return PlannedModel(model_named(base).shape, text)
     name = text.strip().lower()
     if name in BUNDLED:
         return PlannedModel(SHAPES[name], name)
@@ -59,8 +64,18 @@ def model_named(text: str) -> PlannedModel:
             return PlannedModel(_shape_of(path), str(path.parent))
     except (OSError, RuntimeError):  # a path that the system refuses, or "~" of an unknown user
         path = None
+    if _OWNED.fullmatch(text.strip()):
+        from huggingface_hub import try_to_load_from_cache
+
+        if isinstance(cached := try_to_load_from_cache(text.strip(), "config.json"), str):
+            return PlannedModel(_shape_of(Path(cached)), text)
     if match := _HUB.fullmatch(name):
         return PlannedModel(SHAPES[match[1]], text)
+    if _OWNED.fullmatch(name):
+        raise SettingError(
+            f"--model: the config.json of {shorten(text)} is not on this machine: download the checkpoint, or give its"
+            " size, such as 4b"
+        )
     known = [*SHAPES, *(f"google/gemma-3-{size}-it" for size in SHAPES if size not in BUNDLED)]
     raise SettingError(
         f"--model: unknown model {shorten(text)}{nearest(name, known)}; expected {', '.join(SHAPES)}, the hub id of a"

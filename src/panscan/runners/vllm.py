@@ -334,6 +334,7 @@ def result_of(request: Request, planned: tuple[Sequence[ViewPlan], Prompt], outp
         finish_reason=answer.finish_reason,
         views=sum(len(plan.views) for plan in plans),
         crops=sum(plan.crops for plan in plans),
+        pages=tuple((plan.width, plan.height) for plan in plans),
         image_tokens=prompt.image_tokens,
         prompt_tokens=len(prompt.ids),
         stamps=stamps,

@@ -31,10 +31,13 @@ _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)  # ma
 PARAMS = {
     "max_new_tokens": "max_tokens",
     "json_schema": "response_format",
+    "template_kwargs": "chat_template_kwargs",
     **{name: name for name in ("messages", "tools", "tool_choice", "logit_bias")},
     **dict.fromkeys(("regex", "choice", "grammar"), "structured_outputs"),
 }
 """Fields of a body by the name that begins an error of the engine."""
+_FOR_TEMPLATE = "template_values"
+
 MOST_PARTS = 4096
 """Maximum number of parts over all messages."""
 
@@ -71,7 +74,13 @@ Reference = Annotated[str, Meta(max_length=2**31)]  # a data URL; the size of th
 _Unused = Annotated[str | None, Meta(description="Accepted for compatibility; not used or stored.")]
 
 
-class TextPart(Body, tag_field="type", tag="text"):
+class _Part(Body, kw_only=True):
+    """A part of a message. Further keys are for the chat template, which must read them."""
+
+    template_values: dict[str, Any] = {}
+
+
+class TextPart(_Part, kw_only=True, tag_field="type", tag="text"):
     """Text of a message."""
 
     text: str
@@ -82,7 +91,7 @@ class _ImageUrl(Body):
     detail: Literal["auto", "low", "high"] = "auto"
 
 
-class ImagePart(Body, tag_field="type", tag="image_url"):
+class ImagePart(_Part, kw_only=True, tag_field="type", tag="image_url"):
     """An image or document of a message, by ``data:``, ``https:``, ``file:`` or ``attachment:`` URL."""
 
     image_url: _ImageUrl
@@ -104,7 +113,7 @@ class _File(Body):
     filename: Annotated[str, Meta(max_length=1024)] | None = None
 
 
-class FilePart(Body, tag_field="type", tag="file"):
+class FilePart(_Part, kw_only=True, tag_field="type", tag="file"):
     """A document of a message: ``file_data`` is a ``data:`` or ``attachment:`` URL."""
 
     file: _File
@@ -445,6 +454,7 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     tool_choice: Literal["auto", "none", "required"] | _NamedTool | None = None
     parallel_tool_calls: bool = True
     mm_processor_kwargs: MmProcessorKwargs | None = None
+    chat_template_kwargs: dict[str, Any] = {}
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -510,12 +520,14 @@ class TokenizeRequest(Body):
     prompt: str | None = None
     add_special_tokens: bool = True
     mm_processor_kwargs: MmProcessorKwargs | None = None
+    chat_template_kwargs: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
         if (self.messages is None) == (self.prompt is None):
             raise ValueError("prompt: give either messages or prompt")
-        if self.prompt is not None and self.mm_processor_kwargs is not None:
-            raise ValueError("mm_processor_kwargs requires messages")
+        for name in ("mm_processor_kwargs", "chat_template_kwargs"):
+            if self.prompt is not None and getattr(self, name):
+                raise ValueError(f"{name} requires messages")
 
 
 class DetokenizeRequest(Body):
@@ -665,7 +677,7 @@ def _supported_fields(value: Any, kind: type[Body] | Mapping[str, type[Body]], p
     if isinstance(kind, Mapping):
         _check_choice(f"{path}type", value.get("type"), tuple(kind))
         kind = kind[value["type"]]
-    supported = {}
+    supported: dict[str, Any] = {}
     known = _field_choices(kind)
     for name, inner in value.items():
         if inner is None:
@@ -673,6 +685,9 @@ def _supported_fields(value: Any, kind: type[Body] | Mapping[str, type[Body]], p
         if (neutral := kind.NEUTRAL.get(name)) is not None:
             if not any(type(inner) is type(item) and inner == item for item in neutral):
                 raise _unsupported(path, name, f"; it may be {' or '.join(map(repr, neutral))}" if neutral else "")
+            continue
+        if _FOR_TEMPLATE in known and (name not in known or name == _FOR_TEMPLATE):
+            supported.setdefault(_FOR_TEMPLATE, {})[name] = inner
             continue
         if name not in known:
             raise _unsupported(path, name, nearest(name[:_LONGEST_SHOWN], kind.__struct_fields__))

@@ -76,7 +76,7 @@ class RequestBuilder:
             TimeoutError: the deadline has passed.
         """
         sampling = _with_logprobs(body, body.n, self._sampling(body), "top_logprobs")
-        request, documents = self._conversation(body.messages, body.mm_processor_kwargs, uploads, deadline)
+        request, documents = self._conversation(body, uploads, deadline)
         text = sum(len(part.text) for turn in body.messages for part in turn.parts if isinstance(part, TextPart))
         tools = body.tool_fields
         if tools["tools"]:
@@ -120,7 +120,7 @@ class RequestBuilder:
         if body.messages is None:
             check_used(uploads, ())
             return Request(prompt=body.prompt, raw=True, add_special_tokens=body.add_special_tokens)
-        return self._conversation(body.messages, body.mm_processor_kwargs, uploads, deadline)[0]
+        return self._conversation(body, uploads, deadline)[0]
 
     def document(self, url: str, uploads: Mapping[str, bytes], deadline: Deadline) -> MediaFile:
         """Return the document behind a URL (see :meth:`panscan.serve.media.MediaReader.read`).
@@ -152,8 +152,7 @@ class RequestBuilder:
 
     def _conversation(
         self,
-        messages: Sequence[ChatMessage],
-        given: MmProcessorKwargs | None,
+        body: ChatCompletionRequest | TokenizeRequest,
         uploads: Mapping[str, bytes],
         deadline: Deadline,
     ) -> tuple[Request, list[MediaFile]]:
@@ -164,6 +163,7 @@ class RequestBuilder:
             FieldError: too many parts or images, too many bytes in total, or an unreferenced file.
             TimeoutError: the deadline has passed.
         """
+        messages = body.messages or []
         if sum(len(message.parts) for message in messages) > MOST_PARTS:
             raise FieldError(f"messages: at most {MOST_PARTS} parts per request", "messages")
         documents: list[MediaFile] = []
@@ -172,7 +172,7 @@ class RequestBuilder:
             parts: list[dict[str, Any]] = []
             for part in message.parts:
                 if isinstance(part, TextPart):
-                    parts.append({"type": "text", "text": part.text})
+                    parts.append({**part.template_values, "type": "text", "text": part.text})
                     continue
                 if len(documents) >= self._options.max_images:
                     raise FieldError(f"messages: at most {self._options.max_images} images per request", "messages")
@@ -182,7 +182,7 @@ class RequestBuilder:
                 if sum(document.size for document in documents) > self._options.max_body_mb * 1e6:
                     most = f"{self._options.max_body_mb:g} MB"
                     raise FieldError(f"messages: the images exceed {most} in total", "messages")
-                parts += [{"type": "image"} for _ in document.pages]
+                parts += [{**part.template_values, "type": "image"} for _ in document.pages]
             turn: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": parts}
             if message.tool_calls:
                 turn["tool_calls"] = msgspec.to_builtins(message.tool_calls)
@@ -193,8 +193,9 @@ class RequestBuilder:
         request = Request(
             messages=turns,
             images=[page for document in documents for page in document.pages],
-            pan_and_scan=self.pan_and_scan(given),
+            pan_and_scan=self.pan_and_scan(body.mm_processor_kwargs),
             max_pages=self._options.max_pages,
+            template_kwargs=body.chat_template_kwargs,
         )
         return request, documents
 

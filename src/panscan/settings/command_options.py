@@ -125,6 +125,9 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
         "ask attention batch bench",
         by_verb={"batch bench": {"help": "System message for every request."}},
     )
+    template_kwargs: str | None = option(
+        None, "Input", "Values for the chat template, as a JSON object.", "ask batch", metavar="JSON", rare=True
+    )
     raw_prompt: bool = option(
         False,
         "Input",
@@ -441,7 +444,7 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
     # Measurement
     grid: str | None = option(None, "Measurement", "YAML file of 'setting: [values]'.", "bench", metavar="FILE")
     repeats: int = option(
-        5, "Measurement", "Measurements per cell, at least.", "bench", range=Range(integer=True, ge=1, le=10_000)
+        5, "Measurement", "Measurements per cell.", "bench", range=Range(integer=True, ge=1, le=10_000)
     )
     repeat_until: float = option(
         2.0,

@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -192,6 +193,8 @@ def _lark(field: str, value: Any) -> tuple[str, LLParserLimits]:
         case "choice":
             text = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in value)
         case _:
+            if re.search("%(json|llguidance)", value):  # schemas would escape panscan's limits, and options change them
+                raise SettingError("grammar: schemas and options in grammars are not supported; use json_schema")
             try:
                 text = any_to_lark(value)
             except Exception as error:  # of its parser, which has several
@@ -239,15 +242,13 @@ def _json_rule(schema: str, *, lenient: bool = False) -> str:
 
 def _with_deep_stack(compute: Callable[[], _Computed]) -> _Computed:
     """Return what a function returns that recurses deeply: llguidance does with each rule or schema inside another."""
-    results: list[_Computed] = []
-    before = threading.stack_size(_STACK)
-    try:
-        thread = threading.Thread(target=lambda: results.append(compute()), daemon=True)
-        thread.start()
-    finally:
-        threading.stack_size(before)
-    thread.join()
-    return results[0]
+    with ThreadPoolExecutor(1) as pool:
+        before = threading.stack_size(_STACK)
+        try:
+            future = pool.submit(compute)  # starts the thread
+        finally:
+            threading.stack_size(before)
+        return future.result()
 
 
 def _rejection(matcher: LLMatcher) -> str:
