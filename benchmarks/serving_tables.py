@@ -43,7 +43,7 @@ def _where(record: dict[str, Any], name: str) -> str:
 
 
 def client_outcomes() -> str:
-    """Return the table of tests/clients: what passed by client, and in short why tests fail as expected or are skipped."""
+    """Return the table of tests/clients: what passed by client, and in short why tests are excused."""
     record = _record("clients")
     rows = []
     for outcome in record["clients"].values():
