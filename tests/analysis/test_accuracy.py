@@ -84,7 +84,7 @@ def decided(wins: int, losses: int, ties: int, cells: int = 1, max_loss: float =
             3,
             5,
             92,
-            "undecided: -2.0 points (-8.7 to +4.2) over 100 questions; about 1,500 questions needed to exclude a",
+            "undecided: -2.0 points (-8.7 to +4.2) over 100 questions; about 1,500 questions needed to show a loss",
         ),
         (0, 0, 1, "the same score on the only question; about 940 questions needed to exclude a loss of 2 points"),
     ],

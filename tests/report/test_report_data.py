@@ -111,7 +111,7 @@ def test_the_recommendation(known: tuple[Run, Element], scored: tuple[Run, Eleme
     box = section(page, "recommendation")
     assert next(box.all("h1")).text == found.decision
     assert found.decision.startswith(
-        "Use balanced, sdpa attention, batch size 2: 1.95 requests/s; with flash_attention_2 attention, batch size 2"
+        "Use --preset balanced --batch-size 2: 1.95 requests/s; with flash_attention_2 attention, batch size 2"
     )
     terms = {term.text: each.text for term, each in zip(box.all("dt"), box.all("dd"), strict=True)}
     assert terms == {
