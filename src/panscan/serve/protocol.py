@@ -683,9 +683,10 @@ def _supported_fields(value: Any, kind: type[Body] | Mapping[str, type[Body]], p
         if inner is None:
             continue
         if (neutral := kind.NEUTRAL.get(name)) is not None:
-            if not any(type(inner) is type(item) and inner == item for item in neutral):
+            if any(type(inner) is type(item) and inner == item for item in neutral):
+                continue
+            if name not in known:
                 raise _unsupported(path, name, f"; it may be {' or '.join(map(repr, neutral))}" if neutral else "")
-            continue
         if _FOR_TEMPLATE in known and (name not in known or name == _FOR_TEMPLATE):
             supported.setdefault(_FOR_TEMPLATE, {})[name] = inner
             continue
