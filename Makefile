@@ -1,6 +1,7 @@
 # make demo     compare answers with and without pan and scan on sample documents (writes demo/)
 # make test     run the test suite in three processes: a third of its time on two cores would be waiting
 # make test-real  run the tests on trained weights, which it installs into REAL_CACHE (280 MB; needs npm)
+# make test-clients  run other projects' clients against `panscan serve`, in an environment in CLIENTS_VENV
 # make check    run ruff, mypy and import-linter
 # make format   fix lint findings and format the code
 # make docs     build the documentation site (writes site/)
@@ -14,6 +15,7 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 REAL_CACHE ?= $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/panscan-real
+CLIENTS_VENV ?= $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/panscan-clients
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
@@ -25,8 +27,9 @@ TORCH := $(VENV)/.installed-torch
 BASE := $(VENV)/.installed-base
 DEV := $(VENV)/.installed-dev
 DOCS := $(VENV)/.installed-docs
+CLIENTS := $(CLIENTS_VENV)/.installed
 
-.PHONY: install tools demo test test-real check format docs clean
+.PHONY: install tools demo test test-real test-clients check format docs clean
 
 install: $(BASE)
 
@@ -54,6 +57,12 @@ $(DOCS): pyproject.toml constraints.txt | $(CREATED)
 	$(PINNED) $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	touch $@
 
+# Apart from ours, whose constraints the clients do not meet.
+$(CLIENTS): tests/clients/requirements.txt
+	$(PYTHON) -m venv "$(CLIENTS_VENV)"
+	"$(CLIENTS_VENV)/bin/python" -m pip install --disable-pip-version-check -r $<
+	touch "$@"
+
 demo: $(BASE)
 	$(BIN)/panscan demo --force
 	@echo "Next: source $(BIN)/activate, then panscan --help"
@@ -64,6 +73,9 @@ test: $(DEV)
 # Gemma's terms of use apply to the weights; the first package contains them.
 test-real: $(DEV)
 	PANSCAN_REAL_CACHE="$(REAL_CACHE)" $(BIN)/python -m pytest tests/real
+
+test-clients: $(DEV) $(CLIENTS)
+	$(BIN)/python -m benchmarks.clients --python "$(CLIENTS_VENV)/bin/python"
 
 check: $(DEV)
 	$(BIN)/ruff check .

@@ -41,6 +41,7 @@ from benchmarks.quantization_tables import quantization_27b, quantization_mini, 
 from benchmarks.robustness_tables import robustness_cases, robustness_parts
 from benchmarks.serving_tables import (
     batch_replicas,
+    client_outcomes,
     decoding_pool,
     serving_faults,
     serving_fuzz,
@@ -68,6 +69,7 @@ PAGES = (
             "verdict.md",
             "verify.md",
             "load.md",
+            "serve.md",
             "cluster.md",
             "robustness.md",
             "quantization.md",
@@ -296,6 +298,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "mini-by-part": mini_by_part,
     "mini-on-cpu": mini_on_cpu,
     "mini-training": mini_training,
+    "clients": client_outcomes,
     "serving": serving_over_http,
     "replicas": serving_replicas,
     "routing": serving_routing,

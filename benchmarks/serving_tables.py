@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import statistics
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,26 @@ def _where(record: dict[str, Any], name: str) -> str:
         f"{gpus}{facts['cpu']}, {facts['cpu_count']} cores, torch {packages['torch']}, transformers"
         f" {packages['transformers']}, {record['created'][:10]}. Record: `benchmarks/records/{name}.json`. Command:"
         f" `{record['command']}`"
+    )
+
+
+def client_outcomes() -> str:
+    """Return the table of tests/clients: what passed by client, and in short why tests are excused."""
+    record = _record("clients")
+    rows = []
+    for outcome in record["clients"].values():
+        reasons = Counter(re.split("[.:;]", reason)[0] for reason in outcome["excused"].values())
+        rows.append(
+            [
+                ", ".join(f"{package} {version}" for package, version in outcome["versions"].items()),
+                *(str(outcome["passed"]), str(len(outcome["failed"])), str(len(outcome["excused"]))),
+                "; ".join(f"{reason} ({count})" if count > 1 else reason for reason, count in reasons.items()) or "-",
+            ]
+        )
+    return (
+        table(["client", "passed", "failed", "excused", "why excused"], rows, (0, 4))
+        + "\n\n"
+        + _where(record, "clients")
     )
 
 

@@ -220,7 +220,7 @@ def test_accuracy_decides_before_speed_and_before_views() -> None:
     }
     found = chosen(**cells)
     assert found.cell == "some"
-    assert "fastest of 2 settings that keep the accuracy" in found.reason
+    assert "fastest of 2 settings shown to keep the accuracy" in found.reason
     assert found.decision.startswith(
         "Use pan and scan with up to 2 crops, some attention: 90% of 100 answers right at 1.25 requests/s; with up to 1"
     )
@@ -322,3 +322,22 @@ def test_a_slower_cell_never_changes_the_choice(cells: dict[str, Cell], word: st
     slower = Cell(9.0, word, outcome="done" if done else "oom")
     if before is not None:
         assert chosen(**verified, slower=slower).cell == before
+
+
+def test_a_single_setting_is_named_by_what_it_is_and_a_preset_by_its_options(tmp_path: Path) -> None:
+    def decision(cells: dict[str, dict[str, Any]], presets: dict[str, str]) -> str:
+        head = header(cells)
+        head["cells"] = [{**cell, "preset": presets.get(cell["cell"])} for cell in head["cells"]]
+        lines = [record for name in cells for record in Cell().records(name)]
+        return recommend(write_run(tmp_path, [head, *lines])).decision
+
+    crops = {"do_pan_and_scan": True, "pan_and_scan_max_num_crops": 4}
+    plain = {"model": "mini", "runner": "engine", **crops}
+    assert decision({"c1": plain}, {}).startswith("Use the defaults (pan and scan, up to 4 crops): 1.0")
+    assert decision({"c1": {**plain, "max_num_seqs": 16}}, {}).startswith(
+        "Use up to 16 sequences, pan and scan, up to 4"
+    )
+    cells = {"c1": {**plain, "max_num_seqs": 16}, "c2": {**plain, "max_num_seqs": 32, "do_pan_and_scan": False}}
+    text = decision(cells, {"c1": "balanced", "c2": "baseline"})
+    assert text.startswith("Use --preset balanced --max-num-seqs 16"), text
+    assert "with --preset baseline --max-num-seqs 32" in text

@@ -39,6 +39,8 @@ OTHER = {
     "top_p": 0.5,
     "min_p": 0.1,
     "repetition_penalty": 1.5,
+    "frequency_penalty": 0.5,
+    "presence_penalty": 0.5,
     "temperature": 0.7,
     "kv_cache_gb": 1.0,
     "prefill_chunk_size": 64,

@@ -146,7 +146,7 @@ def test_what_this_machine_cannot_do_is_a_skipped_cell(folder: Path) -> None:
         ("generate_batch", "flash_attention_2"): "skipped",
     }
     assert "flash_attention_2 makes Gemma 3's image tokens causal" in done.stdout + done.stderr
-    assert "because it ignores images" in done.stdout + done.stderr
+    assert "generate_batch: images are not supported" in done.stdout + done.stderr
 
 
 def test_a_failure_in_a_cell_is_an_outcome_and_the_sweep_goes_on(folder: Path) -> None:
@@ -212,8 +212,10 @@ def test_repeats_go_on_until_the_interval_is_narrow() -> None:
     assert not plan.is_last(3, work(0.0, 4)), "five at least"
     assert plan.is_last(4, work(0.01, 5)) and not plan.is_last(4, work(0.03, 5))
     assert not plan.is_last(8, work(0.2, 9)) and plan.is_last(9, work(0.2, 10)), "twice as many at most"
-    assert plan.is_last(4, work(0.5, 5, seconds=30.0)), "nor for longer than two minutes"
-    assert replace(plan, precision=None).is_last(4, work(0.5, 5))
+    assert not plan.is_last(1, work(0.5, 2, seconds=55.0))
+    assert plan.is_last(0, work(0.0, 1, seconds=121.0)), "not for longer than two minutes, even if that is once"
+    exactly = replace(plan, precision=None)
+    assert exactly.is_last(4, work(0.5, 5)) and not exactly.is_last(3, work(0.5, 4, seconds=121.0))
     assert replace(plan, replicas=2).is_last(4, work(0.5, 5)), "replicas cannot know of each other"
 
 

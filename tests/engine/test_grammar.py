@@ -194,6 +194,9 @@ HOSTILE: dict[str, tuple[Any, str]] = {
     "not a type": ({"type": "banana"}, "banana"),
     "ignored keyword": ({"type": "array", "uniqueItems": True}, "uniqueItems"),
     "other options": ({"type": "object", "x-guidance": {"whitespace_flexible": True}}, "x-guidance"),
+    "definitions in a list": ({"$defs": [1]}, "must be an object"),
+    "properties in a list": ({"properties": [1]}, "must be an object"),
+    "long index": ({"$ref": "#/anyOf/" + "9" * 5_000, "anyOf": [{}]}, ""),
     "required recursion": (closed(a={"$ref": "#"}), "no value satisfies"),
 }
 BOUNDED: dict[str, Any] = {
@@ -291,6 +294,8 @@ HOSTILE_STRUCTURES: dict[str, dict[str, Any]] = {
     "deep": {"grammar": "start: " + "(" * 8_000 + '"a"' + ")" * 8_000},
     "deep GBNF": {"grammar": "root ::= " + "(" * 8_000 + '"a"' + ")" * 8_000},
     "no rule": {"grammar": "start: missing"},
+    "remainders": {"grammar": 'start: %json {"multipleOf": 999999937}'},
+    "options": {"grammar": '%llguidance {"no_forcing": false}\nstart: /a{1000000}/'},
     "special token": {"grammar": "start: <start_of_image>"},
     "image": {"grammar": "start: <image_soft_token>"},
 }

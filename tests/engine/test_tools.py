@@ -40,6 +40,10 @@ ANSWERS: dict[str, tuple[str, list[str] | None]] = {  # an answer, and the tools
     "other JSON": ('```json\n{"total": 3}\n```', None),
     "begun": ('{"na', None),
     "call after text": (f"So: {GO}", None),
+    "after a space": (f"\n{GO}", ["go"]),
+    "after several": (f" ```json\n {GO}\n```", ["go"]),
+    "call with odd spaces": (GO.replace(": ", ":  ", 1), None),
+    "fence in its line": (f"```json {GO}", None),
 }
 FORBIDDEN = [
     '{"name": "go", "parameters": {"to": "b"}}',

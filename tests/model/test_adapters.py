@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,15 @@ from safetensors.torch import load_file, save_file
 
 from panscan.bench.grid import adapter_sums, build_cells
 from panscan.cli.main import run as cli
-from panscan.core import ModelError, PanscanError, SettingError, canonical_model, split_adapters
+from panscan.core import ModelError, PanscanError, PanscanWarning, SettingError, canonical_model, split_adapters
 from panscan.model.adapters import merged_tensors, write_merged
 from panscan.model.bundled import fingerprints
-from panscan.model.checkpoint import Placement, load_meta_model, load_model, load_shard_of
+from panscan.model.checkpoint import Placement, load_meta_model, load_model, load_reader, load_shard_of
 from panscan.model.linear.quantized import WeightFormat
 from panscan.model.quantization import base_model_of
+from panscan.model.shapes import SHAPES
 from panscan.model.sharding import shard_of
+from panscan.plan.models import model_named
 
 _CPU = torch.device("cpu")
 _FLOAT = Placement(_CPU, torch.float32)
@@ -158,6 +161,10 @@ _BAD: dict[str, tuple[str, Callable[[dict[str, torch.Tensor], dict[str, Any]], A
     "unknown field": ("'layer_replication' is not supp", lambda t, c: c.update(layer_replication=[[0, 2], [1, 2]])),
     "infinite scale": ("lora_alpha is 1e\\+300", lambda tensors, config: config.update(lora_alpha=1e300)),
     "endless pattern": ("takes too long", lambda t, c: c.update(alpha_pattern={r"(.*?)*?(.*?)*?[!?]\b": 1.0})),
+    "many slow patterns": (
+        "takes too long",
+        lambda t, c: c.update(alpha_pattern={rf"{'(.*)' * 4}\3\4\5\6\B\bx{{0,{n}}}": 1 for n in range(99)}),
+    ),
     "broken pattern": ("rank_pattern: .*: missing", lambda t, c: c.update(rank_pattern={"(": 1})),
     "layers of a larger model": ("changes .*layers.40.*which the base model lacks", lambda t, c: t.update(_layer(40))),
     "width of a larger model": (r"has the shape \[2, 256\]; expected", lambda t, c: t.update(factors(inputs=256))),
@@ -220,6 +227,8 @@ def test_a_base_is_found_or_named(adapter: Path, tmp_path: Path) -> None:
     for base, message in {
         str(second): "leads back to itself",
         "/trained/elsewhere": "its base /trained/elsewhere is not on this machine; name the base with --model BASE",
+        "~nobody-here/base": "its base ~nobody-here/base is not on this machine; name the base with --model BASE",
+        "a/" + "b" * 4000: "its base a/b{148} is not on this machine; name the base with --model BASE",
         None: "has no base_model_name_or_path; name the base with --model BASE --adapter",
     }.items():
         set_base(adapter, base)
@@ -227,6 +236,35 @@ def test_a_base_is_found_or_named(adapter: Path, tmp_path: Path) -> None:
             merged_tensors(str(second))
     with pytest.raises(ModelError, match="--adapter mini: not an adapter"):
         merged_tensors("tiny+mini")
+
+
+def test_a_template_or_tokenizer_unlike_the_bases_is_said(adapter: Path) -> None:
+    base = load_reader("tiny").tokenizer
+    base.save_pretrained(adapter)  # as trainers do; not byte for byte the base's
+    tokenizer = json.loads((adapter / "tokenizer.json").read_text())
+    (adapter / "tokenizer.json").write_text(json.dumps(tokenizer, indent=1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PanscanWarning)
+        load_reader(str(adapter))
+    tokenizer["added_tokens"][0]["content"] = "<renamed>"
+    (adapter / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (adapter / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    with pytest.warns(PanscanWarning, match=f"^--model {adapter}: ignoring its chat template and tokenizer, unlike"):
+        reader = load_reader(str(adapter))
+    assert reader.tokenizer.chat_template == base.chat_template
+    (adapter / "tokenizer.json").write_text('{"added_tokens": 1}')
+    with pytest.warns(PanscanWarning, match="and tokenizer, unlike"):
+        load_reader(str(adapter))
+
+
+def test_a_plan_of_an_adapter_is_that_of_its_base(adapter: Path) -> None:
+    for name in (str(adapter), f"tiny+{adapter}", f"google/gemma-3-4b-it+{adapter}"):
+        planned = model_named(name)
+        assert (planned.id, planned.shape) == (name, SHAPES["4b" if "4b" in name else "tiny"])
+    config = adapter / "adapter_config.json"
+    config.write_text(config.read_text().replace('"tiny"', json.dumps(str(adapter))))
+    with pytest.raises(ModelError, match="its base leads back to itself"):
+        model_named(str(adapter))
 
 
 def test_names_are_split_where_no_directory_contains_the_sign(tmp_path: Path) -> None:
@@ -262,11 +300,17 @@ def test_a_sweep_varies_adapters_and_their_sums() -> None:
         models(["a,"])
 
 
-def test_a_server_names_one_merged_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_is_no_adapter_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb, images in {"ask": "page.png", "batch": "page.png", "bench": "--images=page.png"}.items():
+        assert cli([verb, "--adapter", "tiny", images, "-p", "Hi"]) == 3
+        assert "--adapter tiny: not an adapter" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_server_names_one_merged_model(adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in {
-        ("--adapter", "a=x", "--adapter", "b=y"): "--adapter b=y: a server has one set of merged weights",
+        ("--adapter", f"a={adapter}", "--adapter", "b=y"): "with a name, which needs 0.0",
         ("--adapter", "a=x", "--served-model-name", "b"): "--adapter a=x: expected NAME=ADAPTER, without --served-",
-        ("--adapter", "a=/nowhere/x"): "--model /nowhere/x: there is no such directory",
+        ("--adapter", "a=/nowhere/x"): "--adapter /nowhere/x: there is no such directory",
     }.items():
         assert cli(["serve", "--port", "0", "--device", "cpu", *words]) in (2, 3)
         assert message in " ".join(capsys.readouterr().err.split())

@@ -477,7 +477,9 @@ BODIES: dict[type[Body], dict[str, Any]] = {
 
 def test_the_openapi_document_describes_bodies_and_path_parameters(server: Server) -> None:
     jsonschema = pytest.importorskip("jsonschema")
+    schemathesis = pytest.importorskip("schemathesis")
     document = httpx.get(f"{server}/openapi.json").json()
+    schemathesis.openapi.from_dict(document).validate()
     for path, operations in document["paths"].items():
         for operation in operations.values():
             assert re.findall(r"{(\w+)}", path) == [parameter["name"] for parameter in operation.get("parameters", [])]

@@ -138,7 +138,9 @@ class Accuracy:
     @property
     def needed_text(self) -> str:
         """How many questions would probably decide."""
-        return f"about {self.needed:,} questions needed to exclude a loss of {100 * self.max_loss:g} points"
+        lost = -self.difference.value
+        aim = "show a loss" if 2 * lost > self.max_loss else f"exclude a loss of {100 * self.max_loss:g} points"
+        return f"about {self.needed:,} questions needed to {aim}"
 
     @property
     def needed(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from panscan.analysis.setting_words import CROPS, label, runner_words, shown
+from panscan.analysis.setting_words import CROPS, label, runner_words, setting_words, shown
 from panscan.analysis.significance import Rates
 from panscan.analysis.summary import cell_metrics
 from panscan.core.text import number_text, times
@@ -20,6 +20,9 @@ from panscan.records.quality import Quality, quality_of
 from panscan.records.store import Run, outcome_of
 from panscan.settings import ALL_AT_ONCE, ENGINE_AXES, REMOVED_SETTINGS, VLLM_AXES, VLLM_LIMITS, axes, foreign_settings
 from panscan.verdict.judgement import Verdict, verdict_of
+
+_NAMED_ELSEWHERE = ("model", "runner", "device", "model_shape", "random_weights")
+"""What reports name beside all cells: settings that no name of a single cell repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +151,8 @@ def measured_rows(run: Run) -> list[MeasuredCell]:
 def cell_names(run: Run) -> dict[str, str]:
     """Return each cell's preset and settings in words, without those that all cells share; by cell id.
 
-    A cell's id follows where these words would not tell it from another cell, and stands alone where there are none.
+    A cell's id follows where these words would not tell it from another cell; see :func:`plain_name` for a cell
+    without any.
     """
     shown_settings = {cell: display_settings(run.cells[cell], aliases_of(run, cell)) for cell in run.cells}
     varying = distinguishing_names(list(shown_settings.values()))
@@ -158,11 +162,23 @@ def cell_names(run: Run) -> dict[str, str]:
         if run.aliases.get(cell):  # name what the choice leaves open, even if all cells do
             names += [name for name, value in settings.items() if value != effective_settings(run.cells[cell])[name]]
         words[cell] = label({name: settings.get(name) for name in dict.fromkeys(names)})
-        words[cell] = ", ".join(filter(None, (preset_of(run, cell), words[cell])))
+        words[cell] = ", ".join(filter(None, (preset_of(run, cell), words[cell]))) or plain_name(settings)
     times = Counter(words.values())
-    return {
-        cell: cell if not text else text if times[text] == 1 else f"{text} ({cell})" for cell, text in words.items()
-    }
+    return {cell: text if times[text] == 1 else f"{text} ({cell})" for cell, text in words.items()}
+
+
+def plain_name(settings: Mapping[str, Any]) -> str:
+    """Return what a cell is that no other stands beside: ``the defaults (pan and scan, up to 4 crops)``.
+
+    Reports name the model, the runner and the device above their tables.
+    """
+    crops = {name: settings.get(name) for name in ("do_pan_and_scan", f"{CROPS}max_num_crops")}
+    views = ", ".join(setting_words(name, value) for name, value in crops.items() if value is not None)
+    changed = shared_settings([settings])
+    words = label({name: value for name, value in changed.items() if name not in (*crops, *_NAMED_ELSEWHERE)})
+    if words:
+        return ", ".join(filter(None, (words, views)))
+    return f"the defaults ({views})" if views else "the defaults"
 
 
 def effective_settings(settings: Mapping[str, Any]) -> Mapping[str, Any]:

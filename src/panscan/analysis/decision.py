@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from panscan.analysis.accuracy import Standings
-from panscan.analysis.cells import MeasuredCell, memory_metric
+from panscan.analysis.cells import MeasuredCell, distinguishing_names, effective_settings, memory_metric
+from panscan.analysis.setting_words import option_words
 from panscan.core.text import count, number_text
 from panscan.records.fields import FLOOR
 from panscan.records.quality import metric_of, metric_title
 from panscan.records.store import Run
+from panscan.settings import axes
+from panscan.settings.preset_files import load_preset, preset_names
 
 Rule = Literal["accuracy", "views", "limit"]
 """What made settings qualify: no loss of accuracy, the most views, or the user's ``--min-quality``."""
@@ -87,20 +90,33 @@ def decision_of(choice: Selection) -> str:
             accuracy = f"{_share(chosen)} of {count(questions, 'answer')} right at "
         else:
             accuracy = f"{metric_title(run)} {_share(chosen)} over {count(questions, 'question')} at "
-    # Alone, "up to 4 crops" would be a limit, not a setting.
-    limit = re.match(r"up to \d+ crops?\b", chosen.name)
     caveat = {
         "different": " (its answers differ from the reference's)",
         "unverified": " (not compared with the reference)",
     }.get(chosen.verdict.word, "")
-    what = f"pan and scan with {chosen.name}" if limit else chosen.name
+    what = _choice_words(run, chosen)
+    if re.match(r"up to \d+ crops?\b", what):  # alone, it would be a limit, not a setting
+        what = f"pan and scan with {what}"
     text = f"Use {what}: {accuracy}{number_text(chosen.speed)} requests/s{caveat}"
     if other is None:
         return f"{text}."
     changed = " (which changes the answers)" if other.verdict.word == "different" else ""
     share = f"{_share(other)} at " if accuracy and other.quality is not None else ""
-    which = f"without {other.name[3:]}" if other.name.startswith("no ") else f"with {other.name}"
+    words = _choice_words(run, other)
+    which = f"without {words[3:]}" if words.startswith("no ") else f"with {words}"
     return f"{text}; {which}{changed}, {share}{number_text(other.speed)} requests/s."
+
+
+def _choice_words(run: Run, row: MeasuredCell) -> str:
+    """Return what to use: a preset's options as one types them, else the settings in words."""
+    preset = run.presets.get(row.cell)
+    if preset in preset_names() and not run.aliases.get(row.cell):
+        varying = distinguishing_names([effective_settings(settings) for settings in run.cells.values()])
+        # Not the default runner: a sweep that names none chooses by its other options.
+        base = {name: [option.default] for name, option in axes().items() if name != "runner"} | load_preset(preset)
+        values = {name: row.settings.get(name) for name in varying}
+        return option_words(preset, {name: value for name, value in values.items() if value not in base.get(name, ())})
+    return row.name
 
 
 def _share(row: MeasuredCell) -> str:
@@ -113,13 +129,13 @@ def reason_of(choice: Selection) -> str:
     chosen = choice.chosen
     fastest = max(choice.qualified, key=lambda row: row.speed)
     what = {
-        "accuracy": "that keep the accuracy",
+        "accuracy": "shown to keep the accuracy",
         "views": "with trusted answers and the most views",
         "limit": "within the limits",
     }[choice.rule]
     several = f"{len(choice.qualified)} settings {what}"
     if len(choice.qualified) == 1:
-        place = f"the only setting {what.replace('keep', 'keeps')}"
+        place = f"the only setting {what}"
     elif chosen is fastest:
         place = f"fastest of {several}"
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
@@ -113,6 +114,17 @@ def setting_words(name: str, value: Any) -> str:
     if name == f"{CROPS}max_num_crops" and text == "1":
         return "up to 1 crop"
     return _PHRASES.get(name, f"{plain} {{}}").replace("{}", text)
+
+
+def option_words(preset: str, settings: Mapping[str, Any]) -> str:
+    """Return a preset and settings as one types them: ``--preset balanced --max-num-seqs 16``."""
+    words = ["--preset", preset]
+    for name, value in settings.items():
+        if value is not None and name in axes():
+            flag = axes()[name].flag
+            switch = {True: [f"--{flag}"], False: [f"--no-{flag}"]}
+            words += switch[value] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return shlex.join(words)
 
 
 def runner_words(name: str) -> str:

@@ -21,7 +21,7 @@ from panscan.workload.requests import Item, Source, plans_of, view_counts
 MOST_TIMES = 2
 """So many times the least number of repeats are measured for a narrow interval, at most."""
 MAX_SECONDS = 120.0
-"""Measured seconds of a cell after which it is not measured more often than asked for."""
+"""Measured seconds of a cell after which it is not measured again for a narrow interval."""
 MAX_MEASUREMENTS = 100_000
 """Repeats of all cells together."""
 
@@ -53,9 +53,10 @@ class SweepPlan:
         cells: points to measure.
         items: requests of every cell.
         source: where the items come from.
-        repeats: times that each cell is measured, at least.
+        repeats: times that each cell is measured.
         precision: half of the 95% interval over the throughput, in percent: a cell is measured again, at most
-            :data:`MOST_TIMES` as often, until its interval is so narrow. None, and with replicas: ``repeats`` times.
+            :data:`MOST_TIMES` as often, until its interval is so narrow, and less often if it takes more than
+            :data:`MAX_SECONDS`. None, and with replicas: exactly ``repeats`` times.
         warmup: batches run and thrown away before each repeat; a compiling cell runs them all, unless 0.
         seed: of the order of cells, and of the sampler in cells that name none.
         include_content: keep prompts and answers in the records.
@@ -103,10 +104,14 @@ class SweepPlan:
             )
 
     @property
+    def adaptive(self) -> bool:
+        """Whether results decide how often a cell is measured. Replicas cannot know each other's."""
+        return self.precision is not None and self.replicas == 1
+
+    @property
     def most_repeats(self) -> int:
-        """The repeats of a cell at most. Replicas cannot know of each other that a cell is measured precisely."""
-        adaptive = self.precision is not None and self.replicas == 1
-        return self.repeats * (MOST_TIMES if adaptive else 1)
+        """The repeats of a cell at most."""
+        return self.repeats * (MOST_TIMES if self.adaptive else 1)
 
     def is_last(self, repeat: int, work: Sequence[RepeatWork]) -> bool:
         """Return whether a cell needs no more repeats after this one.
@@ -115,9 +120,11 @@ class SweepPlan:
             repeat: its number, from 0.
             work: of the cell's repeats so far.
         """
+        if self.adaptive and sum(one.seconds for one in work) > MAX_SECONDS:
+            return True
         if repeat + 1 < self.repeats:
             return False
-        if repeat + 1 >= self.most_repeats or sum(one.seconds for one in work) > MAX_SECONDS:
+        if repeat + 1 >= self.most_repeats:
             return True
         half = relative_half_width(work)
         return half is not None and 100 * half <= (self.precision or 0.0)

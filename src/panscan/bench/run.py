@@ -82,7 +82,7 @@ def _sweep(
 ) -> None:
     """Run the sweep in this process, or in one process per replica; replicas build their own verifiers."""
     if plan.replicas * plan.gpus_per_replica == 1:
-        run_sweep(plan, writer, done, observer, verifier)
+        run_sweep(plan, writer, done, observer, verifier, previous=writer.previous)
     else:
         run_replicas(plan, writer.path.parent, writer, done, observer)
 

@@ -16,7 +16,7 @@ from panscan.records.metrics import RepeatWork, work_of
 from panscan.records.request_records import RecordedAnswer, RepeatRecord, RequestRecord
 from panscan.records.schema import CellRecord, LoadRecord
 from panscan.records.scores import scores_of
-from panscan.records.store import AnyRecord
+from panscan.records.store import AnyRecord, Run
 from panscan.settings import ALL_AT_ONCE, Settings
 from panscan.workload.requests import Item, request_of
 
@@ -34,6 +34,8 @@ def run_sweep(
     done: set[tuple[str, int | None]],
     observer: Observer,
     verifier: Verifier | None = None,
+    *,
+    previous: Run | None = None,
 ) -> None:
     """Make every visit that is not done yet. Failures are recorded, and the sweep continues.
 
@@ -43,11 +45,14 @@ def run_sweep(
         done: visits that an earlier start of this run finished, with the cell's id.
         observer: receives progress.
         verifier: compares answers, if the plan says so.
+        previous: the run so far, if it is continued.
 
     Raises:
         RecordsError: ``--reference`` is of other weights.
     """
     sweep = _Sweep(plan, writer, observer, verifier, set(done))
+    if previous is not None:
+        sweep.work.update((cell.id, list(map(work_of, previous.repeats_of(cell.id)))) for cell in plan.cells)
     for cell in plan.cells:
         if cell.id in plan.skipped and (cell.id, 0) not in done:
             sweep.write_outcome(cell, None, ("skipped", plan.skipped[cell.id]))

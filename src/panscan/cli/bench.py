@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import click
 
 from panscan.cli.console import errors, import_libraries, out, show_warnings, warn_mini
-from panscan.cli.models import DemonstrationWarning, check_model_names
+from panscan.cli.models import DemonstrationWarning, check_first_adapter, check_model_names
 from panscan.cli.values import given_axes, print_runner, print_skipped, utf8
 from panscan.cli.verb import verb
 from panscan.core import InputError, PanscanError, SettingError
 from panscan.core.activity import activity
+from panscan.core.text import count
 from panscan.settings import Options
 
 if TYPE_CHECKING:
@@ -87,8 +88,7 @@ def _resume(options: Options, run_directory: str) -> int:
     later = {"external_images": options.allow_external_images, "max_pages": options.max_pages}
     plan = run.plan_to_resume(before, on_problem=print_skipped, later=later)
     done = before.finished()
-    repeats = len(plan.cells) * plan.repeats
-    errors().print(f"resuming {directory}: {len(before.repeats)} of {repeats} repeats are done", soft_wrap=True)
+    errors().print(f"resuming {directory}, which has {count(len(before.repeats), 'repeat')}", soft_wrap=True)
     with sweep_progress(plan, done, directory) as progress:
         measured = run.resume(plan, directory, progress)
     return _print_results(measured, directory)
@@ -140,6 +140,9 @@ def _sweep_cells(options: Options) -> list[Cell]:
     adapters = adapter_sums(options.adapter)
     cells = build_cells(flags, file=file, presets=presets, choose=True, adapters=adapters)
     check_model_names(cell.settings.model for cell in cells)
+    if "model" not in {*flags, *(file or ())} and not presets:
+        for names in adapters:
+            check_first_adapter(names)
     if "model" not in flags and not adapters and any(cell.settings.model_name == "mini" for cell in cells):
         warn_mini()
     for choice in dict.fromkeys(sweep_runners(flags, file=file, presets=presets)):

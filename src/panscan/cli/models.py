@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from panscan.cli.console import errors
 from panscan.core import BUNDLED, UnsupportedError
@@ -39,6 +39,18 @@ def check_model_names(names: Iterable[str]) -> None:
 
         for name in named:
             check_model_name(name)
+
+
+def check_first_adapter(names: Sequence[str]) -> None:
+    """Check that the first name of ``--adapter`` without ``--model`` is an adapter: a checkpoint would be the model.
+
+    Raises:
+        ModelError: it is a checkpoint, or is not available.
+    """
+    from panscan.model.hub import named_adapter
+
+    if names:
+        named_adapter(names[0])
 
 
 class DemonstrationWarning:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
 
-from panscan.analysis.cells import distinguishing_names, effective_settings
+from panscan.analysis.cells import distinguishing_names, effective_settings, plain_name
 from panscan.analysis.setting_words import label
 from panscan.core import escape_controls, now
 from panscan.core.activity import Activity, activity, displayed
@@ -182,7 +182,10 @@ class SweepProgress:
         self._visit, self._visits = 0, len(pending)
         settings = {cell.id: effective_settings(asdict(cell.settings)) for cell in plan.cells}
         varying = distinguishing_names(list(settings.values()))
-        self._names = {cell: label({name: values[name] for name in varying}) for cell, values in settings.items()}
+        self._names = {
+            cell: label({name: values[name] for name in varying}) or plain_name(values)
+            for cell, values in settings.items()
+        }
         self._batches, self._done = sum(batches[cell.id] for cell in pending), 0
         step.update(0, self._batches)
 
@@ -196,8 +199,7 @@ class SweepProgress:
         self._visits = max(self._visits, self._visit)  # a cell may need more repeats than the least
         self._measuring()
         if not self.console.is_terminal:
-            name = self._names[cell.id] or cell.id
-            self.console.print(f"measuring {self._visit} of {self._visits}: {name}", soft_wrap=True)
+            self.console.print(f"measuring {self._visit} of {self._visits}: {self._names[cell.id]}", soft_wrap=True)
 
     def batch_done(self) -> None:
         """Count a measured batch."""

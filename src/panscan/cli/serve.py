@@ -11,7 +11,7 @@ from panscan.cli.console import echo, errors, show_warnings, warn_mini
 from panscan.cli.models import DemonstrationWarning, check_checkpoint
 from panscan.cli.values import engine_settings
 from panscan.cli.verb import verb
-from panscan.core import SettingError, UnsupportedError
+from panscan.core import SettingError, UnsupportedError, with_adapters
 from panscan.model.bundled import is_demonstration
 from panscan.serve.client import EngineClient
 from panscan.serve.options import ApiKeys, ServeOptions, read_api_keys
@@ -128,9 +128,14 @@ def _one_model(options: Options) -> Options:
     if not parts:
         return options
     if len(options.adapter) > 1:
+        from panscan.model.files import checkpoint_files
+
+        files = checkpoint_files(with_adapters(options.settings.get("model"), [parts[0][2]]), weights=False)
+        size = sum(stored.bytes for stored in files.tensors.values()) / 1e9  # 0: not downloaded
+        need = f"{size:,.2g} GB of weights and a KV cache" if size else "its own weights and KV cache"
         raise SettingError(
             f"--adapter {options.adapter[1]}: a server has one set of merged weights: start a server for each adapter"
-            " with a name, or leave out the names to sum the adapters"
+            f" with a name, which needs {need}, or leave out the names to sum the adapters"
         )
     name, _, adapter = parts[0]
     if not name or not adapter or options.served_model_name not in (None, name):

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from panscan.cli.console import errors
-from panscan.cli.models import check_model_names
+from panscan.cli.models import check_first_adapter, check_model_names
 from panscan.cli.verb import ClickOption
 from panscan.core import InputError, Sampling, SettingError, with_adapters
 from panscan.core.foreign import parse_json
@@ -134,7 +134,9 @@ def given_values(options: Options, model: str | None = None) -> dict[str, Any]:
             raise SettingError(f"--{axes()[name].flag} has an empty value: {text!r}")
     values = {name: axes()[name].parse(text) for name, text in options.settings.items()}
     if options.adapter:
-        values["model"] = with_adapters(values.get("model", model), options.adapter)
+        if (model := values.get("model", model)) is None:
+            check_first_adapter(options.adapter)
+        values["model"] = with_adapters(model, options.adapter)
     return values
 
 

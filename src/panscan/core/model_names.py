@@ -30,7 +30,7 @@ def split_adapters(name: str) -> list[str]:
     if len(parts) > MAX_ADAPTERS + 1:
         return [name]
     while parts:
-        length = next((n for n in range(len(parts), 1, -1) if _directory(_SIGN.join(parts[:n])) is not None), 1)
+        length = next((n for n in range(len(parts), 1, -1) if local_directory(_SIGN.join(parts[:n])) is not None), 1)
         names.append(_SIGN.join(parts[:length]))
         del parts[:length]
     return names
@@ -38,11 +38,11 @@ def split_adapters(name: str) -> list[str]:
 
 def canonical_model(name: str) -> str:
     """Return a name with the resolved paths of local directories; bundled models and hub ids stay unchanged."""
-    return _SIGN.join(part if part in BUNDLED else _directory(part) or part for part in split_adapters(name))
+    return _SIGN.join(part if part in BUNDLED else local_directory(part) or part for part in split_adapters(name))
 
 
-def _directory(name: str) -> str | None:
-    """Return the resolved path of a directory; None for any other name."""
+def local_directory(name: str) -> str | None:
+    """Return the resolved path of a directory of this machine; None for any other name."""
     try:
         directory = Path(name).expanduser()
         return str(directory.resolve()) if name and directory.is_dir() else None

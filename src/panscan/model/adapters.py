@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from filecmp import cmp
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from panscan.core import ModelError, UnsupportedError
+from panscan.core import ModelError, PanscanWarning, UnsupportedError
 from panscan.model.files import CheckpointFiles, checkpoint_files, open_stored
 from panscan.model.formats.tensors import FLOATING, StoredTensors
 from panscan.model.hub import AdapterSource, model_source
 from panscan.model.untrusted.adapter import ADAPTER_CONFIG, adapter_weights, read_adapter_config
+from panscan.model.untrusted.check import stored_template
 from panscan.model.untrusted.headers import key_of, read_header
-from panscan.model.untrusted.reading import DamagedFileError, checkpoint_entries
+from panscan.model.untrusted.reading import DamagedFileError, checkpoint_entries, read_json
 
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _PREFIX = "base_model.model."
@@ -35,6 +38,7 @@ _PART = re.compile(
     r"|base_layer\.(?P<leaf>weight|bias))"
 )
 _HOST = torch.device("cpu")
+_TOKENIZER = "tokenizer.json"
 
 
 def merged_tensors(name: str, revision: str | None = None) -> MergedTensors | None:
@@ -72,6 +76,38 @@ def write_merged(name: str, directory: Path, revision: str | None = None) -> Non
     (directory / "config.json").write_text(json.dumps(dict(files.config)), "utf-8")
     for companion, path in files.companions.items():
         shutil.copyfile(path, directory / companion)
+
+
+def warn_of_companions(source: AdapterSource, base: Path, tokenizer: Any) -> None:
+    """Warn of a chat template or tokenizer in an adapter's directory that is not the one in use, the base's.
+
+    Args:
+        source: the adapter.
+        base: directory of the base.
+        tokenizer: the base's.
+
+    Raises:
+        ModelError: a file is damaged.
+    """
+    with source.friendly_errors():
+        entries = checkpoint_entries(source.directory)
+        ignored = []
+        if (template := stored_template(source.directory)) and template != tokenizer.chat_template:
+            ignored.append("chat template")
+        path = source.directory / _TOKENIZER
+        if _TOKENIZER in entries and not ((base / _TOKENIZER).is_file() and cmp(path, base / _TOKENIZER, False)):
+            stored = read_json(path)
+            try:
+                added = {token["content"]: token["id"] for token in stored["added_tokens"]}
+                same = {**stored["model"]["vocab"], **added} == tokenizer.get_vocab()
+            except (LookupError, TypeError):  # damaged, or of another kind
+                same = False
+            if not same:
+                ignored.append("tokenizer")
+    if ignored:
+        fix = "if it was trained with its own, merge it with PEFT and save the model with its tokenizer"
+        note = f"{source.option}: ignoring its {' and '.join(ignored)}, unlike the base's: {fix}"
+        warnings.warn(note, PanscanWarning, stacklevel=2)
 
 
 class MergedTensors:

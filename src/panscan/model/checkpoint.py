@@ -20,12 +20,13 @@ from transformers.utils import CONFIG_NAME
 
 from panscan.core import ModelError, UnsupportedError
 from panscan.images.pixels import PixelSpec
-from panscan.model.adapters import merged_tensors, untie
+from panscan.model.adapters import merged_tensors, untie, warn_of_companions
 from panscan.model.build import build_model, empty_quantized_model
 from panscan.model.families import FAMILIES, Family, family_module, refused_model
 from panscan.model.files import CheckpointFiles, checkpoint_files, checkpoint_source, open_stored
 from panscan.model.formats.load import StoredLoader, stored_scheme
 from panscan.model.formats.schemes import QUANTIZATION_FIELDS, StoredScheme
+from panscan.model.hub import model_source
 from panscan.model.hub_errors import friendly_errors, quiet_transformers, read_by_transformers
 from panscan.model.linear.quantized import WeightFormat
 from panscan.model.prompt import PromptWriter
@@ -168,6 +169,8 @@ def load_reader(name: str, revision: str | None = None) -> Reader:
     mismatched = reader.reads_images and reader.prompts.soft_id != config.image_token_id
     if mismatched or len(reader.tokenizer) < _MIN_VOCABULARY:
         raise ModelError(f"--model {name}: the tokenizer does not belong to the model (are its files there?)")
+    for adapter in model_source(name, revision).adapters:
+        warn_of_companions(adapter, files.directory, reader.tokenizer)
     return reader
 
 

@@ -24,6 +24,7 @@ from tqdm import tqdm
 from panscan.core import BUNDLED, ModelError, PanscanWarning, split_adapters
 from panscan.core.activity import activity
 from panscan.core.errors import brief
+from panscan.core.model_names import local_directory
 from panscan.core.option import shorten
 from panscan.model.hub_errors import friendly_errors
 from panscan.model.untrusted.adapter import (
@@ -40,6 +41,8 @@ _DEADLINE_S = 4.0  # for the hub's first answer, name resolution included
 _PARALLEL = 8  # downloads
 _SMALL = (".json", ".jinja", ".md", ".model", ".txt")
 _CONFIG = "config.json"
+_CYCLE = "its base leads back to itself: set base_model_name_or_path to a model"
+_LONGEST_ID = 96  # characters of a hub id
 
 # A connection that fails: HTTPError of httpx or httpx2, whichever this version of huggingface_hub uses.
 _TransportError: type[Exception] = HfHubHTTPError.__bases__[0]
@@ -57,7 +60,7 @@ def check_model_name(name: str) -> None:
     model, *adapters = split_adapters(name)
     if not all(adapters):
         raise ModelError(f"--adapter: an empty name in {shorten(name)}; give a directory or a hub id")
-    if "/" in model or Path(model).expanduser().exists() or (adapters and model in BUNDLED):
+    if "/" in model or local_directory(model) is not None or (adapters and model in BUNDLED):
         return
     name = model
     message = f"--model {name}: neither 'mini' nor 'tiny', nor a directory, nor a hub id (owner/name)"
@@ -119,31 +122,51 @@ def model_source(name: str, revision: str | None = None) -> ModelSource:
     while (directory := _adapter_directory(base, revision)) is not None:
         adapter = AdapterSource(f"--model {base}", directory)
         if any(directory.samefile(other.directory) for other in chain):
-            raise ModelError(f"{adapter.option}: its base leads back to itself: set base_model_name_or_path to a model")
+            raise ModelError(f"{adapter.option}: {_CYCLE}")
         chain.insert(0, adapter)
-        base, revision = _base_of(adapter, base)
-    return ModelSource(base, revision, (*chain, *map(_named_adapter, names)))
+        base, revision = base_of(adapter, base)
+    return ModelSource(base, revision, (*chain, *map(named_adapter, names)))
 
 
-def _base_of(adapter: AdapterSource, name: str) -> tuple[str, str | None]:
+def local_base(name: str) -> str:
+    """Return the base of a name, through the adapters on this machine, without contacting the hub.
+
+    Raises:
+        ModelError: an adapter is damaged, names no base, or its base leads back to itself.
+    """
+    base, *_ = split_adapters(name)
+    seen: set[str] = set()
+    while (path := local_directory(base)) is not None and is_adapter_directory(Path(path)):
+        adapter = AdapterSource(f"--model {base}", Path(path))
+        if path in seen:
+            raise ModelError(f"{adapter.option}: {_CYCLE}")
+        seen.add(path)
+        base, _revision = base_of(adapter, base)
+    return base
+
+
+def base_of(adapter: AdapterSource, name: str) -> tuple[str, str | None]:
     """Return the base of an adapter, and its revision; a relative path may start in the adapter's directory."""
     with adapter.friendly_errors():
         config = read_adapter_config(adapter.directory)
     fix = f"name the base with --model BASE --adapter {name}"
     if config.base is None:
         raise ModelError(f"{adapter.option}: its adapter_config.json has no base_model_name_or_path; {fix}")
-    base = Path(config.base).expanduser()
-    if config.base in BUNDLED or base.is_dir():
+    if config.base in BUNDLED or local_directory(config.base) is not None:
         return config.base, config.revision
-    if (inside := adapter.directory / base).is_dir():
-        return str(inside), config.revision
-    if base.is_absolute() or config.base.startswith((".", "~")) or config.base.count("/") != 1:
-        raise ModelError(f"{adapter.option}: its base {config.base} is not on this machine; {fix}")
+    if local_directory(inside := str(adapter.directory / config.base)) is not None:
+        return inside, config.revision
+    if config.base.startswith(("/", ".", "~")) or config.base.count("/") != 1 or len(config.base) > _LONGEST_ID:
+        raise ModelError(f"{adapter.option}: its base {brief(config.base, 150)} is not on this machine; {fix}")
     return config.base, config.revision
 
 
-def _named_adapter(name: str) -> AdapterSource:
-    """Return the adapter of ``--adapter``."""
+def named_adapter(name: str) -> AdapterSource:
+    """Return the adapter of ``--adapter``, downloading it if necessary.
+
+    Raises:
+        ModelError: it is not available, or is a checkpoint.
+    """
     try:
         directory = _adapter_directory(name, None)
     except ModelError as error:
@@ -172,14 +195,14 @@ def checkpoint_directory(name: str, revision: str | None = None, *, weights: boo
     Raises:
         ModelError: there is no such checkpoint, or it cannot be downloaded.
     """
-    path = Path(name).expanduser()
-    if path.is_dir():
+    if local_directory(name) is not None:
+        path = Path(name).expanduser()
         if not (path / _CONFIG).is_file() and not is_adapter_directory(path):
             raise ModelError(f"--model {name}: the directory has no config.json (is it a Transformers checkpoint?)")
         return path
     check_model_name(name)
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.is_file():
-        raise ModelError(f"--model {name}: there is no such directory")
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1 or len(name) > _LONGEST_ID or Path(name).is_file():
+        raise ModelError(f"--model {brief(name, 150)}: there is no such directory")
     with friendly_errors(name):
         return _snapshot(name, revision, weights=weights)
 

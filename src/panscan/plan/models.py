@@ -9,6 +9,7 @@ from pathlib import Path
 from panscan.core import BUNDLED, ModelError, SettingError
 from panscan.core.option import shorten
 from panscan.model.families import SUPPORTED, refused_model
+from panscan.model.hub import local_base
 from panscan.model.shapes import (
     PATTERN,
     SHAPES,
@@ -41,12 +42,15 @@ def model_named(text: str) -> PlannedModel:
 
     Args:
         text: a size (27b), mini, tiny, the hub id of a published Gemma 3 or of a checkpoint whose ``config.json`` is in
-            the hub's cache, or a directory with a ``config.json``, or that file.
+            the hub's cache, or a directory with a ``config.json``, or that file; or an adapter on this machine, or
+            ``MODEL+ADAPTER``, for the shape of the base.
 
     Raises:
         SettingError: an unknown name; the nearest one is suggested.
         ModelError: the configuration cannot be read, or is not that of a Gemma 3.
     """
+    if (base := local_base(text)) != text:
+        return PlannedModel(model_named(base).shape, text)
     name = text.strip().lower()
     if name in BUNDLED:
         return PlannedModel(SHAPES[name], name)

@@ -101,7 +101,7 @@ def _replica_lines(facts: SweepReport) -> list[str]:
             for replica in cell.replicas
         ]
         if len(parts) > 1:
-            setting = "" if cell.name == cell.row.cell else f", {cell.name}"
+            setting = "" if len(facts.cells) == 1 else f", {cell.name}"
             lines.append(f"req/s of each replica{setting}: " + ", ".join(parts))
     return ["Throughput is measured over the time in which all replicas worked.", *lines] if lines else []
 

@@ -444,7 +444,7 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
     # Measurement
     grid: str | None = option(None, "Measurement", "YAML file of 'setting: [values]'.", "bench", metavar="FILE")
     repeats: int = option(
-        5, "Measurement", "Measurements per cell, at least.", "bench", range=Range(integer=True, ge=1, le=10_000)
+        5, "Measurement", "Measurements per cell.", "bench", range=Range(integer=True, ge=1, le=10_000)
     )
     repeat_until: float = option(
         2.0,

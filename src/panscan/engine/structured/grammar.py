@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
-from panscan.core import Sampling, SettingError
+from panscan.core import Sampling, SettingError, now
 from panscan.core.lru import LruCache
 from panscan.core.sampling import STRUCTURED
 from panscan.core.tools import Tool, ToolUse
@@ -47,6 +48,7 @@ _LIMITS, _GRAMMAR_LIMITS = (
 )
 _STACK = 512 << 20  # bytes; only what is used takes memory
 _REASON_LENGTH = 300
+_SEARCH_SECONDS = 0.3  # for the cause of an error: each of 128 tools may take 80 ms, and other requests wait
 
 _Computed = TypeVar("_Computed")
 
@@ -192,6 +194,8 @@ def _lark(field: str, value: Any) -> tuple[str, LLParserLimits]:
         case "choice":
             text = "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in value)
         case _:
+            if re.search("%(json|llguidance)", value):  # schemas would escape panscan's limits, and options change them
+                raise SettingError("grammar: schemas and options in grammars are not supported; use json_schema")
             try:
                 text = any_to_lark(value)
             except Exception as error:  # of its parser, which has several
@@ -209,8 +213,11 @@ def _tool_rule(tool: Tool) -> str:
 
 
 def _check_tools(use: ToolUse) -> None:
-    """Raise a SettingError that names the first tool whose schema cannot be compiled."""
+    """Raise a SettingError that names the first tool whose schema cannot be compiled, if it is found soon."""
+    end = now() + _SEARCH_SECONDS
     for tool in use.callable:
+        if now() > end:
+            return
         lark = LLMatcher.grammar_from_lark(f"{_HEAD}start: {_tool_rule(tool)}")
         failed, reasons = _with_deep_stack(partial(LLMatcher.validate_grammar_with_warnings, lark, limits=_LIMITS))
         if failed:
@@ -239,15 +246,13 @@ def _json_rule(schema: str, *, lenient: bool = False) -> str:
 
 def _with_deep_stack(compute: Callable[[], _Computed]) -> _Computed:
     """Return what a function returns that recurses deeply: llguidance does with each rule or schema inside another."""
-    results: list[_Computed] = []
-    before = threading.stack_size(_STACK)
-    try:
-        thread = threading.Thread(target=lambda: results.append(compute()), daemon=True)
-        thread.start()
-    finally:
-        threading.stack_size(before)
-    thread.join()
-    return results[0]
+    with ThreadPoolExecutor(1) as pool:
+        before = threading.stack_size(_STACK)
+        try:
+            future = pool.submit(compute)  # starts the thread
+        finally:
+            threading.stack_size(before)
+        return future.result()
 
 
 def _rejection(matcher: LLMatcher) -> str:

@@ -10,8 +10,9 @@ from typing import Any
 from urllib.parse import unquote
 
 from panscan.core import SettingError
+from panscan.core.option import shorten
 
-UNSATISFIABLE = "no value satisfies the schema: loosen it"
+UNSATISFIABLE = "no value satisfies it: loosen it"
 _MOST_REMAINDERS = 100_000
 _MOST_DIGITS = 18
 _MOST_STEPS = 200_000  # parts and names that are looked at: references and branches repeat them
@@ -55,7 +56,7 @@ class _Closing:
         self._finite: set[str] = set()  # references to parts that have finite values
         self._open: dict[str, str] = {}  # references to parts that are closed where they are used: names of copies
         self._prefix = "open-"
-        while any(name.startswith(self._prefix) for name in root.get("$defs") or ()):
+        while any(str(name).startswith(self._prefix) for name in root.get("$defs") or ()):
             self._prefix += "-"
 
     def result(self) -> dict[str, Any]:
@@ -112,6 +113,8 @@ class _Closing:
             match keyword, value:
                 case (("properties" | "patternProperties" | "$defs" | "definitions"), dict()):
                     copy[keyword] = {name: self._closed(part, {}) for name, part in value.items()}
+                case (("properties" | "patternProperties" | "$defs" | "definitions"), _):
+                    raise SettingError(f"json_schema: {keyword} must be an object, got {shorten(value)}")
                 case "items" | "prefixItems", list():
                     copy[keyword] = [self._closed(part, {}) for part in value]
                 case (("items" | "additionalItems" | "additionalProperties" | "unevaluatedItems"), dict()):
@@ -189,7 +192,7 @@ class _Closing:
         for step in reference.removeprefix("#").split("/")[1:]:
             name = unquote(step).replace("~1", "/").replace("~0", "~")
             if isinstance(node, list):
-                node = node[int(name)] if name.isdecimal() and int(name) < len(node) else None
+                node = node[int(name)] if name.isdecimal() and len(name) < 10 and int(name) < len(node) else None
             else:
                 node = node.get(name) if isinstance(node, dict) else None
         return node

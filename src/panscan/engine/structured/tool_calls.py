@@ -13,6 +13,13 @@ from panscan.core.tools import ToolCall, ToolCallDelta, ToolUse
 _SPACE = r"[ \n]{0,16}"  # of models that indent JSON; not in answers that must be calls
 _FENCES = ("", "```\n", "```json\n", "```tool_code\n", "```tool_call\n")
 _HEAD = re.compile(r'[ \n,\[]*\{[ \n]*"name":[ \n]*"([^"]*)",[ \n]*"parameters":[ \n]*')
+_FENCE = f"{_SPACE}({'|'.join(_FENCES[1:])})?{_SPACE}".replace("\n", r"\n")
+
+
+def _beginning(use: ToolUse) -> str:
+    """Return the regular expression of what begins an answer that is not text."""
+    names = "|".join(re.escape(tool.name) for tool in use.callable)
+    return rf'{_FENCE}\[?{_SPACE}\{{{_SPACE}"name": ?"({names})"'
 
 
 def call_grammar(use: ToolUse, schemas: list[str]) -> str:
@@ -24,7 +31,7 @@ def call_grammar(use: ToolUse, schemas: list[str]) -> str:
         use: what the answer may call.
         schemas: the arguments of each callable tool, as an expression of the grammar.
     """
-    fence = "" if use.required else f"({'|'.join(_FENCES[1:])})?".replace("\n", r"\n")
+    fence = "" if use.required else _FENCE
     names = [re.escape(tool.name) for tool in use.callable]
     space, separator = ("", ", ") if use.required else (_SPACE, f",{_SPACE}")
     heads = [rf'\{{{space}"name": ?"{name}"{separator}"parameters": ' for name in names]
@@ -43,8 +50,7 @@ def call_grammar(use: ToolUse, schemas: list[str]) -> str:
         calls += f" | {any_of('first')} {any_of('next')}* END"
     if use.required:
         return "\n".join([f"start: {calls}", *rules])
-    text = rf'{fence}\[?{_SPACE}\{{{_SPACE}"name": ?"({"|".join(names)})"'
-    rules += [f"TEXT: /(?s:.*)/ & ~/(?s:{text}.*)/", r"FENCE: /\n```\n?/"]
+    rules += [f"TEXT: /(?s:.*)/ & ~/(?s:{_beginning(use)}.*)/", r"FENCE: /\n```\n?/"]
     return "\n".join([f"start: TEXT | ({calls}) FENCE?", *rules])
 
 
@@ -61,6 +67,7 @@ class ToolCallParser:
         self.is_text: bool | None = None
         """Whether the answer is text; None: not known yet."""
         self._fences = tuple("".join(fence.split()) for fence in _FENCES)
+        self._beginning = re.compile(_beginning(use))
         self._names = tuple(tool.name for tool in use.callable)
         self._rest = ""  # not delivered yet
         self._calls: list[tuple[str, str, list[str]]] = []  # id, name, pieces of the arguments
@@ -94,6 +101,8 @@ class ToolCallParser:
 
     def _decide(self) -> bool | None:
         """Return False if the answer begins with a call, True if it cannot, and None if that is open."""
+        if self._beginning.match(self._rest):
+            return False
         begun = "".join(self._rest.split())
         for fence in self._fences:
             for bracket in ("", "["):
@@ -102,8 +111,6 @@ class ToolCallParser:
                     return None
                 if begun.startswith(head):
                     name = begun[len(head) :]
-                    if any(name.startswith(f'{known}"') for known in self._names):
-                        return False
                     if any(f'{known}"'.startswith(name) for known in self._names):
                         return None
         return True

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import process_time
 from typing import Any
 
 import regex
@@ -18,9 +19,8 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 _PICKLED = "adapter_model.bin"
 _MODEL_WEIGHTS = re.compile(r"(model.*\.safetensors|pytorch_model.*\.bin)(\.index\.json)?")
 _MAX_RANK, _MAX_ALPHA = 1 << 16, 1e6
-_MAX_PATTERNS, _MAX_PATTERN = 4096, 512
-_PATTERN_SECONDS = 0.2
-_Patterns = tuple[tuple[Any, Any], ...]
+_MAX_PATTERNS, _MAX_PATTERN = 1024, 512
+_MATCH_SECONDS, _SLOW_SECONDS = 50e-6, 0.5  # of one match, and of what all matches of a mapping take beyond that
 _NO_EFFECT = (
     "auto_mapping",
     "corda_config",
@@ -83,10 +83,10 @@ class AdapterConfig:
         Raises:
             DamagedFileError: the configuration has another rank, or a pattern takes too long.
         """
-        expected = _of_pattern(self.rank_pattern, module, self.rank)
+        expected = self.rank_pattern.value(module, self.rank)
         if rank != expected:
             raise DamagedFileError(f"{ADAPTER_CONFIG}: the rank of {module} is {expected}, but its tensors have {rank}")
-        alpha = float(_of_pattern(self.alpha_pattern, module, self.alpha))
+        alpha = float(self.alpha_pattern.value(module, self.alpha))
         return alpha / math.sqrt(rank) if self.rank_stabilized else alpha / rank
 
 
@@ -159,6 +159,36 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
     return config
 
 
+class _Patterns:
+    """Regular expressions of modules' names, whose time is bounded for all modules together.
+
+    Args:
+        values: compiled expressions, each with its value.
+    """
+
+    def __init__(self, values: Sequence[tuple[Any, Any]]) -> None:
+        self._values, self._seconds_left = values, _SLOW_SECONDS
+
+    def value(self, module: str, default: Any) -> Any:
+        """Return the value of the first expression that matches the end of a module's name, as PEFT does.
+
+        Raises:
+            DamagedFileError: matching takes too long.
+        """
+        for pattern, value in self._values:
+            start = process_time()
+            try:
+                matches = pattern.match(module, timeout=self._seconds_left)
+                self._seconds_left -= max(0.0, process_time() - start - _MATCH_SECONDS)
+            except TimeoutError:
+                self._seconds_left = 0.0
+            if self._seconds_left <= 0:
+                raise DamagedFileError(f"{ADAPTER_CONFIG}: matching {shorten(pattern.pattern)} takes too long")
+            if matches:
+                return value
+        return default
+
+
 class _Fields:
     """The fields of a configuration, each of which must be read.
 
@@ -180,7 +210,7 @@ class _Fields:
         """Return the compiled regular expressions of a mapping, with their values."""
         values = self.take(name, None, _is_mapping_of(accepts), "numbers by pattern") or {}
         try:
-            return tuple((regex.compile(rf"(.*\.)?({pattern})$"), value) for pattern, value in values.items())
+            return _Patterns([(regex.compile(rf"(.*\.)?({pattern})$"), value) for pattern, value in values.items()])
         except regex.error as error:
             raise DamagedFileError(f"{ADAPTER_CONFIG}: {name}: {shorten(error.pattern)}: {error.msg}") from error
 
@@ -196,17 +226,6 @@ class _Fields:
                     f"{ADAPTER_CONFIG}: {shorten(name)} is not supported: merge the adapter with PEFT's"
                     " merge_and_unload() if it can, and load the result"
                 )
-
-
-def _of_pattern(patterns: _Patterns, module: str, default: Any) -> Any:
-    """Return the value of the first pattern that matches the end of a module's name, as PEFT does."""
-    for pattern, value in patterns:
-        try:
-            if pattern.match(module, timeout=_PATTERN_SECONDS):
-                return value
-        except TimeoutError:
-            raise DamagedFileError(f"{ADAPTER_CONFIG}: matching {shorten(pattern.pattern)} takes too long") from None
-    return default
 
 
 def _is_name(value: Any) -> bool:

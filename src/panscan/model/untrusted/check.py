@@ -96,6 +96,18 @@ def template_file(directory: Path) -> str:
     return "tokenizer_config.json"
 
 
+def stored_template(directory: Path) -> Any:
+    """Return the chat template in a directory; None without one.
+
+    Raises:
+        DamagedFileError: its file is damaged.
+    """
+    path = directory / template_file(directory)
+    if path.suffix == ".jinja":
+        return read_text(path)
+    return read_json(path).get("chat_template") if path.is_file() else None
+
+
 def _kernel_in(stored: Any) -> str | None:
     """Return the first attention kernel on the hub (``owner/name``) in a configuration, at any depth, or None."""
     if not isinstance(stored, dict):
