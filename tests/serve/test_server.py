@@ -403,7 +403,6 @@ CHANGING_FIELDS: dict[str, Any] = {
     "length_penalty": 2,
     "use_beam_search": True,
     "add_generation_prompt": False,
-    "chat_template_kwargs": {"tools_in_user_message": True},
     "min_tokens": 4,
     "cache_salt": "x",
 }
@@ -431,6 +430,8 @@ def test_values_and_keys_of_parts_reach_the_template(
     for request in (asked, counted):
         assert reader.tokenizer.decode(reader.prompts.write(request, []).ids).startswith("Please.de<bos>")
     assert "'code'" in refused(chat(server, messages, max_tokens=1), 400, "messages")
+    response = chat(server, [{"role": "user", "content": "Hi"}], max_tokens=1, chat_template_kwargs={"rude": 1})
+    assert "'rude' is not read by the chat template" in refused(response, 400, "chat_template_kwargs")
 
 
 def test_views_are_those_of_the_upright_image(server: Server, engine: Engine) -> None:

@@ -125,11 +125,12 @@ class LocalModel:
 
     def inputs(self, request: Request) -> dict[str, Any]:
         """Return the page sizes, views and image tokens of a request, as JSON values."""
-        prompt = self._prompt(request, ())
+        plans = self._prompt(request, ()).plans
+        views = sum(len(plan.views) for plan in plans)
         return {
-            "pixels": [f"{plan.width}x{plan.height}" for plan in prompt.plans],
-            "views": sum(len(plan.views) for plan in prompt.plans),
-            "image_tokens": sum(plan.image_tokens for plan in prompt.plans),
+            "pixels": [f"{plan.width}x{plan.height}" for plan in plans],
+            "views": views,
+            "image_tokens": views * self._loaded.reader.prompts.image_tokens,
         }
 
     @torch.no_grad()
