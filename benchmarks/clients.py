@@ -60,7 +60,7 @@ def _run(python: Path, folder: Path) -> int:
             "DO_NOT_TRACK": "1",
         }
         variables.pop("PYTHONPATH", None)
-        words = [str(python), "-m", "pytest", "-c", str(_TESTS / "pytest.ini"), "-ra", str(_TESTS)]
+        words = [str(python), "-m", "pytest", "-c", str(_TESTS / "clients.ini"), "-ra", str(_TESTS)]
         return subprocess.run([*words, f"--junitxml={folder / 'results.xml'}"], env=variables, check=False).returncode
 
 

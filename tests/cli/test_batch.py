@@ -51,6 +51,22 @@ def unchanging(path: Path) -> list[bytes]:
     return [line.partition(b', "cached_tokens"')[0] for line in path.read_bytes().split(b"\n")[:-1]]
 
 
+def test_values_reach_the_checkpoints_template(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(tiny_directory(), "model")
+    template = Path("model/chat_template.jinja")
+    template.write_text("{{ polite }}" + template.read_text())
+    words = ["docs/c.jpg", "-p", QUESTION, "--model", "model"]
+    [plain], [polite] = (
+        asked(*words, *values, output=f"{number}.jsonl")
+        for number, values in enumerate([[], ["--template-kwargs", '{"polite": "Please, please."}']])
+    )
+    assert polite["prompt_tokens"] > plain["prompt_tokens"]
+    assert run(["batch", *QUICK, *words, "--resume", "-o", "1.jsonl"]) != 0
+    assert "was made with a different --template-kwargs" in capsys.readouterr().err
+    run(["batch", *QUICK, *words, "--template-kwargs", '{"rude": 1}', "-o", "2.jsonl"])
+    assert "'rude' is not read by the chat template" in capsys.readouterr().err
+
+
 def test_every_page_gets_the_answer_of_generate(folder: Path, tiny: GenerateRunner) -> None:
     lines = asked("docs", "-p", QUESTION, "--system", "In French.")
     names = ["docs/a.png", "docs/b.pdf#page=1", "docs/b.pdf#page=2", "docs/c.jpg"]

@@ -56,6 +56,9 @@ def test_figures_are_those_of_the_server(url: str, folder: Path, capsys: pytest.
     words += ["--images", "https://someone:hush-login@127.0.0.1:9/x.png?token=hush-token"]
     found = load(*words, f"{url}?key=hush-query", "--header", "X-Team: hidden-team")
     assert list(found.cells) == ["rate-20", "rate-40"]
+    shown = capsys.readouterr().out
+    first = "per request: 1 page of 100x150, 200x90 pixels, 1 view, 256 image tokens\n"
+    assert shown.startswith(first)
     for cell in found.cells:
         for record in found.requests[cell, 0]:
             received, *sent = (from_perf_counter(float(text)) for text in record.answer.split())
@@ -66,7 +69,7 @@ def test_figures_are_those_of_the_server(url: str, folder: Path, capsys: pytest.
             assert min(late) > 0 and float(np.median(late)) < 0.02
     [directory] = Path("runs").iterdir()
     check_metrics(found, directory)
-    assert "20 req/s" in capsys.readouterr().out and (directory / "report.html").exists()
+    assert "20 req/s" in shown and (directory / "report.html").exists()
     everything = b"".join(file.read_bytes() for file in directory.iterdir())
     assert not [word for word in (b"secret-key", b"hidden-team", b"hush") if word in everything]
     assert found.header.command[:3] == ["panscan", "load", url]

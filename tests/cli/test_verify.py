@@ -33,7 +33,13 @@ def test_another_models_answers_are_different(
     found = json.loads(output.read_text())
     shown = capsys.readouterr().out
     assert code == {"different": 5, "unknown": 6}[found["verdict"]]
-    assert shown.startswith(f"{found['message'][:40]}")
+    inputs, message = shown.splitlines()[:2]
+    assert message.startswith(found["message"][:40])
+    asked = [answer for answer in found["answers"] if answer["pixels"]]
+    views = [answer["views"] for answer in asked]
+    assert asked and all(answer["image_tokens"] == 64 * answer["views"] for answer in asked)
+    assert inputs.startswith(f"{len(asked)} question")
+    assert asked[0]["pixels"][0] in inputs and f"{max(views)} view" in inputs and f"{64 * max(views)} image" in inputs
     assert found["requests"] <= 4
     assert "Not visible: distributions: the endpoint reports no log-probabilities" in shown
     assert verify(endpoint, "--output", str(output)) == 2

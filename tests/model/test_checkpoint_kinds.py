@@ -18,13 +18,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.conftest import noise
+from transformers import Gemma3ImageProcessorPil
 
 from panscan import Engine, GenerateRunner, Request, Sampling
 from panscan.cli.main import run
-from panscan.core import PanscanError, PanscanWarning
+from panscan.core import ModelError, PanscanError, PanscanWarning, SettingError, View
+from panscan.images.pixels import PixelSpec, pixels_pil
 from panscan.model.build import decoder_linears
 from panscan.model.bundled.tiny import tiny_directory
-from panscan.model.checkpoint import Placement, load_meta_model, load_model, load_shard_of
+from panscan.model.checkpoint import Placement, load_meta_model, load_model, load_reader, load_shard_of
 from panscan.plan.models import model_named
 from panscan.quantize.source import DenseCheckpoint
 from panscan.settings import Settings
@@ -154,8 +156,8 @@ def outcome(what: Callable[[], Any]) -> Any:
         return f"refused: {error}"
 
 
-def answers(folder: Path) -> dict[str, Any]:
-    """Return the answer of a checkpoint through each verb that computes with dense weights."""
+def check(folder: Path, words: str) -> None:
+    """Check that every verb agrees on a checkpoint: the answers of one that loads, or the refusal."""
     name = str(folder)
     settings = Settings(model=name, device="cpu", dtype="fp32", max_new_tokens=6, do_pan_and_scan=False)
 
@@ -163,43 +165,138 @@ def answers(folder: Path) -> dict[str, Any]:
         with Engine.from_settings(settings) as engine:
             return [*engine.generate([ASKED], progress=False)[0].token_ids]
 
-    def by_shard() -> list[int]:
-        loaded, _ = load_shard_of(name, 0, 1, torch.float32, CPU.device)
-        return [*GenerateRunner(loaded, settings).run([ASKED])[0].token_ids]
-
-    def by_generate() -> list[int]:
-        return [*GenerateRunner(load_model(name, CPU), settings).run([ASKED])[0].token_ids]
-
-    return {"engine": outcome(by_engine), "generate": outcome(by_generate), "shard": outcome(by_shard)}
-
-
-def check(folder: Path, words: str) -> None:
-    """Check that every verb agrees on a checkpoint."""
-    name, found = str(folder), answers(folder)
-    assert len({str(answer) for answer in found.values()}) == 1, (words, found)
-    answer = found["engine"]
+    loaded = outcome(lambda: load_model(name, CPU))
+    answer = outcome(by_engine)
+    shard = outcome(lambda: load_shard_of(name, 0, 1, torch.float32, CPU.device)[0])
     listed = outcome(lambda: DenseCheckpoint(name).name)
     head = outcome(lambda: load_meta_model(name, torch.float32, CPU.device, revision=None, embedding=True))
-    if isinstance(answer, str):
+    if isinstance(loaded, str):
+        assert loaded == answer == shard, (words, loaded, answer, shard)
         two_faults = "quantization_config: none" not in words  # without weights, nothing shows that it is left over
         assert two_faults or listed == head == answer, (words, answer, listed, head)
         assert str(listed).startswith("refused") and str(head).startswith("refused"), (words, listed, head)
         return
+    assert answer == [*GenerateRunner(loaded, settings).run([ASKED])[0].token_ids], words
+    assert shard.eos_ids == loaded.eos_ids, words
+    weights, parts = loaded.model.state_dict(), shard.model.state_dict()
+    assert weights.keys() == parts.keys() and all(torch.equal(parts[key], weights[key]) for key in parts), words
     assert model_named(name).id == name, words
+    model = loaded.model
+    assert torch.equal(head.model.lm_head.weight, model.lm_head.weight), words
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PanscanWarning)
-        model = load_model(name, CPU).model
-        assert torch.equal(head.model.lm_head.weight, model.lm_head.weight), words
         out = folder.with_name("int8")
         assert run(["quantize", name, str(out), "--quantization", "int8", "--no-verify", "--device", "cpu"]) == 0, words
         written = load_model(str(out), CPU).model
     assert torch.equal(written.lm_head.weight, model.lm_head.weight), words
     for module, dense in decoder_linears(model):
-        weights = written.get_submodule(module).dequantized(torch.float32)
-        assert (weights - dense.weight).abs().max() <= dense.weight.abs().max() / 127, (words, module)
+        dequantized = written.get_submodule(module).dequantized(torch.float32)
+        assert (dequantized - dense.weight).abs().max() <= dense.weight.abs().max() / 127, (words, module)
 
 
 @pytest.mark.parametrize("seed", range(int(os.environ.get("PANSCAN_RANDOM_CHECKPOINTS", "3"))))
 def test_every_verb_agrees_on_a_random_checkpoint(tmp_path: Path, seed: int) -> None:
     words = random_checkpoint(random.Random(seed), tmp_path / "model")
     check(tmp_path / "model", words)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The tiny checkpoint as somebody's local directory."""
+    return Path(shutil.copytree(tiny_directory(), tmp_path / "model"))
+
+
+def edit_images(folder: Path, **fields: Any) -> None:
+    images = json.loads((folder / "processor_config.json").read_text())["image_processor"]
+    edit(folder / "processor_config.json", image_processor={**images, **fields})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"do_rescale": False},
+        {"do_normalize": False},
+        {"resample": 3},
+        {"rescale_factor": 1 / 127, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.7, 0.8, 0.9]},
+    ],
+)
+def test_pixels_follow_the_processors_settings(copy: Path, fields: dict[str, Any]) -> None:
+    image, views = noise(90, 200), [View("whole", (0, 0, 90, 200))]
+    plain = pixels_pil(image, views, read_pixels(copy))
+    edit_images(copy, **fields)
+    stored = json.loads((copy / "processor_config.json").read_text())["image_processor"]
+    pixels = pixels_pil(image, views, read_pixels(copy))
+    assert not torch.allclose(pixels, plain, atol=1e-3)
+    expected = Gemma3ImageProcessorPil(**{**stored, "do_pan_and_scan": False})(image, return_tensors="pt")
+    assert torch.allclose(pixels, expected["pixel_values"], rtol=1e-6, atol=1e-6)
+
+
+def read_pixels(folder: Path) -> PixelSpec:
+    spec = load_reader(str(folder)).pixels
+    assert spec is not None
+    return spec
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("do_resize", False), ("resample", 0), ("resample", None), ("do_rescale", "no"), ("do_normalize", 2)],
+)
+def test_settings_of_pixels_that_cannot_be_honoured_are_refused(copy: Path, name: str, value: Any) -> None:
+    edit_images(copy, **{name: value})
+    with pytest.raises(ModelError, match=name) as caught:
+        load_reader(str(copy))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [
+        ({"generation_config.json": 1, "config.json": 40}, {1, 40}),
+        ({"generation_config.json": [1, 7], "config.json": None}, {1, 7}),
+        ({"generation_config.json": None, "config.json": [40, 41]}, {1, 40, 41}),
+    ],
+)
+def test_end_tokens_are_those_of_all_files(  # 1 is that of text_config
+    copy: Path, named: dict[str, Any], expected: set[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    edit(copy / "tokenizer_config.json", eos_token="<end_of_turn>")
+    for file, tokens in named.items():
+        edit(copy / file, eos_token_id=tokens)
+    caplog.set_level("INFO", "panscan.model")
+    loaded = load_meta_model(str(copy), torch.float32, CPU.device, revision=None, embedding=False)
+    end = loaded.reader.tokenizer.convert_tokens_to_ids("<end_of_turn>")
+    assert loaded.eos_ids == {end, *expected} == {*loaded.model.generation_config.eos_token_id}
+    assert ("end tokens: " in caplog.text) == (named["generation_config.json"] is not None)
+
+
+def test_mlx_weights_are_refused_by_name(copy: Path) -> None:
+    tensors = load_file(copy / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("layers.0.self_attn.q_proj.weight"))
+    rows = tensors[name].shape[0]
+    tensors[name] = torch.zeros(rows, 8, dtype=torch.uint32)
+    tensors[name.replace("weight", "scales")] = torch.ones(rows, 1)
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    edit(copy / "config.json", quantization={"group_size": 64, "bits": 4})
+    for load in (lambda: load_model(str(copy), CPU), lambda: DenseCheckpoint(str(copy))):
+        with pytest.raises(PanscanError, match="MLX"):
+            load()
+
+
+def test_a_plan_reads_the_config_of_a_directory_or_of_the_hubs_cache(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (copy / "model.safetensors").unlink()
+    stored = json.loads((copy / "config.json").read_text())
+    edit(copy / "config.json", text_config={**stored["text_config"], "num_hidden_layers": 5, "layer_types": None})
+    assert model_named(str(copy)).shape.text.layers == 5
+    assert run(["plan", "--model", str(copy), "--gpu", "h100"]) == 0
+    assert str(copy) in capsys.readouterr().out
+    cache, commit = tmp_path / "cache" / "models--someone--medical-4b-it", "0" * 40
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text(commit)
+    shutil.copytree(copy, cache / "snapshots" / commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache.parent))
+    found = model_named("someone/medical-4b-it")
+    assert (found.id, found.shape.text.layers) == ("someone/medical-4b-it", 5)
+    with pytest.raises(SettingError, match=r"config.json of 'someone/other-4b' is not on this machine"):
+        model_named("someone/other-4b")

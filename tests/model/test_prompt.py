@@ -319,3 +319,65 @@ def test_a_base_checkpoint_asks_for_a_raw_prompt() -> None:
     base.chat_template = None
     with pytest.raises(ModelError, match="--raw-prompt"):
         PromptWriter(base, IMAGE_TOKENS).write(Request(prompt="x"), [])
+
+
+KEYED = (
+    "{{ bos_token }}{% if polite %}Please. {% endif %}{% for m in messages %}{% for p in m['content'] %}"
+    "{% if p['source_lang_code'] is defined %}{{ p['source_lang_code'] }}: {% endif %}"
+    "{{ '<start_of_image>' if p['type'] == 'image' else p['text'] }}{% endfor %}{% endfor %}"
+)
+TEXTS = "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + m['role'] + ' ' + m['content'] }}{% endfor %}"
+
+
+def writer_of(template: str) -> PromptWriter:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    return PromptWriter(tokenizer, IMAGE_TOKENS)
+
+
+def test_further_keys_of_parts_and_values_reach_the_template() -> None:
+    """Each request has its own: the layout of the first is not remembered for the second."""
+    writer = writer_of(KEYED)
+    for code in ("cs", "de"):
+        part = {"type": "text", "text": "Hi", "source_lang_code": code}
+        ids = writer.write(Request(messages=[{"role": "user", "content": [part]}]), []).ids
+        assert TOKENIZER.decode(ids) == f"<bos>{code}: Hi"
+        [image] = TOKENIZER.decode(
+            writer.write(Request("Hi", ["x.png"], template_kwargs={"source_lang_code": code}), [0]).ids
+        ).split("<bos>")[1:]
+        assert image.startswith(f"{code}: ") and image.endswith(f"{code}: Hi")
+    asked = Request("Hi", template_kwargs={"polite": True})
+    assert TOKENIZER.decode(writer.write(asked, []).ids) == "<bos>Please. Hi"
+    assert TOKENIZER.decode(writer.write(Request("Hi"), []).ids) == "<bos>Hi"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"target_lang_code": "de"}, r"template_kwargs: 'target_lang_code' is not read by the chat template"),
+        ({"messages": []}, "template_kwargs: 'messages' cannot be set"),
+        ({"bos_token": "x"}, "template_kwargs: 'bos_token' cannot be set"),
+        ({"polite": {1, 2}}, "template_kwargs: 'polite' must be a JSON value"),
+        ({"polite": "<eos>"}, "template_kwargs: 'polite' contains '<'"),
+        ({"polite": "x" * 70_000}, "template_kwargs: 'polite' has 70,002 characters"),
+    ],
+)
+def test_values_that_the_template_cannot_take_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        writer_of(KEYED).write(Request("Hi", template_kwargs=values), [])
+
+
+def test_unknown_keys_of_parts_are_refused() -> None:
+    part = {"type": "text", "text": "Hi", "target_lang_code": "de"}
+    with pytest.raises(SettingError, match="the key 'target_lang_code' of a part is not read by the chat template"):
+        writer_of(KEYED).write(Request(messages=[{"role": "user", "content": [part]}]), [])
+
+
+def test_a_template_for_texts_takes_texts_and_images() -> None:
+    writer = writer_of(TEXTS)
+    parts = [{"type": "image"}, {"type": "text", "text": "What <eos>?"}]
+    written = writer.write(Request(messages=[{"role": "user", "content": parts}], images=["x.png"]), [0])
+    assert written.ids.count(TOKENIZER.image_token_id) == IMAGE_TOKENS
+    assert TOKENIZER.eos_token_id not in written.ids
+    assert TOKENIZER.decode(written.ids).endswith("What <eos>?")
+    assert TOKENIZER.decode(writer.write(Request("Hi"), []).ids) == "<bos><start_of_turn>user Hi"

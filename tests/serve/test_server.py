@@ -36,8 +36,10 @@ from tests.serve.serving import (
 )
 
 from panscan import Engine, PanAndScan, Request, Result, Sampling
+from panscan.core.deadline import Deadline
 from panscan.engine.detokenizer import token_bytes
 from panscan.images.views import plan_views
+from panscan.serve.options import ServeOptions
 from panscan.serve.protocol import (
     Body,
     ChatCompletionRequest,
@@ -48,6 +50,8 @@ from panscan.serve.protocol import (
     ViewsRequest,
     parse,
 )
+from panscan.serve.request_builder import RequestBuilder
+from panscan.settings import Settings
 from panscan.workload.samples import write_samples
 
 if TYPE_CHECKING:
@@ -399,7 +403,6 @@ CHANGING_FIELDS: dict[str, Any] = {
     "length_penalty": 2,
     "use_beam_search": True,
     "add_generation_prompt": False,
-    "chat_template_kwargs": {"tools_in_user_message": True},
     "min_tokens": 4,
     "cache_salt": "x",
 }
@@ -411,6 +414,24 @@ def test_fields_that_change_nothing_are_accepted(server: Server) -> None:
     assert plain["choices"] == neutral["choices"]
     for name, value in CHANGING_FIELDS.items():
         assert name in refused(chat(server, messages, max_tokens=4, **{name: value}), 400, name)
+
+
+def test_values_and_keys_of_parts_reach_the_template(
+    server: Server, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = engine.loaded.reader
+    template = "{{ polite }}{{ messages[0]['content'][0]['code'] }}" + reader.tokenizer.chat_template
+    monkeypatch.setattr(reader.tokenizer, "chat_template", template)
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Hi", "code": "de"}]}]
+    body = json.dumps({"messages": messages, "chat_template_kwargs": {"polite": "Please."}}).encode()
+    builder = RequestBuilder(ServeOptions(settings=Settings(model="mini")))
+    asked = builder.chat(parse(ChatCompletionRequest, body), {}, Deadline()).requests[0]
+    counted = builder.counted(parse(TokenizeRequest, body), {}, Deadline())
+    for request in (asked, counted):
+        assert reader.tokenizer.decode(reader.prompts.write(request, []).ids).startswith("Please.de<bos>")
+    assert "'code'" in refused(chat(server, messages, max_tokens=1), 400, "messages")
+    response = chat(server, [{"role": "user", "content": "Hi"}], max_tokens=1, chat_template_kwargs={"rude": 1})
+    assert "'rude' is not read by the chat template" in refused(response, 400, "chat_template_kwargs")
 
 
 def test_views_are_those_of_the_upright_image(server: Server, engine: Engine) -> None:

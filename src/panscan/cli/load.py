@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from panscan.load.generator import LevelResult
     from panscan.load.options import LoadLevel, Trace
     from panscan.load.run import LoadPlan
+    from panscan.records.request_records import RequestRecord
 
 
 _INTERRUPTED = 130
@@ -316,6 +317,18 @@ def _median_ms(seconds: Sequence[float]) -> str:
     return f"{1e3 * float(np.median(seconds)):.1f}"
 
 
+def _print_inputs(answered: Sequence[RequestRecord]) -> None:
+    """Print what the answered requests showed the model, as far as the endpoint reports it."""
+    from panscan.cli.tables import inputs_text
+
+    if answered:
+        seen = [
+            ([f"{width}x{height}" for width, height in record.image_size], record.views, record.image_tokens)
+            for record in answered
+        ]
+        out().print(f"per request: {inputs_text(seen)}", style="dim", soft_wrap=True)
+
+
 def _print_results(run: Any, directory: Path, *, interrupted: bool) -> int:
     """Print the results, write the report, and return the exit code."""
     from panscan.report import HTML_NAME, write_report
@@ -323,6 +336,7 @@ def _print_results(run: Any, directory: Path, *, interrupted: bool) -> int:
     if interrupted:
         errors().print("interrupted: showing the results so far", style="yellow", soft_wrap=True)
     if run.repeats:
+        _print_inputs([record for records in run.requests.values() for record in records if record.error is None])
         print_run(run)
     with activity("writing the report"):
         write_report(run, directory / HTML_NAME)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, TypeAlias
 
@@ -110,7 +110,7 @@ def print_result(result: Result, startup: Mapping[str, float], runner: str, cons
     request = " + ".join(f"{name} {milliseconds:.0f}" for name, milliseconds in stages.items())
     before = " + ".join(f"{name} {seconds:.1f}" for name, seconds in startup.items())
     console.print(
-        f"runner {runner}: {_pages_text(result)}{count(result.views, 'view')}, {result.image_tokens} image tokens,"
+        f"runner {runner}: {inputs_text([(result.page_sizes, result.views, result.image_tokens)])},"
         f" {result.prompt_tokens} prompt tokens, {result.output_tokens} output tokens ({result.finish_reason})\n"
         f"startup: {before} = {sum(startup.values()):.1f} s\n"
         f"request: {request} = {sum(stages.values()):.0f} ms",
@@ -119,13 +119,26 @@ def print_result(result: Result, startup: Mapping[str, float], runner: str, cons
     )
 
 
-def _pages_text(result: Result) -> str:
-    """Return what was read before it became views, such as ``1 page of 600x1800 pixels, ``; nothing without pages."""
-    if not result.pages:
-        return ""
-    sizes = list(dict.fromkeys(result.page_sizes))
+def inputs_text(requests: Sequence[tuple[Sequence[str], int | None, int | None]]) -> str:
+    """Return what a model saw, such as ``1 page of 600x1800 pixels, 2 to 4 views, 128 to 256 image tokens``.
+
+    Args:
+        requests: page sizes, views and image tokens of each; None: not reported. Not empty.
+    """
+    pages, views, tokens = zip(*requests, strict=True)
+    sizes = list(dict.fromkeys(size for request in pages for size in request))
     others = f" and {len(sizes) - 3} other sizes" if len(sizes) > 3 else ""
-    return f"{count(len(result.pages), 'page')} of {', '.join(sizes[:3])}{others} pixels, "
+    read = f"{_span(map(len, pages), 'page')} of {', '.join(sizes[:3])}{others} pixels, " if sizes else ""
+    return f"{read}{_span(views, 'view')}, {_span(tokens, 'image token')}"
+
+
+def _span(numbers: Iterable[int | None], noun: str) -> str:
+    """Return the range of what is counted per request, such as ``1 view`` or ``2 to 4 views``."""
+    counted = [number for number in numbers if number is not None]
+    if not counted:
+        return f"{noun}s not reported"
+    least, most = min(counted), max(counted)
+    return count(most, noun) if least == most else f"{least} to {most} {noun}s"
 
 
 def _duration(seconds: float | None) -> str:

@@ -13,6 +13,7 @@ from panscan.cli.verb import verb
 from panscan.core import SettingError
 from panscan.core.activity import activity
 from panscan.core.files import write_file
+from panscan.core.text import count
 from panscan.settings import Options, Settings, VerifyTable, fields_from
 from panscan.verify.endpoint import VerifyOptions
 
@@ -91,7 +92,15 @@ def _verify_options(options: Options, url: str) -> VerifyOptions:
 
 
 def _print_verdict(verification: Verification) -> None:
-    """Print the verdict, a table of hypotheses (the reference first, then the best ones), and what was not seen."""
+    """Print the verdict, a table of hypotheses (the reference first, then the best ones), and what was not seen.
+
+    First, what the questions showed the model.
+    """
+    asked = [(row["pixels"], row["views"], row["image_tokens"]) for row in verification.answers if row.get("pixels")]
+    if asked:
+        from panscan.cli.tables import inputs_text
+
+        out().print(f"{count(len(asked), 'question')} about images: {inputs_text(asked)}", style="dim", soft_wrap=True)
     colour = {"exact": "green", "close": "green", "different": "red"}.get(verification.word, "yellow")
     out().print(verification.message, style=f"bold {colour}", soft_wrap=True)
     reference = verification.reference

@@ -680,12 +680,11 @@ def _supported_fields(value: Any, kind: type[Body] | Mapping[str, type[Body]], p
     supported: dict[str, Any] = {}
     known = _field_choices(kind)
     for name, inner in value.items():
-        if inner is None:
+        neutral = kind.NEUTRAL.get(name)
+        if inner is None or any(type(inner) is type(item) and inner == item for item in neutral or ()):
             continue
-        if (neutral := kind.NEUTRAL.get(name)) is not None:
-            if not any(type(inner) is type(item) and inner == item for item in neutral):
-                raise _unsupported(path, name, f"; it may be {' or '.join(map(repr, neutral))}" if neutral else "")
-            continue
+        if neutral is not None and name not in known:
+            raise _unsupported(path, name, f"; it may be {' or '.join(map(repr, neutral))}" if neutral else "")
         if _FOR_TEMPLATE in known and (name not in known or name == _FOR_TEMPLATE):
             supported.setdefault(_FOR_TEMPLATE, {})[name] = inner
             continue

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -122,6 +122,16 @@ class LocalModel:
     def prompt_tokens(self, request: Request, hypothesis: Hypothesis) -> int:
         """Return the length of the prompt under a hypothesis."""
         return len(self._prompt(request, hypothesis.changes).ids)
+
+    def inputs(self, request: Request) -> dict[str, Any]:
+        """Return the page sizes, views and image tokens of a request, as JSON values."""
+        plans = self._prompt(request, ()).plans
+        views = sum(len(plan.views) for plan in plans)
+        return {
+            "pixels": [f"{plan.width}x{plan.height}" for plan in plans],
+            "views": views,
+            "image_tokens": views * self._loaded.reader.prompts.image_tokens,
+        }
 
     @torch.no_grad()
     def _distributions(

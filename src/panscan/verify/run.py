@@ -250,6 +250,7 @@ def _conclude(
             "tokens": list(probe.tokens),
             "text": b"".join(map(local.tokens.text, probe.tokens)).decode(errors="replace"),
             "images": len(probe.request.images),
+            **local.inputs(probe.request),
             "prompt_tokens": probe.prompt_tokens,
             "expected_prompt_tokens": local.prompt_tokens(probe.request, REFERENCE),
         }

@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 from numpy.typing import NDArray
 
-from panscan.core import Sampling, SettingError
+from panscan.core import Sampling, SettingError, now
 from panscan.core.lru import LruCache
 from panscan.core.sampling import STRUCTURED
 from panscan.core.tools import Tool, ToolUse
@@ -48,6 +48,7 @@ _LIMITS, _GRAMMAR_LIMITS = (
 )
 _STACK = 512 << 20  # bytes; only what is used takes memory
 _REASON_LENGTH = 300
+_SEARCH_SECONDS = 0.3  # for the cause of an error: each of 128 tools may take 80 ms, and other requests wait
 
 _Computed = TypeVar("_Computed")
 
@@ -212,8 +213,11 @@ def _tool_rule(tool: Tool) -> str:
 
 
 def _check_tools(use: ToolUse) -> None:
-    """Raise a SettingError that names the first tool whose schema cannot be compiled."""
+    """Raise a SettingError that names the first tool whose schema cannot be compiled, if it is found soon."""
+    end = now() + _SEARCH_SECONDS
     for tool in use.callable:
+        if now() > end:
+            return
         lark = LLMatcher.grammar_from_lark(f"{_HEAD}start: {_tool_rule(tool)}")
         failed, reasons = _with_deep_stack(partial(LLMatcher.validate_grammar_with_warnings, lark, limits=_LIMITS))
         if failed:
