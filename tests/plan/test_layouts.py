@@ -192,7 +192,7 @@ def test_models_by_name_and_by_configuration(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="did you mean '27b'"):
         model_named("28b")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}', "utf-8")
-    with pytest.raises(ModelError, match="'llama' is not supported"):
+    with pytest.raises(ModelError, match="this is a 'llama' model"):
         model_named(str(tmp_path))
 
 

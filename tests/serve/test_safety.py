@@ -337,7 +337,7 @@ def test_special_tokens_in_texts_are_plain_text(server: Server) -> None:
             assert specials(*split) == expected, text
 
 
-@pytest.mark.parametrize("role", ["tool", "model", "user\n", "user<end_of_turn>", "", "USER"])
+@pytest.mark.parametrize("role", ["function", "model", "user\n", "user<end_of_turn>", "", "USER"])
 def test_roles_are_a_closed_list(server: Server, role: str) -> None:
     refused(chat(server, [{"role": role, "content": "Hi"}]), 400, "messages.0.role")
 
