@@ -298,7 +298,7 @@ class Worker:
                 self._messages.get()()
         self.loop.preparer.close()
         self.loop.close()
-        del self.loop  # the thread is done with its weights, caches and graphs, whoever still refers to this object
+        del self.loop  # frees weights, caches and graphs even while something refers to this object
 
     def _requests(self) -> list[RequestState]:
         with self._lock:

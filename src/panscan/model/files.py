@@ -103,7 +103,7 @@ class CheckpointFiles:
 
     @contextmanager
     def opened(self) -> Iterator[dict[str, Any]]:
-        """Open the weights; return a function of ``safetensors`` that reads each tensor, or rows of it, by name."""
+        """Open the weights; yield for each tensor, by name, a slice that reads all of it or some rows."""
         files: dict[Path, Any] = {path: safe_open(path, "pt") for path in {*self.weights.values()}}
         yield {name: files[path].get_slice(name) for name, path in self.weights.items()}
 

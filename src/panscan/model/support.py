@@ -100,7 +100,7 @@ def attention_reason(name: str, device: torch.device, dtype: torch.dtype) -> str
         if find_spec("kernels") is None:
             return f"{name} comes from the kernels hub: pip install kernels"
         return None if device.type == "cuda" else f"{name} needs an NVIDIA GPU"
-    # Said first: nobody should look for a GPU or a package only to compute something else than Gemma 3.
+    # Stated first: otherwise users install a package or rent a GPU, only to compute something other than Gemma 3.
     causal = f"{name} makes Gemma 3's image tokens causal (sdpa does not), and needs"
     if device.type != "cuda":
         return f"{causal} an NVIDIA GPU"
