@@ -224,7 +224,7 @@ class ModelRunner:
             window=text.window,
             image_tokens=self._image_tokens,
             max_positions=text.max_positions,
-            processes=1 if on_gpu else self._ranks.size,
+            sharers=options.memory_sharers * (1 if on_gpu else self._ranks.size),
         )
         first, second = self._ranks.all_reduce_min(
             choose_blocks(facts, options, DeviceMemory(*measure_memory(self._device)))

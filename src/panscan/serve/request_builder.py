@@ -81,7 +81,7 @@ class RequestBuilder:
         tools = body.tool_fields
         if tools["tools"]:
             text += len(json.dumps(tools["tools"]))
-        work = self._work(documents, request.pan_and_scan, text, sampling.max_new_tokens)
+        work = self._work(documents, request.pan_and_scan, text, sampling.max_new_tokens, body.model)
         try:
             request = replace(request, sampling=sampling, **tools)
         except SettingError as error:
@@ -108,7 +108,7 @@ class RequestBuilder:
             else Request(prompt_ids=prompt, raw=True, sampling=sampling)
             for prompt in prompts
         ]
-        work = self._work([], PanAndScan(), max(map(len, prompts)), sampling.max_new_tokens)
+        work = self._work([], PanAndScan(), max(map(len, prompts)), sampling.max_new_tokens, body.model)
         return PreparedRequest([choice for request in requests for choice in _choices(request, body.n)], work)
 
     def counted(self, body: TokenizeRequest, uploads: Mapping[str, bytes], deadline: Deadline) -> Request:
@@ -206,7 +206,12 @@ class RequestBuilder:
         return body.sampling(options.settings.sampling)
 
     def _work(
-        self, documents: Sequence[MediaFile], pan_and_scan: PanAndScan, characters: int, max_new_tokens: int
+        self,
+        documents: Sequence[MediaFile],
+        pan_and_scan: PanAndScan,
+        characters: int,
+        max_new_tokens: int,
+        model: str | None,
     ) -> RequestWork:
         """Return the estimated work of a request, from its documents' headers.
 
@@ -223,7 +228,8 @@ class RequestBuilder:
             raise FieldError(str(error), "mm_processor_kwargs") from error
         tokens = sum(plan.prompt_tokens for plan in plans) + characters // _CHARACTERS_PER_TOKEN
         views = sum(len(plan.views) for plan in plans)
-        return RequestWork(views, tokens, max_new_tokens, tuple(document.digest for document in documents))
+        digests = tuple(document.digest for document in documents)
+        return RequestWork(views, tokens, max_new_tokens, digests, model=model)
 
 
 def _choices(request: Request, count: int) -> list[Request]:

@@ -44,10 +44,6 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
         options.__dict__.update(values, settings=settings, given=given)
         return options
 
-    def changed(self, **values: Any) -> Options:
-        """Return a copy with other values of options that are not settings."""
-        return Options.parsed({**vars(self), **values}, self.settings, self.given)
-
     # Documents, prompts and datasets
     scenario: str | None = option(
         None, "Input", "Built-in scenario (see below), or a YAML file.", "load", metavar="NAME|FILE"
