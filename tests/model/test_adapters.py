@@ -20,7 +20,15 @@ from tests.serve.serving import DEADLINE, launch
 from panscan import Engine, Request, Sampling
 from panscan.bench.grid import adapter_sums, build_cells
 from panscan.cli.main import run as cli
-from panscan.core import ModelError, PanscanError, PanscanWarning, SettingError, canonical_model, split_adapters
+from panscan.core import (
+    ModelError,
+    PanscanError,
+    PanscanWarning,
+    SettingError,
+    UnsupportedError,
+    canonical_model,
+    split_adapters,
+)
 from panscan.model.adapters import merged_tensors, write_merged
 from panscan.model.bundled import fingerprints
 from panscan.model.checkpoint import Placement, load_meta_model, load_model, load_reader, load_shard_of
@@ -368,7 +376,7 @@ def test_a_server_has_a_name_for_the_base_and_each_adapter(tmp_path: Path) -> No
         assert server.stop() == 0
 
 
-def test_models_with_adapters_share_what_the_adapters_keep(tmp_path: Path) -> None:
+def test_models_with_adapters_share_what_the_adapters_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in (0, 1):
         write_adapter(tmp_path / str(number), scaled_factors(f"model.language_model.layers.{number}.self_attn.q_proj"))
     for quantization in (None, "int4"):
@@ -385,6 +393,12 @@ def test_models_with_adapters_share_what_the_adapters_keep(tmp_path: Path) -> No
         finally:
             for name in (None, "0", "1"):
                 model.engine_of(name).close()
+    monkeypatch.setattr("panscan.model.load.measure_memory", lambda device: (10**6, 10**3, 0))
+    with pytest.raises(UnsupportedError, match=r"changes need 6\.55e-05 GB, and cpu has 1e-06 GB free: serve fewer"):
+        open_model(replace(settings, quantization=None), {"0": f"tiny+{tmp_path / '0'}"})
+    split = replace(settings, quantization=None, tensor_parallel_size=2)
+    with pytest.raises(UnsupportedError, match=r"^--adapter NAME=ADAPTER: .* leave out --tensor-parallel-size"):
+        open_model(split, {"0": f"tiny+{tmp_path / '0'}"})
 
 
 @pytest.mark.parametrize(

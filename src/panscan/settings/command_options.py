@@ -241,7 +241,10 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
         metavar="ADAPTER",
         by_verb={
             "bench": {"help": "LoRA adapters to compare, comma list; repeat to sum."},
-            "serve": {"metavar": "[NAME=]ADAPTER"},
+            "serve": {
+                "metavar": "[NAME=]ADAPTER",
+                "help": "LoRA adapter to merge, or serve by name; repeatable.",
+            },
         },
     )
     planned_model: str = option(
