@@ -34,12 +34,14 @@ class ModelInfo:
         cost: prompt tokens of an image; None for a text-only model.
         dtype: PyTorch dtype of the weights, such as ``bfloat16``.
         max_concurrency: maximum number of requests computed at the same time.
+        vocabulary: number of token ids.
     """
 
     max_model_len: int
     cost: PromptCost | None
     dtype: str
     max_concurrency: int
+    vocabulary: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,7 @@ class LoadedModel:
             cost=reader.prompts.cost() if reader.reads_images else None,
             dtype=str(engine.loaded.dtype).removeprefix("torch."),
             max_concurrency=engine.options.max_num_seqs,
+            vocabulary=reader.prompts.token_ids,
         )
 
     def count(self, request: Request) -> TokenCounts:
