@@ -266,7 +266,7 @@ def test_completions_have_log_probabilities_at_their_place_in_the_text(client: o
 
 
 def test_echoed_prompts_have_log_probabilities(server: Server, engine: Engine) -> None:
-    """As lm-eval asks: of the prompt and one token more, with offsets in the text; and in the format of vLLM's field."""
+    """As lm-eval asks: of the prompt and one token more, with offsets; and as in the field of vLLM."""
     prompts = ["The total is 17.50", "A much longer text, of which every token counts."]
     asked = [Request(prompt, raw=True, sampling=Sampling(1, logprobs=2, prompt_logprobs=2)) for prompt in prompts]
     results = engine.generate(asked)
