@@ -78,6 +78,25 @@ class RequestWork:
     alone: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """The engine's requests for one HTTP request.
+
+    Args:
+        requests: one request per choice, each with a unique id.
+        work: estimated work of one request.
+    """
+
+    requests: list[Request]
+    work: RequestWork
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of images in transit to the engine: each choice carries a copy."""
+        files = {id(page.content): len(page.content) for page in self.requests[0].images}
+        return sum(files.values()) * len(self.requests)
+
+
 @dataclass(slots=True, eq=False)
 class PendingRequest:
     """A submitted request that has not ended.

@@ -14,8 +14,8 @@ from starlette.types import Receive, Scope, Send
 from panscan.core import EngineError, PanscanError, Result, Stream, TokenEvent
 from panscan.serve import tracing
 from panscan.serve.admission import SHUTTING_DOWN, AdmissionControl, AdmissionSlot, disconnection, race
+from panscan.serve.client import PreparedRequest
 from panscan.serve.replies import DONE, TIMED_OUT, Reply, error_body, error_of, json_response, server_sent
-from panscan.serve.request_builder import PreparedRequest
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer

@@ -170,6 +170,8 @@ class ChatCompletionRequest(SamplingFields, kw_only=True):
     }
     REPLACED: ClassVar = {"functions": "tools", "function_call": "tool_choice"}
 
+    is_chat: ClassVar = True
+
     messages: Messages
     tools: Annotated[list[_Tool], Meta(max_length=MAX_TOOLS)] = field(default_factory=list)
     tool_choice: Literal["auto", "none", "required"] | _NamedTool | None = None
@@ -236,8 +238,13 @@ class CompletionRequest(SamplingFields, kw_only=True):
         return [ids] if ids else [item for item in given if not isinstance(item, int)]
 
     @property
+    def echoed(self) -> list[str | list[int]] | None:
+        """See :class:`SamplingFields`."""
+        return self.prompts if self.echo else None
+
+    @property
     def only_echo(self) -> bool:
-        """Whether the answer is the prompt alone; the engine computes one token more, which is dropped."""
+        """See :class:`SamplingFields`."""
         return self.echo and self.max_tokens == 0
 
     @property

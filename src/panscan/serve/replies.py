@@ -27,8 +27,7 @@ from panscan.core import (
 )
 from panscan.serve.body import FieldError
 from panscan.serve.client import EngineClient
-from panscan.serve.protocol import ChatCompletionRequest, CompletionRequest
-from panscan.serve.sampling_fields import PARAMS
+from panscan.serve.sampling_fields import PARAMS, SamplingFields
 
 DONE = b"data: [DONE]\n\n"
 _LONGEST_MESSAGE = 1000  # characters: some errors quote what a client sent
@@ -168,13 +167,12 @@ class Reply:
         names: token texts, for log-probabilities.
     """
 
-    def __init__(self, body: ChatCompletionRequest | CompletionRequest, model: str, names: TokenNames) -> None:
-        self._chat, self._names, self._per_prompt = isinstance(body, ChatCompletionRequest), names, body.n
+    def __init__(self, body: SamplingFields, model: str, names: TokenNames) -> None:
+        self._chat, self._names, self._per_prompt = body.is_chat, names, body.n
         self._top = body.logprobs_per_token
         self.logprobs = self._top is not None
         self.prompt_logprobs = body.prompt_logprobs is not None
-        self._echoed = body.prompts if isinstance(body, CompletionRequest) and body.echo else None
-        self._only_echo = isinstance(body, CompletionRequest) and body.only_echo
+        self._echoed, self._only_echo = body.echoed, body.only_echo
         self.include_usage = body.stream_options is not None and body.stream_options.include_usage
         self._continuous_usage = body.stream_options is not None and body.stream_options.continuous_usage_stats
         self._offsets: Counter[int] = Counter()  # characters of each streamed choice so far

@@ -6,7 +6,7 @@ import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -18,7 +18,7 @@ from panscan.core.option import shorten
 from panscan.images.views import PUBLISHED_COST, PromptCost, plan_views, view_settings
 from panscan.serve.admission import Pool
 from panscan.serve.body import MOST_PARTS, FieldError
-from panscan.serve.client import RequestWork
+from panscan.serve.client import PreparedRequest, RequestWork
 from panscan.serve.media import MediaFile, MediaReader
 from panscan.serve.options import ServeOptions
 from panscan.serve.protocol import (
@@ -34,25 +34,6 @@ from panscan.serve.sampling_fields import SamplingFields
 _CHARACTERS_PER_TOKEN = 4  # approximate; used to estimate a prompt's length
 _MOST_LOGPROBS = 100_000  # log-probabilities of one HTTP request: about 10 MB of JSON
 _MOST_PROMPT_LOGPROBS = 400_000  # the same for prompts, by their characters, which are four per token or less
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedRequest:
-    """The engine's requests for one HTTP request.
-
-    Args:
-        requests: one request per choice, each with a unique id.
-        work: estimated work of one request.
-    """
-
-    requests: list[Request]
-    work: RequestWork
-
-    @property
-    def image_bytes(self) -> int:
-        """Bytes of images in transit to the engine: each choice carries a copy."""
-        files = {id(page.content): len(page.content) for page in self.requests[0].images}
-        return sum(files.values()) * len(self.requests)
 
 
 class RequestBuilder:

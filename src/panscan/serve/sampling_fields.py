@@ -179,6 +179,18 @@ class SamplingFields(Body):
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("prompt_logprobs requires stream: false")
 
+    is_chat: ClassVar = False
+
+    @property
+    def echoed(self) -> list[str | list[int]] | None:
+        """The prompts that the response repeats; None if it repeats none."""
+        return None
+
+    @property
+    def only_echo(self) -> bool:
+        """Whether the answer is the prompt alone; the engine computes one token more, which is dropped."""
+        return False
+
     @property
     def output_tokens(self) -> int | None:
         """Maximum number of output tokens; None: as many as the server allows."""
