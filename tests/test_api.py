@@ -44,8 +44,8 @@ def test_the_python_examples_run_unchanged(
     offline, streamed, structured = python_blocks(ROOT / "docs" / "python.md")
     assert offline.startswith(first)
     monkeypatch.chdir(tmp_path)
-    write_samples(tmp_path, count=1)
-    shutil.move("receipt-00.png", "receipt.png")
+    write_samples(tmp_path / "demo/documents", count=1)
+    shutil.copy("demo/documents/receipt-00.png", "receipt.png")
     names: dict[str, Any] = {}
     exec(offline, names)
     result = names["result"]

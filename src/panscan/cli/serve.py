@@ -13,6 +13,7 @@ from panscan.cli.models import DemonstrationWarning, check_checkpoint
 from panscan.cli.values import engine_settings
 from panscan.cli.verb import verb
 from panscan.core import SettingError, UnsupportedError, with_adapters
+from panscan.core.installation import install_command
 from panscan.model.bundled import is_demonstration
 from panscan.serve.client import EngineClient
 from panscan.serve.options import ApiKeys, ServeOptions, read_api_keys
@@ -169,4 +170,4 @@ def _require(module: str, extra: str) -> None:
     from importlib.util import find_spec
 
     if find_spec(module) is None:
-        raise UnsupportedError(f"panscan serve needs the extra {extra!r}: pip install 'panscan[{extra}]'")
+        raise UnsupportedError(f"panscan serve needs the extra {extra!r}: {install_command(extra)}")

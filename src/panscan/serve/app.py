@@ -25,21 +25,18 @@ from panscan.core.option import shorten
 from panscan.core.sampling import REST_OF_CONTEXT
 from panscan.model.bundled import is_demonstration
 from panscan.serve.admission import AdmissionControl, AdmissionSlot, RefusedError, read_body
+from panscan.serve.body import Body, FieldError, Parsed, count_values, parse
 from panscan.serve.client import EngineClient
 from panscan.serve.generation import Generation
 from panscan.serve.guards import Guard, RequestIds
 from panscan.serve.metrics import ServerMetrics
 from panscan.serve.options import ServeOptions
 from panscan.serve.protocol import (
-    Body,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Parsed,
     TokenizeRequest,
     ViewsRequest,
-    count_values,
-    parse,
 )
 from panscan.serve.replies import TIMED_OUT, Reply, TokenNames, error_body, error_of, error_status, json_response
 from panscan.serve.request_builder import RequestBuilder, check_used, media_pool, message_urls
@@ -188,6 +185,10 @@ class _Api:
         """Return the text of token ids, without special tokens."""
         self._served_model(body.model)
         check_used(uploads, ())
+        known = 0 if self._backend.info is None else self._backend.info.vocabulary
+        for index, token in enumerate(body.tokens):
+            if token >= known:
+                raise FieldError(f"tokens.{index}: {token} is not the id of a token (0 to {known - 1})", "tokens")
         texts = await slot.until_disconnect(self._backend.token_texts(body.tokens))
         return json_response({"prompt": b"".join(texts).decode(errors="replace")})
 

@@ -34,12 +34,14 @@ class ModelInfo:
         cost: prompt tokens of an image; None for a text-only model.
         dtype: PyTorch dtype of the weights, such as ``bfloat16``.
         max_concurrency: maximum number of requests computed at the same time.
+        vocabulary: number of token ids.
     """
 
     max_model_len: int
     cost: PromptCost | None
     dtype: str
     max_concurrency: int
+    vocabulary: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,25 @@ class RequestWork:
     keys: tuple[bytes, ...] = ()
     alone: bool = False
     model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRequest:
+    """The engine's requests for one HTTP request.
+
+    Args:
+        requests: one request per choice, each with a unique id.
+        work: estimated work of one request.
+    """
+
+    requests: list[Request]
+    work: RequestWork
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of images in transit to the engine: each choice carries a copy."""
+        files = {id(page.content): len(page.content) for page in self.requests[0].images}
+        return sum(files.values()) * len(self.requests)
 
 
 @dataclass(slots=True, eq=False)

@@ -91,6 +91,7 @@ class LoadedModel:
             cost=reader.prompts.cost() if reader.reads_images else None,
             dtype=str(engine.loaded.dtype).removeprefix("torch."),
             max_concurrency=engine.options.max_num_seqs * (1 + len(adapters)),
+            vocabulary=reader.prompts.token_ids,
         )
 
     def engine_of(self, model: str | None) -> Engine:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import panscan
 from panscan.core.errors import brief
+from panscan.core.installation import install_command
 from panscan.inspect.doctor.checks import CheckFinding, Findings, not_checked, ok, problem
 
 _LIBRARY = "transformers"
@@ -81,7 +82,7 @@ def findings(uses: list[SymbolUse]) -> Findings:
 
 
 def _missing(fact: str) -> CheckFinding:
-    return problem(fact, "Install a version of Transformers that panscan supports: pip install --upgrade panscan.")
+    return problem(fact, f"Install a version of Transformers that panscan supports: {install_command()}")
 
 
 class _Reader(ast.NodeVisitor):
