@@ -177,7 +177,7 @@ class GenerateRunner(Runner):
     @torch.no_grad()
     def run(self, batch: Sequence[Request]) -> list[Result]:
         """Answer one batch in one ``generate()`` call. All requests must have the same sampling settings."""
-        sampling = one_sampling(batch, "generate", "logprobs", *STRUCTURED)
+        sampling = one_sampling(batch, "generate", "logprobs", "prompt_logprobs", *STRUCTURED)
         stamps = Stamps(accepted=now())
         with phase("load"):
             read = [read_images(request) for request in batch]
