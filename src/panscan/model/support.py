@@ -74,9 +74,9 @@ def _machine_reason(settings: Settings) -> str | None:
     return attention_reason(settings.attention, device, dtype) or quantization_reason(settings.quantization, device)
 
 
-def kv_cache_reason(dtype: str, device: torch.device) -> str | None:
+def kv_cache_reason(kv_cache_dtype: str, device: torch.device) -> str | None:
     """Return why a device cannot hold keys and values of a type, a value of ``--kv-cache-dtype``; None if it can."""
-    if dtype != "fp8":
+    if kv_cache_dtype != "fp8":
         return None
     if device.type == "mps":
         return "--kv-cache-dtype fp8 needs an NVIDIA GPU or a CPU; use int8"
