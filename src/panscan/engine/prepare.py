@@ -27,7 +27,7 @@ from panscan.engine.scheduling.kv_blocks import extend_hashes
 from panscan.engine.structured.grammar import Grammars
 from panscan.engine.structured.tool_calls import ToolCallParser
 from panscan.engine.vision import view_key
-from panscan.images.files import Page, PageBytes, image_size, in_memory, open_pixels
+from panscan.images.files import Page, PageBytes, image_size, in_memory, open_pixels, opens_quickly
 from panscan.images.page_levels import copy_levels
 from panscan.images.pixels import PixelSpec
 from panscan.images.pool import PageLevels
@@ -80,12 +80,18 @@ class Preparer:
             if memory is not None:
                 memory.close()
 
+    def is_slow(self, request: Request) -> bool:
+        """Return whether the preparation may take long: documents, or a large schema that was not compiled yet."""
+        if not all(map(opens_quickly, request.images)):
+            return True
+        return self._grammars.compiles_slowly(request.sampling, request.tool_use)
+
     def prepare(self, state: RequestState, *, documents: bool = False) -> None:
         """Set all fields that the request's passes need. Waits until memory for its images is free.
 
         Args:
             state: state of the request.
-            documents: whether it has images that do not open quickly.
+            documents: whether it is slow to prepare: its images have a budget of memory of their own.
 
         Raises:
             ImageError: an image cannot be read.

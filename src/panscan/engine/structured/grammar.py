@@ -6,7 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
@@ -47,6 +47,8 @@ _LIMITS, _GRAMMAR_LIMITS = (
     for fuel in (1_000_000, 100_000)  # 20 ms for a schema; 300 ms for terminals that double each other
 )
 _STACK = 512 << 20  # bytes; only what is used takes memory
+_STACK_LOCK = threading.Lock()  # the size is one for all threads that start
+_QUICK = 4096  # characters of a structure whose compilation need not be moved out of the way
 _REASON_LENGTH = 300
 _SEARCH_SECONDS = 0.3  # for the cause of an error: each of 128 tools may take 80 ms, and other requests wait
 
@@ -112,7 +114,7 @@ class Grammars:
     def __init__(self, tokenizer: Any, eos_ids: Collection[int]) -> None:
         self._source, self._eos_ids = tokenizer, sorted(eos_ids)
         self._lock = threading.Lock()
-        self._compiled: LruCache[tuple[str, Any], LLMatcher] = LruCache(_CACHED)
+        self._compiled: LruCache[tuple[str, Any], Future[LLMatcher]] = LruCache(_CACHED)
 
     def start(self, sampling: Sampling, tools: ToolUse | None = None) -> Constraint | None:
         """Return the constraint of a new answer; None if its request has none.
@@ -125,23 +127,32 @@ class Grammars:
             SettingError: the schema or grammar is invalid, unsupported, unsatisfiable or too complex, or the checkpoint
                 has no fast tokenizer or no end token.
         """
-        structure = _structure(sampling) if tools is None else ("tools", tools)
+        structure = _structure(sampling, tools)
         if structure is None:
             return None
-        field, value = structure
         with self._lock:
-            if (matcher := self._compiled.get(structure)) is None:
-                lark, limits = _lark(field, value)
-                tokenizer, _ = self._vocabulary
-                matcher = _with_deep_stack(lambda: LLMatcher(tokenizer, lark, log_level=0, limits=limits))
-                if matcher.is_error():
-                    if tools is not None:
-                        _check_tools(tools)  # names the tool, if one alone is the cause
-                    raise SettingError(f"{field}: {_rejection(matcher)}")
-            self._compiled.put(structure, matcher)
             tokenizer, quotes = self._vocabulary
-            is_json = field in ("json_schema", "tools")
-            return Constraint(matcher.deep_copy(), field, tokenizer, quotes if is_json else None)
+            compiled = self._compiled.get(structure)
+            is_new = compiled is None or _failed_by_chance(compiled)
+            if compiled is None or is_new:
+                compiled = Future()
+                self._compiled.put(structure, compiled)
+        if is_new:  # outside the lock: others wait for their own grammars only
+            try:
+                compiled.set_result(_compile(structure, tokenizer))
+            except BaseException as error:
+                compiled.set_exception(error)
+        try:
+            matcher = compiled.result()
+        except SettingError as error:
+            raise SettingError(str(error)) from None  # one for each request: a traceback holds its images
+        is_json = structure[0] in ("json_schema", "tools")
+        return Constraint(matcher.deep_copy(), structure[0], tokenizer, quotes if is_json else None)
+
+    def compiles_slowly(self, sampling: Sampling, tools: ToolUse | None) -> bool:
+        """Return whether the constraint of an answer must be compiled, and is long enough to delay other requests."""
+        structure = _structure(sampling, tools)
+        return structure is not None and _size(structure) > _QUICK and self._compiled.get(structure) is None
 
     @cached_property
     def _vocabulary(self) -> tuple[LLTokenizer, QuoteTokens]:
@@ -165,15 +176,46 @@ def check_structure(sampling: Sampling) -> None:
     Raises:
         SettingError: it is invalid, unsupported or too complex.
     """
-    if (structure := _structure(sampling)) is not None:
+    if (structure := _structure(sampling, None)) is not None:
         lark, limits = _lark(*structure)
         failed, reasons = _with_deep_stack(lambda: LLMatcher.validate_grammar_with_warnings(lark, limits=limits))
         if failed:
             raise SettingError(f"{structure[0]}: {_one_line(reasons[0])}")
 
 
-def _structure(sampling: Sampling) -> tuple[str, Any] | None:
+def _compile(structure: tuple[str, Any], tokenizer: LLTokenizer) -> LLMatcher:
+    """Return the matcher of a structure.
+
+    Raises:
+        SettingError: see :meth:`Grammars.start`.
+    """
+    field, value = structure
+    lark, limits = _lark(field, value)
+    matcher = _with_deep_stack(lambda: LLMatcher(tokenizer, lark, log_level=0, limits=limits))
+    if matcher.is_error():
+        if field == "tools":
+            _check_tools(value)  # names the tool, if one alone is the cause
+        raise SettingError(f"{field}: {_rejection(matcher)}")
+    return matcher
+
+
+def _failed_by_chance(compiled: Future[LLMatcher]) -> bool:
+    """Return whether a compilation failed for a reason that is not in its schema, such as memory."""
+    return compiled.done() and not isinstance(compiled.exception() or SettingError(), SettingError)
+
+
+def _size(structure: tuple[str, Any]) -> int:
+    """Return the number of characters of a structure."""
+    _, value = structure
+    if isinstance(value, ToolUse):
+        return sum(len(tool.parameters) for tool in value.callable)
+    return len(value) if isinstance(value, str) else sum(map(len, value))
+
+
+def _structure(sampling: Sampling, tools: ToolUse | None) -> tuple[str, Any] | None:
     """Return the name and value of the field that constrains the answer."""
+    if tools is not None:
+        return "tools", tools
     return next(((name, value) for name in STRUCTURED if (value := getattr(sampling, name)) is not None), None)
 
 
@@ -247,11 +289,12 @@ def _json_rule(schema: str, *, lenient: bool = False) -> str:
 def _with_deep_stack(compute: Callable[[], _Computed]) -> _Computed:
     """Return what a function returns that recurses deeply: llguidance does with each rule or schema inside another."""
     with ThreadPoolExecutor(1) as pool:
-        before = threading.stack_size(_STACK)
-        try:
-            future = pool.submit(compute)  # starts the thread
-        finally:
-            threading.stack_size(before)
+        with _STACK_LOCK:
+            before = threading.stack_size(_STACK)
+            try:
+                future = pool.submit(compute)  # starts the thread
+            finally:
+                threading.stack_size(before)
         return future.result()
 
 
