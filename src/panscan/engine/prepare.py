@@ -16,6 +16,7 @@ from panscan.core import ImageError, PanAndScan, Request, SettingError, View, no
 from panscan.core.daemons import native_work
 from panscan.core.deadline import Deadline
 from panscan.core.lru import LruCache
+from panscan.core.tools import ToolUse
 from panscan.engine.detokenizer import Detokenizer
 from panscan.engine.image_memory import DECODED_BYTES, ImageMemory
 from panscan.engine.options import EngineOptions
@@ -84,7 +85,12 @@ class Preparer:
         """Return whether the preparation may take long: documents, or a large schema that was not compiled yet."""
         if not all(map(opens_quickly, request.images)):
             return True
-        return self._grammars.compiles_slowly(request.sampling, request.tool_use)
+        return self._grammars.compiles_slowly(request.sampling, self._tool_use(request))
+
+    def _tool_use(self, request: Request) -> ToolUse | None:
+        """Return what the answer may call, in the format that the prompt asks for."""
+        use = request.tool_use
+        return None if use is None else replace(use, format=self._reader.prompts.call_format)
 
     def prepare(self, state: RequestState, *, documents: bool = False) -> None:
         """Set all fields that the request's passes need. Waits until memory for its images is free.
@@ -186,7 +192,7 @@ class Preparer:
         """Set the fields of a request whose images are read, unless it has ended."""
         if not state.ended:
             with self._counted(), phase("preprocess"), native_work():
-                use = state.request.tool_use
+                use = self._tool_use(state.request)
                 state.constraint = self._grammars.start(state.request.sampling, use)
                 state.tool_calls = None if use is None else ToolCallParser(use)
                 if state.constraint is not None and state.observation is not None:

@@ -20,7 +20,7 @@ from panscan.core.lru import LruCache
 from panscan.core.sampling import STRUCTURED
 from panscan.core.tools import Tool, ToolUse
 from panscan.engine.structured.schemas import UNSATISFIABLE, closed_schema
-from panscan.engine.structured.tool_calls import call_grammar
+from panscan.engine.structured.tool_calls import call_grammar, call_or_schema_grammar
 from panscan.engine.structured.unique_names import QuoteTokens, UniqueNames
 
 _CACHED = 64  # compiled grammars; a batch job uses one
@@ -229,7 +229,7 @@ def _lark(field: str, value: Any) -> tuple[str, LLParserLimits]:
         case "json_schema":
             return LLMatcher.grammar_from_lark(f"{_HEAD}start: {_json_rule(value)}"), _LIMITS
         case "tools":
-            text = call_grammar(value, [*map(_tool_rule, value.callable)])
+            text = _tools_grammar(value)
             return LLMatcher.grammar_from_lark(_HEAD + text), _LIMITS
         case "regex":
             text = json.loads(LLMatcher.grammar_from_regex(value))["grammars"][0]["lark_grammar"]
@@ -245,13 +245,41 @@ def _lark(field: str, value: Any) -> tuple[str, LLParserLimits]:
     return LLMatcher.grammar_from_lark(_HEAD + text), _GRAMMAR_LIMITS
 
 
-def _tool_rule(tool: Tool) -> str:
-    """Return a tool's arguments as an expression of a Lark grammar, less strict if it is not strict."""
+def _tools_grammar(use: ToolUse) -> str:
+    """Return the Lark grammar of an answer that may call tools."""
+    if use.schema is None or use.required:
+        return call_grammar(use, [*map(_tool_rule, use.callable)])
+    return call_or_schema_grammar(use, _json_rule(use.schema), [_tool_rule(tool, use.key) for tool in use.callable])
+
+
+def _tool_rule(tool: Tool, key: str | None = None) -> str:
+    """Return a tool's arguments as an expression of a Lark grammar, less strict if it is not strict.
+
+    Args:
+        tool: the tool.
+        key: name of the arguments in a call, to return the whole call; None: only the arguments.
+    """
     try:
-        return _json_rule(tool.parameters, lenient=not tool.strict)
+        schema = _closed(tool.parameters)
     except SettingError as error:
         reason = str(error).removeprefix("json_schema: ")
         raise SettingError(f"tools: {tool.name}: {reason}") from error
+    if key is not None:
+        properties = {"name": {"const": tool.name}, key: _moved(schema, f"#/properties/{key}")}
+        schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+    return _expression(schema, lenient=not tool.strict)
+
+
+def _moved(schema: Any, path: str) -> Any:
+    """Return a copy of a schema in which references are those of a part of another schema."""
+    if isinstance(schema, list):
+        return [_moved(part, path) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    copy = {name: part if name in ("const", "enum") else _moved(part, path) for name, part in schema.items()}
+    if isinstance(reference := copy.get("$ref"), str) and reference.startswith("#"):
+        copy["$ref"] = path + reference[1:]
+    return copy
 
 
 def _check_tools(use: ToolUse) -> None:
@@ -266,12 +294,13 @@ def _check_tools(use: ToolUse) -> None:
             raise SettingError(f"tools: {tool.name}: {_one_line(reasons[0])}")
 
 
-def _json_rule(schema: str, *, lenient: bool = False) -> str:
-    """Return a JSON schema as an expression of a Lark grammar.
+def _json_rule(schema: str) -> str:
+    """Return a JSON schema as an expression of a Lark grammar; raises as :func:`_closed`."""
+    return _expression(_closed(schema), lenient=False)
 
-    Args:
-        schema: the schema as text.
-        lenient: ignore keywords that are not supported, and take ``oneOf`` as ``anyOf``.
+
+def _closed(schema: str) -> dict[str, Any]:
+    """Return a JSON schema with objects closed to further properties.
 
     Raises:
         SettingError: the schema allows no value, overrides panscan's options, or exceeds a limit.
@@ -282,8 +311,14 @@ def _json_rule(schema: str, *, lenient: bool = False) -> str:
     closed = {} if closed is True else closed  # llguidance takes objects only
     if "x-guidance" in closed:
         raise SettingError("json_schema: x-guidance is not supported; remove it")
+    valid: dict[str, Any] = closed
+    return valid
+
+
+def _expression(schema: dict[str, Any], *, lenient: bool) -> str:
+    """Return a schema in Lark (``lenient``: ignore keywords that are not supported, take ``oneOf`` as ``anyOf``)."""
     options = {**_OPTIONS, "lenient": lenient, "coerce_one_of": lenient}
-    return f"%json {json.dumps({**closed, 'x-guidance': options})}"
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
 def _with_deep_stack(compute: Callable[[], _Computed]) -> _Computed:
