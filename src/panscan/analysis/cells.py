@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from panscan.analysis.setting_words import CROPS, label, runner_words, setting_words, shown
-from panscan.analysis.significance import Rates
+from panscan.analysis.significance import repeated_rates
 from panscan.analysis.summary import cell_metrics
 from panscan.core.text import number_text, times
 from panscan.records.intervals import Interval
@@ -89,8 +89,8 @@ class MeasuredCell:
         if not self.speed or not other.speed:
             return None
         shared = sorted(self.work.keys() & other.work.keys())
-        a, b = (np.array([(row.work[i].requests, row.work[i].seconds) for i in shared]) for row in (other, self))
-        bounds = None if len(shared) < 2 else Rates(a[:, 0], b[:, 0], a[:, 1], b[:, 1]).interval()
+        a, b = (np.array([(row.work[i].requests, row.work[i].seconds) for i in shared]).T for row in (other, self))
+        bounds = repeated_rates(a, b).interval() if shared else None
         ratio = self.speed / other.speed
         return Ratio(ratio, bounds and (min(ratio, bounds[0] + 1), max(ratio, bounds[1] + 1)))
 

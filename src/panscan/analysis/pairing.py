@@ -62,6 +62,11 @@ class PairedRequests:
     def clusters(self) -> int:
         return int(self.work.shape[1])
 
+    @property
+    def repeats(self) -> list[int]:
+        """The numbers of the repeats."""
+        return sorted({pair.a.repeat for pair in self.pairs})
+
 
 def pair_requests(a: Run, cell_a: str, b: Run, cell_b: str) -> PairedRequests:
     """Pair the requests of two cells by repeat, replica, id, images and prompt.

@@ -24,6 +24,7 @@ from panscan.records.intervals import (
     Interval,
     around,
     cluster_intervals,
+    log_deviations,
     log_error,
     rate_deviations,
     ratio_interval,
@@ -379,9 +380,9 @@ def _repeat_intervals(
     for time in LIMITED_TIMES:
         parts = [np.array([value for value, _ in sample[time]]) for sample in samples]
         if all(part.size for part in parts):
-            figures = np.log([[np.mean(part), *np.percentile(part, (50, 95))] for part in parts])
-            for name, column in zip(_BOUNDED, figures.T, strict=True):
-                deviations[f"{name}_{time}_ms"] = (column - column.mean()) / len(parts)
+            figures = np.array([[np.mean(part), *np.percentile(part, (50, 95))] for part in parts])
+            names = [f"{name}_{time}_ms" for name in _BOUNDED]
+            deviations |= zip(names, log_deviations(figures).T, strict=True)
     return {
         name: around(value, log_error(parts), len(repeats))
         for name, parts in deviations.items()
