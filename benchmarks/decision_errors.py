@@ -61,7 +61,7 @@ class SimulatedCell:
     runner: str = "generate"
 
 
-def run_of(cells: dict[str, SimulatedCell]) -> Run:
+def run_of(cells: dict[str, SimulatedCell], precision: float | None = None) -> Run:
     """Return the records of a run of these cells, in memory. Each batch answers one question."""
     settings = {
         name: {
@@ -74,7 +74,13 @@ def run_of(cells: dict[str, SimulatedCell]) -> Run:
     }
     recorded = [RecordedCell(name, values) for name, values in settings.items()]
     header = RunRecord(
-        schema=2, run_id="simulated", created="", command=[], settings=RunSettings(), environment={}, cells=recorded
+        schema=2,
+        run_id="simulated",
+        created="",
+        command=[],
+        settings=RunSettings(precision=precision),
+        environment={},
+        cells=recorded,
     )
     run = Run(Path("records.jsonl"), header, dict(settings))
     for name, cell in cells.items():
@@ -230,7 +236,7 @@ def timed_cells(
             if plan.is_last(number, work):
                 break
         cells[name] = SimulatedCell(repeats, verdict=verdicts.get(name, "exact"), runner=runner)
-    return run_of(cells), float(documents.sum())
+    return run_of(cells, precision), float(documents.sum())
 
 
 def coverage(
@@ -278,7 +284,7 @@ def simulate(runs: dict[int, int], speeds: int, seed: int) -> dict[str, Any]:
                 pool.submit(accuracy_errors, generator(questions, cells), questions, cells, count),
             )
             for questions, count in sorted(runs.items(), reverse=True)
-            for cells in CELLS
+            for cells in reversed(CELLS)
         }
         return {
             "seed": seed,

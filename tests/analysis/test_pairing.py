@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.analysis.noisy_runs import in_memory, noisy_records, noisy_run
 
+from panscan.analysis.cells import cell_metrics
 from panscan.analysis.comparison import build_report
 from panscan.analysis.differences import DEFAULT_METRICS, METRICS, Difference, differences, measured
 from panscan.analysis.pairing import Comparison, compare_runs, pair_requests
-from panscan.analysis.summary import cell_metrics
 from panscan.core import RecordsError
 from panscan.records.schema import CellRecord, RunSettings
 

@@ -17,7 +17,7 @@ import pytest
 from tests.conftest import noise
 from tests.load.fake_server import fake_server
 
-from panscan.analysis.summary import cell_metrics
+from panscan.analysis.cells import cell_metrics
 from panscan.cli.main import run
 from panscan.core import from_perf_counter
 from panscan.records.store import Run, read_run

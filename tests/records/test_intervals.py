@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import optimize, stats
 from tests.records.synthetic import batches_of, run_of
 
-from panscan.analysis.summary import cell_metrics
+from panscan.analysis.cells import cell_metrics
 from panscan.records.intervals import (
     cluster_intervals,
     paired_interval,

@@ -1,10 +1,10 @@
 """Whether a difference is real: paired tests with p-values, and which of a family of tests raise an alarm.
 
-Throughputs and latencies are compared by Student's test over repeats, the only noise that another run shares. One repeat
-has none, and a percentile has no value for one block of a load level, nor a score for one question more than itself.
-For these: if two sides do not differ, the labels A and B of each cluster (batches or blocks that answered the same
-requests, or questions) could be swapped. A p-value is how often swapping gives evidence as strong as was seen. This
-assumes nothing about how latencies are distributed, and is valid for any number of clusters.
+Throughputs and latencies are compared by Student's test over repeats, the only noise that another run shares. One
+repeat has none, a percentile has no value for one block of a load level, and scores are not normal. For these: if two
+sides do not differ, the labels A and B of each cluster (batches or blocks that answered the same requests, or
+questions) could be swapped. A p-value is how often swapping gives evidence as strong as was seen. This assumes nothing
+about how latencies are distributed, and is valid for any number of clusters.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from panscan.records.intervals import (
+    ALPHA,
     RESAMPLED_AT_ONCE,
     Interval,
     around,
@@ -29,9 +30,6 @@ from panscan.records.intervals import (
     weighted_percentiles,
 )
 from panscan.records.metrics import LEAST_SAMPLES
-
-ALPHA = 0.05
-"""The chance, at most, that a family of decisions holds one or more false alarms."""
 
 _LEAST_DRAWS = 9_999
 _DRAWS_AT_ONCE = 1_000  # draws looked at together
@@ -180,7 +178,7 @@ class Repeated:
         """95% interval of B / A - 1; None below two clusters or without a figure."""
         if self._is_untold():
             return None
-        low, high = around(self.b / self.a, log_error(self.deviations), self.clusters, ALPHA)
+        low, high = around(self.b / self.a, log_error(self.deviations), self.clusters)
         return low - 1, high - 1
 
     def tails(self, factor: float = 1.0, draws: int = 0) -> tuple[float, float]:
