@@ -109,7 +109,7 @@ def test_an_explicit_size_is_used_up(facts: MemoryFacts, memory: DeviceMemory) -
 
 def test_without_a_size_a_cpu_takes_little() -> None:
     def taken(available: int, processes: int = 1, **options: Any) -> int:
-        memory, facts = DeviceMemory(10**13, available), replace(FACTS, processes=processes)
+        memory, facts = DeviceMemory(10**13, available), replace(FACTS, sharers=processes)
         blocks = choose_blocks(facts, EngineOptions(block_size=16, **options), memory)
         assert blocks[0] <= options.get("max_num_seqs", 128) * FACTS.max_positions // 16
         return cache_bytes(blocks, 16)

@@ -93,10 +93,14 @@ class Stamps(Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities of one output token (natural): its own, and those of the most probable ids, highest first."""
+    """Log-probabilities of one token (natural): its own, and those of the most probable ids, highest first.
+
+    ``rank``: 1 for the most probable token; known of prompt tokens only.
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +135,7 @@ class Result:
     the prompt were not computed again. ``error`` says why with ``finish_reason`` "error"; tokens up to there are kept.
     ``retries``: further attempts, because an engine replica was lost. ``tool_calls``: what the answer calls, not part
     of ``text``. ``pages``: width and height in pixels of each image as it was read, before it became views.
+    ``prompt_logprobs``: of each token of ``prompt_ids`` given those before it, None for the first; if requested.
     """
 
     id: str
@@ -148,6 +153,8 @@ class Result:
     retries: int = 0
     tool_calls: list[ToolCall] = field(default_factory=list)
     pages: tuple[tuple[int, int], ...] = ()
+    prompt_ids: list[int] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def page_sizes(self) -> list[str]:

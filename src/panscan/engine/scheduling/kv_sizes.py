@@ -49,7 +49,7 @@ class MemoryFacts:
         window: positions that a local layer attends to.
         image_tokens: tokens of one image span.
         max_positions: most tokens of one sequence.
-        processes: processes that share the memory of the device: the tensor parallel size on a CPU, else 1.
+        sharers: engines that share the free memory of the device, and on a CPU their ranks.
     """
 
     shape: KVShape
@@ -60,7 +60,7 @@ class MemoryFacts:
     window: int
     image_tokens: int
     max_positions: int
-    processes: int = 1
+    sharers: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +169,12 @@ def _room(facts: MemoryFacts, options: EngineOptions, memory: DeviceMemory) -> t
     if facts.on_gpu:
         budget = MemoryBudget.of(options, memory.total)
         within, free = budget.bytes - memory.reserved, memory.free - int(_GPU_MARGIN * memory.total)
-        return min(within, free) - facts.working_bytes - vision_cache, budget.option if within <= free else None
-    free = memory.free // facts.processes
+        room = min(within, free) // facts.sharers - facts.working_bytes - vision_cache
+        return room, budget.option if within <= free else None
+    free = memory.free // facts.sharers
     room = int(_CPU_SHARE * free)
     if options.kv_cache_gb is None:  # an explicit size may leave less to passes: the CPU can swap
-        room = min(min(room, free - facts.working_bytes) - vision_cache, _CPU_BYTES // facts.processes)
+        room = min(min(room, free - facts.working_bytes) - vision_cache, _CPU_BYTES // facts.sharers)
     return room, None
 
 
