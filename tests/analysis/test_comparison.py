@@ -13,8 +13,8 @@ from tests.analysis.noisy_runs import CELLS, in_memory, noisy_records, noisy_run
 from panscan.analysis.comparison import Report, as_json, build_report
 from panscan.analysis.differences import METRICS, evaluate, parse_condition
 from panscan.analysis.pairing import compare_runs
-from panscan.analysis.significance import ALPHA
 from panscan.core import SettingError
+from panscan.records.intervals import ALPHA
 from panscan.report.comparison import markdown_text, print_comparison
 
 CONDITIONS = ["p95_e2el>5%", "median_ttft_ms>0%", "request_throughput<-5%", "output_throughput<0%"]

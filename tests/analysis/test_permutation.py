@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from panscan.analysis.significance import (
-    ALPHA,
     Values,
     clusters_needed,
     decide,
@@ -19,6 +18,7 @@ from panscan.analysis.significance import (
     repeated_rates,
     tail_p_values,
 )
+from panscan.records.intervals import ALPHA
 
 P_VALUES = st.lists(st.floats(0, 1), min_size=1, max_size=30)
 

@@ -24,10 +24,10 @@ from panscan.analysis.differences import (
 from panscan.analysis.levels import VERIFY_HINT, level_names
 from panscan.analysis.pairing import LOAD_WORKLOAD, Comparison, compare_runs
 from panscan.analysis.setting_words import label, shown
-from panscan.analysis.significance import ALPHA
 from panscan.core import SettingError
 from panscan.core.text import count, number_text
 from panscan.records.fields import METRICS as METRIC_NAMES
+from panscan.records.intervals import ALPHA
 from panscan.records.load_runs import BLOCKS, is_load_run, load_settings
 from panscan.records.quality import metric_of
 from panscan.records.store import Run

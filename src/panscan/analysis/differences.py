@@ -307,7 +307,7 @@ def parse_condition(text: str, scores: Collection[str] = ()) -> Condition:
 def evaluate(conditions: Sequence[Condition], comparisons: Sequence[Comparison]) -> list[Finding]:
     """The conditions that hold beyond the noise, and those that are unknown.
 
-    The chance of one or more false alarms is at most :data:`panscan.analysis.significance.ALPHA` over all conditions,
+    The chance of one or more false alarms is at most :data:`panscan.records.intervals.ALPHA` over all conditions,
     cells and comparisons together. The test's hypothesis is the threshold itself: A's metric, scaled by the factor.
     Verdicts have no noise and are not included.
 

@@ -143,8 +143,8 @@ def levels_of(run: Run) -> list[MeasuredLevel]:
     levels = [measured_level(run, cell) for cell in run.cells if run.repeats_of(cell)]
 
     def order(level: MeasuredLevel) -> tuple[float, float, float]:
-        limits = (inf if value is None else value for value in (level.rate, level.concurrency))
-        return *limits, run.level(level.cell).burstiness or 0.0
+        rate, concurrency = (inf if value is None else value for value in (level.rate, level.concurrency))
+        return rate, concurrency, run.level(level.cell).burstiness or 0.0
 
     return sorted(levels, key=order)
 
