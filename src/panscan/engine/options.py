@@ -29,6 +29,7 @@ class EngineOptions:
         block_size: tokens per KV cache block.
         overlap: launch a pass before the tokens of the previous one are known; None: where the device computes while
             the host prepares the next pass (see :class:`panscan.engine.model_runner.RunnerFacts`).
+        force_tokens: append tokens that a grammar forces without sampling them. Answers do not depend on it.
 
     Raises:
         SettingError: a size out of range, or an unknown KV cache dtype.
@@ -49,6 +50,7 @@ class EngineOptions:
     preprocess: str = _default("preprocess")
     block_size: int = _BLOCK
     overlap: bool | None = None
+    force_tokens: bool = True
 
     def __post_init__(self) -> None:
         if self.kv_cache_dtype not in KV_CACHE_DTYPES:
