@@ -36,6 +36,7 @@ from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory
 from panscan.model.phases import host_work, phase
 
+
 @dataclass(frozen=True, slots=True)
 class _PassInFlight:
     """A launched pass.

@@ -228,7 +228,7 @@ def literal_length(text: str) -> int:
                 lengths[reference] = 0
                 lengths[reference] = length(closing._target(reference))
             total += lengths[reference]
-        return total * prod(max(1, node[name]) for name in _REPEATS if isinstance(node.get(name), int | float))
+        return total * prod(max(1, int(node[name])) for name in _REPEATS if isinstance(node.get(name), int))
 
     try:
         return length(root)
