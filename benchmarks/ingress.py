@@ -119,7 +119,7 @@ class StubModel:
 
     def __init__(self, _settings: Settings) -> None:
         self.engine = StubEngine()
-        self.info = ModelInfo(131_072, PUBLISHED_COST, "bfloat16", max_concurrency=256)
+        self.info = ModelInfo(131_072, PUBLISHED_COST, "bfloat16", max_concurrency=256, vocabulary=262_208)
 
     def stats(self) -> Stats:
         """Return the engine's statistics."""

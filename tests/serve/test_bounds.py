@@ -25,21 +25,11 @@ from panscan.core.deadline import Deadline
 from panscan.core.sampling import REST_OF_CONTEXT
 from panscan.serve import server as server_module
 from panscan.serve.admission import AdmissionControl, AdmissionSlot, body_limit, parse_form
+from panscan.serve.body import _MOST_VALUES, _STRING, DataUrl, FieldError, Parsed, _parse_json, parse
 from panscan.serve.engine_process import EngineProcess
 from panscan.serve.metrics import ServerMetrics
 from panscan.serve.options import ApiKeys, ServeOptions
-from panscan.serve.protocol import (
-    _MOST_VALUES,
-    _STRING,
-    ChatCompletionRequest,
-    CompletionRequest,
-    DataUrl,
-    FieldError,
-    Parsed,
-    TokenizeRequest,
-    _parse_json,
-    parse,
-)
+from panscan.serve.protocol import ChatCompletionRequest, CompletionRequest, TokenizeRequest
 from panscan.serve.replies import error_body
 from panscan.serve.request_builder import RequestBuilder, media_pool, message_urls
 from panscan.settings import Settings

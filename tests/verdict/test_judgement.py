@@ -56,8 +56,6 @@ def test_nearer_is_never_judged_worse(one: float, other: float, noise: float) ->
 @pytest.mark.parametrize(
     ("page", "sentence"),
     [
-        ("README.md", "distance at most {exact}x the noise"),
-        ("README.md", "at most {close}x, and the same top token at {top1}% or more of the positions"),
         ("docs/verdict.md", "distributions within {exact}x the rounding noise"),
         ("docs/verdict.md", "distributions within {close}x the noise, and"),
         ("docs/verdict.md", "most probable token at {top1}% of the clear positions"),

@@ -93,10 +93,14 @@ class Stamps(Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities of one output token (natural): its own, and those of the most probable ids, highest first."""
+    """Log-probabilities of one token (natural): its own, and those of the most probable ids, highest first.
+
+    ``rank``: 1 for the most probable token; known of prompt tokens only.
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +136,7 @@ class Result:
     ``forced_tokens`` of the answer were not sampled, because its grammar allowed only these.
     ``retries``: further attempts, because an engine replica was lost. ``tool_calls``: what the answer calls, not part
     of ``text``. ``pages``: width and height in pixels of each image as it was read, before it became views.
+    ``prompt_logprobs``: of each token of ``prompt_ids`` given those before it, None for the first; if requested.
     """
 
     id: str
@@ -150,6 +155,8 @@ class Result:
     tool_calls: list[ToolCall] = field(default_factory=list)
     pages: tuple[tuple[int, int], ...] = ()
     forced_tokens: int = 0
+    prompt_ids: list[int] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     @property
     def page_sizes(self) -> list[str]:

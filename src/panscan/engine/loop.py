@@ -45,6 +45,7 @@ class _PassInFlight:
         step: the chunks that it computes.
         sampled: sequences whose next token it samples, in the order of their rows.
         observed_rows: sequence and position of each observed row, in the order of the rows.
+        scored: request, position and id of the prompt token that each scored row predicts, in the order of the rows.
         observed: sequences among ``sampled`` whose logits are observed, in order.
         image_requests: requests with image spans in this pass; empty if the pass encodes no view.
         size: numbers of rows and views.
@@ -54,6 +55,7 @@ class _PassInFlight:
     step: Step
     sampled: list[Tokens]
     observed_rows: list[tuple[Tokens, int]]
+    scored: list[tuple[RequestState, int, int]]
     observed: list[Tokens]
     image_requests: list[RequestState]
     size: PassSize
@@ -267,6 +269,7 @@ class Loop:
             samplings = tuple(self._states[tokens].sampling_row() for tokens in sampled)
             observed = [at for at, tokens in enumerate(sampled) if self._states[tokens].observation is not None]
             observed_rows = self._observed_rows(step, flat)
+            scored = self._scored_rows(step, flat)
             pending, sources = self._pending(sampled)
             batch = replace(
                 flat,
@@ -277,6 +280,11 @@ class Loop:
                 pending_sources=sources,
                 observed_rows=np.array(list(observed_rows), np.int64),
                 observed_samples=np.array(observed, np.int64),
+                scored_rows=np.array(list(scored), np.int64),
+                scored_ids=np.array([token for *_, token in scored.values()], np.int64),
+                scored_top=max(
+                    (state.request.sampling.prompt_logprobs or 0 for state, *_ in scored.values()), default=0
+                ),
             )
             with phase("decode" if all(chunk.answers for chunk in step) else "prefill"):
                 wait = self.runner.execute(batch)
@@ -289,7 +297,14 @@ class Loop:
         observers = [sampled[at] for at in observed]
         size = PassSize.of(step, len(encode), launched_at)
         return _PassInFlight(
-            step, sampled, list(observed_rows.values()), observers, requests if encode else [], size, wait
+            step,
+            sampled,
+            list(observed_rows.values()),
+            list(scored.values()),
+            observers,
+            requests if encode else [],
+            size,
+            wait,
         )
 
     def _place_views(self, step: Step) -> tuple[dict[bytes, int], dict[bytes, ViewToEncode], list[RequestState]]:
@@ -336,6 +351,16 @@ class Loop:
                     found[offset + at - chunk.start] = (chunk.sequence, at)
         return found
 
+    def _scored_rows(self, step: Step, flat: FlatBatch) -> dict[int, tuple[RequestState, int, int]]:
+        """Return request, position and id of the prompt token that each scored row predicts, by row."""
+        rows = {}
+        for chunk, offset in zip(step, flat.offsets.tolist(), strict=False):
+            state = self._states[chunk.sequence]
+            if not chunk.sequence.decodes and state.request.sampling.prompt_logprobs is not None:
+                for position in range(chunk.start + 1, min(chunk.end + 1, chunk.sequence.prompt_tokens)):
+                    rows[offset + position - chunk.start - 1] = state, position, chunk.sequence.ids[position]
+        return rows
+
     def _pending(self, sampled: Sequence[Tokens]) -> tuple[list[int], NDArray[np.int64]]:
         """Return the indices of sampled sequences that wait for a token of the pass in flight, and its index there."""
         waiting = [at for at, tokens in enumerate(sampled) if tokens.pending]
@@ -350,6 +375,9 @@ class Loop:
             for (tokens, position), *found in zip(inflight.observed_rows, result.hidden, result.logits, strict=True):
                 if tokens in self._states and (observation := self._states[tokens].observation) is not None:
                     observation.positions[position] = found[0], found[1]
+        for (scored, position, _), score in zip(inflight.scored, result.scores, strict=True):
+            most = scored.request.sampling.prompt_logprobs
+            scored.prompt_logprobs[position] = replace(score, top=score.top[:most])
         answers = {} if result.answers is None else dict(zip(inflight.observed, result.answers, strict=True))
         constrained: list[RequestState] = []
         for tokens, sample in zip(inflight.sampled, result.chosen, strict=True):

@@ -321,7 +321,7 @@ def print_table(
 def _fitted(grid: Grid, width: int) -> tuple[Grid, list[str], int | None]:
     """Return what fits a terminal, the names that do not, and the width of those that do."""
     names = [cells[0].text for cells in grid.lines]
-    widest = max(map(len, (*names, grid.columns[0].title)))
+    widest = max(map(len, (*names, *grid.columns[0].title.split("\n"))))
     grid = _narrowed(grid, width - min(widest, _WIDE_NAME) - 1, range(1, ESSENTIAL))
     room = width - _figures_width(grid)  # ASCII writes ± as two characters
     if room >= min(widest, _NARROWEST_NAME):
