@@ -69,6 +69,7 @@ class RequestWork:
         max_new_tokens: maximum number of output tokens.
         keys: digests of its images, in order. Requests with equal digests share cached views and prefixes.
         alone: whether it may have killed two engines, so that it needs one without other requests.
+        model: name of the model in the API; None: the server's.
     """
 
     views: int
@@ -76,6 +77,7 @@ class RequestWork:
     max_new_tokens: int
     keys: tuple[bytes, ...] = ()
     alone: bool = False
+    model: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

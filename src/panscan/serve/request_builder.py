@@ -60,7 +60,7 @@ class RequestBuilder:
         request, documents = self._conversation(body, uploads, deadline, sampling)
         text = sum(len(part.text) for turn in body.messages for part in turn.parts if isinstance(part, TextPart))
         text += len(json.dumps(request.tools)) if request.tools else 0
-        work = self._work(documents, request.pan_and_scan, text, sampling.max_new_tokens)
+        work = self._work(documents, request.pan_and_scan, text, sampling.max_new_tokens, body.model)
         _check_prompt_logprobs(sampling, (work.prompt_tokens + text) * body.n)
         return PreparedRequest(_choices(request, body.n), work)
 
@@ -84,7 +84,7 @@ class RequestBuilder:
             for prompt in prompts
         ]
         _check_prompt_logprobs(sampling, sum(map(len, prompts)) * body.n)
-        work = self._work([], PanAndScan(), max(map(len, prompts)), sampling.max_new_tokens)
+        work = self._work([], PanAndScan(), max(map(len, prompts)), sampling.max_new_tokens, body.model)
         return PreparedRequest([choice for request in requests for choice in _choices(request, body.n)], work)
 
     def counted(self, body: TokenizeRequest, uploads: Mapping[str, bytes], deadline: Deadline) -> Request:
@@ -196,7 +196,12 @@ class RequestBuilder:
         return body.sampling(options.settings.sampling)
 
     def _work(
-        self, documents: Sequence[MediaFile], pan_and_scan: PanAndScan, characters: int, max_new_tokens: int
+        self,
+        documents: Sequence[MediaFile],
+        pan_and_scan: PanAndScan,
+        characters: int,
+        max_new_tokens: int,
+        model: str | None,
     ) -> RequestWork:
         """Return the estimated work of a request, from its documents' headers.
 
@@ -213,7 +218,8 @@ class RequestBuilder:
             raise FieldError(str(error), "mm_processor_kwargs") from error
         tokens = sum(plan.prompt_tokens for plan in plans) + characters // _CHARACTERS_PER_TOKEN
         views = sum(len(plan.views) for plan in plans)
-        return RequestWork(views, tokens, max_new_tokens, tuple(document.digest for document in documents))
+        digests = tuple(document.digest for document in documents)
+        return RequestWork(views, tokens, max_new_tokens, digests, model=model)
 
 
 def _choices(request: Request, count: int) -> list[Request]:
