@@ -65,8 +65,6 @@ def test_nearer_is_never_judged_worse(one: float, other: float, noise: float) ->
 @pytest.mark.parametrize(
     ("page", "sentence"),
     [
-        ("README.md", "distance at most {exact}x the noise"),
-        ("README.md", "at most {close}x, and the same top token at every position"),
         ("docs/verdict.md", "distributions within {exact}x the rounding noise"),
         ("docs/verdict.md", "distributions within {close}x the noise, and"),
         (

@@ -177,9 +177,10 @@ class SweepPlan:
     def order(self) -> Iterator[list[Visit]]:
         """Visits, one list per load of a model. Each repeat visits all models shuffled, and the cells of each shuffled.
 
-        So what changes with time, such as a machine that warms up, does not favour a runner. A cell is compared right
-        after its last repeat, while its compiled code is still loaded. In the first repeat, quantised weights come
-        after the others, whose reference they share. A single model is loaded once.
+        So what changes with time, such as a machine that warms up, does not favour a runner. The model that is loaded
+        at the end of a repeat comes first in the next one: two models take turns as ABBAAB, with half of the loads. A
+        cell is compared right after its last repeat, while its compiled code is still loaded. In the first repeat,
+        quantised weights come after the others, whose reference they share.
         """
         by_load = sorted(self.cells, key=lambda cell: (cell.settings.quantization or "", repr(cell.settings.load_key)))
         groups = [list(group) for _, group in groupby(by_load, key=lambda cell: cell.settings.load_key)]
@@ -187,8 +188,10 @@ class SweepPlan:
         previous: list[Cell] = []
         for repeat in range(self.most_repeats):
             draws = random.Random(f"{self.seed}-{repeat}")
-            chosen = groups if repeat == 0 else draws.sample(groups, len(groups))
-            for cells in chosen:
+            chosen = draws.sample(groups, len(groups))
+            if repeat == 0:
+                chosen.sort(key=lambda cells: cells[0].settings.quantization or "")
+            for cells in sorted(chosen, key=lambda cells: cells is not previous):
                 visits = self._visits(draws.sample(cells, len(cells)), repeat)
                 if cells is previous:
                     loads[-1] += visits

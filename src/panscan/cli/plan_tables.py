@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from panscan.plan.layouts import Layout
 
 
-_WIDTH = 118  # characters of a table: a narrower terminal wraps its lines, because cut figures would mislead
+_WIDTH = 118  # characters of a table in a file or a pipe
 
 
 def no_fit_message(answer: PlanAnswer) -> str:
@@ -173,9 +173,9 @@ _LAYOUTS: tuple[Column[Layout], ...] = (
         "replicas\nx GPUs", lambda layout: f"{layout.replicas} x {layout.variant.tensor_parallel_size}", text=Medium.ALL
     ),
     Column("weights", _marked_weights, text=Medium.ALL),
-    Column("weights\nGB/GPU", lambda layout: f"{layout.memory.weights / 1e9:.1f}"),
-    Column("KV cache\nGB/GPU", lambda layout: f"{layout.memory.kv_bytes / 1e9:.1f}"),
-    Column("requests\nat once", lambda layout: layout.replicas * layout.running),
+    Column("weights\nGB/GPU", lambda layout: f"{layout.memory.weights / 1e9:.1f}", spare=3),
+    Column("KV cache\nGB/GPU", lambda layout: f"{layout.memory.kv_bytes / 1e9:.1f}", spare=4),
+    Column("requests\nat once", lambda layout: layout.replicas * layout.running, spare=2),
     Column("TTFT ms\nalone", _ttft_range),
     Column("TPOT ms\nalone", lambda layout: f"{1e3 * layout.speed.tpot_alone.value:.1f}"),
     Column("TPOT ms\nfull", lambda layout: f"{1e3 * layout.speed.tpot_full.value:.0f}"),
@@ -183,7 +183,7 @@ _LAYOUTS: tuple[Column[Layout], ...] = (
     Column(
         "limits of\nprefill / decode",
         lambda layout: f"{layout.speed.prefill_bound} / {layout.speed.decode_bound}",
-        fold=True,
+        spare=1,
     ),
 )
 _FLEETS: tuple[Column[Fleet], ...] = (
@@ -191,12 +191,12 @@ _FLEETS: tuple[Column[Fleet], ...] = (
     Column("weights", lambda fleet: _marked_weights(fleet.layout), text=Medium.ALL),
     Column("replicas", lambda fleet: "none" if fleet.replicas is None else fleet.replicas),
     Column("GPUs", lambda fleet: fleet.gpus),
-    Column("one replica\nreq/s", lambda fleet: fleet.rate_of_one),
+    Column("one replica\nreq/s", lambda fleet: fleet.rate_of_one, spare=1),
     Column("holds\nreq/s", lambda fleet: fleet.breaks_at),
     Column("TTFT p95\nms", lambda fleet: _p95(fleet.level, "ttft")),
     Column("TPOT p95\nms", lambda fleet: _p95(fleet.level, "tpot")),
-    Column("E2E p95\nms", lambda fleet: _p95(fleet.level, "e2el")),
-    Column("within\nlimits", lambda fleet: percent(fleet.level.goodput.attainment), fold=True),
+    Column("E2E p95\nms", lambda fleet: _p95(fleet.level, "e2el"), spare=2),
+    Column("within\nlimits", lambda fleet: percent(fleet.level.goodput.attainment)),
 )
 
 
@@ -208,8 +208,9 @@ def _p95(level: FleetLevel, time: str) -> str:
 def _print_rows(table: Table[Any], layouts: Iterable[Layout]) -> None:
     """Print a table of layouts; * marks quantised weights."""
     console = out()
-    console.width = max(console.width, _WIDTH)
-    print_table(table, console)
+    if not console.is_terminal:
+        console.width = max(console.width, _WIDTH)
+    print_table(table, console, fit=True)
     if not all(layout.exact for layout in layouts):
         console.print("* not exact: quantised weights may change answers (docs/quantization.md)")
 

@@ -161,6 +161,23 @@ class Request:
         return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
 
+def separate_images(messages: Sequence[Message]) -> tuple[list[Message], list[Any]]:
+    """Return a conversation without the images that its parts hold, as in Transformers, and these images in order."""
+    images: list[Any] = []
+
+    def plain(part: Any) -> Any:
+        held = [key for key in _IMAGE_KEYS if isinstance(part, Mapping) and part.get("type") == "image" and key in part]
+        images.extend(part[key] for key in held)
+        return {key: value for key, value in part.items() if key not in held} if held else part
+
+    separated: list[Message] = []
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        parts = {"content": [plain(part) for part in content]} if isinstance(content, list | tuple) else {}
+        separated.append({**message, **parts} if parts else message)
+    return separated, images
+
+
 def checked_request(request: object) -> Request:
     """Return a request unchanged after checking its type.
 
@@ -183,6 +200,7 @@ def request_list(requests: object) -> list[Request]:
     return [checked_request(request) for request in requests]
 
 
+_IMAGE_KEYS = ("image", "url", "path")  # of a part {"type": "image"}
 _FIELDS = (
     ("prompt", str, True),
     ("system", str, True),

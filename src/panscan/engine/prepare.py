@@ -203,7 +203,7 @@ class Preparer:
                     prompt_tokens=len(prompt.ids),
                     layout=PromptLayout.of(prompt.ids, self._reader.prompts.soft_id, keys),
                     limit=len(prompt.ids) + state.max_new_tokens,
-                    reuse=state.observation is None or not state.observation.forced_tokens.positions,
+                    reuse=not state.computes_prompt,
                 )
                 if self._hashed_blocks:  # here rather than in the engine's thread, which launches the passes
                     extend_hashes(state.sequence, self._hashed_blocks)

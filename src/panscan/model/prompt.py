@@ -220,16 +220,20 @@ class PromptWriter:
             raise ModelError(f"tokenizer.json: the token {max(ids)} is not one of the model's {self.vocabulary:,}")
         return Prompt(ids, self.image_tokens * sum(n + 1 for n in crops))
 
+    @property
+    def token_ids(self) -> int:
+        """Number of token ids."""
+        return self.vocabulary or len(self.tokenizer)
+
     def _checked_ids(self, ids: Sequence[int]) -> list[int]:
         """Return the token ids of a prompt.
 
         Raises:
             SettingError: there are none, or one is no id of a text token.
         """
-        most = self.vocabulary or len(self.tokenizer)
         for token in ids:
-            if not isinstance(token, int) or not 0 <= token < most or token == self.soft_id:
-                raise SettingError(f"prompt: {short(token)} is not the id of a text token (0 to {most - 1})")
+            if not isinstance(token, int) or not 0 <= token < self.token_ids or token == self.soft_id:
+                raise SettingError(f"prompt: {short(token)} is not the id of a text token (0 to {self.token_ids - 1})")
         if not ids:
             raise SettingError("prompt: there are no token ids")
         return list(ids)

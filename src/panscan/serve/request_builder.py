@@ -6,7 +6,7 @@ import json
 import re
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -17,42 +17,23 @@ from panscan.core.deadline import Deadline
 from panscan.core.option import shorten
 from panscan.images.views import PUBLISHED_COST, PromptCost, plan_views, view_settings
 from panscan.serve.admission import Pool
-from panscan.serve.client import RequestWork
+from panscan.serve.body import MOST_PARTS, FieldError
+from panscan.serve.client import PreparedRequest, RequestWork
 from panscan.serve.media import MediaFile, MediaReader
 from panscan.serve.options import ServeOptions
 from panscan.serve.protocol import (
-    MOST_PARTS,
     ChatCompletionRequest,
     ChatMessage,
     CompletionRequest,
-    FieldError,
     MmProcessorKwargs,
-    SamplingFields,
     TextPart,
     TokenizeRequest,
 )
+from panscan.serve.sampling_fields import SamplingFields
 
 _CHARACTERS_PER_TOKEN = 4  # approximate; used to estimate a prompt's length
 _MOST_LOGPROBS = 100_000  # log-probabilities of one HTTP request: about 10 MB of JSON
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedRequest:
-    """The engine's requests for one HTTP request.
-
-    Args:
-        requests: one request per choice, each with a unique id.
-        work: estimated work of one request.
-    """
-
-    requests: list[Request]
-    work: RequestWork
-
-    @property
-    def image_bytes(self) -> int:
-        """Bytes of images in transit to the engine: each choice carries a copy."""
-        files = {id(page.content): len(page.content) for page in self.requests[0].images}
-        return sum(files.values()) * len(self.requests)
+_MOST_PROMPT_LOGPROBS = 400_000  # the same for prompts, by their characters, which are four per token or less
 
 
 class RequestBuilder:
@@ -81,7 +62,8 @@ class RequestBuilder:
         tools = body.tool_fields
         if tools["tools"]:
             text += len(json.dumps(tools["tools"]))
-        work = self._work(documents, request.pan_and_scan, text, sampling.max_new_tokens)
+        work = self._work(documents, request.pan_and_scan, text, sampling.max_new_tokens, body.model)
+        _check_prompt_logprobs(sampling, (work.prompt_tokens + text) * body.n)
         try:
             request = replace(request, sampling=sampling, **tools)
         except SettingError as error:
@@ -108,7 +90,8 @@ class RequestBuilder:
             else Request(prompt_ids=prompt, raw=True, sampling=sampling)
             for prompt in prompts
         ]
-        work = self._work([], PanAndScan(), max(map(len, prompts)), sampling.max_new_tokens)
+        _check_prompt_logprobs(sampling, sum(map(len, prompts)) * body.n)
+        work = self._work([], PanAndScan(), max(map(len, prompts)), sampling.max_new_tokens, body.model)
         return PreparedRequest([choice for request in requests for choice in _choices(request, body.n)], work)
 
     def counted(self, body: TokenizeRequest, uploads: Mapping[str, bytes], deadline: Deadline) -> Request:
@@ -206,7 +189,12 @@ class RequestBuilder:
         return body.sampling(options.settings.sampling)
 
     def _work(
-        self, documents: Sequence[MediaFile], pan_and_scan: PanAndScan, characters: int, max_new_tokens: int
+        self,
+        documents: Sequence[MediaFile],
+        pan_and_scan: PanAndScan,
+        characters: int,
+        max_new_tokens: int,
+        model: str | None,
     ) -> RequestWork:
         """Return the estimated work of a request, from its documents' headers.
 
@@ -223,7 +211,8 @@ class RequestBuilder:
             raise FieldError(str(error), "mm_processor_kwargs") from error
         tokens = sum(plan.prompt_tokens for plan in plans) + characters // _CHARACTERS_PER_TOKEN
         views = sum(len(plan.views) for plan in plans)
-        return RequestWork(views, tokens, max_new_tokens, tuple(document.digest for document in documents))
+        digests = tuple(document.digest for document in documents)
+        return RequestWork(views, tokens, max_new_tokens, digests, model=model)
 
 
 def _choices(request: Request, count: int) -> list[Request]:
@@ -254,6 +243,19 @@ def _with_logprobs(body: SamplingFields, choices: int, sampling: Sampling, param
     size = f"{choices} x {tokens} x {width} = {choices * tokens * width}"
     message = f"{size} (choices x max_tokens x log-probabilities per token) exceed {_MOST_LOGPROBS}"
     raise FieldError(f"{param}: {message}; lower n, max_tokens or {param}, or send fewer prompts", param)
+
+
+def _check_prompt_logprobs(sampling: Sampling, tokens: int) -> None:
+    """Bound the log-probabilities of prompts of so many tokens at most.
+
+    Raises:
+        FieldError: they are too many.
+    """
+    most = _MOST_PROMPT_LOGPROBS // ((sampling.prompt_logprobs or 0) + 1)
+    if sampling.prompt_logprobs is not None and tokens > most:
+        size = f"prompts of {tokens:,} characters and image tokens exceed {most:,}"
+        message = f"{size} with {sampling.prompt_logprobs} log-probabilities per token; shorten or split them"
+        raise FieldError(f"prompt_logprobs: {message}", "prompt_logprobs")
 
 
 def check_used(uploads: Mapping[str, bytes], urls: Sequence[str]) -> None:

@@ -5,21 +5,22 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, TypeVar
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
 from panscan.core import Sampling, SettingError, now
 from panscan.core.lru import LruCache
 from panscan.core.sampling import STRUCTURED
 from panscan.core.tools import Tool, ToolUse
-from panscan.engine.structured.schemas import UNSATISFIABLE, closed_schema
+from panscan.engine.structured.schemas import UNSATISFIABLE, closed_schema, literal_length
 from panscan.engine.structured.tool_calls import call_grammar
 from panscan.engine.structured.unique_names import QuoteTokens, UniqueNames
 
@@ -31,8 +32,8 @@ _OPTIONS: Any = {  # no optional whitespace: a model could write it without end
     "lenient": False,
     "coerce_one_of": False,
 }
-_HEAD = '%llguidance {"no_forcing": true}\n'
-"""Forced texts are not searched for: that takes time in proportion to their length, such as that of ``a{1000000}``."""
+_NO_FORCING = '%llguidance {"no_forcing": true}\n'
+_MOST_FORCED = 20_000  # bytes of forced text: 20 ms in the engine's thread; ``a{1000000}`` would take seconds
 _LIMITS, _GRAMMAR_LIMITS = (
     LLParserLimits(
         max_items_in_row=2_000,
@@ -54,10 +55,7 @@ _Computed = TypeVar("_Computed")
 
 
 class Constraint:
-    """The tokens that the grammar allows next in one answer.
-
-    ``allowed``: uint8 bit mask over the vocabulary (see :class:`panscan.engine.scheduling.batch.SamplingRow`). When the
-    answer is complete, only end tokens are allowed.
+    """The tokens that the grammar allows next in one answer. When it is complete, only end tokens are allowed.
 
     Args:
         matcher: llguidance matcher, at the start of the answer.
@@ -72,31 +70,68 @@ class Constraint:
     def __init__(self, matcher: LLMatcher, field: str, tokenizer: LLTokenizer, quotes: QuoteTokens | None) -> None:
         self._matcher, self._field, self._tokenizer = matcher, field, tokenizer
         self._names = None if quotes is None else UniqueNames(quotes)
-        self.allowed = self._mask()
+        self._mask: NDArray[np.uint8] | None = None
+        _ = self.allowed  # raises if no token may begin the answer
 
     def advance(self, token: int) -> None:
         """Append a token to the answer.
 
         Raises:
-            SettingError: no token can follow, the grammar is too complex, or the token was not allowed.
+            SettingError: the token was not allowed, or the grammar is too complex.
         """
         if not self._matcher.consume_token(token):
             problem = f"the answer cannot continue with token {token}: {_rejection(self._matcher)}"
             raise SettingError(f"{self._field}: {problem}")
         if self._names is not None:
             self._names.advance(self._tokenizer.decode_bytes([token]))
-        self.allowed = self._mask()
+        self._mask = None
 
-    def _mask(self) -> NDArray[np.uint8]:
-        words = self._matcher.compute_bitmask()
+    @property
+    def allowed(self) -> NDArray[np.uint8]:
+        """Bit mask over the vocabulary (see :class:`panscan.engine.scheduling.batch.SamplingRow`).
+
+        Raises:
+            SettingError: no token can follow, or the grammar is too complex.
+        """
+        if self._mask is None:
+            fill_masks([self])
+        mask = self._mask
+        assert mask is not None  # just filled
         if self._matcher.is_error():
             raise SettingError(f"{self._field}: {_rejection(self._matcher)}")
-        mask: NDArray[np.uint8] = np.frombuffer(words, np.uint32).astype("<u4").view(np.uint8)
-        for token in [] if self._names is None else [*self._names.repeating(mask)]:
-            mask[token // 8] &= ~(1 << token % 8) & 0xFF
         if not mask.any():
             raise SettingError(f"{self._field}: no token of the model can continue the answer: loosen it")
         return mask
+
+    def forced(self) -> list[int]:
+        """Return tokens that must follow: the canonical ones of a text that the grammar forces. Often there are none.
+
+        Masks allow no other tokens of such a text, so the same ones would be sampled.
+        """
+        tokens: list[int] = self._matcher.compute_ff_tokens()
+        if self._names is None:
+            return tokens
+        return tokens[: self._names.fresh(self._tokenizer.decode_bytes([token]) for token in tokens)]
+
+    def _fill(self, words: NDArray[np.int32]) -> None:
+        self._mask = mask = words.astype("<i4", copy=False).view(np.uint8)
+        for token in [] if self._names is None else [*self._names.repeating(mask)]:
+            mask[token // 8] &= ~(1 << token % 8) & 0xFF
+
+
+def fill_masks(constraints: Sequence[Constraint]) -> None:
+    """Compute :attr:`Constraint.allowed` of answers of one model at once: in parallel, while other threads run."""
+    stale = [constraint for constraint in constraints if constraint._mask is None]
+    if stale:
+        words = allocate_token_bitmask(len(stale), stale[0]._tokenizer.vocab_size)
+        fill_next_token_bitmask_par(_executor(), [(item._matcher, row) for row, item in enumerate(stale)], words)
+        for constraint, row in zip(stale, words, strict=True):
+            constraint._fill(row)
+
+
+@cache
+def _executor() -> LLExecutor:
+    return LLExecutor()
 
 
 class Grammars:
@@ -185,10 +220,12 @@ def _lark(field: str, value: Any) -> tuple[str, LLParserLimits]:
     """
     match field:
         case "json_schema":
-            return LLMatcher.grammar_from_lark(f"{_HEAD}start: {_json_rule(value)}"), _LIMITS
+            text = f"start: {_json_rule(value)}"
+            return LLMatcher.grammar_from_lark(_head(literal_length(value)) + text), _LIMITS
         case "tools":
             text = call_grammar(value, [*map(_tool_rule, value.callable)])
-            return LLMatcher.grammar_from_lark(_HEAD + text), _LIMITS
+            length = sum(literal_length(tool.parameters) for tool in value.callable)
+            return LLMatcher.grammar_from_lark(_head(length) + text), _LIMITS
         case "regex":
             text = json.loads(LLMatcher.grammar_from_regex(value))["grammars"][0]["lark_grammar"]
         case "choice":
@@ -200,7 +237,12 @@ def _lark(field: str, value: Any) -> tuple[str, LLParserLimits]:
                 text = any_to_lark(value)
             except Exception as error:  # of its parser, which has several
                 raise SettingError(f"grammar: {_one_line(str(error))}") from error
-    return LLMatcher.grammar_from_lark(_HEAD + text), _GRAMMAR_LIMITS
+    return LLMatcher.grammar_from_lark(_NO_FORCING + text), _GRAMMAR_LIMITS
+
+
+def _head(length: int) -> str:
+    """Return the options of a grammar, given a bound on the length of the texts that it can force."""
+    return "" if length <= _MOST_FORCED else _NO_FORCING
 
 
 def _tool_rule(tool: Tool) -> str:
@@ -218,7 +260,7 @@ def _check_tools(use: ToolUse) -> None:
     for tool in use.callable:
         if now() > end:
             return
-        lark = LLMatcher.grammar_from_lark(f"{_HEAD}start: {_tool_rule(tool)}")
+        lark = LLMatcher.grammar_from_lark(f"{_NO_FORCING}start: {_tool_rule(tool)}")
         failed, reasons = _with_deep_stack(partial(LLMatcher.validate_grammar_with_warnings, lark, limits=_LIMITS))
         if failed:
             raise SettingError(f"tools: {tool.name}: {_one_line(reasons[0])}")

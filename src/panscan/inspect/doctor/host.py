@@ -15,6 +15,7 @@ from packaging.requirements import Requirement
 from panscan.core import SettingError
 from panscan.core.errors import error_line
 from panscan.core.gpu_features import Capability, supports
+from panscan.core.installation import install_command
 from panscan.inspect.doctor.checks import CheckFinding, Findings, file_text, not_checked, ok, problem, warning
 from panscan.model.shapes import SHAPES, Shape
 from panscan.plan.cost import Variant
@@ -34,7 +35,7 @@ def requirements() -> Findings:
     try:
         needs = requires("panscan") or ()
     except PackageNotFoundError:
-        yield not_checked("panscan runs from its source tree; `pip install -e .` records its requirements")
+        yield not_checked(f"panscan runs from its source tree; `{install_command()}` records its requirements")
         return
     wrong, shown = [], []
     for needed in map(Requirement, needs):
@@ -46,7 +47,7 @@ def requirements() -> Findings:
         elif needed.name in ("torch", "transformers", "tokenizers", "accelerate"):
             shown.append(f"{needed.name} {installed}")
     if wrong:
-        yield problem(f"versions that panscan does not support: {', '.join(wrong)}", "pip install --upgrade panscan")
+        yield problem(f"versions that panscan does not support: {', '.join(wrong)}", install_command())
     else:
         yield ok(", ".join(shown))
 
