@@ -30,6 +30,7 @@ from benchmarks.faster import (
     faster_small,
     faster_transformers,
     faster_wrong,
+    ten_a100,
 )
 from benchmarks.idle_gap_tables import idle_gap
 from benchmarks.load_tables import load_crosscheck, load_generator, load_kills, load_mixed, load_replicas
@@ -66,6 +67,7 @@ PAGES = (
         for name in (
             "measured.md",
             "faster.md",
+            "ten-a100.md",
             "profile.md",
             "verdict.md",
             "verify.md",
@@ -323,6 +325,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "faster-small": faster_small,
     "faster-cpu": faster_cpu,
     "faster-wrong": faster_wrong,
+    "ten-a100": ten_a100,
     "robustness": robustness_parts,
     "robustness-files": robustness_cases("files", "groups"),
     "robustness-damage": robustness_cases("files", "ways"),

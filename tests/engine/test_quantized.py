@@ -81,6 +81,12 @@ def test_quantised_ranks_keep_the_answers(kind: str, mini_reference: Reference) 
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     settings = Settings(
-        runner="engine", model="mini", dtype="bf16", quantization=kind, kv_cache_gb=0.2, tensor_parallel_size=2
+        runner="engine",
+        model="mini",
+        dtype="bf16",
+        quantization=kind,
+        kv_cache_gb=0.2,
+        kv_cache_dtype="int8" if kind == "int8" else "auto",
+        tensor_parallel_size=2,
     )
     assert answers(settings) == [mini_reference(each).token_ids for each in ANSWERED]
