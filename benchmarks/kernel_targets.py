@@ -5,8 +5,8 @@
 The launchers run on tensors without data, and each launch compiles its kernel for the GPU instead of starting it. The
 configurations are those that the code chooses there: tiles, stages, splits, early launches. Covered are the attention
 kernels (dense, float8 and int8 caches, decode rows and prompts, heads of 256 and 128, the vision tower's heads of 72 on
-Hopper), tensor parallel sizes 1 and 2, the kernels between the products, and products of int8 and int4 weights in bf16
-and float32. The record has the shared memory, registers and spilled bytes per thread of every kernel. The exit status
+Hopper), tensor parallel sizes 1 and 2 (which change strides only), the kernels between the products, and products of
+int8 and int4 weights, in bf16 and float32. The record has the shared memory, registers and spilled bytes per thread of every kernel. The exit status
 is 1 if a kernel needs more shared memory than a program may use.
 """
 
@@ -121,12 +121,15 @@ def compile_for(
 def launches(capability: Capability, *, sample: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield every launch on a GPU, or a sample: its name and a function that does it."""
     caches = ["auto", "int8", *(["fp8"] if supports("fp8_cache", capability) else [])]
-    choices = _SAMPLED if sample else product(("27b", "4b", "270m"), (1, 2), (torch.bfloat16, torch.float32), caches)
-    for name, ranks, dtype, cache in choices:
-        text = SHAPES[name].text
-        if text.kv_heads % ranks == 0 and (ranks == 1 or dtype == torch.bfloat16):
-            use = f"{name}, TP {ranks}, {str(dtype).removeprefix('torch.')}, {cache} cache"
-            yield from ((f"{use}: {what}", launch) for what, launch in _decoder(text, ranks, dtype, cache))
+    models = ("27b", 1), ("27b", 2), ("4b", 1), ("270m", 1)
+    choices = [
+        *((*model, torch.bfloat16, cache) for model, cache in product(models, caches)),
+        *((name, 1, torch.float32, cache) for name, cache in product(("27b", "4b"), ("auto", "int8"))),
+    ]
+    for name, ranks, dtype, cache in _SAMPLED if sample else choices:
+        use = f"{name}, TP {ranks}, {str(dtype).removeprefix('torch.')}, {cache} cache"
+        decoder = _decoder(SHAPES[name].text, ranks, dtype, cache)
+        yield from ((f"{use}: {what}", launch) for what, launch in decoder)
     for dtype in (torch.bfloat16,) if sample else (torch.bfloat16, torch.float32):
         use = str(dtype).removeprefix("torch.")
         yield from ((f"{use}: {what}", launch) for what, launch in _products(capability, dtype))
