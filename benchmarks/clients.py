@@ -21,6 +21,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from benchmarks.workloads.client import MODEL, running_server
+from panscan.model.bundled import mini_directory
 from panscan.records.environment import environment
 from panscan.settings import Settings
 from panscan.workload.samples import write_samples
@@ -36,6 +37,9 @@ _PACKAGES = {
     "smolagents": ["smolagents"],
     "llama_index": ["llama-index-llms-openai-like"],
     "llm": ["llm"],
+    "lm_eval": ["lm-eval"],
+    "guidellm": ["guidellm"],
+    "autogen": ["autogen-agentchat", "autogen-ext"],
 }
 _VERSIONS = "import importlib.metadata as m, json, sys; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
 
@@ -57,6 +61,7 @@ def _run(python: Path, folder: Path) -> int:
             **_question(folder),
             "PANSCAN_CLIENTS_URL": url,
             "PANSCAN_CLIENTS_MODEL": MODEL,
+            "PANSCAN_CLIENTS_TOKENIZER": str(mini_directory()),
             "DO_NOT_TRACK": "1",
         }
         variables.pop("PYTHONPATH", None)
