@@ -78,5 +78,5 @@ def test_error() -> None:
     model = LocalCompletionsAPI(
         base_url=f"{URL}/completions", model=MODEL, tokenizer=TOKENIZER, max_retries=1, tokenized_requests=False
     )
-    with pytest.raises(Exception, match="Bad Request|400"):
+    with pytest.raises(Exception, match=r"Bad Request|400"):
         model.model_call([TOO_LONG], generate=True, gen_kwargs={"max_gen_toks": 1}).keys()
