@@ -29,6 +29,7 @@ from panscan.workload.samples import write_samples
 _TESTS = Path(__file__).parent.parent / "tests" / "clients"
 _PACKAGES = {
     "openai": ["openai"],
+    "openai_npm": [],
     "langchain": ["langchain-openai", "langchain-tests"],
     "instructor": ["instructor"],
     "pydantic_ai": ["pydantic-ai-slim"],
@@ -81,6 +82,12 @@ def _outcomes(results: Path) -> dict[str, dict[str, Any]]:
     return clients
 
 
+def _npm(python: Path) -> dict[str, str]:
+    """Return the version of the package of npm, if it is installed."""
+    path = python.parent.parent / "npm/node_modules/openai/package.json"
+    return {"openai (npm)": json.loads(path.read_text("utf-8"))["version"]} if path.exists() else {}
+
+
 def _record(python: Path, clients: Mapping[str, Mapping[str, Any]], seconds: float) -> dict[str, Any]:
     names = [name for packages in _PACKAGES.values() for name in packages]
     found = subprocess.run([str(python), "-c", _VERSIONS, *names], check=True, capture_output=True, text=True)
@@ -91,7 +98,7 @@ def _record(python: Path, clients: Mapping[str, Mapping[str, Any]], seconds: flo
         "model": {"name": "mini", "device": "cpu"},
         "seconds": round(seconds),
         "clients": {
-            client: {"versions": {name: versions[name] for name in _PACKAGES[client]}, **outcomes}
+            client: {"versions": {name: versions[name] for name in _PACKAGES[client]} or _npm(python), **outcomes}
             for client, outcomes in clients.items()
         },
         "environment": environment(),
