@@ -122,7 +122,12 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
         by_verb={"batch bench": {"help": "System message for every request."}},
     )
     template_kwargs: str | None = option(
-        None, "Input", "Values for the chat template, as a JSON object.", "ask batch", metavar="JSON", rare=True
+        None,
+        "Input",
+        "Values for the chat template, as a JSON object.",
+        "ask attention batch bench",
+        metavar="JSON",
+        rare=True,
     )
     raw_prompt: bool = option(
         False,
