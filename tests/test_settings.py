@@ -200,7 +200,7 @@ def test_the_engine_runs_what_it_supports(
         ({"quantization": "int8", "quantization_group_size": 64}, "-size 64: .*; add --quantization int4"),
         ({"quantization": "int4", "quantization_group_size": 48}, "-size takes 128, 64 or 32; got 48"),
         ({"quantization": "int4", "quantization_group_size": 8}, "-size is out of range: .* from 32 to"),
-        ({"kv_cache_dtype": "fp16"}, "--kv-cache-dtype takes auto, fp8; got"),
+        ({"kv_cache_dtype": "fp16"}, "--kv-cache-dtype takes auto, fp8, int8; got"),
         ({"gpu_memory_utilization": 1.5}, "--gpu-memory-utilization is out of range: .* above 0 and at most 1, got"),
         ({"gpu_memory_gb": 0}, "--gpu-memory-gb is out of range"),
     ],

@@ -51,7 +51,7 @@ def test_json_has_the_decision_and_the_rows_of_the_summary(home: Path, capsys: p
         ("b", 2, "done"),
     ]
     low, mean, high = (found["cells"][0][f"request_throughput{bound}"] for bound in ("_low", "", "_high"))
-    assert low < mean < high
+    assert (low, high) == (None, None) and mean > 0
     assert found["cells"][0]["uncertified"]
 
 

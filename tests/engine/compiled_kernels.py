@@ -27,6 +27,8 @@ from panscan.engine.kernels import Sizes, decode_sizes, prefill_sizes
 TYPES = {2: "*bf16", 4: "*fp32"}
 COMMON = {"page_size": 2, "heads": 8, "kv_heads": 4, "splits": 4}
 POINTERS = {
+    "k_scale": "*fp32",
+    "v_scale": "*fp32",
     "parts": "*fp32",
     "part_sums": "*fp32",
     "tiles": "*i32",
@@ -38,14 +40,16 @@ POINTERS = {
 }
 
 
-def shared(kernel: Any, sizes: Sizes, head_size: int, itemsize: int, capability: int) -> int:
-    """Return the bytes of shared memory that a kernel needs."""
+def shared(kernel: Any, sizes: Sizes, head_size: int, itemsize: int, capability: int, int8: bool) -> int:
+    """Return the bytes of shared memory that a kernel needs; ``int8``: with keys and values in int8."""
     constants = {**COMMON, "head_size": head_size, "rows": sizes.rows, "keys": sizes.keys}
     if "together" in kernel.arg_names:
         constants["together"] = sizes.heads
     constants |= {"precision": "ieee" if itemsize == 4 else "tf32", "early": capability == 90}
-    kinds = dict.fromkeys(kernel.arg_names, "i32") | POINTERS | dict.fromkeys(constants, "constexpr")
-    kinds |= {"scale": "fp32"} | dict.fromkeys(("q", "k_cache", "v_cache"), TYPES[itemsize])
+    constants |= {} if int8 else {"k_scale": None, "v_scale": None}
+    kinds = dict.fromkeys(kernel.arg_names, "i32") | POINTERS | {"scale": "fp32", "q": TYPES[itemsize]}
+    kinds |= dict.fromkeys(("k_cache", "v_cache"), "*i8" if int8 else TYPES[itemsize])
+    kinds |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(
         fn=kernel,
         signature={name: kinds[name] for name in kernel.arg_names},
@@ -64,7 +68,8 @@ def shared(kernel: Any, sizes: Sizes, head_size: int, itemsize: int, capability:
 
 def main() -> None:
     found = {}
-    for (capability, most), head_size, itemsize in product(json.loads(sys.argv[1]).items(), (128, 256), (2, 4)):
+    kinds = ((128, 2, True), (256, 2, False), (256, 2, True), (256, 4, False))
+    for (capability, most), (head_size, itemsize, int8) in product(json.loads(sys.argv[1]).items(), kinds):
         each = {
             "prefill": (kernels._prefill, prefill_sizes(head_size, itemsize, most)),
             "prefill of few rows": (kernels._prefill, prefill_sizes(head_size, itemsize, most, few=True)),
@@ -72,8 +77,8 @@ def main() -> None:
             "shared decode": (kernels._decode, decode_sizes(head_size, itemsize, 2, shared=True)),
         }
         for name, (kernel, sizes) in each.items():
-            taken = shared(kernel, sizes, head_size, itemsize, int(capability))
-            found[f"{capability} {name} {head_size} {itemsize}"] = taken
+            taken = shared(kernel, sizes, head_size, itemsize, int(capability), int8)
+            found[f"{capability} {name} {head_size} {itemsize} {int8}"] = taken
     sys.stdout.write(json.dumps(found))
 
 

@@ -14,26 +14,17 @@ from typing import Any
 
 import msgspec
 
+from panscan.analysis.cells import cell_metrics
+from panscan.analysis.levels import MeasuredLevel, measured_level
 from panscan.core import RecordsError
 from panscan.core.files import write_file
 from panscan.records.fields import EXACT_MATCH, STAGES, TIMES
-from panscan.records.load_runs import (
-    client_figures,
-    in_blocks,
-    is_load_run,
-    keeps_up,
-    level_goodput,
-    load_settings,
-    offered_rate,
-    queued_ms,
-)
+from panscan.records.load_runs import is_load_run, load_settings
 from panscan.records.metrics import (
     COLUMNS,
     INTERVALS,
     LAUNCHER,
-    Metrics,
     ReplicaShare,
-    metrics_of,
     percentile_name,
     shares_of,
 )
@@ -47,24 +38,10 @@ LEVEL_COLUMNS = (
     "goodput",
     *(f"attainment{bound}" for bound in ("", "_low", "_high")),
     "keeps_up",
+    "steady_seconds",
     "mean_queued_ms",
     *(f"client_{name}" for name in ("processes", "lag_median_ms", "lag_p99_ms", "cpu_share", "limited")),
 )
-
-
-def cell_metrics(run: Run, cell_id: str, *, seed: int = 0) -> Metrics | None:
-    """Metrics of one cell over its complete repeats; None if no request of them succeeded.
-
-    Raises:
-        RecordsError: the run has no such cell, or its stamps contradict its counts.
-    """
-    if cell_id not in run.cells:
-        raise RecordsError(f"{run.path}: the run has no cell {cell_id!r}")
-    repeats = run.repeats_of(cell_id)
-    if not is_load_run(run):
-        return metrics_of(repeats, seed=seed)
-    percentiles = load_settings(run).metric_percentiles
-    return metrics_of([in_blocks(repeat) for repeat in repeats], seed=seed, percentiles=percentiles, blocks=True)
 
 
 def replica_shares(run: Run, cell_id: str) -> list[ReplicaShare]:
@@ -140,7 +117,7 @@ def summary_rows(run: Run, more: Mapping[str, Mapping[str, Any]] | None = None) 
         outcome, reason = outcome_of(run, cell)
         row = {**settings, "outcome": outcome, "reason": reason, **more.get(cell, {}), **_measured(run, cell)}
         if is_load_run(run):
-            row |= {"level": cell, **_level(run, cell)}
+            row |= {"level": cell, **(_level(measured_level(run, cell)) if run.repeats_of(cell) else {})}
         else:
             row |= {"cell": cell, "aliases": _alias_settings(run, cell), **_answers(run, cell)}
         row["uncertified"] = [name for name in row.get("uncertified", ()) if name in columns]
@@ -157,24 +134,23 @@ def _alias_settings(run: Run, cell: str) -> list[dict[str, Any]] | None:
     ] or None
 
 
-def _level(run: Run, cell: str) -> dict[str, Any]:
+def _level(level: MeasuredLevel) -> dict[str, Any]:
     """Return what only a load level has: its row for the columns of :data:`LEVEL_COLUMNS`."""
-    goodput, client = level_goodput(run, cell), client_figures(run, cell)
-    if not goodput.sent:
-        return {}
+    goodput = level.goodput
     values: dict[str, Any] = {
-        "offered_rate": offered_rate(run, cell),
+        "offered_rate": level.offered,
         "sent": goodput.sent,
-        "goodput": goodput.throughput,
+        "goodput": level.good_throughput,
         "attainment": goodput.attainment,
         "attainment_low": goodput.interval[0],
         "attainment_high": goodput.interval[1],
-        "keeps_up": keeps_up(run, cell),
-        "mean_queued_ms": queued_ms(run, cell),
+        "keeps_up": level.keeps_up,
+        "steady_seconds": level.steady_seconds,
+        "mean_queued_ms": level.queued_ms,
     }
-    if client is not None:
+    if level.client is not None:
         values |= {
-            f"client_{name}": value for name, value in msgspec.structs.asdict(client).items() if name != "reason"
+            f"client_{name}": value for name, value in msgspec.structs.asdict(level.client).items() if name != "reason"
         }
     return values
 

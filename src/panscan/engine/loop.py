@@ -30,6 +30,7 @@ from panscan.engine.scheduling.batch import Sequence as Tokens
 from panscan.engine.scheduling.kv_blocks import KVBlocks
 from panscan.engine.scheduling.pacing import Pacer, PassSize, PrefillLimit
 from panscan.engine.scheduling.scheduler import Scheduler
+from panscan.engine.structured.grammar import fill_masks
 from panscan.engine.vision import VisionCache
 from panscan.model.checkpoint import Loaded
 from panscan.model.machine import is_out_of_memory, release_memory
@@ -94,7 +95,7 @@ class Loop:
         self._overlap = facts.overlaps if options.overlap is None else options.overlap
         self._inflight: _PassInFlight | None = None
         self._states: dict[Tokens, RequestState] = {}
-        self._steps = self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
+        self._steps = self._prompt_tokens = self._cached_tokens = self._output_tokens = self._forced_tokens = 0
 
     def step(self) -> bool:
         """Launch a pass, then deliver the tokens of the previous one; return False if there is nothing to do.
@@ -125,7 +126,7 @@ class Loop:
             self.finish_pass()
             return True
         self._steps += 1
-        self._prompt_tokens += sum(chunk.end - chunk.start for chunk in step if not chunk.sequence.decodes)
+        self._prompt_tokens += sum(chunk.end - chunk.start for chunk in step if not chunk.answers)
         self.finish_pass()
         with host_work("engine: schedule"):
             self._scheduler.advance(step)
@@ -238,6 +239,7 @@ class Loop:
             prompt_tokens=self._prompt_tokens,
             cached_tokens=self._cached_tokens,
             output_tokens=self._output_tokens,
+            forced_tokens=self._forced_tokens,
             preemptions=self._scheduler.preemptions,
             views_encoded=self.vision.encoded,
             views_reused=self.vision.reused,
@@ -284,7 +286,7 @@ class Loop:
                     (state.request.sampling.prompt_logprobs or 0 for state, *_ in scored.values()), default=0
                 ),
             )
-            with phase("decode" if all(chunk.sequence.decodes for chunk in step) else "prefill"):
+            with phase("decode" if all(chunk.answers for chunk in step) else "prefill"):
                 wait = self.runner.execute(batch)
         except BaseException:
             self.vision.forget(encode)
@@ -377,6 +379,7 @@ class Loop:
             most = scored.request.sampling.prompt_logprobs
             scored.prompt_logprobs[position] = replace(score, top=score.top[:most])
         answers = {} if result.answers is None else dict(zip(inflight.observed, result.answers, strict=True))
+        constrained: list[RequestState] = []
         for tokens, sample in zip(inflight.sampled, result.chosen, strict=True):
             if (state := self._states.get(tokens)) is None:
                 continue
@@ -386,14 +389,47 @@ class Loop:
                 if observation.forced_tokens.tokens is not None:
                     chosen = SampledToken(observation.forced_tokens.tokens[len(tokens.outputs)], None)
             tokens.settle(chosen.token)
-            self._output_tokens += 1
-            try:
-                reason = state.append_token(chosen, result.finished_at, self.loaded.eos_ids, full=tokens.full)
-            except BaseException as error:  # of its schema, its callback or a panic in a library: it fails alone
-                self.end(state, "error", state.error_of(error))
-                continue
+            self._append(state, chosen, result.finished_at)
+            if state.constraint is not None and not state.ended:
+                constrained.append(state)
+        self._force(constrained, result.finished_at)
+
+    def _append(self, state: RequestState, chosen: SampledToken, finished_at: float) -> None:
+        """Deliver the newest token of a request, and end the request if it is complete or fails."""
+        self._output_tokens += 1
+        assert state.sequence is not None  # it runs
+        try:
+            reason = state.append_token(chosen, finished_at, self.loaded.eos_ids, full=state.sequence.full)
+        except BaseException as error:  # of its schema, its callback or a panic in a library: it fails alone
+            self.end(state, "error", state.error_of(error))
+        else:
             if reason is not None:
                 self.end(state, reason)
+
+    def _force(self, states: list[RequestState], finished_at: float) -> None:
+        """Append the tokens that grammars force after new ones, and compute what may follow.
+
+        Forced tokens wait for no pass: the next one computes them in one chunk.
+
+        Args:
+            states: requests with a constraint that got a token.
+            finished_at: time of that token.
+        """
+        if self.options.force_tokens:
+            for state in states:
+                for token in state.forced():
+                    if state.ended or state.constraint is None:
+                        break
+                    state.force(token)
+                    self._forced_tokens += 1
+                    self._append(state, SampledToken(token, None), finished_at)
+        constraints = {state: state.constraint for state in states if state.constraint is not None and not state.ended}
+        fill_masks([*constraints.values()])
+        for state, constraint in constraints.items():
+            try:
+                _ = constraint.allowed
+            except SettingError as error:
+                self.end(state, "error", error)
 
     def _fail(self, step: Step, error: Exception) -> None:
         """End the requests with prefill in a failed step, or all of its requests if there are none.
@@ -403,7 +439,7 @@ class Loop:
         if is_out_of_memory(error):
             release_memory()
         failure = pass_error(error)
-        prefilling = [chunk.sequence for chunk in step if not chunk.sequence.decodes]
+        prefilling = [chunk.sequence for chunk in step if not chunk.answers]
         for tokens in prefilling or [chunk.sequence for chunk in step]:
             self.end(self._states[tokens], "error", failure)
 

@@ -51,11 +51,12 @@ from panscan.model.machine import (
 from panscan.model.phases import phase
 from panscan.model.quantization import weights_name
 from panscan.model.sharding import SINGLE_RANK, Ranks
-from panscan.model.support import fp8_cache_reason
+from panscan.model.support import kv_cache_reason
 from panscan.settings import ATTENTION_BACKENDS, nearest
 
 log = logging.getLogger("panscan.engine")
 
+_KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _USUAL_VIEWS = 8  # views in a pass of 2,048 prompt tokens, at most
 
 
@@ -148,9 +149,9 @@ class ModelRunner:
 
     def _start(self, vocab_size: int | None) -> None:
         options, model = self._options, self._loaded.model
-        kv_dtype = torch.float8_e4m3fn if options.kv_cache_dtype == "fp8" else None
-        if kv_dtype is not None and (reason := fp8_cache_reason(torch.device(self._loaded.device))) is not None:
+        if reason := kv_cache_reason(options.kv_cache_dtype, torch.device(self._loaded.device)):
             raise UnsupportedError(reason)
+        kv_dtype = _KV_DTYPES.get(options.kv_cache_dtype)
         self._text = text_layers(model, self._ranks, vocab_size=vocab_size, kv_dtype=kv_dtype)
         self._device = self._text.device
         choice = choose_backend(options.attention_backend, self._text.layers[0])
@@ -287,7 +288,7 @@ class ModelRunner:
         if not isinstance(self._backend, TritonBackend):
             return
         self.graphs = Graphs(
-            lambda hidden, positions, plans: text.run(hidden, positions, self.cache.k, self.cache.v, plans),
+            lambda hidden, positions, plans: text.run(hidden, positions, self.cache.layers, plans),
             self._backend,
             {layer.local for layer in text.layers},
             hidden_size=text.hidden_size,
@@ -352,7 +353,7 @@ class ModelRunner:
     ) -> torch.Tensor:
         kinds = {layer.local for layer in self._text.layers}
         plans = {local: self._backend.plan(batch, local=local, device=self._device) for local in kinds}
-        return self._text.run(hidden, upload(batch.positions, self._device), cache.k, cache.v, plans, output)
+        return self._text.run(hidden, upload(batch.positions, self._device), cache.layers, plans, output)
 
     def _rows(self, tensor: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
         return tensor.index_select(0, upload(rows, tensor.device))

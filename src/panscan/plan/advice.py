@@ -121,7 +121,7 @@ def advise(layouts: Iterable[Layout], goal: Goal) -> LayoutAdvice | None:
     if best is None:
         return None
     if exact is None:
-        why = "--kv-cache-dtype fp8 rounds keys and values"
+        why = f"--kv-cache-dtype {best.variant.kv_cache_dtype} rounds keys and values"
         if any(layout.exact for layout in layouts):
             why = "unquantised weights do not fit"
         elif all(layout.variant.weights for layout in layouts):

@@ -469,6 +469,15 @@ class Options(ServerTable, TrafficTable, RateTable, VerifyTable):
     verify_tokens: int = option(
         32, "Measurement", "Reference output tokens per request.", "bench", range=_VERIFIED, rare=True
     )
+    verify_budget: float = option(
+        15.0,
+        "Measurement",
+        "Replay answers within % of the measured time.",
+        "bench",
+        range=Range(ge=0, le=10_000),
+        metavar="PERCENT",
+        rare=True,
+    )
     check_invariance: bool = option(
         False, "Measurement", "Repeat requests alone, reordered, chunked.", "bench", rare=True
     )

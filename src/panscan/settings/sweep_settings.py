@@ -27,7 +27,7 @@ ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_atte
 ATTENTION_BACKENDS = ("auto", "triton", "sdpa")
 """What the engine attends with; see :func:`panscan.engine.model_runner.choose_backend`."""
 MODEL_SHAPES = ("mini", "tiny", "270m", "1b", "4b", "12b", "27b")
-KV_CACHE_DTYPES = ("auto", "fp8")
+KV_CACHE_DTYPES = ("auto", "fp8", "int8")
 REMOVED_SETTINGS: dict[str, Any] = {"tf32": False, "tp_plan": None, "pad_to_multiple_of": None}
 """Settings of older records that no longer exist, with the values that left them off."""
 PREFILL_CHUNK_SIZE = 2048
@@ -230,7 +230,7 @@ class _RunTable:
     kv_cache_dtype: str = option(
         "auto",
         "Engine",
-        "Data type of the KV cache; auto: the model's.",
+        "Data type of the KV cache; auto: the model's, exact.",
         f"{_SIMULATED} profile",
         choices=KV_CACHE_DTYPES,
         only="engine",

@@ -106,10 +106,10 @@ def layers(capability: int) -> Iterator[tuple[str, int]]:
         row = {"most": most, "width": 5376, "padded": 8192, "whole": most == 127.0}
         yield f"rows {rows}", compiled(kernels._quantize, capability, {"quantized": rows}, row, num_warps=16)
     rotate = {"heads": 32, "kv_heads": 16, "size": 128, "group": 16, "scaled": True}
-    yield "rotate", compiled(layer_kernels._rotate_and_store, capability, {}, rotate, num_warps=4)
-    if capability >= 89:
-        types = dict.fromkeys(("k_cache", "v_cache"), "*fp8e4nv")
-        yield "rotate into float8", compiled(layer_kernels._rotate_and_store, capability, types, rotate, num_warps=4)
+    for cached in ("*bf16", "*i8", *(["*fp8e4nv"] if capability >= 89 else [])):
+        types = {**dict.fromkeys(("k_cache", "v_cache"), cached), **dict.fromkeys(("k_scale", "v_scale"), "*fp32")}
+        constants = rotate if cached == "*i8" else rotate | {"k_scale": None, "v_scale": None}
+        yield f"rotate {cached}", compiled(layer_kernels._rotate_and_store, capability, types, constants, num_warps=4)
     layer_norm = {"width": 1152, "padded": 2048, "adds": True}
     yield "layer norm", compiled(layer_kernels._add_layer_norm, capability, {}, layer_norm, num_warps=4)
     merge = {"splits": 4, "splits_padded": 4, "head_size": 128}

@@ -308,6 +308,11 @@ class Chunk:
     end: int
 
     @property
+    def answers(self) -> bool:
+        """Whether the chunk has tokens of the answer only: the newest one, and forced ones behind it."""
+        return self.start >= self.sequence.prompt_tokens
+
+    @property
     def samples(self) -> bool:
         """Whether the pass computes the distribution of the sequence's next token."""
         return self.end == len(self.sequence.ids)
